@@ -1,0 +1,1 @@
+"""Rewire, heal, prove and export mixture-of-experts checkpoints."""

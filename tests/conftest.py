@@ -1,0 +1,28 @@
+"""Every test runs offline, on one thread, with caches that die with the session."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+_CACHE = tempfile.TemporaryDirectory(prefix="fcsd-tests-")
+# Set before anything imports torch, transformers or datasets: they read these once.
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    HF_HOME=f"{_CACHE.name}/hf",
+    HF_DATASETS_CACHE=f"{_CACHE.name}/datasets",
+    HF_MODULES_CACHE=f"{_CACHE.name}/modules",
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    TOKENIZERS_PARALLELISM="false",
+    DS_ACCELERATOR="cpu",
+    WANDB_MODE="offline",
+    MPLBACKEND="Agg",
+)
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The root of the checkout."""
+    return Path(__file__).resolve().parent.parent
