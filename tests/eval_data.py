@@ -22,7 +22,9 @@ def tokenizer(vocab: int = 400) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    raw.train_from_iterator(["Question: the river and the stone\nAnswer: garden " + " ".join(WORDS)] * 3, trainer)
+    raw.train_from_iterator(
+        ["Question: the river and the stone\nAnswer: garden " + " ".join(WORDS)] * 3, trainer
+    )
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
@@ -37,7 +39,12 @@ def _arc(rng: random.Random, i: int) -> dict:
 
 
 def _piqa(rng: random.Random, i: int) -> dict:
-    return {"goal": _sentence(rng), "sol1": _sentence(rng), "sol2": _sentence(rng), "label": rng.randint(0, 1)}
+    return {
+        "goal": _sentence(rng),
+        "sol1": _sentence(rng),
+        "sol2": _sentence(rng),
+        "label": rng.randint(0, 1),
+    }
 
 
 def _hellaswag(rng: random.Random, i: int) -> dict:
@@ -60,7 +67,13 @@ def _csqa(rng: random.Random, i: int) -> dict:
     choices = {"label": list("ABCDE"), "text": [_sentence(rng, 1) for _ in range(5)]}
     question = _sentence(rng)
     answer = rng.choice("ABCDE")
-    return {"id": str(i), "question": question, "question_concept": "x", "choices": choices, "answerKey": answer}
+    return {
+        "id": str(i),
+        "question": question,
+        "question_concept": "x",
+        "choices": choices,
+        "answerKey": answer,
+    }
 
 
 def _winogrande(rng: random.Random, i: int) -> dict:
@@ -79,7 +92,11 @@ def _mmlu(rng: random.Random, i: int) -> dict:
 
 def _openbookqa(rng: random.Random, i: int) -> dict:
     row = _arc(rng, i)
-    return {"id": row["id"], "question_stem": row["question"], **{k: row[k] for k in ("choices", "answerKey")}}
+    return {
+        "id": row["id"],
+        "question_stem": row["question"],
+        **{k: row[k] for k in ("choices", "answerKey")},
+    }
 
 
 def _gsm8k(rng: random.Random, i: int) -> dict:
@@ -129,5 +146,7 @@ def write_mirror(root: Path, rows: int = 8, seed: int = 0) -> Path:
     _dataset(root, "openai/gsm8k", {"main": splits(_gsm8k, "train", "test")})
     wikitext = {"wikitext-2-raw-v1": splits(_wikitext, *three, n=3)}
     _dataset(root, "EleutherAI/wikitext_document_level", wikitext)
-    _dataset(root, SUBJECTS_DIR, {s: splits(_mmlu, "test", "dev", "validation", n=2) for s in mmlu_subjects()})
+    _dataset(
+        root, SUBJECTS_DIR, {s: splits(_mmlu, "test", "dev", "validation", n=2) for s in mmlu_subjects()}
+    )
     return root

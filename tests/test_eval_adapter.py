@@ -92,7 +92,9 @@ def test_one_forward_for_single_token_choices():
     )
     adapter = HFAdapter(network, TOKENIZER)
     rows.clear()
-    adapter.loglikelihood(instances("loglikelihood", [(f"{w} Answer:", f" {c}") for w in "xyz" for c in "ABCD"]))
+    adapter.loglikelihood(
+        instances("loglikelihood", [(f"{w} Answer:", f" {c}") for w in "xyz" for c in "ABCD"])
+    )
     assert sum(rows) == 3
 
 

@@ -65,7 +65,9 @@ class HFAdapter(TemplateLM):
     def tokenizer_name(self) -> str:
         return self.tokenizer.name_or_path.replace("/", "__")
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -160,7 +162,9 @@ class HFAdapter(TemplateLM):
         for index, request in enumerate(requests):
             settings = normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS)
             if settings["do_sample"]:
-                raise ConfigError("the task asks for sampling", "only greedy generation is comparable between models")
+                raise ConfigError(
+                    "the task asks for sampling", "only greedy generation is comparable between models"
+                )
             if answers[index] is None:
                 groups[(tuple(settings["until"]), settings["max_gen_toks"])].append(index)
         prompts = dict(enumerate(self._encode_all([request.args[0] for request in requests])))
@@ -196,7 +200,9 @@ class HFAdapter(TemplateLM):
 
         texts = []
         for tokens in generate_greedy(self.model, prompts, max_new_tokens=max_new_tokens, finished=finished):
-            text = self.tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens, skip_special_tokens=True)
+            text = self.tokenizer.decode(
+                tokens[:-1] if tokens[-1] in ends else tokens, skip_special_tokens=True
+            )
             for stop in filter(None, stops):
                 text = text.split(stop)[0]
             texts.append(text)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.adapter import HFAdapter
 from fcsd.eval.cache import AnswerCache
-from fcsd.eval.isolate import undisturbed
+from fcsd.eval.isolate import eval_mode, preserved_rng
 from fcsd.eval.perplexity import held_out_items, read_texts
 from fcsd.eval.results import ResultFile, file_sha256, json_sha256
 from fcsd.eval.statistics import estimate
@@ -86,9 +86,9 @@ def evaluate(
     mirror = None if data_mirror is None else Path(data_mirror)
     directory = None if out is None else Path(out)
     results: list[dict[str, Any]] = []
-    with load_tasks(select(suite, tasks), mirror) as loaded_tasks:
+    with preserved_rng(), load_tasks(select(suite, tasks), mirror) as loaded_tasks:
         for name, model in zip(names, ordered, strict=True):
-            with _opened(model, device, dtype, batch_size, directory) as lm, undisturbed(lm.model):
+            with _opened(model, device, dtype, batch_size, directory) as lm:
                 file = None if directory is None else ResultFile(directory / f"{name}.json")
                 jobs = [(lambda t=t: _task_result(t, lm, limit)) for t in loaded_tasks]
                 if texts is not None and held_out is not None:
@@ -134,7 +134,8 @@ def _opened(
 ) -> Iterator[HFAdapter]:
     """The model behind lm-eval's interface; one that was loaded here is freed afterwards."""
     if isinstance(model, Loaded):
-        yield HFAdapter(model.model, model.tokenizer, batch_size=batch_size)
+        with eval_mode(model.model):
+            yield HFAdapter(model.model, model.tokenizer, batch_size=batch_size)
         return
     import torch
     from transformers import AutoTokenizer
@@ -145,7 +146,7 @@ def _opened(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     path = resolve(model).path
-    network = load_model(path, dtype=getattr(torch, dtype), device=device)
+    network = load_model(path, dtype=getattr(torch, dtype), device=device).eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
     cache = None
     if out is not None:

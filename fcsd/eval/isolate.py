@@ -10,17 +10,25 @@ from torch import nn
 
 
 @contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module's mode and every random generator are as they were."""
-    modes = {module: module.training for module in model.modules()}
+def preserved_rng() -> Iterator[None]:
+    """Afterwards the generators of Python, NumPy and torch (CPU and current GPU) are as they were."""
     python, array = random.getstate(), numpy.random.get_state()
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
-        model.eval()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
-            for module, training in modes.items():
-                module.training = training
             random.setstate(python)
             numpy.random.set_state(array)
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every single module is in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -23,10 +23,13 @@ def check_head(model: PreTrainedModel) -> None:
 
     Raises:
         BadInputError: the two give different logits.
+        NonFiniteError: NaN or infinite logits.
     """
     ids = torch.tensor([[0, 1, 2, 3]], device=model.device)
-    whole = model(input_ids=ids, use_cache=False).logits
-    if not torch.equal(_logits(model, _hidden(model, ids)[0]), whole[0].float()):
+    whole = model(input_ids=ids, use_cache=False).logits[0].float()
+    require_finite(whole)
+    rounding = 8 * torch.finfo(model.dtype).eps * whole.abs().max()
+    if (_logits(model, _hidden(model, ids)[0]).to(whole.device) - whole).abs().max() > rounding:
         raise BadInputError(
             f"{type(model).__name__} does more to its logits than its output embeddings do",
             "this architecture cannot be scored yet",
@@ -56,7 +59,9 @@ def require_finite(logits: torch.Tensor) -> None:
         NonFiniteError: some logit is NaN or infinite.
     """
     if not torch.isfinite(logits).all():
-        raise NonFiniteError("the model's logits are NaN or infinite", "no score is reported for such a model")
+        raise NonFiniteError(
+            "the model's logits are NaN or infinite", "no score is reported for such a model"
+        )
 
 
 def batches(lengths: Sequence[int], tokens: int, batch_size: int | None) -> Iterator[list[int]]:
@@ -101,7 +106,9 @@ def continuation_logprobs(
     answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
     for batch in batches([len(tokens) for tokens in inputs], FORWARD_TOKENS, batch_size):
         width = len(inputs[batch[0]])
-        ids = torch.tensor([[*inputs[i], *[0] * (width - len(inputs[i]))] for i in batch], device=model.device)
+        ids = torch.tensor(
+            [[*inputs[i], *[0] * (width - len(inputs[i]))] for i in batch], device=model.device
+        )
         hidden = _hidden(model, ids).flatten(0, 1)
         scored = [index for i in batch for index in sharing[inputs[i]]]
         ends = [row * width + len(inputs[i]) for row, i in enumerate(batch) for _ in sharing[inputs[i]]]

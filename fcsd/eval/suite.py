@@ -88,7 +88,9 @@ HEVAL = Row(
     published=(40.2, 73.8, 62.2),
 )
 # The published MBPP+ numbers fit lm-eval's task, which scores the three base asserts and not the plus tests.
-MBPP = Row("MBPP+", SANDBOX, "mbpp_plus", "mbpp", 1.0, 3, "pass_at_1", chance=0.0, published=(60.8, 84.4, 83.6))
+MBPP = Row(
+    "MBPP+", SANDBOX, "mbpp_plus", "mbpp", 1.0, 3, "pass_at_1", chance=0.0, published=(60.8, 84.4, 83.6)
+)
 
 # EvalPlus numbers its data sets; chat mode, sanitised answers, base and plus tests, a repaired oracle.
 HEVAL_STRICT = Row("HEval+", EVALPLUS, "humaneval", "", "v0.1.10", 0, "pass@1", "plus", chat=True, chance=0.0)
@@ -121,9 +123,7 @@ SUITES: dict[str, tuple[Row, ...]] = {
         HEVAL_STRICT,
         IFEVAL,
     ),
-    "pretrain-farskip": tuple(
-        _bare(row) for row in (ARC_C, ARC_E, BOOLQ, HS, MMLU, OBOOK, PIQA, SCIQ, WG)
-    ),
+    "pretrain-farskip": tuple(_bare(row) for row in (ARC_C, ARC_E, BOOLQ, HS, MMLU, OBOOK, PIQA, SCIQ, WG)),
     "pretrain-ladder": tuple(_bare(row) for row in (ARC_C, ARC_E, HS, PIQA, SCIQ, WG, WIKITEXT)),
 }
 

@@ -81,17 +81,24 @@ def _load(row: Row, mirror: Path | None) -> LoadedTask:
         raise ConfigError(f"the installed lm-eval has no task {row.task!r} in tasks/{row.directory}")
     files: dict[str, str] = {}
     if mirror is not None:
-        configs = [entry.cfg or {}, *((e.cfg or {}) for e in manager.task_index.values() if _is_leaf_of(e, entry))]
+        configs = [
+            entry.cfg or {},
+            *((e.cfg or {}) for e in manager.task_index.values() if _is_leaf_of(e, entry)),
+        ]
         files = _mirror_files(row, mirror, {str(c["dataset_path"]) for c in configs if "dataset_path" in c})
     try:
         loaded: dict[str, Any] = dict(manager.load(row.task))
     except Exception as error:  # datasets raises many kinds for data that is missing, gated or malformed
         hint = "fetch it into the hub cache first, or give --data-mirror DIR" if mirror is None else None
-        raise BadInputError(f"{row.column}: cannot load the data of {row.task}: {_line(error)}", hint) from error
+        raise BadInputError(
+            f"{row.column}: cannot load the data of {row.task}: {_line(error)}", hint
+        ) from error
     group = loaded.get("groups", {}).get(row.task)
     version = next(iter(loaded["tasks"].values())).VERSION if group is None else group.version
     if row.version is not None and float(version) != row.version:
-        raise ConfigError(f"{row.column} is set up for {row.task} version {row.version}, lm-eval has {version}")
+        raise ConfigError(
+            f"{row.column} is set up for {row.task} version {row.version}, lm-eval has {version}"
+        )
     for name, task in loaded["tasks"].items():
         if not len(task.eval_docs):
             raise BadInputError(f"{row.column}: the data of {name} is empty")
