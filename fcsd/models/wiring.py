@@ -219,6 +219,10 @@ class WiredLayer(nn.Module):
     """
 
     fcsd: LayerWiring
+    unwired: type[nn.Module]  # the class to go back to
+    self_attn: Any
+    input_layernorm: Any
+    post_attention_layernorm: Any
 
     def forward(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         _refuse_reentrant(self)
