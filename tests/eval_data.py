@@ -7,8 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-SUBJECTS_DIR = "cais/mmlu"
-WORDS = "river stone lamp garden window bread music winter paper silver apple cloud engine island".split()
+WORDS = ["river", "stone", "lamp", "garden", "window", "bread", "music", "winter", "paper", "silver", "apple"]
 
 
 def tokenizer(vocab: int = 400) -> PreTrainedTokenizerFast:
@@ -22,9 +21,7 @@ def tokenizer(vocab: int = 400) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    raw.train_from_iterator(
-        ["Question: the river and the stone\nAnswer: garden " + " ".join(WORDS)] * 3, trainer
-    )
+    raw.train_from_iterator(["Question: the river and the stone\nAnswer: garden " + " ".join(WORDS)] * 3, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
@@ -146,7 +143,5 @@ def write_mirror(root: Path, rows: int = 8, seed: int = 0) -> Path:
     _dataset(root, "openai/gsm8k", {"main": splits(_gsm8k, "train", "test")})
     wikitext = {"wikitext-2-raw-v1": splits(_wikitext, *three, n=3)}
     _dataset(root, "EleutherAI/wikitext_document_level", wikitext)
-    _dataset(
-        root, SUBJECTS_DIR, {s: splits(_mmlu, "test", "dev", "validation", n=2) for s in mmlu_subjects()}
-    )
+    _dataset(root, "cais/mmlu", {s: splits(_mmlu, "test", "dev", "validation", n=2) for s in mmlu_subjects()})
     return root

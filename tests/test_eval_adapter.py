@@ -63,7 +63,7 @@ def test_generations_equal_hflm(arch):
         instances("generate_until", [(p, {"until": [], "max_gen_toks": 24}) for p in prompts])
     )
     # Stop strings that do occur, in different places in different rows.
-    stops = [text[4:6] for text in free[:3]]
+    stops = {[c for c in text if c.isascii() and c.isalpha()][2] for text in free[:3]}
     arguments = [(p, {"until": list(stops), "max_gen_toks": 24, "do_sample": False}) for p in prompts]
     ours = HFAdapter(network, TOKENIZER).generate_until(instances("generate_until", arguments))
     one = HFAdapter(network, TOKENIZER, batch_size=1).generate_until(instances("generate_until", arguments))
@@ -92,9 +92,7 @@ def test_one_forward_for_single_token_choices():
     )
     adapter = HFAdapter(network, TOKENIZER)
     rows.clear()
-    adapter.loglikelihood(
-        instances("loglikelihood", [(f"{w} Answer:", f" {c}") for w in "xyz" for c in "ABCD"])
-    )
+    adapter.loglikelihood(instances("loglikelihood", [(f"{w} Answer:", f" {c}") for w in "xyz" for c in "ABCD"]))
     assert sum(rows) == 3
 
 

@@ -55,9 +55,7 @@ def test_all_nine_tasks_equal_lm_eval_itself(mirror, tmp_path):
         reference = theirs[row["task"]]
         assert row["value"] == pytest.approx(reference[f"{row['metric']},{row['filter']}"], abs=1e-12)
         if row["task"] != "mmlu":  # lm-eval pools the subjects' own variances
-            assert row["stderr"] == pytest.approx(
-                reference[f"{row['metric']}_stderr,{row['filter']}"], abs=1e-9
-            )
+            assert row["stderr"] == pytest.approx(reference[f"{row['metric']}_stderr,{row['filter']}"], abs=1e-9)
         assert row["n"] == len(row["items"]) == (57 * 2 if row["task"] == "mmlu" else 3)
         assert row["data_files"] and row["sandbox"] is None and row["engine"]["dtype"] == "float32"
     assert json.loads((tmp_path / "out/tiny.json").read_text()) == json.loads(json.dumps(rows))
@@ -98,7 +96,7 @@ def test_evaluation_leaves_no_trace(mirror, tmp_path, monkeypatch):
     assert (torch.rand(1), random.random()) == expected
     assert [module.training for module in subject.model.modules()] == modes
     assert subject.model.get_output_embeddings().weight.data_ptr() == tied
-    assert datasets.config.HF_DATASETS_CACHE == cache and datasets.is_progress_bar_enabled() == bar
+    assert cache == datasets.config.HF_DATASETS_CACHE and datasets.is_progress_bar_enabled() == bar
     assert Path.cwd() == tmp_path and not list(tmp_path.iterdir())
 
 

@@ -41,7 +41,7 @@ class HFAdapter(TemplateLM):
         super().__init__()
         check_head(model)
         self.model = model
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer
         self.batch_size = batch_size
         self.cache = cache
         self._device = model.device
@@ -65,9 +65,7 @@ class HFAdapter(TemplateLM):
     def tokenizer_name(self) -> str:
         return self.tokenizer.name_or_path.replace("/", "__")
 
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -160,11 +158,9 @@ class HFAdapter(TemplateLM):
         answers: list[Any] = [self._cached(["generate_until", *request.args]) for request in requests]
         groups: dict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
-            settings = normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS)
+            settings: Any = normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS)
             if settings["do_sample"]:
-                raise ConfigError(
-                    "the task asks for sampling", "only greedy generation is comparable between models"
-                )
+                raise ConfigError("the task asks for sampling", "only greedy generation is comparable between models")
             if answers[index] is None:
                 groups[(tuple(settings["until"]), settings["max_gen_toks"])].append(index)
         prompts = dict(enumerate(self._encode_all([request.args[0] for request in requests])))
@@ -188,7 +184,8 @@ class HFAdapter(TemplateLM):
     def _generate(self, prompts: list[list[int]], stops: tuple[str, ...], max_new_tokens: int) -> list[str]:
         """The texts a batch of prompts is continued with."""
         added = self.tokenizer.get_added_vocab()
-        eos = self.model.generation_config.eos_token_id
+        generation: Any = self.model.generation_config
+        eos = generation.eos_token_id
         ends = {self.eot_token_id, *([eos] if isinstance(eos, int) else eos or [])}
         ends |= {added[stop] for stop in stops if stop in added}
         # A stop string of n bytes is at most n tokens long; a few more cover one that straddles tokens.
@@ -200,9 +197,7 @@ class HFAdapter(TemplateLM):
 
         texts = []
         for tokens in generate_greedy(self.model, prompts, max_new_tokens=max_new_tokens, finished=finished):
-            text = self.tokenizer.decode(
-                tokens[:-1] if tokens[-1] in ends else tokens, skip_special_tokens=True
-            )
+            text = self.tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens, skip_special_tokens=True)
             for stop in filter(None, stops):
                 text = text.split(stop)[0]
             texts.append(text)

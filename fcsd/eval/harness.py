@@ -2,8 +2,6 @@
 
 import contextlib
 import gc
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -13,21 +11,16 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.errors import BadInputError, ConfigError
+from fcsd.errors import ConfigError
 from fcsd.eval.adapter import HFAdapter
 from fcsd.eval.cache import AnswerCache
 from fcsd.eval.isolate import eval_mode, preserved_rng
-from fcsd.eval.perplexity import held_out_items, read_texts
-from fcsd.eval.results import ResultFile, file_sha256, json_sha256
-from fcsd.eval.statistics import estimate
+from fcsd.eval.perplexity import HELD_OUT, HeldOut, held_out_result
+from fcsd.eval.results import PERPLEXITIES, ResultFile, json_sha256
 from fcsd.eval.suite import select
-from fcsd.eval.tasks import FEWSHOT_SEED, LoadedTask, load_tasks
+from fcsd.eval.tasks import LoadedTask, load_tasks, task_result
 
 log = logging.getLogger(__name__)
-
-HELD_OUT = "Held-out loss"
-# The metrics whose items are (log-likelihood, words): reported as exp(-ratio).
-PERPLEXITIES = ("word_perplexity", "byte_perplexity")
 
 
 class Loaded(NamedTuple):
@@ -82,7 +75,7 @@ def evaluate(
         raise ConfigError(f"limit must be at least 1, not {limit}")
     ordered = [*([] if baseline is None else [baseline]), *(m for m in models if m != baseline)]
     names = names_of([m.name if isinstance(m, Loaded) else m for m in ordered])
-    texts = None if held_out is None else read_texts(Path(held_out))
+    text = None if held_out is None else HeldOut(Path(held_out))
     mirror = None if data_mirror is None else Path(data_mirror)
     directory = None if out is None else Path(out)
     results: list[dict[str, Any]] = []
@@ -90,19 +83,27 @@ def evaluate(
         for name, model in zip(names, ordered, strict=True):
             with _opened(model, device, dtype, batch_size, directory) as lm:
                 file = None if directory is None else ResultFile(directory / f"{name}.json")
-                jobs = [(lambda t=t: _task_result(t, lm, limit)) for t in loaded_tasks]
-                if texts is not None and held_out is not None:
-                    jobs.append(lambda: _held_out_result(lm, texts, Path(held_out)))
-                for job in jobs:
-                    start = time.perf_counter()
-                    row = {"model": name, "suite": suite, "baseline": model == baseline, **job()}
+                start = time.perf_counter()
+                for result in _results(lm, loaded_tasks, text, limit):
+                    row = {"model": name, "suite": suite, "baseline": model == baseline, **result}
                     row |= {"engine": _engine(lm), "versions": _versions()}
                     row |= {"seconds": round(time.perf_counter() - start, 2)}
                     log.info("%s", summary(row))
                     results.append(row)
                     if file is not None:
                         file.add(row)
+                    start = time.perf_counter()
     return results
+
+
+def _results(
+    lm: HFAdapter, tasks: Sequence[LoadedTask], text: HeldOut | None, limit: int | None
+) -> Iterator[dict[str, Any]]:
+    """What one model scores, a result at a time."""
+    for task in tasks:
+        yield task_result(task, lm, limit)
+    if text is not None:
+        yield held_out_result(text, lm)
 
 
 def summary(row: dict[str, Any]) -> str:
@@ -167,81 +168,6 @@ def _fingerprint(path: Path) -> list[tuple[str, int, int]]:
     """What tells this directory's model from another without reading its weights."""
     files = sorted(p for p in path.iterdir() if p.is_file())
     return [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-
-
-def _task_result(task: LoadedTask, lm: HFAdapter, limit: int | None) -> dict[str, Any]:
-    """Run one task and keep what the result row needs of lm-eval's answer."""
-    from lm_eval.evaluator import evaluate as run
-
-    row = task.row
-    for leaf in task.lm_eval["tasks"].values():
-        leaf.set_fewshot_seed(FEWSHOT_SEED)  # the same examples for every model
-    try:
-        answer: Any = run(
-            lm,
-            task.lm_eval,
-            limit=limit,
-            bootstrap_iters=0,
-            apply_chat_template=row.chat,
-            fewshot_as_multiturn=row.chat,
-        )
-    except BadInputError as error:
-        raise BadInputError(f"{row.column}: {error}", error.hint) from error
-    samples = [s for leaf in answer["samples"].values() for s in leaf if s["filter"] == row.filter]
-    items = [sample[row.metric] for sample in samples]
-    value, stderr = answer["results"][row.task][f"{row.metric},{row.filter}"], estimate(items)[1]
-    settings = {
-        "harness": row.harness,
-        "task": row.task,
-        "version": row.version,
-        "shots": row.shots,
-        "fewshot_seed": FEWSHOT_SEED,
-        "metric": row.metric,
-        "filter": row.filter,
-        "chat": row.chat,
-        "generation": row.generation,
-        "limit": limit,
-        "definition_sha256": task.definition_sha256,
-        "prompts_sha256": json_sha256([sample["prompt_hash"] for sample in samples]),
-    }
-    return {
-        "column": row.column,
-        "task": row.task,
-        "metric": row.metric,
-        "filter": row.filter,
-        "value": value,
-        "stderr": stderr * value if row.metric in PERPLEXITIES else stderr,
-        "n": len(items),
-        "chance": row.chance,
-        "items": items,
-        "settings": settings,
-        "settings_sha256": json_sha256(settings),
-        "data_sha256": json_sha256([sample["doc_hash"] for sample in samples]),
-        "data_files": task.data_files,
-        "sandbox": None,
-    }
-
-
-def _held_out_result(lm: HFAdapter, texts: list[str], path: Path) -> dict[str, Any]:
-    items = held_out_items(lm, texts)
-    value, stderr = estimate(items)
-    settings = {"harness": "fcsd", "task": "held_out", "max_length": lm.max_length}
-    return {
-        "column": HELD_OUT,
-        "task": "held_out",
-        "metric": "nll_per_token",
-        "filter": "none",
-        "value": value,
-        "stderr": stderr,
-        "n": len(items),
-        "chance": None,
-        "items": items,
-        "settings": settings,
-        "settings_sha256": json_sha256(settings),
-        "data_sha256": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
-        "data_files": {path.name: file_sha256(path)},
-        "sandbox": None,
-    }
 
 
 def _engine(lm: HFAdapter) -> dict[str, Any]:

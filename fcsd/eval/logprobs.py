@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -49,7 +50,8 @@ def _hidden(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 def _logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """fp32 logits ``[rows, vocab]`` of hidden states ``[rows, hidden]``."""
-    return model.get_output_embeddings()(hidden).float()
+    head: Any = model.get_output_embeddings()
+    return head(hidden).float()
 
 
 def require_finite(logits: torch.Tensor) -> None:
@@ -59,9 +61,7 @@ def require_finite(logits: torch.Tensor) -> None:
         NonFiniteError: some logit is NaN or infinite.
     """
     if not torch.isfinite(logits).all():
-        raise NonFiniteError(
-            "the model's logits are NaN or infinite", "no score is reported for such a model"
-        )
+        raise NonFiniteError("the model's logits are NaN or infinite", "no score is reported for such a model")
 
 
 def batches(lengths: Sequence[int], tokens: int, batch_size: int | None) -> Iterator[list[int]]:
@@ -106,9 +106,7 @@ def continuation_logprobs(
     answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
     for batch in batches([len(tokens) for tokens in inputs], FORWARD_TOKENS, batch_size):
         width = len(inputs[batch[0]])
-        ids = torch.tensor(
-            [[*inputs[i], *[0] * (width - len(inputs[i]))] for i in batch], device=model.device
-        )
+        ids = torch.tensor([[*inputs[i], *[0] * (width - len(inputs[i]))] for i in batch], device=model.device)
         hidden = _hidden(model, ids).flatten(0, 1)
         scored = [index for i in batch for index in sharing[inputs[i]]]
         ends = [row * width + len(inputs[i]) for row, i in enumerate(batch) for _ in sharing[inputs[i]]]

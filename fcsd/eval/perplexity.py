@@ -3,9 +3,22 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 from fcsd.errors import BadInputError
 from fcsd.eval.adapter import HFAdapter
+from fcsd.eval.results import file_sha256, json_sha256
+from fcsd.eval.statistics import estimate
+
+HELD_OUT = "Held-out loss"
+
+
+class HeldOut:
+    """A held-out text: its documents and where they came from."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.texts = read_texts(path)
 
 
 def read_texts(path: Path, column: str = "text") -> list[str]:
@@ -21,9 +34,7 @@ def read_texts(path: Path, column: str = "text") -> list[str]:
 
         table = pyarrow.parquet.read_table(path)
         if column not in table.column_names:
-            raise BadInputError(
-                f"{path} has no column {column!r}", f"it has: {', '.join(table.column_names)}"
-            )
+            raise BadInputError(f"{path} has no column {column!r}", f"it has: {', '.join(table.column_names)}")
         texts = table[column].to_pylist()
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
         data = path.read_bytes()
@@ -47,9 +58,27 @@ def _text(line: str, number: int, path: Path, column: str) -> str:
     return text
 
 
-def held_out_items(lm: HFAdapter, texts: list[str]) -> list[tuple[float, int]]:
-    """``(negative log-likelihood in nats, tokens)`` of each document, read in windows of the model's length.
+def held_out_result(text: HeldOut, lm: HFAdapter) -> dict[str, Any]:
+    """The held-out loss as a result row; each item is ``(negative log-likelihood in nats, tokens)`` of a document.
 
-    Their ratio of sums is the held-out loss, its exponential the perplexity; see ``statistics.estimate``.
+    Documents are read in disjoint windows of the model's length. The perplexity is the exponential of the value.
     """
-    return [(-loglikelihood, tokens) for loglikelihood, tokens in lm.text_loglikelihoods(texts)]
+    items = [(-loglikelihood, tokens) for loglikelihood, tokens in lm.text_loglikelihoods(text.texts)]
+    value, stderr = estimate(items)
+    settings = {"harness": "fcsd", "task": "held_out", "max_length": lm.max_length}
+    return {
+        "column": HELD_OUT,
+        "task": "held_out",
+        "metric": "nll_per_token",
+        "filter": "none",
+        "value": value,
+        "stderr": stderr,
+        "n": len(items),
+        "chance": None,
+        "items": items,
+        "settings": settings,
+        "settings_sha256": json_sha256(settings),
+        "data_sha256": json_sha256(text.texts),
+        "data_files": {text.path.name: file_sha256(text.path)},
+        "sandbox": None,
+    }

@@ -10,6 +10,9 @@ from fcsd.errors import BadInputError
 
 Row = dict[str, Any]
 
+# The metrics whose items are (log-likelihood, words or bytes): reported as exp(-ratio).
+PERPLEXITIES = ("word_perplexity", "byte_perplexity")
+
 
 def json_sha256(value: Any) -> str:
     """Hash of a JSON-like value, independent of the order of keys."""

@@ -88,9 +88,7 @@ HEVAL = Row(
     published=(40.2, 73.8, 62.2),
 )
 # The published MBPP+ numbers fit lm-eval's task, which scores the three base asserts and not the plus tests.
-MBPP = Row(
-    "MBPP+", SANDBOX, "mbpp_plus", "mbpp", 1.0, 3, "pass_at_1", chance=0.0, published=(60.8, 84.4, 83.6)
-)
+MBPP = Row("MBPP+", SANDBOX, "mbpp_plus", "mbpp", 1.0, 3, "pass_at_1", chance=0.0, published=(60.8, 84.4, 83.6))
 
 # EvalPlus numbers its data sets; chat mode, sanitised answers, base and plus tests, a repaired oracle.
 HEVAL_STRICT = Row("HEval+", EVALPLUS, "humaneval", "", "v0.1.10", 0, "pass@1", "plus", chat=True, chance=0.0)

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.errors import BadInputError, ConfigError
+from fcsd.eval.adapter import HFAdapter
+from fcsd.eval.results import PERPLEXITIES, file_sha256, json_sha256
+from fcsd.eval.statistics import estimate
 from fcsd.eval.suite import LM_EVAL, Row
 
 # Few-shot examples are drawn with this seed, lm-eval's own default.
@@ -48,7 +51,7 @@ def load_tasks(rows: Sequence[Row], mirror: Path | None) -> Iterator[list[Loaded
         ConfigError: a row that lm-eval does not run, or a task version other than the row's.
         BadInputError: data missing or empty.
     """
-    import datasets
+    import datasets.config
 
     for row in rows:
         if row.harness != LM_EVAL:
@@ -90,15 +93,11 @@ def _load(row: Row, mirror: Path | None) -> LoadedTask:
         loaded: dict[str, Any] = dict(manager.load(row.task))
     except Exception as error:  # datasets raises many kinds for data that is missing, gated or malformed
         hint = "fetch it into the hub cache first, or give --data-mirror DIR" if mirror is None else None
-        raise BadInputError(
-            f"{row.column}: cannot load the data of {row.task}: {_line(error)}", hint
-        ) from error
+        raise BadInputError(f"{row.column}: cannot load the data of {row.task}: {_line(error)}", hint) from error
     group = loaded.get("groups", {}).get(row.task)
     version = next(iter(loaded["tasks"].values())).VERSION if group is None else group.version
     if row.version is not None and float(version) != row.version:
-        raise ConfigError(
-            f"{row.column} is set up for {row.task} version {row.version}, lm-eval has {version}"
-        )
+        raise ConfigError(f"{row.column} is set up for {row.task} version {row.version}, lm-eval has {version}")
     for name, task in loaded["tasks"].items():
         if not len(task.eval_docs):
             raise BadInputError(f"{row.column}: the data of {name} is empty")
@@ -121,7 +120,7 @@ def _mirror_files(row: Row, mirror: Path, names: set[str]) -> dict[str, str]:
         if not root.is_dir():
             raise BadInputError(f"{row.column}: the data mirror has no directory {name}")
         for path in sorted(p for p in root.rglob("*") if p.is_file()):
-            files[path.relative_to(mirror).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
+            files[path.relative_to(mirror).as_posix()] = file_sha256(path)
     return files
 
 
@@ -165,3 +164,61 @@ def _quiet() -> Iterator[None]:
         finally:
             if shown:
                 datasets.enable_progress_bars()
+
+
+def task_result(task: LoadedTask, lm: HFAdapter, limit: int | None) -> dict[str, Any]:
+    """Run a task and keep what the result row needs of lm-eval's answer.
+
+    Raises:
+        BadInputError: a prompt longer than the model takes.
+        NonFiniteError: NaN or infinite logits.
+    """
+    from lm_eval.evaluator import evaluate as run
+
+    row = task.row
+    for leaf in task.lm_eval["tasks"].values():
+        leaf.set_fewshot_seed(FEWSHOT_SEED)  # the same examples for every model
+    try:
+        answer: Any = run(
+            lm,
+            task.lm_eval,
+            limit=limit,
+            bootstrap_iters=0,
+            apply_chat_template=row.chat,
+            fewshot_as_multiturn=row.chat,
+        )
+    except BadInputError as error:
+        raise BadInputError(f"{row.column}: {error}", error.hint) from error
+    samples = [s for leaf in answer["samples"].values() for s in leaf if s["filter"] == row.filter]
+    items = [sample[row.metric] for sample in samples]
+    value, stderr = answer["results"][row.task][f"{row.metric},{row.filter}"], estimate(items)[1]
+    settings = {
+        "harness": row.harness,
+        "task": row.task,
+        "version": row.version,
+        "shots": row.shots,
+        "fewshot_seed": FEWSHOT_SEED,
+        "metric": row.metric,
+        "filter": row.filter,
+        "chat": row.chat,
+        "generation": row.generation,
+        "limit": limit,
+        "definition_sha256": task.definition_sha256,
+        "prompts_sha256": json_sha256([sample["prompt_hash"] for sample in samples]),
+    }
+    return {
+        "column": row.column,
+        "task": row.task,
+        "metric": row.metric,
+        "filter": row.filter,
+        "value": value,
+        "stderr": stderr * value if row.metric in PERPLEXITIES else stderr,
+        "n": len(items),
+        "chance": row.chance,
+        "items": items,
+        "settings": settings,
+        "settings_sha256": json_sha256(settings),
+        "data_sha256": json_sha256([sample["doc_hash"] for sample in samples]),
+        "data_files": task.data_files,
+        "sandbox": None,
+    }
