@@ -13,6 +13,8 @@ from lm_eval.models.huggingface import HFLM
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.eval.adapter import HFAdapter
 from fcsd.eval.cache import AnswerCache
+from fcsd.models.build import wire
+from fcsd.models.wiring import Wiring
 
 TOKENIZER = eval_data.tokenizer()
 ARCHS = ("deepseek_v2", "qwen3_moe", "gpt_oss", "llama4_text")
@@ -156,3 +158,21 @@ def test_a_killed_evaluation_repeats_no_request(tmp_path):
     network.get_decoder().register_forward_pre_hook(lambda *_: calls.append(1))
     assert run() == whole
     assert len(calls) == 2, "only the check of the head may run"
+
+
+@pytest.mark.parametrize("kind", ["farskip", "ladder", "desync-2x"])
+def test_wired_models_generate_as_without_cache(kind):
+    """Rows leave the batch one by one, so the caches of rewired layers must follow."""
+    network = model("qwen3" if kind == "desync-2x" else "deepseek_v2")
+    wire(network, Wiring(kind, (0, 1, 2, 3), tp_degree=2 if kind == "desync-2x" else 1))
+    adapter = HFAdapter(network, TOKENIZER)
+    prompts = [" ".join(eval_data.WORDS[: n + 1]) for n in range(6)]
+    texts = adapter.generate_until(
+        instances("generate_until", [(p, {"until": ["e", "r"], "max_gen_toks": 12}) for p in prompts])
+    )
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = torch.tensor([TOKENIZER(prompt)["input_ids"]])
+        for _ in range(12):
+            ids = torch.cat([ids, network(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1, True)], dim=1)
+        free = TOKENIZER.decode(ids[0, len(TOKENIZER(prompt)["input_ids"]) :], skip_special_tokens=True)
+        assert text == free.split("e")[0].split("r")[0]

@@ -15,7 +15,9 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
+from fcsd.eval import adapter, logprobs
 from fcsd.eval.harness import Loaded, evaluate, names_of
+from fcsd.eval.results import read_rows
 from fcsd.eval.suite import SUITES, TEACHERS, select
 
 NINE = ["PIQA", "ARC-E", "ARC-C", "HS", "CSQa", "WG", "MMLU", "OBook", "GSM-8K"]
@@ -175,3 +177,40 @@ def test_table_1_is_copied_right():
     assert dict(zip(TEACHERS, averages, strict=True)) == pytest.approx(
         {"DeepSeek-V2-Lite": 64.5, "Qwen-3-30B MoE": 75.9, "Llama-4-Scout": 76.0}, abs=0.051
     )
+
+
+def test_models_by_path_resume_after_a_kill_and_keep_other_results(mirror, tmp_path, monkeypatch):
+    subject = loaded()
+    for name, seed in (("teacher", 0), ("student", 1)):
+        loaded(seed=seed).model.save_pretrained(tmp_path / name)
+        subject.tokenizer.save_pretrained(tmp_path / name)
+    teacher, student = str(tmp_path / "teacher"), str(tmp_path / "student")
+    options = dict(tasks=["piqa", "arc_easy"], data_mirror=mirror, baseline=teacher)
+    whole = evaluate([student], **options)
+    assert [(row["model"], row["baseline"]) for row in whole[::2]] == [("teacher", True), ("student", False)]
+    assert [row["value"] for row in whole[:2]] == [
+        row["value"] for row in evaluate([subject], tasks=options["tasks"], data_mirror=mirror)
+    ]
+
+    out, scored = tmp_path / "out", []
+    real = logprobs.continuation_logprobs
+
+    def dies(model, requests, *, batch_size, done):
+        def count(index, answer):
+            done(index, answer)
+            scored.append(index)
+            if len(scored) == 21:
+                raise KeyboardInterrupt
+
+        return real(model, requests, batch_size=batch_size, done=count)
+
+    monkeypatch.setattr(adapter, "continuation_logprobs", dies)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate([student], **options, out=out)
+    again = evaluate([student], **options, out=out)
+    assert [(row["value"], row["items"]) for row in again] == [(row["value"], row["items"]) for row in whole]
+    assert len(scored) == 2 * (8 * 2 + 8 * 4), "each request was scored once"
+
+    evaluate([student], tasks=["piqa"], data_mirror=mirror, limit=2, out=out)
+    kept = [(row["column"], row["n"]) for row in read_rows(out / "student.json")]
+    assert kept == [("PIQA", 8), ("ARC-E", 8), ("PIQA", 2)]

@@ -68,6 +68,13 @@ def generate_greedy(
         # Copying the cache costs more than a few idle rows.
         if len(running) <= 0.75 * len(rows):
             keep = torch.tensor([i for i, row in enumerate(rows) if row in running], device=device)
-            cache.batch_select_indices(keep)
+            _keep_rows(cache, keep, len(rows))
             ids, positions, mask = ids[keep], positions[keep], mask[keep]
             rows = [row for row in rows if row in running]
+
+
+def _keep_rows(cache: DynamicCache, keep: torch.Tensor, batch: int) -> None:
+    """Keep the rows ``keep`` of ``batch``. Layers with Desync wiring hold ``[ranks * batch, ...]``, rank by rank."""
+    for layer in cache.layers:
+        ranks = layer.keys.shape[0] // batch
+        layer.batch_select_indices(torch.cat([keep + rank * batch for rank in range(ranks)]))

@@ -15,8 +15,8 @@ from fcsd.errors import ConfigError
 from fcsd.eval.adapter import HFAdapter
 from fcsd.eval.cache import AnswerCache
 from fcsd.eval.isolate import eval_mode, preserved_rng
-from fcsd.eval.perplexity import HELD_OUT, HeldOut, held_out_result
-from fcsd.eval.results import PERPLEXITIES, ResultFile, json_sha256
+from fcsd.eval.perplexity import HeldOut, held_out_result
+from fcsd.eval.results import ResultFile, json_sha256, shown
 from fcsd.eval.suite import select
 from fcsd.eval.tasks import LoadedTask, load_tasks, task_result
 
@@ -108,10 +108,8 @@ def _results(
 
 def summary(row: dict[str, Any]) -> str:
     """One result on one line."""
-    scale = 1 if row["column"] == HELD_OUT or row["metric"] in PERPLEXITIES else 100
-    error = f"{scale * row['stderr']:.{1 if scale == 100 else 3}f}"
-    value = f"{scale * row['value']:.{1 if scale == 100 else 3}f}"
-    return f"{row['model']}  {row['column']}  {row['metric']} {value} ± {error}  (n={row['n']}, {row['seconds']} s)"
+    value = " ± ".join(shown(row))
+    return f"{row['model']}  {row['column']}  {row['metric']} {value}  (n={row['n']}, {row['seconds']} s)"
 
 
 def names_of(paths: Sequence[str]) -> list[str]:

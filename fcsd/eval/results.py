@@ -40,6 +40,18 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def is_accuracy(row: Row) -> bool:
+    """Whether the value is a fraction, shown in points; otherwise it is a loss or a perplexity."""
+    return row["metric"] not in (*PERPLEXITIES, "nll_per_token")
+
+
+def shown(row: Row) -> tuple[str, str]:
+    """The value and its standard error as people read them."""
+    if is_accuracy(row):
+        return f"{100 * row['value']:.1f}", f"{100 * row['stderr']:.1f}"
+    return f"{row['value']:.3f}", f"{row['stderr']:.3f}"
+
+
 class ResultFile:
     """A model's results; a row replaces an earlier one only if task, settings and data are the same."""
 

@@ -41,3 +41,19 @@ def paired_difference(items: Sequence[Item], baseline: Sequence[Item]) -> tuple[
     ratio, pulls = _influence(items)
     reference, reference_pulls = _influence(baseline)
     return ratio - reference, _stderr([a - b for a, b in zip(pulls, reference_pulls, strict=True)])
+
+
+def share_recovered(
+    items: Sequence[Item], baseline: Sequence[Item], floor: Sequence[Item] | float
+) -> tuple[float, float]:
+    """``((value - floor) / (baseline - floor), its standard error)``: 0 at the floor, 1 at the baseline.
+
+    Args:
+        floor: items of a third model on the same questions, or a fixed level such as chance.
+    """
+    value, pulls = _influence(items)
+    top, top_pulls = _influence(baseline)
+    bottom, bottom_pulls = (floor, [0.0] * len(pulls)) if isinstance(floor, int | float) else _influence(floor)
+    share = (value - bottom) / (top - bottom)
+    moved = zip(pulls, top_pulls, bottom_pulls, strict=True)
+    return share, _stderr([(p - f - share * (t - f)) / (top - bottom) for p, t, f in moved])
