@@ -119,7 +119,7 @@ def test_no_mirror_item_can_be_trained_on(task, repo, makers, train_text):
     items, world = makers
     rows = rows_of(repo, TASKS[task][1])
     rendered = [render(task, row) for row in rows]
-    assert len({prompt for prompt, _ in rendered}) == len(rows) >= 30
+    assert len(set(rendered)) == len(rows) >= 30
 
     generated = ["".join(t for t, _ in pieces) for pieces in items.documents("train", seed=9, count=2000)]
     text = "\n".join(train_text + generated)
