@@ -13,7 +13,10 @@ from fcsd.checkpoint.rewired import PREFIX, read_rewiring
 from fcsd.errors import BadInputError
 
 _HUB_CODE_KEYS = ("attn_implementation", "experts_implementation")
-_AUTO_MAP_FILES = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+_AUTO_MAP_FILES = (
+    *("config.json", "generation_config.json"),
+    *("tokenizer_config.json", "processor_config.json", "preprocessor_config.json"),
+)
 
 
 @dataclass(frozen=True)

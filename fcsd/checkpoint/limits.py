@@ -4,7 +4,7 @@ transformers accepts most of these: zero experts, more experts per token than ex
 """
 
 from collections.abc import Callable
-from operator import gt
+from operator import gt, ne
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ _CONTRADICTIONS: list[tuple[str, str, Callable[[int, int], bool], str]] = [
     ("num_experts_per_tok", "num_experts", gt, "exceeds"),
     ("num_experts_per_tok", "num_local_experts", gt, "exceeds"),
     ("num_experts_per_tok", "n_routed_experts", gt, "exceeds"),
+    ("num_experts", "num_local_experts", ne, "is not"),  # two names of one number
     ("topk_group", "n_group", gt, "exceeds"),
     ("n_group", "n_routed_experts", _indivisible, "does not divide"),
     ("first_k_dense_replace", "num_hidden_layers", gt, "exceeds"),

@@ -13,8 +13,8 @@ from fcsd.checkpoint.kind import expect_checkpoint, expect_directory
 from fcsd.errors import BadInputError
 
 # Weights in other formats, or in a subdirectory: the same model again, for another program.
-_NOT_OURS = ["*/*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]
-_NOT_OURS += ["*.distcp", "consolidated*"]
+OTHER_FORMATS = ["*/*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]
+OTHER_FORMATS += ["*.distcp", "consolidated*"]
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@\s]+))?")
 
 
@@ -52,7 +52,7 @@ def resolve(model: str, *, allow_patterns: list[str] | None = None) -> Source:
             repo,
             revision=revision,
             allow_patterns=allow_patterns,
-            ignore_patterns=_NOT_OURS,
+            ignore_patterns=OTHER_FORMATS,
             local_files_only=not reachable,
         )
     path = Path(folder)
