@@ -10,7 +10,7 @@ from typing import BinaryIO, cast
 
 from fcsd.checkpoint.headers import TensorInfo, parse_header
 from fcsd.checkpoint.kind import expect_checkpoint, expect_directory
-from fcsd.errors import BadInputError
+from fcsd.errors import BadInputError, DiskError
 
 # Weights in other formats, or in a subdirectory: the same model again, for another program.
 OTHER_FORMATS = ["*/*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]
@@ -117,6 +117,7 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         HTTPError,  # pyright: ignore[reportPrivateImportUsage]
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
@@ -125,6 +126,8 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
 
     try:
         yield
+    except HFValidationError:
+        raise BadInputError(f"{repo}: is neither a directory here nor a hub id", "Check the spelling.") from None
     except GatedRepoError:  # a subclass of RepositoryNotFoundError
         raise BadInputError(
             f"{repo}: is gated and your account has no access",
@@ -147,3 +150,8 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
         raise BadInputError(f"{repo}: the hub answered {status}", "Try again; a download resumes.") from None
     except HTTPError as error:
         raise BadInputError(f"{repo}: the download broke off ({type(error).__name__})", "Run it again.") from None
+    except OSError as error:  # after the hub's own errors, which are OSErrors too
+        raise DiskError(
+            f"{constants.HF_HUB_CACHE}: cannot be written ({error.strerror or error})",
+            "Free some space there, or point HF_HOME at another disk.",
+        ) from None
