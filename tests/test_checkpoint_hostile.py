@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import pty
+import random
 import shutil
 import subprocess
 import sys
@@ -239,6 +240,7 @@ ROUTER = "model.layers.1.mlp.gate.weight"
         (lambda t: t.pop(EXPERT), [f"1 missing ({EXPERT})"]),
         (lambda t: [t.pop(n) for n in list(t) if ".experts.3." in n], ["9 missing", "experts.3.", ", ...)"]),
         (lambda t: t.update(ghost=("F32", (1,))), ["1 unexpected (ghost)"]),
+        (lambda t: t.update({"a\n\ud800": ("F32", (1,))}), [r"1 unexpected ('a\n\ud800')"]),
         (lambda t: t.update({EXPERT.replace(".3.", ".8."): t[EXPERT]}), ["1 unexpected", ".experts.8."]),
         (lambda t: t.update({ROUTER: ("F32", (7, 64))}), [ROUTER, "F32 [7, 64], not", "[8, 64]"]),
         (lambda t: t.update({EXPERT: ("F32", (64, 32))}), [EXPERT, "[64, 32], not", "[32, 64]"]),
@@ -269,7 +271,9 @@ def test_unexpected_tensors_can_be_allowed(model):
         ({"model_type": None}, "has no model_type"),
         ({"model_type": ["llama"]}, "has no model_type"),
         ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "architectures is"),
-        ({"architectures": "Qwen3MoeForCausalLM"}, "architectures is"),
+        ({"architectures": "Qwen3MoeForCausalLM"}, "not a list of class names"),
+        ({"architectures": ["a\nb"]}, "not a list of class names"),
+        ({"model_type": "a\nb"}, "has no model_type"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two'"),
@@ -347,6 +351,57 @@ def test_config_of_a_gigabyte(model):
     refused(model, "larger than 10 MB")
 
 
+NASTY = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    3,
+    10**30,
+    0.5,
+    "",
+    "x",
+    "org/x",
+    [],
+    [-1],
+    ["x"] * 99,
+    {},
+    {"rope_type": "x"},
+    {"x": {}},
+)
+
+
+def check_config_values(model: Path, cases: list[tuple[str, Any]]) -> int:
+    """With each key set to each value in turn, the gate opens or says why not, nothing else; returns how often."""
+    text = (model / "config.json").read_text()
+    opened = 0
+    for key, value in cases:
+        (model / "config.json").write_text(json.dumps({**json.loads(text), key: value}))
+        for call in (open_base, inspect):
+            try:
+                call(str(model))
+                opened += 1
+            except BadInputError as error:
+                assert "\n" not in str(error), (key, value)
+    return opened
+
+
+def test_any_value_under_any_key(model):
+    keys = sorted(json.loads((model / "config.json").read_text()))
+    cases = random.Random(0).sample([(key, value) for key in keys for value in NASTY], 150)
+    assert check_config_values(model, cases) > 30
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arch", tiny.CONFIGS)
+def test_every_value_under_every_key(arch, tmp_path):
+    tiny.model(arch).save_pretrained(tmp_path)
+    keys = sorted(json.loads((tmp_path / "config.json").read_text()))
+    keys += ["quantization_config", "farskip", "farskip_start_idx", "fcsd", "text_config", "vision_config", "dtype"]
+    check_config_values(tmp_path, [(key, value) for key in keys for value in NASTY])
+
+
 # --- something else (issue: LoRA, GGUF, DeepSpeed, pickles)
 
 
@@ -409,7 +464,10 @@ def test_not_a_directory(tmp_path, name, reason):
     refused(path, reason)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "a/b/c", "org/name@", "org/../name", "", "~nobody/x y", "org/na me", "\0"])
+@pytest.mark.parametrize(
+    "model",
+    ["gpt2", "a/b/c", "org/name@", "org/../name", "", "~nobody/x y", "org/na me", "\0", "~no_such_user/x", "x" * 5000],
+)
 def test_neither_directory_nor_hub_id(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInputError) as caught:

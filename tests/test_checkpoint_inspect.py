@@ -165,7 +165,7 @@ def test_quantised_layouts(arch, cls, method, dtype, broken, tmp_path):
     sparse_checkpoint.write_header(
         path / "model.safetensors", {**tensors, broken: (found, (*shape[:-1], shape[-1] + 1))}
     )
-    with pytest.raises(BadInputError, match=f"1 wrong .'{broken}' is "):
+    with pytest.raises(BadInputError, match=f"1 wrong .{broken} is "):
         open_base(str(path))
     edit_config(path, quantization_config=None)
     sparse_checkpoint.write_header(path / "model.safetensors", {**tensors, broken: (found, shape)})
@@ -190,7 +190,7 @@ def test_converted_by_fcsd(tmp_path):
     assert "farskip, layers 1-3, by fcsd" in report.to_text()
     with pytest.raises(BadInputError, match="is already rewired: farskip, layers 1-3, by fcsd") as caught:
         open_base(str(tmp_path))
-    assert caught.value.hint == "Pass org/base instead."
+    assert caught.value.hint == "Pass the original instead: org/base."
 
 
 def test_trained_by_amd(tmp_path):

@@ -5,7 +5,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
-from fcsd.checkpoint.files import contained, open_regular
+from fcsd.checkpoint.files import contained, open_regular, shown
 from fcsd.checkpoint.layout import INDEX, Layout, read_layout
 from fcsd.checkpoint.rewired import describe
 from fcsd.checkpoint.source import OTHER_FORMATS, Source, resolve
@@ -37,8 +37,11 @@ def open_base(model: str, *, trust_remote_code: bool = False, allow_unexpected: 
     source = resolve(model)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
     if config.rewired is not None:
-        origin = config.rewired.get("base_model") or "the original model"
-        raise BadInputError(f"{model}: is already rewired: {describe(config.rewired)}", f"Pass {origin} instead.")
+        origin = config.rewired.get("base_model")
+        raise BadInputError(
+            f"{model}: is already rewired: {describe(config.rewired)}",
+            f"Pass the original instead{f': {shown(str(origin))}' if origin else ''}.",
+        )
     layout = read_layout(source.path, allow_unexpected=allow_unexpected)
     return Base(source, config, layout, verify_tensors(layout, config, allow_unexpected=allow_unexpected))
 

@@ -60,7 +60,7 @@ def check_numbers(config: dict[str, Any], where: str | Path) -> None:
             raise BadInputError(f"{where}: {key}, {a}, {words} {other}, {b}")
     for key in ("mlp_only_layers", "moe_layers"):
         layers = config.get(key)
-        last = config.get("num_hidden_layers", _SIZES["num_hidden_layers"][1]) - 1
+        last = (config.get("num_hidden_layers") or _SIZES["num_hidden_layers"][1]) - 1
         if layers is None:
             continue
         if not isinstance(layers, list) or not all(type(i) is int and 0 <= i <= last for i in layers):

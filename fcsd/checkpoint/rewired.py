@@ -55,6 +55,7 @@ def _amd(raw: dict[str, Any], where: str | Path) -> dict[str, Any] | None:
 
 def _ranges(layers: list[int]) -> str:
     """``0-3,7`` for ``[0, 1, 2, 3, 7]``."""
-    starts = [i for i in layers if i - 1 not in layers]
-    ends = [i for i in layers if i + 1 not in layers]
+    chosen = set(layers)
+    starts = [i for i in layers if i - 1 not in chosen]
+    ends = [i for i in layers if i + 1 not in chosen]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"

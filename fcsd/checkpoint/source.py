@@ -1,5 +1,6 @@
 """Where a model is: a directory, or a hub repository at a pinned commit, in huggingface_hub's cache."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,9 +39,9 @@ def resolve(model: str, *, allow_patterns: list[str] | None = None) -> Source:
     Raises:
         BadInputError: it is not there, not accessible, or not a transformers checkpoint in safetensors.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     match = _HUB_ID.fullmatch(model)
-    if path.exists() or match is None:
+    if os.path.exists(path) or match is None:
         expect_directory(path)
         return Source(path)
     from huggingface_hub import snapshot_download
