@@ -1,0 +1,61 @@
+"""Is a checkpoint rewired already? fcsd says so in its ``fcsd`` block, AMD in its ``farskip*`` keys."""
+
+from pathlib import Path
+from typing import Any
+
+from fcsd.checkpoint.files import quoted
+from fcsd.errors import BadInputError
+
+PREFIX = "fcsd_"  # of a converted checkpoint's model_type
+_AMD_FLAGS = ("farskip", "attn_only_farskip", "mlp_only_farskip")
+
+
+def read_rewiring(raw: dict[str, Any], model_type: str, where: str | Path) -> dict[str, Any] | None:
+    """How the model is rewired, None if it is not.
+
+    Returns:
+        ``{"by": "fcsd", **block}``, or ``{"by": "amd", "wiring": "farskip", "variant", "start", "end"}``, with the
+        first layer and the end of the range as AMD's keys give them (the end may be past the last layer).
+
+    Raises:
+        BadInputError: a block or key that is unknown, malformed, or does not belong to the model type.
+    """
+    block = raw.get("fcsd")
+    if block is None and not model_type.startswith(PREFIX):
+        return _amd(raw, where)
+    if not isinstance(block, dict) or not model_type.startswith(PREFIX):
+        raise BadInputError(f"{where}: model_type {quoted(model_type)} and its fcsd block do not belong together")
+    from fcsd.models.wiring import Wiring
+
+    try:
+        Wiring.from_block(block)
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadInputError(f"{where}: {error}", "Update fcsd, or convert the base model again.") from None
+    return {"by": "fcsd", **block}
+
+
+def describe(rewiring: dict[str, Any]) -> str:
+    """The rewiring in a few words: ``farskip (attn-only), layers 0-26, by AMD``."""
+    variant = f" ({rewiring['variant']})" if rewiring["variant"] != "full" else ""
+    if rewiring["by"] == "amd":
+        return f"farskip{variant}, layers from {rewiring['start']} up to {rewiring['end']}, by AMD"
+    return f"{rewiring['wiring']}{variant}, layers {_ranges(rewiring['layers'])}, by fcsd"
+
+
+def _amd(raw: dict[str, Any], where: str | Path) -> dict[str, Any] | None:
+    flags = {key: raw.get(key) or False for key in _AMD_FLAGS}
+    start, end = raw.get("farskip_start_idx", 0), raw.get("farskip_end_idx", 10_000)
+    if not all(type(flag) is bool for flag in flags.values()) or {type(start), type(end)} - {int, float}:
+        raise BadInputError(f"{where}: the farskip keys do not hold flags and layer numbers")
+    if not any(flags.values()):
+        return None
+    variant = "attn-only" if flags["attn_only_farskip"] else "mlp-only" if flags["mlp_only_farskip"] else "full"
+    return {"by": "amd", "wiring": "farskip", "variant": variant, "start": int(start), "end": int(end)}
+
+
+def _ranges(layers: list[int]) -> str:
+    """``0-3,7`` for ``[0, 1, 2, 3, 7]``."""
+    chosen = set(layers)
+    starts = [i for i in layers if i - 1 not in chosen]
+    ends = [i for i in layers if i + 1 not in chosen]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"
