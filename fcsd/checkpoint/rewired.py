@@ -7,9 +7,6 @@ from fcsd.checkpoint.files import quoted
 from fcsd.errors import BadInputError
 
 PREFIX = "fcsd_"  # of a converted checkpoint's model_type
-VERSION = 1
-_BLOCK_KEYS = {"version", "wiring", "variant", "layers", "border", "tp_degree", "distance"}
-_BLOCK_KEYS |= {"base_model", "base_revision", "base_sha256"}
 _AMD_FLAGS = ("farskip", "attn_only_farskip", "mlp_only_farskip")
 
 
@@ -28,11 +25,12 @@ def read_rewiring(raw: dict[str, Any], model_type: str, where: str | Path) -> di
         return _amd(raw, where)
     if not isinstance(block, dict) or not model_type.startswith(PREFIX):
         raise BadInputError(f"{where}: model_type {quoted(model_type)} and its fcsd block do not belong together")
-    if block.get("version") != VERSION:
-        found = quoted(str(block.get("version")))
-        raise BadInputError(f"{where}: fcsd block of version {found}, not {VERSION}", "Update fcsd.")
-    if unknown := sorted(block.keys() - _BLOCK_KEYS):
-        raise BadInputError(f"{where}: unknown key {quoted(unknown[0])} in the fcsd block", "Update fcsd.")
+    from fcsd.models.wiring import Wiring
+
+    try:
+        Wiring.from_block(block)
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadInputError(f"{where}: {error}", "Update fcsd, or convert the base model again.") from None
     return {"by": "fcsd", **block}
 
 

@@ -47,13 +47,13 @@ def resolve(model: str, *, allow_patterns: list[str] | None = None) -> Source:
 
     repo, revision = match["repo"], match["revision"]
     with _hub_errors(repo, revision):
-        commit, gated = _pin(repo, revision)
-        folder = snapshot_download(
+        reachable, gated = _look_up(repo, revision)
+        folder = snapshot_download(  # snapshots/<commit>, and remembers which commit the revision was, for offline use
             repo,
-            revision=commit or revision,
+            revision=revision,
             allow_patterns=allow_patterns,
             ignore_patterns=_NOT_OURS,
-            local_files_only=commit is None,
+            local_files_only=not reachable,
         )
     path = Path(folder)
     if allow_patterns is None:
@@ -93,21 +93,21 @@ def _remote_header(source: Source, name: str, size: int) -> dict[str, TensorInfo
         return parse_header(cast(BinaryIO, file), size, f"{source.repo_id}/{name}")
 
 
-def _pin(repo: str, revision: str | None) -> tuple[str | None, bool]:
-    """The commit a revision is at now, and whether the repository is gated; no commit if the hub is out of reach."""
+def _look_up(repo: str, revision: str | None) -> tuple[bool, bool]:
+    """Whether the hub can be reached and the repository is gated; refuses a repository that holds something else."""
     from huggingface_hub import HfApi, is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
     if is_offline_mode():
-        return None, False
+        return False, False
     try:
         info = HfApi().model_info(repo, revision=revision)
     except HTTPError as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
             raise
-        return None, False  # the hub is down: the cache may do
+        return False, False  # the hub is down: the cache may do
     expect_checkpoint((file.rfilename for file in info.siblings or []), repo)
-    return info.sha, bool(info.gated)
+    return True, bool(info.gated)
 
 
 @contextmanager
