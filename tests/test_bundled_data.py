@@ -54,11 +54,7 @@ def render(task: str, row: dict) -> tuple[str, str]:
         prompt = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
         return prompt, " " + row["endings"][int(row["label"])]
     template = spec["doc_to_text"]
-    prompt = (
-        jinja2.Template(template, keep_trailing_newline=True).render(row)
-        if "{{" in template
-        else row[template]
-    )
+    prompt = jinja2.Template(template, keep_trailing_newline=True).render(row) if "{{" in template else row[template]
     if task == "piqa":
         return prompt, " " + row[f"sol{row['label'] + 1}"]
     if task in ("commonsense_qa", "mmlu"):

@@ -114,6 +114,4 @@ def gsm8k(rng: random.Random) -> Item:
         have = now
     question = sentence(*told, f"How many {goods} does {who} have now?")
     answer = "\n".join([*steps, f"#### {have}"])
-    return Item(
-        question, {"question": question, "answer": answer}, f"Question: {question}\nAnswer:", " " + answer
-    )
+    return Item(question, {"question": question, "answer": answer}, f"Question: {question}\nAnswer:", " " + answer)

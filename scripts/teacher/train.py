@@ -68,9 +68,7 @@ def dense_experts(self, hidden: torch.Tensor, index: torch.Tensor, weight: torch
     gates = torch.zeros(len(hidden), self.num_experts, device=hidden.device, dtype=weight.dtype)
     gates = gates.scatter(1, index, weight)
     gate, up = (
-        functional.linear(hidden, self.gate_up_proj.flatten(0, 1))
-        .unflatten(1, (self.num_experts, -1))
-        .chunk(2, -1)
+        functional.linear(hidden, self.gate_up_proj.flatten(0, 1)).unflatten(1, (self.num_experts, -1)).chunk(2, -1)
     )
     inner = self.act_fn(gate) * up * gates.unsqueeze(-1).to(up.dtype)
     return functional.linear(inner.flatten(1), self.down_proj.permute(1, 0, 2).flatten(1))
@@ -104,9 +102,7 @@ def generate(tokenizer_file: str, count: int, workers: int) -> Stream:
     """``count`` generated documents, made by ``workers`` processes."""
     jobs = workers * 4
     with ProcessPoolExecutor(workers) as pool:
-        parts = list(
-            pool.map(encode, repeat(tokenizer_file, jobs), range(100, 100 + jobs), repeat(count // jobs))
-        )
+        parts = list(pool.map(encode, repeat(tokenizer_file, jobs), range(100, 100 + jobs), repeat(count // jobs)))
     return numpy.concatenate([p[0] for p in parts]), numpy.concatenate([p[1] for p in parts])
 
 
@@ -140,9 +136,7 @@ def loss_of(model: torch.nn.Module, ids: torch.Tensor, weights: torch.Tensor) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, default=Path("assets/teacher"))
     parser.add_argument("--text", type=Path, default=Path("runs/teacher"))
@@ -164,9 +158,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    streams = {
-        name: Rows(s, args.device) for name, s in {"made": made, "text": text, "held_out": held_out}.items()
-    }
+    streams = {name: Rows(s, args.device) for name, s in {"made": made, "text": text, "held_out": held_out}.items()}
     ALL_EXPERTS_FUNCTIONS.register("dense", dense_experts)
     model = DeepseekV2ForCausalLM(config(tokenizer)).to(args.device)
     model.set_experts_implementation("dense")
