@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.errors import ConfigError
 from fcsd.eval.adapter import HFAdapter
-from fcsd.eval.cache import AnswerCache
+from fcsd.eval.answers import AnswerCache
 from fcsd.eval.isolate import eval_mode, preserved_rng
 from fcsd.eval.perplexity import HeldOut, held_out_result
 from fcsd.eval.results import ResultFile, json_sha256, shown
