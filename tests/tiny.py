@@ -1,4 +1,4 @@
-"""Tiny random models: one config per architecture, four layers, about 0.3 M parameters, MHA/GQA/MLA as the real ones."""
+"""Tiny random models: one config per architecture, four layers, about 0.3 M parameters."""
 
 import torch
 import transformers
@@ -83,9 +83,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     ),
     "gpt_oss": (
         "GptOssConfig",
-        dict(
-            intermediate_size=32, head_dim=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=16
-        ),
+        dict(intermediate_size=32, head_dim=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=16),
     ),
     "deepseek_v2": (
         "DeepseekV2Config",

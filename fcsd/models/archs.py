@@ -1,0 +1,101 @@
+"""The supported architectures, one row of data each; nothing here is executed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .wiring import DESYNC, READS, Blocks
+
+
+@dataclass(frozen=True)
+class Arch:
+    """How one ``model_type`` of transformers is built and taken apart.
+
+    Args:
+        model_type: as in ``config.json``.
+        config: name of the transformers config class.
+        classes: Auto class -> (transformers model class, path inside it of the module that holds ``layers``).
+        blocks: names of a decoder layer's children.
+        text_config: the sub-config that describes the language model, for multimodal types.
+        dense: no layer has experts; only then can it be desynced.
+        autoep: keys for DeepSpeed AutoEP, whose own detection goes by ``model_type``; None for dense types.
+        no_ep: why expert parallelism is refused.
+    """
+
+    model_type: str
+    config: str
+    classes: Mapping[str, tuple[str, str]]
+    blocks: Blocks = field(default_factory=Blocks)
+    text_config: str | None = None
+    dense: bool = False
+    autoep: Mapping[str, Any] | None = None
+    no_ep: str | None = None
+
+    @property
+    def wirings(self) -> tuple[str, ...]:
+        """The wirings this architecture can take."""
+        return (*READS, *DESYNC) if self.dense else tuple(READS)
+
+
+def _row(model_type: str, stem: str, **fields: Any) -> Arch:
+    classes = {"AutoModel": (f"{stem}Model", ""), "AutoModelForCausalLM": (f"{stem}ForCausalLM", "model")}
+    return Arch(model_type, **{"config": f"{stem}Config", "classes": classes, **fields})
+
+
+# Llama-4's router multiplies the experts' inputs, and its experts are stored [experts, in, out].
+_LLAMA4_BLOCKS = Blocks(mlp="feed_forward", router="router", shared="shared_expert", flattens=True, prescaled=True)
+_LLAMA4_AUTOEP = {
+    "router_pattern": "router",
+    "expert_pattern": "experts",
+    "expert_w1": "gate_up_proj",
+    "expert_w2": "down_proj",
+    "expert_w3": None,
+    "num_experts_attr": "num_local_experts",
+    "top_k_attr": "num_experts_per_tok",
+    "score_func": "sigmoid",
+    "score_apply": "pre",
+    "route_norm": False,
+    "has_shared_experts": True,
+    "shared_experts_pattern": "shared_expert",
+}
+_LLAMA4_VISION = ("Llama4ForConditionalGeneration", "language_model.model")
+_SHARED_EXPERTS = Blocks(shared="shared_experts")
+
+_ROWS = (
+    _row("llama", "Llama", dense=True),
+    _row("qwen3", "Qwen3", dense=True),
+    _row("qwen3_moe", "Qwen3Moe", autoep={"preset_model": "qwen3_moe"}),
+    _row(
+        "qwen2_moe",
+        "Qwen2Moe",
+        blocks=Blocks(shared="shared_expert", shared_gate="shared_expert_gate", flattens=True),
+        autoep={"preset_model": "qwen2_moe"},
+    ),
+    _row("mixtral", "Mixtral", autoep={"preset_model": "mixtral"}),
+    _row("olmoe", "Olmoe", autoep={"preset_model": "qwen3_moe"}),
+    _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v3"}),
+    _row("deepseek_v2", "DeepseekV2", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v2"}),
+    _row("deepseek_v3", "DeepseekV3", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v3"}),
+    _row("gpt_oss", "GptOss", no_ep="DeepSpeed AutoEP has no expert biases, which gpt_oss needs"),
+    _row(
+        "llama4_text",
+        "Llama4Text",
+        classes={
+            "AutoModel": ("Llama4TextModel", ""),
+            "AutoModelForCausalLM": ("Llama4ForCausalLM", "model"),
+        },
+        blocks=_LLAMA4_BLOCKS,
+        autoep={"moe_layer_pattern": r"model\.layers\.\d+\.feed_forward", **_LLAMA4_AUTOEP},
+    ),
+    _row(
+        "llama4",
+        "Llama4",
+        # Text and pixels run through one class, so that a text-only user loses no tensor.
+        classes={auto: _LLAMA4_VISION for auto in ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText")},
+        blocks=_LLAMA4_BLOCKS,
+        text_config="text_config",
+        autoep={"moe_layer_pattern": r"language_model\.model\.layers\.\d+\.feed_forward", **_LLAMA4_AUTOEP},
+    ),
+)
+
+ARCHS: Mapping[str, Arch] = {row.model_type: row for row in _ROWS}

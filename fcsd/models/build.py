@@ -1,0 +1,155 @@
+"""From a row of ``archs.py``: classes that transformers' Auto classes know, wired models, strictly loaded weights."""
+
+from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+
+from ..errors import BadInputError, ConfigError
+from .archs import ARCHS, Arch
+from .wiring import DESYNC, WiredModel, Wiring, hf_parts, wire_layers
+
+PREFIX = "fcsd_"
+
+
+def arch_of(config: PretrainedConfig) -> Arch:
+    """The row of a config, converted or not.
+
+    Raises:
+        BadInputError: no row has this ``model_type``.
+    """
+    model_type = config.model_type.removeprefix(PREFIX)
+    if model_type not in ARCHS:
+        raise BadInputError(f"architecture {model_type!r} is not supported", hint=f"one of {', '.join(ARCHS)}")
+    return ARCHS[model_type]
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a model of any supported class, bare, with a head, or multimodal."""
+    paths = {name: path for name, path in arch_of(model.config).classes.values()}
+    decoder: Any = model.get_submodule(paths[type(model).__name__.removeprefix("Fcsd")])
+    return decoder.layers
+
+
+def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
+    """Rewire a model in place, whatever its wiring was; ``unwired()`` gives back transformers' own graph.
+
+    Raises:
+        ConfigError: the wiring does not fit the model.
+    """
+    arch = arch_of(model.config)
+    if wiring.name in DESYNC and not arch.dense:
+        raise ConfigError(f"{wiring.name} needs a dense architecture; {arch.model_type} has experts")
+    try:
+        wire_layers(decoder_layers(model), wiring, partial(hf_parts, arch.blocks))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return model
+
+
+def unwired() -> Wiring:
+    """The wiring that leaves every layer as transformers built it: a teacher's."""
+    return Wiring("standard", ())
+
+
+@cache
+def config_class(model_type: str) -> type[PretrainedConfig]:
+    """``FcsdQwen3MoeConfig`` and its like: the base config with its own ``model_type`` and an ``fcsd`` block."""
+    base = getattr(transformers, ARCHS[model_type].config)
+    namespace = {
+        "__module__": __name__,
+        "__doc__": f"{base.__name__} of a rewired model.",
+        "__annotations__": {"fcsd": dict | None},
+        "model_type": PREFIX + model_type,
+        "fcsd": None,
+    }
+    return type(f"Fcsd{base.__name__}", (base,), namespace)
+
+
+@cache
+def model_classes(model_type: str) -> Mapping[str, type[PreTrainedModel]]:
+    """Auto class name -> the wired model class of an architecture."""
+    arch = ARCHS[model_type]
+    classes = {}
+    for auto, (base_name, decoder) in arch.classes.items():
+        base = getattr(transformers, base_name)
+        namespace = {
+            "__module__": __name__,
+            "__doc__": f"{base_name}, wired as its config's ``fcsd`` block says.",
+            "config_class": config_class(model_type),
+            "fcsd_decoder": decoder,
+            "fcsd_blocks": arch.blocks,
+        }
+        classes[auto] = type(f"Fcsd{base_name}", (WiredModel, base), namespace)
+    return classes
+
+
+def register() -> None:
+    """Teach transformers' Auto classes every ``fcsd_*`` type, and how its experts lie on disk."""
+    for model_type in ARCHS:
+        AutoConfig.register(PREFIX + model_type, config_class(model_type), exist_ok=True)
+        for auto, cls in model_classes(model_type).items():
+            getattr(transformers, auto).register(config_class(model_type), cls, exist_ok=True)
+        mapping = get_checkpoint_conversion_mapping(model_type)
+        if mapping is not None:  # without it, experts would load at random and only be warned about
+            register_checkpoint_conversion_mapping(PREFIX + model_type, mapping, overwrite=True)
+
+
+def converted_config(config: PretrainedConfig, block: dict[str, Any]) -> PretrainedConfig:
+    """The config of a rewired model: the base's fields, the own type, the ``fcsd`` block of ``Wiring.to_block``."""
+    fields = config.to_dict()
+    fields.pop("model_type")
+    return config_class(arch_of(config).model_type)(**{**fields, "fcsd": block})
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    auto: str = "AutoModelForCausalLM",
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Load a checkpoint directory, converted or not, in eval mode; nothing may be missing, left over or mis-shaped.
+
+    Args:
+        path: the directory; a converted one comes back with its own wiring.
+        dtype: of the weights in memory; ``auto`` is the checkpoint's own.
+        device: where to put a model that fits; or
+        device_map: accelerate's placement for one that does not.
+        auto: transformers Auto class to load through.
+        kwargs: further arguments of ``from_pretrained``, such as ``config``.
+
+    Raises:
+        BadInputError: the architecture is not supported, or tensors and config do not match.
+    """
+    register()
+    try:
+        model, report = getattr(transformers, auto).from_pretrained(
+            str(path),
+            dtype=dtype,
+            device_map=device_map,
+            trust_remote_code=False,
+            attn_implementation=kwargs.pop("attn_implementation", None),
+            output_loading_info=True,
+            **kwargs,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise BadInputError(f"{path}: {str(error).strip().splitlines()[0]}") from error
+    arch_of(model.config)
+    problems = [
+        f"{kind.removesuffix('_keys')} {keys}" for kind in report if (keys := sorted(map(str, report[kind]))[:5])
+    ]
+    if problems:
+        raise BadInputError(f"{path}: tensors do not match the config: {'; '.join(problems)}")
+    return model if device is None else model.to(device)

@@ -1,0 +1,49 @@
+"""Which layers a user means: ``all``, ``last:24``, ``first:8``, ``50%``, ``12-27`` or a list."""
+
+import re
+
+from ..errors import ConfigError
+
+
+def select_layers(spec: str, count: int) -> tuple[int, ...]:
+    """The 0-based layers, ascending, that ``spec`` names in a model of ``count`` decoder layers.
+
+    ``50%`` is the last half, as the paper counts (FarSkip Table 2), rounded to the nearest layer, dense layers
+    counted. Ranges are inclusive. A list may mix numbers and ranges: ``0,4-7,11``.
+
+    Raises:
+        ConfigError: the text has none of these forms or names a layer that does not exist.
+    """
+    spec = spec.strip()
+    if spec == "all":
+        return tuple(range(count))
+    if spec == "none":
+        return ()
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)%", spec):
+        share = float(match[1])
+        if share > 100:
+            raise ConfigError(f"layers {spec}: more than 100 % of the layers")
+        return _last(int(count * share / 100 + 0.5), count)
+    if match := re.fullmatch(r"(first|last):(\d+)", spec):
+        number = int(match[2])
+        return _last(number, count) if match[1] == "last" else _last(count, count)[: _bounded(number, count)]
+    if re.fullmatch(r"\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*", spec):
+        chosen: set[int] = set()
+        for item in spec.split(","):
+            start, _, end = item.strip().partition("-")
+            if int(end or start) < int(start):
+                raise ConfigError(f"layers {spec}: {item.strip()} runs backwards")
+            _bounded(int(end or start) + 1, count)
+            chosen.update(range(int(start), int(end or start) + 1))
+        return tuple(sorted(chosen))
+    raise ConfigError(f"layers {spec!r} is not understood", hint="use all, last:24, first:8, 50%, 12-27 or 0,2,5-7")
+
+
+def _bounded(number: int, count: int) -> int:
+    if number > count:
+        raise ConfigError(f"layers: the model has {count} (0 to {count - 1}), not {number}")
+    return number
+
+
+def _last(number: int, count: int) -> tuple[int, ...]:
+    return tuple(range(count - _bounded(number, count), count))

@@ -1,0 +1,314 @@
+"""The wiring: for each read of the residual stream, which outputs may still be in flight.
+
+A decoder layer has two sub-blocks, attention and MLP/MoE, and each adds its output to the stream. Communication
+blocks because a sub-block reads every output before it, the one still on the wire included. Here a sub-block that
+reads at depth ``d`` does not see what the last ``d`` sub-blocks still have in flight:
+
+    stream 0 = everything                                    (the full stream, ``o_k``)
+    stream d = everything but what the last d outputs have in flight    (a partial stream)
+
+When a sub-block adds an output made of a settled part ``s`` (computed locally) and a part in flight ``f``, the
+streams become ``(x_0 + s) + f, x_0 + s, x_1 + s, ...``. That one rule, with the table ``READS`` and the choice of
+what a MoE settles, is every published wiring but Desync (``desync.py``). A partial stream is always built by
+adding, never by subtracting, so a runtime can hold it before the part in flight arrives.
+
+This file needs torch only and is shipped verbatim in exported checkpoints.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .desync import desync_layers, undo_desync
+
+VERSION = 1
+# name -> depth at which (attention, MLP) read; 1 means "the last output may be in flight".
+READS = {"standard": (0, 0), "farskip": (1, 1), "ladder": (1, 1), "parallel": (0, 1)}
+DESYNC = {"desync-2x": 2, "desync-4x": 4}
+NAMES = (*READS, *DESYNC)
+VARIANTS = {"full": (1, 1), "attn-only": (1, 0), "mlp-only": (0, 1)}
+HAVE_VARIANTS = ("farskip", "ladder")
+# What the first converted layer after a standard one reads: the full stream, or one without that layer's MLP.
+BORDERS = {"farskip": "full", "ladder": "partial"}
+ORIGIN = ("base_model", "base_revision", "base_sha256")
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """One residual wiring of one model, as exported in ``config.json`` under ``fcsd``.
+
+    Args:
+        name: one of ``NAMES``. FarSkip §3 eq. 8, Ladder eq. 2 and §5; ``parallel`` reads as PaLM does.
+        layers: 0-based indices of the converted layers.
+        variant: ``attn-only`` or ``mlp-only`` leave the other sub-block reading the full stream.
+        border: ``full`` or ``partial``; the default is the wiring's own published rule.
+        distance: how many sub-block outputs may be in flight at a rewired read.
+        tp_degree: simulated tensor-parallel ranks, Desync only.
+
+    Raises:
+        ValueError: a field is unknown, out of range, or does not go with the others.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    variant: str = "full"
+    border: str = ""
+    distance: int = 1
+    tp_degree: int = 1
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise ValueError(f"unknown wiring {self.name!r}; one of {', '.join(NAMES)}")
+        if self.variant not in VARIANTS or (self.variant != "full" and self.name not in HAVE_VARIANTS):
+            raise ValueError(f"wiring {self.name} has no variant {self.variant!r}")
+        if not self.border:
+            object.__setattr__(self, "border", BORDERS.get(self.name, "full"))
+        if self.border not in ("full", "partial"):
+            raise ValueError(f"border is 'full' or 'partial', not {self.border!r}")
+        if self.distance < 1 or (self.distance > 1 and self.name not in HAVE_VARIANTS):
+            raise ValueError(f"wiring {self.name} has no distance {self.distance}")
+        if (self.name in DESYNC) != (self.tp_degree > 1):
+            raise ValueError(f"wiring {self.name} with tp_degree {self.tp_degree}: a degree of 2 or more is Desync's")
+        if list(self.layers) != sorted(set(self.layers)) or any(i < 0 for i in self.layers):
+            raise ValueError(f"layers must be ascending, distinct and not negative, not {list(self.layers)}")
+
+    @property
+    def reads(self) -> tuple[int, int]:
+        """Depth at which the attention and the MLP of a converted layer read."""
+        attn, mlp = READS[self.name]
+        attn_varies, mlp_varies = VARIANTS[self.variant]
+        return attn * attn_varies * self.distance, mlp * mlp_varies * self.distance
+
+    def to_block(self, **origin: str | None) -> dict[str, Any]:
+        """The ``fcsd`` block of ``config.json``; ``origin`` holds the keys of ``ORIGIN``."""
+        return {
+            "version": VERSION,
+            "wiring": self.name,
+            "variant": self.variant,
+            "layers": list(self.layers),
+            "border": self.border,
+            "tp_degree": self.tp_degree,
+            "distance": self.distance,
+            **{key: origin.get(key) for key in ORIGIN},
+        }
+
+    @classmethod
+    def from_block(cls, block: dict[str, Any]) -> "Wiring":
+        """Read an ``fcsd`` block; an unknown version, a missing or an unknown key is a ``ValueError``."""
+        if block.get("version") != VERSION:
+            raise ValueError(f"fcsd block version {block.get('version')!r}; this code reads {VERSION}")
+        fields = {k: v for k, v in block.items() if k not in ("version", *ORIGIN)}
+        expected = {"wiring", "variant", "layers", "border", "tp_degree", "distance"}
+        if set(fields) != expected:
+            raise ValueError(f"fcsd block keys differ: {', '.join(sorted(set(fields) ^ expected))}")
+        integers = [fields["tp_degree"], fields["distance"], *fields["layers"]]
+        if any(type(value) is not int for value in integers):
+            raise ValueError("fcsd block: layers, tp_degree and distance are integers")
+        return cls(fields.pop("wiring"), tuple(fields.pop("layers")), **fields)
+
+
+class Parts(NamedTuple):
+    """The sub-blocks of one layer, each ``[batch, seq, hidden] -> [batch, seq, hidden]`` on normalised input.
+
+    ``shared`` is what needs no expert communication: shared experts, or a whole dense MLP; ``routed`` is the rest.
+    """
+
+    attn: Callable[..., Tensor]
+    shared: Callable[[Tensor], Tensor] | None
+    routed: Callable[[Tensor], Tensor] | None
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Names and habits of a decoder layer's children in one architecture of transformers.
+
+    ``shared_gate`` scales the shared expert by a sigmoid; ``flattens`` says that the MoE block flattens its input
+    once for all its children; ``prescaled`` that the router's scores multiply the experts' inputs (llama4) instead
+    of their outputs.
+    """
+
+    mlp: str = "mlp"
+    router: str = "gate"
+    shared: str | None = None
+    shared_gate: str | None = None
+    flattens: bool = False
+    prescaled: bool = False
+
+
+def hf_parts(blocks: Blocks, layer: Any) -> Parts:
+    """The parts of a transformers decoder layer, in its own arithmetic and, ``routed`` called first, its own order.
+
+    The order matters to the last bit of the gradients: contributions to one tensor are summed as they arrive.
+    """
+    mlp = layer.get_submodule(blocks.mlp)
+
+    def attn(x: Tensor, **kwargs: Any) -> Tensor:
+        return layer.self_attn(hidden_states=x, **kwargs)[0]
+
+    if not any(name == "experts" for name, _ in mlp.named_children()):
+        return Parts(attn, mlp, None)
+    if blocks.shared is None:
+        return Parts(attn, None, partial(_whole, mlp))
+
+    router, experts, expert = (mlp.get_submodule(name) for name in (blocks.router, "experts", blocks.shared))
+    flat = cache(lambda x: x.reshape(-1, x.shape[-1]))
+    seen = flat if blocks.flattens else lambda x: x
+    shared_expert = cache(lambda x: expert(seen(x)))
+
+    def routed(x: Tensor) -> Tensor:
+        if blocks.shared_gate is not None:
+            shared_expert(x)  # qwen2_moe runs it before the router, its gate after the experts
+        if blocks.prescaled:
+            return _prescaled(router, experts, flat(x)).view_as(x)
+        _, weights, indices = router(seen(x))
+        return experts(flat(x), indices, weights).view_as(x)
+
+    def shared(x: Tensor) -> Tensor:
+        out = shared_expert(x)
+        if blocks.shared_gate is not None:
+            out = torch.sigmoid(mlp.get_submodule(blocks.shared_gate)(seen(x))) * out
+        return out.view_as(x)
+
+    return Parts(attn, shared, routed)
+
+
+def _whole(mlp: nn.Module, x: Tensor) -> Tensor:
+    out = mlp(x)
+    return out[0] if isinstance(out, tuple) else out  # gpt_oss returns its router scores too
+
+
+def _prescaled(router: nn.Module, experts: nn.Module, flat: Tensor) -> Tensor:
+    # Every expert sees every token [experts * tokens, hidden]; scores [tokens, experts] are zero where not chosen.
+    scores, _ = router(flat)
+    copies = flat.repeat(scores.shape[1], 1) * scores.transpose(0, 1).reshape(-1, 1)
+    return experts(copies).reshape(scores.shape[1], -1, flat.shape[-1]).sum(dim=0)
+
+
+@dataclass(frozen=True)
+class LayerWiring:
+    """What one layer reads and hands on: read depths, number of streams, and what its MLP settles at once."""
+
+    attn: int
+    mlp: int
+    hands_on: int
+    settles_shared: bool
+    parts: Callable[[nn.Module], Parts]
+
+
+def read(streams: Sequence[Tensor], depth: int) -> tuple[Tensor, Sequence[Tensor]]:
+    """The stream at ``depth``, and the streams left: what is older than this read has landed."""
+    streams = streams[: depth + 1]
+    return streams[-1], streams
+
+
+def add(streams: Sequence[Tensor], settled: Tensor | None, in_flight: Tensor | None, keep: int) -> list[Tensor]:
+    """The first ``keep`` streams after an output of a settled part and a part in flight was added."""
+    below = [x if settled is None else x + settled for x in streams[: max(keep - 1, 1)]]
+    full = below[0] if in_flight is None else below[0] + in_flight
+    return [full, *below][:keep]
+
+
+class WiredLayer(nn.Module):
+    """A decoder layer taken apart and read as its ``LayerWiring`` says; mixed in front of transformers' own class.
+
+    Streams travel through transformers' untouched loop as a tuple in ``hidden_states``, the full one first.
+    """
+
+    fcsd: LayerWiring
+    unwired: type[nn.Module]  # the class to go back to
+    self_attn: Any
+    input_layernorm: Any
+    post_attention_layernorm: Any
+
+    def forward(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        _refuse_reentrant(self)
+        streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+        attn, shared, routed = self.fcsd.parts(self)
+
+        x, streams = read(streams, self.fcsd.attn)
+        a = attn(self.input_layernorm(x), **kwargs)
+        streams = add(streams, None, a, keep=self.fcsd.mlp + 1)
+
+        x, streams = read(streams, self.fcsd.mlp)
+        x = self.post_attention_layernorm(x)
+        in_flight = None if routed is None else routed(x)
+        settled = None if shared is None else shared(x)
+        if not self.fcsd.settles_shared and settled is not None:
+            in_flight, settled = settled if in_flight is None else in_flight + settled, None
+        streams = add(streams, settled, in_flight, keep=self.fcsd.hands_on)
+        return streams[0] if len(streams) == 1 else tuple(streams)
+
+
+def _refuse_reentrant(layer: Any) -> None:
+    # Reentrant checkpointing does not trace tensors inside a tuple: gradients would be dropped without a word.
+    checkpointed = layer.gradient_checkpointing and layer.training
+    if checkpointed and layer._gradient_checkpointing_func.keywords.get("use_reentrant"):
+        raise ValueError("a rewired model needs gradient checkpointing with use_reentrant=False")
+
+
+@cache
+def _wired_class(cls: type[nn.Module]) -> type[nn.Module]:
+    # The name stays: accelerate, FSDP and DeepSpeed find decoder layers by it.
+    return type(cls.__name__, (WiredLayer, cls), {"__module__": cls.__module__, "unwired": cls})
+
+
+def plan_layers(wiring: Wiring, count: int, parts: Callable[[nn.Module], Parts]) -> dict[int, LayerWiring]:
+    """The layers to take apart, of ``count``, and how each reads; the others stay transformers' own."""
+    attn, mlp = wiring.reads
+    settles = wiring.name == "farskip"
+    plans = {}
+    for i in range(count):
+        hands_on = attn + 1 if i + 1 in wiring.layers else 1
+        if i in wiring.layers:
+            plans[i] = LayerWiring(attn, mlp, hands_on, settles, parts)
+        elif hands_on > 1 and wiring.border == "partial":
+            plans[i] = LayerWiring(0, 0, hands_on, settles, parts)
+    return plans
+
+
+def wire_layers(layers: nn.ModuleList, wiring: Wiring, parts: Callable[[nn.Module], Parts]) -> None:
+    """Rewire decoder layers in place; a former wiring is undone first.
+
+    Args:
+        layers: the decoder's layers, as transformers built them or wired before.
+        wiring: what to wire; with no layers every layer is transformers' own again.
+        parts: takes a layer apart (``hf_parts`` with an architecture's ``Blocks``, or a parallel runtime's).
+
+    Raises:
+        ValueError: the wiring names a layer that does not exist, or Desync does not fit the architecture.
+    """
+    if wiring.layers and wiring.layers[-1] >= len(layers):
+        raise ValueError(f"layer {wiring.layers[-1]} does not exist: the model has {len(layers)}")
+    unwire_layers(layers)
+    if wiring.name in DESYNC:
+        desync_layers(layers, wiring.layers, DESYNC[wiring.name], wiring.tp_degree)
+        return
+    for i, plan in plan_layers(wiring, len(layers), parts).items():
+        layer: Any = layers[i]
+        layer.__class__ = _wired_class(type(layer))
+        layer.fcsd = plan
+
+
+def unwire_layers(layers: Any) -> None:
+    """Give every layer back its transformers class."""
+    undo_desync(layers)
+    for layer in layers:
+        if isinstance(layer, WiredLayer):
+            del layer.fcsd
+            layer.__class__ = layer.unwired  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class WiredModel(nn.Module):
+    """Mixin for a transformers model class: built as ever, then wired as ``config.fcsd`` says."""
+
+    fcsd_decoder = ""  # path of the module that holds ``layers``; empty for the model itself
+    fcsd_blocks = Blocks()
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        layers: Any = self.get_submodule(self.fcsd_decoder).layers
+        wire_layers(layers, Wiring.from_block(config.fcsd), partial(hf_parts, self.fcsd_blocks))
