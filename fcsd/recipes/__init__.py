@@ -39,6 +39,11 @@ def read(name: str) -> str:
     return find(name).read_text(encoding="utf-8")
 
 
+def summary(name: str) -> str:
+    """What a packaged recipe is for: its first comment line."""
+    return read(name).partition("\n")[0].removeprefix("# ")
+
+
 def copy(name: str, out: Path) -> Path:
     """Writes a packaged recipe to `out` (a file, or a directory to put it in), to be edited.
 
