@@ -46,15 +46,11 @@ recipes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes.")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a hub id: org/name[@revision].")]
-Out = Annotated[
-    Path, typer.Argument(metavar="OUT", help="The directory to write; it must be empty or not exist.")
-]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; it must be empty or not exist.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, stop.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it is not empty.")]
-Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Allow Python code that MODEL brings along.")
-]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow Python code that MODEL brings along.")]
 Sets = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a value; repeatable.")]
 Private = Annotated[bool, typer.Option("--private", help="Create the hub repository as private.")]
 CreatePr = Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")]
@@ -178,12 +174,8 @@ def convert(
 
 @command(app, "distill")
 def distill(
-    recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")
-    ] = None,
-    recipe_name: Annotated[
-        str | None, typer.Option("--recipe", metavar="NAME", help="A packaged recipe.")
-    ] = None,
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")] = None,
+    recipe_name: Annotated[str | None, typer.Option("--recipe", metavar="NAME", help="A packaged recipe.")] = None,
     sets: Sets = [],  # noqa: B006 (typer reads the default and never changes it)
     gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
     resume: Annotated[str, typer.Option(metavar="auto|never|PATH", help="Where to continue from.")] = "auto",

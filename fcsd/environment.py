@@ -51,9 +51,7 @@ def to_text(facts: dict[str, object]) -> str:
     lines = []
     for key, value in facts.items():
         if isinstance(value, dict):
-            lines += [
-                f"{name:<18} {'not installed' if item is None else item}" for name, item in value.items()
-            ]
+            lines += [f"{name:<18} {'not installed' if item is None else item}" for name, item in value.items()]
         elif isinstance(value, list):
             lines += [f"{key:<18} {len(value)}"]
             lines += [f"  {', '.join(str(field) for field in item.values())} GiB" for item in value]

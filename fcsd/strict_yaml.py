@@ -81,9 +81,7 @@ def parse(text: str, name: str) -> tuple[object, dict[str, int]]:
         return _value(node, "", lines), lines
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise ConfigError(
-            f"{name}:{mark.line + 1 if mark else 1}: {error.problem or error.context}"
-        ) from error
+        raise ConfigError(f"{name}:{mark.line + 1 if mark else 1}: {error.problem or error.context}") from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{name}:{line}: character U+{error.character:04X} is not allowed") from error
@@ -157,9 +155,7 @@ def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
     return number
 
 
-def _lines(
-    mapping: Mapping[str, object], key: str, indent: str, comments: Mapping[str, str]
-) -> Iterator[str]:
+def _lines(mapping: Mapping[str, object], key: str, indent: str, comments: Mapping[str, str]) -> Iterator[str]:
     for name, value in mapping.items():
         here = f"{key}.{name}" if key else name
         if isinstance(value, dict):

@@ -144,7 +144,5 @@ def test_unreadable_sources_are_one_clear_line(tmp_path: Path) -> None:
         (BadInputError, "no split 'test', only train", {"path": "splits", "split": "test"}),
     ]:
         with pytest.raises(error, match=match) as caught:
-            load_corpus(
-                Source(**{**source, "path": str(tmp_path / source["path"])}), texts.tokenizer(), tiny.VOCAB
-            )
+            load_corpus(Source(**{**source, "path": str(tmp_path / source["path"])}), texts.tokenizer(), tiny.VOCAB)
         assert "\n" not in str(caught.value)

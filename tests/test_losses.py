@@ -36,9 +36,7 @@ def test_kl_and_gradients_equal_full_logits(temperature: float, chunk_tokens: in
     hidden, head, teacher_hidden, teacher_head = sides(torch.float64)
     mask = some()
     ours, theirs = [(hidden.clone().requires_grad_(), head.clone().requires_grad_()) for _ in range(2)]
-    loss = kl_divergence(
-        *ours, teacher_hidden, teacher_head, mask, temperature=temperature, chunk_tokens=chunk_tokens
-    )
+    loss = kl_divergence(*ours, teacher_hidden, teacher_head, mask, temperature=temperature, chunk_tokens=chunk_tokens)
     expected = full_kl(*theirs, teacher_hidden, teacher_head, mask, temperature)
     (3 * loss).backward()
     (3 * expected).backward()

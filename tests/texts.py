@@ -14,9 +14,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     vocab = {"<pad>": 0, "<unk>": 1, "<eos>": EOS, **{chr(c): c - 29 for c in range(32, 127)}}
     words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
 
 
 def ids(text: str) -> list[int]:

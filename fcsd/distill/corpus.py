@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets.exceptions import DatasetGenerationError
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fcsd.config import Source
 from fcsd.errors import BadInputError, ConfigError
@@ -53,6 +53,21 @@ class Corpus:
         return self._documents[number]["ids"]
 
 
+def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model directory.
+
+    Raises:
+        BadInputError: there is none, or it cannot end a document.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{model}: no usable tokenizer: {str(error).strip().splitlines()[0]}") from error
+    if tokenizer.eos_token_id is None or not tokenizer.is_fast:
+        raise BadInputError(f"{model}: needs a fast tokenizer with an EOS token")
+    return tokenizer
+
+
 def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Corpus:
     """Reads and tokenises a source.
 
@@ -63,8 +78,6 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
         BadInputError: no such file, split or column; unreadable as its format; no usable row.
         ConfigError: the format cannot be told from the name.
     """
-    if tokenizer.eos_token_id is None or not tokenizer.is_fast:
-        raise BadInputError(f"{tokenizer.name_or_path}: needs a fast tokenizer with an EOS token")
     kind, files = _find(source)
     try:
         raw, read = _open(source, kind, files)
@@ -86,9 +99,7 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
         input_columns=raw.column_names,
         remove_columns=raw.column_names,
         batched=True,
-        features=datasets.Features(
-            ids=datasets.List(datasets.Value("int32")), skipped=datasets.Value("string")
-        ),
+        features=datasets.Features(ids=datasets.List(datasets.Value("int32")), skipped=datasets.Value("string")),
         new_fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32],
         desc=f"tokenising {source.path}",
     )
@@ -119,9 +130,7 @@ def _find(source: Source) -> tuple[str, list[Path]]:
         matching = [name for name in files if name.name.endswith(endings)]
         if matching:
             return kind, matching
-    raise ConfigError(
-        f"{source.path}: the format cannot be told from the name", hint="set `format:` beside it"
-    )
+    raise ConfigError(f"{source.path}: the format cannot be told from the name", hint="set `format:` beside it")
 
 
 def _open(source: Source, kind: str, files: list[Path]) -> tuple[datasets.Dataset, Reader]:
@@ -138,16 +147,12 @@ def _open(source: Source, kind: str, files: list[Path]) -> tuple[datasets.Datase
         table = datasets.load_from_disk(source.path)
         if isinstance(table, datasets.DatasetDict):
             if source.split not in table:
-                raise BadInputError(
-                    f"{source.path}: no split {source.split!r}, only {', '.join(map(str, table))}"
-                )
+                raise BadInputError(f"{source.path}: no split {source.split!r}, only {', '.join(map(str, table))}")
             table = table[source.split]
     else:
         table = datasets.load_dataset(source.path, split=source.split)
     if source.column not in table.column_names:
-        raise BadInputError(
-            f"{source.path}: no column {source.column!r}, only {', '.join(table.column_names)}"
-        )
+        raise BadInputError(f"{source.path}: no column {source.column!r}, only {', '.join(table.column_names)}")
     return table.select_columns([source.column]), _text
 
 
