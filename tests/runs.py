@@ -66,7 +66,10 @@ def resolved(folder: Path, **changes: Any) -> ResolvedRecipe:
 
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "transformers", "deepspeed", "datasets", "fcsd.distill.loop"])
+# The slow imports, DeepSpeed's late ones among them, are made once for all processes.
+_context.set_forkserver_preload(
+    ["deepspeed.runtime.zero.muon.muon_optimizer", "matplotlib.figure", "fcsd.distill.loop"]
+)
 
 
 def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -62,9 +62,7 @@ def plain_torch(folder: Path) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    ("size", "stage", "micro"), [(1, 1, 2), (2, 1, 2), (2, 2, 1), (1, 0, 8)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("size", "stage", "micro"), [(1, 0, 8), (2, 1, 2), (2, 2, 1)])
 def test_a_run_equals_plain_torch(folder: Path, tmp_path: Path, size: int, stage: int, micro: int) -> None:
     metrics = train(folder, tmp_path / "run", size, train__zero_stage=stage, train__micro_batch_size=micro)
     assert [m["step"] for m in metrics] == [1, 2, 3, 4]
@@ -93,7 +91,7 @@ def test_a_run_leaves_what_the_next_command_needs(folder: Path, tmp_path: Path) 
 
 
 def test_bf16_distillation_brings_the_student_closer(folder: Path, tmp_path: Path) -> None:
-    metrics = train(folder, tmp_path / "run", train__dtype="bf16", train__steps=12, objective__sft=0.0)
+    metrics = train(folder, tmp_path / "run", train__dtype="bf16", train__steps=6, objective__sft=0.0)
     assert metrics[-1]["kl"] < 0.8 * metrics[0]["kl"]
 
 

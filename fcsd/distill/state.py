@@ -59,13 +59,13 @@ def save(
     world.everywhere(write)
     # Every rank hashes its share, whoever wrote it: the pages are in the cache of the host or of the shared disk.
     parts = world.everywhere(
-        lambda: {name: _seal(partial / name) for name in _files(partial)[world.rank :: world.size]}
+        lambda: {name: _record(partial / name) for name in _files(partial)[world.rank :: world.size]}
     )
     files = {name: entry for part in parts for name, entry in sorted(part.items())}
 
     def commit() -> Path:
         manifest = {"version": _VERSION, "step": step, "identity": identity, "progress": progress, "files": files}
-        _write_json(partial / MANIFEST, manifest)
+        _write_json(partial / MANIFEST, {**manifest, "seal": _seal_of(manifest)})
         for directory in [partial, *filter(Path.is_dir, partial.rglob("*"))]:
             _sync(directory)
         _rename(partial, final)
@@ -159,8 +159,10 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{checkpoint}: {MANIFEST} is missing or unreadable") from error
-    if not isinstance(manifest, dict) or manifest.get("version") != _VERSION:
-        raise CheckpointError(f"{checkpoint}: {MANIFEST} is not of version {_VERSION}")
+    if not isinstance(manifest, dict) or manifest.pop("seal", None) != _seal_of(manifest):
+        raise CheckpointError(f"{checkpoint}: {MANIFEST} is damaged")
+    if manifest["version"] != _VERSION:
+        raise CheckpointError(f"{checkpoint}: {MANIFEST} is of version {manifest['version']}, not {_VERSION}")
     return manifest
 
 
@@ -201,7 +203,7 @@ def _files(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir())
 
 
-def _seal(path: Path) -> dict[str, Any]:
+def _record(path: Path) -> dict[str, Any]:
     """Syncs a file to disk and describes it."""
     _sync(path)
     return {"size": path.stat().st_size, "sha256": _sha256(path)}
@@ -226,8 +228,13 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _seal_of(manifest: dict[str, Any]) -> str:
+    """sha256 of a manifest, so that damage to the manifest itself is found as well."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(value, indent=1, sort_keys=True))
     _sync(path)
 
 
