@@ -1,0 +1,1 @@
+"""Score models: benchmark suites, code execution, comparison."""
