@@ -37,7 +37,13 @@ def encode(value: Any) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, list):
-        return [encode(item) for item in list.__iter__(value)]
+        # Outputs of a million numbers occur; the common items are passed without a call each.
+        return [
+            item
+            if type(item) is str or (type(item) in (int, float) and -(2**63) < item < 2**63)
+            else encode(item)
+            for item in list.__iter__(value)
+        ]
     if isinstance(value, tuple):
         return {"tuple": [encode(item) for item in tuple.__iter__(value)]}
     if isinstance(value, dict):
@@ -61,7 +67,7 @@ def decode(value: Any) -> Any:
         ValueError, TypeError, AttributeError: not something `encode` wrote.
     """
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode(item) if type(item) in (list, dict) else item for item in value]
     if not isinstance(value, dict):
         return value
     ((tag, content),) = value.items()
