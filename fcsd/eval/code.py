@@ -113,15 +113,16 @@ def pass_at_1(verdicts: Sequence[Verdict], tests: Literal["base", "plus"]) -> fl
     Raises:
         FcsdError: a verdict is missing or an error, so that there is no honest number.
     """
-    outcomes = {verdict.task_id: getattr(verdict, tests) for verdict in verdicts}
-    broken = [task for task, outcome in outcomes.items() if outcome is None or outcome.status == "error"]
-    if broken or not verdicts:
-        first = outcomes[broken[0]] if broken else None
-        raise FcsdError(
-            f"no {tests} score: {len(broken)} of {len(verdicts)} problems have no verdict"
-            + (f" (first: {broken[0]}: {first.detail if first else f'no {tests} inputs'})" if broken else "")
-        )
-    return sum(verdict_outcome.status == "pass" for verdict_outcome in outcomes.values()) / len(verdicts)
+    outcomes = [(verdict.task_id, getattr(verdict, tests)) for verdict in verdicts]
+    broken = [
+        f"{task}: {outcome.detail if outcome else f'no {tests} inputs'}"
+        for task, outcome in outcomes
+        if outcome is None or outcome.status == "error"
+    ]
+    if broken or not outcomes:
+        first = f" (first: {broken[0]})" if broken else ""
+        raise FcsdError(f"no {tests} score: {len(broken)} of {len(outcomes)} problems have no verdict{first}")
+    return sum(outcome.status == "pass" for _, outcome in outcomes) / len(outcomes)
 
 
 def wall_limit(cpu_s: float) -> float:

@@ -75,12 +75,12 @@ def problem_from_tests(task_id: str, tests: str, *, prefix: str = "") -> Problem
     """
     try:
         module = ast.parse(tests)
-        check = next((node for node in module.body if _is_function(node, "check")), None)
-        if check is not None:
-            return _from_check(task_id, module, check, prefix)
+        for node in module.body:
+            if isinstance(node, ast.FunctionDef) and node.name == "check":
+                return _from_check(task_id, module, node, prefix)
         imports, asserts = _split(module.body, (ast.Import, ast.ImportFrom))
         cases = [_from_assert(statement) for statement in asserts]
-    except (SyntaxError, ValueError, TypeError, StopIteration, RecursionError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError) as error:
         raise BadInputError(f"{task_id}: tests of a shape that cannot be scored safely: {error}") from error
     if not cases:
         raise BadInputError(f"{task_id}: no tests")
@@ -88,7 +88,7 @@ def problem_from_tests(task_id: str, tests: str, *, prefix: str = "") -> Problem
 
 
 def _from_check(task_id: str, module: ast.Module, check: ast.FunctionDef, prefix: str) -> Problem:
-    """EvalPlus' generated `check`: `inputs = ...`, `results = ...` or a `ref_func`, one assertion in a loop."""
+    """EvalPlus' generated `check`: `inputs`, `results` or a `ref_func`, and one assertion in a loop."""
     *assignments, loop = check.body
     values = dict(_assigned(statement) for statement in assignments)
     call = module.body[-1]
@@ -101,8 +101,8 @@ def _from_check(task_id: str, module: ast.Module, check: ast.FunctionDef, prefix
     reference = None
     if "ref_func(" in form:
         helpers = [node for node in module.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-        function = next(node for node in module.body if _is_function(node, "ref_func"))
-        lines = ["from typing import *", "import math", *map(ast.unparse, [*helpers, function])]
+        functions = [node for node in module.body if isinstance(node, ast.FunctionDef) and node is not check]
+        lines = ["from typing import *", "import math", *map(ast.unparse, [*helpers, *functions])]
         reference = "\n".join([*lines, f"{entry_point} = ref_func"])
     results = values.get("results", [None] * len(values["inputs"]))
     if len(results) != len(values["inputs"]) or ("results" not in values and reference is None):
@@ -120,9 +120,13 @@ def _assertion(statement: ast.stmt) -> tuple[str, float]:
         called = statement.value
         if ast.unparse(called.func) == "assertion" and ast.unparse(called.args[0]) == "candidate(*inp)":
             return "evalplus", float(literal(called.args[2]))
-    if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
-        if "_poly(" in ast.unparse(statement.test.left) and isinstance(statement.test.ops[0], ast.LtE):
-            return "root", float(literal(statement.test.comparators[0]))
+    test = statement.test if isinstance(statement, ast.Assert) else None
+    if (
+        isinstance(test, ast.Compare)
+        and isinstance(test.ops[0], ast.LtE)
+        and "_poly(" in ast.unparse(test.left)
+    ):
+        return "root", float(literal(test.comparators[0]))
     raise ValueError(f"unknown assertion {ast.unparse(statement)!r}")
 
 
@@ -155,7 +159,7 @@ def _call_and_value(left: ast.expr, right: ast.expr) -> tuple[str, Any]:
     raise ValueError("neither side is a plain value")
 
 
-def literal(node: ast.expr) -> Any:
+def literal(node: ast.expr | None) -> Any:
     """`ast.literal_eval` that also knows `inf`, `nan` and the builtin constructors.
 
     Raises:
@@ -168,12 +172,12 @@ def literal(node: ast.expr) -> Any:
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
         kind = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
         return kind(literal(item) for item in node.elts)
-    if isinstance(node, ast.Dict) and None not in node.keys:
-        return {
-            literal(key): literal(value) for key, value in zip(node.keys, node.values, strict=True) if key
-        }
+    if isinstance(node, ast.Dict):
+        return {literal(key): literal(value) for key, value in zip(node.keys, node.values, strict=True)}
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -literal(node.operand)
+    if node is None:
+        raise ValueError("unpacking in a dict")
     return ast.literal_eval(node)
 
 
@@ -181,10 +185,6 @@ def _assigned(statement: ast.stmt) -> tuple[str, Any]:
     if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
         return statement.targets[0].id, literal(statement.value)
     raise ValueError(f"not an assignment: {ast.unparse(statement)[:60]!r}")
-
-
-def _is_function(node: ast.stmt, name: str) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name == name
 
 
 def _split(body: list[ast.stmt], kinds: tuple[type, ...]) -> Iterator[list[ast.stmt]]:

@@ -57,7 +57,8 @@ def root(arguments: Any, out: Any, expected: Any, case: Case) -> bool:
     """A zero of the polynomial with the given coefficients (HumanEval/32); any zero will do."""
     from evalplus.eval._special_oracle import _poly
 
-    return abs(_poly(*arguments, out)) <= case.atol
+    (coefficients,) = arguments
+    return abs(_poly(coefficients, out)) <= case.atol
 
 
 def anything(arguments: Any, out: Any, expected: Any, case: Case) -> bool:
@@ -129,7 +130,7 @@ def _near(out: Any, expected: Any, atol: float, rtol: float) -> bool:
         return (
             type(out) is type(expected)
             and len(out) == len(expected)
-            and all(_near(*pair, atol, rtol) for pair in zip(out, expected, strict=True))
+            and all(_near(a, b, atol, rtol) for a, b in zip(out, expected, strict=True))
         )
     if isinstance(expected, dict):
         return (

@@ -230,7 +230,7 @@ def _runner_source() -> str:
 
 
 def _memory_file(content: bytes = b"") -> IO[bytes]:
-    file = open(os.memfd_create("fcsd"), "w+b")
+    file = os.fdopen(os.memfd_create("fcsd"), "w+b")
     file.write(content)
     file.seek(0)
     return file

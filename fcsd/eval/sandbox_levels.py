@@ -14,6 +14,7 @@ NOBODY = "65534"
 UNSHARE_SCRIPT = """\
 set -e
 umask 022
+PATH=/usr/sbin:/usr/bin:/sbin:/bin
 mount -t tmpfs -o mode=755,size=1m sandbox /sys
 cd /sys
 mkdir proc dev tmp old
@@ -21,7 +22,9 @@ mount -t proc proc proc
 for node in null zero urandom; do : > dev/$node; mount --bind /dev/$node dev/$node; done
 for path in $MOUNTS; do
     if [ -d "$path" ]; then mkdir -p ".$path"; else mkdir -p ".${path%/*}"; : > ".$path"; fi
-    mount --bind -o ro "$path" ".$path"
+    mount --bind "$path" ".$path"
+    flags=$(findmnt -no VFS-OPTIONS -T "$path")  # a user namespace may add `ro`, not take nosuid or nodev away
+    mount -o "remount,bind,ro${flags#r[wo]}" ".$path"
 done
 for name in $LINKS; do ln -s "usr/$name" "$name"; done
 mount -t tmpfs -o mode=1777,size=$TMPFS_BYTES sandbox tmp
@@ -29,7 +32,7 @@ pivot_root . old
 umount -l old
 mount -o remount,ro /
 cd /tmp
-exec env -u MOUNTS -u LINKS -u TMPFS_BYTES -u PWD -u OLDPWD -u PATH setpriv --no-new-privs --inh-caps=-all \\
+exec env -u MOUNTS -u LINKS -u TMPFS_BYTES -u PWD -u OLDPWD -u _ setpriv --no-new-privs --inh-caps=-all \\
     --bounding-set=-all,+setuid,+setgid -- "$@"
 """
 
@@ -65,7 +68,7 @@ def escapes(canary, port, processes):
 
 
 def commands() -> list[tuple[str, tuple[str, ...], bool]]:
-    """Every way to enter a sandbox with the tools on PATH, best first: (level, command, runner drops root)."""
+    """Ways into a sandbox with the tools on PATH, best first: (level, command, runner must drop root)."""
     ways: list[tuple[str, tuple[str, ...], bool]] = []
     is_root = os.geteuid() == 0
     bwrap, unshare = shutil.which("bwrap"), shutil.which("unshare")
@@ -110,7 +113,7 @@ def _unshare(unshare: str, *identity: str) -> tuple[str, ...]:
     settings = (f"MOUNTS={' '.join(_mounts())}", f"LINKS={' '.join(_links())}", f"TMPFS_BYTES={TMPFS_BYTES}")
     # --pdeathsig: nothing outlives a scorer that is killed.
     start = ("setpriv", "--pdeathsig", "KILL", unshare, *spaces, *identity)
-    return (*start, "env", *settings, f"PATH={os.environ['PATH']}", "sh", "-c", UNSHARE_SCRIPT, "sh")
+    return (*start, "env", *settings, "sh", "-c", UNSHARE_SCRIPT, "sh")
 
 
 def _mounts() -> list[str]:
