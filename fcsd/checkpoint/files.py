@@ -29,7 +29,8 @@ def quoted(text: str) -> str:
 def contained(root: Path, name: str) -> Path:
     """The file that ``root/name`` leads to, checked by name only; it need not exist.
 
-    A link may lead anywhere inside ``root``, and from a hub cache snapshot into its repository's ``blobs/``.
+    A link may lead anywhere inside ``root``, and from a hub cache snapshot, or a folder in it, into its repository's
+    ``blobs/``.
 
     Raises:
         BadInputError: ``name`` is not a plain file name, or leads elsewhere.
@@ -38,8 +39,8 @@ def contained(root: Path, name: str) -> Path:
         raise BadInputError(f"{root}: {quoted(name)} is not a plain file name", "Shards must lie in the directory.")
     home = Path(os.path.realpath(root))
     real = Path(os.path.realpath(home / name))
-    blobs = home.parent.parent / "blobs"
-    in_cache = home.parent.name == "snapshots" and real.parent == blobs
+    snapshots = [folder.parent for folder in (home, home.parent) if folder.parent.name == "snapshots"]
+    in_cache = any(real.parent == folder.parent / "blobs" for folder in snapshots)
     if not (real.is_relative_to(home) or in_cache):
         raise BadInputError(f"{root / name}: is a link that leaves the checkpoint", "Copy the file it points to there.")
     return real
