@@ -214,7 +214,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._json([_entry(name, files[name]) for name in wanted if name in files])
 
     def _refs(self, repo: Repo) -> None:
-        refs = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": sha} for n, sha in repo.refs.items()]
+        refs = [
+            {"name": n, "ref": f"refs/heads/{n}", "targetCommit": sha} for n, sha in repo.refs.items() if "/" not in n
+        ]
         self._json({"branches": refs, "converts": [], "tags": [], "pullRequests": []})
 
     def _file(self, repo: Repo, revision: str, path: str) -> None:

@@ -13,7 +13,7 @@ import tiny
 from huggingface_hub import constants
 
 from fcsd.checkpoint import inspect, resolve
-from fcsd.errors import BadInputError
+from fcsd.errors import BadInputError, DiskError
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,7 @@ def test_hub_errors_are_one_line(hub, saved, monkeypatch):
     hub.add("org/private", saved, private=True)
     hub.add("org/pickle", {"config.json": b"{}", "pytorch_model.bin": b""})
     assert "org/none: is neither a directory here nor" in str(refused("org/none"))
+    assert "org/no--ne: is neither a directory here nor a hub id" in str(refused("org/no--ne"))
     assert "org/private: is neither" in str(refused("org/private"))
     assert "has no revision 'old'" in str(refused("org/model@old"))
     assert f"Accept its terms at {hub.url}/org/gated" in (refused("org/gated").hint or "")
@@ -121,3 +122,10 @@ def test_inspect_of_109b_downloads_megabytes(hub, tmp_path):
     report = inspect("org/scout")
     assert not report.problems and report.bytes > 200e9
     assert sum(size for name, size in hub.sent.items() if name.endswith(".safetensors")) < 20e6
+
+
+def test_full_disk_under_the_cache(hub, saved, tmp_path):
+    hub.add("org/model", saved)
+    (tmp_path / "cache").symlink_to("/dev/full")
+    with pytest.raises(DiskError, match="cannot be written"):
+        resolve("org/model")

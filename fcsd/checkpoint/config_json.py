@@ -1,6 +1,7 @@
 """config.json, read as a stranger's file: what it may say, before any class is built from it."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,8 +13,12 @@ from fcsd.checkpoint.limits import check_numbers
 from fcsd.checkpoint.rewired import PREFIX, read_rewiring
 from fcsd.errors import BadInputError
 
+_NAME = re.compile(r"[\w.-]{1,100}")
 _HUB_CODE_KEYS = ("attn_implementation", "experts_implementation")
-_AUTO_MAP_FILES = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+_AUTO_MAP_FILES = (
+    *("config.json", "generation_config.json"),
+    *("tokenizer_config.json", "processor_config.json", "preprocessor_config.json"),
+)
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,11 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
     raw = read_object(contained(path, "config.json"))
     _check_values(raw, where)
     declared = raw.get("model_type")
-    if not isinstance(declared, str):
+    if not isinstance(declared, str) or not _NAME.fullmatch(declared):
         raise BadInputError(f"{where}: has no model_type")
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list) or not all(_NAME.fullmatch(str(name)) for name in architectures):
+        raise BadInputError(f"{where}: architectures is not a list of class names")
     rewired = read_rewiring(raw, declared, where)
     config = CheckpointConfig(
         raw,

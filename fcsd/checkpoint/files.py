@@ -26,6 +26,11 @@ def quoted(text: str) -> str:
     return f"{text!r:.100}"
 
 
+def shown(name: str) -> str:
+    """A name from a file as it is if it is short and printable, else :func:`quoted`."""
+    return name if name.isprintable() and len(name) <= 200 else quoted(name)
+
+
 def contained(root: Path, name: str) -> Path:
     """The file that ``root/name`` leads to, checked by name only; it need not exist.
 

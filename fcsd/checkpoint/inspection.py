@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
+from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.layout import Layout, read_layout
 from fcsd.checkpoint.rewired import describe
 from fcsd.checkpoint.source import remote_headers, resolve
@@ -69,7 +70,7 @@ class Inspection:
             "dtypes": ", ".join(self.dtypes) + (f" (quantised: {self.quantization})" if self.quantization else ""),
             "wirings": ", ".join(self.wirings) or "none: pass the original model to rewire it",
             "rewired": describe(self.rewired) if self.rewired else "no",
-            "not loaded": f"{len(self.carried)} tensors, kept as they are ({self.carried[0]}, ...)"
+            "not loaded": f"{len(self.carried)} tensors, kept as they are ({shown(self.carried[0])}, ...)"
             if self.carried
             else "",
         }
@@ -118,11 +119,11 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
 
     text = comparison.text if comparison else config.text
     parameters = comparison.parameters if comparison else {}
-    layers = text.get("num_hidden_layers", 0)
+    layers = text.get("num_hidden_layers") or 0
     moe = {int(match[1]) for name in (parameters or names) if (match := _EXPERT.search(name))}
     moe = {layer for layer in moe if layer < layers}
     experts = next((text[key] for key in _NUM_EXPERTS if text.get(key)), 0) if moe else 0
-    per_token = text.get("num_experts_per_tok", 0) if experts else 0
+    per_token = (text.get("num_experts_per_tok") or 0) if experts else 0
     shared = any("shared_expert" in name for name in (parameters or names))
     sizes = {name: prod(shape) for name, shape in parameters.items()}
     routed = sum(size for name, size in sizes.items() if _EXPERT.search(name))

@@ -74,7 +74,7 @@ def read_layout(
             return read_header(files[name]) if name in files else remote[name]()
         except BadInputError as error:
             if strict:
-                raise BadInputError(str(error), error.hint or f"Download it again: hf download ... {name}") from None
+                raise BadInputError(str(error), error.hint or f"Download {name} again.") from None
             problems[name] = str(error)
             return {}
 

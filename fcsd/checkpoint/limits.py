@@ -4,7 +4,7 @@ transformers accepts most of these: zero experts, more experts per token than ex
 """
 
 from collections.abc import Callable
-from operator import gt
+from operator import gt, ne
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ _CONTRADICTIONS: list[tuple[str, str, Callable[[int, int], bool], str]] = [
     ("num_experts_per_tok", "num_experts", gt, "exceeds"),
     ("num_experts_per_tok", "num_local_experts", gt, "exceeds"),
     ("num_experts_per_tok", "n_routed_experts", gt, "exceeds"),
+    ("num_experts", "num_local_experts", ne, "is not"),  # two names of one number
     ("topk_group", "n_group", gt, "exceeds"),
     ("n_group", "n_routed_experts", _indivisible, "does not divide"),
     ("first_k_dense_replace", "num_hidden_layers", gt, "exceeds"),
@@ -59,7 +60,7 @@ def check_numbers(config: dict[str, Any], where: str | Path) -> None:
             raise BadInputError(f"{where}: {key}, {a}, {words} {other}, {b}")
     for key in ("mlp_only_layers", "moe_layers"):
         layers = config.get(key)
-        last = config.get("num_hidden_layers", _SIZES["num_hidden_layers"][1]) - 1
+        last = (config.get("num_hidden_layers") or _SIZES["num_hidden_layers"][1]) - 1
         if layers is None:
             continue
         if not isinstance(layers, list) or not all(type(i) is int and 0 <= i <= last for i in layers):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fcsd.checkpoint.config_json import CheckpointConfig
-from fcsd.checkpoint.files import quoted
+from fcsd.checkpoint.files import quoted, shown
 from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
 from fcsd.errors import BadInputError
@@ -91,7 +91,7 @@ def compare_tensors(tensors: Mapping[str, TensorInfo], config: CheckpointConfig,
         missing=[name for name in expected if name not in tensors and not _matches(name, lacking_patterns)],
         unexpected=[name for name in left_over if not _matches(name, carried_patterns)],
         wrong=[
-            f"{quoted(name)} is {found.dtype} {list(found.shape)}, not {'/'.join(dtypes)} {list(shape)}"
+            f"{shown(name)} is {found.dtype} {list(found.shape)}, not {'/'.join(dtypes)} {list(shape)}"
             for name, (shape, dtypes) in {**expected, **optional}.items()
             if (found := tensors.get(name)) and (found.shape != shape or found.dtype not in dtypes)
         ],
@@ -184,5 +184,5 @@ def _matches(name: str, patterns: Any) -> bool:
 
 
 def _some(kind: str, names: list[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return f"{len(names)} {kind} ({shown}{', ...' if len(names) > _SHOWN else ''})"
+    first = ", ".join(shown(name) for name in names[:_SHOWN])
+    return f"{len(names)} {kind} ({first}{', ...' if len(names) > _SHOWN else ''})"
