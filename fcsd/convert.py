@@ -250,7 +250,10 @@ def _other_files(path: Path, written: set[str]) -> dict[str, Path]:
     files = {}
     for entry in sorted(path.iterdir()):
         if entry.is_dir() and entry.name in _FOLDERS:
-            files |= {f"{entry.name}/{inner.name}": contained(path, entry.name, inner.name) for inner in sorted(entry.iterdir())}
+            files |= {
+                f"{entry.name}/{inner.name}": contained(path, entry.name, inner.name)
+                for inner in sorted(entry.iterdir())
+            }
         elif entry.is_file() and not entry.name.startswith(".") and not entry.name.endswith(_OTHER_WEIGHTS):
             files[entry.name] = contained(path, entry.name)
     if (path / INDEX).exists():
