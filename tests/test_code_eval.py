@@ -219,7 +219,7 @@ def positive(x): return x > 0
         "assert f(1) == g(2)",
         "assert all(f(x) == y for x, y in [(1, 2)])",
         "for x in [1]:\n    assert f(x) == 1",
-        "def check(candidate):\n    assert candidate(1) == 2\n\ncheck(f)",
+        "def check(candidate):\n    assert candidate(1) == other(2)\n\ncheck(f)",
         "assert f(1) == __import__('os').getcwd()",
         "import math",
         "not python",
