@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -137,16 +138,46 @@ def test_longest_code_equals_evalplus():
 
     from fcsd.eval.extract import longest_code
 
-    texts = [
-        "",
-        "x",
-        "a b\nc d",
+    pieces = [
         "x = 1",
-        "\n\n",
-        "hi there\nx = 1\ny = 2\n\nbye now\nz = 3\n\n\nw = 4\n",
-        "if x:\n  y\n  z\nelse",
+        "def f(x):",
+        "    return x",
+        "if x:",
+        "else:",
+        "  z = 3",
+        '"""',
+        '"""doc',
+        "foo(",
+        "1,",
+        ")",
     ]
-    for text in texts:
+    pieces += [
+        "text here now",
+        "```python",
+        "```",
+        "@dec",
+        "class A:",
+        "        pass",
+        "",
+        "   ",
+        "x = \\",
+        "try:",
+    ]
+    pieces += [
+        "'abc",
+        "[1, 2",
+        "] + [3]",
+        "# note",
+        'f"{x',
+        "import os",
+        "\tq",
+        "match x:",
+        "    case 1:",
+        "async def h():",
+    ]
+    choose = random.Random(0)
+    for _ in range(500):
+        text = "\n".join(choose.choices(pieces, k=choose.randint(1, 10)))
         assert longest_code(text) == code_extract(text), text
 
 
