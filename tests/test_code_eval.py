@@ -1,5 +1,6 @@
 """Right programs pass, wrong ones fail, and nothing that is not a verdict becomes a score."""
 
+import contextlib
 import json
 import os
 import random
@@ -298,10 +299,14 @@ SLEEPER = Problem("sleep/1", "nap", [Case([60], None)], [])
 NAP = "import time\ndef nap(s):\n    time.sleep(s)"
 
 
-def descendants(*names: str) -> list[psutil.Process]:
-    """Our processes, parents first, whose command line starts with all of `names` somewhere in four words."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if all(name in " ".join(child.cmdline()[:4]) for name in names)]
+def descendants(name: str) -> list[psutil.Process]:
+    """Our processes, parents first, that have lived for a second, with `name` early in the command line."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it may end while we look
+            if name in " ".join(child.cmdline()[:4]) and time.time() - child.create_time() > 1:
+                found.append(child)
+    return found
 
 
 def kill_when_seen(name: str, times: int) -> threading.Thread:
@@ -311,8 +316,7 @@ def kill_when_seen(name: str, times: int) -> threading.Thread:
         deadline = time.monotonic() + 60
         left = times
         while left and time.monotonic() < deadline:
-            old = [child for child in descendants(name) if time.time() - child.create_time() > 1]
-            for child in old[:1]:
+            for child in descendants(name)[:1]:
                 child.kill()
                 left -= 1
             time.sleep(0.05)

@@ -1,1 +1,1 @@
-"""Score models: benchmark suites, code execution, comparison."""
+"""Did the model keep its capability? The benchmarks as a table, a fast scorer, and a paired verdict."""
