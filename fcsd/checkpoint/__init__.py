@@ -1,0 +1,28 @@
+"""What is this path or repository? Answered from names, headers and config.json alone; no weight is read."""
+
+from fcsd.checkpoint.config_json import SUPPORTED, CheckpointConfig, read_config
+from fcsd.checkpoint.files import contained, open_regular, read_object
+from fcsd.checkpoint.headers import TensorInfo, read_header
+from fcsd.checkpoint.kind import expect_checkpoint, expect_directory
+from fcsd.checkpoint.layout import INDEX, SINGLE, Layout, read_layout
+from fcsd.checkpoint.source import Source, remote_headers, resolve
+
+__all__ = [
+    "INDEX",
+    "SINGLE",
+    "SUPPORTED",
+    "CheckpointConfig",
+    "Layout",
+    "Source",
+    "TensorInfo",
+    "contained",
+    "expect_checkpoint",
+    "expect_directory",
+    "open_regular",
+    "read_config",
+    "read_header",
+    "read_layout",
+    "read_object",
+    "remote_headers",
+    "resolve",
+]

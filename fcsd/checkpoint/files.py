@@ -1,0 +1,102 @@
+"""Opening what a stranger sent: regular files only, inside their directory, and JSON that says one thing."""
+
+import json
+import os
+import re
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from fcsd.errors import BadInputError
+
+MAX_JSON = 10 << 20  # bytes; the longest config.json or tokenizer_config.json in the wild is below 1 MB
+
+_PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:\0-\x1f]{1,255}")
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+}
+
+
+def quoted(text: str) -> str:
+    """A name from a file, safe to print on one line: escaped, and cut at 100 characters."""
+    return f"{text!r:.100}"
+
+
+def contained(root: Path, name: str) -> Path:
+    """The file that ``root/name`` leads to, checked by name only; it need not exist.
+
+    A link may lead anywhere inside ``root``, and from a hub cache snapshot into its repository's ``blobs/``.
+
+    Raises:
+        BadInputError: ``name`` is not a plain file name, or leads elsewhere.
+    """
+    if not _PLAIN_NAME.fullmatch(name):
+        raise BadInputError(f"{root}: {quoted(name)} is not a plain file name", "Shards must lie in the directory.")
+    home = Path(os.path.realpath(root))
+    real = Path(os.path.realpath(home / name))
+    blobs = home.parent.parent / "blobs"
+    in_cache = home.parent.name == "snapshots" and real.parent == blobs
+    if not (real.is_relative_to(home) or in_cache):
+        raise BadInputError(f"{root / name}: is a link that leaves the checkpoint", "Copy the file it points to there.")
+    return real
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; anything else is refused without being opened (a FIFO would block).
+
+    Raises:
+        BadInputError: missing, unreadable, or not a regular file.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise BadInputError(f"{path}: is {_KINDS.get(stat.S_IFMT(mode), 'special')}, not a regular file")
+        # O_NONBLOCK: should a FIFO take the file's place right now, this returns instead of waiting.
+        return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except FileNotFoundError:
+        raise BadInputError(f"{path}: is missing") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BadInputError(f"{path}: cannot be opened ({reason})") from None
+
+
+def parse_object(text: bytes, where: str | Path) -> dict[str, Any]:
+    """Parse a JSON object; duplicate keys, NaN and infinity literals, and anything but UTF-8 are errors.
+
+    Raises:
+        BadInputError: it is not that.
+    """
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        raise BadInputError(f"{where}: is nested too deeply to be JSON of a checkpoint") from None
+    except ValueError as error:
+        raise BadInputError(f"{where}: is not strict JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise BadInputError(f"{where}: holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def read_object(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
+    """Read a JSON object from a regular file of at most ``limit`` bytes; see :func:`parse_object`."""
+    with open_regular(path) as file:
+        text = file.read(limit + 1)
+    if len(text) > limit:
+        raise BadInputError(f"{path}: is larger than {limit >> 20} MB")
+    return parse_object(text, path)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"duplicate key {quoted(counts.most_common(1)[0][0])}")
+    return unique
+
+
+def _no_constant(literal: str) -> NoReturn:
+    raise ValueError(f"{literal} is not JSON")

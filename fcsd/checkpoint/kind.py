@@ -1,0 +1,92 @@
+"""What a directory is when it is not a Hugging Face checkpoint: one line that names it, and the way out."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+
+from fcsd.checkpoint.layout import INDEX, SINGLE
+from fcsd.errors import BadInputError
+
+# In the order they are tried: glob over the top-level names -> what it is, what to do.
+_KINDS: list[tuple[str, str, str]] = [
+    ("model_index.json", "a diffusers pipeline", "fcsd rewires language models only."),
+    ("config.resolved.yaml", "an fcsd run", "Export it first: fcsd export RUN OUT."),
+    (
+        "adapter_config.json",
+        "a LoRA adapter",
+        "Merge it into its base model (peft: merge_and_unload) and pass that.",
+    ),
+    (
+        "adapter_model.*",
+        "a LoRA adapter",
+        "Merge it into its base model (peft: merge_and_unload) and pass that.",
+    ),
+    ("*.gguf", "a GGUF model", "Pass the safetensors checkpoint that it was made from."),
+    (
+        "global_step*",
+        "a DeepSpeed checkpoint",
+        "Convert it first: python -m deepspeed.utils.zero_to_fp32 DIR OUT.",
+    ),
+    (
+        "*mp_rank_*",
+        "a DeepSpeed checkpoint",
+        "Convert it first: python -m deepspeed.utils.zero_to_fp32 DIR OUT.",
+    ),
+    (
+        "*.distcp",
+        "a distributed (DCP) checkpoint",
+        "Save the model it holds with save_pretrained and pass that.",
+    ),
+    (
+        ".metadata",
+        "a distributed (DCP) checkpoint",
+        "Save the model it holds with save_pretrained and pass that.",
+    ),
+    (
+        "pytorch_model*",
+        "a checkpoint of pickled weights (pytorch_model.bin)",
+        "Convert it to safetensors first.",
+    ),
+    ("consolidated*", "a checkpoint in its author's own format", "Pass the transformers version of it."),
+    ("*.pth", "a checkpoint of pickled weights (.pth)", "Pass the transformers version of it."),
+    ("tf_model.h5", "a TensorFlow checkpoint", "Convert it to safetensors first."),
+    ("flax_model*", "a Flax checkpoint", "Convert it to safetensors first."),
+]
+_EXPECTED = f"Expected a directory with config.json and {SINGLE} or {INDEX}."
+
+
+def expect_checkpoint(names: Iterable[str], where: str | Path) -> None:
+    """Check by file names alone that these are a transformers checkpoint in safetensors.
+
+    Args:
+        names: paths in the directory or repository, relative to it.
+        where: the directory or repository, for the message.
+
+    Raises:
+        BadInputError: they are not; the message says what they are instead.
+    """
+    top = {name.split("/")[0] for name in names}
+    weights = SINGLE in top or INDEX in top
+    if "config.json" in top and weights:
+        return
+    for pattern, kind, hint in _KINDS:
+        if any(fnmatch(name, pattern) for name in top):
+            raise BadInputError(f"{where}: is {kind}, not a transformers checkpoint in safetensors", hint)
+    if not top:
+        raise BadInputError(f"{where}: is empty", _EXPECTED)
+    missing = "config.json" if weights else f"{SINGLE} or {INDEX}" if "config.json" in top else "checkpoint"
+    raise BadInputError(f"{where}: has no {missing}", _EXPECTED)
+
+
+def expect_directory(path: Path) -> None:
+    """Check that ``path`` is a directory that holds a transformers checkpoint in safetensors.
+
+    Raises:
+        BadInputError: it is not; the message says what it is instead.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise BadInputError(f"{path}: no such directory", "MODEL is a directory or a hub id: org/name[@revision].")
+        kind = {".gguf": "a GGUF model", ".safetensors": "a single weights file"}.get(path.suffix, "a file")
+        raise BadInputError(f"{path}: is {kind}, not a checkpoint directory", _EXPECTED)
+    expect_checkpoint((entry.name for entry in path.iterdir()), path)

@@ -1,0 +1,66 @@
+"""Bounds and contradictions of the numbers in config.json, checked before any class sees them.
+
+transformers accepts most of these: zero experts, more experts per token than experts, a negative layer count.
+"""
+
+from collections.abc import Callable
+from operator import gt
+from pathlib import Path
+from typing import Any
+
+from fcsd.checkpoint.files import quoted
+from fcsd.errors import BadInputError
+
+# key -> (least, most): the upper bounds are beyond every model, and small enough that nothing chokes on them.
+_SIZES: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("num_hidden_layers", "interleave_moe_layer_step", "decoder_sparse_step"), (1, 10_000)),
+    **dict.fromkeys(("n_shared_experts", "first_k_dense_replace"), (0, 10_000)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (1, 100_000)),
+    **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group"), (1, 100_000)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 1 << 16)),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "intermediate_size_mlp"), (1, 1 << 22)),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), (1, 1 << 22)),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), (1, 1 << 22)),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), (1, 1 << 16)),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings"), (1, 1 << 30)),
+}
+
+
+def _indivisible(divisor: int, number: int) -> bool:
+    return number % divisor != 0
+
+
+# (key, other key, what must not hold between their values, in words)
+_CONTRADICTIONS: list[tuple[str, str, Callable[[int, int], bool], str]] = [
+    ("num_experts_per_tok", "num_experts", gt, "exceeds"),
+    ("num_experts_per_tok", "num_local_experts", gt, "exceeds"),
+    ("num_experts_per_tok", "n_routed_experts", gt, "exceeds"),
+    ("topk_group", "n_group", gt, "exceeds"),
+    ("n_group", "n_routed_experts", _indivisible, "does not divide"),
+    ("first_k_dense_replace", "num_hidden_layers", gt, "exceeds"),
+    ("num_key_value_heads", "num_attention_heads", _indivisible, "does not divide"),
+]
+
+
+def check_numbers(config: dict[str, Any], where: str | Path) -> None:
+    """Check one (sub-)config.
+
+    Raises:
+        BadInputError: a size is not a whole number within its bounds, or two of them contradict each other.
+    """
+    for key, (least, most) in _SIZES.items():
+        value = config.get(key)
+        if value is not None and (type(value) is not int or not least <= value <= most):
+            shown = quoted(value) if isinstance(value, str) else str(value)[:40]
+            raise BadInputError(f"{where}: {key} is {shown}, not a whole number from {least} to {most}")
+    for key, other, wrong, words in _CONTRADICTIONS:
+        a, b = config.get(key), config.get(other)
+        if a is not None and b is not None and wrong(a, b):
+            raise BadInputError(f"{where}: {key}, {a}, {words} {other}, {b}")
+    for key in ("mlp_only_layers", "moe_layers"):
+        layers = config.get(key)
+        last = config.get("num_hidden_layers", _SIZES["num_hidden_layers"][1]) - 1
+        if layers is None:
+            continue
+        if not isinstance(layers, list) or not all(type(i) is int and 0 <= i <= last for i in layers):
+            raise BadInputError(f"{where}: {key} is not a list of layers from 0 to {last}")

@@ -1,0 +1,149 @@
+"""Where a model is: a directory, or a hub repository at a pinned commit, in huggingface_hub's cache."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from fcsd.checkpoint.headers import TensorInfo, parse_header
+from fcsd.checkpoint.kind import expect_checkpoint, expect_directory
+from fcsd.errors import BadInputError
+
+# Weights in other formats, or in a subdirectory: the same model again, for another program.
+_NOT_OURS = ["*/*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]
+_NOT_OURS += ["*.distcp", "consolidated*"]
+_HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@\s]+))?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint on this machine; a hub repository also has its id and the commit it was resolved to."""
+
+    path: Path
+    repo_id: str | None = None
+    revision: str | None = None
+    gated: bool = False
+
+
+def resolve(model: str, *, allow_patterns: list[str] | None = None) -> Source:
+    """Find a model, downloading what is not in the hub cache; a broken download resumes where it stopped.
+
+    Args:
+        model: a directory, or ``org/name`` or ``org/name@revision`` on the hub. A directory wins.
+        allow_patterns: download only the files that match one of these globs.
+
+    Raises:
+        BadInputError: it is not there, not accessible, or not a transformers checkpoint in safetensors.
+    """
+    path = Path(model).expanduser()
+    match = _HUB_ID.fullmatch(model)
+    if path.exists() or match is None:
+        expect_directory(path)
+        return Source(path)
+    from huggingface_hub import snapshot_download
+
+    repo, revision = match["repo"], match["revision"]
+    with _hub_errors(repo, revision):
+        commit, gated = _pin(repo, revision)
+        folder = snapshot_download(
+            repo,
+            revision=commit or revision,
+            allow_patterns=allow_patterns,
+            ignore_patterns=_NOT_OURS,
+            local_files_only=commit is None,
+        )
+    path = Path(folder)
+    if allow_patterns is None:
+        expect_directory(path)
+    return Source(path, repo, path.name, gated)
+
+
+def remote_headers(source: Source) -> dict[str, Callable[[], dict[str, TensorInfo]]]:
+    """For every safetensors file of a hub source: what reads its header over the network, by ranged requests.
+
+    Empty for a directory, and when the hub cannot be reached.
+    """
+    if source.repo_id is None:
+        return {}
+    from huggingface_hub import HfApi, is_offline_mode
+
+    if is_offline_mode():
+        return {}
+    with _hub_errors(source.repo_id, source.revision):
+        info = HfApi().model_info(source.repo_id, revision=source.revision, files_metadata=True)
+    sizes = {file.rfilename: file.size for file in info.siblings or []}
+    return {
+        name: partial(_remote_header, source, name, size)
+        for name, size in sizes.items()
+        if name.endswith(".safetensors") and size is not None
+    }
+
+
+def _remote_header(source: Source, name: str, size: int) -> dict[str, TensorInfo]:
+    from huggingface_hub import HfFileSystem
+
+    assert source.repo_id is not None
+    with (
+        _hub_errors(source.repo_id, source.revision),
+        HfFileSystem().open(f"{source.repo_id}/{name}", "rb", revision=source.revision, block_size=1 << 18) as file,
+    ):
+        return parse_header(cast(BinaryIO, file), size, f"{source.repo_id}/{name}")
+
+
+def _pin(repo: str, revision: str | None) -> tuple[str | None, bool]:
+    """The commit a revision is at now, and whether the repository is gated; no commit if the hub is out of reach."""
+    from huggingface_hub import HfApi, is_offline_mode
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+    if is_offline_mode():
+        return None, False
+    try:
+        info = HfApi().model_info(repo, revision=revision)
+    except HTTPError as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+            raise
+        return None, False  # the hub is down: the cache may do
+    expect_checkpoint((file.rfilename for file in info.siblings or []), repo)
+    return info.sha, bool(info.gated)
+
+
+@contextmanager
+def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
+    """Turn what huggingface_hub raises into one line and its remedy, free of URLs that could carry a token."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        yield
+    except GatedRepoError:  # a subclass of RepositoryNotFoundError
+        raise BadInputError(
+            f"{repo}: is gated and your account has no access",
+            f"Accept its terms at {constants.ENDPOINT}/{repo}, then run: hf auth login",
+        ) from None
+    except RepositoryNotFoundError:
+        raise BadInputError(
+            f"{repo}: is neither a directory here nor a repository you can see on {constants.ENDPOINT}",
+            "Check the spelling; for a private repository run: hf auth login",
+        ) from None
+    except RevisionNotFoundError:
+        raise BadInputError(f"{repo}: has no revision {revision!r}", "Pass a branch, tag or commit of it.") from None
+    except LocalEntryNotFoundError:
+        raise BadInputError(
+            f"{repo}: is not (completely) in the cache and {constants.ENDPOINT} cannot be reached",
+            "Go online (HF_HUB_OFFLINE unset), point HF_HOME at a cache that holds it, or pass a directory.",
+        ) from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        raise BadInputError(f"{repo}: the hub answered {status}", "Try again; a download resumes.") from None
+    except HTTPError as error:
+        raise BadInputError(f"{repo}: the download broke off ({type(error).__name__})", "Run it again.") from None

@@ -1,0 +1,319 @@
+"""The command line: parse, call one library function, print.
+
+Data goes to stdout, people's text to stderr. Library functions are imported when their command runs, so that
+`fcsd --help` answers at once.
+"""
+
+import functools
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fcsd import __version__
+from fcsd.errors import ConfigError
+from fcsd.foreign_errors import first_line, translate
+
+EXAMPLES = """\b
+Examples:
+  fcsd inspect org/model
+  fcsd convert org/model model-farskip --wiring farskip --layers all
+  fcsd distill recipe.yaml --set train.lr=1e-5 --gpus 8
+  fcsd eval model-farskip runs/mine/final --baseline org/model --tasks piqa,arc_easy
+  fcsd export runs/mine final
+  fcsd push final org/model-farskip --private
+
+\b
+Exit codes: 0 ok, 1 failure, 2 usage or recipe, 3 bad input, 4 checkpoint, 5 non-finite, 6 peer lost,
+7 disk, 8 does not fit, 9 verdict not met, 130 interrupted, 143 preempted.
+"""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    epilog=EXAMPLES,
+)
+recipes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes.")
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a hub id: org/name[@revision].")]
+Out = Annotated[
+    Path, typer.Argument(metavar="OUT", help="The directory to write; it must be empty or not exist.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, stop.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it is not empty.")]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Allow Python code that MODEL brings along.")
+]
+Sets = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a value; repeatable.")]
+Private = Annotated[bool, typer.Option("--private", help="Create the hub repository as private.")]
+CreatePr = Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")]
+Revision = Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch of the hub repository.")]
+RecipeName = Annotated[str, typer.Argument(metavar="NAME", help="See `fcsd recipes list`.")]
+
+VERBOSE = Parameter(
+    "verbose",
+    Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks.")],
+)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers a command, gives it `-v`, and ends its errors in one line, a hint and their exit code."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def guarded(*, verbose: bool, **options: object) -> None:
+            logging.basicConfig(format="%(message)s", stream=sys.stderr)
+            logging.getLogger("fcsd").setLevel(logging.DEBUG if verbose else logging.INFO)
+            try:
+                function(**options)
+            except BrokenPipeError:
+                raise  # `fcsd recipes show tiny | head` is no error; typer ends quietly
+            except (KeyboardInterrupt, Exception) as error:
+                if verbose:
+                    traceback.print_exc()
+                sys.exit(report_error(error))
+
+        own = signature(function)
+        parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own.parameters.values()]
+        guarded.__signature__ = own.replace(parameters=[*parameters, VERBOSE])  # type: ignore[attr-defined]
+        group.command(name)(guarded)
+        return function
+
+    return register
+
+
+def report_error(error: BaseException) -> int:
+    """Prints an error to stderr and returns the exit code that goes with it."""
+    known = translate(error)
+    if isinstance(error, KeyboardInterrupt):
+        message, hint, code = "interrupted", None, 130
+    elif known is not None:
+        message, hint, code = str(known), known.hint, known.exit_code
+    else:
+        message, hint, code = f"{type(error).__name__}: {first_line(error)}", "-v shows the traceback", 1
+    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+    print(f"{rank}error: {message}", file=sys.stderr)
+    if hint:
+        print(f"{rank}hint: {hint}", file=sys.stderr)
+    return code
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Rewire a Hugging Face checkpoint so that communication no longer blocks; heal, prove and export it."""
+
+
+@command(app, "inspect")
+def inspect(model: Model, trust_remote_code: Trust = False, as_json: AsJson = False) -> None:
+    """Say what MODEL is. Reads headers only: layers, experts, size, possible wirings, what is missing."""
+    from fcsd import checkpoint
+
+    found = checkpoint.inspect(model, trust_remote_code=trust_remote_code)
+    print(found.to_json() if as_json else found.to_text())
+
+
+@command(app, "convert")
+def convert(
+    model: Model,
+    out: Out,
+    wiring: Annotated[
+        str, typer.Option(help="farskip, ladder, parallel, standard, desync-2x or desync-4x.")
+    ] = "farskip",
+    layers: Annotated[str, typer.Option(help="all, last:24, first:8, 50%, 12-27 or 0,2,5-7.")] = "all",
+    variant: Annotated[str, typer.Option(help="full, attn-only or mlp-only.")] = "full",
+    distance: Annotated[int, typer.Option(min=1, help="Sub-blocks whose outputs may be in flight.")] = 1,
+    tp_degree: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree, for desync.")] = 1,
+    no_check: Annotated[bool, typer.Option("--no-check", help="Skip the proof that off is off.")] = False,
+    dry_run: DryRun = False,
+    force: Force = False,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Rewire MODEL into OUT. Links the weights, writes config and code, proves parity with the original."""
+    from fcsd import convert as conversion
+
+    done = conversion.convert(
+        model,
+        out,
+        wiring=wiring,
+        layers=layers,
+        variant=variant,
+        tp_degree=tp_degree,
+        distance=distance,
+        check=not no_check,
+        dry_run=dry_run,
+        force=force,
+        trust_remote_code=trust_remote_code,
+    )
+    print(done.to_json() if as_json else done.to_text())
+
+
+@command(app, "distill")
+def distill(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")
+    ] = None,
+    recipe_name: Annotated[
+        str | None, typer.Option("--recipe", metavar="NAME", help="A packaged recipe.")
+    ] = None,
+    sets: Sets = [],  # noqa: B006 (typer reads the default and never changes it)
+    gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
+    resume: Annotated[str, typer.Option(metavar="auto|never|PATH", help="Where to continue from.")] = "auto",
+    output_dir: Annotated[str | None, typer.Option(help="Overrides output_dir.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Overrides seed.")] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Heal a converted checkpoint by self-distillation. Prints the run directory."""
+    from fcsd.config import load_recipe
+
+    if (recipe is None) == (recipe_name is None):
+        raise ConfigError("give either a RECIPE file or --recipe NAME", "`fcsd recipes list` shows the names")
+    flags = {"output_dir": output_dir, "seed": seed}
+    given = {key: value for key, value in flags.items() if value is not None}
+    resolved = load_recipe(recipe or recipe_name or "", sets, given)
+
+    from fcsd.launch import ensure_world
+
+    if not dry_run:
+        ensure_world(gpus)
+
+    from fcsd.distill.loop import distill as run
+
+    print(run(resolved, resume=resume, dry_run=dry_run))
+
+
+@command(app, "eval")
+def evaluate(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Directories or hub ids.")],
+    baseline: Annotated[str | None, typer.Option(metavar="MODEL", help="Compare with this one.")] = None,
+    suite: Annotated[str, typer.Option(help="Which settings of the benchmarks.")] = "paper",
+    tasks: Annotated[str | None, typer.Option(help="Some of the suite, separated by commas.")] = None,
+    data_mirror: Annotated[Path | None, typer.Option(help="Data sets on disk, instead of the hub.")] = None,
+    held_out: Annotated[Path | None, typer.Option(help="Text file for the held-out loss.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N documents of a task.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences in one forward.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for results; a killed run resumes.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score models on the benchmarks. Prints one line per model and task."""
+    from fcsd.eval.harness import evaluate as run
+    from fcsd.eval.harness import summary
+
+    rows = run(
+        models,
+        suite=suite,
+        tasks=tasks.split(",") if tasks else None,
+        baseline=baseline,
+        data_mirror=data_mirror,
+        held_out=held_out,
+        limit=limit,
+        batch_size=batch_size,
+        device=device,
+        out=out,
+    )
+    if as_json:  # per-question results are long; they are in --out
+        print(json.dumps([{k: v for k, v in row.items() if k != "items"} for row in rows], indent=2))
+    else:
+        print("\n".join(summary(row) for row in rows))
+
+
+@command(app, "export")
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory or a converted model.")],
+    out: Out,
+    force: Force = False,
+    push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Then push to the hub.")] = None,
+    private: Private = False,
+    create_pr: CreatePr = False,
+    revision: Revision = None,
+) -> None:
+    """Write the final directory. With its card, and proof that a fresh process reloads it. Prints OUT."""
+    from fcsd import export as exporting
+
+    target = {"private": private, "create_pr": create_pr, "revision": revision}
+    print(exporting.export(run, out, force=force, push=push, **target))
+
+
+@command(app, "push")
+def push(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What `fcsd export` wrote.")],
+    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="The hub repository.")],
+    private: Private = False,
+    create_pr: CreatePr = False,
+    revision: Revision = None,
+) -> None:
+    """Upload an exported directory to the hub. Prints its address."""
+    from fcsd import push as pushing
+
+    print(pushing.push(directory, repo, private=private, create_pr=create_pr, revision=revision))
+
+
+@command(recipes_app, "list")
+def recipes_list(as_json: AsJson = False) -> None:
+    """Name the packaged recipes."""
+    from fcsd import recipes
+
+    summaries = {name: recipes.summary(name) for name in recipes.names()}
+    lines = [f"{name:<16} {text}" for name, text in summaries.items()]
+    print(json.dumps(summaries, indent=2) if as_json else "\n".join(lines))
+
+
+@command(recipes_app, "show")
+def recipes_show(
+    name: Annotated[str, typer.Argument(metavar="RECIPE", help="A packaged recipe's name or a YAML file.")],
+    sets: Sets = [],  # noqa: B006
+    as_json: AsJson = False,
+) -> None:
+    """Print a recipe in full. Every default is filled in, the origin of each value noted."""
+    from fcsd.config import load_recipe
+
+    resolved = load_recipe(name, sets)
+    print(resolved.recipe.model_dump_json(indent=2) if as_json else resolved.to_yaml(), end="")
+
+
+@command(recipes_app, "copy")
+def recipes_copy(
+    name: RecipeName, out: Annotated[Path, typer.Option(help="File or directory to write.")] = Path(".")
+) -> None:
+    """Write a packaged recipe to a file. Prints its path."""
+    from fcsd import recipes
+
+    print(recipes.copy(name, out))
+
+
+@command(app, "env")
+def env(as_json: AsJson = False) -> None:
+    """Print what a bug report needs. Versions, processors, memory, settings."""
+    from fcsd import environment
+
+    facts = environment.snapshot()
+    print(json.dumps(facts, indent=2) if as_json else environment.to_text(facts))

@@ -1,0 +1,264 @@
+"""A recipe: everything a distillation run depends on, where each value came from, and the file that says so.
+
+Precedence: default < recipe < --set < flag. Paths are relative to the current directory and taken literally.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fcsd import recipes, strict_yaml
+from fcsd.errors import ConfigError
+from fcsd.explain import explain, nearest
+
+
+def _literal_path(value: str) -> str:
+    if value.startswith("~"):
+        raise ValueError("`~` is not expanded; write the path out")
+    if "$" in value:
+        raise ValueError("`$` is not expanded; write the path out")
+    if any(ord(c) < 32 or ord(c) == 127 for c in value):
+        raise ValueError("control character in a path")
+    return value
+
+
+def _stays_below(value: str) -> str:
+    if ".." in Path(value).parts:
+        raise ValueError("`..` is not allowed in a path that is written to; write an absolute path")
+    return value
+
+
+PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_literal_path)]
+OutputPath = Annotated[PathText, AfterValidator(_stays_below)]
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Weight = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Source(_Section):
+    """Text to train or measure on."""
+
+    path: PathText
+    """File, folder or glob on disk; for `hf`, a dataset saved on disk or in the hub cache."""
+    format: Literal["auto", "jsonl", "parquet", "hf"] = "auto"
+    """How to read it; `auto` goes by the file's ending."""
+    split: str = "train"
+    """Which split of an `hf` dataset."""
+    column: str = "text"
+    """Field or column that holds the text."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the mixture, relative to the other sources' weights."""
+
+
+class Data(_Section):
+    """What the student sees."""
+
+    sources: Annotated[list[Source], Field(min_length=1)]
+    """Training text, mixed by weight."""
+    seq_len: Annotated[int, Field(ge=2)] = 256
+    """Tokens per packed row."""
+    held_out: Source | None = None
+    """Text never trained on, for the held-out loss."""
+
+
+class Objective(_Section):
+    """The loss: kl * KL(teacher || student) + sft * cross-entropy."""
+
+    kl: Weight = 1.0
+    """Weight of the divergence from the teacher."""
+    sft: Weight = 0.0
+    """Weight of the cross-entropy with the text itself."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Both softmaxes' temperature in the divergence."""
+    reduction: Literal["mean", "sum"] = "mean"
+    """Mean or sum over the tokens of a batch."""
+    chunk_tokens: Positive = 1024
+    """Tokens whose logits exist at the same time; bounds memory, not the result."""
+    freeze_embeddings: bool = False
+    """Leave the input embeddings as they are."""
+    freeze_lm_head: bool = False
+    """Leave the output head as it is."""
+
+    @model_validator(mode="after")
+    def _something_to_learn(self) -> Self:
+        if self.kl == 0 and self.sft == 0:
+            raise ValueError("objective.kl and objective.sft are both 0, so nothing is learned")
+        return self
+
+
+class Train(_Section):
+    """The optimizer's side of the run."""
+
+    batch_tokens: Positive = 8192
+    """Tokens per optimizer step, over all processes."""
+    micro_batch_size: Positive = 8
+    """Rows per forward pass and process."""
+    steps: Positive = 300
+    """Optimizer steps."""
+    lr: Annotated[float, Field(gt=0)] = 2e-5
+    """AdamW's peak learning rate."""
+    min_lr: Weight = 0.0
+    """Learning rate at the last step."""
+    warmup_steps: NonNegative = 10
+    """Steps of linear rise from 0 to lr."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the fall from lr to min_lr."""
+    weight_decay: Weight = 0.0
+    """AdamW's decoupled weight decay."""
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """AdamW's decay rates of the two moments."""
+    grad_clip: Weight = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Precision of weights and activations; the optimizer keeps fp32."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """DeepSpeed ZeRO stage."""
+    activation_checkpointing: bool = False
+    """Recompute activations in backward, trading time for memory."""
+    log_every: Positive = 10
+    """Steps between lines of metrics.jsonl."""
+    save_every: NonNegative = 100
+    """Steps between checkpoints; 0 saves only the last."""
+    eval_every: NonNegative = 0
+    """Steps between held-out losses; 0 measures only at the end."""
+    keep: Positive = 2
+    """Newest checkpoints to keep."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(f"train.min_lr ({self.min_lr}) is above train.lr ({self.lr})")
+        if self.warmup_steps >= self.steps:
+            raise ValueError(f"train.warmup_steps ({self.warmup_steps}) leaves none of {self.steps} steps")
+        return self
+
+
+class Recipe(_Section):
+    """One distillation run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    """Name of the run in logs, cards and trackers."""
+    model: PathText
+    """The student's start: a converted checkpoint, as a directory or hub id."""
+    teacher: PathText | None = None
+    """The frozen teacher; null is the base model recorded in the student."""
+    output_dir: OutputPath
+    """Run directory: checkpoints, metrics, the resolved recipe."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of data order and of every random number."""
+    deterministic: bool = False
+    """Bit-reproducible kernels only, at some cost in speed."""
+    data: Data
+    objective: Objective = Objective()
+    train: Train = Train()
+    report: Literal["none", "wandb"] = "none"
+    """Where metrics go besides metrics.jsonl."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        micro = self.train.micro_batch_size * self.data.seq_len
+        if self.train.batch_tokens % micro:
+            raise ValueError(
+                f"train.batch_tokens ({self.train.batch_tokens}) is not a multiple of "
+                f"train.micro_batch_size * data.seq_len ({micro})"
+            )
+        if self.train.eval_every and self.data.held_out is None:
+            raise ValueError("train.eval_every needs data.held_out, the text to measure on")
+        return self
+
+
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """A complete recipe and, by dotted key, the origin of each value.
+
+    An origin is `default`, `recipe:LINE`, `--set` or `flag`.
+    """
+
+    recipe: Recipe
+    origins: dict[str, str]
+
+    def to_yaml(self) -> str:
+        """The whole recipe with the origin of each value as a comment; loads to the same recipe."""
+        return strict_yaml.dump(self.recipe.model_dump(), self.origins)
+
+
+def load_recipe(
+    path_or_name: str | Path, overrides: list[str] | None = None, flags: Mapping[str, object] | None = None
+) -> ResolvedRecipe:
+    """Reads a recipe and resolves every value.
+
+    Args:
+        path_or_name: a YAML file, or the name of a packaged recipe.
+        overrides: `--set` arguments, `train.lr=1e-4`; values follow the recipe's YAML rules.
+        flags: values of command-line flags by dotted key; they win over everything.
+
+    Raises:
+        ConfigError: unreadable file, bad YAML, unknown key, wrong type or contradiction, with its place.
+    """
+    path = recipes.find(str(path_or_name))
+    raw, lines = strict_yaml.parse_file(path)
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: not a recipe: expected `key: value` lines")
+    places = {key: f"{path}:{line}" for key, line in lines.items()}
+    origins = {key: f"recipe:{line}" for key, line in lines.items()}
+    assignments = [("--set", *_split_override(text)) for text in overrides or []]
+    assignments += [("flag", key, value) for key, value in (flags or {}).items()]
+    for origin, key, value in assignments:
+        raw = _assign(raw, key.split("."), value)
+        for known in [k for k in origins if k == key or k.startswith(f"{key}.")]:
+            del origins[known], places[known]
+        origins[key], places[key] = origin, _written(origin, key)
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as error:
+        problems = [explain(problem, places, Recipe) for problem in error.errors()]
+        raise ConfigError("\n".join(problems)) from error
+    given = {key for key, _ in _leaves(raw)}
+    leaves = [key for key, _ in _leaves(recipe.model_dump())]
+    return ResolvedRecipe(recipe, {k: nearest(k, origins) if k in given else "default" for k in leaves})
+
+
+def _written(origin: str, key: str) -> str:
+    """How the user wrote an assignment, for messages."""
+    return f"--set {key}" if origin == "--set" else f"--{key.rpartition('.')[2].replace('_', '-')}"
+
+
+def _split_override(text: str) -> tuple[str, object]:
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")) or key.count(".") > strict_yaml.MAX_DEPTH:
+        raise ConfigError(f"--set {text}: expected KEY=VALUE", hint="for example --set train.lr=1e-4")
+    return key, strict_yaml.parse(value, f"--set {key}")[0]
+
+
+def _assign(current: object, parts: list[str], value: object) -> object:
+    """`current` with `value` at the dotted key `parts`; a number picks a list item, mappings are made."""
+    if not parts:
+        return value
+    head, *rest = parts
+    if isinstance(current, list) and head in map(str, range(len(current))):
+        return [_assign(item, rest, value) if str(i) == head else item for i, item in enumerate(current)]
+    if current is None or isinstance(current, dict):
+        known = current or {}
+        return {**known, head: _assign(known.get(head), rest, value)}
+    raise ConfigError(f"--set: nothing is called {'.'.join(parts)!r} inside {current!r:.100}")
+
+
+def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted key and value of everything that is not a mapping or a list of mappings."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        value = {str(i): item for i, item in enumerate(value)}
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}" if key else name)
+    else:
+        yield key, value

@@ -1,0 +1,73 @@
+"""Turns a pydantic problem into one line: where it is, which key, what is wrong, what was probably meant."""
+
+import difflib
+import typing
+from collections.abc import Iterator, Mapping
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+
+def explain(problem: ErrorDetails, places: Mapping[str, str], schema: type[BaseModel]) -> str:
+    """One line for one problem.
+
+    Args:
+        problem: an entry of `ValidationError.errors()`. The message of a validator that compares several
+            keys starts with the first one's full name.
+        places: where keys were written, `recipe.yaml:12`, by dotted key; `""` is the whole file.
+        schema: the model that was validated.
+    """
+    kind, loc, message = problem["type"], problem["loc"], problem["msg"].replace("Input should", "should")
+    key = ".".join(str(part) for part in loc)
+    place = nearest(key, places)
+    if kind == "extra_forbidden":
+        return f"{place}: unknown key {key!r}; {_suggestion(loc, schema)}"
+    if kind == "missing":
+        return f"{place}: {key!r} is missing"
+    if kind == "model_type":
+        return f"{place}: {key!r} is a section: expected `key: value` lines below it"
+    if kind == "value_error":
+        message = message.removeprefix("Value error, ")
+        first = message.split(" ")[0]
+        if first in _keys(schema):
+            return f"{nearest(first, places)}: {message}"
+    given = problem["input"]
+    shown = "" if isinstance(given, dict | list) else f", got {given!r:.200}"
+    return f"{place}: {key}: {message}{shown}"
+
+
+def nearest(key: str, known: Mapping[str, str]) -> str:
+    """What is known of a key, else of the first key below it, else of the closest one above it."""
+    if key in known:
+        return known[key]
+    below = next((k for k in known if k.startswith(f"{key}.")), None)
+    return known[below] if below else nearest(key.rpartition(".")[0], known)
+
+
+def _suggestion(loc: tuple[int | str, ...], schema: type[BaseModel]) -> str:
+    word = str(loc[-1])
+    if word == "trust_remote_code":
+        return "it is only a command-line flag, --trust-remote-code"
+    parent = ".".join(part for part in loc[:-1] if isinstance(part, str))
+    siblings = [key.rpartition(".")[2] for key in _keys(schema) if key.rpartition(".")[0] == parent]
+    close = difflib.get_close_matches(word, siblings, n=1)
+    if close:
+        return f"did you mean {'.'.join([*map(str, loc[:-1]), close[0]])!r}?"
+    elsewhere = [key for key in _keys(schema) if key.rpartition(".")[2] == word]
+    return f"did you mean {elsewhere[0]!r}?" if elsewhere else f"known here: {', '.join(siblings)}"
+
+
+def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a schema, without list positions."""
+    for name, field in schema.model_fields.items():
+        yield prefix + name
+        section = _section(field.annotation)
+        if section:
+            yield from _keys(section, f"{prefix}{name}.")
+
+
+def _section(annotation: object) -> type[BaseModel] | None:
+    """The model in an annotation: `Data`, `Data | None`, `list[Data]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_section, typing.get_args(annotation))), None)

@@ -1,0 +1,78 @@
+"""What other libraries' exceptions mean to a user of fcsd: one table, first match wins.
+
+Classes are matched by package and name along the exception's ancestry, so that nothing is imported here.
+"""
+
+import errno
+import os
+
+from fcsd.errors import BadInputError, ConfigError, DiskError, DoesNotFitError, FcsdError, PeerLostError
+
+_LOGIN = "check the name; if it is private, run `hf auth login` with an account that may read it"
+_NETWORK = "check the connection; for files already downloaded, set HF_HUB_OFFLINE=1"
+_MEMORY = "lower train.micro_batch_size, then objective.chunk_tokens; or raise train.zero_stage or --gpus"
+
+_TABLE: list[tuple[str, str, type[FcsdError], str, str | None]] = [
+    # package, class, ours, message, hint; a subclass stands before its base
+    ("huggingface_hub", "GatedRepoError", BadInputError, "the repository is gated",
+     "accept its terms on its web page, then run `hf auth login`"),
+    ("huggingface_hub", "DisabledRepoError", BadInputError, "the repository is disabled", None),
+    ("huggingface_hub", "RepositoryNotFoundError", BadInputError, "no such repository", _LOGIN),
+    ("huggingface_hub", "RevisionNotFoundError", BadInputError, "the repository has no such revision", None),
+    ("huggingface_hub", "LocalEntryNotFoundError", BadInputError, "not cached, and the hub is out of reach",
+     "go online once (unset HF_HUB_OFFLINE), or point HF_HOME at a filled cache"),
+    ("huggingface_hub", "EntryNotFoundError", BadInputError, "the repository lacks a file", None),
+    ("huggingface_hub", "OfflineModeIsEnabled", BadInputError, "the hub is needed, but offline mode is on",
+     "unset HF_HUB_OFFLINE, or point HF_HOME at a filled cache"),
+    ("huggingface_hub", "HFValidationError", ConfigError, "neither a directory nor a hub id", None),
+    ("huggingface_hub", "LocalTokenNotFoundError", ConfigError, "no hub token", "run `hf auth login`"),
+    ("huggingface_hub", "HfHubHTTPError", FcsdError, "the hub refused",
+     "does the token have the scope it needs (`hf auth whoami`)? a repository of others takes --create-pr"),
+    ("httpx", "TransportError", FcsdError, "the network failed", _NETWORK),
+    ("httpx2", "TransportError", FcsdError, "the network failed", _NETWORK),
+    ("safetensors", "SafetensorError", BadInputError, "a safetensors file is damaged",
+     "`fcsd inspect` names the file; download it again"),
+    ("torch", "OutOfMemoryError", DoesNotFitError, "out of GPU memory", _MEMORY),
+    ("builtins", "MemoryError", DoesNotFitError, "out of memory", _MEMORY),
+    ("torch", "DistError", PeerLostError, "another process was lost or never came up",
+     "the first error in the other ranks' output is the cause; NCCL_DEBUG=INFO says more"),
+]  # fmt: skip
+
+_DISK = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+}
+
+
+def translate(error: BaseException) -> FcsdError | None:
+    """The fcsd error that says what `error`, or what it was raised from, means; None if unknown."""
+    link: BaseException | None = error
+    while link is not None:
+        found = link if isinstance(link, FcsdError) else _disk(link) or _row(link)
+        if found is not None:
+            return found
+        link = link.__cause__
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its class if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _row(error: BaseException) -> FcsdError | None:
+    ancestry = {(cls.__module__.split(".")[0], cls.__name__) for cls in type(error).__mro__}
+    for package, name, ours, message, hint in _TABLE:
+        if (package, name) in ancestry:
+            return ours(f"{message}: {first_line(error)}", hint)
+    return None
+
+
+def _disk(error: BaseException) -> FcsdError | None:
+    if isinstance(error, OSError) and error.errno in _DISK:
+        where = f": {error.filename}" if error.filename else ""
+        return DiskError(_DISK[error.errno] + where, "free some space, or choose another output directory")
+    if os.strerror(errno.ENOSPC) in str(error):  # safetensors and torch keep the text, not the number
+        return DiskError(f"{_DISK[errno.ENOSPC]}: {first_line(error)}")
+    return None

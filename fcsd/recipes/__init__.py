@@ -1,0 +1,63 @@
+"""The packaged recipes: find one by name, list, read or copy them."""
+
+import difflib
+from pathlib import Path
+
+from fcsd.errors import ConfigError, DiskError
+
+# In a wheel the YAML lies beside this file; in a checkout, at the root of the repository.
+_PACKAGED = Path(__file__).parent / "_data"
+_FOLDER = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[2] / "recipes"
+
+
+def names() -> list[str]:
+    """The names of the packaged recipes, sorted."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def find(path_or_name: str) -> Path:
+    """The file of a packaged recipe's name, or the given path itself.
+
+    A plain word is a name; anything with a `/` or a YAML ending is a path.
+
+    Raises:
+        ConfigError: there is no recipe of that name.
+    """
+    if "/" in path_or_name or path_or_name.endswith((".yaml", ".yml")):
+        return Path(path_or_name)
+    if path_or_name not in names():
+        close = difflib.get_close_matches(path_or_name, names(), n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "`fcsd recipes list` shows the packaged ones"
+        raise ConfigError(
+            f"no packaged recipe is named {path_or_name!r}", hint=f"{hint}; a file is given as ./NAME.yaml"
+        )
+    return _FOLDER / f"{path_or_name}.yaml"
+
+
+def read(name: str) -> str:
+    """The text of a packaged recipe, comments included."""
+    return find(name).read_text(encoding="utf-8")
+
+
+def summary(name: str) -> str:
+    """What a packaged recipe is for: its first comment line."""
+    return read(name).partition("\n")[0].removeprefix("# ")
+
+
+def copy(name: str, out: Path) -> Path:
+    """Writes a packaged recipe to `out` (a file, or a directory to put it in), to be edited.
+
+    Raises:
+        ConfigError: no such recipe, or the file exists: nothing is overwritten.
+        DiskError: the file cannot be written.
+    """
+    text = read(name)
+    target = out / f"{name}.yaml" if out.is_dir() else out
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise ConfigError(f"{target} exists", hint="choose another --out; nothing is overwritten") from error
+    except OSError as error:
+        raise DiskError(f"{target}: cannot be written: {error.strerror}") from error
+    return target
