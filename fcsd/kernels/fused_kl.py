@@ -93,13 +93,11 @@ def _swept(
 ) -> Tensor:
     """``scale`` times the sum of ``fill`` over the positions that count."""
     keep = counts.flatten().nonzero().squeeze(1)
-    if len(keep) == counts.numel():
-        chunks: list[Rows] = [slice(at, at + chunk_tokens) for at in range(0, len(keep), chunk_tokens)]
-    else:
-        chunks = list(keep.split(chunk_tokens)) if len(keep) else []
-    step = max(1, chunk_tokens // tuning.logit_share)
-    training = torch.is_grad_enabled()
-    return _FusedHeadLoss.apply(hidden.flatten(0, -2), head, chunks, step, fill, scale, tuning.head_sum, training)  # type: ignore[return-value]
+    chunks = range(0, len(keep), chunk_tokens)
+    gathered = keep if len(keep) < counts.numel() else None
+    return _FusedHeadLoss.apply(  # type: ignore[return-value]
+        hidden.flatten(0, -2), head, gathered, chunks, fill, scale, tuning, torch.is_grad_enabled()
+    )
 
 
 class _FusedHeadLoss(torch.autograd.Function):
@@ -110,36 +108,35 @@ class _FusedHeadLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         head: Tensor,
-        chunks: list[Rows],
-        step: int,
+        keep: Tensor | None,
+        chunks: range,
         fill: Fill,
         scale: Tensor,
-        head_sum: torch.dtype | None,
+        tuning: Tuning,
         training: bool,
     ) -> Tensor:
         weight = _for_matmul(head)
         to_hidden = torch.zeros_like(hidden) if training and ctx.needs_input_grad[0] else None
         to_head = None
         if training and ctx.needs_input_grad[1]:
-            to_head = torch.zeros_like(weight, dtype=head_sum or weight.dtype)
+            to_head = torch.zeros_like(weight, dtype=tuning.head_sum or weight.dtype)
+        wanted = to_hidden is not None or to_head is not None
+        step = max(1, chunks.step // tuning.logit_share)
         total = torch.zeros_like(scale)
         with torch.cuda.device_of(hidden):
-            for rows in chunks:
+            for start in chunks:
+                rows = _rows(keep, start, min(start + chunks.step, chunks.stop))
                 inputs = hidden[rows].to(weight.dtype)
-                gradient = None
-                if to_hidden is not None or to_head is not None:
-                    gradient = weight.new_empty(len(inputs), len(weight))
+                gradient = weight.new_empty(len(inputs), len(weight)) if wanted else None
                 for at in range(0, len(inputs), step):
-                    part = slice(at, at + step)
-                    # The logits are an argument only, so that they are freed before the next are made.
-                    total += fill(
-                        _numbers(rows, part),
-                        _product(inputs[part], weight.t()),
-                        None if gradient is None else gradient[part],
-                    ).sum()
-                if to_hidden is not None:
+                    end = min(at + step, len(inputs))
+                    part = None if gradient is None else gradient[at:end]
+                    # The logits have no name here, so that they are freed before the next are made.
+                    losses = fill(_rows(keep, start + at, start + end), _product(inputs[at:end], weight.t()), part)
+                    total += losses.sum()
+                if gradient is not None and to_hidden is not None:
                     to_hidden[rows] = (gradient @ weight).to(hidden.dtype)
-                if to_head is not None:
+                if gradient is not None and to_head is not None:
                     _add_product(to_head, gradient.t(), inputs)
         ctx.gradients = (to_hidden, None if to_head is None else to_head.to(head.dtype))
         return total * scale
@@ -160,9 +157,9 @@ def _share(hidden: Tensor, denominator: float | Tensor) -> Tensor:
     return (torch.ones((), device=hidden.device) / denominator).float()
 
 
-def _numbers(rows: Rows, part: slice) -> Rows:
-    """Which positions ``part`` of the chunk ``rows`` is."""
-    return slice(rows.start + part.start, min(rows.start + part.stop, rows.stop)) if isinstance(rows, slice) else rows[part]
+def _rows(keep: Tensor | None, start: int, stop: int) -> Rows:
+    """The positions ``start`` to ``stop`` among those that count: views where all do."""
+    return slice(start, stop) if keep is None else keep[start:stop]
 
 
 def _for_matmul(head: Tensor) -> Tensor:

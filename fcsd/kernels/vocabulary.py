@@ -4,7 +4,9 @@ A row is cut into spans of columns, one program each. The first pass writes ever
 joins them and writes the row's loss by spans and its gradient. Nothing else of the size of the logits is written.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -22,14 +24,15 @@ class Launch:
     span: int = 16384
     warps: int = 8
 
+    def options(self) -> dict[str, Any]:
+        return {"BLOCK": self.block, "SPAN": self.span, "num_warps": self.warps}
+
 
 def log_sum_exp_parts(logits: Tensor, temperature: float, launch: Launch) -> Tensor:
     """``[rows, spans]`` fp32: each span's log-sum-exp of ``logits [rows, vocab]`` (fp32, contiguous) / temperature."""
     rows, vocab = logits.shape
-    parts = logits.new_empty(rows, triton.cdiv(vocab, launch.span))
-    _log_sum_exp_kernel[tuple(parts.shape)](
-        logits, parts, vocab, 1 / temperature, SPAN=launch.span, BLOCK=launch.block, num_warps=launch.warps
-    )
+    parts = logits.new_empty(rows, math.ceil(vocab / launch.span))
+    _log_sum_exp_kernel[tuple(parts.shape)](logits, parts, vocab, 1 / temperature, **launch.options())
     return parts
 
 
@@ -50,7 +53,7 @@ def divergence(
     losses = torch.empty_like(student_parts)
     _divergence_kernel[tuple(losses.shape)](
         student, teacher, student_parts, teacher_parts, gradient, losses, scale, student.shape[1], 1 / temperature,
-        SPANS=triton.next_power_of_2(losses.shape[1]), SPAN=launch.span, BLOCK=launch.block, num_warps=launch.warps,
+        SPANS=triton.next_power_of_2(losses.shape[1]), **launch.options(),
     )  # fmt: skip
     return losses
 
@@ -63,15 +66,15 @@ def negative_log_likelihood(
     losses = torch.empty_like(parts)
     _likelihood_kernel[tuple(losses.shape)](
         logits, labels, parts, gradient, losses, scale, logits.shape[1],
-        SPANS=triton.next_power_of_2(losses.shape[1]), SPAN=launch.span, BLOCK=launch.block, num_warps=launch.warps,
+        SPANS=triton.next_power_of_2(losses.shape[1]), **launch.options(),
     )  # fmt: skip
     return losses
 
 
 def multiply_(tensor: Tensor, factor: Tensor) -> Tensor:
     """``tensor *= factor`` in place; a factor of exactly 1 costs one read of it, and no wait on the host."""
-    block = 8192
-    _multiply_kernel[(triton.cdiv(tensor.numel(), block),)](tensor, factor, tensor.numel(), BLOCK=block, num_warps=8)
+    block: Any = 8192
+    _multiply_kernel[(math.ceil(tensor.numel() / block),)](tensor, factor, tensor.numel(), BLOCK=block)
     return tensor
 
 
