@@ -24,6 +24,7 @@ from fcsd.kernels.vocabulary import Launch, divergence, log_sum_exp_parts
 
 SHAPES = [(2048, 151_936), (5120, 202_048), (2048, 102_400), (5120, 151_936), (2048, 202_048), (5120, 102_400)]
 TOKENS = [16_384, 4_096]
+LIGER = "liger, compiled"
 Sides = tuple[Tensor, Tensor, Tensor, Tensor]
 Loss = Callable[..., Tensor]  # (student hidden, student head, teacher hidden, teacher head) -> mean over tokens
 
@@ -77,6 +78,7 @@ def liger(*, compiled: bool) -> Loss:
     """Liger's chunked loss at beta 0, which is KL(teacher ‖ student)."""
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss  # optional: carried to the machine as a wheel
 
+    torch.compiler.reset()  # shapes of earlier cases must not make this one dynamic
     module = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0, compiled=compiled)
 
     def loss(student: Tensor, student_head: Tensor, teacher: Tensor, teacher_head: Tensor) -> Tensor:
@@ -138,9 +140,12 @@ def clock(work: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def measure(row: Row, loss: Loss, inputs: Sides, truth: tuple[Tensor, Tensor, Tensor], rate: float) -> Row:
-    """Error first, then memory, then time; an exception becomes the row's note."""
+def attempt(
+    row: Row, make: Callable[[], Loss], inputs: Sides, truth: tuple[Tensor, Tensor, Tensor], rate: float
+) -> Row:
+    """Error first, then memory, then time; an exception (a missing package too) becomes the row's note."""
     try:
+        loss = make()
         value, to_hidden, to_head = gradients(loss, inputs)
         row.loss_error = abs(value.item() / truth[0].item() - 1)
         row.hidden_error, row.head_error = distance(to_hidden, truth[1]), distance(to_head, truth[2])
@@ -169,7 +174,7 @@ def variants(with_liger: bool) -> dict[str, Callable[[], Loss]]:
         "fused": lambda: partial(fused, chunk=512, tuning=Tuning()),
         "fused, fp32 head": lambda: partial(fused, chunk=1024, tuning=Tuning(head_sum=torch.float32)),
     }
-    return table | ({"liger, compiled": lambda: liger(compiled=True)} if with_liger else {})
+    return table | ({LIGER: lambda: liger(compiled=True)} if with_liger else {})
 
 
 def compare(rate: float, began: float, limits: argparse.Namespace) -> list[Row]:
@@ -187,12 +192,12 @@ def compare(rate: float, began: float, limits: argparse.Namespace) -> list[Row]:
             truth = exact(inputs)
             torch.cuda.empty_cache()
             for name, make in variants(spent < limits.liger_seconds).items():
-                row = Row(tokens, hidden, vocab, name)
-                try:
-                    case.append(measure(row, make(), inputs, truth, rate))
-                except ImportError as error:
-                    row.note = f"left out: {error}"
-                    case.append(row)
+                row = attempt(Row(tokens, hidden, vocab, name), make, inputs, truth, rate)
+                case.append(row)
+                if name == LIGER and row.note:
+                    eager = Row(tokens, hidden, vocab, "liger, not compiled")
+                    case.append(attempt(eager, lambda: liger(compiled=False), inputs, truth, rate))
+            for row in case:
                 row.over_torch = row.ms / case[0].ms
                 print(line(row), flush=True)
             rows += case
@@ -219,7 +224,8 @@ def tune(rate: float) -> list[Row]:
             at = tuning.launch
             name = f"{chunk}/{tuning.logit_share} {at.block},{at.span},{at.warps} {tuning.head_sum or 'bf16'}"
             row = Row(16_384, hidden, vocab, name)
-            rows.append(measure(row, partial(fused, chunk=chunk, tuning=tuning), inputs, truth, rate))
+            make = partial(partial, fused, chunk=chunk, tuning=tuning)
+            rows.append(attempt(row, make, inputs, truth, rate))
             print(line(rows[-1]), flush=True)
         del truth
         for chunk in (256, 512, 1024):
@@ -276,7 +282,7 @@ def main() -> None:
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, products at {rate / 1e12:.0f} TFLOP/s")
     columns = "ms  /torch /prod  temp MB  of fp32 grad MB  loss err hidden   head"
     print(f"tokens hidden vocab variant {'':20s}  {columns}")
-    for row in sorted(rows, key=lambda row: row.ms) if options.tune else rows:
+    for row in sorted(rows, key=lambda row: (row.hidden, bool(row.note), row.ms)) if options.tune else rows:
         print(line(row))
 
 
