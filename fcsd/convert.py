@@ -26,6 +26,7 @@ from fcsd.checkpoint import (
     resolve,
     verify_tensors,
 )
+from fcsd.checkpoint.rewired import describe
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.parity import Proof, plan_proof, prove_parity
 from fcsd.staging import check_out, staged, take_over, write
@@ -73,17 +74,18 @@ class ConvertReport:
 
     def to_text(self) -> str:
         """For people: one aligned line per fact."""
+        from rich.filesize import decimal
+
         block = self.wiring
         extras = [f"{key} {block[key]}" for key in ("distance", "tp_degree") if block[key] > 1]
-        how = f"{self.copied_bytes / 1e9:.2f} GB copied" if self.copied_bytes else "linked, no byte copied"
+        how = f"{decimal(self.copied_bytes)} copied" if self.copied_bytes else "linked, no byte copied"
         if self.dry_run:
             how = "to be linked, or copied to another file system"
         proven = f"bit-identical with the wiring off: first {self.parity} of {self.depth} layers"
         lines = {
             "model": self.model + (f" @ {self.revision}" if self.revision else ""),
-            "wiring": ", ".join([f"{block['wiring']} ({block['variant']})", f"{block['border']} border", *extras]),
-            "layers": f"{len(block['layers'])} of {self.depth}: {block['layers']}",
-            "weights": f"{self.bytes / 1e9:.2f} GB in {self.shards} files, {how}",
+            "wiring": ", ".join([describe({"by": "fcsd", **block}), f"{block['border']} border", *extras]),
+            "weights": f"{decimal(self.bytes)} in {self.shards} file{'s' * (self.shards != 1)}, {how}",
             "files": ", ".join(self.files),
             "parity": proven if self.parity_skipped is None else f"not proven: {self.parity_skipped}",
             "out": self.out + (" (dry run: nothing was written)" if self.dry_run else ""),
@@ -248,7 +250,7 @@ def _other_files(path: Path, written: set[str]) -> dict[str, Path]:
     files = {}
     for entry in sorted(path.iterdir()):
         if entry.is_dir() and entry.name in _FOLDERS:
-            files |= {f"{entry.name}/{inner.name}": contained(entry, inner.name) for inner in sorted(entry.iterdir())}
+            files |= {f"{entry.name}/{inner.name}": contained(path, entry.name, inner.name) for inner in sorted(entry.iterdir())}
         elif entry.is_file() and not entry.name.startswith(".") and not entry.name.endswith(_OTHER_WEIGHTS):
             files[entry.name] = contained(path, entry.name)
     if (path / INDEX).exists():

@@ -48,9 +48,11 @@ class Proof:
 
     def to_text(self) -> str:
         """One line, to be said before it happens."""
+        from rich.filesize import decimal
+
         return (
-            f"parity: first {self.layers} of {self.of} layers, reads {self.read_bytes / 1e9:.2f} GB twice, "
-            f"needs {self.memory_bytes / 1e9:.2f} of {self.free_bytes / 1e9:.2f} GB free memory"
+            f"parity: first {self.layers} of {self.of} layers, reads {decimal(self.read_bytes)} twice, "
+            f"needs {decimal(self.memory_bytes)} of {decimal(self.free_bytes)} free memory"
         )
 
 

@@ -26,3 +26,15 @@ os.environ.update(
 def repo() -> Path:
     """The root of the checkout."""
     return Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--data", type=Path, default=None, help="directory with the real HumanEvalPlus and MbppPlus"
+    )
+
+
+@pytest.fixture
+def data_dir(request: pytest.FixtureRequest) -> Path | None:
+    """Where the real code benchmarks are, if the caller has them."""
+    return request.config.getoption("--data")

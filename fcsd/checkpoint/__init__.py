@@ -1,6 +1,5 @@
 """What is this path or repository? Answered from names, headers and config.json alone; no weight is read."""
 
-from fcsd.checkpoint.base import Base, companions, open_base
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import contained, open_regular, read_object
 from fcsd.checkpoint.headers import TensorInfo, read_header
@@ -13,20 +12,17 @@ from fcsd.checkpoint.verify import Comparison, compare_tensors, verify_tensors
 __all__ = [
     "INDEX",
     "SINGLE",
-    "Base",
     "CheckpointConfig",
     "Comparison",
     "Inspection",
     "Layout",
     "Source",
     "TensorInfo",
-    "companions",
     "compare_tensors",
     "contained",
     "expect_checkpoint",
     "expect_directory",
     "inspect",
-    "open_base",
     "open_regular",
     "read_config",
     "read_header",

@@ -86,6 +86,9 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
 
 
 def _check_values(raw: dict[str, Any], where: Path) -> None:
+    for key in ("dtype", "torch_dtype"):
+        if not isinstance(raw.get(key, ""), str | None):
+            raise BadInputError(f"{where}: {key} is not a name")
     for key, value in _walk(raw):
         if isinstance(value, float) and not math.isfinite(value):
             raise BadInputError(f"{where}: {quoted(key)} is not finite")

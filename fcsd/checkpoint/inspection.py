@@ -92,7 +92,7 @@ def inspect(model: str, *, trust_remote_code: bool = False) -> Inspection:
     source = resolve(model, allow_patterns=_SMALL_FILES)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
     layout = read_layout(source.path, strict=False, remote=remote_headers(source))
-    comparison = None if config.foreign else compare_tensors(layout.tensors, config, str(source.path))
+    comparison = None if config.foreign else compare_tensors(layout, config)
     tensors = layout.tensors
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
@@ -145,10 +145,10 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
 
 
 def _problems(layout: Layout, comparison: Comparison | None) -> list[str]:
-    problems = list(layout.problems.values())
-    if comparison and layout.problems:  # the tensors of an unusable shard go without saying
-        comparison.missing.clear()
-    return problems + (comparison.problems() if comparison else [])
+    kinds = comparison.problems() if comparison else {}
+    if layout.problems:
+        kinds.pop("missing", None)  # the tensors of an unusable shard go without saying
+    return [*layout.problems.values(), *kinds.values()]
 
 
 def _short(number: int | None, units: str = "kMBT") -> str:

@@ -23,6 +23,7 @@ _SIZES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), (1, 1 << 22)),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), (1, 1 << 16)),
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), (1, 1 << 30)),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), (0, 1 << 40)),
 }
 
 
@@ -54,6 +55,8 @@ def check_numbers(config: dict[str, Any], where: str | Path) -> None:
         if value is not None and (type(value) is not int or not least <= value <= most):
             shown = quoted(value) if isinstance(value, str) else str(value)[:40]
             raise BadInputError(f"{where}: {key} is {shown}, not a whole number from {least} to {most}")
+    if config.get("num_experts_per_tok", 1) is None:  # transformers takes it, and fails at the first token
+        raise BadInputError(f"{where}: num_experts_per_tok is null")
     for key, other, wrong, words in _CONTRADICTIONS:
         a, b = config.get(key), config.get(other)
         if a is not None and b is not None and wrong(a, b):

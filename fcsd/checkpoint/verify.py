@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.checkpoint.config_json import CheckpointConfig
@@ -46,10 +47,10 @@ class Comparison:
     carried: list[str]
     text: dict[str, Any] = field(repr=False)
 
-    def problems(self) -> list[str]:
-        """One line per kind of mismatch: how many, and the first few by name."""
+    def problems(self) -> dict[str, str]:
+        """``missing``, ``unexpected``, ``wrong``, those that there are: how many, and the first few by name."""
         kinds = {"missing": self.missing, "unexpected": self.unexpected, "wrong": self.wrong}
-        return [_some(kind, names) for kind, names in kinds.items() if names]
+        return {kind: _some(kind, names) for kind, names in kinds.items() if names}
 
 
 def verify_tensors(layout: Layout, config: CheckpointConfig, *, allow_unexpected: bool = False) -> Comparison:
@@ -59,23 +60,24 @@ def verify_tensors(layout: Layout, config: CheckpointConfig, *, allow_unexpected
         BadInputError: a tensor is missing, unexpected (unless allowed), or of another shape or dtype than the base
             class has it. Tied copies may be there or not.
     """
-    comparison = compare_tensors(layout.tensors, config, str(layout.path))
+    comparison = compare_tensors(layout, config)
     if comparison.missing or comparison.wrong or (comparison.unexpected and not allow_unexpected):
         raise BadInputError(
-            f"{layout.path}: the files do not match config.json: {'; '.join(comparison.problems())}",
+            f"{layout.path}: the files do not match config.json: {'; '.join(comparison.problems().values())}",
             "config.json belongs to another model, or the checkpoint is incomplete: download it again.",
         )
     return comparison
 
 
-def compare_tensors(tensors: Mapping[str, TensorInfo], config: CheckpointConfig, where: str) -> Comparison:
+def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
     """As :func:`verify_tensors`, without raising on a mismatch.
 
     Raises:
         BadInputError: transformers cannot build the config, or it describes far more than the files could hold.
     """
-    _refuse_inflated(len(tensors), config, where)
-    model = _on_meta(config, where)
+    tensors = layout.tensors
+    _refuse_inflated(max(len(tensors), len(layout.weight_map or ())), config, layout.path)
+    model = _on_meta(config, layout.path)
     state = model.state_dict()
     tied = set(model.all_tied_weights_keys)
     parameters = _on_disk(model, {name: tensor for name, tensor in state.items() if name not in tied})
@@ -100,7 +102,7 @@ def compare_tensors(tensors: Mapping[str, TensorInfo], config: CheckpointConfig,
     )
 
 
-def _refuse_inflated(held: int, config: CheckpointConfig, where: str) -> None:
+def _refuse_inflated(held: int, config: CheckpointConfig, where: Path) -> None:
     """Refuse a config that would have us build or list much more than there is."""
     parts = [config.text, *([config.raw["vision_config"]] if "vision_config" in config.raw else [])]
     layers = sum(part.get("num_hidden_layers") or 0 for part in parts)
@@ -114,7 +116,7 @@ def _refuse_inflated(held: int, config: CheckpointConfig, where: str) -> None:
         )
 
 
-def _on_meta(config: CheckpointConfig, where: str) -> "PreTrainedModel":
+def _on_meta(config: CheckpointConfig, where: Path) -> "PreTrainedModel":
     """The base class of transformers, without memory, without code from the checkpoint."""
     import torch
     import transformers

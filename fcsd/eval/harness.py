@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.errors import ConfigError
 from fcsd.eval.adapter import HFAdapter
-from fcsd.eval.cache import AnswerCache
+from fcsd.eval.answers import AnswerCache
 from fcsd.eval.isolate import eval_mode, preserved_rng
 from fcsd.eval.perplexity import HeldOut, held_out_result
 from fcsd.eval.results import ResultFile, json_sha256, shown
@@ -76,7 +76,7 @@ def evaluate(
     ordered = [*([] if baseline is None else [baseline]), *(m for m in models if m != baseline)]
     names = names_of([m.name if isinstance(m, Loaded) else m for m in ordered])
     text = None if held_out is None else HeldOut(Path(held_out))
-    mirror = None if data_mirror is None else Path(data_mirror)
+    mirror = None if data_mirror is None else Path(data_mirror).absolute()  # loading changes directory
     directory = None if out is None else Path(out)
     results: list[dict[str, Any]] = []
     with preserved_rng(), load_tasks(select(suite, tasks), mirror) as loaded_tasks:

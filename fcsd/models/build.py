@@ -13,6 +13,7 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..errors import BadInputError, ConfigError
 from .archs import ARCHS, Arch
@@ -94,8 +95,10 @@ def model_classes(model_type: str) -> Mapping[str, type[PreTrainedModel]]:
 
 
 def register() -> None:
-    """Teach transformers' Auto classes every ``fcsd_*`` type, and how its experts lie on disk."""
+    """Teach transformers' Auto classes every ``fcsd_*`` type, its tokenizer, and how its experts lie on disk."""
     for model_type in ARCHS:
+        # AutoTokenizer goes by model type where it does not trust tokenizer_config.json (mixtral, glm4_moe)
+        TOKENIZER_MAPPING_NAMES[PREFIX + model_type] = TOKENIZER_MAPPING_NAMES.get(model_type)
         AutoConfig.register(PREFIX + model_type, config_class(model_type), exist_ok=True)
         for auto, cls in model_classes(model_type).items():
             getattr(transformers, auto).register(config_class(model_type), cls, exist_ok=True)

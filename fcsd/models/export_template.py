@@ -27,6 +27,11 @@ if not {oldest} <= tuple(int(part) for part in transformers.__version__.split(".
         "this rewired model needs transformers >={oldest_text},<{too_new_text}, not " + transformers.__version__
     )
 
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+# AutoTokenizer goes by model type where it does not trust tokenizer_config.json.
+TOKENIZER_MAPPING_NAMES["{prefix}{model_type}"] = TOKENIZER_MAPPING_NAMES.get("{model_type}")
+
 
 class Fcsd{config}(transformers.{config}):
     """{config} of a rewired model; ``fcsd`` says which layers are rewired, and how."""
