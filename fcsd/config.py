@@ -159,8 +159,11 @@ class Recipe(_Section):
     deterministic: bool = False
     """Bit-reproducible kernels only, at some cost in speed."""
     data: Data
+    """What the student sees."""
     objective: Objective = Objective()
+    """What it is asked to match."""
     train: Train = Train()
+    """The optimizer's side of the run."""
     report: Literal["none", "wandb"] = "none"
     """Where metrics go besides metrics.jsonl."""
 

@@ -27,9 +27,10 @@ def find(path_or_name: str) -> Path:
         return Path(path_or_name)
     if path_or_name not in names():
         close = difflib.get_close_matches(path_or_name, names(), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "`fcsd recipes list` shows the packaged ones"
+        meant = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
-            f"no packaged recipe is named {path_or_name!r}", hint=f"{hint}; a file is given as ./NAME.yaml"
+            f"no packaged recipe is named {path_or_name!r}",
+            f"{meant}`fcsd recipes list` names them; a file of your own is ./NAME.yaml",
         )
     return _FOLDER / f"{path_or_name}.yaml"
 
