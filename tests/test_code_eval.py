@@ -1,7 +1,9 @@
 """Right programs pass, wrong ones fail, and nothing that is not a verdict becomes a score."""
 
+import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -137,16 +139,46 @@ def test_longest_code_equals_evalplus():
 
     from fcsd.eval.extract import longest_code
 
-    texts = [
-        "",
-        "x",
-        "a b\nc d",
+    pieces = [
         "x = 1",
-        "\n\n",
-        "hi there\nx = 1\ny = 2\n\nbye now\nz = 3\n\n\nw = 4\n",
-        "if x:\n  y\n  z\nelse",
+        "def f(x):",
+        "    return x",
+        "if x:",
+        "else:",
+        "  z = 3",
+        '"""',
+        '"""doc',
+        "foo(",
+        "1,",
+        ")",
     ]
-    for text in texts:
+    pieces += [
+        "text here now",
+        "```python",
+        "```",
+        "@dec",
+        "class A:",
+        "        pass",
+        "",
+        "   ",
+        "x = \\",
+        "try:",
+    ]
+    pieces += [
+        "'abc",
+        "[1, 2",
+        "] + [3]",
+        "# note",
+        'f"{x',
+        "import os",
+        "\tq",
+        "match x:",
+        "    case 1:",
+        "async def h():",
+    ]
+    choose = random.Random(0)
+    for _ in range(500):
+        text = "\n".join(choose.choices(pieces, k=choose.randint(1, 10)))
         assert longest_code(text) == code_extract(text), text
 
 
@@ -267,10 +299,14 @@ SLEEPER = Problem("sleep/1", "nap", [Case([60], None)], [])
 NAP = "import time\ndef nap(s):\n    time.sleep(s)"
 
 
-def descendants(*names: str) -> list[psutil.Process]:
-    """Our processes, parents first, whose command line starts with all of `names` somewhere in four words."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if all(name in " ".join(child.cmdline()[:4]) for name in names)]
+def descendants(name: str) -> list[psutil.Process]:
+    """Our processes, parents first, that have lived for a second, with `name` early in the command line."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it may end while we look
+            if name in " ".join(child.cmdline()[:4]) and time.time() - child.create_time() > 1:
+                found.append(child)
+    return found
 
 
 def kill_when_seen(name: str, times: int) -> threading.Thread:
@@ -280,8 +316,7 @@ def kill_when_seen(name: str, times: int) -> threading.Thread:
         deadline = time.monotonic() + 60
         left = times
         while left and time.monotonic() < deadline:
-            old = [child for child in descendants(name) if time.time() - child.create_time() > 1]
-            for child in old[:1]:
+            for child in descendants(name)[:1]:
                 child.kill()
                 left -= 1
             time.sleep(0.05)

@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,10 +165,8 @@ def left_behind() -> list[psutil.Process]:
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     yield
-    deadline = time.monotonic() + 20  # namespaces are torn down behind the killer's back
-    while (left := left_behind()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == []
+    _, alive = psutil.wait_procs(left_behind(), timeout=60)  # other sessions' runs are seen too, and end
+    assert alive == []
 
 
 @pytest.fixture(scope="module")

@@ -152,7 +152,7 @@ def _ask_scorer(job: bytes, budget_s: float) -> dict[str, Any]:
     for _ in range(2):
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "fcsd.eval.scorer"],
+                [sys.executable, "-P", "-m", "fcsd.eval.scorer"],
                 input=job,
                 capture_output=True,
                 env=environment,

@@ -1,7 +1,9 @@
 """From what a model wrote to a program."""
 
 import ast
-from typing import Any
+import bisect
+import codeop
+from typing import Any, Literal
 
 MOST_LINES = 1000  # of a chat answer that are searched for code
 
@@ -29,7 +31,11 @@ def sanitize(text: str, entry_point: str | None) -> str:
 
 
 def longest_code(text: str) -> str:
-    """The valid span of two or more lines with most non-blank lines, the first of equals; else line one."""
+    """The valid span of two or more lines with most non-blank lines, the first of equals; else line one.
+
+    Spans are tried longest first. A line that cannot follow the lines before it rules out every span that
+    holds both, so the first failure from a start finds out how far that start reaches at all.
+    """
     lines = text.split("\n")[:MOST_LINES]
     filled = [0]
     for line in lines:
@@ -39,18 +45,36 @@ def longest_code(text: str) -> str:
         for first in range(len(lines))
         for last in range(first + 1, len(lines))
     ]
+    reaches: dict[int, int] = {}
     for negative_size, first, last in sorted(spans):
         if negative_size == 0:
             break
-        code = "\n".join(lines[first : last + 1])
-        if _parses(code):
-            return code
+        if last >= reaches.get(first, len(lines)):
+            continue
+        state = _state(lines[first : last + 1])
+        if state == "valid":
+            return "\n".join(lines[first : last + 1])
+        if state == "broken":
+            reaches[first] = _reach(lines, first, last)
     return lines[0]
 
 
-def _parses(code: str) -> bool:
+def _reach(lines: list[str], first: int, broken: int) -> int:
+    """The first line that no program starting at `first` can hold; `broken` or one before it."""
+    step = 1
+    while first + step < broken and _state(lines[first : first + step + 1]) != "broken":
+        step *= 2
+    ends = range(first, min(first + step, broken) + 1)
+    return ends[bisect.bisect_left(ends, True, key=lambda last: _state(lines[first : last + 1]) == "broken")]
+
+
+def _state(lines: list[str]) -> Literal["valid", "open", "broken"]:
+    """Whether lines are a program, could begin one, or can never, whatever follows."""
     try:
-        ast.parse(code)
-        return True
-    except (SyntaxError, MemoryError, RecursionError, ValueError):
-        return False
+        flags = ast.PyCF_ONLY_AST | codeop.PyCF_ALLOW_INCOMPLETE_INPUT  # pyright: ignore[reportAttributeAccessIssue]
+        compile("\n".join(lines), "", "exec", flags)
+        return "valid"
+    except SyntaxError as error:
+        return "open" if "incomplete input" in str(error) else "broken"
+    except (MemoryError, RecursionError, ValueError):  # nesting or NUL bytes that the parser does not take
+        return "broken"

@@ -23,14 +23,14 @@ for node in null zero urandom; do : > dev/$node; mount --bind /dev/$node dev/$no
 for path in $MOUNTS; do
     if [ -d "$path" ]; then mkdir -p ".$path"; else mkdir -p ".${path%/*}"; : > ".$path"; fi
     mount --bind "$path" ".$path"
-    flags=$(findmnt -no VFS-OPTIONS -T "$path")  # a user namespace may add `ro`, not take nosuid or nodev away
+    flags=$(findmnt -no VFS-OPTIONS -T "$path")  # flags that a user namespace must keep
     mount -o "remount,bind,ro${flags#r[wo]}" ".$path"
 done
 for name in $LINKS; do ln -s "usr/$name" "$name"; done
 mount -t tmpfs -o mode=1777,size=$TMPFS_BYTES sandbox tmp
 pivot_root . old
 umount -l old
-mount -o remount,ro /
+mount -o remount,bind,ro /
 cd /tmp
 exec env -u MOUNTS -u LINKS -u TMPFS_BYTES -u PWD -u OLDPWD -u _ setpriv --no-new-privs --inh-caps=-all \\
     --bounding-set=-all,+setuid,+setgid -- "$@"

@@ -67,7 +67,7 @@ def load_tasks(rows: Sequence[Row], mirror: Path | None) -> Iterator[list[Loaded
         elsewhere.mkdir()
         if mirror is not None:
             stack.enter_context(_swapped(datasets.config, "HF_DATASETS_CACHE", temporary / "datasets"))
-        stack.enter_context(_quiet())
+        stack.enter_context(_lean_lm_eval())
         with contextlib.chdir(elsewhere if mirror is None else mirror):
             loaded = [_load(row, mirror) for row in rows]
         yield loaded
@@ -148,22 +148,27 @@ def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars from data loading and prompt building: there is one per task, 57 for MMLU alone."""
+def _lean_lm_eval() -> Iterator[None]:
+    """lm-eval without a progress bar per task (57 for MMLU) and without compiling a template per document."""
     import functools
 
     import datasets
     import lm_eval.api.task
+    import lm_eval.utils
     import tqdm
 
-    with _swapped(lm_eval.api.task, "tqdm", functools.partial(tqdm.tqdm, disable=True)) as _:
-        shown = datasets.is_progress_bar_enabled()
-        datasets.disable_progress_bars()
-        try:
+    templates = lm_eval.utils.env
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        with (
+            _swapped(lm_eval.api.task, "tqdm", functools.partial(tqdm.tqdm, disable=True)),
+            _swapped(templates, "from_string", functools.lru_cache(templates.from_string)),
+        ):
             yield
-        finally:
-            if shown:
-                datasets.enable_progress_bars()
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def task_result(task: LoadedTask, lm: HFAdapter, limit: int | None) -> dict[str, Any]:
