@@ -199,7 +199,9 @@ def distill(
 
     from fcsd.distill.loop import distill as run
 
-    print(run(resolved, resume=resume, dry_run=dry_run))
+    directory = run(resolved, resume=resume, dry_run=dry_run)
+    if os.environ.get("RANK", "0") == "0":
+        print(directory)
 
 
 @command(app, "eval")
@@ -261,6 +263,7 @@ def evaluate(
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory or a converted model.")],
     out: Out,
+    checkpoint: Annotated[str, typer.Option(help="Which one of a run: latest or best.")] = "latest",
     force: Force = False,
     push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Then push to the hub.")] = None,
     private: Private = False,
@@ -271,7 +274,7 @@ def export(
     from fcsd import export as exporting
 
     target = {"private": private, "create_pr": create_pr, "revision": revision}
-    print(exporting.export(run, out, force=force, push=push, **target))
+    print(exporting.export(run, out, checkpoint=checkpoint, force=force, push=push, **target))
 
 
 @command(app, "push")
