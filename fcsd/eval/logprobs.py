@@ -86,8 +86,8 @@ def continuation_logprobs(
         team: the ranks that share the work; the batches are the same however many they are.
 
     Returns:
-        For the index of each request the summed log-probability (natural log, from fp32 logits) of the continuation, and
-        whether greedy decoding would have produced it.
+        By index of the request, the summed log-probability (natural log, from fp32 logits) of the continuation
+        and whether greedy decoding would have produced it.
 
     Raises:
         NonFiniteError: NaN or infinite logits.

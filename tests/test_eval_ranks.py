@@ -1,0 +1,166 @@
+"""Two ranks give the answers of one: scores, resume, errors, and a model that must run on all ranks in step."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import eval_data
+import pytest
+import ranks
+import tiny
+import torch
+import torch.distributed as dist
+from lm_eval.api.instance import Instance
+
+from fcsd.errors import NonFiniteError
+from fcsd.eval import adapter
+from fcsd.eval.adapter import HFAdapter
+from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.results import read_rows
+from fcsd.eval.team import Team
+from fcsd.launch import World
+
+TASKS = ["PIQA", "CSQa", "GSM-8K", "HEval+"]
+
+
+def model(**overrides: Any) -> torch.nn.Module:
+    return tiny.model("deepseek_v2", vocab_size=400, max_position_embeddings=2048, **overrides)
+
+
+def team(rank: int, size: int, lockstep: bool = False) -> Team:
+    return Team(World(rank, size, torch.device("cpu")), lockstep)
+
+
+def scored(rank: int, mirror: Path, out: Path | None = None) -> list[dict[str, Any]]:
+    forwards = []
+    real = adapter.HFAdapter._generate
+    adapter.HFAdapter._generate = lambda self, *a: [(forwards.append(a) or text)[:40] for text in real(self, *a)]
+    subject = Loaded("tiny", model(), eval_data.tokenizer())
+    shared = team(rank, 2) if dist.is_initialized() else None
+    options = dict(tasks=TASKS, data_mirror=mirror, batch_size=2, limit=5)
+    rows = evaluate([subject], **options, team=shared)
+    return [*rows, {"generated": len(forwards)}]
+
+
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return eval_data.write_mirror(tmp_path_factory.mktemp("mirror"))
+
+
+def test_two_ranks_score_as_one_and_halve_the_work(mirror, monkeypatch):
+    monkeypatch.setattr(adapter.HFAdapter, "_generate", adapter.HFAdapter._generate)  # `scored` counts its calls
+    monkeypatch.setenv("FCSD_TEST", "1")
+    *alone, work = scored(0, mirror)
+    for *rows, share in ranks.on_ranks(2, scored, mirror):
+        assert 0 < share["generated"] < work["generated"]
+        for row, expected in zip(rows, alone, strict=True):
+            different = {"seconds", "engine"}
+            assert {k: v for k, v in row.items() if k not in different} == {
+                k: v for k, v in expected.items() if k not in different
+            }
+            assert row["engine"] == expected["engine"] | {"ranks": 2}
+
+
+class InStep(torch.nn.Module):
+    """A layer that needs all ranks, as expert parallelism does: it hangs or fails if one rank runs less often."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        counts: list[Any] = [None, None]
+        dist.all_gather_object(counts, self.calls)
+        assert counts[0] == counts[1], "a rank is out of step"
+        return self.inner(*args, **kwargs)
+
+
+def requests(kind: str) -> list[Instance]:
+    if kind == "generate_until":
+        texts = ["river", "stone lamp " * 9, "garden", "window " * 4, "bread"]
+        settings = {"until": ["\n"], "max_gen_toks": 12, "do_sample": False}
+        return [Instance(kind, {}, (text, settings), 0) for text in texts]
+    pairs = [(f"{a} {b}", f" {c}") for a in ("river", "stone") for b in ("lamp", "bread music") for c in ("x", "yz")]
+    return [Instance(kind, {}, pair, 0) for pair in [*pairs, ("window", " paper")]]
+
+
+def in_step(rank: int) -> list[Any]:
+    network = model()
+    lone = HFAdapter(network, eval_data.tokenizer(), batch_size=2)
+    expected = [getattr(lone, kind)(requests(kind)) for kind in ("loglikelihood", "generate_until")]
+    layer = network.model.layers[1]
+    layer.mlp = InStep(layer.mlp)
+    shared = HFAdapter(network, eval_data.tokenizer(), batch_size=2, team=team(rank, 2, lockstep=True))
+    found = [getattr(shared, kind)(requests(kind)) for kind in ("loglikelihood", "generate_until")]
+    assert found == expected
+    errors = []
+    for kind in ("loglikelihood", "generate_until"):
+        broken = HFAdapter(network, eval_data.tokenizer(), batch_size=2, team=team(rank, 2, lockstep=True))
+        hook = network.lm_head.register_forward_hook(lambda *a: a[2] * float("nan") if rank else a[2])
+        try:
+            getattr(broken, kind)(requests(kind))
+        except NonFiniteError as error:
+            errors.append(str(error))
+        hook.remove()
+    return [layer.mlp.calls, errors]
+
+
+def test_a_model_spread_over_the_ranks_runs_in_step_and_fails_on_all():
+    (calls, errors), (other_calls, other_errors) = ranks.on_ranks(2, in_step)
+    assert calls == other_calls > 0
+    assert errors == other_errors and len(errors) == 2
+
+
+def fails(rank: int, mirror: Path) -> str:
+    network = model()
+    if rank == 1:
+        with torch.no_grad():
+            network.lm_head.weight.fill_(float("nan"))
+        network.lm_head.weight.data.nan_to_num_(0.0)
+        network.lm_head.register_forward_hook(lambda module, args, out: out.fill_(float("nan")) if rank else out)
+    subject = Loaded("tiny", network, eval_data.tokenizer())
+    try:
+        evaluate([subject], tasks=["PIQA"], data_mirror=mirror, team=team(rank, 2))
+    except NonFiniteError as error:
+        return str(error)
+    return "no error"
+
+
+def test_fewer_documents_than_ranks_are_scored_and_every_rank_knows(mirror):
+    def one(rank: int) -> None: ...
+
+    rows = ranks.on_ranks(2, single_document, mirror)
+    assert rows[0] == rows[1] and rows[0][0] == 1
+
+
+def single_document(rank: int, mirror: Path) -> tuple[int, float]:
+    subject = Loaded("tiny", model(), eval_data.tokenizer())
+    (row,) = evaluate([subject], tasks=["GSM-8K"], data_mirror=mirror, limit=1, team=team(rank, 2))
+    return row["n"], row["value"]
+
+
+def test_the_command_line_starts_ranks_and_a_second_run_repeats_no_answer(mirror, tmp_path):
+    directory = tmp_path / "model"
+    model().save_pretrained(directory)
+    eval_data.tokenizer().save_pretrained(directory)
+
+    def run(*more: str) -> str:
+        command = [sys.executable, "-m", "fcsd", "eval", str(directory), "--tasks", "PIQA,ARC-E", "--device", "cpu"]
+        command += ["--data-mirror", str(mirror), "--batch-size", "3", "--out", str(tmp_path / "out"), *more]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    two = run("--gpus", "2")
+    assert two.count("PIQA") == 1, "one rank prints"
+    rows = read_rows(tmp_path / "out/model.json")
+    assert {row["engine"]["ranks"] for row in rows} == {2}
+    files = sorted((tmp_path / "out/answers").iterdir())
+    assert len(files) == 2 and all("[" in file.read_text() for file in files), "both ranks worked"
+    sizes = [len([line for line in file.read_text().splitlines() if line]) for file in files]
+    assert run() == two
+    assert [len([line for line in file.read_text().splitlines() if line]) for file in files] == sizes
