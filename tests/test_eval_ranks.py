@@ -33,15 +33,25 @@ def team(rank: int, size: int, lockstep: bool = False) -> Team:
     return Team(World(rank, size, torch.device("cpu")), lockstep)
 
 
-def scored(rank: int, mirror: Path, out: Path | None = None) -> list[dict[str, Any]]:
-    forwards = []
+def scored(rank: int, mirror: Path) -> list[dict[str, Any]]:
+    """Rows of four tasks, answers cut at 24 tokens, and how many batches this rank generated."""
+    batches = []
     real = adapter.HFAdapter._generate
-    adapter.HFAdapter._generate = lambda self, *a: [(forwards.append(a) or text)[:40] for text in real(self, *a)]
-    subject = Loaded("tiny", model(), eval_data.tokenizer())
-    shared = team(rank, 2) if dist.is_initialized() else None
-    options = dict(tasks=TASKS, data_mirror=mirror, batch_size=2, limit=5)
-    rows = evaluate([subject], **options, team=shared)
-    return [*rows, {"generated": len(forwards)}]
+
+    def short(self: HFAdapter, prompts: Any, stops: Any, most: int) -> list[str]:
+        batches.append(prompts)
+        return real(self, prompts, stops, min(most, 24))
+
+    adapter.HFAdapter._generate = short
+    try:
+        subject = Loaded("tiny", model(), eval_data.tokenizer())
+        shared = team(rank, 2) if dist.is_initialized() else None
+        options = dict(data_mirror=mirror, batch_size=2, team=shared)
+        rows = evaluate([subject], tasks=TASKS, limit=5, **options)
+        rows += evaluate([subject], tasks=["GSM-8K"], limit=1, **options)  # fewer documents than ranks
+    finally:
+        adapter.HFAdapter._generate = real
+    return [*rows, {"generated": len(batches)}]
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +59,24 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return eval_data.write_mirror(tmp_path_factory.mktemp("mirror"))
 
 
-def test_two_ranks_score_as_one_and_halve_the_work(mirror, monkeypatch):
-    monkeypatch.setattr(adapter.HFAdapter, "_generate", adapter.HFAdapter._generate)  # `scored` counts its calls
-    monkeypatch.setenv("FCSD_TEST", "1")
+@pytest.fixture(scope="module")
+def two_ranks(mirror: Path) -> list[Any]:
+    return ranks.on_ranks(2, both, mirror)
+
+
+def both(rank: int, mirror: Path) -> tuple[list[Any], list[Any]]:
+    return scored(rank, mirror), in_step(rank)
+
+
+def test_two_ranks_score_as_one_and_halve_the_work(mirror, two_ranks):
     *alone, work = scored(0, mirror)
-    for *rows, share in ranks.on_ranks(2, scored, mirror):
+    varying = {"seconds", "engine"}
+    for (*rows, share), _ in two_ranks:
         assert 0 < share["generated"] < work["generated"]
         for row, expected in zip(rows, alone, strict=True):
-            different = {"seconds", "engine"}
-            assert {k: v for k, v in row.items() if k not in different} == {
-                k: v for k, v in expected.items() if k not in different
-            }
+            assert {k: row[k] for k in row.keys() - varying} == {k: expected[k] for k in expected.keys() - varying}
             assert row["engine"] == expected["engine"] | {"ranks": 2}
+        assert rows[-1]["n"] == 1
 
 
 class InStep(torch.nn.Module):
@@ -109,38 +125,10 @@ def in_step(rank: int) -> list[Any]:
     return [layer.mlp.calls, errors]
 
 
-def test_a_model_spread_over_the_ranks_runs_in_step_and_fails_on_all():
-    (calls, errors), (other_calls, other_errors) = ranks.on_ranks(2, in_step)
+def test_a_model_spread_over_the_ranks_runs_in_step_and_fails_on_all(two_ranks):
+    (_, (calls, errors)), (_, (other_calls, other_errors)) = two_ranks
     assert calls == other_calls > 0
     assert errors == other_errors and len(errors) == 2
-
-
-def fails(rank: int, mirror: Path) -> str:
-    network = model()
-    if rank == 1:
-        with torch.no_grad():
-            network.lm_head.weight.fill_(float("nan"))
-        network.lm_head.weight.data.nan_to_num_(0.0)
-        network.lm_head.register_forward_hook(lambda module, args, out: out.fill_(float("nan")) if rank else out)
-    subject = Loaded("tiny", network, eval_data.tokenizer())
-    try:
-        evaluate([subject], tasks=["PIQA"], data_mirror=mirror, team=team(rank, 2))
-    except NonFiniteError as error:
-        return str(error)
-    return "no error"
-
-
-def test_fewer_documents_than_ranks_are_scored_and_every_rank_knows(mirror):
-    def one(rank: int) -> None: ...
-
-    rows = ranks.on_ranks(2, single_document, mirror)
-    assert rows[0] == rows[1] and rows[0][0] == 1
-
-
-def single_document(rank: int, mirror: Path) -> tuple[int, float]:
-    subject = Loaded("tiny", model(), eval_data.tokenizer())
-    (row,) = evaluate([subject], tasks=["GSM-8K"], data_mirror=mirror, limit=1, team=team(rank, 2))
-    return row["n"], row["value"]
 
 
 def test_the_command_line_starts_ranks_and_a_second_run_repeats_no_answer(mirror, tmp_path):

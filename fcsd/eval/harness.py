@@ -96,13 +96,13 @@ def evaluate(
     directory = None if out is None else Path(out)
     results: list[dict[str, Any]] = []
     chosen = select(suite, tasks)
-    if any(row.harness in (SANDBOX, EVALPLUS) for row in chosen):
-        find_sandbox(accept_unsafe_exec=accept_unsafe_exec)  # better refused now than after hours of generation
     with (
         preserved_rng(),
         contextlib.nullcontext(team) if team else _torchrun_team() as team,
         load_tasks(chosen, mirror) as loaded_tasks,
     ):
+        if any(row.harness in (SANDBOX, EVALPLUS) for row in chosen):  # better refused now than after hours
+            team.on_first(lambda: find_sandbox(accept_unsafe_exec=accept_unsafe_exec))
         for name, model in zip(names, ordered, strict=True):
             with _opened(model, device, dtype, batch_size, directory, team) as lm:
                 file = None if directory is None or not team.leads else ResultFile(directory / f"{name}.json")
