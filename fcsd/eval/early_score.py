@@ -1,8 +1,8 @@
 """A score in the middle of training, by which to stop early: MBPP+ of the model as it is now."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,27 +61,33 @@ def score(
         FcsdError: no sandbox, or no verdict; on all ranks.
         RuntimeError: another rank said nothing for ``timeout_s`` seconds.
     """
-    team: Team | None = None
-    talk: Any = None
+    team = None
     if dist.is_initialized():
-        members: Sequence[int] = dist.get_process_group_ranks(group)
-        # Verdicts are small and wait for long: they travel by a group of their own, with its own patience.
-        talk = dist.new_group(
-            list(members), timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
-        )
-        team = Team(World(dist.get_rank(group), len(members), model.device, talk), lockstep=True)
-    try:
-        (row,) = evaluate(
-            [Loaded(f"step {step}", model, tokenizer)],
-            suite=suite,
-            tasks=[task],
-            data_mirror=data_mirror,
-            limit=limit,
-            batch_size=batch_size,
-            accept_unsafe_exec=accept_unsafe_exec,
-            team=team,
-        )
-    finally:
-        if talk is not None:
-            dist.destroy_process_group(talk)
+        members = tuple(dist.get_process_group_ranks(group))
+        channel = _channel(dist.group.WORLD, members, timeout_s)
+        team = Team(World(dist.get_rank(group), len(members), model.device, channel), lockstep=True)
+    (row,) = evaluate(
+        [Loaded(f"step {step}", model, tokenizer)],
+        suite=suite,
+        tasks=[task],
+        data_mirror=data_mirror,
+        limit=limit,
+        batch_size=batch_size,
+        accept_unsafe_exec=accept_unsafe_exec,
+        team=team,
+    )
     return Score(row["value"], row["stderr"], row["n"])
+
+
+@cache
+def _channel(world: Any, members: tuple[int, ...], timeout_s: float) -> Any:
+    """A group of its own for verdicts, which are small and wait for long; made once, not for every score.
+
+    A group that was destroyed cannot be made again: its new members would find the old ones' addresses.
+
+    Args:
+        world: the default process group, to which the new one belongs.
+        members: its ranks there.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    return dist.new_group(list(members), timeout=timeout, backend="gloo", use_local_synchronization=True)
