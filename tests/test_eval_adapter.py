@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.eval.adapter import HFAdapter
-from fcsd.eval.cache import AnswerCache
+from fcsd.eval.answers import AnswerCache
 from fcsd.models.build import wire
 from fcsd.models.wiring import Wiring
 
@@ -36,7 +36,7 @@ def choices(n: int = 12) -> list[tuple[str, str]]:
     words = eval_data.WORDS
     pairs = []
     for _ in range(n):
-        context = "Question: " + " ".join(rng.choices(words, k=rng.randint(1, 20))) + "\nAnswer:"
+        context = "Question: " + " ".join(rng.choices(words, k=rng.choice([1, 4, 9, 60]))) + "\nAnswer:"
         pairs += [(context, f" {letter}") for letter in "ABCD"]
         pairs += [(context + " ", " ".join(rng.choices(words, k=rng.randint(1, 5)))) for _ in range(2)]
     return [*pairs, ("", "river stone"), ("<s>lamp", " garden")]
@@ -96,6 +96,19 @@ def test_one_forward_for_single_token_choices():
     rows.clear()
     adapter.loglikelihood(instances("loglikelihood", [(f"{w} Answer:", f" {c}") for w in "xyz" for c in "ABCD"]))
     assert sum(rows) == 3
+
+
+def test_a_context_is_computed_once_for_all_its_choices():
+    network, seen = model(), []
+    network.get_decoder().register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    adapter = HFAdapter(network, TOKENIZER)
+    seen.clear()
+    context, endings = " ".join(eval_data.WORDS * 4), [" river stone", " lamp lamp", " window bread"]
+    adapter.loglikelihood(instances("loglikelihood", [(context, ending) for ending in endings]))
+    longest = max(len(TOKENIZER(ending)["input_ids"]) for ending in endings)
+    assert sum(seen) == len(TOKENIZER(context)["input_ids"]) - 1 + 3 * longest
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.eval.cache import AnswerCache
+from fcsd.eval.answers import AnswerCache
 from fcsd.eval.generate import CACHE_TOKENS, generate_greedy
 from fcsd.eval.logprobs import batches, check_head, continuation_logprobs
 

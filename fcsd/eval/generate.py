@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from fcsd.eval.kv import left_padded, select_rows
 from fcsd.eval.logprobs import require_finite
 
 # Tokens (prompt and answer, padded) whose keys and values are held at once.
@@ -35,12 +36,7 @@ def generate_greedy(
     Raises:
         NonFiniteError: NaN or infinite logits.
     """
-    width = max(map(len, prompts))
-    device = model.device
-    # Left padding, so that every row's next token is in the last column.
-    ids = torch.tensor([[*[0] * (width - len(p)), *p] for p in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    ids, mask, positions = left_padded(prompts, model.device)
     cache = DynamicCache(config=model.config)
     new: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))
@@ -67,14 +63,7 @@ def generate_greedy(
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         # Copying the cache costs more than a few idle rows.
         if len(running) <= 0.75 * len(rows):
-            keep = torch.tensor([i for i, row in enumerate(rows) if row in running], device=device)
-            _keep_rows(cache, keep, len(rows))
+            keep = torch.tensor([i for i, row in enumerate(rows) if row in running], device=model.device)
+            select_rows(cache, keep, len(rows))
             ids, positions, mask = ids[keep], positions[keep], mask[keep]
             rows = [row for row in rows if row in running]
-
-
-def _keep_rows(cache: DynamicCache, keep: torch.Tensor, batch: int) -> None:
-    """Keep the rows ``keep`` of ``batch``. Layers with Desync wiring hold ``[ranks * batch, ...]``, rank by rank."""
-    for layer in cache.layers:
-        ranks = layer.keys.shape[0] // batch
-        layer.batch_select_indices(torch.cat([keep + rank * batch for rank in range(ranks)]))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.errors import ConfigError
 from fcsd.eval.adapter import HFAdapter
-from fcsd.eval.cache import AnswerCache
+from fcsd.eval.answers import AnswerCache
 from fcsd.eval.isolate import eval_mode, preserved_rng
 from fcsd.eval.perplexity import HeldOut, held_out_result
 from fcsd.eval.results import ResultFile, json_sha256, shown
@@ -44,6 +44,7 @@ def evaluate(
     device: str | None = None,
     dtype: str | None = None,
     out: str | Path | None = None,
+    accept_unsafe_exec: bool = False,
 ) -> list[dict[str, Any]]:
     """Evaluate each model on each task of a suite.
 
@@ -59,6 +60,7 @@ def evaluate(
         dtype: of the weights; None for float32 on the CPU and bfloat16 on a GPU.
         out: a directory for one ``<model>.json`` each. Answers are kept there too: a killed evaluation, started
             again, repeats none of them.
+        accept_unsafe_exec: run generated programs even where no sandbox is available.
 
     Returns:
         One row per model and task: ``model, suite, column, task, metric, filter, value, stderr, n, chance,
@@ -76,7 +78,7 @@ def evaluate(
     ordered = [*([] if baseline is None else [baseline]), *(m for m in models if m != baseline)]
     names = names_of([m.name if isinstance(m, Loaded) else m for m in ordered])
     text = None if held_out is None else HeldOut(Path(held_out))
-    mirror = None if data_mirror is None else Path(data_mirror)
+    mirror = None if data_mirror is None else Path(data_mirror).absolute()  # loading changes directory
     directory = None if out is None else Path(out)
     results: list[dict[str, Any]] = []
     with preserved_rng(), load_tasks(select(suite, tasks), mirror) as loaded_tasks:
@@ -84,7 +86,7 @@ def evaluate(
             with _opened(model, device, dtype, batch_size, directory) as lm:
                 file = None if directory is None else ResultFile(directory / f"{name}.json")
                 start = time.perf_counter()
-                for result in _results(lm, loaded_tasks, text, limit):
+                for result in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
                     row = {"model": name, "suite": suite, "baseline": model == baseline, **result}
                     row |= {"engine": _engine(lm), "versions": _versions()}
                     row |= {"seconds": round(time.perf_counter() - start, 2)}
@@ -97,11 +99,15 @@ def evaluate(
 
 
 def _results(
-    lm: HFAdapter, tasks: Sequence[LoadedTask], text: HeldOut | None, limit: int | None
+    lm: HFAdapter,
+    tasks: Sequence[LoadedTask],
+    text: HeldOut | None,
+    limit: int | None,
+    accept_unsafe_exec: bool,
 ) -> Iterator[dict[str, Any]]:
     """What one model scores, a result at a time."""
     for task in tasks:
-        yield task_result(task, lm, limit)
+        yield task_result(task, lm, limit, accept_unsafe_exec)
     if text is not None:
         yield held_out_result(text, lm)
 

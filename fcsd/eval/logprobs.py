@@ -1,18 +1,21 @@
-"""Log-probabilities of continuations: one forward per distinct input, logits only where they are scored."""
+"""Log-probabilities of continuations: nothing is computed twice, logits exist only where they are scored."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from fcsd.errors import BadInputError, NonFiniteError
+from fcsd.eval.kv import left_padded, select_rows
 
 # Padded tokens in one forward, and positions whose logits exist at once: [1024, vocab] fp32 is 0.8 GB at most.
 FORWARD_TOKENS = 16384
 HEAD_ROWS = 1024
 
+Tokens = tuple[int, ...]
 Request = tuple[Sequence[int], Sequence[int]]
 
 
@@ -30,22 +33,19 @@ def check_head(model: PreTrainedModel) -> None:
     whole = model(input_ids=ids, use_cache=False).logits[0].float()
     require_finite(whole)
     rounding = 8 * torch.finfo(model.dtype).eps * whole.abs().max()
-    if (_logits(model, _hidden(model, ids)[0]).to(whole.device) - whole).abs().max() > rounding:
+    hidden = _decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+    if (_logits(model, hidden).to(whole.device) - whole).abs().max() > rounding:
         raise BadInputError(
             f"{type(model).__name__} does more to its logits than its output embeddings do",
             "this architecture cannot be scored yet",
         )
 
 
-def _hidden(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Final hidden states ``[batch, seq, hidden]`` of right-padded ``ids`` ``[batch, seq]``.
-
-    A causal model never looks at the padding to the right of a token, so no mask is needed.
-    """
+def _decoder(model: PreTrainedModel) -> Any:
+    """The part of a causal LM that ends in hidden states."""
     decoder = model.get_decoder()
-    if decoder.get_output_embeddings() is not None:  # Llama 4 answers with the causal LM, head included
-        decoder = decoder.model
-    return decoder(input_ids=ids, use_cache=False).last_hidden_state
+    # Llama 4 answers with the causal LM, head included.
+    return decoder if decoder.get_output_embeddings() is None else decoder.model
 
 
 def _logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
@@ -84,12 +84,12 @@ def continuation_logprobs(
 ) -> list[tuple[float, bool]]:
     """Score token continuations.
 
-    Requests whose inputs agree (single-token choices after one context) share one forward.
+    Choices after one context share its keys and values; single-token choices share their only forward.
 
     Args:
         model: a causal LM in eval mode.
         requests: ``(context ids, continuation ids)``, neither empty.
-        batch_size: most sequences in one forward; None for as many as ``FORWARD_TOKENS`` allows.
+        batch_size: most contexts in one forward; None for as many as ``FORWARD_TOKENS`` allows.
         done: called with ``(index, answer)`` as soon as an answer is known.
 
     Returns:
@@ -99,27 +99,72 @@ def continuation_logprobs(
     Raises:
         NonFiniteError: NaN or infinite logits.
     """
-    sharing: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    trunks: dict[Tokens, dict[Tokens, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, (context, continuation) in enumerate(requests):
-        sharing[(*context, *continuation)[:-1]].append(index)
-    inputs = list(sharing)
+        trunks[tuple(context[:-1])][(context[-1], *continuation[:-1])].append(index)
+    shared = {trunk: branches for trunk, branches in trunks.items() if trunk and len(branches) > 1}
+    single = {
+        trunk + branch: indices
+        for trunk, branches in trunks.items()
+        if trunk not in shared
+        for branch, indices in branches.items()
+    }
     answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-    for batch in batches([len(tokens) for tokens in inputs], FORWARD_TOKENS, batch_size):
-        width = len(inputs[batch[0]])
-        ids = torch.tensor([[*inputs[i], *[0] * (width - len(inputs[i]))] for i in batch], device=model.device)
-        hidden = _hidden(model, ids).flatten(0, 1)
-        scored = [index for i in batch for index in sharing[inputs[i]]]
-        ends = [row * width + len(inputs[i]) for row, i in enumerate(batch) for _ in sharing[inputs[i]]]
-        targets = [requests[index][1] for index in scored]
-        positions = [p for end, t in zip(ends, targets, strict=True) for p in range(end - len(t), end)]
-        logprobs, hits = _score_positions(model, hidden, positions, [t for ts in targets for t in ts])
+    forwards = chain(_whole(model, single, batch_size), _branched(model, shared, batch_size))
+    for hidden, ends in forwards:
+        scored = [(end, index) for end, indices in ends for index in indices]
+        positions = [p for end, index in scored for p in range(end - len(requests[index][1]), end)]
+        targets = [token for _, index in scored for token in requests[index][1]]
+        logprobs, hits = _score_positions(model, hidden.flatten(0, 1), positions, targets)
         start = 0
-        for index, target in zip(scored, targets, strict=True):
-            stop = start + len(target)
+        for _, index in scored:
+            stop = start + len(requests[index][1])
             answers[index] = (float(logprobs[start:stop].sum()), bool(hits[start:stop].all()))
             done(index, answers[index])
             start = stop
     return answers
+
+
+def _whole(
+    model: PreTrainedModel, inputs: dict[Tokens, list[int]], batch_size: int | None
+) -> Iterator[tuple[torch.Tensor, list[tuple[int, list[int]]]]]:
+    """Forwards of whole inputs: hidden states, and for each row its end in them, flattened, and its requests."""
+    tokens = list(inputs)
+    for batch in batches([len(t) for t in tokens], FORWARD_TOKENS, batch_size):
+        rows = [tokens[i] for i in batch]
+        ids, width = _right_padded(rows, model.device)
+        ends = [(n * width + len(row), inputs[row]) for n, row in enumerate(rows)]
+        yield _decoder(model)(input_ids=ids, use_cache=False).last_hidden_state, ends
+
+
+def _branched(
+    model: PreTrainedModel, trunks: dict[Tokens, dict[Tokens, list[int]]], batch_size: int | None
+) -> Iterator[tuple[torch.Tensor, list[tuple[int, list[int]]]]]:
+    """As ``_whole``, for inputs that begin alike: first the trunks, then all branches on copies of their caches."""
+    decoder, keys = _decoder(model), list(trunks)
+    for batch in batches([len(t) for t in keys], FORWARD_TOKENS, batch_size):
+        rows = [keys[i] for i in batch]
+        ids, mask, positions = left_padded(rows, model.device)
+        cache = DynamicCache(config=model.config)
+        decoder(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        branches = [(n, branch, indices) for n, row in enumerate(rows) for branch, indices in trunks[row].items()]
+        owners = torch.tensor([n for n, _, _ in branches], device=model.device)
+        select_rows(cache, owners, len(rows))
+        ids, width = _right_padded([branch for _, branch, _ in branches], model.device)
+        hidden = decoder(
+            input_ids=ids,
+            attention_mask=torch.cat([mask[owners], torch.ones_like(ids)], dim=1),
+            position_ids=positions[owners, -1:] + 1 + torch.arange(width, device=model.device),
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        yield hidden, [(n * width + len(b), indices) for n, (_, b, indices) in enumerate(branches)]
+
+
+def _right_padded(rows: Sequence[Tokens], device: torch.device) -> tuple[torch.Tensor, int]:
+    """Ids ``[batch, width]`` and the width; a causal model never sees what is to the right of a token."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device), width
 
 
 def _score_positions(

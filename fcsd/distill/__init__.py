@@ -1,0 +1,1 @@
+"""Heal a rewired model by distilling its original into it."""

@@ -1,0 +1,134 @@
+"""The student inside a DeepSpeed engine, whose forward gives the terms of the loss."""
+
+import logging
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fcsd.config import Objective, Recipe
+from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence
+from fcsd.distill.teacher import final_hidden, output_head
+from fcsd.errors import ConfigError
+from fcsd.launch import World
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Student(nn.Module):
+    """A causal LM together with what it is asked to match."""
+
+    def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+
+    def forward(
+        self,
+        batch: dict[str, Tensor],
+        teacher: tuple[Tensor, Tensor] | None,
+        denominator: Tensor,
+        terms: tuple[str, ...],
+    ) -> dict[str, Tensor]:
+        """The loss terms ``kl`` and ``sft`` named in ``terms``, unweighted, as fp32 scalars.
+
+        Args:
+            batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``.
+            teacher: final hidden states ``[batch, seq, hidden]`` and output head; ``kl`` needs it.
+            denominator: what the sums over tokens are divided by.
+        """
+        hidden, head = final_hidden(self.model, batch), output_head(self.model)
+        labels, chunk = batch["labels"], self.objective.chunk_tokens
+        losses = {}
+        if "kl" in terms:
+            assert teacher is not None
+            losses["kl"] = kl_divergence(
+                hidden,
+                head,
+                *teacher,
+                labels != IGNORE,
+                temperature=self.objective.temperature,
+                denominator=denominator,
+                chunk_tokens=chunk,
+            )
+        if "sft" in terms:
+            losses["sft"] = cross_entropy(hidden, head, labels, denominator=denominator, chunk_tokens=chunk)
+        return losses
+
+
+def freeze(model: PreTrainedModel, objective: Objective) -> None:
+    """Takes the parts named in the recipe out of training.
+
+    Raises:
+        ConfigError: one of two parts that share their weight would be frozen and the other not.
+    """
+    inputs: Any = model.get_input_embeddings()
+    tied = inputs.weight is output_head(model)
+    if tied and objective.freeze_embeddings != objective.freeze_lm_head:
+        raise ConfigError(
+            "this model's embeddings and output head are one weight",
+            hint="set objective.freeze_embeddings and objective.freeze_lm_head alike",
+        )
+    inputs.weight.requires_grad_(not objective.freeze_embeddings)
+    output_head(model).requires_grad_(not objective.freeze_lm_head)
+
+
+def accumulation(recipe: Recipe, world_size: int) -> int:
+    """Micro-batches per process and optimizer step.
+
+    Raises:
+        ConfigError: the batch cannot be split evenly.
+    """
+    together = recipe.train.micro_batch_size * recipe.data.seq_len * world_size
+    if recipe.train.batch_tokens % together:
+        raise ConfigError(
+            f"train.batch_tokens {recipe.train.batch_tokens} is no multiple of train.micro_batch_size * "
+            f"data.seq_len * processes = {together}",
+            hint=f"for example {max(together, recipe.train.batch_tokens // together * together)}",
+        )
+    return recipe.train.batch_tokens // together
+
+
+def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
+    """The engine's configuration; the learning rate in it is a placeholder that each step overwrites."""
+    train = recipe.train
+    adamw = {"lr": train.lr, "betas": list(train.betas), "eps": 1e-8, "weight_decay": train.weight_decay}
+    return {
+        "train_micro_batch_size_per_gpu": train.micro_batch_size,
+        "gradient_accumulation_steps": accumulation(recipe, world_size),
+        "gradient_clipping": train.grad_clip,
+        "bf16": {"enabled": train.dtype == "bf16"},
+        "zero_optimization": {"stage": train.zero_stage},
+        # torch's AdamW: DeepSpeed's own is compiled on first use, for a minute, and needs a compiler.
+        "optimizer": {"type": "AdamW", "params": {**adamw, "torch_adam": True}},
+        "steps_per_print": None,
+    }
+
+
+def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
+    """A DeepSpeed engine around ``Student(model)`` in training mode."""
+    deepspeed = import_deepspeed()
+    freeze(model, recipe.objective)
+    if recipe.train.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    student = Student(model, recipe.objective).train()
+    trainable = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    engine, *_ = deepspeed.initialize(
+        model=student, model_parameters=trainable, config=deepspeed_config(recipe, world.size)
+    )
+    return engine
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed, quiet and without compiling anything."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)  # it writes to stdout, which is for data
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed

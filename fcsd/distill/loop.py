@@ -1,0 +1,178 @@
+"""Distillation: the student follows the frozen teacher over packed text, from the recipe to a finished run."""
+
+import shutil
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
+
+from fcsd.checkpoint import resolve
+from fcsd.config import Recipe, ResolvedRecipe, Source
+from fcsd.distill import run_dir, state
+from fcsd.distill.corpus import Corpus, load_corpus, load_tokenizer
+from fcsd.distill.data import Mixture, Rows
+from fcsd.distill.engine import DTYPES, accumulation, build_engine
+from fcsd.distill.preview import preview
+from fcsd.distill.step import all_finite, measure, train_step
+from fcsd.distill.teacher import load_teacher, output_head, teacher_name
+from fcsd.errors import BadInputError, NonFiniteError
+from fcsd.launch import World, join_world
+from fcsd.models.build import load_model
+from fcsd.report import reporting
+
+# Recipe fields that the parts of a resumed run need not share: they do not change what is computed, or, for the
+# data, its hashes stand for it.
+_FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "train.save_every")
+_FREE += ("train.eval_every", "train.keep")
+
+
+def distill(resolved: ResolvedRecipe, *, resume: str = "auto", dry_run: bool = False) -> Path:
+    """Runs a recipe, from its start or from a checkpoint; every process of the run calls it.
+
+    Args:
+        resume: ``auto`` continues from the newest whole checkpoint in the run directory, if there is one;
+            ``never`` insists on a new run; anything else is the path of a checkpoint.
+        dry_run: check the recipe and say what it would do; nothing is written.
+
+    Returns: the run directory, with ``checkpoints/``, ``final/``, ``metrics.jsonl`` and ``curves.png``.
+
+    Raises:
+        ConfigError, BadInputError: before anything is written.
+        CheckpointError: the checkpoint is damaged or belongs to another run.
+        NonFiniteError: loss or gradients are not finite; the message names the last good checkpoint.
+    """
+    run = Path(resolved.recipe.output_dir)
+    if dry_run:
+        print(preview(resolved.recipe), file=sys.stderr)
+        return run
+    with join_world() as world, ExitStack() as held:
+        world.on_first(lambda: held.enter_context(run_dir.claim(run)))
+        _distill(resolved, resume, run, world)
+    return run
+
+
+def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World) -> None:
+    recipe, train = resolved.recipe, resolved.recipe.train
+    accumulation(recipe, world.size)
+    (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
+    folder = run / run_dir.CHECKPOINTS
+    checkpoint = world.on_first(lambda: state.find(folder, resume, _say))
+    student_dir = resolve(recipe.model).path
+    model = load_model(student_dir, dtype=DTYPES[train.dtype])
+    teacher = _teacher(recipe, model, world)
+    tokenizer, vocab_size = load_tokenizer(student_dir), len(output_head(model))
+    corpora = [_corpus(source, tokenizer, vocab_size, world) for source in recipe.data.sources]
+    rows = training_rows(recipe, corpora)
+    held_out = None
+    if recipe.data.held_out:
+        held_out = Rows(_corpus(recipe.data.held_out, tokenizer, vocab_size, world), recipe.data.seq_len)
+    engine = build_engine(model, recipe, world)
+    identity = _identity(recipe, corpora, world)
+    done = state.load(checkpoint, world, engine, identity)["step"] if checkpoint else 0
+    world.on_first(lambda: run_dir.describe(run, resolved))
+
+    with ExitStack() as shown:
+        reporter = shown.enter_context(reporting(run, resolved, start=done)) if world.rank == 0 else None
+        seconds, logged = 0.0, (done, 0.0)
+        for step in range(done + 1, train.steps + 1):
+            began = time.perf_counter()
+            metrics = train_step(engine, teacher, rows, recipe, world, step)
+            seconds += time.perf_counter() - began
+            if not all_finite(metrics):
+                raise NonFiniteError(
+                    f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}",
+                    hint=f"the last good checkpoint is {checkpoint or 'the start'}; lower train.lr or use fp32",
+                )
+            last = step == train.steps
+            measured = held_out is not None and (last or _due(step, train.eval_every))
+            if held_out is not None and measured:
+                metrics |= measure(engine, teacher, held_out, recipe, world)
+            if reporter:
+                reporter.advance(step)
+                if last or measured or step == 1 or _due(step, train.log_every):
+                    speed = (step - logged[0]) * train.batch_tokens / (seconds - logged[1])
+                    logged = (step, seconds)
+                    counts = {"step": step, "tokens": step * train.batch_tokens}
+                    reporter.log({**counts, **metrics, "tokens_per_second": speed, "seconds": seconds})
+            if last or _due(step, train.save_every):
+                checkpoint = state.save(
+                    folder,
+                    world,
+                    engine,
+                    step=step,
+                    identity=identity,
+                    progress={"step": step, "tokens": step * train.batch_tokens},
+                    write_model=lambda directory: _write_model(model, student_dir, directory),
+                )
+                world.on_first(lambda: state.retain(folder, train.keep))
+        if checkpoint:
+            final = checkpoint / state.MODEL
+            world.on_first(lambda: run_dir.publish(final, run))
+
+
+def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
+    """The rows of the whole run in their order."""
+    whole = recipe.train.steps * (recipe.train.batch_tokens // recipe.data.seq_len)
+    packed = [Rows(corpus, recipe.data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
+    return Mixture(packed, [source.weight for source in recipe.data.sources], whole, recipe.seed)
+
+
+def _teacher(recipe: Recipe, model: PreTrainedModel, world: World) -> PreTrainedModel | None:
+    """The teacher, if the loss has a use for it."""
+    if not recipe.objective.kl:
+        return None
+    name = teacher_name(recipe)
+    teacher = load_teacher(name, dtype=DTYPES[recipe.train.dtype], device=world.device)
+    if len(output_head(teacher)) != len(output_head(model)):
+        raise BadInputError(
+            f"teacher {name} and student {recipe.model} have vocabularies of {len(output_head(teacher))} and "
+            f"{len(output_head(model))} tokens"
+        )
+    return teacher
+
+
+def _corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World) -> Corpus:
+    """A corpus, tokenised by rank 0; the others find it in the cache."""
+    loaded: list[Corpus] = []
+
+    def load(turn: bool) -> None:
+        if turn:
+            loaded.append(load_corpus(source, tokenizer, vocab_size))
+
+    world.everywhere(lambda: load(world.rank == 0))
+    world.everywhere(lambda: load(world.rank != 0))
+    if world.rank == 0 and loaded[0].skipped:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in loaded[0].skipped.items())
+        _say(f"{source.path}: rows left out: {reasons}")
+    return loaded[0]
+
+
+def _identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
+    """What a run must have in common with the checkpoints it resumes from."""
+    fields = state.flat(recipe.model_dump())
+    own = {
+        key: value
+        for key, value in fields.items()
+        if not key.startswith(_FREE) and not (key.startswith("data.sources.") and key.endswith((".path", ".format")))
+    }
+    files = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.files.items()}
+    return {**own, **files, "processes": world.size}
+
+
+def _write_model(model: PreTrainedModel, source: Path, directory: Path) -> None:
+    """An ordinary model directory: trained weights under their original names, all else as the student came."""
+    model.save_pretrained(directory)
+    for path in source.iterdir():
+        weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
+        if path.is_file() and not weights and not (directory / path.name).exists():
+            shutil.copy(path, directory)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

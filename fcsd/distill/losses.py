@@ -1,0 +1,170 @@
+"""What the student is asked to match, from hidden states and output heads, one chunk of tokens at a time.
+
+``[tokens, vocab]`` is never held in full. A chunk's logits give its loss and, at once, the gradient with
+respect to those logits, which is multiplied back through the head before the next chunk follows: backward
+recomputes nothing. Softmax, divergence and sums are fp32 whatever the inputs (fp64 for fp64 inputs): in bf16
+a divergence near alignment comes out with the wrong sign.
+
+Every loss is a sum over the positions where ``mask`` is true, divided by ``denominator``. The caller passes
+``max(1, unmasked positions of the whole global batch)`` for a token mean, or 1 for the plain sum of FarSkip's
+equations 3 and 4, so that neither accumulation nor the number of ranks changes the gradient.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE = -100  # label of a position that predicts nothing
+
+# (logits [chunk, vocab], rows of the chunk) -> the chunk's summed loss, and its gradient at the logits
+ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+
+
+def kl_divergence(
+    student_hidden: Tensor,
+    student_head: Tensor,
+    teacher_hidden: Tensor,
+    teacher_head: Tensor,
+    mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    denominator: float | Tensor = 1.0,
+    chunk_tokens: int = 512,
+) -> Tensor:
+    """KL(teacher ‖ student) of the next-token distributions (FarSkip eq. 4).
+
+    Args:
+        student_hidden, teacher_hidden: ``[..., hidden]`` after the final norm; the widths may differ.
+        student_head, teacher_head: ``[vocab, hidden]`` output weights.
+        mask: ``[...]`` bool, true where the position counts.
+        temperature: softens both distributions; the loss is scaled by its square (Hinton et al. 2015, §2).
+
+    Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
+    """
+    if _fuses(student_head):
+        from fcsd.kernels import fused_kl
+
+        return fused_kl.kl_divergence(
+            student_hidden,
+            student_head,
+            teacher_hidden,
+            teacher_head,
+            mask,
+            temperature=temperature,
+            denominator=denominator,
+            chunk_tokens=chunk_tokens,
+        )
+    keep = mask.flatten().nonzero().squeeze(1)
+    teacher_rows = teacher_hidden.detach().flatten(0, -2)[keep]
+    teacher_weight = _for_matmul(teacher_head.detach())
+
+    def chunk_loss(student_logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        log_p = (student_logits / temperature).log_softmax(-1)
+        log_q = (_logits(teacher_rows[rows], teacher_weight) / temperature).log_softmax(-1)
+        q = log_q.exp()
+        gap = log_q.sub_(log_p).masked_fill_(q == 0, 0.0)  # 0 * log 0 = 0
+        divergence = gap.mul_(q).sum()
+        difference = log_p.exp_().sub_(q)
+        # The difference sums to 0 but for the rounding of both normalisers, which it takes out of the
+        # divergence: each addend q log(q/p) + p - q is non-negative by itself.
+        return (divergence + difference.sum()) * temperature**2, difference.mul_(temperature)
+
+    return _chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens) / denominator
+
+
+def cross_entropy(
+    student_hidden: Tensor,
+    student_head: Tensor,
+    labels: Tensor,
+    *,
+    denominator: float | Tensor = 1.0,
+    chunk_tokens: int = 512,
+) -> Tensor:
+    """Negative log-likelihood of the data (FarSkip eq. 3).
+
+    Args:
+        student_hidden: ``[..., hidden]`` after the final norm.
+        student_head: ``[vocab, hidden]`` output weight.
+        labels: ``[...]`` int64, already shifted: the token each position predicts, or ``IGNORE``.
+
+    Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
+    """
+    if _fuses(student_head):
+        from fcsd.kernels import fused_kl
+
+        return fused_kl.cross_entropy(
+            student_hidden, student_head, labels, denominator=denominator, chunk_tokens=chunk_tokens
+        )
+    labels = labels.flatten()
+    keep = (labels != IGNORE).nonzero().squeeze(1)
+    targets = labels[keep].unsqueeze(1)
+
+    def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        log_p = logits.log_softmax(-1)
+        loss = -log_p.gather(1, targets[rows]).sum()
+        gradient = log_p.exp_()
+        return loss, gradient.scatter_add_(1, targets[rows], -torch.ones_like(gradient[:, :1]))
+
+    return _chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens) / denominator
+
+
+def _fuses(head: Tensor) -> bool:
+    """Whether the Triton path of ``fcsd.kernels`` takes these weights; this file is its reference."""
+    return head.is_cuda and head.dtype != torch.float64
+
+
+def _chunked(hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_tokens: int) -> Tensor:
+    """Sum of ``chunk_loss`` over the rows of ``hidden [tokens, hidden]``."""
+    return _ChunkedHeadLoss.apply(hidden, head, chunk_loss, chunk_tokens, torch.is_grad_enabled())  # type: ignore[return-value]
+
+
+class _ChunkedHeadLoss(torch.autograd.Function):
+    """Loss and its gradients in one sweep over the chunks; backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_tokens: int, training: bool
+    ) -> Tensor:
+        accurate = torch.promote_types(hidden.dtype, torch.float32)
+        total = hidden.new_zeros((), dtype=accurate)
+        to_hidden = torch.empty_like(hidden) if training and ctx.needs_input_grad[0] else None
+        to_head = torch.zeros_like(head, dtype=accurate) if training and ctx.needs_input_grad[1] else None
+        weight = _for_matmul(head)
+        for start in range(0, len(hidden), chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            loss, gradient = chunk_loss(_logits(hidden[rows], weight), rows)
+            total += loss
+            gradient = gradient.to(weight.dtype)
+            if to_hidden is not None:
+                to_hidden[rows] = gradient @ weight
+            if to_head is not None:
+                to_head += _product(gradient.t(), hidden[rows].to(weight.dtype))
+        ctx.save_for_backward(to_hidden, None if to_head is None else to_head.to(head.dtype))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        to_hidden, to_head = ctx.saved_tensors
+        scaled = [None if g is None else g * upstream.to(g.dtype) for g in (to_hidden, to_head)]
+        return (*scaled, None, None, None)
+
+
+def _for_matmul(head: Tensor) -> Tensor:
+    """The head as its products need it: tensor cores sum bf16 operands in fp32, a CPU needs fp32 operands."""
+    return head if head.is_cuda else head.to(torch.promote_types(head.dtype, torch.float32))
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` with an unrounded fp32 result also for half-precision operands."""
+    if left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """``[tokens, vocab]`` in fp32 or better."""
+    return _product(hidden.to(weight.dtype), weight.t())

@@ -1,0 +1,123 @@
+"""One optimizer step, and one measurement on held-out text, over all ranks."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fcsd.config import Recipe, Train
+from fcsd.distill.data import Mixture, Rows, batch
+from fcsd.distill.losses import IGNORE
+from fcsd.distill.teacher import final_hidden, output_head
+from fcsd.launch import World
+
+
+def loss_weights(recipe: Recipe) -> dict[str, float]:
+    """The terms of the loss that count, each with its weight."""
+    weights = {"kl": recipe.objective.kl, "sft": recipe.objective.sft}
+    return {name: weight for name, weight in weights.items() if weight}
+
+
+def learning_rate(train: Train, step: int) -> float:
+    """The rate of step 1, 2, ... ``train.steps``: a linear rise to ``lr``, then the schedule down to ``min_lr``."""
+    if step <= train.warmup_steps:
+        return train.lr * step / train.warmup_steps
+    progress = (step - train.warmup_steps) / (train.steps - train.warmup_steps)
+    shape = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return train.min_lr + (train.lr - train.min_lr) * shape[train.schedule]
+
+
+def rows_of_step(recipe: Recipe, world: World, step: int) -> list[range]:
+    """The rows of this rank's micro-batches in step 1, 2, ...; together the ranks cover the step's rows once."""
+    micro, whole = recipe.train.micro_batch_size, recipe.train.batch_tokens // recipe.data.seq_len
+    first = (step - 1) * whole + world.rank * micro
+    return [range(start, start + micro) for start in range(first, step * whole, micro * world.size)]
+
+
+def train_step(
+    engine: Any,
+    teacher: PreTrainedModel | None,
+    rows: Mixture,
+    recipe: Recipe,
+    world: World,
+    step: int,
+) -> dict[str, float]:
+    """Takes step 1, 2, ... and returns ``loss``, its unweighted terms, ``lr`` and ``grad_norm``.
+
+    The loss is of the global batch before the step. If it is not finite on any rank, no rank changes a weight.
+    """
+    weights = loss_weights(recipe)
+    batches = [_to(world, batch(rows, numbers)) for numbers in rows_of_step(recipe, world, step)]
+    positions = torch.stack([(micro["labels"] != IGNORE).sum() for micro in batches]).sum()
+    dist.all_reduce(positions)
+    denominator = positions.clamp(min=1) if recipe.objective.reduction == "mean" else torch.ones_like(positions)
+    rate = learning_rate(recipe.train, step)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate
+    totals = torch.zeros(len(weights), device=world.device)
+    norm = None
+    for number, micro in enumerate(batches, 1):
+        terms = engine(micro, _targets(teacher, micro), denominator, tuple(weights))
+        totals += torch.stack([terms[name].detach() for name in weights])
+        loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
+        # Each term is divided by the global batch already; the engine would average the ranks' gradients.
+        engine.backward(loss * world.size, scale_wrt_gas=False)
+        if number == len(batches):
+            dist.all_reduce(totals)
+            if not totals.isfinite().all():
+                break
+            norm = _plain_norm(engine)
+        engine.step()
+    values = dict(zip(weights, totals.tolist(), strict=True))
+    loss = sum(weight * values[name] for name, weight in weights.items())
+    norm = engine.get_global_grad_norm() if norm is None else norm
+    return {"loss": loss, **values, "lr": rate, "grad_norm": float(norm or 0.0)}
+
+
+@torch.no_grad()
+def measure(engine: Any, teacher: PreTrainedModel | None, rows: Rows, recipe: Recipe, world: World) -> dict[str, float]:
+    """Mean cross-entropy and, with a teacher, KL per token over all rows of one epoch; no random number is drawn."""
+    terms = ("sft",) if teacher is None else ("kl", "sft")
+    micro = recipe.train.micro_batch_size
+    totals = torch.zeros(len(terms) + 1, device=world.device, dtype=torch.float64)
+    one = torch.ones((), device=world.device)
+    engine.eval()
+    for first in range(0, rows.per_epoch, micro * world.size):
+        start = first + world.rank * micro
+        numbers = range(start, min(start + micro, rows.per_epoch))
+        # All ranks run equally often; one without rows left runs on a row that does not count.
+        data = _to(world, batch(rows, numbers or [0]))
+        if not numbers:
+            data["labels"].fill_(IGNORE)
+        losses = engine(data, _targets(teacher, data), one, terms)
+        totals += torch.stack([*(losses[name] for name in terms), (data["labels"] != IGNORE).sum()])
+    engine.train()
+    dist.all_reduce(totals)
+    *sums, positions = totals.tolist()
+    return {f"held_out_{name}": value / max(1, positions) for name, value in zip(terms, sums, strict=True)}
+
+
+def _plain_norm(engine: Any) -> Tensor | None:
+    """The gradient norm before clipping where no ZeRO optimizer keeps it (stage 0 in fp32)."""
+    if not isinstance(engine.optimizer, torch.optim.Optimizer):
+        return None
+    return torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
+
+
+def _to(world: World, data: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(world.device) for name, tensor in data.items()}
+
+
+def _targets(teacher: PreTrainedModel | None, micro: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """What the teacher makes of a micro-batch: final hidden states and output head."""
+    if teacher is None:
+        return None
+    with torch.no_grad():
+        return final_hidden(teacher, micro), output_head(teacher)
+
+
+def all_finite(metrics: dict[str, float]) -> bool:
+    return all(map(math.isfinite, metrics.values()))

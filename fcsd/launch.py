@@ -1,0 +1,103 @@
+"""The processes of a run: start them, join them, and make them succeed or fail together."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from fcsd.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of the run."""
+
+    rank: int
+    size: int
+    device: "torch.device"
+
+    def everywhere(self, function: Callable[[], T]) -> list[T]:
+        """Runs ``function`` on every rank and gives its results by rank; an error on one is raised on all.
+
+        ``function`` must not communicate: a rank that fails would leave the others waiting.
+        """
+        outcome: tuple[T | None, Exception | None]
+        try:
+            outcome = (function(), None)
+        except Exception as error:
+            if self.size == 1:
+                raise
+            outcome = (None, error)
+        outcomes = [outcome]
+        if self.size > 1:
+            import torch.distributed
+
+            outcomes = [outcome] * self.size
+            torch.distributed.all_gather_object(outcomes, outcome)
+        for _, error in outcomes:
+            if error is not None:
+                raise error
+        return [result for result, _ in outcomes]  # type: ignore[misc]
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """The result of ``function``, run on rank 0 only, on every rank; its error is raised on every rank."""
+        return self.everywhere(lambda: function() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def ensure_world(gpus: int | None) -> None:
+    """Replaces this process by torchrun with ``gpus`` copies of it, unless it is one of them already.
+
+    Without GPUs the copies share the CPU and talk through gloo.
+
+    Raises:
+        ConfigError: more than this machine has.
+    """
+    if gpus is None or gpus == 1 or "WORLD_SIZE" in os.environ:
+        return
+    import torch
+
+    available = torch.cuda.device_count()
+    if 0 < available < gpus:
+        raise ConfigError(f"--gpus {gpus}: this machine has {available}")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    _replace_by([*torchrun, "-m", "fcsd", *sys.argv[1:]])
+
+
+def _replace_by(command: list[str]) -> NoReturn:
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+@contextmanager
+def join_world() -> Iterator[World]:
+    """The process group of this run: torchrun's, or one of a single process that needs no port.
+
+    NCCL on GPUs, gloo on CPUs. Left again at the end, also after an error.
+    """
+    import torch
+    import torch.distributed as dist
+
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for one, aloud
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
+    if size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    else:
+        dist.init_process_group(backend)
+    try:
+        yield World(rank, size, device)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,107 @@
+"""Small real runs: a random teacher, its farskip conversion, a corpus, a recipe; and processes to run them in."""
+
+import json
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import texts
+import tiny
+
+from fcsd.config import ResolvedRecipe, load_recipe
+
+TRAIN = {
+    "batch_tokens": 256,
+    "micro_batch_size": 2,
+    "steps": 4,
+    "lr": 1e-3,
+    "warmup_steps": 1,
+    "dtype": "fp32",
+    "log_every": 1,
+    "save_every": 2,
+}
+
+
+def write_models(folder: Path, arch: str = "deepseek_v2") -> tuple[Path, Path]:
+    """A teacher directory and its conversion, farskip on all layers, with tokenizers."""
+    from fcsd.models.build import converted_config, model_classes
+    from fcsd.models.wiring import Wiring
+
+    teacher = tiny.model(arch, initializer_range=0.1)  # large enough for the wiring to matter
+    wiring = Wiring("farskip", tuple(range(teacher.config.num_hidden_layers)))
+    block = wiring.to_block(base_model=str(folder / "teacher"), base_revision=None, base_sha256=None)
+    student = model_classes(arch)["AutoModelForCausalLM"](converted_config(teacher.config, block))
+    student.load_state_dict(teacher.state_dict())
+    for name, model in (("teacher", teacher), ("student", student)):
+        model.save_pretrained(folder / name)
+        texts.tokenizer().save_pretrained(folder / name)
+    return folder / "teacher", folder / "student"
+
+
+def resolved(folder: Path, **changes: Any) -> ResolvedRecipe:
+    """A recipe over ``folder/student`` and a corpus; ``changes`` by dotted key with ``__`` for the dot."""
+    corpus = folder / "corpus.jsonl"
+    if not corpus.exists():
+        texts.write_jsonl(corpus, [f"line {n}: " + "the quick brown fox " * (n % 5) for n in range(60)])
+    recipe: dict[str, Any] = {
+        "name": "test",
+        "model": str(folder / "student"),
+        "output_dir": str(folder / "run"),
+        "data": {"sources": [{"path": str(corpus)}], "seq_len": 32, "held_out": {"path": str(corpus)}},
+        "objective": {"kl": 1.0, "sft": 0.5, "chunk_tokens": 16},
+        "train": dict(TRAIN),
+    }
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        section = recipe
+        for parent in parents:
+            section = section[parent]
+        section[last] = value
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return load_recipe(folder / "recipe.yaml")
+
+
+_context = multiprocessing.get_context("forkserver")
+# The slow imports, DeepSpeed's late ones among them, are made once for all processes.
+_context.set_forkserver_preload(
+    ["deepspeed.runtime.zero.muon.muon_optimizer", "matplotlib.figure", "fcsd.distill.loop"]
+)
+
+
+def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Results of ``function(*arguments)`` in ``size`` fresh processes, by rank; an exception where one failed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = _context.Queue()
+    processes = [
+        _context.Process(target=_on_rank, args=(rank, size, port, results, function, arguments)) for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    found = dict(results.get(timeout=300) for _ in processes)
+    for process in processes:
+        process.join(60)
+    return [found[rank] for rank in range(size)]
+
+
+def _on_rank(rank: int, size: int, port: int, results: Any, function: Callable[..., Any], arguments: Any) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        results.put((rank, function(*arguments)))
+    except Exception as error:
+        traceback.print_exc()
+        results.put((rank, error))
+
+
+def exit_code(function: Callable[..., Any], *arguments: Any) -> int | None:
+    """How a single process that runs ``function(*arguments)`` ends."""
+    process = _context.Process(target=function, args=arguments)
+    process.start()
+    process.join(300)
+    return process.exitcode

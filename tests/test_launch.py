@@ -1,0 +1,69 @@
+"""Processes: torchrun only when it is needed, errors that reach every rank, the engine's configuration."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import runs
+from fcsd import launch
+from fcsd.distill.engine import accumulation, deepspeed_config
+from fcsd.errors import BadInputError, ConfigError
+
+
+def test_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch, "_replace_by", started.append)
+    monkeypatch.setattr(sys, "argv", ["fcsd", "distill", "r.yaml", "--gpus", "2"])
+    launch.ensure_world(None)
+    launch.ensure_world(1)
+    assert started == []
+    launch.ensure_world(2)
+    assert started[0][1:3] == ["-m", "torch.distributed.run"]
+    assert started[0][-6:] == ["-m", "fcsd", "distill", "r.yaml", "--gpus", "2"]
+    assert "--nproc-per-node=2" in started[0]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    launch.ensure_world(2)
+    assert len(started) == 1
+
+
+def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="this machine has 2"):
+        launch.ensure_world(3)
+
+
+def gather() -> list[Any]:
+    with launch.join_world() as world:
+        seen = [world.everywhere(lambda: world.rank * 10), world.on_first(lambda: f"from {world.rank}")]
+        try:
+            world.everywhere(fail if world.rank == 1 else int)
+        except BadInputError as error:
+            seen.append((str(error), error.hint))
+    return seen
+
+
+def fail() -> int:
+    raise BadInputError("bad", hint="fix it")
+
+
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
+    assert runs.on_ranks(2, gather) == [[[0, 10], "from 0", ("bad", "fix it")]] * 2
+
+
+def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with launch.join_world() as world:
+        assert (world.rank, world.size, world.device.type) == (0, 1, "cpu")
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+
+
+def test_accumulation_follows_from_the_batch_in_tokens(tmp_path: Path) -> None:
+    recipe = runs.resolved(tmp_path).recipe
+    assert [accumulation(recipe, size) for size in (1, 2, 4)] == [4, 2, 1]
+    with pytest.raises(ConfigError, match="processes = 192"):
+        accumulation(recipe, 3)
+    config = deepspeed_config(recipe, 2)
+    assert config["gradient_accumulation_steps"] == 2 and config["zero_optimization"] == {"stage": 1}

@@ -1,0 +1,208 @@
+"""Checkpoints under fire: killed while saving, damaged, of another run; resumed to the last bit."""
+
+import hashlib
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import runs
+from fcsd.config import ResolvedRecipe
+from fcsd.distill import loop, run_dir, state
+from fcsd.errors import CheckpointError, ConfigError
+from fcsd.report import read_metrics
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    runs.write_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def finished(request: pytest.FixtureRequest, folder: Path) -> tuple[int, Path]:
+    """A world size and the directory of a run of four steps with checkpoints after two and four."""
+    run = folder / f"finished-{request.param}"
+    train(runs.resolved(folder, output_dir=str(run)), request.param)
+    return request.param, run
+
+
+def train(recipe: ResolvedRecipe, size: int = 1, resume: str = "auto") -> None:
+    for result in runs.on_ranks(size, distill, recipe, resume):
+        if isinstance(result, Exception):
+            raise result
+
+
+def distill(recipe: ResolvedRecipe, resume: str) -> None:
+    loop.distill(recipe, resume=resume)
+
+
+def outcome(run: Path) -> tuple[list[tuple[str, ...]], str]:
+    """Every loss, rate and norm to the last bit, and the hash of the trained weights."""
+    numbers = [
+        tuple(float(m[key]).hex() for key in ("loss", "kl", "sft", "lr", "grad_norm")) for m in read_metrics(run)
+    ]
+    return numbers, hashlib.sha256((run / "final" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def cut_short(run: Path, copy: Path) -> Path:
+    """A copy of a finished run as it was after its second step."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "final")
+    shutil.rmtree(copy / "checkpoints" / "step-4")
+    return copy
+
+
+def test_two_steps_and_a_resume_are_four_steps(folder: Path, finished: tuple[int, Path], tmp_path: Path) -> None:
+    size, run = finished
+    resumed = cut_short(run, tmp_path / "run")
+    train(runs.resolved(folder, output_dir=str(resumed)), size)
+    assert outcome(resumed) == outcome(run)
+    assert len((resumed / "command.txt").read_text().splitlines()) == 2
+
+
+def killed(recipe: ResolvedRecipe, point: str) -> None:
+    """A run that is killed when the save of step 4 reaches ``point``."""
+    real: Callable[..., Any] = getattr(state, point)
+
+    def reached(*arguments: Any, **named: Any) -> Any:
+        if any("step-4" in str(argument) for argument in arguments) or point == "retain":
+            done = len(state.checkpoints(Path(recipe.recipe.output_dir) / "checkpoints"))
+            if point != "retain" or done == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **named)
+
+    setattr(state, point, reached)
+    loop.distill(recipe)
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["_rename", *(pytest.param(point, marks=pytest.mark.nightly) for point in ("_write_json", "_record", "retain"))],
+)
+def test_killed_while_saving(folder: Path, tmp_path: Path, point: str) -> None:
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"))
+    assert runs.exit_code(killed, recipe, point) == -signal.SIGKILL
+    survivors = [path.name for path in state.checkpoints(tmp_path / "run" / "checkpoints")]
+    assert survivors == (["step-2", "step-4"] if point == "retain" else ["step-2"])
+    train(recipe)
+    assert outcome(tmp_path / "run") == outcome(folder / "finished-1")
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp-*"))
+
+
+def spoil(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "flip":
+        data[len(data) // 2] ^= 1
+    elif how == "truncate":
+        del data[-1]
+    elif how == "grow":
+        data.append(0)
+    path.unlink()
+    if how != "delete":
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "grow", "delete"])
+def test_damage_to_any_file_is_found_and_the_older_one_taken(
+    finished: tuple[int, Path], tmp_path: Path, how: str
+) -> None:
+    _, run = finished
+    names = [
+        path.relative_to(run / "checkpoints") for path in (run / "checkpoints" / "step-4").rglob("*") if path.is_file()
+    ]
+    assert len(names) > 6
+    for number, name in enumerate(names):
+        folder = tmp_path / str(number)
+        shutil.copytree(run / "checkpoints", folder, copy_function=os.link)  # spoil() writes new files
+        spoil(folder / name, how)
+        said: list[str] = []
+        found = state.find(folder, "auto", said.append)
+        assert found == folder / "step-2", name
+        assert len(said) == 1 and "step-4" in said[0]
+        assert len(list(folder.glob("step-4.corrupt-*"))) == 1
+
+
+def test_when_all_are_damaged_nothing_is_deleted_or_started_over(finished: tuple[int, Path], tmp_path: Path) -> None:
+    shutil.copytree(finished[1] / "checkpoints", tmp_path / "checkpoints")
+    for name in ("step-2", "step-4"):
+        spoil(tmp_path / "checkpoints" / name / "MANIFEST.json", "truncate")
+        spoil(tmp_path / "checkpoints" / name / "model" / "config.json", "flip")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="no checkpoint is whole, 2 are damaged"):
+            state.find(tmp_path / "checkpoints", "auto", lambda _: None)
+    assert len(list(tmp_path.glob("checkpoints/*/model/model.safetensors"))) == 2
+    with pytest.raises(CheckpointError):
+        state.find(tmp_path / "checkpoints", str(next(tmp_path.glob("checkpoints/*"))), print)
+
+
+def test_a_changed_run_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    original = folder / "finished-1"
+    for size, named, changes in [
+        (1, "train.lr was 0.001 and is now 0.002", {"train__lr": 0.002}),
+        (1, "seed was 0 and is now 5", {"seed": 5}),
+        (1, "corpus.jsonl was", {"data__sources": [{"path": "CHANGED"}]}),
+        (2, "processes was 1 and is now 2", {}),
+    ]:
+        run = cut_short(original, tmp_path / named[:9])
+        if "data__sources" in changes:
+            other = shutil.copy(folder / "corpus.jsonl", tmp_path / "corpus.jsonl")
+            with Path(other).open("a") as file:
+                file.write('{"text": "one more"}\n')
+            changes = {"data__sources": [{"path": str(other)}]}
+        with pytest.raises(CheckpointError, match=named):
+            train(runs.resolved(folder, output_dir=str(run), **changes), size)
+        assert len(read_metrics(run)) == 4, "a refused run changes nothing"
+
+
+def test_free_fields_may_change_and_a_path_may_be_given(folder: Path, tmp_path: Path) -> None:
+    original = folder / "finished-1"
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), name="other", train__keep=1)
+    train(recipe, resume=str(original / "checkpoints" / "step-2"))
+    assert outcome(tmp_path / "run")[1] == outcome(original)[1]
+    assert [path.name for path in state.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-4"]
+
+
+def test_never_does_not_replace_an_earlier_run(folder: Path) -> None:
+    before = outcome(folder / "finished-1")
+    with pytest.raises(ConfigError, match="has checkpoints of an earlier run"):
+        train(runs.resolved(folder, output_dir=str(folder / "finished-1")), resume="never")
+    assert outcome(folder / "finished-1") == before
+
+
+def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
+    with run_dir.claim(tmp_path / "run"):
+        (tmp_path / "run" / "metrics.jsonl").touch()
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"), run_dir.claim(tmp_path / "run"):
+            pass
+    with run_dir.claim(tmp_path / "run"):
+        pass
+
+
+def test_the_newest_is_newest_by_step_whatever_the_clock_says(finished: tuple[int, Path], tmp_path: Path) -> None:
+    shutil.copytree(finished[1] / "checkpoints", tmp_path / "checkpoints")
+    os.utime(tmp_path / "checkpoints" / "step-2", (2**31, 2**31))
+    assert state.find(tmp_path / "checkpoints", "auto", print) == tmp_path / "checkpoints" / "step-4"
+
+
+def test_random_state_goes_through_json() -> None:
+    import json
+    import random
+
+    import numpy as np
+
+    def draw() -> tuple[float, ...]:
+        return random.random(), float(np.random.rand()), float(torch.rand(1)), random.gauss(0, 1), np.random.normal()
+
+    np.random.normal()
+    random.gauss(0, 1)
+    saved = json.loads(json.dumps(state._random_state()))
+    first = draw()
+    state._set_random_state(saved)
+    assert draw() == first
