@@ -44,6 +44,7 @@ def evaluate(
     device: str | None = None,
     dtype: str | None = None,
     out: str | Path | None = None,
+    accept_unsafe_exec: bool = False,
 ) -> list[dict[str, Any]]:
     """Evaluate each model on each task of a suite.
 
@@ -59,6 +60,7 @@ def evaluate(
         dtype: of the weights; None for float32 on the CPU and bfloat16 on a GPU.
         out: a directory for one ``<model>.json`` each. Answers are kept there too: a killed evaluation, started
             again, repeats none of them.
+        accept_unsafe_exec: run generated programs even where no sandbox is available.
 
     Returns:
         One row per model and task: ``model, suite, column, task, metric, filter, value, stderr, n, chance,
@@ -84,7 +86,7 @@ def evaluate(
             with _opened(model, device, dtype, batch_size, directory) as lm:
                 file = None if directory is None else ResultFile(directory / f"{name}.json")
                 start = time.perf_counter()
-                for result in _results(lm, loaded_tasks, text, limit):
+                for result in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
                     row = {"model": name, "suite": suite, "baseline": model == baseline, **result}
                     row |= {"engine": _engine(lm), "versions": _versions()}
                     row |= {"seconds": round(time.perf_counter() - start, 2)}
@@ -97,11 +99,15 @@ def evaluate(
 
 
 def _results(
-    lm: HFAdapter, tasks: Sequence[LoadedTask], text: HeldOut | None, limit: int | None
+    lm: HFAdapter,
+    tasks: Sequence[LoadedTask],
+    text: HeldOut | None,
+    limit: int | None,
+    accept_unsafe_exec: bool,
 ) -> Iterator[dict[str, Any]]:
     """What one model scores, a result at a time."""
     for task in tasks:
-        yield task_result(task, lm, limit)
+        yield task_result(task, lm, limit, accept_unsafe_exec)
     if text is not None:
         yield held_out_result(text, lm)
 
