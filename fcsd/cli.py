@@ -67,6 +67,9 @@ VERBOSE = Parameter(
 
 def main() -> None:
     """The console script."""
+    if not sys.stderr.isatty():  # the libraries draw their bars into files, too
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     app()
 
 
