@@ -67,6 +67,9 @@ VERBOSE = Parameter(
 
 def main() -> None:
     """The console script."""
+    if not sys.stderr.isatty():  # the libraries draw their bars into files, too
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     app()
 
 
@@ -199,13 +202,22 @@ def distill(
 
     from fcsd.distill.loop import distill as run
 
-    print(run(resolved, resume=resume, dry_run=dry_run))
+    directory = run(resolved, resume=resume, dry_run=dry_run)
+    if os.environ.get("RANK", "0") == "0":
+        print(directory)
 
 
 @command(app, "eval")
 def evaluate(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Directories or hub ids.")],
     baseline: Annotated[str | None, typer.Option(metavar="MODEL", help="Compare with this one.")] = None,
+    untrained: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Which MODEL is the untrained conversion: what was lost.")
+    ] = None,
+    margin: Annotated[float, typer.Option(min=0, help="Points below the baseline that are accepted.")] = 1.0,
+    require: Annotated[
+        str | None, typer.Option(metavar='"within POINTS"', help="Exit 9 unless every MODEL is so close.")
+    ] = None,
     suite: Annotated[str, typer.Option(help="Which settings of the benchmarks.")] = "paper",
     tasks: Annotated[str | None, typer.Option(help="Some of the suite, separated by commas.")] = None,
     data_mirror: Annotated[Path | None, typer.Option(help="Data sets on disk, instead of the hub.")] = None,
@@ -216,9 +228,12 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Directory for results; a killed run resumes.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score models on the benchmarks. Prints one line per model and task."""
+    """Score models on the benchmarks. Prints a table; with --baseline also the differences and a verdict."""
+    if baseline is None and (require or untrained):
+        raise ConfigError("--require and --untrained compare with a --baseline, which is missing")
+
+    from fcsd.eval import compare, tables
     from fcsd.eval.harness import evaluate as run
-    from fcsd.eval.harness import summary
 
     rows = run(
         models,
@@ -232,16 +247,26 @@ def evaluate(
         device=device,
         out=out,
     )
+    comparisons = []
+    if baseline:
+        name = None if untrained is None else Path(untrained).name
+        comparisons = compare.compare(rows, untrained=name)
+        if out:
+            tables.report(rows, out, untrained=name, margin=margin)
     if as_json:  # per-question results are long; they are in --out
-        print(json.dumps([{k: v for k, v in row.items() if k != "items"} for row in rows], indent=2))
+        scores = [{k: v for k, v in row.items() if k != "items"} for row in rows]
+        print(json.dumps({"rows": scores, "comparisons": [c.to_json(margin) for c in comparisons]}, indent=2))
     else:
-        print("\n".join(summary(row) for row in rows))
+        print("\n\n".join([tables.plain_table(rows, comparisons), *(c.sentence(margin) for c in comparisons)]))
+    if require is not None:
+        compare.require(require, comparisons)
 
 
 @command(app, "export")
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory or a converted model.")],
     out: Out,
+    checkpoint: Annotated[str, typer.Option(help="Which one of a run: latest or best.")] = "latest",
     force: Force = False,
     push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Then push to the hub.")] = None,
     private: Private = False,
@@ -252,7 +277,7 @@ def export(
     from fcsd import export as exporting
 
     target = {"private": private, "create_pr": create_pr, "revision": revision}
-    print(exporting.export(run, out, force=force, push=push, **target))
+    print(exporting.export(run, out, checkpoint=checkpoint, force=force, push=push, **target))
 
 
 @command(app, "push")

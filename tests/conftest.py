@@ -20,9 +20,21 @@ os.environ.update(
     WANDB_MODE="offline",
     MPLBACKEND="Agg",
 )
+if not Path("/dev/nvidiactl").exists():  # Without a GPU, Triton kernels run in its interpreter (also read once).
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
 def repo() -> Path:
     """The root of the checkout."""
     return Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--data", type=Path, default=None, help="directory with the real HumanEvalPlus and MbppPlus")
+
+
+@pytest.fixture
+def data_dir(request: pytest.FixtureRequest) -> Path | None:
+    """Where the real code benchmarks are, if the caller has them."""
+    return request.config.getoption("--data")

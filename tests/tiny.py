@@ -121,3 +121,29 @@ def model(arch: str, seed: int = 0, dtype: torch.dtype = torch.float32, **change
 def tokens(batch: int = 2, length: int = 24, seed: int = 1) -> torch.Tensor:
     """Random token ids ``[batch, length]`` that avoid the special ids."""
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def llama4_vision(seed: int = 0):
+    """A tiny ``Llama4ForConditionalGeneration``: 28x28 pixels become four image tokens (id 250)."""
+    text = config("llama4_text")
+    vision = dict(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=128,
+        vision_output_dim=32,
+        image_size=28,
+        patch_size=7,
+        projector_input_dim=32,
+        projector_output_dim=32,
+        pixel_shuffle_ratio=0.5,
+    )
+    whole = transformers.Llama4Config(
+        text_config=text.to_dict(),
+        vision_config=vision,
+        image_token_index=250,
+        boi_token_index=251,
+        eoi_token_index=252,
+    )
+    torch.manual_seed(seed)
+    return transformers.Llama4ForConditionalGeneration(whole).eval()

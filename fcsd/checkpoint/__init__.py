@@ -1,23 +1,28 @@
 """What is this path or repository? Answered from names, headers and config.json alone; no weight is read."""
 
-from fcsd.checkpoint.config_json import SUPPORTED, CheckpointConfig, read_config
+from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import contained, open_regular, read_object
 from fcsd.checkpoint.headers import TensorInfo, read_header
+from fcsd.checkpoint.inspection import Inspection, inspect
 from fcsd.checkpoint.kind import expect_checkpoint, expect_directory
 from fcsd.checkpoint.layout import INDEX, SINGLE, Layout, read_layout
 from fcsd.checkpoint.source import Source, remote_headers, resolve
+from fcsd.checkpoint.verify import Comparison, compare_tensors, verify_tensors
 
 __all__ = [
     "INDEX",
     "SINGLE",
-    "SUPPORTED",
     "CheckpointConfig",
+    "Comparison",
+    "Inspection",
     "Layout",
     "Source",
     "TensorInfo",
+    "compare_tensors",
     "contained",
     "expect_checkpoint",
     "expect_directory",
+    "inspect",
     "open_regular",
     "read_config",
     "read_header",
@@ -25,4 +30,5 @@ __all__ = [
     "read_object",
     "remote_headers",
     "resolve",
+    "verify_tensors",
 ]

@@ -1,6 +1,7 @@
 """config.json, read as a stranger's file: what it may say, before any class is built from it."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,23 +13,12 @@ from fcsd.checkpoint.limits import check_numbers
 from fcsd.checkpoint.rewired import PREFIX, read_rewiring
 from fcsd.errors import BadInputError
 
-# base model type -> the class its checkpoints name in "architectures"
-SUPPORTED = {
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "llama4": "Llama4ForConditionalGeneration",
-    "llama4_text": "Llama4ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-}
+_NAME = re.compile(r"[\w.-]{1,100}")
 _HUB_CODE_KEYS = ("attn_implementation", "experts_implementation")
-_AUTO_MAP_FILES = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+_AUTO_MAP_FILES = (
+    *("config.json", "generation_config.json"),
+    *("tokenizer_config.json", "processor_config.json", "preprocessor_config.json"),
+)
 
 
 @dataclass(frozen=True)
@@ -71,8 +61,11 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
     raw = read_object(contained(path, "config.json"))
     _check_values(raw, where)
     declared = raw.get("model_type")
-    if not isinstance(declared, str):
-        raise BadInputError(f"{where}: has no model_type", f"Supported: {', '.join(SUPPORTED)}.")
+    if not isinstance(declared, str) or not _NAME.fullmatch(declared):
+        raise BadInputError(f"{where}: has no model_type")
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list) or not all(_NAME.fullmatch(str(name)) for name in architectures):
+        raise BadInputError(f"{where}: architectures is not a list of class names")
     rewired = read_rewiring(raw, declared, where)
     config = CheckpointConfig(
         raw,
@@ -93,6 +86,9 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
 
 
 def _check_values(raw: dict[str, Any], where: Path) -> None:
+    for key in ("dtype", "torch_dtype"):
+        if not isinstance(raw.get(key, ""), str | None):
+            raise BadInputError(f"{where}: {key} is not a name")
     for key, value in _walk(raw):
         if isinstance(value, float) and not math.isfinite(value):
             raise BadInputError(f"{where}: {quoted(key)} is not finite")
@@ -104,16 +100,19 @@ def _check_values(raw: dict[str, Any], where: Path) -> None:
 
 
 def _check_type(config: CheckpointConfig, where: Path) -> None:
-    if config.model_type not in SUPPORTED:
-        close = get_close_matches(config.model_type, SUPPORTED, 1, 0.5)
+    from fcsd.models.archs import ARCHS
+
+    if config.model_type not in ARCHS:
+        close = get_close_matches(config.model_type, ARCHS, 1, 0.5)
         raise BadInputError(
             f"{where}: model_type {quoted(config.model_type)} is not supported"
             + (f"; closest: {close[0]}" if close else ""),
-            f"Supported: {', '.join(SUPPORTED)}. CONTRIBUTING.md says how to add one.",
+            f"Supported: {', '.join(ARCHS)}. CONTRIBUTING.md says how to add one.",
         )
-    architectures, ours = config.raw.get("architectures"), SUPPORTED[config.model_type]
-    if config.rewired is None and architectures not in (None, [ours]):
-        raise BadInputError(f"{where}: architectures is {quoted(str(architectures))}, not [{ours!r}]")
+    ours, _ = ARCHS[config.model_type].classes["AutoModelForCausalLM"]
+    found = config.raw.get("architectures")
+    if config.rewired is None and found not in (None, [ours]):
+        raise BadInputError(f"{where}: architectures is {quoted(str(found))}, not [{ours!r}]")
 
 
 def _quantization(raw: dict[str, Any], where: Path) -> str | None:

@@ -26,22 +26,28 @@ def quoted(text: str) -> str:
     return f"{text!r:.100}"
 
 
-def contained(root: Path, name: str) -> Path:
-    """The file that ``root/name`` leads to, checked by name only; it need not exist.
+def shown(name: str) -> str:
+    """A name from a file as it is if it is short and printable, else :func:`quoted`."""
+    return name if name.isprintable() and len(name) <= 200 else quoted(name)
+
+
+def contained(root: Path, *parts: str) -> Path:
+    """The file that ``root/parts`` leads to, checked by name only; it need not exist.
 
     A link may lead anywhere inside ``root``, and from a hub cache snapshot into its repository's ``blobs/``.
 
     Raises:
-        BadInputError: ``name`` is not a plain file name, or leads elsewhere.
+        BadInputError: a part is not a plain file name, or the path leads elsewhere.
     """
-    if not _PLAIN_NAME.fullmatch(name):
-        raise BadInputError(f"{root}: {quoted(name)} is not a plain file name", "Shards must lie in the directory.")
+    for part in parts:
+        if not _PLAIN_NAME.fullmatch(part):
+            raise BadInputError(f"{root}: {quoted(part)} is not a plain file name", "Shards must lie in the directory.")
     home = Path(os.path.realpath(root))
-    real = Path(os.path.realpath(home / name))
-    blobs = home.parent.parent / "blobs"
-    in_cache = home.parent.name == "snapshots" and real.parent == blobs
+    real = Path(os.path.realpath(home.joinpath(*parts)))
+    in_cache = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
     if not (real.is_relative_to(home) or in_cache):
-        raise BadInputError(f"{root / name}: is a link that leaves the checkpoint", "Copy the file it points to there.")
+        where = root.joinpath(*parts)
+        raise BadInputError(f"{where}: is a link that leaves the checkpoint", "Copy the file it points to there.")
     return real
 
 

@@ -1,5 +1,6 @@
 """What a directory is when it is not a Hugging Face checkpoint: one line that names it, and the way out."""
 
+import os
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -84,9 +85,13 @@ def expect_directory(path: Path) -> None:
     Raises:
         BadInputError: it is not; the message says what it is instead.
     """
-    if not path.is_dir():
-        if not path.exists():
+    if not os.path.isdir(path):
+        if not os.path.exists(path):
             raise BadInputError(f"{path}: no such directory", "MODEL is a directory or a hub id: org/name[@revision].")
         kind = {".gguf": "a GGUF model", ".safetensors": "a single weights file"}.get(path.suffix, "a file")
         raise BadInputError(f"{path}: is {kind}, not a checkpoint directory", _EXPECTED)
-    expect_checkpoint((entry.name for entry in path.iterdir()), path)
+    try:
+        names = os.listdir(path)
+    except OSError as error:
+        raise BadInputError(f"{path}: cannot be listed ({error.strerror})") from None
+    expect_checkpoint(names, path)

@@ -22,16 +22,23 @@ Header = dict[str, TensorInfo]
 class Layout:
     """The weights of a checkpoint as its headers tell them.
 
-    ``shards`` maps a file name to its tensors; ``files`` maps it to the regular file behind it (links followed)
-    if it is on this machine. ``problems`` maps a shard that cannot be used to the reason; only
-    ``read_layout(strict=False)`` returns any.
+    Attributes:
+        weight_map: the index's, tensor -> shard; None without an index.
+        shards: file name -> the tensors in it.
+        files: file name -> the regular file behind it (links followed), of shards that are on this machine.
+        problems: file name -> why it cannot be used; only ``read_layout(strict=False)`` returns any.
     """
 
     path: Path
-    indexed: bool
+    weight_map: dict[str, str] | None
     shards: dict[str, Header]
     files: dict[str, Path]
     problems: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def indexed(self) -> bool:
+        """Whether an index names the shards."""
+        return self.weight_map is not None
 
     @property
     def tensors(self) -> Header:
@@ -58,11 +65,10 @@ def read_layout(
         BadInputError: as above; always if the index is malformed or a shard leaves the directory.
     """
     remote = remote or {}
-    indexed = (path / INDEX).exists()
-    weight_map = _read_index(path) if indexed else None
+    weight_map = _read_index(path) if (path / INDEX).exists() else None
     single = (path / SINGLE).exists() or SINGLE in remote
     names = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
-    if indexed and single and names != [SINGLE]:
+    if weight_map is not None and single and names != [SINGLE]:
         raise BadInputError(f"{path}: holds both {SINGLE} and {INDEX}", "Remove the one that is not the model.")
 
     real = {name: contained(path, name) for name in names}
@@ -74,7 +80,7 @@ def read_layout(
             return read_header(files[name]) if name in files else remote[name]()
         except BadInputError as error:
             if strict:
-                raise BadInputError(str(error), error.hint or f"Download it again: hf download ... {name}") from None
+                raise BadInputError(str(error), error.hint or f"Download {name} again.") from None
             problems[name] = str(error)
             return {}
 
@@ -85,7 +91,7 @@ def read_layout(
         if strict:
             raise BadInputError(f"{path}: {problem}", f"{INDEX} and the shards are not of one checkpoint.")
         problems[name] = problem
-    return Layout(path, indexed, shards, files, problems)
+    return Layout(path, weight_map, shards, files, problems)
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -4,7 +4,7 @@ transformers accepts most of these: zero experts, more experts per token than ex
 """
 
 from collections.abc import Callable
-from operator import gt
+from operator import gt, ne
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ _SIZES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), (1, 1 << 22)),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), (1, 1 << 16)),
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), (1, 1 << 30)),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), (0, 1 << 40)),
 }
 
 
@@ -35,6 +36,7 @@ _CONTRADICTIONS: list[tuple[str, str, Callable[[int, int], bool], str]] = [
     ("num_experts_per_tok", "num_experts", gt, "exceeds"),
     ("num_experts_per_tok", "num_local_experts", gt, "exceeds"),
     ("num_experts_per_tok", "n_routed_experts", gt, "exceeds"),
+    ("num_experts", "num_local_experts", ne, "is not"),  # two names of one number
     ("topk_group", "n_group", gt, "exceeds"),
     ("n_group", "n_routed_experts", _indivisible, "does not divide"),
     ("first_k_dense_replace", "num_hidden_layers", gt, "exceeds"),
@@ -53,13 +55,15 @@ def check_numbers(config: dict[str, Any], where: str | Path) -> None:
         if value is not None and (type(value) is not int or not least <= value <= most):
             shown = quoted(value) if isinstance(value, str) else str(value)[:40]
             raise BadInputError(f"{where}: {key} is {shown}, not a whole number from {least} to {most}")
+    if config.get("num_experts_per_tok", 1) is None:  # transformers takes it, and fails at the first token
+        raise BadInputError(f"{where}: num_experts_per_tok is null")
     for key, other, wrong, words in _CONTRADICTIONS:
         a, b = config.get(key), config.get(other)
         if a is not None and b is not None and wrong(a, b):
             raise BadInputError(f"{where}: {key}, {a}, {words} {other}, {b}")
     for key in ("mlp_only_layers", "moe_layers"):
         layers = config.get(key)
-        last = config.get("num_hidden_layers", _SIZES["num_hidden_layers"][1]) - 1
+        last = (config.get("num_hidden_layers") or _SIZES["num_hidden_layers"][1]) - 1
         if layers is None:
             continue
         if not isinstance(layers, list) or not all(type(i) is int and 0 <= i <= last for i in layers):

@@ -1,5 +1,6 @@
 """Where a model is: a directory, or a hub repository at a pinned commit, in huggingface_hub's cache."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,11 +11,11 @@ from typing import BinaryIO, cast
 
 from fcsd.checkpoint.headers import TensorInfo, parse_header
 from fcsd.checkpoint.kind import expect_checkpoint, expect_directory
-from fcsd.errors import BadInputError
+from fcsd.errors import BadInputError, DiskError
 
 # Weights in other formats, or in a subdirectory: the same model again, for another program.
-_NOT_OURS = ["*/*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]
-_NOT_OURS += ["*.distcp", "consolidated*"]
+OTHER_FORMATS = ["*/*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]
+OTHER_FORMATS += ["*.distcp", "consolidated*"]
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@\s]+))?")
 
 
@@ -38,22 +39,22 @@ def resolve(model: str, *, allow_patterns: list[str] | None = None) -> Source:
     Raises:
         BadInputError: it is not there, not accessible, or not a transformers checkpoint in safetensors.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     match = _HUB_ID.fullmatch(model)
-    if path.exists() or match is None:
+    if os.path.exists(path) or match is None:
         expect_directory(path)
         return Source(path)
     from huggingface_hub import snapshot_download
 
     repo, revision = match["repo"], match["revision"]
     with _hub_errors(repo, revision):
-        commit, gated = _pin(repo, revision)
-        folder = snapshot_download(
+        reachable, gated = _look_up(repo, revision)
+        folder = snapshot_download(  # snapshots/<commit>, and remembers which commit the revision was, for offline use
             repo,
-            revision=commit or revision,
+            revision=revision,
             allow_patterns=allow_patterns,
-            ignore_patterns=_NOT_OURS,
-            local_files_only=commit is None,
+            ignore_patterns=OTHER_FORMATS,
+            local_files_only=not reachable,
         )
     path = Path(folder)
     if allow_patterns is None:
@@ -93,21 +94,21 @@ def _remote_header(source: Source, name: str, size: int) -> dict[str, TensorInfo
         return parse_header(cast(BinaryIO, file), size, f"{source.repo_id}/{name}")
 
 
-def _pin(repo: str, revision: str | None) -> tuple[str | None, bool]:
-    """The commit a revision is at now, and whether the repository is gated; no commit if the hub is out of reach."""
+def _look_up(repo: str, revision: str | None) -> tuple[bool, bool]:
+    """Whether the hub can be reached and the repository is gated; refuses a repository that holds something else."""
     from huggingface_hub import HfApi, is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
     if is_offline_mode():
-        return None, False
+        return False, False
     try:
         info = HfApi().model_info(repo, revision=revision)
     except HTTPError as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
             raise
-        return None, False  # the hub is down: the cache may do
+        return False, False  # the hub is down: the cache may do
     expect_checkpoint((file.rfilename for file in info.siblings or []), repo)
-    return info.sha, bool(info.gated)
+    return True, bool(info.gated)
 
 
 @contextmanager
@@ -117,6 +118,7 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         HTTPError,  # pyright: ignore[reportPrivateImportUsage]
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
@@ -125,6 +127,8 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
 
     try:
         yield
+    except HFValidationError:
+        raise BadInputError(f"{repo}: is neither a directory here nor a hub id", "Check the spelling.") from None
     except GatedRepoError:  # a subclass of RepositoryNotFoundError
         raise BadInputError(
             f"{repo}: is gated and your account has no access",
@@ -147,3 +151,8 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
         raise BadInputError(f"{repo}: the hub answered {status}", "Try again; a download resumes.") from None
     except HTTPError as error:
         raise BadInputError(f"{repo}: the download broke off ({type(error).__name__})", "Run it again.") from None
+    except OSError as error:  # after the hub's own errors, which are OSErrors too
+        raise DiskError(
+            f"{constants.HF_HUB_CACHE}: cannot be written ({error.strerror or error})",
+            "Free some space there, or point HF_HOME at another disk.",
+        ) from None

@@ -69,7 +69,7 @@ _ROWS = (
         "qwen2_moe",
         "Qwen2Moe",
         blocks=Blocks(shared="shared_expert", shared_gate="shared_expert_gate", flattens=True),
-        autoep={"preset_model": "qwen2_moe"},
+        autoep={"preset_model": "qwen3_moe"},
     ),
     _row("mixtral", "Mixtral", autoep={"preset_model": "mixtral"}),
     _row("olmoe", "Olmoe", autoep={"preset_model": "qwen3_moe"}),

@@ -13,6 +13,7 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..errors import BadInputError, ConfigError
 from .archs import ARCHS, Arch
@@ -94,8 +95,10 @@ def model_classes(model_type: str) -> Mapping[str, type[PreTrainedModel]]:
 
 
 def register() -> None:
-    """Teach transformers' Auto classes every ``fcsd_*`` type, and how its experts lie on disk."""
+    """Teach transformers' Auto classes every ``fcsd_*`` type, its tokenizer, and how its experts lie on disk."""
     for model_type in ARCHS:
+        # AutoTokenizer goes by model type where it does not trust tokenizer_config.json (mixtral, glm4_moe)
+        TOKENIZER_MAPPING_NAMES[PREFIX + model_type] = TOKENIZER_MAPPING_NAMES.get(model_type)
         AutoConfig.register(PREFIX + model_type, config_class(model_type), exist_ok=True)
         for auto, cls in model_classes(model_type).items():
             getattr(transformers, auto).register(config_class(model_type), cls, exist_ok=True)
@@ -117,6 +120,7 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str | None = None,
     device_map: str | dict[str, Any] | None = None,
+    config: PretrainedConfig | None = None,
     auto: str = "AutoModelForCausalLM",
     **kwargs: Any,
 ) -> PreTrainedModel:
@@ -127,26 +131,30 @@ def load_model(
         dtype: of the weights in memory; ``auto`` is the checkpoint's own.
         device: where to put a model that fits; or
         device_map: accelerate's placement for one that does not.
+        config: replaces the directory's own.
         auto: transformers Auto class to load through.
-        kwargs: further arguments of ``from_pretrained``, such as ``config``.
+        kwargs: further arguments of ``from_pretrained``.
 
     Raises:
         BadInputError: the architecture is not supported, or tensors and config do not match.
     """
     register()
     try:
+        config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
+        arch_of(config)
         model, report = getattr(transformers, auto).from_pretrained(
-            str(path),
+            path,
+            config=config,
             dtype=dtype,
             device_map=device_map,
             trust_remote_code=False,
-            attn_implementation=kwargs.pop("attn_implementation", None),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are reported below, by name
             **kwargs,
         )
     except (RuntimeError, ValueError) as error:
-        raise BadInputError(f"{path}: {str(error).strip().splitlines()[0]}") from error
-    arch_of(model.config)
+        hint = f"fcsd inspect {path} names what is wrong"
+        raise BadInputError(f"{path}: {str(error).strip().splitlines()[0]}", hint) from error
     problems = [
         f"{kind.removesuffix('_keys')} {keys}" for kind in report if (keys := sorted(map(str, report[kind]))[:5])
     ]

@@ -256,27 +256,33 @@ def _wired_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (WiredLayer, cls), {"__module__": cls.__module__, "unwired": cls})
 
 
-def plan_layers(wiring: Wiring, count: int, parts: Callable[[nn.Module], Parts]) -> dict[int, LayerWiring]:
+def plan_layers(
+    wiring: Wiring, count: int, parts: Callable[[nn.Module], Parts], every: bool = False
+) -> dict[int, LayerWiring]:
     """The layers to take apart, of ``count``, and how each reads; the others stay transformers' own."""
     attn, mlp = wiring.reads
     settles = wiring.name == "farskip"
     plans = {}
     for i in range(count):
-        hands_on = attn + 1 if i + 1 in wiring.layers else 1
+        feeds = i + 1 in wiring.layers and (i in wiring.layers or wiring.border == "partial")
+        hands_on = attn + 1 if feeds else 1
         if i in wiring.layers:
             plans[i] = LayerWiring(attn, mlp, hands_on, settles, parts)
-        elif hands_on > 1 and wiring.border == "partial":
+        elif every or hands_on > 1:
             plans[i] = LayerWiring(0, 0, hands_on, settles, parts)
     return plans
 
 
-def wire_layers(layers: nn.ModuleList, wiring: Wiring, parts: Callable[[nn.Module], Parts]) -> None:
+def wire_layers(
+    layers: nn.ModuleList, wiring: Wiring, parts: Callable[[nn.Module], Parts], every: bool = False
+) -> None:
     """Rewire decoder layers in place; a former wiring is undone first.
 
     Args:
         layers: the decoder's layers, as transformers built them or wired before.
         wiring: what to wire; with no layers every layer is transformers' own again.
         parts: takes a layer apart (``hf_parts`` with an architecture's ``Blocks``, or a parallel runtime's).
+        every: take layers apart that the wiring leaves alone, too, so that ``parts`` computes all of them.
 
     Raises:
         ValueError: the wiring names a layer that does not exist, or Desync does not fit the architecture.
@@ -287,7 +293,7 @@ def wire_layers(layers: nn.ModuleList, wiring: Wiring, parts: Callable[[nn.Modul
     if wiring.name in DESYNC:
         desync_layers(layers, wiring.layers, DESYNC[wiring.name], wiring.tp_degree)
         return
-    for i, plan in plan_layers(wiring, len(layers), parts).items():
+    for i, plan in plan_layers(wiring, len(layers), parts, every).items():
         layer: Any = layers[i]
         layer.__class__ = _wired_class(type(layer))
         layer.fcsd = plan

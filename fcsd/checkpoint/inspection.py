@@ -1,0 +1,159 @@
+"""``fcsd inspect``: everything that can be said about a model without reading a weight."""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from fcsd.checkpoint.config_json import CheckpointConfig, read_config
+from fcsd.checkpoint.files import shown
+from fcsd.checkpoint.layout import Layout, read_layout
+from fcsd.checkpoint.rewired import describe
+from fcsd.checkpoint.source import remote_headers, resolve
+from fcsd.checkpoint.verify import Comparison, compare_tensors
+
+_SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+_EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.")
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint is. Counts are of tensors that the base class loads; ``bytes`` is of all weights files.
+
+    Attributes:
+        active_parameters: those that one token passes through: everything but the experts it is not routed to.
+        dtypes: dtype -> bytes of it.
+        wirings: what ``convert --wiring`` takes for it; none if it is rewired already.
+        carried: tensors that are in the files and that the base class does not load.
+        problems: missing or damaged shards and tensors, one line each. ``convert`` refuses a model that has any.
+    """
+
+    model: str
+    revision: str | None
+    gated: bool
+    model_type: str
+    architecture: str
+    layers: int
+    dense_layers: int
+    moe_layers: int
+    experts: int
+    experts_per_token: int
+    shared_experts: int
+    parameters: int | None
+    active_parameters: int | None
+    bytes: int
+    shards: int
+    dtypes: dict[str, int]
+    quantization: str | None
+    wirings: list[str]
+    rewired: dict[str, Any] | None
+    carried: list[str]
+    problems: list[str]
+
+    def to_json(self) -> str:
+        """All fields, in this order."""
+        return json.dumps(asdict(self), indent=2)
+
+    def to_text(self) -> str:
+        """For people: one aligned line per fact."""
+        experts = f", {self.shared_experts} shared" if self.shared_experts else ""
+        lines = {
+            "model": self.model + (f" @ {self.revision}" if self.revision else "") + (" (gated)" if self.gated else ""),
+            "architecture": f"{self.architecture} ({self.model_type})",
+            "layers": f"{self.layers}"
+            + (f" ({self.dense_layers} dense, {self.moe_layers} MoE)" if self.experts else ""),
+            "experts": f"{self.experts}, {self.experts_per_token} per token{experts}" if self.experts else "none",
+            "parameters": f"{_short(self.parameters)}, {_short(self.active_parameters)} active",
+            "size": f"{_short(self.bytes, 'kMGT')}B in {self.shards} file{'s' * (self.shards != 1)}",
+            "dtypes": ", ".join(self.dtypes) + (f" (quantised: {self.quantization})" if self.quantization else ""),
+            "wirings": ", ".join(self.wirings) or "none: pass the original model to rewire it",
+            "rewired": describe(self.rewired) if self.rewired else "no",
+            "not loaded": f"{len(self.carried)} tensors, kept as they are ({shown(self.carried[0])}, ...)"
+            if self.carried
+            else "",
+        }
+        text = [f"{name:<13} {value}" for name, value in lines.items() if value]
+        return "\n".join([*text, *(f"{'problem':<13} {problem}" for problem in self.problems)])
+
+
+def inspect(model: str, *, trust_remote_code: bool = False) -> Inspection:
+    """Look at a model; of one on the hub only small files and the headers of its weights are fetched.
+
+    Args:
+        model: a directory or ``org/name[@revision]``.
+        trust_remote_code: accept an ``auto_map``; no code of the checkpoint is ever run.
+
+    Raises:
+        BadInputError: not a checkpoint, malformed, or of an unsupported type. Missing and damaged shards and tensors
+            are reported instead.
+    """
+    source = resolve(model, allow_patterns=_SMALL_FILES)
+    config = read_config(source.path, trust_remote_code=trust_remote_code)
+    layout = read_layout(source.path, strict=False, remote=remote_headers(source))
+    comparison = None if config.foreign else compare_tensors(layout, config)
+    tensors = layout.tensors
+    dtypes: dict[str, int] = {}
+    for tensor in tensors.values():
+        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.end - tensor.start
+    return Inspection(
+        model=source.repo_id or str(source.path),
+        revision=source.revision,
+        gated=source.gated,
+        model_type=config.model_type,
+        **_shape(config, comparison, list(tensors)),
+        bytes=sum(max((tensor.end for tensor in header.values()), default=0) for header in layout.shards.values()),
+        shards=len(layout.shards) + len(layout.problems.keys() - layout.shards.keys()),
+        dtypes=dtypes,
+        quantization=config.quantization,
+        rewired=config.rewired,
+        carried=comparison.carried if comparison else [],
+        problems=_problems(layout, comparison),
+    )
+
+
+def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[str]) -> dict[str, Any]:
+    """The fields that describe the architecture; from the base class, or for AMD's models from what there is."""
+    from fcsd.models.archs import ARCHS
+
+    text = comparison.text if comparison else config.text
+    parameters = comparison.parameters if comparison else {}
+    layers = text.get("num_hidden_layers") or 0
+    moe = {int(match[1]) for name in (parameters or names) if (match := _EXPERT.search(name))}
+    moe = {layer for layer in moe if layer < layers}
+    experts = next((text[key] for key in _NUM_EXPERTS if text.get(key)), 0) if moe else 0
+    per_token = (text.get("num_experts_per_tok") or 0) if experts else 0
+    shared = any("shared_expert" in name for name in (parameters or names))
+    sizes = {name: prod(shape) for name, shape in parameters.items()}
+    routed = sum(size for name, size in sizes.items() if _EXPERT.search(name))
+    total = sum(sizes.values())
+    row = ARCHS.get(config.model_type)
+    architectures = config.raw.get("architectures") or [row.classes["AutoModelForCausalLM"][0] if row else "unknown"]
+    return {
+        "architecture": str(architectures[0]),
+        "layers": layers,
+        "dense_layers": layers - len(moe),
+        "moe_layers": len(moe),
+        "experts": experts,
+        "experts_per_token": per_token,
+        "shared_experts": (text.get("n_shared_experts") or 1) if shared else 0,
+        "parameters": total if comparison else None,
+        "active_parameters": (total - routed + routed * per_token // max(experts, 1)) if comparison else None,
+        "wirings": list(row.wirings) if row and config.rewired is None else [],
+    }
+
+
+def _problems(layout: Layout, comparison: Comparison | None) -> list[str]:
+    kinds = comparison.problems() if comparison else {}
+    if layout.problems:
+        kinds.pop("missing", None)  # the tensors of an unusable shard go without saying
+    return [*layout.problems.values(), *kinds.values()]
+
+
+def _short(number: int | None, units: str = "kMBT") -> str:
+    """``108 B`` for 108 225 039 360 parameters."""
+    if number is None:
+        return "unknown"
+    power = max(0, (len(str(number)) - 1) // 3)
+    return f"{number / 1000**power:.3g} {('', *units)[power]}"

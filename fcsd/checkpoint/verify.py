@@ -1,0 +1,190 @@
+"""Do the files hold exactly the tensors that config.json describes? Names, shapes and dtypes, from headers alone.
+
+What is expected is not written down here: transformers builds the base class on the meta device (no memory), and
+the conversion it would apply on saving gives the on-disk names.
+"""
+
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fcsd.checkpoint.config_json import CheckpointConfig
+from fcsd.checkpoint.files import quoted, shown
+from fcsd.checkpoint.headers import TensorInfo
+from fcsd.checkpoint.layout import Layout
+from fcsd.errors import BadInputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Shape = tuple[int, ...]
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_SHOWN = 5  # names in a message
+_NOT_FOR_BUILDING = ("auto_map", "fcsd", "quantization_config", "model_type", "architectures")
+_MXFP4_BLOCK = 32  # values that share a scale, packed in 16 bytes
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What config.json describes against what the headers hold, by on-disk names.
+
+    Attributes:
+        parameters: every tensor of the base model, unquantised: name -> shape. Tied copies are left out.
+        missing: expected and not there.
+        unexpected: there, and neither expected nor declared by the base class as ignored.
+        wrong: of another shape or dtype than expected, in words.
+        carried: there, and ignored by the base class (multi-token-prediction layers): kept, never loaded.
+        text: the decoder's config with transformers' defaults filled in.
+    """
+
+    parameters: dict[str, Shape]
+    missing: list[str]
+    unexpected: list[str]
+    wrong: list[str]
+    carried: list[str]
+    text: dict[str, Any] = field(repr=False)
+
+    def problems(self) -> dict[str, str]:
+        """``missing``, ``unexpected``, ``wrong``, those that there are: how many, and the first few by name."""
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "wrong": self.wrong}
+        return {kind: _some(kind, names) for kind, names in kinds.items() if names}
+
+
+def verify_tensors(layout: Layout, config: CheckpointConfig, *, allow_unexpected: bool = False) -> Comparison:
+    """Compare a checkpoint's headers with its config.
+
+    Raises:
+        BadInputError: a tensor is missing, unexpected (unless allowed), or of another shape or dtype than the base
+            class has it. Tied copies may be there or not.
+    """
+    comparison = compare_tensors(layout, config)
+    if comparison.missing or comparison.wrong or (comparison.unexpected and not allow_unexpected):
+        raise BadInputError(
+            f"{layout.path}: the files do not match config.json: {'; '.join(comparison.problems().values())}",
+            "config.json belongs to another model, or the checkpoint is incomplete: download it again.",
+        )
+    return comparison
+
+
+def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
+    """As :func:`verify_tensors`, without raising on a mismatch.
+
+    Raises:
+        BadInputError: transformers cannot build the config, or it describes far more than the files could hold.
+    """
+    tensors = layout.tensors
+    _refuse_inflated(max(len(tensors), len(layout.weight_map or ())), config, layout.path)
+    model = _on_meta(config, layout.path)
+    state = model.state_dict()
+    tied = set(model.all_tied_weights_keys)
+    parameters = _on_disk(model, {name: tensor for name, tensor in state.items() if name not in tied})
+    copies = _on_disk(model, {name: tensor for name, tensor in state.items() if name in tied})
+    expected = _QUANTISED[config.quantization](parameters, tensors, config)
+    optional = {name: (shape, _FLOATS) for name, shape in copies.items()}
+
+    carried_patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"}
+    lacking_patterns = model._keys_to_ignore_on_load_missing or ()
+    left_over = [name for name in tensors if name not in expected and name not in optional]
+    return Comparison(
+        parameters,
+        missing=[name for name in expected if name not in tensors and not _matches(name, lacking_patterns)],
+        unexpected=[name for name in left_over if not _matches(name, carried_patterns)],
+        wrong=[
+            f"{shown(name)} is {found.dtype} {list(found.shape)}, not {'/'.join(dtypes)} {list(shape)}"
+            for name, (shape, dtypes) in {**expected, **optional}.items()
+            if (found := tensors.get(name)) and (found.shape != shape or found.dtype not in dtypes)
+        ],
+        carried=[name for name in left_over if _matches(name, carried_patterns)],
+        text=model.config.get_text_config().to_dict(),
+    )
+
+
+def _refuse_inflated(held: int, config: CheckpointConfig, where: Path) -> None:
+    """Refuse a config that would have us build or list much more than there is."""
+    parts = [config.text, *([config.raw["vision_config"]] if "vision_config" in config.raw else [])]
+    layers = sum(part.get("num_hidden_layers") or 0 for part in parts)
+    if layers > held:
+        raise BadInputError(f"{where}: config.json says {layers} layers, but the files hold only {held} tensors")
+    per_layer = max(config.text.get(key) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    fused = config.model_type in ("llama4", "llama4_text", "gpt_oss")  # one tensor holds all experts of a layer
+    if not fused and layers * per_layer > 10 * held + 100_000:
+        raise BadInputError(
+            f"{where}: config.json says {per_layer} experts in {layers} layers, but the files hold only {held} tensors"
+        )
+
+
+def _on_meta(config: CheckpointConfig, where: Path) -> "PreTrainedModel":
+    """The base class of transformers, without memory, without code from the checkpoint."""
+    import torch
+    import transformers
+
+    from fcsd.models.archs import ARCHS
+
+    row = ARCHS[config.model_type]
+    fields = {key: value for key, value in deepcopy(config.raw).items() if key not in _NOT_FOR_BUILDING}
+    for part in (fields, *(value for value in fields.values() if isinstance(value, dict))):
+        for key in [key for key in part if key.endswith("_implementation")]:
+            del part[key]
+    cls, _ = row.classes["AutoModelForCausalLM"]
+    try:
+        built = getattr(transformers, row.config).from_dict(fields, attn_implementation="eager")
+        with torch.device("meta"):
+            return getattr(transformers, cls)(built)
+    except Exception as error:  # a stranger's values can fail anywhere in there
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadInputError(f"{where}: transformers cannot build this config.json ({quoted(reason)})") from error
+
+
+def _on_disk(model: "PreTrainedModel", state: dict[str, Any]) -> dict[str, Shape]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, state).items()}
+
+
+Expected = dict[str, tuple[Shape, tuple[str, ...]]]  # name -> shape, dtypes it may have
+
+
+def _plain(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], config: CheckpointConfig) -> Expected:
+    return {name: (shape, _FLOATS) for name, shape in parameters.items()}
+
+
+def _mxfp4(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], config: CheckpointConfig) -> Expected:
+    """GPT-OSS: an experts' matrix [experts, in, out] lies as blocks [experts, out, in/32, 16] and scales, both U8."""
+    expected: Expected = {}
+    for name, shape in parameters.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inner, outer = shape
+            scales = (experts, outer, inner // _MXFP4_BLOCK)
+            expected[f"{name}_blocks"] = ((*scales, 16), ("U8",))
+            expected[f"{name}_scales"] = (scales, ("U8",))
+        else:
+            expected[name] = (shape, _FLOATS)
+    return expected
+
+
+def _fp8(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], config: CheckpointConfig) -> Expected:
+    """DeepSeek-V3: a matrix in F8_E4M3 has a float ``_scale_inv`` per block; any matrix may have been left as it is."""
+    rows, columns = config.raw["quantization_config"]["weight_block_size"]
+    expected: Expected = {}
+    for name, shape in parameters.items():
+        if len(shape) == 2 and name in tensors and tensors[name].dtype == "F8_E4M3":
+            expected[name] = (shape, ("F8_E4M3",))
+            expected[f"{name}_scale_inv"] = ((-(-shape[0] // rows), -(-shape[1] // columns)), _FLOATS)
+        else:
+            expected[name] = (shape, _FLOATS)
+    return expected
+
+
+_QUANTISED = {None: _plain, "mxfp4": _mxfp4, "fp8": _fp8}
+
+
+def _matches(name: str, patterns: Any) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _some(kind: str, names: list[str]) -> str:
+    first = ", ".join(shown(name) for name in names[:_SHOWN])
+    return f"{len(names)} {kind} ({first}{', ...' if len(names) > _SHOWN else ''})"

@@ -1,0 +1,218 @@
+"""A Hugging Face model as lm-eval sees it: texts in, log-probabilities or generated texts out."""
+
+from collections import defaultdict
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fcsd.errors import BadInputError, ConfigError
+from fcsd.eval.answers import AnswerCache
+from fcsd.eval.generate import CACHE_TOKENS, generate_greedy
+from fcsd.eval.logprobs import batches, check_head, continuation_logprobs
+
+# lm-eval's default for tasks that do not say how long an answer may be.
+MAX_NEW_TOKENS = 256
+
+
+class HFAdapter(TemplateLM):
+    """Scores and generates as lm-eval's HFLM does, faster, and refuses what HFLM lets through.
+
+    HFLM reports a score for NaN logits and silently cuts prompts that are too long; here both are errors.
+
+    Args:
+        model: a causal LM in eval mode.
+        tokenizer: its tokenizer.
+        batch_size: most sequences in one forward; None for as many as the token limits allow.
+        cache: where answers are kept for a later resume.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int | None = None,
+        cache: AnswerCache | None = None,
+    ) -> None:
+        super().__init__()
+        check_head(model)
+        self.model = model
+        self.tokenizer: Any = tokenizer
+        self.batch_size = batch_size
+        self.cache = cache
+        self._device = model.device
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that stands before the first one: BOS, or EOS for models without."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def max_length(self) -> int:
+        """The longest input in tokens."""
+        return resolve_max_length(self.model.config, self.tokenizer)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self._encode_all([string], add_special_tokens)[0]
+
+    def _encode_all(self, strings: list[str], add_special_tokens: bool | None = None) -> list[list[int]]:
+        """Token ids of each string; the tokenizer adds its own special tokens unless the text has its BOS."""
+        prefix = self.tokenizer.decode(self.prefix_token_id)
+        ids: list[list[int]] = [[]] * len(strings)
+        groups: dict[bool, list[int]] = defaultdict(list)
+        for index, string in enumerate(strings):
+            special = not string.startswith(prefix) if add_special_tokens is None else add_special_tokens
+            groups[special].append(index)
+        for special, members in groups.items():
+            encoded = self.tokenizer([strings[i] for i in members], add_special_tokens=special)["input_ids"]
+            for index, tokens in zip(members, encoded, strict=True):
+                ids[index] = tokens
+        return ids
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """As the base class, but whole batches go through the tokenizer at once, each context once."""
+        texts = [request.args for request in requests]
+        # Trailing spaces belong to the continuation: tokenizers join them with the next word.
+        stripped = [context.rstrip() for context, _ in texts]
+        split = [(left, c[len(left) :] + rest) for left, (c, rest) in zip(stripped, texts, strict=True)]
+        lefts = list(dict.fromkeys(left for left in stripped if left))
+        encoded = dict(zip(lefts, self._encode_all(lefts), strict=True))
+        wholes = self._encode_all([left + right for left, right in split])
+        bare = [i for i, (left, _) in enumerate(split) if not left]
+        for i, tokens in zip(bare, self._encode_all([split[i][1] for i in bare], False), strict=True):
+            wholes[i] = tokens
+        pairs = []
+        for (context, continuation), (left, _), whole in zip(texts, split, wholes, strict=True):
+            if left:
+                cut = len(encoded[left])
+            else:  # nothing to condition on: the prefix token takes the context's place
+                whole = whole if whole[:1] == [self.prefix_token_id] else [self.prefix_token_id, *whole]
+                cut = 1
+            pairs.append(((context, continuation), whole[:cut], whole[cut:]))
+        return self._loglikelihood_tokens(pairs)
+
+    def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
+        for (context, continuation), context_ids, ids in requests:
+            if not context_ids or not ids:
+                raise BadInputError(f"a request has no tokens to score: {(context + continuation)[-80:]!r}")
+            self._require_fits(len(context_ids) + len(ids) - 1, context)
+        answers: list[Any] = [self._cached(["loglikelihood", *texts]) for texts, _, _ in requests]
+        open_ = [i for i, answer in enumerate(answers) if answer is None]
+        with tqdm(total=len(open_), desc="scoring", disable=None, leave=False) as bar:
+
+            def done(index: int, answer: tuple[float, bool]) -> None:
+                self._store(["loglikelihood", *requests[open_[index]][0]], answer)
+                bar.update()
+
+            todo = [(requests[i][1], requests[i][2]) for i in open_]
+            scored = continuation_logprobs(self.model, todo, batch_size=self.batch_size, done=done)
+        for i, answer in zip(open_, scored, strict=True):
+            answers[i] = answer
+        return [(float(logprob), bool(greedy)) for logprob, greedy in answers]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of each whole text, in disjoint windows of ``max_length`` tokens."""
+        return [sum(parts) for parts in self._rolling([request.args[0] for request in requests])]
+
+    def text_loglikelihoods(self, texts: list[str]) -> list[tuple[float, int]]:
+        """``(log-likelihood, tokens)`` of each text, in disjoint windows of ``max_length`` tokens."""
+        counts = [len(tokens) for tokens in self._encode_all(texts)]
+        return list(zip(map(sum, self._rolling(texts)), counts, strict=True))
+
+    def _rolling(self, texts: list[str]) -> list[list[float]]:
+        owners, requests = [], []
+        for owner, tokens in enumerate(self._encode_all(texts)):
+            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
+            for number, window in enumerate(windows):
+                owners.append(owner)
+                context, continuation = make_disjoint_window(window)
+                requests.append(((f"window {number}", texts[owner]), context, continuation))
+        totals: list[list[float]] = [[] for _ in texts]
+        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(requests), strict=True):
+            totals[owner].append(logprob)
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Greedy answers, cut before the first stop string; sampling is refused."""
+        answers: list[Any] = [self._cached(["generate_until", *request.args]) for request in requests]
+        groups: dict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            settings: Any = normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS)
+            if settings["do_sample"]:
+                raise ConfigError("the task asks for sampling", "only greedy generation is comparable between models")
+            if answers[index] is None:
+                groups[(tuple(settings["until"]), settings["max_gen_toks"])].append(index)
+        prompts = dict(enumerate(self._encode_all([request.args[0] for request in requests])))
+        for (_, max_new_tokens), members in groups.items():
+            for index in members:
+                if not prompts[index]:
+                    raise BadInputError("a prompt has no tokens")
+                self._require_fits(len(prompts[index]) + max_new_tokens - 1, requests[index].args[0])
+        with tqdm(total=sum(map(len, groups.values())), desc="generating", disable=None, leave=False) as bar:
+            for (stops, max_new_tokens), members in groups.items():
+                sizes = [len(prompts[i]) + max_new_tokens for i in members]
+                for batch in batches(sizes, CACHE_TOKENS, self.batch_size):
+                    chosen = [members[i] for i in batch]
+                    texts = self._generate([prompts[i] for i in chosen], stops, max_new_tokens)
+                    for index, text in zip(chosen, texts, strict=True):
+                        answers[index] = text
+                        self._store(["generate_until", *requests[index].args], text)
+                    bar.update(len(batch))
+        return answers
+
+    def _generate(self, prompts: list[list[int]], stops: tuple[str, ...], max_new_tokens: int) -> list[str]:
+        """The texts a batch of prompts is continued with."""
+        added = self.tokenizer.get_added_vocab()
+        generation: Any = self.model.generation_config
+        eos = generation.eos_token_id
+        ends = {self.eot_token_id, *([eos] if isinstance(eos, int) else eos or [])}
+        ends |= {added[stop] for stop in stops if stop in added}
+        # A stop string of n bytes is at most n tokens long; a few more cover one that straddles tokens.
+        tail = max([len(stop.encode()) for stop in stops], default=0) + 4
+
+        def finished(tokens: list[int]) -> bool:
+            text = self.tokenizer.decode(tokens[-tail:], skip_special_tokens=True) if stops else ""
+            return tokens[-1] in ends or any(stop in text for stop in stops)
+
+        texts = []
+        for tokens in generate_greedy(self.model, prompts, max_new_tokens=max_new_tokens, finished=finished):
+            text = self.tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens, skip_special_tokens=True)
+            for stop in filter(None, stops):
+                text = text.split(stop)[0]
+            texts.append(text)
+        return texts
+
+    def _require_fits(self, tokens: int, text: str) -> None:
+        if tokens > self.max_length:
+            raise BadInputError(
+                f"a prompt needs {tokens} tokens, the model takes {self.max_length}: {text[:60]!r}...",
+                "leave the task out, or lower its shots or answer length; a cut prompt would be a false score",
+            )
+
+    def _cached(self, request: list[Any]) -> Any:
+        return None if self.cache is None else self.cache.get(request)
+
+    def _store(self, request: list[Any], answer: Any) -> None:
+        if self.cache is not None:
+            self.cache.add(request, answer)

@@ -1,0 +1,69 @@
+"""Greedy generation in batches with a KV cache; finished rows leave the batch instead of holding it up."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from fcsd.eval.kv import left_padded, select_rows
+from fcsd.eval.logprobs import require_finite
+
+# Tokens (prompt and answer, padded) whose keys and values are held at once.
+CACHE_TOKENS = 65536
+
+
+@torch.no_grad()
+def generate_greedy(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    finished: Callable[[list[int]], bool],
+) -> list[list[int]]:
+    """Continue every prompt by its most likely tokens.
+
+    Sampling settings and penalties in the model's ``generation_config`` are not applied.
+
+    Args:
+        model: a causal LM in eval mode.
+        prompts: token ids, one non-empty sequence a row.
+        max_new_tokens: the most tokens to add to a row.
+        finished: told the new tokens of a row after each step; True ends the row.
+
+    Returns:
+        The new tokens of each row, the one that ended it included.
+
+    Raises:
+        NonFiniteError: NaN or infinite logits.
+    """
+    ids, mask, positions = left_padded(prompts, model.device)
+    cache = DynamicCache(config=model.config)
+    new: list[list[int]] = [[] for _ in prompts]
+    rows = list(range(len(prompts)))
+    running = set(rows)
+    while True:
+        logits = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        require_finite(logits)
+        ids = logits.argmax(-1, keepdim=True)
+        for row, token in zip(rows, ids[:, 0].tolist(), strict=True):
+            if row in running:
+                new[row].append(token)
+                if len(new[row]) == max_new_tokens or finished(new[row]):
+                    running.discard(row)
+        if not running:
+            return new
+        positions = positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+        # Copying the cache costs more than a few idle rows.
+        if len(running) <= 0.75 * len(rows):
+            keep = torch.tensor([i for i, row in enumerate(rows) if row in running], device=model.device)
+            select_rows(cache, keep, len(rows))
+            ids, positions, mask = ids[keep], positions[keep], mask[keep]
+            rows = [row for row in rows if row in running]

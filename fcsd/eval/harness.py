@@ -1,0 +1,189 @@
+"""Evaluate models on a suite: lm-eval as a library, several models in one process, one result row a task."""
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fcsd.errors import ConfigError
+from fcsd.eval.adapter import HFAdapter
+from fcsd.eval.answers import AnswerCache
+from fcsd.eval.isolate import eval_mode, preserved_rng
+from fcsd.eval.perplexity import HeldOut, held_out_result
+from fcsd.eval.results import ResultFile, json_sha256, shown
+from fcsd.eval.suite import select
+from fcsd.eval.tasks import LoadedTask, load_tasks, task_result
+
+log = logging.getLogger(__name__)
+
+
+class Loaded(NamedTuple):
+    """A model already in memory, for evaluation inside another program such as a training loop."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def evaluate(
+    models: Sequence[str | Loaded],
+    *,
+    suite: str = "paper",
+    tasks: Sequence[str] | None = None,
+    baseline: str | Loaded | None = None,
+    data_mirror: str | Path | None = None,
+    held_out: str | Path | None = None,
+    limit: int | None = None,
+    batch_size: int | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    out: str | Path | None = None,
+    accept_unsafe_exec: bool = False,
+) -> list[dict[str, Any]]:
+    """Evaluate each model on each task of a suite.
+
+    Args:
+        models: directories, hub ids, or models in memory.
+        suite: a name in ``suite.SUITES``; ``tasks`` picks some of its rows by column or task name.
+        baseline: one more model, evaluated first; the others are compared with it afterwards.
+        data_mirror: a directory of data sets under their hub names; None for the hub and its cache.
+        held_out: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` text for one more row, the held-out loss.
+        limit: score only the first ``limit`` documents of every task.
+        batch_size: most sequences in one forward; None for as many as fit fixed token limits.
+        device: ``cuda`` where there is one, else ``cpu``.
+        dtype: of the weights; None for float32 on the CPU and bfloat16 on a GPU.
+        out: a directory for one ``<model>.json`` each. Answers are kept there too: a killed evaluation, started
+            again, repeats none of them.
+        accept_unsafe_exec: run generated programs even where no sandbox is available.
+
+    Returns:
+        One row per model and task: ``model, suite, column, task, metric, filter, value, stderr, n, chance,
+        items, settings, settings_sha256, data_sha256, data_files, sandbox, engine, versions, seconds``. ``value``
+        is a fraction (a loss in nats per token, a perplexity); ``items`` holds the per-question results in a
+        fixed order, from which ``compare`` pairs models.
+
+    Raises:
+        ConfigError: unknown suite or task, a task that cannot run here, two models of one name.
+        BadInputError: missing or empty data, a prompt longer than the model takes, a model that cannot be loaded.
+        NonFiniteError: a model gives NaN or infinite logits; it gets no score.
+    """
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit must be at least 1, not {limit}")
+    ordered = [*([] if baseline is None else [baseline]), *(m for m in models if m != baseline)]
+    names = names_of([m.name if isinstance(m, Loaded) else m for m in ordered])
+    text = None if held_out is None else HeldOut(Path(held_out))
+    mirror = None if data_mirror is None else Path(data_mirror).absolute()  # loading changes directory
+    directory = None if out is None else Path(out)
+    results: list[dict[str, Any]] = []
+    with preserved_rng(), load_tasks(select(suite, tasks), mirror) as loaded_tasks:
+        for name, model in zip(names, ordered, strict=True):
+            with _opened(model, device, dtype, batch_size, directory) as lm:
+                file = None if directory is None else ResultFile(directory / f"{name}.json")
+                start = time.perf_counter()
+                for result in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
+                    row = {"model": name, "suite": suite, "baseline": model == baseline, **result}
+                    row |= {"engine": _engine(lm), "versions": _versions()}
+                    row |= {"seconds": round(time.perf_counter() - start, 2)}
+                    log.info("%s", summary(row))
+                    results.append(row)
+                    if file is not None:
+                        file.add(row)
+                    start = time.perf_counter()
+    return results
+
+
+def _results(
+    lm: HFAdapter,
+    tasks: Sequence[LoadedTask],
+    text: HeldOut | None,
+    limit: int | None,
+    accept_unsafe_exec: bool,
+) -> Iterator[dict[str, Any]]:
+    """What one model scores, a result at a time."""
+    for task in tasks:
+        yield task_result(task, lm, limit, accept_unsafe_exec)
+    if text is not None:
+        yield held_out_result(text, lm)
+
+
+def summary(row: dict[str, Any]) -> str:
+    """One result on one line."""
+    value = " ± ".join(shown(row))
+    return f"{row['model']}  {row['column']}  {row['metric']} {value}  (n={row['n']}, {row['seconds']} s)"
+
+
+def names_of(paths: Sequence[str]) -> list[str]:
+    """Short, distinct names: the last part of each path, or the whole of it where two would be the same.
+
+    Raises:
+        ConfigError: the same model twice.
+    """
+    if len(set(paths)) < len(paths):
+        raise ConfigError("the same model is named twice")
+    last = [Path(path).name or path for path in paths]
+    return [
+        name if last.count(name) == 1 else path.strip("/").replace("/", "--")
+        for name, path in zip(last, paths, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def _opened(
+    model: str | Loaded, device: str | None, dtype: str | None, batch_size: int | None, out: Path | None
+) -> Iterator[HFAdapter]:
+    """The model behind lm-eval's interface; one that was loaded here is freed afterwards."""
+    if isinstance(model, Loaded):
+        with eval_mode(model.model):
+            yield HFAdapter(model.model, model.tokenizer, batch_size=batch_size)
+        return
+    import torch
+    from transformers import AutoTokenizer
+
+    from fcsd.checkpoint import resolve
+    from fcsd.models.build import load_model
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+    path = resolve(model).path
+    network = load_model(path, dtype=getattr(torch, dtype), device=device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    cache = None
+    if out is not None:
+        key = json_sha256([_fingerprint(path), dtype, device, batch_size, _versions()])
+        cache = AnswerCache(out / "answers" / f"{key[:16]}.jsonl")
+    try:
+        yield HFAdapter(network, tokenizer, batch_size=batch_size, cache=cache)
+    finally:
+        if cache is not None:
+            cache.close()
+        del network
+        gc.collect()
+        if device != "cpu":
+            torch.cuda.empty_cache()
+
+
+def _fingerprint(path: Path) -> list[tuple[str, int, int]]:
+    """What tells this directory's model from another without reading its weights."""
+    files = sorted(p for p in path.iterdir() if p.is_file())
+    return [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+
+
+def _engine(lm: HFAdapter) -> dict[str, Any]:
+    return {
+        "name": "hf",
+        "dtype": str(lm.model.dtype).removeprefix("torch."),
+        "device": lm.model.device.type,
+        "attention": lm.model.config._attn_implementation,
+        "batch_size": lm.batch_size,
+        "max_length": lm.max_length,
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("lm_eval", "transformers", "torch", "datasets")}

@@ -1,0 +1,26 @@
+"""Batches of prompts of unequal length over a key-value cache."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+
+def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, attention mask and position ids ``[batch, width]``; every row's next token follows the last column."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[*[0] * (width - len(row)), *row] for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def select_rows(cache: DynamicCache, rows: torch.Tensor, batch: int) -> None:
+    """Replace the ``batch`` rows of a cache by those at the indices ``rows``, in that order, repeats allowed.
+
+    Layers with Desync wiring hold ``[ranks * batch, ...]``, rank by rank.
+    """
+    layers: Any = cache.layers
+    for layer in layers:
+        ranks = layer.keys.shape[0] // batch
+        layer.batch_select_indices(torch.cat([rows + rank * batch for rank in range(ranks)]))

@@ -1,0 +1,84 @@
+"""Held-out loss: mean negative log-likelihood per token of documents no model was trained on."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from fcsd.errors import BadInputError
+from fcsd.eval.adapter import HFAdapter
+from fcsd.eval.results import file_sha256, json_sha256
+from fcsd.eval.statistics import estimate
+
+HELD_OUT = "Held-out loss"
+
+
+class HeldOut:
+    """A held-out text: its documents and where they came from."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.texts = read_texts(path)
+
+
+def read_texts(path: Path, column: str = "text") -> list[str]:
+    """The documents of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file; empty ones are left out.
+
+    Raises:
+        BadInputError: no such file, another format, a row without the column, or no text at all.
+    """
+    if not path.is_file():
+        raise BadInputError(f"held-out text {path} does not exist")
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.read_table(path)
+        if column not in table.column_names:
+            raise BadInputError(f"{path} has no column {column!r}", f"it has: {', '.join(table.column_names)}")
+        texts = table[column].to_pylist()
+    elif path.name.endswith((".jsonl", ".jsonl.gz")):
+        data = path.read_bytes()
+        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
+        texts = [_text(line, number, path, column) for number, line in enumerate(lines, 1) if line.strip()]
+    else:
+        raise BadInputError(f"held-out text {path} is neither .jsonl, .jsonl.gz nor .parquet")
+    texts = [text for text in texts if text]
+    if not texts:
+        raise BadInputError(f"held-out text {path} is empty")
+    return texts
+
+
+def _text(line: str, number: int, path: Path, column: str) -> str:
+    try:
+        text = json.loads(line)[column]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise BadInputError(f"{path}:{number}: not a JSON object with a {column!r}") from error
+    if not isinstance(text, str):
+        raise BadInputError(f"{path}:{number}: {column!r} is not a text")
+    return text
+
+
+def held_out_result(text: HeldOut, lm: HFAdapter) -> dict[str, Any]:
+    """The held-out loss as a result row; each item is ``(negative log-likelihood in nats, tokens)`` of a document.
+
+    Documents are read in disjoint windows of the model's length. The perplexity is the exponential of the value.
+    """
+    items = [(-loglikelihood, tokens) for loglikelihood, tokens in lm.text_loglikelihoods(text.texts)]
+    value, stderr = estimate(items)
+    settings = {"harness": "fcsd", "task": "held_out", "max_length": lm.max_length}
+    return {
+        "column": HELD_OUT,
+        "task": "held_out",
+        "metric": "nll_per_token",
+        "filter": "none",
+        "value": value,
+        "stderr": stderr,
+        "n": len(items),
+        "chance": None,
+        "items": items,
+        "settings": settings,
+        "settings_sha256": json_sha256(settings),
+        "data_sha256": json_sha256(text.texts),
+        "data_files": {text.path.name: file_sha256(text.path)},
+        "sandbox": None,
+    }

@@ -1,0 +1,1 @@
+"""Triton kernels, each equal to a torch reference elsewhere in fcsd."""

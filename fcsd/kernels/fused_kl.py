@@ -1,0 +1,180 @@
+"""The losses of ``fcsd.distill.losses`` for GPUs: same arguments, same results, two passes over the logits.
+
+cuBLAS makes a chunk's logits (bf16 operands, fp32 sums), the Triton kernels of ``vocabulary`` turn them into losses
+and the gradient at the student's logits, and two more products carry that gradient to the hidden states and the
+head. Backward recomputes nothing.
+
+A chunk's gradient is held in the head's dtype (bf16: 2 bytes a logit). Its logits, 4 bytes for each model, are made
+for half a chunk at a time: the head's gradient is read and written once a chunk, so the products that take the
+gradient want more tokens than those that make the logits. In all 6 bytes per token of a chunk and word.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .vocabulary import Launch, divergence, multiply_, negative_log_likelihood
+
+IGNORE = -100  # label of a position that predicts nothing
+
+Rows = slice | Tensor  # a range of positions, or the numbers of those that count
+# (rows, their student logits [rows, vocab] fp32, gradient [rows, vocab] to fill or None) -> losses [rows, spans]
+Fill = Callable[[Rows, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the work is cut; changes no result beyond rounding.
+
+    Args:
+        logit_share: logits are made for ``chunk_tokens / logit_share`` tokens at a time.
+        head_sum: dtype in which the head's gradient is summed over chunks; None is the head's own. fp32 takes
+            ``4 * vocab * hidden`` bytes more.
+    """
+
+    logit_share: int = 2
+    head_sum: torch.dtype | None = None
+    launch: Launch = field(default_factory=Launch)
+
+
+DEFAULT = Tuning()
+
+
+def kl_divergence(
+    student_hidden: Tensor,
+    student_head: Tensor,
+    teacher_hidden: Tensor,
+    teacher_head: Tensor,
+    mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    denominator: float | Tensor = 1.0,
+    chunk_tokens: int = 512,
+    tuning: Tuning = DEFAULT,
+) -> Tensor:
+    """KL(teacher ‖ student); arguments and result as ``fcsd.distill.losses.kl_divergence``."""
+    share = _share(student_hidden, denominator)
+    scale = share * temperature  # T^2 of the loss, 1/T of the softmax
+    teacher_rows = teacher_hidden.detach().flatten(0, -2)
+    teacher_weight = _for_matmul(teacher_head.detach())
+
+    def fill(rows: Rows, student: Tensor, gradient: Tensor | None) -> Tensor:
+        teacher = _product(teacher_rows[rows].to(teacher_weight.dtype), teacher_weight.t())
+        return divergence(student, teacher, gradient, scale, temperature, tuning.launch)
+
+    return _swept(student_hidden, student_head, mask, fill, scale * temperature, chunk_tokens, tuning)
+
+
+def cross_entropy(
+    student_hidden: Tensor,
+    student_head: Tensor,
+    labels: Tensor,
+    *,
+    denominator: float | Tensor = 1.0,
+    chunk_tokens: int = 512,
+    tuning: Tuning = DEFAULT,
+) -> Tensor:
+    """Negative log-likelihood; arguments and result as ``fcsd.distill.losses.cross_entropy``."""
+    scale = _share(student_hidden, denominator)
+    targets = labels.flatten()
+
+    def fill(rows: Rows, logits: Tensor, gradient: Tensor | None) -> Tensor:
+        return negative_log_likelihood(logits, targets[rows], gradient, scale, tuning.launch)
+
+    return _swept(student_hidden, student_head, labels != IGNORE, fill, scale, chunk_tokens, tuning)
+
+
+def _swept(
+    hidden: Tensor, head: Tensor, counts: Tensor, fill: Fill, scale: Tensor, chunk_tokens: int, tuning: Tuning
+) -> Tensor:
+    """``scale`` times the sum of ``fill`` over the positions that count."""
+    keep = counts.flatten().nonzero().squeeze(1)
+    chunks = range(0, len(keep), chunk_tokens)
+    gathered = keep if len(keep) < counts.numel() else None
+    return _FusedHeadLoss.apply(  # type: ignore[return-value]
+        hidden.flatten(0, -2), head, gathered, chunks, fill, scale, tuning, torch.is_grad_enabled()
+    )
+
+
+class _FusedHeadLoss(torch.autograd.Function):
+    """Loss and its gradients in one sweep over the chunks; backward only hands them out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        keep: Tensor | None,
+        chunks: range,
+        fill: Fill,
+        scale: Tensor,
+        tuning: Tuning,
+        training: bool,
+    ) -> Tensor:
+        weight = _for_matmul(head)
+        to_hidden = torch.zeros_like(hidden) if training and ctx.needs_input_grad[0] else None
+        to_head = None
+        if training and ctx.needs_input_grad[1]:
+            to_head = torch.zeros_like(weight, dtype=tuning.head_sum or weight.dtype)
+        wanted = to_hidden is not None or to_head is not None
+        step = max(1, chunks.step // tuning.logit_share)
+        total = torch.zeros_like(scale)
+        with torch.cuda.device_of(hidden):
+            for start in chunks:
+                rows = _rows(keep, start, min(start + chunks.step, chunks.stop))
+                inputs = hidden[rows].to(weight.dtype)
+                gradient = weight.new_empty(len(inputs), len(weight)) if wanted else None
+                for at in range(0, len(inputs), step):
+                    end = min(at + step, len(inputs))
+                    part = None if gradient is None else gradient[at:end]
+                    # The logits have no name here, so that they are freed before the next are made.
+                    losses = fill(_rows(keep, start + at, start + end), _product(inputs[at:end], weight.t()), part)
+                    total += losses.sum()
+                if gradient is not None and to_hidden is not None:
+                    to_hidden[rows] = (gradient @ weight).to(hidden.dtype)
+                if gradient is not None and to_head is not None:
+                    _add_product(to_head, gradient.t(), inputs)
+        ctx.gradients = (to_hidden, None if to_head is None else to_head.to(head.dtype))
+        return total * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of a fused loss were already handed out: run its forward again")
+        gradients, ctx.gradients = ctx.gradients, None  # no second reference: autograd may keep the buffers as .grad
+        with torch.cuda.device_of(upstream):
+            scaled = [None if g is None else multiply_(g, upstream) for g in gradients]
+        return (*scaled, *[None] * 6)
+
+
+def _share(hidden: Tensor, denominator: float | Tensor) -> Tensor:
+    """``1 / denominator`` as an fp32 scalar on the device, without waiting for it."""
+    return (torch.ones((), device=hidden.device) / denominator).float()
+
+
+def _rows(keep: Tensor | None, start: int, stop: int) -> Rows:
+    """The positions ``start`` to ``stop`` among those that count: views where all do."""
+    return slice(start, stop) if keep is None else keep[start:stop]
+
+
+def _for_matmul(head: Tensor) -> Tensor:
+    """The head as its products need it: tensor cores sum bf16 operands in fp32, a CPU needs fp32 operands."""
+    return head if head.is_cuda else head.float()
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` with an unrounded fp32 result also for half-precision operands."""
+    return left @ right if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
+
+
+def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
+    """``sums += left @ right``, in the dtype of ``sums``, with fp32 sums inside the product."""
+    if sums.dtype == left.dtype:
+        sums.addmm_(left, right)
+    else:
+        torch.addmm(sums, left, right, out_dtype=sums.dtype, out=sums)

@@ -1,0 +1,106 @@
+"""The code a converted directory carries, so that it loads with ``trust_remote_code`` where fcsd is not installed.
+
+Four flat files: ``wiring.py`` and ``desync.py`` as they stand here, and two rendered ones that hold, as plain class
+statements, what ``build.py`` makes at run time for one architecture. transformers copies flat siblings only, and
+wants every other import to be a package: there are torch and transformers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib.resources import files
+
+from .archs import Arch
+from .build import PREFIX
+from .wiring import Blocks
+
+CONFIGURATION, MODELING = "configuration_fcsd", "modeling_fcsd"
+VERBATIM = ("wiring.py", "desync.py")
+# [oldest, first too new) transformers on which the rendered classes are tested; pyproject.toml says the same.
+TRANSFORMERS = ((5, 17), (6, 0))
+
+_CONFIGURATION = '''"""Config of a rewired {model_type} model, written by fcsd; transformers loads it first."""
+
+import transformers
+
+if not {oldest} <= tuple(int(part) for part in transformers.__version__.split(".")[:2]) < {too_new}:
+    raise ImportError(
+        "this rewired model needs transformers >={oldest_text},<{too_new_text}, not " + transformers.__version__
+    )
+
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+# AutoTokenizer goes by model type where it does not trust tokenizer_config.json.
+TOKENIZER_MAPPING_NAMES["{prefix}{model_type}"] = TOKENIZER_MAPPING_NAMES.get("{model_type}")
+
+
+class Fcsd{config}(transformers.{config}):
+    """{config} of a rewired model; ``fcsd`` says which layers are rewired, and how."""
+
+    model_type = "{prefix}{model_type}"
+    fcsd: dict | None = None
+'''
+
+_MODELING = '''"""Rewired {model_type}, written by fcsd: transformers' own classes, taken apart by wiring.py."""
+
+from transformers import {imports}
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+
+from .configuration_fcsd import Fcsd{config}
+from .wiring import Blocks, WiredModel
+
+# How experts lie on disk. Without it transformers would leave them at random, and only warn.
+_mapping = get_checkpoint_conversion_mapping("{model_type}")
+if _mapping is not None:
+    register_checkpoint_conversion_mapping("{prefix}{model_type}", _mapping, overwrite=True)
+'''
+
+_CLASS = '''
+
+class Fcsd{name}(WiredModel, {name}):
+    """{name}, wired as its config's ``fcsd`` block says."""
+
+    config_class = Fcsd{config}
+    fcsd_decoder = "{decoder}"
+    fcsd_blocks = {blocks}
+'''
+
+
+def architectures(arch: Arch, base: str) -> list[str]:
+    """``architectures`` of config.json for a checkpoint whose base class is ``base``."""
+    assert base in {name for name, _ in arch.classes.values()}
+    return [f"Fcsd{base}"]
+
+
+def auto_map(arch: Arch) -> dict[str, str]:
+    """``auto_map`` of config.json: Auto class -> module and class that transformers loads for it."""
+    models = {auto: f"{MODELING}.Fcsd{name}" for auto, (name, _) in arch.classes.items()}
+    return {"AutoConfig": f"{CONFIGURATION}.Fcsd{arch.config}", **models}
+
+
+def render(arch: Arch) -> Mapping[str, str]:
+    """File name -> text of the code in a converted directory of this architecture."""
+    oldest, too_new = TRANSFORMERS
+    decoders = dict(sorted(arch.classes.values()))
+    common = {"model_type": arch.model_type, "prefix": PREFIX, "config": arch.config}
+    configuration = _CONFIGURATION.format(
+        **common,
+        oldest=oldest,
+        too_new=too_new,
+        oldest_text=".".join(map(str, oldest)),
+        too_new_text=too_new[0],
+    )
+    modeling = _MODELING.format(**common, imports=", ".join(decoders))
+    for name, decoder in decoders.items():
+        modeling += _CLASS.format(**common, name=name, decoder=decoder, blocks=_source(arch.blocks))
+    shipped = {name: files("fcsd.models").joinpath(name).read_text() for name in VERBATIM}
+    return {f"{CONFIGURATION}.py": configuration, f"{MODELING}.py": modeling, **shipped}
+
+
+def _source(blocks: Blocks) -> str:
+    default = Blocks()
+    chosen = {f.name: getattr(blocks, f.name) for f in fields(Blocks)}
+    given = [f"{name}={value!r}" for name, value in chosen.items() if value != getattr(default, name)]
+    return f"Blocks({', '.join(given)})".replace("'", '"')

@@ -1,0 +1,205 @@
+"""The proof that conversion changed nothing but the wiring.
+
+With the wiring off, the first layers of the converted directory must reproduce the original's logits bit for bit;
+with it on, exactly the chosen layers must be rewired and the logits finite. Of a model larger than memory, as many
+layers are built as fit, and only their tensors are read.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fcsd.checkpoint import CheckpointConfig, Layout
+from fcsd.errors import BadInputError, FcsdError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from fcsd.models.archs import Arch
+
+_TOKENS = 24
+_BUG = "This is a bug in fcsd: please report it with the model's name."
+_SHARE = 0.7  # of the free memory; what a forward pass of _TOKENS needs is small beside a layer
+# Bytes in memory for one on disk: a quantised checkpoint is dequantised to bf16.
+_GROWTH = {None: 1.0, "fp8": 2.0, "mxfp4": 64 / 17}
+_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # config lists with one entry a layer
+_LAYER_LISTS = ("mlp_only_layers", "moe_layers")  # config lists of layer indices
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is compared, and what that takes.
+
+    Attributes:
+        layers: of the ``of`` layers; 0 if not even one fits in memory.
+        read_bytes: read from disk, once from each directory.
+        memory_bytes: needed at a time.
+        free_bytes: what there is.
+    """
+
+    layers: int
+    of: int
+    read_bytes: int
+    memory_bytes: int
+    free_bytes: int
+
+    def to_text(self) -> str:
+        """One line, to be said before it happens."""
+        from rich.filesize import decimal
+
+        return (
+            f"parity: first {self.layers} of {self.of} layers, reads {decimal(self.read_bytes)} twice, "
+            f"needs {decimal(self.memory_bytes)} of {decimal(self.free_bytes)} free memory"
+        )
+
+
+def plan_proof(layout: Layout, config: CheckpointConfig, arch: "Arch", free_bytes: int | None = None) -> Proof:
+    """How many layers fit; from headers alone.
+
+    Args:
+        free_bytes: memory to count on; measured by default.
+    """
+    free = free_memory() if free_bytes is None else free_bytes
+    of = config.text["num_hidden_layers"]
+    of_layer = [0] * of
+    rest = 0
+    for name, tensor in layout.tensors.items():
+        index = layer_index(arch, name)
+        if index is None:
+            rest += tensor.end - tensor.start
+        elif index < of:
+            of_layer[index] += tensor.end - tensor.start
+    layers, read, memory = 0, 0, 0
+    for count in range(1, of + 1):
+        # Fusing a layer's experts holds that layer twice.
+        need = int((rest + sum(of_layer[:count]) + max(of_layer[:count])) * _GROWTH[config.quantization])
+        if need > free * _SHARE:
+            break
+        layers, read, memory = count, rest + sum(of_layer[:count]), need
+    return Proof(layers, of, read, memory, free)
+
+
+def prove_parity(original: Layout, converted: Path, config: CheckpointConfig, arch: "Arch", layers: int) -> None:
+    """Build the first ``layers`` layers from both directories and compare their logits.
+
+    Args:
+        original: the base's files.
+        converted: has the same shards under the same names.
+        config: the base's.
+
+    Raises:
+        FcsdError: the logits differ, the wiring is not on, or it gives non-finite logits.
+        BadInputError: the original's own logits are not finite, or its tensors do not load.
+    """
+    import torch
+
+    from fcsd.models.build import decoder_layers, unwired, wire
+    from fcsd.models.desync import DesyncLayer
+    from fcsd.models.wiring import WiredLayer
+
+    shards = [name for name, header in original.shards.items() if _wanted(header, arch, layers)]
+    model = first_layers(original.path, [original.files[name] for name in shards], config, arch, layers)
+    expected = logits(model)
+    if not torch.isfinite(expected).all():
+        raise BadInputError(f"{original.path}: the model's logits are not finite as it is")
+    del model
+
+    model = first_layers(converted, [converted / name for name in shards], config, arch, layers)
+    on = {i for i, layer in enumerate(decoder_layers(model)) if isinstance(layer, WiredLayer | DesyncLayer)}
+    if missing := sorted(set(model.config.fcsd["layers"]) - on):
+        raise FcsdError(f"{converted}: layers {missing} are not rewired", _BUG)
+    if not torch.isfinite(logits(model)).all():
+        raise FcsdError(f"{converted}: the rewired model's logits are not finite", _BUG)
+    if not torch.equal(logits(wire(model, unwired())), expected):
+        raise FcsdError(f"{converted}: with the wiring off, logits differ from {original.path}'s", _BUG)
+
+
+def free_memory() -> int:
+    """Bytes this process may still take: the machine's, or what its control group (a container) leaves."""
+    meminfo = Path("/proc/meminfo").read_text()
+    free = int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return max(free, 0)
+
+
+def layer_index(arch: "Arch", name: str) -> int | None:
+    """The decoder layer that a tensor on disk belongs to, None if to none."""
+    _, decoder = arch.classes["AutoModelForCausalLM"]
+    match = re.match(rf"{re.escape(decoder)}\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else None
+
+
+def shortened(config: Any, layers: int) -> Any:
+    """The config, changed in place, of a model that has only the first ``layers`` layers."""
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    for key, value in list(vars(text).items()):
+        if key in _PER_LAYER and value is not None:
+            setattr(text, key, value[:layers])
+        elif key in _LAYER_LISTS and value is not None:
+            setattr(text, key, [i for i in value if i < layers])
+    if config.model_type.startswith("fcsd_"):
+        config.fcsd = {**config.fcsd, "layers": [i for i in config.fcsd["layers"] if i < layers]}
+    return config
+
+
+def _wanted(names: Iterable[str], arch: "Arch", layers: int) -> list[str]:
+    """The tensors that a model of ``layers`` layers has: those of its layers, and those of no layer."""
+    return [name for name in names if (index := layer_index(arch, name)) is None or index < layers]
+
+
+def first_layers(
+    directory: Path, shards: list[Path], base: CheckpointConfig, arch: "Arch", layers: int
+) -> "PreTrainedModel":
+    """A model of the first layers only, on the CPU, from the tensors it needs; strict, as ``load_model`` is."""
+    import transformers
+    from safetensors import safe_open
+
+    from fcsd.models.build import PREFIX, model_classes, register
+
+    register()
+    config = shortened(transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False), layers)
+    if config.model_type.startswith(PREFIX):
+        cls = model_classes(arch.model_type)["AutoModelForCausalLM"]
+    else:
+        cls = getattr(transformers, arch.classes["AutoModelForCausalLM"][0])
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        with safe_open(shard, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in _wanted(file.keys(), arch, layers)}
+    loaded: Any = cls.from_pretrained(
+        None, config=config, state_dict=tensors, output_loading_info=True, quantization_config=_dequantise(base)
+    )
+    model, report = loaded
+    if problems := {kind: sorted(map(str, keys))[:5] for kind, keys in report.items() if keys}:
+        raise BadInputError(f"{directory}: the first {layers} layers do not load: {problems}")
+    return model.eval()
+
+
+def _dequantise(base: CheckpointConfig) -> Any:
+    from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+
+    if base.quantization is None:
+        return None
+    return {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}[base.quantization](dequantize=True)
+
+
+def token_ids(model: "PreTrainedModel") -> "Tensor":
+    """``[1, _TOKENS]``, the same for the same vocabulary."""
+    import torch
+
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: "PreTrainedModel") -> "Tensor":
+    """``[1, _TOKENS, vocab]`` on ``token_ids``."""
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=token_ids(model), use_cache=False).logits

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# The whole pipeline on the bundled teacher, on two CPU cores: convert, distil (KL and SFT), evaluate, export.
+# Usage: scripts/quickstart.sh [OUT]     OUT is ./quickstart unless given, and must not exist yet.
+# FCSD_VENV=DIR uses another environment than .venv. Needs no network once installed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out="${1:-quickstart}"
+if [ -e "$out" ]; then
+  echo "$out exists; remove it or name another directory: scripts/quickstart.sh OUT" >&2
+  exit 2
+fi
+source scripts/venv.sh
+export HF_HUB_OFFLINE=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc)}"
+started=$SECONDS
+step() { printf '\n==== %s (%s s)\n' "$1" "$((SECONDS - started))"; }
+
+step "convert: rewire every layer, prove that off is off"
+fcsd convert assets/teacher "$out/untrained" --wiring farskip --layers all
+
+step "distil: KL to the teacher"
+fcsd distill --recipe tiny --set model="$out/untrained" --output-dir "$out/runs/kl"
+step "distil: cross-entropy on the same text, the control"
+fcsd distill --recipe tiny-sft --set model="$out/untrained" --output-dir "$out/runs/sft"
+
+step "export: ordinary checkpoints, reloaded by a process that has no fcsd"
+fcsd export "$out/runs/kl" "$out/kl"
+fcsd export "$out/runs/sft" "$out/sft"
+
+step "evaluate: teacher, untrained conversion and both students"
+fcsd eval "$out/untrained" "$out/kl" "$out/sft" --baseline assets/teacher --untrained "$out/untrained" \
+  --suite quickstart --limit 100 \
+  --data-mirror assets/mirror --held-out assets/corpus/held_out.jsonl --out "$out/eval"
+
+step "done"
+python - "$out" <<'PYTHON'
+import json
+import sys
+from pathlib import Path
+
+from fcsd.eval.statistics import paired_difference
+
+out = Path(sys.argv[1])
+rows = {name: json.loads((out / f"eval/{name}.json").read_text()) for name in ("untrained", "kl")}
+items = {name: next(row["items"] for row in found if row["task"] == "held_out") for name, found in rows.items()}
+gain, stderr = paired_difference(items["untrained"], items["kl"])
+print(f"held-out loss: KL is {gain:.3f} ± {stderr:.3f} nats per token below the untrained conversion")
+print(f"table    {out}/eval/table.md\npicture  {out}/eval/bars.png\ncurves   {out}/runs/kl/curves.png\nmodel    {out}/kl")
+if gain <= 3 * stderr:
+    sys.exit("the distilled student is not better than the untrained conversion by 3 standard errors")
+PYTHON

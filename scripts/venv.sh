@@ -1,0 +1,14 @@
+# Sourced by the other scripts: activates a virtual environment with fcsd installed, making it if need be.
+# FCSD_VENV names another place than .venv; an environment that is up to date is used as it is.
+venv="${FCSD_VENV:-.venv}"
+if [ ! -x "$venv/bin/python" ]; then
+  python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fcsd needs Python 3.11 or newer" >&2; exit 1; }
+  python3 -m venv "$venv"
+fi
+source "$venv/bin/activate"
+here="$PWD $(cat pyproject.toml constraints.txt | sha256sum)"
+if [ "$(cat "$venv/fcsd-installed" 2>/dev/null)" != "$here" ]; then
+  # DeepSpeed compiles what it needs when it needs it; building it all at installation wants a CUDA toolkit.
+  DS_BUILD_OPS=0 python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+  echo "$here" > "$venv/fcsd-installed"
+fi

@@ -1,0 +1,65 @@
+"""What every command that takes a base model asks of it first, and the proof that a refusal touched nothing."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fcsd.checkpoint import CheckpointConfig, Comparison, Layout, read_config, read_layout, resolve, verify_tensors
+from fcsd.errors import BadInputError
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model that passed."""
+
+    config: CheckpointConfig
+    layout: Layout
+    comparison: Comparison
+
+
+def open_base(model: str, *, trust_remote_code: bool = False, allow_unexpected: bool = False) -> Base:
+    """Resolve, config, layout, tensors: strictly."""
+    source = resolve(model)
+    config = read_config(source.path, trust_remote_code=trust_remote_code)
+    layout = read_layout(source.path, allow_unexpected=allow_unexpected)
+    return Base(config, layout, verify_tensors(layout, config, allow_unexpected=allow_unexpected))
+
+
+def state_of(root: Path) -> dict[str, str]:
+    """Every path below ``root`` with its kind, times and, for regular files of sane size, content."""
+    state = {}
+    for path in sorted(root.rglob("*")):
+        info = path.lstat()
+        regular = path.is_file() and not path.is_symlink() and info.st_size < 1 << 24
+        content = hashlib.sha256(path.read_bytes()).hexdigest() if regular else ""
+        state[str(path)] = f"{info.st_mode:o} {info.st_size} {info.st_mtime_ns} {content}"
+    return state
+
+
+def refused(path: Path, *reasons: str, call: Callable[[str], Any] = open_base) -> str:
+    root = path.parent
+    before = state_of(root)
+    with pytest.raises(BadInputError) as caught:
+        call(str(path))
+    assert caught.value.exit_code == 3
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 1500, message
+    for reason in reasons:
+        assert reason in message
+    assert state_of(root) == before
+    return message
+
+
+def edit(file: Path, change: Callable[[dict], Any]) -> None:
+    value = json.loads(file.read_text())
+    change(value)
+    file.write_text(json.dumps(value))
+
+
+def shards(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors"))

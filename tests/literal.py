@@ -1,0 +1,90 @@
+"""The paper's table evaluated literally: whole sub-blocks of transformers, every partial sum spelt out.
+
+Independent of ``fcsd.models``: routed and shared outputs come from calling the whole MoE block with the other half's
+output projection set to zero.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+def mlp_of(layer: nn.Module) -> nn.Module:
+    return layer.feed_forward if hasattr(layer, "feed_forward") else layer.mlp
+
+
+@contextmanager
+def zeroed(*parameters: Tensor) -> Iterator[None]:
+    kept = [p.detach().clone() for p in parameters]
+    try:
+        for p in parameters:
+            p.data.zero_()
+        yield
+    finally:
+        for p, value in zip(parameters, kept, strict=True):
+            p.data.copy_(value)
+
+
+def whole(mlp: nn.Module, x: Tensor) -> Tensor:
+    out = mlp(x)
+    return (out[0] if isinstance(out, tuple) else out).view_as(x)
+
+
+def settled_and_routed(mlp: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """``(s_k, r_k)``; a dense MLP is all settled, a MoE without shared experts all routed."""
+    if not hasattr(mlp, "experts"):
+        return whole(mlp, x), torch.zeros_like(x)
+    shared = getattr(mlp, "shared_experts", None) or getattr(mlp, "shared_expert", None)
+    if shared is None:
+        return torch.zeros_like(x), whole(mlp, x)
+    with zeroed(mlp.experts.down_proj):
+        s = whole(mlp, x)
+    with zeroed(shared.down_proj.weight):
+        r = whole(mlp, x)
+    return s, r
+
+
+def layer_inputs(model: nn.Module, ids: Tensor) -> tuple[Tensor, list[dict]]:
+    """Embeddings, and what transformers' own loop passes to each layer (masks, rotary tables)."""
+    seen, handles = [], []
+    for layer in model.model.layers:
+        hook = lambda _, args, kwargs: seen.append((args, kwargs))  # noqa: E731
+        handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+    model(ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return seen[0][0][0], [kwargs for _, kwargs in seen]
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, ids: Tensor, name: str, variant: str, converted: set[int], distance: int = 1
+) -> list[Tensor]:
+    """``[o_0, ..., o_L, logits]`` of a wiring, from an unwired model (DESIGN §1; FarSkip eq. 8, Ladder eq. 2)."""
+    embeds, kwargs = layer_inputs(model, ids)
+    o = [embeds]  # o[k] is the stream before layer k
+    zero = torch.zeros_like(embeds)
+    a, s, r = [], [], []
+    for k, layer in enumerate(model.model.layers):
+        attn_rewired = name in ("farskip", "ladder") and variant != "mlp-only" and k in converted and k > 0
+        if name == "farskip":
+            attn_rewired = attn_rewired and k - 1 in converted  # border: full after a standard layer
+        mlp_rewired = name != "standard" and variant != "attn-only" and k in converted
+
+        attn_in = o[k]
+        if attn_rewired:
+            attn_in = o[k - 1] + (a[k - 1] if distance == 1 else zero) + (s[k - 1] if name == "farskip" else zero)
+        a.append(layer.self_attn(hidden_states=layer.input_layernorm(attn_in), **kwargs[k])[0])
+
+        mlp_in = o[k] + a[k]
+        if mlp_rewired:
+            mlp_in = o[k]
+            if distance == 2 and k > 0:
+                mlp_in = o[k - 1] + a[k - 1] + (s[k - 1] if name == "farskip" else zero)
+        settled, routed = settled_and_routed(mlp_of(layer), layer.post_attention_layernorm(mlp_in))
+        s.append(settled)
+        r.append(routed)
+        o.append(o[k] + a[k] + settled + routed)
+    return [*o, model.lm_head(model.model.norm(o[-1]))]

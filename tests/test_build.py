@@ -1,0 +1,136 @@
+"""Converted classes: registered without remote code, saved under the original names, loaded strictly."""
+
+import subprocess
+import sys
+
+import pytest
+import tiny
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from fcsd.errors import BadInputError
+from fcsd.models.build import converted_config, decoder_layers, load_model, model_classes, register, wire
+from fcsd.models.wiring import WiredLayer, Wiring
+
+ARCHS = list(tiny.CONFIGS)
+
+
+def converted(model, wiring):
+    """A converted model of its own class with the weights of ``model``."""
+    config = converted_config(model.config, wiring.to_block())
+    twin = model_classes(model.config.model_type)["AutoModelForCausalLM"](config).eval()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def names_and_shapes(directory):
+    with safe_open(directory / "model.safetensors", "pt") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_save_and_load_are_exact_under_the_original_names(arch, tmp_path):
+    register()
+    model, ids, wiring = tiny.model(arch), tiny.tokens(), Wiring("farskip", (1, 2, 3))
+    twin = converted(model, wiring)
+    model.save_pretrained(tmp_path / "base")
+    twin.save_pretrained(tmp_path / "twin")
+    assert names_and_shapes(tmp_path / "base") == names_and_shapes(tmp_path / "twin")
+    base, again = load_model(tmp_path / "base"), load_model(tmp_path / "twin")
+    with torch.no_grad():
+        assert torch.equal(base(ids).logits, model(ids).logits)
+        logits = wire(model, wiring)(ids).logits
+        assert torch.equal(twin(ids).logits, logits)
+        assert torch.equal(again(ids).logits, logits)
+    assert again.config.model_type == f"fcsd_{model.config.model_type}"
+    assert [isinstance(layer, WiredLayer) for layer in decoder_layers(again)] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "deepseek_v2"])
+def test_the_bare_model_is_wired_too(arch, tmp_path):
+    register()
+    twin, ids = converted(tiny.model(arch), Wiring("ladder", (0, 1, 2, 3))), tiny.tokens()
+    twin.save_pretrained(tmp_path)
+    bare = transformers.AutoModel.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(bare(ids).last_hidden_state, twin.model(ids).last_hidden_state)
+
+
+def test_desync_survives_a_round_trip(tmp_path):
+    register()
+    twin, ids = converted(tiny.model("llama"), Wiring("desync-4x", (0, 1, 2, 3), tp_degree=2)), tiny.tokens()
+    twin.save_pretrained(tmp_path)
+    assert torch.equal(load_model(tmp_path)(ids).logits, twin(ids).logits)
+
+
+def test_llama4_with_vision(tmp_path):
+    register()
+    model, wiring = tiny.llama4_vision(), Wiring("farskip", (0, 1, 2, 3))
+    image = torch.full((1, 4), 250)
+    ids = torch.cat([tiny.tokens(1, 5), image, tiny.tokens(1, 6, seed=2)], dim=1)
+    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(3))
+    twin = converted(model, wiring)
+    twin.save_pretrained(tmp_path)
+    with torch.no_grad():
+        off = model(input_ids=ids, pixel_values=pixels).logits
+        on = wire(model, wiring)(input_ids=ids, pixel_values=pixels).logits
+        blind = model(input_ids=ids, pixel_values=torch.zeros_like(pixels)).logits
+        assert not torch.equal(on, off) and not torch.equal(on, blind)
+        for auto in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
+            assert torch.equal(load_model(tmp_path, auto=auto)(input_ids=ids, pixel_values=pixels).logits, on)
+
+
+@pytest.mark.parametrize("order", ["import fcsd, transformers", "import transformers.models.auto.modeling_auto, fcsd"])
+def test_import_fcsd_is_enough(order, tmp_path):
+    twin, ids = converted(tiny.model("deepseek_v2"), Wiring("farskip", (0, 1, 2, 3))), tiny.tokens()
+    twin.save_pretrained(tmp_path)
+    torch.save((ids, twin(ids).logits), tmp_path / "expected.pt")
+    code = f"""{order}
+import sys
+assert ("torch" in sys.modules) == ("modeling_auto" in {order!r})
+import torch
+from transformers import AutoModelForCausalLM
+ids, expected = torch.load({str(tmp_path / "expected.pt")!r})
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+assert torch.equal(model(ids).logits, expected) and type(model).__module__ == "fcsd.models.build"
+"""
+    if order.startswith("import fcsd"):
+        code = code.replace("import fcsd, transformers", "import fcsd", 1)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def saved(tmp_path, arch="deepseek_v2"):
+    tiny.model(arch).save_pretrained(tmp_path)
+    return load_file(tmp_path / "model.safetensors")
+
+
+def test_a_missing_expert_is_an_error(tmp_path):
+    tensors = saved(tmp_path)
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadInputError, match="conversion"):
+        load_model(tmp_path)
+
+
+def test_a_missing_an_extra_and_a_misshaped_tensor_are_errors(tmp_path):
+    tensors = saved(tmp_path)
+    kept = tensors.pop("model.norm.weight")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadInputError, match=r"missing.*model\.norm\.weight"):
+        load_model(tmp_path)
+    save_file({**tensors, "model.norm.weight": kept[:3].clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadInputError, match="norm"):
+        load_model(tmp_path)
+    save_file(
+        {**tensors, "model.norm.weight": kept, "more": kept.clone()}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(BadInputError, match=r"unexpected.*more"):
+        load_model(tmp_path)
+
+
+def test_an_unsupported_type_is_named(tmp_path):
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1)).save_pretrained(tmp_path)
+    with pytest.raises(BadInputError, match="gpt2"):
+        load_model(tmp_path)

@@ -1,0 +1,131 @@
+"""MODEL as a hub id: the real client against a hub on localhost."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hub_server
+import pytest
+import sparse_checkpoint
+import tiny
+from huggingface_hub import constants
+
+from fcsd.checkpoint import inspect, resolve
+from fcsd.errors import BadInputError, DiskError
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny.model("qwen3_moe").save_pretrained(path, max_shard_size="300KB")
+    (path / "pytorch_model.bin").write_bytes(b"the same again, for someone else")
+    return path
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with hub_server.running() as hub:
+        hub_server.connect(hub, monkeypatch, tmp_path / "cache")
+        yield hub
+
+
+def refused(model: str) -> BadInputError:
+    with pytest.raises(BadInputError) as caught:
+        resolve(model)
+    assert "\n" not in str(caught.value) and caught.value.hint
+    return caught.value
+
+
+def test_resolve_pins_the_revision_and_caches(hub, saved, monkeypatch):
+    first = hub.add("org/model", saved)
+    source = resolve("org/model")
+    assert (source.repo_id, source.revision) == ("org/model", first)
+    assert source.path.name == first and not (source.path / "pytorch_model.bin").exists()
+    for file in saved.glob("*.safetensors"):
+        assert (source.path / file.name).read_bytes() == file.read_bytes()
+
+    second = hub.add("org/model", {"config.json": b"{}", "model.safetensors": b""})
+    assert resolve(f"org/model@{first}") == source
+    assert resolve("org/model@main").revision == second
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve(f"org/model@{first}").path == source.path
+    assert resolve("org/model@main").revision == second
+
+
+def test_cut_download_resumes(hub, saved, monkeypatch):
+    """The connection breaks inside a shard; what had arrived is not asked for again."""
+    hub.add("org/model", saved)
+    shard = max(saved.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    hub.faults[f"GET .*{shard.name}"] = ("cut", 100_000)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
+    path = resolve("org/model").path
+    assert (path / shard.name).read_bytes() == shard.read_bytes()
+    ranges = [line for line in hub.requests if line.startswith("GET") and shard.name in line]
+    assert len(ranges) == 2 and ranges[1].endswith("bytes=100000-")
+
+
+def test_hub_errors_are_one_line(hub, saved, monkeypatch):
+    hub.add("org/model", saved)
+    hub.add("org/gated", saved, gated="manual")
+    hub.add("org/private", saved, private=True)
+    hub.add("org/pickle", {"config.json": b"{}", "pytorch_model.bin": b""})
+    assert "org/none: is neither a directory here nor" in str(refused("org/none"))
+    assert "org/no--ne: is neither a directory here nor a hub id" in str(refused("org/no--ne"))
+    assert "org/private: is neither" in str(refused("org/private"))
+    assert "has no revision 'old'" in str(refused("org/model@old"))
+    assert f"Accept its terms at {hub.url}/org/gated" in (refused("org/gated").hint or "")
+    assert "pickled weights" in str(refused("org/pickle"))
+    hub.faults["GET /api/models/org/model"] = 503
+    assert "cannot be reached" in str(refused("org/model"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "cannot be reached" in str(refused("org/model"))
+
+
+def test_token_opens_the_gate_and_is_not_shown(hub, saved, monkeypatch, capfd):
+    hub.token = "hf_canary"
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    hub.add("org/gated", saved, gated="manual")
+    assert inspect("org/gated").gated
+    monkeypatch.setenv("HF_TOKEN", "hf_canary_wrong")
+    error = refused("org/gated@none")
+    captured = capfd.readouterr()
+    assert "hf_canary" not in f"{error} {error.hint} {captured.out} {captured.err}"
+
+
+def test_inspect_fetches_headers_only(hub, saved):
+    hub.add("org/model", saved)
+    report = inspect("org/model")
+    local = json.loads(inspect(str(saved)).to_json())
+    remote = json.loads(report.to_json())
+    assert remote.pop("revision") == hub.repos["org/model"].refs["main"]
+    assert (remote.pop("model"), local.pop("revision"), local.pop("model")) == ("org/model", None, str(saved))
+    assert remote == local and not report.problems
+
+
+def test_unreachable_hub_fails_fast_and_directories_still_work(saved):
+    """A fresh process, nothing listening at the endpoint: the whole command, imports included."""
+    program = "import sys; from fcsd.checkpoint import resolve; print(resolve(sys.argv[1]).path)"
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+
+    def run(model: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program, model]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    assert run(str(saved)).stdout.strip() == str(saved)
+    assert "BadInputError: org/model: is not (completely) in the cache" in run("org/model").stderr
+
+
+def test_inspect_of_109b_downloads_megabytes(hub, tmp_path):
+    hub.add("org/scout", sparse_checkpoint.scout(tmp_path / "scout", shards=20))
+    report = inspect("org/scout")
+    assert not report.problems and report.bytes > 200e9
+    assert sum(size for name, size in hub.sent.items() if name.endswith(".safetensors")) < 20e6
+
+
+def test_full_disk_under_the_cache(hub, saved, tmp_path):
+    hub.add("org/model", saved)
+    (tmp_path / "cache").symlink_to("/dev/full")
+    with pytest.raises(DiskError, match="cannot be written"):
+        resolve("org/model")

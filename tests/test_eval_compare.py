@@ -1,0 +1,140 @@
+"""Paired statistics against simulation, verdicts, tables."""
+
+import math
+import random
+
+import pytest
+
+from fcsd.errors import ConfigError, VerdictError
+from fcsd.eval.compare import NO, UNDECIDED, YES, Difference, compare, require
+from fcsd.eval.statistics import estimate, paired_difference, share_recovered
+from fcsd.eval.tables import plain_table, report, table_1
+
+
+def test_stderr_of_a_mean_is_the_usual_one():
+    items = [1.0, 0.0, 0.0, 1.0, 1.0]
+    value, stderr = estimate(items)
+    assert value == 0.6
+    assert stderr == pytest.approx(math.sqrt(0.3 / 5))
+    assert math.isnan(estimate([1.0])[1])
+
+
+def test_standard_errors_describe_repeated_experiments():
+    """Draw many data sets; the spread of each estimate is what its standard error says."""
+    rng = random.Random(0)
+
+    def draw() -> tuple[list, list, list]:
+        teacher, untrained, student = [], [], []
+        for _ in range(80):
+            tokens, hard = rng.randint(5, 40), rng.gauss(0, 0.5)
+            teacher.append((tokens * (2.0 + hard + rng.gauss(0, 0.1)), tokens))
+            untrained.append((tokens * (4.0 + hard + rng.gauss(0, 0.3)), tokens))
+            student.append((tokens * (2.2 + hard + rng.gauss(0, 0.1)), tokens))
+        return student, teacher, untrained
+
+    functions = (
+        lambda s, t, u: estimate(s),
+        lambda s, t, u: paired_difference(s, t),
+        lambda s, t, u: share_recovered(s, t, u),
+    )
+    for function, truth in zip(functions, (2.2, 0.2, 0.9), strict=True):
+        results = [function(*draw()) for _ in range(300)]
+        values = [value for value, _ in results]
+        mean = sum(values) / len(values)
+        spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+        assert mean == pytest.approx(truth, abs=4 * spread / math.sqrt(300) + 1e-3)
+        assert sum(error for _, error in results) / len(results) == pytest.approx(spread, rel=0.15)
+
+
+def row(model: str, column: str, items: list, **more) -> dict:
+    value, stderr = estimate(items)
+    metric = "nll_per_token" if column == "Held-out loss" else "acc"
+    return {
+        "model": model,
+        "column": column,
+        "metric": metric,
+        "value": value,
+        "stderr": stderr,
+        "n": len(items),
+        "items": items,
+        "baseline": model == "teacher",
+        "chance": 25.0,
+        "settings_sha256": "s",
+        "data_sha256": "d",
+        "engine": {"dtype": "float32"},
+        **more,
+    }
+
+
+def table(n: int = 1000, drop: int = 0) -> list[dict]:
+    """A teacher at 80 %, an untrained conversion at 40 %, a student that loses ``drop`` of the teacher's hits."""
+    hits = int(0.8 * n)
+    scores = {"teacher": hits, "untrained": n * 2 // 5, "student": hits - drop}
+    rows = [row(m, c, [1.0] * h + [0.0] * (n - h)) for c in ("A", "B") for m, h in scores.items()]
+    losses = {"teacher": 2.0, "untrained": 4.0, "student": 2.2}
+    noise = [0.01 * (i % 7) for i in range(20)]
+    return rows + [row(m, "Held-out loss", [(10 * v + e, 10) for e in noise], chance=None) for m, v in losses.items()]
+
+
+def test_comparison_numbers():
+    student = next(c for c in compare(table(drop=40), untrained="untrained") if c.model == "student")
+    assert student.overall is not None and student.loss is not None
+    assert [t.points for t in student.tasks] == pytest.approx([-4.0, -4.0])
+    assert student.overall.points == pytest.approx(-4.0)
+    assert student.overall.stderr == pytest.approx(student.tasks[0].stderr / math.sqrt(2))
+    assert student.tasks[0].recovery is not None
+    assert student.tasks[0].recovery[0] == pytest.approx(0.9)
+    assert student.loss.points == pytest.approx(0.2)
+    assert student.loss.recovery is not None
+    assert student.loss.recovery[0] == pytest.approx(0.9)
+
+
+def test_recovery_is_measured_from_chance_where_the_untrained_model_is_below_it():
+    rows = [row("teacher", "A", [1.0] * 75 + [0.0] * 25), row("untrained", "A", [1.0] * 10 + [0.0] * 90)]
+    (student,) = compare([*rows, row("student", "A", [1.0] * 50 + [0.0] * 50)][::1], untrained="untrained")[1:]
+    assert student.tasks[0].recovery is not None
+    assert student.tasks[0].recovery[0] == pytest.approx(0.5)
+
+
+def test_nothing_to_win_back_where_the_teacher_guesses():
+    rows = [row("teacher", "A", [1.0] * 26 + [0.0] * 74), row("student", "A", [1.0] * 25 + [0.0] * 75)]
+    assert compare(rows)[0].tasks[0].recovery is None
+
+
+def test_verdicts():
+    assert Difference("A", -0.2, 0.3).verdict(1.0) == YES
+    assert Difference("A", -2.0, 0.3).verdict(1.0) == NO
+    assert Difference("A", -0.8, 0.3).verdict(1.0) == UNDECIDED
+    assert Difference("A", 0.0, math.nan).verdict(1.0) == UNDECIDED
+    few, many = compare(table(n=20)), compare(table(n=2000))
+    assert few[1].tasks[0].points == 0.0 and few[1].tasks[0].verdict(1.0) == UNDECIDED
+    assert many[1].tasks[0].verdict(1.0) == YES
+    require("within 1.0", [many[1]])
+    with pytest.raises(VerdictError, match="untrained within 1 points of teacher: no"):
+        require("within 1.0", many)
+    with pytest.raises(ConfigError, match="cannot require"):
+        require("about 1", many)
+
+
+def test_unequal_evaluations_are_not_compared():
+    for change in ({"data_sha256": "x"}, {"settings_sha256": "x"}, {"engine": {"dtype": "bfloat16"}}):
+        rows = [row("teacher", "A", [1.0, 0.0]), row("student", "A", [1.0, 0.0], **change)]
+        with pytest.raises(ConfigError, match="differ in"):
+            compare(rows)
+    with pytest.raises(ConfigError, match="same tasks"):
+        compare([row("teacher", "A", [1.0]), row("student", "B", [1.0])])
+    with pytest.raises(ConfigError, match="no baseline"):
+        compare([row("student", "B", [1.0])])
+    with pytest.raises(ConfigError, match="no model 'x'"):
+        compare(table(), untrained="x")
+
+
+def test_report_writes_tables_and_a_picture(tmp_path):
+    rows = table(drop=40)
+    comparisons = report(rows, tmp_path, untrained="untrained")
+    assert "| teacher   | 80.0 | 80.0 | 80.0 | 2.003         |" in table_1(rows)
+    text = plain_table(rows, comparisons)
+    assert "| A                  | acc           | 1000 | 80.0 ± 1.3" in text
+    assert text.splitlines()[-1].count("90.0 ±") == 1
+    assert "student within 1 points of teacher: no" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,127 @@
+"""The code files of a converted directory: equal to what fcsd builds itself, and sufficient without it."""
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import fcsd
+from fcsd.models import build
+from fcsd.models.archs import ARCHS
+from fcsd.models.export_template import CONFIGURATION, MODELING, auto_map, render
+from fcsd.models.wiring import Wiring
+
+
+def wired_directory(arch: str, auto: str, out: Path) -> transformers.PreTrainedModel:
+    """Save a tiny farskip model of ``arch`` with its code; the model that was saved."""
+    base = getattr(transformers, auto).from_config(tiny.config(arch))
+    config = build.converted_config(base.config, Wiring("farskip", (1, 2, 3)).to_block())
+    config.auto_map = auto_map(ARCHS[arch])
+    model = build.model_classes(arch)[auto](config).eval()
+    model.load_state_dict(base.state_dict())
+    model.save_pretrained(out)
+    for name, text in render(ARCHS[arch]).items():
+        (out / name).write_text(text)
+    return model
+
+
+def load_module(directory: Path, package: str, name: str):
+    """Import ``directory/name.py`` as ``package.name``, ``directory`` being the package."""
+    if package not in sys.modules:
+        spec = ModuleSpec(package, None, is_package=True)
+        spec.submodule_search_locations = [str(directory)]
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(f"{package}.{name}")
+
+
+@pytest.mark.parametrize("model_type", ARCHS)
+def test_rendered_classes_equal_the_built_ones(model_type: str, tmp_path: Path) -> None:
+    arch = ARCHS[model_type]
+    for name, text in render(arch).items():
+        (tmp_path / name).write_text(text)
+    package = f"rendered_{model_type}"
+    configuration = load_module(tmp_path, package, CONFIGURATION)
+    modeling = load_module(tmp_path, package, MODELING)
+    wiring = load_module(tmp_path, package, "wiring")
+
+    ours = build.config_class(model_type)
+    theirs = getattr(configuration, ours.__name__)
+    assert theirs.__bases__ == ours.__bases__
+    assert (theirs.model_type, theirs.fcsd) == (ours.model_type, ours.fcsd)
+    assert theirs.__annotations__["fcsd"] == ours.__annotations__["fcsd"]
+    assert auto_map(arch).keys() == {"AutoConfig", *arch.classes}
+    for auto, built in build.model_classes(model_type).items():
+        module, name = auto_map(arch)[auto].split(".")
+        rendered = getattr(modeling, name)
+        assert module == MODELING and name == built.__name__
+        assert rendered.__bases__ == (wiring.WiredModel, built.__bases__[1])
+        assert rendered.config_class is theirs
+        assert rendered.fcsd_decoder == built.fcsd_decoder
+        assert vars(rendered.fcsd_blocks) == vars(built.fcsd_blocks)
+
+
+def test_rendered_code_passes_transformers_import_check(tmp_path: Path) -> None:
+    from transformers.dynamic_module_utils import get_imports, get_relative_imports
+
+    for name, text in render(ARCHS["deepseek_v2"]).items():
+        (tmp_path / name).write_text(text)
+        assert set(get_imports(tmp_path / name)) <= {
+            "torch",
+            "transformers",
+            *sys.stdlib_module_names,
+        }
+        assert all("." not in sibling for sibling in get_relative_imports(tmp_path / name))
+
+
+def test_another_transformers_is_refused_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in render(ARCHS["llama"]).items():
+        (tmp_path / name).write_text(text)
+    for version in ("5.16.2", "6.0.0", "4.57.1"):
+        # not the name imported above: transformers replaces itself in sys.modules while it is used
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+        with pytest.raises(ImportError, match=f"needs transformers >=5.17,<6, not {version}"):
+            load_module(tmp_path, f"rendered_for_{version.replace('.', '_')}", CONFIGURATION)
+
+
+@pytest.mark.parametrize("auto", ["AutoModelForCausalLM", "AutoModel"])
+def test_every_architecture_loads_bit_equal_in_a_process_without_fcsd(auto: str, tmp_path: Path) -> None:
+    inputs, expected = {"input_ids": tiny.tokens()}, []
+    for arch in tiny.CONFIGS:
+        model = wired_directory(arch, auto, tmp_path / arch)
+        with torch.no_grad():
+            expected.append(model(**inputs)[0])
+    save_file(inputs, tmp_path / "inputs")
+    script = [sys.executable, "-P", fcsd.__path__[0] + "/fresh_process.py"]
+    directories = [str(tmp_path / arch) for arch in tiny.CONFIGS]
+    subprocess.run([*script, "inputs", "logits", "1", auto, *directories], cwd=tmp_path, check=True)
+    logits = load_file(tmp_path / "logits")
+    for i, arch in enumerate(tiny.CONFIGS):
+        assert torch.equal(logits[str(i)], expected[i]), arch
+
+
+def test_neither_fcsd_nor_remote_code_is_an_error_never_the_base_graph(tmp_path: Path) -> None:
+    wired_directory("llama", "AutoModelForCausalLM", tmp_path / "wired")
+    code = """if True:
+        import sys
+        sys.modules["fcsd"] = None
+        import transformers
+        transformers.AutoModelForCausalLM.from_pretrained("wired"{})
+    """
+    for argument, message in (("", "contains custom code"), (", trust_remote_code=False", "contains custom code")):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code.format(argument)],
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 1
+        assert message in done.stderr

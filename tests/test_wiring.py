@@ -1,0 +1,185 @@
+"""Contracts 1 and 2: off is off to the last bit, on is the paper's table, and transformers' features keep working."""
+
+import literal
+import pytest
+import tiny
+import torch
+
+from fcsd.errors import ConfigError
+from fcsd.models.build import unwired, wire
+from fcsd.models.wiring import WiredLayer, Wiring
+
+ALL = (0, 1, 2, 3)
+ARCHS = list(tiny.CONFIGS)
+WIRINGS = [
+    ("farskip", "full", ALL),
+    ("farskip", "attn-only", ALL),
+    ("farskip", "mlp-only", ALL),
+    ("farskip", "full", (1, 3)),
+    ("farskip", "full", (2, 3)),
+    ("ladder", "full", ALL),
+    ("ladder", "attn-only", (1, 2)),
+    ("ladder", "mlp-only", ALL),
+    ("ladder", "full", (2,)),
+    ("parallel", "full", ALL),
+    ("parallel", "full", (0, 2)),
+]
+SOME = [Wiring("farskip", ALL), Wiring("ladder", (1, 2)), Wiring("parallel", ALL)]
+
+
+def logits_and_gradients(model):
+    ids = tiny.tokens()
+    model.zero_grad()
+    out = model(ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    return [out.logits.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def same(left, right) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_off_is_off(arch):
+    model = tiny.model(arch)
+    for parameter in model.parameters():  # gradients exist everywhere, so that none can be skipped
+        parameter.grad = torch.zeros_like(parameter)
+    before = logits_and_gradients(model)
+    wire(model, Wiring("standard", ALL))
+    assert all(isinstance(layer, WiredLayer) for layer in model.model.layers)
+    assert same(before, logits_and_gradients(model))
+    wire(model, Wiring("farskip", ALL))
+    assert not torch.equal(before[0], logits_and_gradients(model)[0])
+    wire(model, unwired())
+    assert not any(isinstance(layer, WiredLayer) for layer in model.model.layers)
+    assert same(before, logits_and_gradients(model))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("name", "variant", "layers"), WIRINGS)
+def test_on_is_the_table(arch, name, variant, layers):
+    model, ids = tiny.model(arch), tiny.tokens()
+    *streams, logits = literal.evaluate(model, ids, name, variant, set(layers))
+    wire(model, Wiring(name, layers, variant=variant))
+    with torch.no_grad():
+        out = model(ids, output_hidden_states=True, use_cache=False)
+    torch.testing.assert_close(out.logits, logits, rtol=1e-4, atol=1e-5)
+    for mine, true in zip(out.hidden_states[:-1], streams[:-1], strict=True):  # the last one is normed
+        torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe", "qwen2_moe", "deepseek_v2"])
+@pytest.mark.parametrize("name", ["farskip", "ladder"])
+def test_distance_two(arch, name):
+    model, ids = tiny.model(arch), tiny.tokens()
+    *_, logits = literal.evaluate(model, ids, name, "full", set(ALL), distance=2)
+    wire(model, Wiring(name, ALL, distance=2))
+    torch.testing.assert_close(model(ids).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("wiring", SOME, ids=lambda w: w.name)
+def test_cached_decoding_equals_the_full_forward(arch, wiring):
+    model, ids = wire(tiny.model(arch), wiring), tiny.tokens(length=10)
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+        step = model(ids[:, :6], use_cache=True)
+        pieces = [step.logits]
+        for i in range(6, 10):
+            step = model(ids[:, i : i + 1], past_key_values=step.past_key_values, use_cache=True)
+            pieces.append(step.logits)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), full, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_generate(arch):
+    model, ids = wire(tiny.model(arch), Wiring("farskip", ALL)), tiny.tokens(length=7)
+    greedy = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert torch.equal(model.generate(ids, use_cache=True, **greedy), model.generate(ids, use_cache=False, **greedy))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gradient_checkpointing(arch):
+    model = wire(tiny.model(arch), Wiring("ladder", (1, 2, 3))).train()
+    before = logits_and_gradients(model)
+    calls = []
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    handle = model.model.layers[2].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    assert same(before, logits_and_gradients(model))
+    assert len(calls) == 2  # once forward, once recomputed: checkpointing did happen
+    handle.remove()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        logits_and_gradients(model)
+
+
+@pytest.mark.parametrize("arch", [a for a in ARCHS if a != "gpt_oss"])  # gpt_oss has sinks: eager only
+def test_eager_and_sdpa_agree(arch):
+    model, ids = wire(tiny.model(arch), Wiring("farskip", ALL)), tiny.tokens()
+    model.set_attn_implementation("eager")
+    eager = model(ids).logits
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(model(ids).logits, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_farskip_without_shared_experts_is_ladder():
+    model, ids = tiny.model("mixtral"), tiny.tokens()
+    farskip = wire(model, Wiring("farskip", ALL))(ids).logits
+    assert torch.equal(farskip, wire(model, Wiring("ladder", ALL))(ids).logits)
+
+
+def test_mlp_only_is_parallel():
+    model, ids = tiny.model("deepseek_v2"), tiny.tokens()
+    only = wire(model, Wiring("ladder", ALL, variant="mlp-only"))(ids).logits
+    assert torch.equal(only, wire(model, Wiring("parallel", ALL))(ids).logits)
+
+
+def test_the_border_is_a_field():
+    model, ids = tiny.model("deepseek_v2"), tiny.tokens()
+    published = wire(model, Wiring("ladder", (2, 3)))(ids).logits
+    other = wire(model, Wiring("ladder", (2, 3), border="full"))(ids).logits
+    assert not torch.allclose(published, other)
+
+
+def test_block_round_trip():
+    wiring = Wiring("ladder", (1, 2), variant="attn-only")
+    block = wiring.to_block(base_model="a/b", base_revision="c", base_sha256="d")
+    assert Wiring.from_block(block) == wiring
+    assert block["border"] == "partial" and block["base_model"] == "a/b"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"extra": 1},
+        {"wiring": "spiral"},
+        {"variant": "half"},
+        {"border": "none"},
+        {"layers": [2, 1]},
+        {"layers": [-1]},
+        {"layers": ["1"]},
+        {"layers": [True]},
+        {"tp_degree": 2},
+        {"distance": 0},
+        {"distance": "2"},
+    ],
+)
+def test_a_bad_block_is_refused(change):
+    with pytest.raises(ValueError):
+        Wiring.from_block({**Wiring("farskip", ALL).to_block(), **change})
+
+
+def test_a_missing_key_is_refused():
+    block = Wiring("farskip", ALL).to_block()
+    del block["border"]
+    with pytest.raises(ValueError, match="border"):
+        Wiring.from_block(block)
+
+
+def test_a_layer_that_does_not_exist_is_refused_and_leaves_the_model_alone():
+    model, ids = wire(tiny.model("llama"), Wiring("farskip", (1,))), tiny.tokens()
+    before = model(ids).logits
+    with pytest.raises(ConfigError, match="the model has 4"):
+        wire(model, Wiring("farskip", (4,)))
+    assert torch.equal(before, model(ids).logits)
