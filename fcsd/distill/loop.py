@@ -6,6 +6,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import datasets
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
 from fcsd.checkpoint import resolve
@@ -47,7 +49,11 @@ def distill(resolved: ResolvedRecipe, *, resume: str = "auto", dry_run: bool = F
     if dry_run:
         print(preview(resolved.recipe), file=sys.stderr)
         return run
-    with join_world() as world, ExitStack() as held:
+    world = join_world()
+    with ExitStack() as held:
+        if world.rank or not sys.stderr.isatty():
+            datasets.disable_progress_bars()
+            transformers.utils.logging.disable_progress_bar()
         world.on_first(lambda: held.enter_context(run_dir.claim(run)))
         _distill(resolved, resume, run, world)
     return run
