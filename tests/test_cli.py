@@ -144,6 +144,9 @@ def test_eval(library) -> None:
     assert fake.call_args.args == (["m", "n"],)
     wanted = {"tasks": ["piqa", "arc_easy"], "data_mirror": Path("d"), "limit": 3, "baseline": None, "suite": "paper"}
     assert wanted.items() <= fake.call_args.kwargs.items()
+    assert fake.call_args.kwargs["accept_unsafe_exec"] is False
+    run("eval", "m", "--accept-unsafe-exec")
+    assert fake.call_args.kwargs["accept_unsafe_exec"] is True
 
 
 def test_export_and_push(library) -> None:
