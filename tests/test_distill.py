@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 import transformers
 from safetensors.torch import load_file
 
-import runs
 from fcsd.distill import loop, step
 from fcsd.distill.corpus import load_corpus, load_tokenizer
 from fcsd.distill.data import batch

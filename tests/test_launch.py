@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import runs
+
 from fcsd import launch
 from fcsd.distill.engine import accumulation, deepspeed_config
 from fcsd.errors import BadInputError, ConfigError

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 
-import runs
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import loop, run_dir, state
 from fcsd.errors import CheckpointError, ConfigError
