@@ -202,7 +202,7 @@ def distill(
 
     from fcsd.distill.loop import distill as run
 
-    directory = run(resolved, resume=resume, dry_run=dry_run)
+    directory = run(resolved, resume=resume, dry_run=dry_run, processes=gpus or 1)
     if os.environ.get("RANK", "0") == "0":
         print(directory)
 
