@@ -110,7 +110,7 @@ def test_distill(library) -> None:
     resolved = loop.call_args.args[0]
     assert (resolved.recipe.train.lr, resolved.recipe.name, resolved.recipe.seed) == (1e-3, "x", 7)
     assert (resolved.origins["train.lr"], resolved.origins["seed"]) == ("--set", "flag")
-    assert loop.call_args.kwargs == {"resume": "auto", "dry_run": False, "processes": 1}
+    assert loop.call_args.kwargs == {"resume": "auto", "dry_run": False, "processes": 2}
 
 
 def test_distill_prints_its_directory_once_over_all_processes(library, monkeypatch) -> None:
