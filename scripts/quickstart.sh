@@ -28,7 +28,7 @@ fcsd export "$out/runs/sft" "$out/sft"
 
 step "evaluate: teacher, untrained conversion and both students"
 fcsd eval "$out/untrained" "$out/kl" "$out/sft" --baseline assets/teacher --untrained "$out/untrained" \
-  --tasks piqa,arc_easy,arc_challenge,hellaswag,openbookqa,gsm8k --limit 100 \
+  --suite quickstart --limit 100 \
   --data-mirror assets/mirror --held-out assets/corpus/held_out.jsonl --out "$out/eval"
 
 step "done"
