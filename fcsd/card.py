@@ -64,11 +64,10 @@ def model_card(raw: dict[str, Any], arch: "Arch", former: Path | None, run: Path
     base = block["base_model"] if block["base_revision"] else None  # a directory here means nothing elsewhere
     data = ModelCardData(
         base_model=base,
-        base_model_relation="finetune",
+        base_model_relation="finetune" if base else None,
         library_name="transformers",
         tags=[block["wiring"], "fcsd", "custom_code"],
-        model_name=title,
-        eval_results=_eval_results(rows) or None,
+        **({"model_name": title, "eval_results": _eval_results(rows)} if rows else {}),
         **_inherited(former),
     )
     sections = _training(run) + _evaluation(rows)

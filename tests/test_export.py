@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantised
 import tiny
 import torch
 import yaml
@@ -80,7 +81,7 @@ def test_a_converted_model_is_exported_and_proven(converted: Path, tmp_path: Pat
     record = json.loads((out / reload.RECORD).read_text())
     assert (record["layers"], record["of"]) == (4, 4)
     with torch.no_grad():
-        model = build.load_model(out)
+        model = build.load_model(out, experts_implementation="eager")
         logits = model(parity.token_ids(model), use_cache=False).logits
     assert record["logits_sha256"] == hashlib.sha256(logits.numpy().tobytes()).hexdigest()
 
@@ -186,6 +187,13 @@ def test_of_a_large_model_the_first_layers_are_reloaded(converted: Path, tmp_pat
     with pytest.raises(DoesNotFitError):
         export(str(converted), tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_a_quantised_model_is_dequantised_for_its_proof(tmp_path: Path) -> None:
+    base = quantised.write("deepseek_v3", tmp_path / "base")
+    convert(str(base), tmp_path / "converted", check=False)
+    out = export(str(tmp_path / "converted"), tmp_path / "out")
+    assert (out / "model.safetensors").samefile(base / "model.safetensors")
 
 
 def _broken_code(stage: Path) -> None:
