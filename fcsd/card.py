@@ -1,12 +1,12 @@
 """The model card of an exported directory: what it is, how it came about, how to load it."""
 
-import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.checkpoint.rewired import describe
 from fcsd.eval.results import Row, is_accuracy, read_rows, shown
+from fcsd.report import METRICS, read_metrics
 
 if TYPE_CHECKING:
     from fcsd.models.archs import Arch
@@ -101,10 +101,8 @@ def _training(run: Path | None) -> str:
     if run is None:
         return ""
     text = f"\n## Training\n\n```yaml\n{(run / 'config.resolved.yaml').read_text().strip()}\n```\n"
-    metrics = run / "metrics.jsonl"
-    if metrics.is_file() and (lines := metrics.read_text().splitlines()):
-        last = json.loads(lines[-1])
-        text += f"\nLast record: {', '.join(f'{key} {value:.6g}' for key, value in last.items())}.\n"
+    if (run / METRICS).is_file() and (lines := read_metrics(run)):
+        text += f"\nLast record: {', '.join(f'{key} {value:.6g}' for key, value in lines[-1].items())}.\n"
     return text
 
 

@@ -202,7 +202,7 @@ def distill(
 
     from fcsd.distill.loop import distill as run
 
-    directory = run(resolved, resume=resume, dry_run=dry_run)
+    directory = run(resolved, resume=resume, dry_run=dry_run, processes=gpus or 1)
     if os.environ.get("RANK", "0") == "0":
         print(directory)
 
@@ -226,6 +226,9 @@ def evaluate(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences in one forward.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for results; a killed run resumes.")] = None,
+    accept_unsafe_exec: Annotated[
+        bool, typer.Option("--accept-unsafe-exec", help="Run generated programs even without a sandbox.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Score models on the benchmarks. Prints a table; with --baseline also the differences and a verdict."""
@@ -246,6 +249,7 @@ def evaluate(
         batch_size=batch_size,
         device=device,
         out=out,
+        accept_unsafe_exec=accept_unsafe_exec,
     )
     comparisons = []
     if baseline:

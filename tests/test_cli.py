@@ -110,7 +110,7 @@ def test_distill(library) -> None:
     resolved = loop.call_args.args[0]
     assert (resolved.recipe.train.lr, resolved.recipe.name, resolved.recipe.seed) == (1e-3, "x", 7)
     assert (resolved.origins["train.lr"], resolved.origins["seed"]) == ("--set", "flag")
-    assert loop.call_args.kwargs == {"resume": "auto", "dry_run": False}
+    assert loop.call_args.kwargs == {"resume": "auto", "dry_run": False, "processes": 2}
 
 
 def test_distill_prints_its_directory_once_over_all_processes(library, monkeypatch) -> None:
@@ -144,6 +144,9 @@ def test_eval(library) -> None:
     assert fake.call_args.args == (["m", "n"],)
     wanted = {"tasks": ["piqa", "arc_easy"], "data_mirror": Path("d"), "limit": 3, "baseline": None, "suite": "paper"}
     assert wanted.items() <= fake.call_args.kwargs.items()
+    assert fake.call_args.kwargs["accept_unsafe_exec"] is False
+    run("eval", "m", "--accept-unsafe-exec")
+    assert fake.call_args.kwargs["accept_unsafe_exec"] is True
 
 
 def test_export_and_push(library) -> None:

@@ -18,7 +18,8 @@ from fcsd import parity, reload
 from fcsd.card import SENTENCES, model_card
 from fcsd.checkpoint import Layout
 from fcsd.convert import convert
-from fcsd.errors import BadInputError, ConfigError, DoesNotFitError, FcsdError
+from fcsd.distill import state
+from fcsd.errors import BadInputError, CheckpointError, ConfigError, DoesNotFitError, FcsdError
 from fcsd.export import export
 from fcsd.models import build
 from fcsd.models.archs import ARCHS
@@ -39,7 +40,7 @@ def converted(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(converted: Path, tmp_path: Path) -> Path:
-    """A run directory as distill leaves it: two committed checkpoints, of which the first is the better."""
+    """A run directory as distill leaves it: two committed checkpoints, the first the better, and one that is not."""
     path = tmp_path / "run"
     (path / "eval").mkdir(parents=True)
     (path / "config.resolved.yaml").write_text("name: mine\ntrain:\n  lr: 2.0e-05\n")
@@ -47,13 +48,14 @@ def run(converted: Path, tmp_path: Path) -> Path:
     records = []
     for step, loss in ((10, 1.25), (20, 1.5), (30, 0.5)):
         model.lm_head.weight.data += 0.01
-        folder = path / "checkpoints" / f"step-{step}"
+        folder = path / "checkpoints" / (f"step-{step}" if step < 30 else "step-30.tmp-0123abcd")
         model.save_pretrained(folder / "model")
         for file in converted.iterdir():
             if not (folder / "model" / file.name).exists() and "safetensors" not in file.name:
                 (folder / "model" / file.name).write_bytes(file.read_bytes())
-        if step < 30:  # the last one was never committed
-            (folder / "MANIFEST.json").write_text("{}")
+        files = {name: {"sha256": digest} for name, digest in snapshot(folder).items()}
+        manifest = {"version": state._VERSION, "step": step, "files": files}
+        (folder / state.MANIFEST).write_text(json.dumps({**manifest, "seal": state._seal_of(manifest)}))
         records.append({"step": step, "kl": loss / 2, "held_out_sft": loss})
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     row = {"task": "piqa_task", "column": "PIQA", "metric": "acc_norm", "stderr": 0.01, "n": 100, "items": []}
@@ -160,8 +162,11 @@ def test_what_cannot_be_exported_is_refused(run: Path, converted: Path, tmp_path
     with pytest.raises(ConfigError, match="overlaps"):
         export(str(converted), converted, force=True)
     assert snapshot(tmp_path) == before
-    for manifest in run.glob("checkpoints/*/MANIFEST.json"):
-        manifest.unlink()
+    (run / "checkpoints" / "step-20" / "model" / "chat_template.jinja").write_text("{{ other }}")
+    with pytest.raises(CheckpointError, match=r"model/chat_template\.jinja is damaged"):
+        export(str(run), tmp_path / "out")
+    for committed in ("step-10", "step-20"):
+        (run / "checkpoints" / committed).rename(run / committed)
     with pytest.raises(BadInputError, match="has no checkpoint yet"):
         export(str(run), tmp_path / "out")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fcsd.errors import FcsdError
-from fcsd.eval.code import pass_at_1, score
+from fcsd.eval.code import Form, Problem, Verdict, pass_at_1, score
 from fcsd.eval.code_data import problem_from_tests
 
 # CPU seconds a program may take; lm-eval gives three of wall time, in which a busy machine loses points.
@@ -49,13 +49,24 @@ def run_programs(samples: Sequence[dict[str, Any]], accept_unsafe_exec: bool) ->
         FcsdError: no sandbox, or a program without a verdict.
     """
     problems = [problem_from_tests(str(s["doc"]["task_id"]), s["target"]) for s in samples]
-    programs = [_program(sample) for sample in samples]
-    verdicts = score(problems, programs, timeout_s=TIMEOUT_S, accept_unsafe_exec=accept_unsafe_exec)
+    verdicts, level = judged(problems, [_program(sample) for sample in samples], accept_unsafe_exec)
+    return [float(verdict.base.status == "pass") for verdict in verdicts], level
+
+
+def judged(
+    problems: Sequence[Problem], programs: Sequence[str], accept_unsafe_exec: bool, form: Form = "program"
+) -> tuple[list[Verdict], str]:
+    """Verdicts on all programs of a task, none of them missing, and the level of the sandbox.
+
+    Raises:
+        FcsdError: no sandbox, or a program without a verdict.
+    """
+    verdicts = score(problems, programs, timeout_s=TIMEOUT_S, form=form, accept_unsafe_exec=accept_unsafe_exec)
     pass_at_1(verdicts, "base")  # refuses a score where any verdict is missing
     levels = {verdict.sandbox for verdict in verdicts}
     if len(levels) != 1:
         raise FcsdError(f"programs of one task ran in different sandboxes: {', '.join(sorted(levels))}")
-    return [float(verdict.base.status == "pass") for verdict in verdicts], levels.pop()
+    return verdicts, levels.pop()
 
 
 def _program(sample: dict[str, Any]) -> str:

@@ -17,9 +17,10 @@ from typing import Any
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.adapter import HFAdapter
 from fcsd.eval.code_tasks import TIMEOUT_S, no_execution, run_programs
+from fcsd.eval.evalplus_tasks import EvalPlusTask, load_evalplus_task
 from fcsd.eval.results import PERPLEXITIES, file_sha256, json_sha256
 from fcsd.eval.statistics import estimate
-from fcsd.eval.suite import LM_EVAL, SANDBOX, Row
+from fcsd.eval.suite import EVALPLUS, SANDBOX, Row
 
 # Few-shot examples are drawn with this seed, lm-eval's own default.
 FEWSHOT_SEED = 1234
@@ -43,23 +44,17 @@ class LoadedTask:
 
 
 @contextlib.contextmanager
-def load_tasks(rows: Sequence[Row], mirror: Path | None) -> Iterator[list[LoadedTask]]:
+def load_tasks(rows: Sequence[Row], mirror: Path | None) -> Iterator[list[LoadedTask | EvalPlusTask]]:
     """The tasks of all rows; their data live until the context ends.
 
     Nothing read from a mirror reaches the user's dataset cache: it goes to a temporary one.
 
     Raises:
-        ConfigError: a row that lm-eval does not run, or a task version other than the row's.
+        ConfigError: a task version other than the row's.
         BadInputError: data missing or empty.
     """
     import datasets.config
 
-    for row in rows:
-        if row.harness not in (LM_EVAL, SANDBOX):
-            raise ConfigError(
-                f"{row.column} is scored by {row.harness}, which is not supported yet",
-                "use --suite paper, or name the other tasks",
-            )
     if mirror is not None and not mirror.is_dir():
         raise BadInputError(f"data mirror {mirror} is not a directory")
     with contextlib.ExitStack() as stack:
@@ -70,7 +65,7 @@ def load_tasks(rows: Sequence[Row], mirror: Path | None) -> Iterator[list[Loaded
             stack.enter_context(_swapped(datasets.config, "HF_DATASETS_CACHE", temporary / "datasets"))
         stack.enter_context(_lean_lm_eval())
         with contextlib.chdir(elsewhere if mirror is None else mirror), no_execution():
-            loaded = [_load(row, mirror) for row in rows]
+            loaded = [(load_evalplus_task if row.harness == EVALPLUS else _load)(row, mirror) for row in rows]
         yield loaded
 
 
