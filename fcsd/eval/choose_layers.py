@@ -2,7 +2,7 @@
 
 Layers interact. A converted layer whose predecessor is converted too misses more than one that stands alone, and
 an error early in the model reaches every later layer. So the costs of single layers do not add up, and the search
-measures sets: greedily, from no layer upwards or from all layers downwards, whichever is nearer to the size wanted.
+measures sets: it adds one layer after the other, each time the one that then costs least.
 """
 
 import heapq
@@ -40,7 +40,7 @@ class Step:
 
     Attributes:
         layers: the set.
-        found_by: ``adding``, ``removing``, or ``first`` or ``last`` where that plain set costs less.
+        found_by: ``greedy``, or ``first`` or ``last`` where that plain set costs less.
         loss: in nats per token on the search text; ``increase`` relative to the unconverted model.
         measured: how many sets the search had measured by then.
     """
@@ -119,11 +119,14 @@ def choose_layers(
     finally:
         if answers is not None:
             answers.close()
+    compared = choice.get("comparison")
+    if compared:
+        log.info("\n%s\n", table(compared))
     if out is not None:
         write_text(Path(out) / "choice.json", json.dumps(choice, indent=1) + "\n")
-        if choice.get("comparison"):
-            write_text(Path(out) / "comparison.md", table(choice["comparison"]) + "\n")
-            draw(choice["comparison"], Path(out) / "comparison.png")
+        if compared:
+            write_text(Path(out) / "comparison.md", table(compared) + "\n")
+            draw(compared, Path(out) / "comparison.png")
     return choice
 
 
@@ -147,50 +150,50 @@ def search(
         log.info("%3d: %s  %+.2f %% (%s)", len(layers), layers_text(layers), 100 * found.increase, found_by)
         return found
 
-    def best(found: Step) -> Step:
-        n = len(found.layers)
-        plain = [step(tuple(range(n)), "first"), step(tuple(range(depth - n, depth)), "last")]
-        return min([found, *plain], key=lambda candidate: candidate.loss)
+    def best(greedy: Step) -> Step:
+        n = len(greedy.layers)
+        ends = [step(tuple(range(n)), "first"), step(tuple(range(depth - n, depth)), "last")]
+        return min([greedy, *ends], key=lambda candidate: candidate.loss)
 
     path: list[Step] = []
-    everything = tuple(range(depth))
-    if allowed is not None:
-        chosen = step((), "adding")
-        for layers in greedy_path(loss, depth, ()):
-            path.append(step(layers, "adding"))
-            candidate = best(path[-1])
-            if candidate.increase > allowed:
+    chosen: dict[int, Step] = {}
+    for layers in greedy_path(loss, depth):
+        path.append(step(layers, "greedy"))
+        n = len(layers)
+        if allowed is not None:
+            found = best(path[-1]) if n else path[-1]
+            if found.increase > allowed:
+                return [chosen[n - 1]], path
+            chosen[n] = found
+        elif n in (sizes or ()):
+            chosen[n] = best(path[-1])
+            if n == max(sizes or ()):
                 break
-            chosen = candidate
-        return [chosen], path
-    small = [n for n in sizes or [] if n <= depth / 2]
-    large = [n for n in sizes or [] if n > depth / 2]
-    if small:
-        path += _until(greedy_path(loss, depth, ()), max(small), lambda layers: step(layers, "adding"))
-    if large:
-        path += _until(greedy_path(loss, depth, everything), min(large), lambda layers: step(layers, "removing"))
-    by_size = {len(found.layers): found for found in path}
-    return [best(by_size[n]) for n in sizes or []], path
+    return [chosen[n] for n in sizes or [depth]], path
 
 
-def greedy_path(loss: Callable[[Layers], float], depth: int, start: Layers) -> Iterator[Layers]:
-    """Sets of layers from ``start`` on, each with one layer toggled that was not yet: the one that costs least.
+def greedy_path(loss: Callable[[Layers], float], depth: int) -> Iterator[Layers]:
+    """Sets of 0, 1, ... ``depth`` layers, each the one before and the layer that then costs least.
 
-    From no layer this adds, from all it removes. A toggle is measured again only when what it last cost is the
-    lowest known (lazy greedy, Minoux 1978). This finds what measuring every toggle would, as long as converting
-    more layers makes none of the others cheaper; neighbours mostly make each other dearer.
+    A layer is measured again only when what it last cost is the lowest known (lazy greedy, Minoux 1978). This finds
+    what measuring every layer at every step would, as long as converting more layers makes none of the others
+    cheaper; neighbours mostly make each other dearer.
     """
-    layers = start
-    yield layers
-    costs = [(-math.inf, i) for i in range(depth)]  # last known cost of toggling layer i; a heap
+    chosen: Layers = ()
+    yield chosen
+    costs = [(-math.inf, layer) for layer in range(depth)]  # last known; a heap
     while costs:
         fresh = set()
         while costs[0][1] not in fresh:
-            i = costs[0][1]
-            heapq.heapreplace(costs, (loss(_toggled(layers, i)) - loss(layers), i))
-            fresh.add(i)
-        layers = _toggled(layers, heapq.heappop(costs)[1])
-        yield layers
+            layer = costs[0][1]
+            heapq.heapreplace(costs, (loss(_with(chosen, layer)) - loss(chosen), layer))
+            fresh.add(layer)
+        chosen = _with(chosen, heapq.heappop(costs)[1])
+        yield chosen
+
+
+def _with(layers: Layers, layer: int) -> Layers:
+    return tuple(sorted((*layers, layer)))
 
 
 def measuring(subject: Subject, texts: list[str], answers: AnswerCache | None) -> Measure:
@@ -223,18 +226,9 @@ def take(texts: list[str], tokens: int, subject: Subject) -> list[str]:
     return taken
 
 
-def _until(path: Iterator[Layers], size: int, step: Callable[[Layers], Step]) -> list[Step]:
-    """The steps of a path up to the first set of a size."""
-    steps = []
-    for layers in path:
-        steps.append(step(layers))
-        if len(layers) == size:
-            break
-    return steps
-
-
-def _toggled(layers: Layers, layer: int) -> Layers:
-    return tuple(sorted({*layers} ^ {layer}))
+def to_text(choice: dict[str, Any]) -> str:
+    """What ``fcsd convert --layers`` takes, one line per choice."""
+    return "\n".join(found["spec"] for found in choice["choices"])
 
 
 def _share(budget: str) -> float:

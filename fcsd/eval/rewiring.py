@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from fcsd import __version__
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.results import file_sha256
 from fcsd.models.build import decoder_layers, load_model, unwired, wire
@@ -62,7 +63,7 @@ class Subject:
             **{key: block[key] for key in ("wiring", "variant", "border", "distance")},
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "device": self.model.device.type,
-            "versions": {name: version(name) for name in ("fcsd", "lm_eval", "transformers", "torch")},
+            "versions": {"fcsd": __version__, **{name: version(name) for name in ("lm_eval", "transformers", "torch")}},
         }
 
 
@@ -85,9 +86,12 @@ def load_subject(model: str, *, wiring: str = "farskip", variant: str = "full", 
     if read_config(path).rewired is not None:
         raise BadInputError(f"{path}: is converted already", "name the original that it was converted from")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype, place = (torch.float32, {"device": device}) if device == "cpu" else (torch.bfloat16, {"device_map": "auto"})
-    network = load_model(path, dtype=dtype, **place).eval()
-    return Subject(path.resolve().name, model_sha256(path), network, AutoTokenizer.from_pretrained(path), template)
+    if device == "cpu":
+        network = load_model(path, dtype=torch.float32, device=device)
+    else:
+        network = load_model(path, dtype=torch.bfloat16, device_map="auto")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return Subject(path.resolve().name, model_sha256(path), network.eval(), tokenizer, template)
 
 
 def model_sha256(path: Path) -> str:
@@ -105,7 +109,8 @@ def rewire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
     would be ignored.
     """
     wire(model, wiring)
-    for layer in decoder_layers(model):
+    layers: Any = decoder_layers(model)
+    for layer in layers:
         if "_hf_hook" in vars(layer):
             layer._old_forward = MethodType(type(layer).forward, layer)
     return model
