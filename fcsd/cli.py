@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -27,7 +28,9 @@ Examples:
   fcsd convert org/model model-farskip --wiring farskip --layers all
   fcsd distill recipe.yaml --set train.lr=1e-5 --gpus 8
   fcsd eval model-farskip runs/mine/final --baseline org/model --tasks piqa,arc_easy
+  fcsd choose-layers org/model --text sample.jsonl --budget 2%
   fcsd export runs/mine final
+  fcsd chat final --baseline org/model
   fcsd push final org/model-farskip --private
 
 \b
@@ -55,6 +58,8 @@ Sets = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Ove
 Private = Annotated[bool, typer.Option("--private", help="Create the hub repository as private.")]
 CreatePr = Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")]
 Revision = Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch of the hub repository.")]
+Rewiring = Annotated[str, typer.Option(help="farskip, ladder or parallel.")]
+Variant = Annotated[str, typer.Option(help="full, attn-only or mlp-only.")]
 RecipeName = Annotated[str, typer.Argument(metavar="NAME", help="See `fcsd recipes list`.")]
 
 VERBOSE = Parameter(
@@ -264,6 +269,108 @@ def evaluate(
         print("\n\n".join([tables.plain_table(rows, comparisons), *(c.sentence(margin) for c in comparisons)]))
     if require is not None:
         compare.require(require, comparisons)
+
+
+@command(app, "sweep-layers")
+def sweep_layers(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="Directory for results; a killed sweep resumes.")],
+    wiring: Rewiring = "farskip",
+    variant: Variant = "full",
+    points: Annotated[str | None, typer.Option(metavar="N,N,...", help="Numbers of layers; default: evenly.")] = None,
+    suite: Annotated[str, typer.Option(help="Which settings of the benchmarks.")] = "paper",
+    tasks: Annotated[str | None, typer.Option(help="Some of the suite, separated by commas.")] = None,
+    data_mirror: Annotated[Path | None, typer.Option(help="Data sets on disk, instead of the hub.")] = None,
+    held_out: Annotated[Path | None, typer.Option(help="Text file for the held-out loss.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N documents of a task or text.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences in one forward.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score untrained conversions of the first N and the last N layers of MODEL, over N. FarSkip Figure 3."""
+    from fcsd.eval import sweep_layers as sweeping
+
+    sweep = sweeping.sweep_layers(
+        model,
+        out=out,
+        wiring=wiring,
+        variant=variant,
+        points=_numbers(points),
+        suite=suite,
+        tasks=tasks.split(",") if tasks else None,
+        data_mirror=data_mirror,
+        held_out=held_out,
+        limit=limit,
+        batch_size=batch_size,
+        device=device,
+    )
+    print(json.dumps(sweep, indent=2) if as_json else sweeping.to_text(sweep))
+
+
+@command(app, "choose-layers")
+def choose_layers(
+    model: Model,
+    text: Annotated[Path, typer.Option(help="Text file to measure the loss on.")],
+    layers: Annotated[str | None, typer.Option(metavar="N[,N...]", help="How many layers to convert.")] = None,
+    budget: Annotated[str | None, typer.Option(metavar="PERCENT%", help="Or how much the loss may rise.")] = None,
+    held_out_check: Annotated[
+        Path | None, typer.Option(help="Compare with first, last and random layers on this text.")
+    ] = None,
+    wiring: Rewiring = "farskip",
+    variant: Variant = "full",
+    tokens: Annotated[int, typer.Option(min=1, help="How much of each text one measurement reads.")] = 16384,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for results; a killed search resumes.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Choose which layers of MODEL to convert, by measured loss. Prints what `fcsd convert --layers` takes."""
+    from fcsd.eval import choose_layers as choosing
+
+    choice = choosing.choose_layers(
+        model,
+        text=text,
+        layers=_numbers(layers),
+        budget=budget,
+        check=held_out_check,
+        wiring=wiring,
+        variant=variant,
+        tokens=tokens,
+        device=device,
+        out=out,
+    )
+    print(json.dumps(choice, indent=2) if as_json else choosing.to_text(choice))
+
+
+@command(app, "chat")
+def chat(
+    model: Model,
+    baseline: Annotated[str | None, typer.Option(metavar="MODEL", help="Show this one's answers beside.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help='A prompt per line, or .jsonl with a "prompt" each.')] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampling, the same for every answer.")] = 0,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let MODEL answer prompts: those of a file, those you type, or a fixed few."""
+    import shutil
+    from dataclasses import asdict
+
+    from fcsd import chat as chatting
+
+    options = {"prompts": prompts, "seed": seed, "max_new_tokens": max_new_tokens, "device": device}
+    for answers in chatting.chat(model, baseline=baseline, **options):
+        columns = shutil.get_terminal_size((120, 24)).columns
+        text = json.dumps([asdict(a) for a in answers]) if as_json else chatting.side_by_side(answers, columns)
+        print(text, flush=True)
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    """``2,5,8`` as numbers."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ConfigError(f"{text!r} is not a list of numbers", "separate them by commas: 2,5,8")
+    return [int(number) for number in text.split(",")]
 
 
 @command(app, "export")
