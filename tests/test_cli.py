@@ -296,6 +296,7 @@ def test_ctrl_c_ends_with_130_and_no_orphan(tmp_path: Path, import_first: str) -
     deadline = time.monotonic() + 120
     while not ready.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert ready.exists(), process.communicate(timeout=120)
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
