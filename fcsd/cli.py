@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from fcsd import __version__
-from fcsd.command import command
+from fcsd.command import command, emit
 from fcsd.errors import ConfigError
 
 EXAMPLES = """\b
@@ -87,7 +87,7 @@ def inspect(model: Model, trust_remote_code: Trust = False, as_json: AsJson = Fa
     from fcsd import checkpoint
 
     found = checkpoint.inspect(model, trust_remote_code=trust_remote_code)
-    print(found.to_json() if as_json else found.to_text())
+    emit(found.to_json() if as_json else found.to_text())
 
 
 @command(app, "convert")
@@ -123,7 +123,7 @@ def convert(
         force=force,
         trust_remote_code=trust_remote_code,
     )
-    print(done.to_json() if as_json else done.to_text())
+    emit(done.to_json() if as_json else done.to_text())
 
 
 @command(app, "distill")
@@ -155,7 +155,7 @@ def distill(
 
     directory = run(resolved, resume=resume, dry_run=dry_run, processes=gpus or 1)
     if os.environ.get("RANK", "0") == "0":
-        print(directory)
+        emit(directory)
 
 
 @command(app, "eval")
@@ -210,9 +210,9 @@ def evaluate(
             tables.report(rows, out, untrained=name, margin=margin)
     if as_json:  # per-question results are long; they are in --out
         scores = [{k: v for k, v in row.items() if k != "items"} for row in rows]
-        print(json.dumps({"rows": scores, "comparisons": [c.to_json(margin) for c in comparisons]}, indent=2))
+        emit(json.dumps({"rows": scores, "comparisons": [c.to_json(margin) for c in comparisons]}, indent=2))
     else:
-        print("\n\n".join([tables.plain_table(rows, comparisons), *(c.sentence(margin) for c in comparisons)]))
+        emit("\n\n".join([tables.plain_table(rows, comparisons), *(c.sentence(margin) for c in comparisons)]))
     if require is not None:
         compare.require(require, comparisons)
 
@@ -250,7 +250,7 @@ def sweep_layers(
         batch_size=batch_size,
         device=device,
     )
-    print(json.dumps(sweep, indent=2) if as_json else sweeping.to_text(sweep))
+    emit(json.dumps(sweep, indent=2) if as_json else sweeping.to_text(sweep))
 
 
 @command(app, "choose-layers")
@@ -284,7 +284,7 @@ def choose_layers(
         device=device,
         out=out,
     )
-    print(json.dumps(choice, indent=2) if as_json else choosing.to_text(choice))
+    emit(json.dumps(choice, indent=2) if as_json else choosing.to_text(choice))
 
 
 @command(app, "chat")
@@ -307,7 +307,7 @@ def chat(
     for answers in chatting.chat(model, baseline=baseline, **options):
         columns = shutil.get_terminal_size((120, 24)).columns
         text = json.dumps([asdict(a) for a in answers]) if as_json else chatting.side_by_side(answers, columns)
-        print(text, flush=True)
+        emit(text)
 
 
 def _numbers(text: str | None) -> list[int] | None:
@@ -334,7 +334,7 @@ def export(
     from fcsd import export as exporting
 
     target = {"private": private, "create_pr": create_pr, "revision": revision}
-    print(exporting.export(run, out, checkpoint=checkpoint, force=force, push=push, **target))
+    emit(exporting.export(run, out, checkpoint=checkpoint, force=force, push=push, **target))
 
 
 @command(app, "push")
@@ -348,7 +348,7 @@ def push(
     """Upload an exported directory to the hub. Prints its address."""
     from fcsd import push as pushing
 
-    print(pushing.push(directory, repo, private=private, create_pr=create_pr, revision=revision))
+    emit(pushing.push(directory, repo, private=private, create_pr=create_pr, revision=revision))
 
 
 @command(recipes_app, "list")
@@ -358,7 +358,7 @@ def recipes_list(as_json: AsJson = False) -> None:
 
     summaries = {name: recipes.summary(name) for name in recipes.names()}
     lines = [f"{name:<16} {text}" for name, text in summaries.items()]
-    print(json.dumps(summaries, indent=2) if as_json else "\n".join(lines))
+    emit(json.dumps(summaries, indent=2) if as_json else "\n".join(lines))
 
 
 @command(recipes_app, "show")
@@ -371,7 +371,7 @@ def recipes_show(
     from fcsd.config import load_recipe
 
     resolved = load_recipe(name, sets)
-    print(resolved.recipe.model_dump_json(indent=2) if as_json else resolved.to_yaml(), end="")
+    emit(resolved.recipe.model_dump_json(indent=2) if as_json else resolved.to_yaml(), end="")
 
 
 @command(recipes_app, "copy")
@@ -381,7 +381,7 @@ def recipes_copy(
     """Write a packaged recipe to a file. Prints its path."""
     from fcsd import recipes
 
-    print(recipes.copy(name, out))
+    emit(recipes.copy(name, out))
 
 
 @command(app, "env")
@@ -390,4 +390,4 @@ def env(as_json: AsJson = False) -> None:
     from fcsd import environment
 
     facts = environment.snapshot()
-    print(json.dumps(facts, indent=2) if as_json else environment.to_text(facts))
+    emit(json.dumps(facts, indent=2) if as_json else environment.to_text(facts))

@@ -1,5 +1,7 @@
-"""How a command runs: errors become one line, a hint and an exit code; `-v` shows where they came from."""
+"""How a command runs: data alone on stdout; an error is one line, a hint and an exit code, `-v` shows its origin."""
 
+import contextlib
+import contextvars
 import functools
 import logging
 import os
@@ -7,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from inspect import Parameter, signature
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -21,6 +23,14 @@ VERBOSE = Parameter(
 )
 
 
+_DATA: contextvars.ContextVar[TextIO] = contextvars.ContextVar("stdout of the running command")
+
+
+def emit(text: object, end: str = "\n") -> None:
+    """Prints a command's result to stdout; anything else that is printed goes to stderr."""
+    print(text, end=end, file=_DATA.get(), flush=True)
+
+
 def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Registers a command, gives it `-v`, and ends its errors in one line, a hint and their exit code."""
 
@@ -29,8 +39,10 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
         def guarded(*, verbose: bool, **options: object) -> None:
             logging.basicConfig(format="%(message)s", stream=sys.stderr)
             logging.getLogger("fcsd").setLevel(logging.DEBUG if verbose else logging.INFO)
+            _DATA.set(sys.stdout)
             try:
-                function(**options)
+                with contextlib.redirect_stdout(sys.stderr):  # libraries print and log there
+                    function(**options)
             except BrokenPipeError:
                 raise  # `fcsd recipes show tiny | head` is no error; typer ends quietly
             except (KeyboardInterrupt, Exception) as error:

@@ -343,3 +343,13 @@ def test_any_command_line_ends_without_a_traceback(args: list[str], every_librar
     assert done.exception is None or isinstance(done.exception, SystemExit)
     if "-v" not in args and "--verbose" not in args:
         assert "Traceback" not in done.output
+
+
+def test_stdout_holds_the_data_alone(library) -> None:
+    def noisy(*_: object, **__: object) -> object:
+        print("a library's chatter")
+        return type("Found", (), {"to_json": lambda self: "{}"})()
+
+    library("fcsd.checkpoint", "inspect").side_effect = noisy
+    done = run("inspect", "m", "--json")
+    assert done.stdout == "{}\n" and "chatter" in done.stderr
