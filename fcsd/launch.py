@@ -52,9 +52,9 @@ class World:
 
 
 def ensure_world(gpus: int | None) -> None:
-    """Replaces this process by torchrun with ``gpus`` copies of it, unless it is one of them already.
+    """Runs ``gpus`` copies of this command under torchrun and ends with the exit code of the first that failed.
 
-    Without GPUs the copies share the CPU and talk through gloo.
+    A process that torchrun started returns at once. Without GPUs the copies share the CPU and talk through gloo.
 
     Raises:
         ConfigError: more than this machine has.
@@ -68,13 +68,24 @@ def ensure_world(gpus: int | None) -> None:
         raise ConfigError(f"--gpus {gpus}: this machine has {available}")
     # Unless the user chose, the processes share the cores; torchrun would give each one core, with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-    _replace_by([*torchrun, "-m", "fcsd", *sys.argv[1:]])
+    _torchrun(["--standalone", f"--nproc-per-node={gpus}", "-m", "fcsd", *sys.argv[1:]])
 
 
-def _replace_by(command: list[str]) -> NoReturn:
+def _torchrun(arguments: list[str]) -> NoReturn:
+    # In this process: as a command of its own, torchrun exits with 1 whatever its children said.
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
     sys.stdout.flush()
-    os.execv(command[0], command)
+    try:
+        run(parse_args(arguments))
+    except ChildFailedError as failed:
+        _, first = failed.get_first_failure()
+        sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)  # killed by signal N: 128 + N
+    except SignalException as signal:
+        sys.exit(128 + signal.sigval)
+    sys.exit(0)
 
 
 def join_world() -> World:

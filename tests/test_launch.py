@@ -1,6 +1,7 @@
 """Processes: torchrun only when it is needed, errors that reach every rank, the engine's configuration."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,30 @@ from fcsd.errors import BadInputError, ConfigError
 
 def test_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(launch, "_replace_by", started.append)
+    monkeypatch.setattr(launch, "_torchrun", started.append)
     monkeypatch.setattr(sys, "argv", ["fcsd", "distill", "r.yaml", "--gpus", "2"])
     launch.ensure_world(None)
     launch.ensure_world(1)
     assert started == []
     launch.ensure_world(2)
-    assert started[0][1:3] == ["-m", "torch.distributed.run"]
     assert started[0][-6:] == ["-m", "fcsd", "distill", "r.yaml", "--gpus", "2"]
     assert "--nproc-per-node=2" in started[0]
     monkeypatch.setenv("WORLD_SIZE", "2")
     launch.ensure_world(2)
     assert len(started) == 1
+
+
+def test_the_exit_code_of_a_process_is_that_of_the_command(repo: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fcsd", "distill", str(repo / "recipes/tiny.yaml"), "--gpus", "2"]
+    run = subprocess.run(
+        [*command, "--set", f"model={tmp_path}", "--output-dir", str(tmp_path / "run")],
+        cwd=repo,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 3, run.stderr
+    assert "config.json" in run.stderr
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
