@@ -97,7 +97,7 @@ def sweep_layers(
                 cache.add([identity, layers], rows)
             measured[layers] = rows
             scores = "  ".join(f"{row['column']} {shown(row)[0]}" for row in rows)
-            log.info("%s of %d layers: %s", layers_text(layers), subject.depth, scores)
+            log.info("layers %s converted: %s", layers_text(layers), scores)
     finally:
         cache.close()
     sweep = _sweep(subject, settings, numbers, measured)
