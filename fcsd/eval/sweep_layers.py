@@ -169,7 +169,10 @@ def to_text(sweep: dict[str, Any]) -> str:
 
 
 def draw(sweep: dict[str, Any], path: Path) -> None:
-    """A PNG with one panel per column: both curves over N, standard errors, chance as a dotted line."""
+    """A PNG with one panel per column: both curves over N, chance as a dotted line.
+
+    Whiskers are the paired standard errors of the change from the unconverted model.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -182,7 +185,8 @@ def draw(sweep: dict[str, Any], path: Path) -> None:
         for end, colour in ENDS.items():
             points = [point for point in sweep["points"] if point["end"] == end]
             scores = [point["scores"][column["column"]] for point in points]
-            values, errors = ([scale * score[key] for score in scores] for key in ("value", "stderr"))
+            values = [scale * score["value"] for score in scores]
+            errors = [scale * score["change"][1] for score in scores]
             numbers = [point["n"] for point in points]
             axes.errorbar(numbers, values, errors, color=colour, marker="o", markersize=3, label=f"{end} N layers")
         if column["chance"] is not None:
