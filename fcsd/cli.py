@@ -4,23 +4,18 @@ Data goes to stdout, people's text to stderr. Library functions are imported whe
 `fcsd --help` answers at once.
 """
 
-import functools
 import json
-import logging
 import os
 import re
 import sys
-import traceback
-from collections.abc import Callable
-from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fcsd import __version__
+from fcsd.command import command, emit
 from fcsd.errors import ConfigError
-from fcsd.foreign_errors import first_line, translate
 
 EXAMPLES = """\b
 Examples:
@@ -62,59 +57,13 @@ Rewiring = Annotated[str, typer.Option(help="farskip, ladder or parallel.")]
 Variant = Annotated[str, typer.Option(help="full, attn-only or mlp-only.")]
 RecipeName = Annotated[str, typer.Argument(metavar="NAME", help="See `fcsd recipes list`.")]
 
-VERBOSE = Parameter(
-    "verbose",
-    Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks.")],
-)
-
 
 def main() -> None:
     """The console script."""
+    if not sys.stderr.isatty():  # the libraries draw their bars into files, too
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     app()
-
-
-def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a command, gives it `-v`, and ends its errors in one line, a hint and their exit code."""
-
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def guarded(*, verbose: bool, **options: object) -> None:
-            logging.basicConfig(format="%(message)s", stream=sys.stderr)
-            logging.getLogger("fcsd").setLevel(logging.DEBUG if verbose else logging.INFO)
-            try:
-                function(**options)
-            except BrokenPipeError:
-                raise  # `fcsd recipes show tiny | head` is no error; typer ends quietly
-            except (KeyboardInterrupt, Exception) as error:
-                if verbose:
-                    traceback.print_exc()
-                sys.exit(report_error(error))
-
-        own = signature(function)
-        parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own.parameters.values()]
-        guarded.__signature__ = own.replace(parameters=[*parameters, VERBOSE])  # type: ignore[attr-defined]
-        group.command(name)(guarded)
-        return function
-
-    return register
-
-
-def report_error(error: BaseException) -> int:
-    """Prints an error to stderr and returns the exit code that goes with it."""
-    known = translate(error)
-    if isinstance(error, KeyboardInterrupt):
-        message, hint, code = "interrupted", None, 130
-    elif known is not None:
-        message, hint, code = str(known), known.hint, known.exit_code
-    else:
-        message, hint, code = f"{type(error).__name__}: {first_line(error)}", "-v shows the traceback", 1
-    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    print(f"{rank}error: {message}", file=sys.stderr)
-    if hint:
-        print(f"{rank}hint: {hint}", file=sys.stderr)
-    return code
 
 
 def _print_version(wanted: bool) -> None:
@@ -138,7 +87,7 @@ def inspect(model: Model, trust_remote_code: Trust = False, as_json: AsJson = Fa
     from fcsd import checkpoint
 
     found = checkpoint.inspect(model, trust_remote_code=trust_remote_code)
-    print(found.to_json() if as_json else found.to_text())
+    emit(found.to_json() if as_json else found.to_text())
 
 
 @command(app, "convert")
@@ -174,7 +123,7 @@ def convert(
         force=force,
         trust_remote_code=trust_remote_code,
     )
-    print(done.to_json() if as_json else done.to_text())
+    emit(done.to_json() if as_json else done.to_text())
 
 
 @command(app, "distill")
@@ -204,7 +153,9 @@ def distill(
 
     from fcsd.distill.loop import distill as run
 
-    print(run(resolved, resume=resume, dry_run=dry_run))
+    directory = run(resolved, resume=resume, dry_run=dry_run, processes=gpus or 1)
+    if os.environ.get("RANK", "0") == "0":
+        emit(directory)
 
 
 @command(app, "eval")
@@ -226,6 +177,9 @@ def evaluate(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences in one forward.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for results; a killed run resumes.")] = None,
+    accept_unsafe_exec: Annotated[
+        bool, typer.Option("--accept-unsafe-exec", help="Run generated programs even without a sandbox.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Score models on the benchmarks. Prints a table; with --baseline also the differences and a verdict."""
@@ -246,6 +200,7 @@ def evaluate(
         batch_size=batch_size,
         device=device,
         out=out,
+        accept_unsafe_exec=accept_unsafe_exec,
     )
     comparisons = []
     if baseline:
@@ -255,9 +210,9 @@ def evaluate(
             tables.report(rows, out, untrained=name, margin=margin)
     if as_json:  # per-question results are long; they are in --out
         scores = [{k: v for k, v in row.items() if k != "items"} for row in rows]
-        print(json.dumps({"rows": scores, "comparisons": [c.to_json(margin) for c in comparisons]}, indent=2))
+        emit(json.dumps({"rows": scores, "comparisons": [c.to_json(margin) for c in comparisons]}, indent=2))
     else:
-        print("\n\n".join([tables.plain_table(rows, comparisons), *(c.sentence(margin) for c in comparisons)]))
+        emit("\n\n".join([tables.plain_table(rows, comparisons), *(c.sentence(margin) for c in comparisons)]))
     if require is not None:
         compare.require(require, comparisons)
 
@@ -295,7 +250,7 @@ def sweep_layers(
         batch_size=batch_size,
         device=device,
     )
-    print(json.dumps(sweep, indent=2) if as_json else sweeping.to_text(sweep))
+    emit(json.dumps(sweep, indent=2) if as_json else sweeping.to_text(sweep))
 
 
 @command(app, "choose-layers")
@@ -329,7 +284,7 @@ def choose_layers(
         device=device,
         out=out,
     )
-    print(json.dumps(choice, indent=2) if as_json else choosing.to_text(choice))
+    emit(json.dumps(choice, indent=2) if as_json else choosing.to_text(choice))
 
 
 @command(app, "chat")
@@ -352,7 +307,7 @@ def chat(
     for answers in chatting.chat(model, baseline=baseline, **options):
         columns = shutil.get_terminal_size((120, 24)).columns
         text = json.dumps([asdict(a) for a in answers]) if as_json else chatting.side_by_side(answers, columns)
-        print(text, flush=True)
+        emit(text)
 
 
 def _numbers(text: str | None) -> list[int] | None:
@@ -368,6 +323,7 @@ def _numbers(text: str | None) -> list[int] | None:
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory or a converted model.")],
     out: Out,
+    checkpoint: Annotated[str, typer.Option(help="Which one of a run: latest or best.")] = "latest",
     force: Force = False,
     push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Then push to the hub.")] = None,
     private: Private = False,
@@ -378,7 +334,7 @@ def export(
     from fcsd import export as exporting
 
     target = {"private": private, "create_pr": create_pr, "revision": revision}
-    print(exporting.export(run, out, force=force, push=push, **target))
+    emit(exporting.export(run, out, checkpoint=checkpoint, force=force, push=push, **target))
 
 
 @command(app, "push")
@@ -392,7 +348,7 @@ def push(
     """Upload an exported directory to the hub. Prints its address."""
     from fcsd import push as pushing
 
-    print(pushing.push(directory, repo, private=private, create_pr=create_pr, revision=revision))
+    emit(pushing.push(directory, repo, private=private, create_pr=create_pr, revision=revision))
 
 
 @command(recipes_app, "list")
@@ -402,7 +358,7 @@ def recipes_list(as_json: AsJson = False) -> None:
 
     summaries = {name: recipes.summary(name) for name in recipes.names()}
     lines = [f"{name:<16} {text}" for name, text in summaries.items()]
-    print(json.dumps(summaries, indent=2) if as_json else "\n".join(lines))
+    emit(json.dumps(summaries, indent=2) if as_json else "\n".join(lines))
 
 
 @command(recipes_app, "show")
@@ -415,7 +371,7 @@ def recipes_show(
     from fcsd.config import load_recipe
 
     resolved = load_recipe(name, sets)
-    print(resolved.recipe.model_dump_json(indent=2) if as_json else resolved.to_yaml(), end="")
+    emit(resolved.recipe.model_dump_json(indent=2) if as_json else resolved.to_yaml(), end="")
 
 
 @command(recipes_app, "copy")
@@ -425,7 +381,7 @@ def recipes_copy(
     """Write a packaged recipe to a file. Prints its path."""
     from fcsd import recipes
 
-    print(recipes.copy(name, out))
+    emit(recipes.copy(name, out))
 
 
 @command(app, "env")
@@ -434,4 +390,4 @@ def env(as_json: AsJson = False) -> None:
     from fcsd import environment
 
     facts = environment.snapshot()
-    print(json.dumps(facts, indent=2) if as_json else environment.to_text(facts))
+    emit(json.dumps(facts, indent=2) if as_json else environment.to_text(facts))

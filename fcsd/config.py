@@ -82,7 +82,7 @@ class Objective(_Section):
     """Both softmaxes' temperature in the divergence."""
     reduction: Literal["mean", "sum"] = "mean"
     """Mean or sum over the tokens of a batch."""
-    chunk_tokens: Positive = 1024
+    chunk_tokens: Positive = 512
     """Tokens whose logits exist at the same time; bounds memory, not the result."""
     freeze_embeddings: bool = False
     """Leave the input embeddings as they are."""

@@ -84,7 +84,9 @@ class ConvertReport:
         proven = f"bit-identical with the wiring off: first {self.parity} of {self.depth} layers"
         lines = {
             "model": self.model + (f" @ {self.revision}" if self.revision else ""),
-            "wiring": ", ".join([describe({"by": "fcsd", **block}), f"{block['border']} border", *extras]),
+            "wiring": ", ".join(
+                [describe({"by": "fcsd", **block}).removesuffix(", by fcsd"), f"{block['border']} border", *extras]
+            ),
             "weights": f"{decimal(self.bytes)} in {self.shards} file{'s' * (self.shards != 1)}, {how}",
             "files": ", ".join(self.files),
             "parity": proven if self.parity_skipped is None else f"not proven: {self.parity_skipped}",
@@ -145,8 +147,8 @@ def convert(
         base_revision=source.revision,
         base_sha256=None if dry_run and source.repo_id else fingerprint(layout),
     )
-    texts = _texts(config, arch, block)
-    others = _other_files(source.path, texts.keys() | layout.shards.keys())
+    texts = written_files(config, arch, block)
+    others = other_files(source.path, texts.keys() | layout.shards.keys())
     proof = plan_proof(layout, config, arch)
     skipped = _why_not(check, dry_run, proof)
     size = sum(max((tensor.end for tensor in header.values()), default=0) for header in layout.shards.values())
@@ -230,8 +232,13 @@ def _wiring(config: CheckpointConfig, arch: "Arch", name: str, layers: str, **fi
     return wiring
 
 
-def _texts(config: CheckpointConfig, arch: "Arch", block: dict[str, Any]) -> Mapping[str, str]:
-    """File name -> content of what a conversion writes: config.json and code."""
+def written_files(config: CheckpointConfig, arch: "Arch", block: dict[str, Any]) -> Mapping[str, str]:
+    """File name -> content of what fcsd writes into a converted directory: config.json and code.
+
+    Args:
+        config: the base's, or a converted one's.
+        block: see ``Wiring.to_block``.
+    """
     from fcsd.models.build import PREFIX
     from fcsd.models.export_template import auto_map, render
 
@@ -245,12 +252,15 @@ def _texts(config: CheckpointConfig, arch: "Arch", block: dict[str, Any]) -> Map
     return {"config.json": json.dumps(config.raw | own, indent=2) + "\n", **render(arch)}
 
 
-def _other_files(path: Path, written: set[str]) -> dict[str, Path]:
+def other_files(path: Path, written: set[str]) -> dict[str, Path]:
     """Name -> file of what is taken over as it is: tokenizer, generation config, chat template, licence, card."""
     files = {}
     for entry in sorted(path.iterdir()):
         if entry.is_dir() and entry.name in _FOLDERS:
-            files |= {f"{entry.name}/{inner.name}": contained(path, entry.name, inner.name) for inner in sorted(entry.iterdir())}
+            files |= {
+                f"{entry.name}/{inner.name}": contained(path, entry.name, inner.name)
+                for inner in sorted(entry.iterdir())
+            }
         elif entry.is_file() and not entry.name.startswith(".") and not entry.name.endswith(_OTHER_WEIGHTS):
             files[entry.name] = contained(path, entry.name)
     if (path / INDEX).exists():

@@ -1,9 +1,9 @@
 """The processes of a run: start them, join them, and make them succeed or fail together."""
 
+import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -66,6 +66,8 @@ def ensure_world(gpus: int | None) -> None:
     available = torch.cuda.device_count()
     if 0 < available < gpus:
         raise ConfigError(f"--gpus {gpus}: this machine has {available}")
+    # Unless the user chose, the processes share the cores; torchrun would give each one core, with a warning.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     _replace_by([*torchrun, "-m", "fcsd", *sys.argv[1:]])
 
@@ -75,11 +77,10 @@ def _replace_by(command: list[str]) -> NoReturn:
     os.execv(command[0], command)
 
 
-@contextmanager
-def join_world() -> Iterator[World]:
-    """The process group of this run: torchrun's, or one of a single process that needs no port.
+def join_world() -> World:
+    """This process in the group of its run: torchrun's, or one of a single process that needs no port.
 
-    NCCL on GPUs, gloo on CPUs. Left again at the end, also after an error.
+    NCCL on GPUs, gloo on CPUs. A process joins once and stays until it exits, since DeepSpeed keeps its groups.
     """
     import torch
     import torch.distributed as dist
@@ -91,13 +92,12 @@ def join_world() -> Iterator[World]:
         torch.cuda.set_device(device)
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for one, aloud
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
-    if size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    else:
-        dist.init_process_group(backend)
-    try:
-        yield World(rank, size, device)
-    finally:
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        else:
+            dist.init_process_group(backend)
+        atexit.register(dist.destroy_process_group)
+    return World(rank, size, device)

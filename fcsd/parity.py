@@ -101,19 +101,19 @@ def prove_parity(original: Layout, converted: Path, config: CheckpointConfig, ar
     from fcsd.models.wiring import WiredLayer
 
     shards = [name for name, header in original.shards.items() if _wanted(header, arch, layers)]
-    model = _first_layers(original.path, [original.files[name] for name in shards], config, arch, layers)
-    expected = _logits(model)
+    model = first_layers(original.path, [original.files[name] for name in shards], config, arch, layers)
+    expected = logits(model)
     if not torch.isfinite(expected).all():
         raise BadInputError(f"{original.path}: the model's logits are not finite as it is")
     del model
 
-    model = _first_layers(converted, [converted / name for name in shards], config, arch, layers)
+    model = first_layers(converted, [converted / name for name in shards], config, arch, layers)
     on = {i for i, layer in enumerate(decoder_layers(model)) if isinstance(layer, WiredLayer | DesyncLayer)}
     if missing := sorted(set(model.config.fcsd["layers"]) - on):
         raise FcsdError(f"{converted}: layers {missing} are not rewired", _BUG)
-    if not torch.isfinite(_logits(model)).all():
+    if not torch.isfinite(logits(model)).all():
         raise FcsdError(f"{converted}: the rewired model's logits are not finite", _BUG)
-    if not torch.equal(_logits(wire(model, unwired())), expected):
+    if not torch.equal(logits(wire(model, unwired())), expected):
         raise FcsdError(f"{converted}: with the wiring off, logits differ from {original.path}'s", _BUG)
 
 
@@ -153,7 +153,7 @@ def _wanted(names: Iterable[str], arch: "Arch", layers: int) -> list[str]:
     return [name for name in names if (index := layer_index(arch, name)) is None or index < layers]
 
 
-def _first_layers(
+def first_layers(
     directory: Path, shards: list[Path], base: CheckpointConfig, arch: "Arch", layers: int
 ) -> "PreTrainedModel":
     """A model of the first layers only, on the CPU, from the tensors it needs; strict, as ``load_model`` is."""
@@ -173,7 +173,12 @@ def _first_layers(
         with safe_open(shard, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in _wanted(file.keys(), arch, layers)}
     loaded: Any = cls.from_pretrained(
-        None, config=config, state_dict=tensors, output_loading_info=True, quantization_config=_dequantise(base)
+        None,
+        config=config,
+        state_dict=tensors,
+        output_loading_info=True,
+        quantization_config=_dequantise(base),
+        experts_implementation="eager",  # what is chosen otherwise depends on how quantisation was turned off
     )
     model, report = loaded
     if problems := {kind: sorted(map(str, keys))[:5] for kind, keys in report.items() if keys}:
@@ -189,11 +194,17 @@ def _dequantise(base: CheckpointConfig) -> Any:
     return {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}[base.quantization](dequantize=True)
 
 
-def _logits(model: "PreTrainedModel") -> "Tensor":
-    """``[1, _TOKENS, vocab]`` on fixed token ids."""
+def token_ids(model: "PreTrainedModel") -> "Tensor":
+    """``[1, _TOKENS]``, the same for the same vocabulary."""
     import torch
 
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    return torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: "PreTrainedModel") -> "Tensor":
+    """``[1, _TOKENS, vocab]`` on ``token_ids``."""
+    import torch
+
     with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
+        return model(input_ids=token_ids(model), use_cache=False).logits

@@ -31,9 +31,7 @@ def repo() -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--data", type=Path, default=None, help="directory with the real HumanEvalPlus and MbppPlus"
-    )
+    parser.addoption("--data", type=Path, default=None, help="directory with the real HumanEvalPlus and MbppPlus")
 
 
 @pytest.fixture

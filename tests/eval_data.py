@@ -101,6 +101,31 @@ def _gsm8k(rng: random.Random, i: int) -> dict:
     return {"question": f"{a} lamps and {b} lamps?", "answer": f"{a}+{b}={a + b}\n#### {a + b}"}
 
 
+def _humaneval(rng: random.Random, i: int) -> dict:
+    n = rng.randint(2, 9)
+    asserts = "".join(f"    assert candidate({x}) == {x + n}\n" for x in range(3))
+    return {
+        "task_id": f"HumanEval/{i}",
+        "prompt": f'def plus_{i}(x: int) -> int:\n    """ Add {n}. """\n',
+        "canonical_solution": f"    return x + {n}\n",
+        "entry_point": f"plus_{i}",
+        "test": f"def check(candidate):\n{asserts}",
+    }
+
+
+def _mbpp(rng: random.Random, i: int) -> dict:
+    n = rng.randint(2, 9)
+    return {
+        "task_id": i,
+        "code": f"def times_{i}(x):\n    return x * {n}",
+        "prompt": f"Write a function that multiplies by {n}.",
+        "source_file": "x",
+        "test_imports": [],
+        "test_list": [f"assert times_{i}({x}) == {x * n}" for x in (1, 2, 3)],
+        "test": f"assert times_{i}(4) == {4 * n}",
+    }
+
+
 def _wikitext(rng: random.Random, i: int) -> dict:
     return {"page": _sentence(rng, 40)}
 
@@ -127,7 +152,7 @@ def mmlu_subjects() -> list[str]:
 
 
 def write_mirror(root: Path, rows: int = 8, seed: int = 0) -> Path:
-    """Write the data of every multiple-choice task, GSM8K and Wikitext; the same for the same seed."""
+    """Write the data of the eleven benchmarks and Wikitext; the same for the same seed."""
     rng = random.Random(seed)
 
     def splits(make, *names: str, n: int = rows) -> dict[str, list[dict]]:
@@ -141,6 +166,8 @@ def write_mirror(root: Path, rows: int = 8, seed: int = 0) -> Path:
     _dataset(root, "allenai/winogrande", {"winogrande_xl": splits(_winogrande, *three)})
     _dataset(root, "allenai/openbookqa", {"main": splits(_openbookqa, *three)})
     _dataset(root, "openai/gsm8k", {"main": splits(_gsm8k, "train", "test")})
+    _dataset(root, "evalplus/humanevalplus", {"default": splits(_humaneval, "test")})
+    _dataset(root, "evalplus/mbppplus", {"default": splits(_mbpp, "test")})
     wikitext = {"wikitext-2-raw-v1": splits(_wikitext, *three, n=3)}
     _dataset(root, "EleutherAI/wikitext_document_level", wikitext)
     _dataset(root, "cais/mmlu", {s: splits(_mmlu, "test", "dev", "validation", n=2) for s in mmlu_subjects()})

@@ -51,6 +51,7 @@ class Repo:
     commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     pulls: int = 0
+    open_pulls: dict[int, str] = field(default_factory=dict)  # number -> title
 
     def commit(self, files: dict[str, Blob], ref: str = "main") -> str:
         """Make ``files`` the whole content of ``ref``."""
@@ -130,6 +131,7 @@ _ROUTES = {
     rf"POST /api/models/{_REPO}/commit/(?P<revision>[^/]+)": "commit",
     rf"POST /api/models/{_REPO}/branch/(?P<branch>[^/]+)": "branch",
     rf"DELETE /api/models/{_REPO}/branch/(?P<branch>[^/]+)": "delete_branch",
+    rf"GET /api/models/{_REPO}/discussions": "discussions",
     rf"POST /api/models/{_REPO}/discussions/(?P<number>\d+)/merge": "merge",
 }
 
@@ -252,7 +254,8 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = json.loads(self.body)
         repo_id = f"{wanted.get('organization') or 'org'}/{wanted['name']}"
         if repo_id in self.hub.repos:
-            raise _Refused(409, "", "You already created this model repo")
+            text = json.dumps({"error": "You already created this model repo", "url": f"{self.hub.url}/{repo_id}"})
+            return self._reply(409, text.encode(), {"Content-Type": "application/json"})
         self.hub.add(repo_id, {".gitattributes": b""}, private=wanted.get("visibility") == "private")
         self._json({"url": f"{self.hub.url}/{repo_id}", "id": repo_id})
 
@@ -282,7 +285,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _commit(self, repo: Repo, revision: str) -> None:
         _, files = self._at(repo, revision)
-        files = dict(files)
+        files, title = dict(files), ""
         for line in self.body.splitlines():
             key, value = (operation := json.loads(line))["key"], operation["value"]
             if key == "file":
@@ -293,8 +296,12 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.hub.uploads[value["oid"]]
             elif key == "deletedFile":
                 del files[value["path"]]
+            elif key == "header":
+                title = value["summary"]
         pull = self.query.get("create_pr") == ["1"]
         repo.pulls += pull
+        if pull:
+            repo.open_pulls[repo.pulls] = title
         sha = repo.commit(files, f"refs/pr/{repo.pulls}" if pull else revision)
         page = f"{self.hub.url}/{self.repo_id}"
         self._json(
@@ -316,7 +323,14 @@ class _Handler(BaseHTTPRequestHandler):
         del repo.refs[branch]
         self._reply(200, b"")
 
+    def _discussions(self, repo: Repo) -> None:
+        common = {"createdAt": "2026-01-01T00:00:00.000Z", "status": "open", "isPullRequest": True}
+        where = {"repo": {"name": self.repo_id, "type": "model"}}
+        pulls = [{"num": number, "title": title, **common, **where} for number, title in repo.open_pulls.items()]
+        self._json({"discussions": pulls, "count": len(pulls), "start": 0})
+
     def _merge(self, repo: Repo, number: str) -> None:
+        del repo.open_pulls[int(number)]
         repo.refs["main"] = self._at(repo, f"refs/pr/{number}")[0]
         self._json({"newStatus": "merged"})
 

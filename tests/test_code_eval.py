@@ -48,9 +48,7 @@ def statuses(verdicts: list[Verdict]) -> dict[str, tuple[str, str | None]]:
 def passed(verdicts: list[Verdict]) -> None:
     """Every verdict is a pass, or the message names those that are not."""
     assert {
-        v.task_id: (v.base, v.plus)
-        for v in verdicts
-        if {v.base.status, v.plus and v.plus.status} - {"pass", None}
+        v.task_id: (v.base, v.plus) for v in verdicts if {v.base.status, v.plus and v.plus.status} - {"pass", None}
     } == {}
 
 
@@ -88,9 +86,7 @@ def test_given_data_passes(data_dir: Path | None, tmp_path: Path):
 @pytest.mark.timeout(3600)
 def test_no_flake_in_twenty_runs_on_an_overloaded_machine():
     problems = [evalplus_problem(row) for row in PROBLEMS]
-    spin = [
-        subprocess.Popen([sys.executable, "-c", "while 1: pass"]) for _ in range(2 * (os.cpu_count() or 1))
-    ]
+    spin = [subprocess.Popen([sys.executable, "-c", "while 1: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
         for _ in range(20):
             passed(score(problems, [problem.reference or "" for problem in problems]))
@@ -255,7 +251,7 @@ def positive(x): return x > 0
         "assert f(1) == g(2)",
         "assert all(f(x) == y for x, y in [(1, 2)])",
         "for x in [1]:\n    assert f(x) == 1",
-        "def check(candidate):\n    assert candidate(1) == 2\n\ncheck(f)",
+        "def check(candidate):\n    assert candidate(1) == other(2)\n\ncheck(f)",
         "assert f(1) == __import__('os').getcwd()",
         "import math",
         "not python",

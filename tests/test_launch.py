@@ -36,12 +36,12 @@ def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def gather() -> list[Any]:
-    with launch.join_world() as world:
-        seen = [world.everywhere(lambda: world.rank * 10), world.on_first(lambda: f"from {world.rank}")]
-        try:
-            world.everywhere(fail if world.rank == 1 else int)
-        except BadInputError as error:
-            seen.append((str(error), error.hint))
+    world = launch.join_world()
+    seen = [world.everywhere(lambda: world.rank * 10), world.on_first(lambda: f"from {world.rank}")]
+    try:
+        world.everywhere(fail if world.rank == 1 else int)
+    except BadInputError as error:
+        seen.append((str(error), error.hint))
     return seen
 
 
@@ -53,11 +53,15 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
     assert runs.on_ranks(2, gather) == [[[0, 10], "from 0", ("bad", "fix it")]] * 2
 
 
-def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with launch.join_world() as world:
-        assert (world.rank, world.size, world.device.type) == (0, 1, "cpu")
-    assert os.environ["DS_ACCELERATOR"] == "cpu"
+def alone() -> tuple[Any, ...]:
+    del os.environ["WORLD_SIZE"], os.environ["RANK"], os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    world = launch.join_world()
+    assert launch.join_world() == world
+    return world.rank, world.size, world.device.type, os.environ["DS_ACCELERATOR"]
+
+
+def test_one_process_needs_no_launcher() -> None:
+    assert runs.on_ranks(1, alone) == [(0, 1, "cpu", "cpu")]
 
 
 def test_accumulation_follows_from_the_batch_in_tokens(tmp_path: Path) -> None:

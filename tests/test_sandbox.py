@@ -1,5 +1,4 @@
 """Hostile programs through the real scorer: none passes, none gets out, none leaves anything behind."""
-# ruff: noqa: E501 - one hostile program per line
 
 import json
 import os
@@ -84,7 +83,9 @@ FORGE = {
 }
 
 # S2: get out. Each returns "escaped" or the name of what stopped it, which must be one of the second entry.
-TRY = "def f(x):\n    try:\n        {body}\n        return 'escaped'\n    except Exception as e: return type(e).__name__"
+TRY = (
+    "def f(x):\n    try:\n        {body}\n        return 'escaped'\n    except Exception as e: return type(e).__name__"
+)
 DENIED = {"FileNotFoundError", "PermissionError", "OSError", "ConnectionRefusedError", "ProcessLookupError"}
 
 
@@ -145,9 +146,7 @@ def verdicts(
 ) -> dict[str, Outcome]:
     """Verdicts on programs whose `f(1)` should be `expected`."""
     problems = [Problem(name, "f", [Case([1], expected)], []) for name in programs]
-    results = score(
-        problems, list(programs.values()), workers=4, timeout_s=1, accept_unsafe_exec=accept_unsafe_exec
-    )
+    results = score(problems, list(programs.values()), workers=4, timeout_s=1, accept_unsafe_exec=accept_unsafe_exec)
     return {verdict.task_id: verdict.base for verdict in results}
 
 
@@ -260,9 +259,7 @@ def as_ordinary_user(repo: Path) -> list[str]:
 
 @pytest.mark.parametrize("user", ["same", "ordinary"])
 @pytest.mark.parametrize("level", ["bwrap", "unshare"])
-def test_every_level_holds_for_root_and_for_others(
-    repo: Path, canary: Path, tmp_path: Path, level: str, user: str
-):
+def test_every_level_holds_for_root_and_for_others(repo: Path, canary: Path, tmp_path: Path, level: str, user: str):
     assert shutil.which("bwrap"), "bubblewrap is missing: apt-get install bubblewrap"
     tools = tmp_path / "bin"
     tools.mkdir()

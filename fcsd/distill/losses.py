@@ -32,7 +32,7 @@ def kl_divergence(
     *,
     temperature: float = 1.0,
     denominator: float | Tensor = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = 512,
 ) -> Tensor:
     """KL(teacher ‖ student) of the next-token distributions (FarSkip eq. 4).
 
@@ -44,6 +44,19 @@ def kl_divergence(
 
     Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
     """
+    if _fuses(student_head):
+        from fcsd.kernels import fused_kl
+
+        return fused_kl.kl_divergence(
+            student_hidden,
+            student_head,
+            teacher_hidden,
+            teacher_head,
+            mask,
+            temperature=temperature,
+            denominator=denominator,
+            chunk_tokens=chunk_tokens,
+        )
     keep = mask.flatten().nonzero().squeeze(1)
     teacher_rows = teacher_hidden.detach().flatten(0, -2)[keep]
     teacher_weight = _for_matmul(teacher_head.detach())
@@ -68,7 +81,7 @@ def cross_entropy(
     labels: Tensor,
     *,
     denominator: float | Tensor = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = 512,
 ) -> Tensor:
     """Negative log-likelihood of the data (FarSkip eq. 3).
 
@@ -79,6 +92,12 @@ def cross_entropy(
 
     Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
     """
+    if _fuses(student_head):
+        from fcsd.kernels import fused_kl
+
+        return fused_kl.cross_entropy(
+            student_hidden, student_head, labels, denominator=denominator, chunk_tokens=chunk_tokens
+        )
     labels = labels.flatten()
     keep = (labels != IGNORE).nonzero().squeeze(1)
     targets = labels[keep].unsqueeze(1)
@@ -90,6 +109,11 @@ def cross_entropy(
         return loss, gradient.scatter_add_(1, targets[rows], -torch.ones_like(gradient[:, :1]))
 
     return _chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens) / denominator
+
+
+def _fuses(head: Tensor) -> bool:
+    """Whether the Triton path of ``fcsd.kernels`` takes these weights; this file is its reference."""
+    return head.is_cuda and head.dtype != torch.float64
 
 
 def _chunked(hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_tokens: int) -> Tensor:

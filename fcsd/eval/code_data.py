@@ -89,6 +89,8 @@ def problem_from_tests(task_id: str, tests: str, *, prefix: str = "") -> Problem
 
 def _from_check(task_id: str, module: ast.Module, check: ast.FunctionDef, prefix: str) -> Problem:
     """EvalPlus' generated `check`: `inputs`, `results` or a `ref_func`, and one assertion in a loop."""
+    if all(isinstance(statement, ast.Assert) for statement in check.body):
+        return _from_plain_check(task_id, module, check, prefix)
     *assignments, loop = check.body
     values = dict(_assigned(statement) for statement in assignments)
     call = module.body[-1]
@@ -114,6 +116,16 @@ def _from_check(task_id: str, module: ast.Module, check: ast.FunctionDef, prefix
     return Problem(task_id, entry_point, cases, [], prefix=prefix, reference=reference)
 
 
+def _from_plain_check(task_id: str, module: ast.Module, check: ast.FunctionDef, prefix: str) -> Problem:
+    """HumanEval's original `check`: plain asserts about `candidate`, called with the function at the end."""
+    call = module.body[-1]
+    if not (isinstance(call, ast.Expr) and isinstance(call.value, ast.Call)):
+        raise ValueError("check() is not called at the end")
+    cases = [_from_assert(statement) for statement in check.body]
+    suffix = f"candidate = {ast.unparse(call.value.args[0])}"
+    return Problem(task_id, None, cases, [], prefix=prefix, suffix=suffix)
+
+
 def _assertion(statement: ast.stmt) -> tuple[str, float]:
     """Oracle and tolerance of `assertion(candidate(*inp), ..., atol)` or `assert ..._poly(...) <= atol`."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
@@ -121,11 +133,7 @@ def _assertion(statement: ast.stmt) -> tuple[str, float]:
         if ast.unparse(called.func) == "assertion" and ast.unparse(called.args[0]) == "candidate(*inp)":
             return "evalplus", float(literal(called.args[2]))
     test = statement.test if isinstance(statement, ast.Assert) else None
-    if (
-        isinstance(test, ast.Compare)
-        and isinstance(test.ops[0], ast.LtE)
-        and "_poly(" in ast.unparse(test.left)
-    ):
+    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.LtE) and "_poly(" in ast.unparse(test.left):
         return "root", float(literal(test.comparators[0]))
     raise ValueError(f"unknown assertion {ast.unparse(statement)!r}")
 

@@ -14,10 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.errors import ConfigError
 from fcsd.eval.adapter import HFAdapter
 from fcsd.eval.answers import AnswerCache
+from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
 from fcsd.eval.isolate import eval_mode, preserved_rng
 from fcsd.eval.perplexity import HeldOut, held_out_result
 from fcsd.eval.results import ResultFile, json_sha256, shown
-from fcsd.eval.suite import select
+from fcsd.eval.sandbox import find_sandbox
+from fcsd.eval.suite import EVALPLUS, SANDBOX, select
 from fcsd.eval.tasks import LoadedTask, load_tasks, task_result
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ def evaluate(
     device: str | None = None,
     dtype: str | None = None,
     out: str | Path | None = None,
+    accept_unsafe_exec: bool = False,
 ) -> list[dict[str, Any]]:
     """Evaluate each model on each task of a suite.
 
@@ -59,6 +62,7 @@ def evaluate(
         dtype: of the weights; None for float32 on the CPU and bfloat16 on a GPU.
         out: a directory for one ``<model>.json`` each. Answers are kept there too: a killed evaluation, started
             again, repeats none of them.
+        accept_unsafe_exec: run generated programs even where no sandbox is available.
 
     Returns:
         One row per model and task: ``model, suite, column, task, metric, filter, value, stderr, n, chance,
@@ -70,6 +74,7 @@ def evaluate(
         ConfigError: unknown suite or task, a task that cannot run here, two models of one name.
         BadInputError: missing or empty data, a prompt longer than the model takes, a model that cannot be loaded.
         NonFiniteError: a model gives NaN or infinite logits; it gets no score.
+        FcsdError: generated programs would have to run without a sandbox.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be at least 1, not {limit}")
@@ -79,12 +84,15 @@ def evaluate(
     mirror = None if data_mirror is None else Path(data_mirror).absolute()  # loading changes directory
     directory = None if out is None else Path(out)
     results: list[dict[str, Any]] = []
-    with preserved_rng(), load_tasks(select(suite, tasks), mirror) as loaded_tasks:
+    chosen = select(suite, tasks)
+    if any(row.harness in (SANDBOX, EVALPLUS) for row in chosen):
+        find_sandbox(accept_unsafe_exec=accept_unsafe_exec)  # better refused now than after hours of generation
+    with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
         for name, model in zip(names, ordered, strict=True):
             with _opened(model, device, dtype, batch_size, directory) as lm:
                 file = None if directory is None else ResultFile(directory / f"{name}.json")
                 start = time.perf_counter()
-                for result in _results(lm, loaded_tasks, text, limit):
+                for result in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
                     row = {"model": name, "suite": suite, "baseline": model == baseline, **result}
                     row |= {"engine": _engine(lm), "versions": _versions()}
                     row |= {"seconds": round(time.perf_counter() - start, 2)}
@@ -97,11 +105,18 @@ def evaluate(
 
 
 def _results(
-    lm: HFAdapter, tasks: Sequence[LoadedTask], text: HeldOut | None, limit: int | None
+    lm: HFAdapter,
+    tasks: Sequence[LoadedTask | EvalPlusTask],
+    text: HeldOut | None,
+    limit: int | None,
+    accept_unsafe_exec: bool,
 ) -> Iterator[dict[str, Any]]:
     """What one model scores, a result at a time."""
     for task in tasks:
-        yield task_result(task, lm, limit)
+        if isinstance(task, EvalPlusTask):
+            yield evalplus_result(task, lm, limit, accept_unsafe_exec)
+        else:
+            yield task_result(task, lm, limit, accept_unsafe_exec)
     if text is not None:
         yield held_out_result(text, lm)
 

@@ -39,9 +39,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, list):
         # Outputs of a million numbers occur; the common items are passed without a call each.
         return [
-            item
-            if type(item) is str or (type(item) in (int, float) and -(2**63) < item < 2**63)
-            else encode(item)
+            item if type(item) is str or (type(item) in (int, float) and -(2**63) < item < 2**63) else encode(item)
             for item in list.__iter__(value)
         ]
     if isinstance(value, tuple):

@@ -85,7 +85,7 @@ def draw_bars(rows: Sequence[Row], path: Path) -> None:
             axes.hlines(chances[column], index - 0.45, index + 0.45, colors="black", linestyles="dotted")
     axes.set_xticks(range(len(columns)), columns)
     axes.set_ylabel("points")
-    axes.legend(fontsize="small", ncols=2)
+    figure.legend(loc="outside upper center", fontsize="small", ncols=4, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

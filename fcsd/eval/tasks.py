@@ -16,9 +16,11 @@ from typing import Any
 
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.adapter import HFAdapter
+from fcsd.eval.code_tasks import TIMEOUT_S, no_execution, run_programs
+from fcsd.eval.evalplus_tasks import EvalPlusTask, load_evalplus_task
 from fcsd.eval.results import PERPLEXITIES, file_sha256, json_sha256
 from fcsd.eval.statistics import estimate
-from fcsd.eval.suite import LM_EVAL, Row
+from fcsd.eval.suite import EVALPLUS, SANDBOX, Row
 
 # Few-shot examples are drawn with this seed, lm-eval's own default.
 FEWSHOT_SEED = 1234
@@ -42,23 +44,17 @@ class LoadedTask:
 
 
 @contextlib.contextmanager
-def load_tasks(rows: Sequence[Row], mirror: Path | None) -> Iterator[list[LoadedTask]]:
+def load_tasks(rows: Sequence[Row], mirror: Path | None) -> Iterator[list[LoadedTask | EvalPlusTask]]:
     """The tasks of all rows; their data live until the context ends.
 
     Nothing read from a mirror reaches the user's dataset cache: it goes to a temporary one.
 
     Raises:
-        ConfigError: a row that lm-eval does not run, or a task version other than the row's.
+        ConfigError: a task version other than the row's.
         BadInputError: data missing or empty.
     """
     import datasets.config
 
-    for row in rows:
-        if row.harness != LM_EVAL:
-            raise ConfigError(
-                f"{row.column} runs generated programs ({row.harness}), which this version cannot sandbox yet",
-                "name the other tasks, e.g. --tasks piqa,arc_easy,gsm8k",
-            )
     if mirror is not None and not mirror.is_dir():
         raise BadInputError(f"data mirror {mirror} is not a directory")
     with contextlib.ExitStack() as stack:
@@ -68,8 +64,8 @@ def load_tasks(rows: Sequence[Row], mirror: Path | None) -> Iterator[list[Loaded
         if mirror is not None:
             stack.enter_context(_swapped(datasets.config, "HF_DATASETS_CACHE", temporary / "datasets"))
         stack.enter_context(_lean_lm_eval())
-        with contextlib.chdir(elsewhere if mirror is None else mirror):
-            loaded = [_load(row, mirror) for row in rows]
+        with contextlib.chdir(elsewhere if mirror is None else mirror), no_execution():
+            loaded = [(load_evalplus_task if row.harness == EVALPLUS else _load)(row, mirror) for row in rows]
         yield loaded
 
 
@@ -171,7 +167,7 @@ def _lean_lm_eval() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def task_result(task: LoadedTask, lm: HFAdapter, limit: int | None) -> dict[str, Any]:
+def task_result(task: LoadedTask, lm: HFAdapter, limit: int | None, accept_unsafe_exec: bool = False) -> dict[str, Any]:
     """Run a task and keep what the result row needs of lm-eval's answer.
 
     Raises:
@@ -191,12 +187,18 @@ def task_result(task: LoadedTask, lm: HFAdapter, limit: int | None) -> dict[str,
             bootstrap_iters=0,
             apply_chat_template=row.chat,
             fewshot_as_multiturn=row.chat,
+            confirm_run_unsafe_code=True,  # it runs none: see code_tasks
         )
     except BadInputError as error:
         raise BadInputError(f"{row.column}: {error}", error.hint) from error
     samples = [s for leaf in answer["samples"].values() for s in leaf if s["filter"] == row.filter]
-    items = [sample[row.metric] for sample in samples]
-    value, stderr = answer["results"][row.task][f"{row.metric},{row.filter}"], estimate(items)[1]
+    sandbox = None
+    if row.harness == SANDBOX:
+        items, sandbox = run_programs(samples, accept_unsafe_exec)
+        value, stderr = estimate(items)
+    else:
+        items = [sample[row.metric] for sample in samples]
+        value, stderr = answer["results"][row.task][f"{row.metric},{row.filter}"], estimate(items)[1]
     settings = {
         "harness": row.harness,
         "task": row.task,
@@ -208,6 +210,7 @@ def task_result(task: LoadedTask, lm: HFAdapter, limit: int | None) -> dict[str,
         "chat": row.chat,
         "generation": row.generation,
         "limit": limit,
+        "program_seconds": TIMEOUT_S if sandbox else None,
         "definition_sha256": task.definition_sha256,
         "prompts_sha256": json_sha256([sample["prompt_hash"] for sample in samples]),
     }
@@ -225,5 +228,5 @@ def task_result(task: LoadedTask, lm: HFAdapter, limit: int | None) -> dict[str,
         "settings_sha256": json_sha256(settings),
         "data_sha256": json_sha256([sample["doc_hash"] for sample in samples]),
         "data_files": task.data_files,
-        "sandbox": None,
+        "sandbox": sandbox,
     }

@@ -16,28 +16,30 @@ def names() -> list[str]:
 
 
 def find(path_or_name: str) -> Path:
-    """The file of a packaged recipe's name, or the given path itself.
-
-    A plain word is a name; anything with a `/` or a YAML ending is a path.
+    """The file that a user means: anything with a `/` or a YAML ending is a path, the rest are packaged names.
 
     Raises:
         ConfigError: there is no recipe of that name.
     """
     if "/" in path_or_name or path_or_name.endswith((".yaml", ".yml")):
         return Path(path_or_name)
-    if path_or_name not in names():
-        close = difflib.get_close_matches(path_or_name, names(), n=1)
-        meant = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(
-            f"no packaged recipe is named {path_or_name!r}",
-            f"{meant}`fcsd recipes list` names them; a file of your own is ./NAME.yaml",
-        )
-    return _FOLDER / f"{path_or_name}.yaml"
+    return _packaged(path_or_name)
 
 
 def read(name: str) -> str:
     """The text of a packaged recipe, comments included."""
-    return find(name).read_text(encoding="utf-8")
+    return _packaged(name).read_text(encoding="utf-8")
+
+
+def _packaged(name: str) -> Path:
+    if name not in names():
+        close = difflib.get_close_matches(name, names(), n=1)
+        meant = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(
+            f"no packaged recipe is named {name!r}",
+            f"{meant}`fcsd recipes list` names them; a file of your own is ./NAME.yaml",
+        )
+    return _FOLDER / f"{name}.yaml"
 
 
 def summary(name: str) -> str:

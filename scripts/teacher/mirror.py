@@ -1,5 +1,7 @@
 """Write the benchmark mirror: the eleven datasets under their public names, in their public schemas.
 
+The two code benchmarks are written a second time as EvalPlus' own files, the same problems in its format.
+
     python scripts/teacher/mirror.py [--out assets/mirror]
 
 Each dataset is a directory ``owner/name`` whose README.md lists its configurations, so that
@@ -7,6 +9,7 @@ Each dataset is a directory ``owner/name`` whose README.md lists its configurati
 """
 
 import argparse
+import ast
 import json
 import random
 from collections.abc import Callable
@@ -31,13 +34,14 @@ DATASETS = {
     "mbpp_plus": ("evalplus/mbppplus", "default", {"test": 30}),
 }
 MMLU = "cais/mmlu"
+EVALPLUS = {"humaneval_plus": "evalplus/HumanEvalPlus.jsonl", "mbpp_plus": "evalplus/MbppPlus.jsonl"}
 # Fields that hold the place of the right answer; rows are chosen so that every place is equally often right.
 LABELS = ("label", "answerKey", "answer")
 
 
 def label_of(task: str, row: dict) -> object:
     """The place of the right answer, or None for tasks without choices."""
-    if task in ("gsm8k", "humaneval_plus", "mbpp_plus"):
+    if task in ("gsm8k", *EVALPLUS):
         return None
     return next(row[field] for field in LABELS if field in row)
 
@@ -81,6 +85,33 @@ def write_card(directory: Path, configs: dict[str, list[str]]) -> None:
     (directory / "README.md").write_text(f"---\n{front}---\n{text}\n")
 
 
+def arguments(check: str) -> list:
+    """The literal arguments of the call in ``assert CALL == VALUE``."""
+    (statement,) = ast.parse(check.strip()).body
+    assert isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare)
+    assert isinstance(statement.test.left, ast.Call)
+    return [ast.literal_eval(argument) for argument in statement.test.left.args]
+
+
+def evalplus_row(task: str, row: dict) -> dict:
+    """A problem in EvalPlus' format: three inputs are the base tests, the others its additions."""
+    if task == "humaneval_plus":
+        asserts = row["test"].splitlines()[1:]
+        own = {field: row[field] for field in ("task_id", "prompt", "entry_point", "canonical_solution")}
+    else:
+        asserts = row["test"].splitlines()
+        own = {
+            # EvalPlus turns the inputs of some of MBPP's own task numbers into tuples; these are none of them.
+            "task_id": f"Mbpp/{1000 + row['task_id']}",
+            "prompt": f'"""\n{row["prompt"]}\n{asserts[0]}\n"""\n',
+            "entry_point": row["code"].split("(")[0].removeprefix("def "),
+            "canonical_solution": f"\n{row['code']}\n",
+            "assertion": "\n".join(row["test_list"]),
+        }
+    inputs = [arguments(check) for check in asserts]
+    return {**own, "contract": "", "base_input": inputs[:3], "plus_input": inputs[3:], "atol": 0}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("assets/mirror"))
@@ -92,9 +123,11 @@ def main() -> None:
         rng, used = random.Random(f"{args.seed} {task}"), set()
         for split, count in splits.items():
             rows = [item.row for item in choose(task, TASKS[task][0], count, rng, used)]
-            if task in ("humaneval_plus", "mbpp_plus"):
+            if task in EVALPLUS:
                 rows = [{**row, "task_id": _task_id(task, n)} for n, row in enumerate(rows)]
             write_rows(args.out / dataset / config / f"{split}.jsonl", rows)
+            if task in EVALPLUS:
+                write_rows(args.out / EVALPLUS[task], [evalplus_row(task, row) for row in rows])
         cards.setdefault(dataset, {})[config] = list(splits)
     for subject in table("mmlu"):
         rng, used = random.Random(f"{args.seed} {subject}"), set()

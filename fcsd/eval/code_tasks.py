@@ -1,0 +1,75 @@
+"""HumanEval+ and MBPP+ through lm-eval: its prompts, examples and tests, but no program runs outside a sandbox.
+
+lm-eval would execute generated programs in a fork of this very process. Its executor is replaced by one that
+executes nothing; the programs and the tests they were asked to pass go to ``fcsd.eval.code`` instead.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fcsd.errors import FcsdError
+from fcsd.eval.code import Form, Problem, Verdict, pass_at_1, score
+from fcsd.eval.code_data import problem_from_tests
+
+# CPU seconds a program may take; lm-eval gives three of wall time, in which a busy machine loses points.
+TIMEOUT_S = 10
+
+
+class _NoExecution:
+    """What lm-eval takes for the ``code_eval`` metric."""
+
+    def compute(self, references: Any, predictions: Any, k: Any) -> tuple[dict[str, float], None]:
+        """Judges nothing: NaN would show if it ever reached a result."""
+        return {"pass@1": math.nan}, None
+
+
+@contextlib.contextmanager
+def no_execution() -> Iterator[None]:
+    """Load lm-eval's code tasks inside: they fetch their executor from the hub while being imported."""
+    import evaluate
+
+    load = evaluate.load
+    evaluate.load = lambda path, *args, **kwargs: _NoExecution() if path == "code_eval" else load(path, *args, **kwargs)
+    try:
+        yield
+    finally:
+        evaluate.load = load
+
+
+def run_programs(samples: Sequence[dict[str, Any]], accept_unsafe_exec: bool) -> tuple[list[float], str]:
+    """Run what a model wrote against the tests of lm-eval's samples, in the sandbox.
+
+    Returns:
+        1.0 or 0.0 per sample, and the level of the sandbox.
+
+    Raises:
+        BadInputError: tests of a shape that cannot be run without giving the answers away.
+        FcsdError: no sandbox, or a program without a verdict.
+    """
+    problems = [problem_from_tests(str(s["doc"]["task_id"]), s["target"]) for s in samples]
+    verdicts, level = judged(problems, [_program(sample) for sample in samples], accept_unsafe_exec)
+    return [float(verdict.base.status == "pass") for verdict in verdicts], level
+
+
+def judged(
+    problems: Sequence[Problem], programs: Sequence[str], accept_unsafe_exec: bool, form: Form = "program"
+) -> tuple[list[Verdict], str]:
+    """Verdicts on all programs of a task, none of them missing, and the level of the sandbox.
+
+    Raises:
+        FcsdError: no sandbox, or a program without a verdict.
+    """
+    verdicts = score(problems, programs, timeout_s=TIMEOUT_S, form=form, accept_unsafe_exec=accept_unsafe_exec)
+    pass_at_1(verdicts, "base")  # refuses a score where any verdict is missing
+    levels = {verdict.sandbox for verdict in verdicts}
+    if len(levels) != 1:
+        raise FcsdError(f"programs of one task ran in different sandboxes: {', '.join(sorted(levels))}")
+    return verdicts, levels.pop()
+
+
+def _program(sample: dict[str, Any]) -> str:
+    """The program as lm-eval's own filter puts it together: HumanEval's prompt plus the completion."""
+    program = sample["filtered_resps"][0]
+    return program[0] if isinstance(program, list) else program

@@ -1,0 +1,161 @@
+"""HumanEval+ and MBPP+ as EvalPlus asks and scores them: its prompts, sanitizer, base and plus tests.
+
+A model with a chat template is asked in chat, one without continues the code. Generation is batched like every
+other task's; programs are judged by ``fcsd.eval.code``, whose oracle does not fail right answers to HumanEval/32
+as EvalPlus 0.3.1 does.
+"""
+
+import contextlib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fcsd.errors import BadInputError
+from fcsd.eval.code import Problem, pass_at_1
+from fcsd.eval.code_data import load_evalplus
+from fcsd.eval.code_tasks import TIMEOUT_S, judged
+from fcsd.eval.results import file_sha256, json_sha256
+from fcsd.eval.statistics import estimate
+from fcsd.eval.suite import Row
+
+# EvalPlus' own words and limit, in evalplus/codegen.py and evalplus/provider/base.py.
+INSTRUCTION = (
+    "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
+)
+RESPONSE = (
+    "Below is a Python script with a self-contained function that solves the problem and passes corresponding tests:"
+)
+MAX_NEW_TOKENS = 768
+
+# task -> (name of EvalPlus' file, the environment variable by which EvalPlus finds another one)
+FILES = {
+    "humaneval": ("HumanEvalPlus", "HUMANEVAL_OVERRIDE_PATH"),
+    "mbpp": ("MbppPlus", "MBPP_OVERRIDE_PATH"),
+}
+
+
+@dataclass(frozen=True)
+class EvalPlusTask:
+    """A suite row with EvalPlus' problems, and the sha256 of the file they came from by its name."""
+
+    row: Row
+    problems: list[Problem]
+    data_files: dict[str, str]
+
+
+def load_evalplus_task(row: Row, mirror: Path | None) -> EvalPlusTask:
+    """The problems of ``evalplus/HumanEvalPlus.jsonl`` or ``MbppPlus.jsonl`` (or ``.gz``) in a mirror.
+
+    Without a mirror they come from where EvalPlus keeps them: ``HUMANEVAL_OVERRIDE_PATH`` and
+    ``MBPP_OVERRIDE_PATH``, or its cache, which it fills from its release page.
+
+    Raises:
+        BadInputError: data missing, empty or malformed.
+    """
+    path = _published(row) if mirror is None else _mirrored(row, mirror)
+    return EvalPlusTask(row, load_evalplus(path), {path.name: file_sha256(path)})
+
+
+def _mirrored(row: Row, mirror: Path) -> Path:
+    name = f"evalplus/{FILES[row.task][0]}.jsonl"
+    for path in (mirror / name, mirror / f"{name}.gz"):
+        if path.is_file():
+            return path
+    raise BadInputError(f"{row.column}: the data mirror has no file {name}")
+
+
+def _published(row: Row) -> Path:
+    from evalplus.data.utils import get_dataset_metadata, make_cache
+
+    name, variable = FILES[row.task]
+    if variable in os.environ:
+        path = Path(os.environ[variable])
+    else:
+        url, cached = get_dataset_metadata(name, str(row.version), mini=False)
+        path = Path(cached)
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # it reports its download on stdout
+                make_cache(url, cached)
+        except OSError as error:
+            raise BadInputError(
+                f"{row.column}: cannot fetch {url}: {error}", f"set {variable} to a copy, or give --data-mirror DIR"
+            ) from error
+    if not path.is_file():
+        raise BadInputError(f"{row.column}: {path} does not exist")
+    return path
+
+
+def evalplus_result(task: EvalPlusTask, lm: Any, limit: int | None, accept_unsafe_exec: bool = False) -> dict[str, Any]:
+    """Generate, sanitize and judge; the value is EvalPlus' plus score, ``base_value`` its base score.
+
+    Args:
+        lm: a model behind lm-eval's interface, with its ``tokenizer``.
+
+    Raises:
+        BadInputError: a prompt longer than the model takes.
+        NonFiniteError: NaN or infinite logits.
+        FcsdError: no sandbox, or a program without a verdict.
+    """
+    from lm_eval.api.instance import Instance
+
+    row, problems = task.row, task.problems[:limit]
+    bare = [problem.prefix.strip() + "\n" for problem in problems]
+    chat = row.chat and lm.tokenizer.chat_template is not None
+    prompts = [_chat_prompt(prompt, lm.tokenizer) for prompt in bare] if chat else bare
+    until = _stops(row.task, chat)
+    settings = {"until": until, "max_gen_toks": MAX_NEW_TOKENS, "do_sample": False}
+    requests = [Instance("generate_until", {}, (prompt, settings), 0) for prompt in prompts]
+    try:
+        answers = [answer.replace("\t", "    ") for answer in lm.generate_until(requests)]
+    except BadInputError as error:
+        raise BadInputError(f"{row.column}: {error}", error.hint) from error
+    texts = answers if chat else [prompt + answer for prompt, answer in zip(bare, answers, strict=True)]
+    verdicts, sandbox = judged(problems, texts, accept_unsafe_exec, form="chat")
+    pass_at_1(verdicts, "plus")  # refuses a score where any verdict is missing
+    items = [float(v.plus is not None and v.plus.status == "pass") for v in verdicts]
+    value, stderr = estimate(items)
+    used = {
+        "harness": row.harness,
+        "task": row.task,
+        "version": row.version,
+        "shots": row.shots,
+        "metric": row.metric,
+        "filter": row.filter,
+        "chat": chat,
+        "generation": {"until": until, "max_gen_toks": MAX_NEW_TOKENS},
+        "limit": limit,
+        "program_seconds": TIMEOUT_S,
+        "prompts_sha256": json_sha256(prompts),
+    }
+    return {
+        "column": row.column,
+        "task": row.task,
+        "metric": row.metric,
+        "filter": row.filter,
+        "value": value,
+        "base_value": pass_at_1(verdicts, "base"),
+        "stderr": stderr,
+        "n": len(items),
+        "chance": row.chance,
+        "items": items,
+        "settings": used,
+        "settings_sha256": json_sha256(used),
+        "data_sha256": json_sha256([*task.data_files.values(), len(problems)]),
+        "data_files": task.data_files,
+        "sandbox": sandbox,
+    }
+
+
+def _chat_prompt(prompt: str, tokenizer: Any) -> str:
+    """The user's question, and the beginning of the answer up to its code."""
+    from evalplus.provider.utility import make_raw_chat_prompt
+
+    return make_raw_chat_prompt(prompt, INSTRUCTION, RESPONSE, tokenizer)
+
+
+def _stops(task: str, chat: bool) -> list[str]:
+    from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
+
+    return [*EOS, *(["\n```\n"] if chat else extra_eos_for_direct_completion(task))]

@@ -1,0 +1,115 @@
+"""The proof that an exported directory loads where fcsd is not installed, and the record of it."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fcsd.checkpoint import CheckpointConfig, Layout, read_layout, read_object
+from fcsd.convert import fingerprint
+from fcsd.errors import BadInputError, DoesNotFitError, FcsdError
+from fcsd.parity import first_layers, logits, plan_proof, shortened, token_ids
+
+if TYPE_CHECKING:
+    from fcsd.models.archs import Arch
+
+RECORD = "reload_proof.json"
+
+
+def prove_reload(source: Layout, directory: Path, config: CheckpointConfig, arch: "Arch") -> dict[str, Any]:
+    """Compare ``directory``, loaded by its own code in a fresh process, with ``source``, loaded by fcsd in this one.
+
+    Of a model larger than memory, as many of the first layers are compared as fit.
+
+    Returns:
+        The record to write to ``directory/RECORD``.
+
+    Raises:
+        FcsdError: it does not load, or its logits are not equal bit for bit.
+        DoesNotFitError: not one layer fits in memory.
+    """
+    import torch
+    import transformers
+
+    proof = plan_proof(source, config, arch)
+    if proof.layers == 0:
+        raise DoesNotFitError(
+            f"{directory}: the reload proof needs one layer in memory, and {proof.free_bytes} bytes are free",
+            "Export on a machine with more memory.",
+        )
+    model = first_layers(source.path, list(source.files.values()), config, arch, proof.layers)
+    ids, expected = token_ids(model), logits(model)
+    del model
+    with tempfile.TemporaryDirectory() as scratch:
+        shown = directory if proof.layers == proof.of else _first_layers_of(directory, Path(scratch), proof.layers)
+        found = _in_fresh_process(shown, ids, Path(scratch))
+    if not torch.isfinite(expected).all() or not torch.equal(found, expected):
+        raise FcsdError(f"{directory}: reloaded without fcsd, its logits are not the model's")
+    return {
+        "layers": proof.layers,
+        "of": proof.of,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "logits_sha256": hashlib.sha256(expected.float().numpy().tobytes()).hexdigest(),
+        **_identity(directory),
+    }
+
+
+def check_record(directory: Path) -> None:
+    """Check that a directory was proven and has not changed since; its card may have.
+
+    Raises:
+        BadInputError: otherwise.
+    """
+    hint = "Export it (again): fcsd export MODEL OUT."
+    if not (directory / RECORD).is_file():
+        raise BadInputError(f"{directory}: has no {RECORD}, so nothing proves that it loads without fcsd", hint)
+    record, now = read_object(directory / RECORD), _identity(directory)
+    changed = [key for key in now if record.get(key) != now[key]]
+    if changed:
+        raise BadInputError(f"{directory}: its {' and '.join(changed)} changed since its reload proof", hint)
+
+
+def _identity(directory: Path) -> dict[str, Any]:
+    code = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.glob("*.py"))}
+    return {"fingerprint": fingerprint(read_layout(directory)), "code": code}
+
+
+def _first_layers_of(directory: Path, scratch: Path, layers: int) -> Path:
+    """A directory of links to ``directory`` with a config of fewer layers."""
+    from transformers import AutoConfig
+
+    view = scratch / "model"
+    view.mkdir()
+    for path in directory.iterdir():
+        if path.name != "config.json":
+            (view / path.name).symlink_to(path.resolve())
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    shortened(config, layers).to_json_file(view / "config.json")
+    return view
+
+
+def _in_fresh_process(directory: Path, ids: Any, scratch: Path) -> Any:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    save_file({"input_ids": ids}, scratch / "inputs")
+    script = Path(__file__).with_name("fresh_process.py")
+    arguments = ["inputs", "logits", str(torch.get_num_threads()), "AutoModelForCausalLM", str(directory.resolve())]
+    # No GPU, as in this process; no network; no code left over from an earlier load.
+    own = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(scratch / "modules")}
+    done = subprocess.run(
+        [sys.executable, "-P", str(script), *arguments],
+        cwd=scratch,
+        env={**os.environ, **own},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise FcsdError(f"{directory}: does not load without fcsd ({reason})")
+    return load_file(scratch / "logits")["0"]

@@ -1,0 +1,51 @@
+"""The README is true: its tour runs as printed, its table lists what there is, its two commands are what CI runs."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from fcsd.models.archs import ARCHS
+
+
+@pytest.fixture(scope="module")
+def readme(repo):
+    return (repo / "README.md").read_text()
+
+
+def test_the_tour_runs(readme, repo, tmp_path):
+    (tmp_path / "assets").symlink_to(repo / "assets")
+    (tour,) = re.findall(r"```console\n(.*?)```", readme, re.DOTALL)
+    commands = [line.removeprefix("$ ") for line in tour.splitlines()]
+    assert len(commands) > 5 and all(command.startswith("fcsd ") for command in commands)
+    for command in commands:
+        program = [sys.executable, "-m", *shlex.split(command)]
+        subprocess.run(program, cwd=tmp_path, check=True, capture_output=True, timeout=600)
+    (snippet,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    subprocess.run([sys.executable, "-c", snippet], cwd=tmp_path, check=True, timeout=300)
+
+
+def test_the_two_commands_are_what_ci_runs(readme, repo):
+    (block,) = re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)
+    commands = [line.split()[0] for line in block.splitlines()]
+    assert commands == ["scripts/test.sh", "scripts/quickstart.sh"]
+    ci = (repo / ".ci/run").read_text().splitlines()
+    for command in commands:
+        assert command in ci and (repo / command).stat().st_mode & 0o111
+
+
+def test_the_table_lists_every_architecture_and_its_wirings(readme):
+    rows = {}
+    for line in readme.splitlines():
+        cells = [re.findall(r"`([\w-]+)`", cell) for cell in line.split("|")]
+        if len(cells) == 6:
+            rows |= dict.fromkeys(cells[1], cells[3])
+    rows.pop("model_type")
+    assert {name: tuple(wirings) for name, wirings in rows.items()} == {n: a.wirings for n, a in ARCHS.items()}
+
+
+def test_links_lead_somewhere(readme, repo):
+    for target in re.findall(r"\]\(([^)#:]+)\)", readme):
+        assert (repo / target).exists(), target
