@@ -11,7 +11,7 @@ from fcsd.eval.adapter import HFAdapter
 from fcsd.eval.answers import AnswerCache
 from fcsd.eval.harness import Loaded, evaluate
 from fcsd.eval.perplexity import HeldOut, held_out_result
-from fcsd.eval.results import Row, is_accuracy, json_sha256, shown, write_text
+from fcsd.eval.results import Row, file_sha256, is_accuracy, json_sha256, shown, write_text
 from fcsd.eval.rewiring import Subject, layers_text, load_subject, reads_in_flight
 from fcsd.eval.statistics import paired_difference
 from fcsd.eval.tables import markdown
@@ -70,7 +70,7 @@ def sweep_layers(
         "tasks": list(tasks or []),
         "limit": limit,
         "batch_size": batch_size,
-        "data_mirror": None if data_mirror is None else _listing(Path(data_mirror)),
+        "data_mirror": None if data_mirror is None else _content(Path(data_mirror)),
         "held_out_sha256": None if text is None else json_sha256(text.texts),
     }
 
@@ -120,10 +120,10 @@ def _layers(end: str, n: int, depth: int) -> tuple[int, ...]:
     return tuple(range(n)) if end == "first" else tuple(range(depth - n, depth))
 
 
-def _listing(mirror: Path) -> list[tuple[str, int, int]]:
-    """What tells one state of a data mirror from another without reading it."""
+def _content(mirror: Path) -> dict[str, str]:
+    """Hash of every file of a data mirror by its path there."""
     files = sorted(path for path in mirror.rglob("*") if path.is_file())
-    return [(str(path.relative_to(mirror)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return {path.relative_to(mirror).as_posix(): file_sha256(path) for path in files}
 
 
 def _sweep(
