@@ -11,7 +11,7 @@ from fcsd.eval.adapter import HFAdapter
 from fcsd.eval.answers import AnswerCache
 from fcsd.eval.harness import Loaded, evaluate
 from fcsd.eval.perplexity import HeldOut, held_out_result
-from fcsd.eval.results import Row, is_accuracy, json_sha256, shown, write_text
+from fcsd.eval.results import Row, file_sha256, is_accuracy, json_sha256, shown, write_text
 from fcsd.eval.rewiring import Subject, layers_text, load_subject, reads_in_flight
 from fcsd.eval.statistics import paired_difference
 from fcsd.eval.tables import markdown
@@ -70,7 +70,7 @@ def sweep_layers(
         "tasks": list(tasks or []),
         "limit": limit,
         "batch_size": batch_size,
-        "data_mirror": None if data_mirror is None else _listing(Path(data_mirror)),
+        "data_mirror": None if data_mirror is None else _content(Path(data_mirror)),
         "held_out_sha256": None if text is None else json_sha256(text.texts),
     }
 
@@ -97,7 +97,7 @@ def sweep_layers(
                 cache.add([identity, layers], rows)
             measured[layers] = rows
             scores = "  ".join(f"{row['column']} {shown(row)[0]}" for row in rows)
-            log.info("%s of %d layers: %s", layers_text(layers), subject.depth, scores)
+            log.info("layers %s converted: %s", layers_text(layers), scores)
     finally:
         cache.close()
     sweep = _sweep(subject, settings, numbers, measured)
@@ -120,10 +120,10 @@ def _layers(end: str, n: int, depth: int) -> tuple[int, ...]:
     return tuple(range(n)) if end == "first" else tuple(range(depth - n, depth))
 
 
-def _listing(mirror: Path) -> list[tuple[str, int, int]]:
-    """What tells one state of a data mirror from another without reading it."""
+def _content(mirror: Path) -> dict[str, str]:
+    """Hash of every file of a data mirror by its path there."""
     files = sorted(path for path in mirror.rglob("*") if path.is_file())
-    return [(str(path.relative_to(mirror)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return {path.relative_to(mirror).as_posix(): file_sha256(path) for path in files}
 
 
 def _sweep(
@@ -169,7 +169,10 @@ def to_text(sweep: dict[str, Any]) -> str:
 
 
 def draw(sweep: dict[str, Any], path: Path) -> None:
-    """A PNG with one panel per column: both curves over N, standard errors, chance as a dotted line."""
+    """A PNG with one panel per column: both curves over N, chance as a dotted line.
+
+    Whiskers are the paired standard errors of the change from the unconverted model.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -182,7 +185,8 @@ def draw(sweep: dict[str, Any], path: Path) -> None:
         for end, colour in ENDS.items():
             points = [point for point in sweep["points"] if point["end"] == end]
             scores = [point["scores"][column["column"]] for point in points]
-            values, errors = ([scale * score[key] for score in scores] for key in ("value", "stderr"))
+            values = [scale * score["value"] for score in scores]
+            errors = [scale * score["change"][1] for score in scores]
             numbers = [point["n"] for point in points]
             axes.errorbar(numbers, values, errors, color=colour, marker="o", markersize=3, label=f"{end} N layers")
         if column["chance"] is not None:
