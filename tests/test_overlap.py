@@ -2,9 +2,7 @@
 
 import gc
 import random
-import threading
 import time
-import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -12,13 +10,14 @@ import tiny
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fcsd.errors import ConfigError
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, decoder_layers, unwired, wire
-from fcsd.models.wiring import Wiring
-from fcsd.parallel import overlap as overlap_module
-from fcsd.parallel.autoep import shard_experts
+from fcsd.models.wiring import WiredLayer, Wiring
+from fcsd.parallel.autoep import allow_string_keys, expert_parallel_config, shard_experts
+from fcsd.parallel.deferred import Exchange
 from fcsd.parallel.overlap import Schedule, overlap
 
 MOE = [a for a in tiny.CONFIGS if ARCHS[a].autoep is not None]
@@ -157,3 +156,186 @@ def test_every_architecture_and_wiring_is_blocking_to_the_last_bit():
 def test_every_situation_is_blocking_to_the_last_bit(world):
     arches = ["deepseek_v2", "qwen3_moe"] if world == 2 else ["deepseek_v2"]
     assert [p for rank in on_ranks(world, _every_situation, arches) for p in rank] == []
+
+
+@contextmanager
+def _watched(see):
+    """Call ``see(event, exchange, rows, received)`` at every launch and landing."""
+    launch, land = Exchange.launch, Exchange.land
+
+    def watched_launch(self, rows, *args):
+        see("launch", self, rows, None)
+        return launch(self, rows, *args)
+
+    def watched_land(self):
+        _, received, rows = self.in_flight
+        see("land", self, rows, received)
+        del received, rows
+        return land(self)
+
+    Exchange.launch, Exchange.land = watched_launch, watched_land
+    try:
+        yield
+    finally:
+        Exchange.launch, Exchange.land = launch, land
+
+
+def _executed(rank: int, wiring: Wiring, modules: dict[str, str]) -> tuple[list[str], list[str]]:
+    """What ran in forward and in backward, in order: collectives and the named modules of each layer."""
+    model = _sharded("deepseek_v2", first_k_dense_replace=0)
+    overlap(model, wiring)
+    events: list[str] = []
+    for k, layer in enumerate(decoder_layers(model)):
+        for path, name in modules.items():
+
+            def note(module, args, out, label=f"{name}{k}"):
+                events.append(label)
+                out.register_hook(lambda grad: events.append(label))
+
+            layer.get_submodule(path).register_forward_hook(note)
+    note_exchange = lambda event, exchange, *_: events.append(f"{event} {exchange.name}{exchange.layer}")  # noqa: E731
+    ids = tiny.tokens(seed=rank)
+    with _watched(note_exchange):
+        loss = model(ids, labels=ids, use_cache=False).loss
+        forward = list(events)
+        events.clear()
+        loss.backward()
+    return forward, events
+
+
+MODULES = {
+    "self_attn.q_proj": "q",
+    "self_attn.o_proj": "o",
+    "mlp.router.gate": "gate",
+    "mlp.experts": "experts",
+    "mlp.shared_experts": "shared",
+}
+
+
+def _between(events: list[str], first: str, last: str) -> list[str]:
+    start = events.index(first)
+    return events[start : events.index(last, start + 1) + 1]
+
+
+def _orders_and_buffers(rank: int):
+    return _executed(rank, FARSKIP, MODULES), _alive_buffers(rank, False), _alive_buffers(rank, True), _states(rank)
+
+
+def _alive_buffers(rank: int, recompute: bool) -> list[str]:
+    """Buffers that outlive their use: still alive at the second launch after they landed, or after the pass."""
+    model = _sharded("deepseek_v2")
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    overlap(model, FARSKIP)
+    landed: list[tuple[str, StorageWeakRef]] = []
+    launches, leaks = 0, []
+
+    def see(event, exchange, rows, received):
+        nonlocal launches
+        if event == "launch":
+            launches += 1
+            leaks.extend(f"{what} at launch {launches}" for at, what, ref in landed if at + 1 < launches and alive(ref))
+        else:
+            for what, tensor in (("rows", rows), ("received", received)):
+                label = f"{what} of {exchange.name} {exchange.layer}"
+                landed.append((launches, label, StorageWeakRef(tensor.untyped_storage())))
+
+    def alive(ref):
+        return not ref.expired()
+
+    ids = tiny.tokens(seed=rank)
+    gc.collect()
+    gc.disable()  # buffers must go by themselves, not when a cycle happens to be found
+    try:
+        with _watched(see):
+            loss = model(ids, labels=ids, use_cache=False).loss
+            leaks.extend(f"{what} after forward" for _, what, ref in landed if alive(ref))
+            loss.backward()
+            leaks.extend(f"{what} after backward" for _, what, ref in landed if alive(ref))
+    finally:
+        gc.enable()
+    assert launches == (18 if recompute else 12)  # three MoE layers, dispatch and combine, each pass
+    return leaks
+
+
+def _states(rank: int) -> bool:
+    """Captured hidden states are the full streams, of the blocking parts' bits."""
+    model = _sharded("deepseek_v2").eval()
+    ids = tiny.tokens(seed=rank)
+    states = []
+    for mode in ("off", "on"):
+        overlap(model, FARSKIP, mode)
+        with torch.no_grad():
+            states.append(model(ids, output_hidden_states=True, use_cache=False).hidden_states)
+    overlap(model, FARSKIP, "on")
+    wire(model, unwired())  # the way back
+    assert not any(isinstance(layer, WiredLayer) for layer in decoder_layers(model))
+    return len(states[0]) == 5 and all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_order_of_both_passes_buffers_and_hidden_states():
+    for (forward, backward), leaks, leaks_recomputed, states in on_ranks(2, _orders_and_buffers):
+        # FarSkip Figure 9: dispatch under core attention, combine under shared experts and the next q, k, v.
+        assert _between(forward, "launch dispatch1", "land combine1") == [
+            *("launch dispatch1", "o1", "land dispatch1", "experts1"),
+            *("launch combine1", "shared1", "q2", "land combine1"),
+        ]
+        # Figure 10: combine's gradient under shared experts and core attention, dispatch's under q, k, v.
+        assert _between(backward, "launch combine2", "launch combine1") == [
+            *("launch combine2", "shared2", "o2", "land combine2", "experts2"),
+            *("launch dispatch2", "q2", "land dispatch2", "gate2", "launch combine1"),
+        ]
+        assert leaks == leaks_recomputed == []
+        assert states
+
+
+def _train(rank: int, steps: int) -> list[str]:
+    """Loss curves of DeepSpeed engines, overlapped against blocking."""
+    import deepspeed
+
+    problems = []
+    for stage, recompute in ((1, False), (2, True)):
+        curves = []
+        for mode in ("off", "on"):
+            model = tiny.model("deepseek_v2").train()
+            if recompute:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            config = {
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 2,
+                "gradient_clipping": 1.0,
+                "zero_optimization": {"stage": stage},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+                "expert_parallel": expert_parallel_config(ARCHS["deepseek_v2"], dist.get_world_size()),
+            }
+            allow_string_keys()
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+            overlap(engine.module, FARSKIP, mode)
+            losses = []
+            for step in range(2 * steps):
+                ids = tiny.tokens(seed=1000 * rank + step)
+                loss = engine(ids, labels=ids, use_cache=False).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            curves.append(losses)
+        if curves[0] != curves[1]:
+            step = next(i for i, (a, b) in enumerate(zip(*curves, strict=True)) if a != b)
+            problems.append(f"ZeRO-{stage} differs at micro-batch {step}")
+        if curves[0][-1] > curves[0][0]:
+            problems.append(f"ZeRO-{stage} does not learn: {curves[0][0]} -> {curves[0][-1]}")
+    return problems
+
+
+@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.nightly)])
+def test_training_follows_the_blocking_loss_curve(steps):
+    assert [p for rank in on_ranks(2, _train, steps) for p in rank] == []
+
+
+def test_what_cannot_overlap_says_why():
+    with pytest.raises(ConfigError, match="desync"):
+        overlap(tiny.model("llama"), Wiring("desync-2x", ALL, tp_degree=2))
+    with pytest.raises(ConfigError, match="distance 2"):
+        overlap(tiny.model("qwen3_moe"), Wiring("farskip", ALL, distance=2))
+    with pytest.raises(ConfigError, match="cannot start before_core"):
+        overlap(tiny.model("qwen3_moe"), Wiring("standard", ()), choose=lambda *_: Schedule("before_core"))

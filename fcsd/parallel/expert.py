@@ -61,6 +61,7 @@ def pack(moe: Any, flat: Tensor, choice: Choice) -> Tensor:
 def run_experts(moe: Any, received: Tensor, plan: SplitPlan) -> Tensor:
     """This rank's experts on the rows it received: ``[received, hidden] -> [received, hidden]``, order kept."""
     rows, indices, counts, total = permute_by_local_expert(received, plan.local_counts_by_source)
+    del received  # not kept while the experts run
     return unpermute_by_local_expert(moe.experts(rows, counts), indices, total)
 
 
