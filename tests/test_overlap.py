@@ -4,6 +4,7 @@ import gc
 import random
 import time
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import tiny
@@ -44,7 +45,7 @@ class _LateWork:
         self.copy = sent.clone()
 
     def wait(self):
-        time.sleep(random.random() * 2e-3)
+        time.sleep(random.random() * 5e-4)
         self.work.wait()
         assert torch.equal(self.sent, self.copy), "rows were overwritten while they were sent"
         self.received.copy_(self.arrived)
@@ -106,56 +107,43 @@ def _compare(model, wiring, batches, case, problems, choose=None):
             problems.append(f"{case} {wiring.name} {wiring.variant} {wiring.layers} {mode}: {difference}")
 
 
-def _every_architecture(rank: int, arches: list[str]) -> list[str]:
-    random.seed(rank)
+def _every_wiring(rank: int) -> list[str]:
     problems: list[str] = []
     batch = tiny.tokens(seed=10 + rank, length=8 + 4 * rank)  # ranks hold different numbers of tokens
-    for arch in arches:
+    for arch in MOE:
         model = _sharded(arch)
-        for wiring in WIRINGS if arch in THOROUGH else WIRINGS[:1]:
+        for wiring in WIRINGS if arch in ("deepseek_v2", "qwen3_moe") else WIRINGS[:1]:
             _compare(model, wiring, [batch], arch, problems)
     return problems
 
 
-def _every_situation(rank: int, arches: list[str]) -> list[str]:
-    """Recompute, accumulation, one token, no token for most ranks, top-1, other schedules."""
-    random.seed(rank)
+def _every_situation(rank: int, arch: str, wirings: list[Wiring]) -> list[str]:
+    """Accumulation, one token, recompute, no token for most ranks, top-1."""
     problems: list[str] = []
     batches = [tiny.tokens(seed=10 * i + rank, length=6 + 4 * rank + i) for i in range(3)]
-    for arch in arches:
-        model = _sharded(arch)
-        for wiring in WIRINGS[:1] + WIRINGS[4:5]:
-            _compare(model, wiring, batches, f"{arch} accumulated", problems)
-            _compare(model, wiring, [tiny.tokens(1, 1, seed=rank)], f"{arch} one token", problems)
-        for place in ("before_attn", "after_core", "after_attn"):
-            for covers in ("dispatch", "combine"):
-                choose = lambda plan, default, p=place, c=covers: Schedule(p if plan.mlp else "after_attn", c)  # noqa: E731
-                _compare(model, FARSKIP, batches[:1], f"{arch} {place} {covers}", problems, choose)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for wiring in WIRINGS:
-            _compare(model, wiring, batches[:1], f"{arch} recomputed", problems)
-        model.gradient_checkpointing_disable()
-        for layer in decoder_layers(model):
-            for name, parameter in layer.named_parameters():
-                if "router.gate.weight" in name:
-                    parameter.data.zero_()  # all scores alike: every token goes to the first experts, on rank 0
-        _compare(model, FARSKIP, batches[:1], f"{arch} all on rank 0", problems)
-        if arch != "llama4_text":
-            _compare(_sharded(arch, num_experts_per_tok=1), FARSKIP, batches[:1], f"{arch} top-1", problems)
+    model = _sharded(arch)
+    _compare(model, FARSKIP, batches, "accumulated", problems)
+    _compare(model, FARSKIP, [tiny.tokens(1, 1, seed=rank)], "one token", problems)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for wiring in wirings:
+        _compare(model, wiring, batches[:1], "recomputed", problems)
+    model.gradient_checkpointing_disable()
+    for name, parameter in model.named_parameters():
+        if "router.gate.weight" in name:
+            parameter.data.zero_()  # all scores alike: every token goes to the first experts, all on rank 0
+    _compare(model, FARSKIP, batches[:1], "all on rank 0", problems)
+    _compare(_sharded(arch, num_experts_per_tok=1), FARSKIP, batches[:1], "top-1", problems)
     return problems
 
 
-THOROUGH = ("deepseek_v2", "qwen3_moe")
-
-
-def test_every_architecture_and_wiring_is_blocking_to_the_last_bit():
-    assert [p for rank in on_ranks(2, _every_architecture, MOE) for p in rank] == []
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_situation_is_blocking_to_the_last_bit(world):
-    arches = ["deepseek_v2", "qwen3_moe"] if world == 2 else ["deepseek_v2"]
-    assert [p for rank in on_ranks(world, _every_situation, arches) for p in rank] == []
+def _every_schedule(rank: int) -> list[str]:
+    problems: list[str] = []
+    model = _sharded("deepseek_v2")
+    for place in ("before_attn", "after_core", "after_attn"):
+        for covers in ("dispatch", "combine"):
+            choose = lambda plan, _, p=place, c=covers: Schedule(p, c)  # noqa: E731
+            _compare(model, FARSKIP, [tiny.tokens(seed=rank)], f"{place} {covers}", problems, choose)
+    return problems
 
 
 @contextmanager
@@ -217,10 +205,6 @@ def _between(events: list[str], first: str, last: str) -> list[str]:
     return events[start : events.index(last, start + 1) + 1]
 
 
-def _orders_and_buffers(rank: int):
-    return _executed(rank, FARSKIP, MODULES), _alive_buffers(rank, False), _alive_buffers(rank, True), _states(rank)
-
-
 def _alive_buffers(rank: int, recompute: bool) -> list[str]:
     """Buffers that outlive their use: still alive at the second launch after they landed, or after the pass."""
     model = _sharded("deepseek_v2")
@@ -273,23 +257,6 @@ def _states(rank: int) -> bool:
     return len(states[0]) == 5 and all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
-def test_order_of_both_passes_buffers_and_hidden_states():
-    for (forward, backward), leaks, leaks_recomputed, states in on_ranks(2, _orders_and_buffers):
-        # FarSkip Figure 9: dispatch under core attention, combine under shared experts and the next q, k, v.
-        assert _between(forward, "launch dispatch1", "land combine1") == [
-            *("launch dispatch1", "o1", "land dispatch1", "experts1"),
-            *("launch combine1", "shared1", "q2", "land combine1"),
-        ]
-        # Figure 10: combine's gradient under shared experts and core attention, dispatch's under q, k, v (and under
-        # the gate, whose gradient comes from combine's weights).
-        assert _between(backward, "launch combine2", "launch combine1") == [
-            *("launch combine2", "shared2", "o2", "land combine2", "experts2"),
-            *("launch dispatch2", "gate2", "q2", "land dispatch2", "launch combine1"),
-        ]
-        assert leaks == leaks_recomputed == []
-        assert states
-
-
 def _train(rank: int, steps: int) -> list[str]:
     """Loss curves of DeepSpeed engines, overlapped against blocking."""
     import deepspeed
@@ -328,9 +295,67 @@ def _train(rank: int, steps: int) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.nightly)])
-def test_training_follows_the_blocking_loss_curve(steps):
-    assert [p for rank in on_ranks(2, _train, steps) for p in rank] == []
+def _two_ranks(rank: int) -> dict[str, Any]:
+    random.seed(rank)
+    return {
+        "wirings": _every_wiring(rank),
+        "situations": _every_situation(rank, "deepseek_v2", WIRINGS),
+        "situations without shared experts": _every_situation(rank, "qwen3_moe", WIRINGS[:1]),
+        "schedules": _every_schedule(rank),
+        "buffers": _alive_buffers(rank, recompute=False),
+        "buffers recomputed": _alive_buffers(rank, recompute=True),
+        "order": _executed(rank, FARSKIP, MODULES),
+        "hidden states": _states(rank),
+        "training": _train(rank, 20),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    """What two ranks found; starting them costs more than most of what they do."""
+    return on_ranks(2, _two_ranks)
+
+
+EQUAL = ("wirings", "situations", "situations without shared experts", "schedules", "training")
+
+
+@pytest.mark.parametrize("what", EQUAL)
+def test_overlapped_is_blocking_to_the_last_bit(two_ranks, what):
+    assert [problem for rank in two_ranks for problem in rank[what]] == []
+
+
+def test_on_four_ranks():
+    assert [p for rank in on_ranks(4, _every_situation, "deepseek_v2", WIRINGS[:1]) for p in rank] == []
+
+
+@pytest.mark.nightly
+def test_two_hundred_steps():
+    assert [p for rank in on_ranks(2, _train, 200) for p in rank] == []
+
+
+@pytest.mark.parametrize("what", ["buffers", "buffers recomputed"])
+def test_no_buffer_outlives_its_use(two_ranks, what):
+    assert [leak for rank in two_ranks for leak in rank[what]] == []
+
+
+def test_collectives_run_in_the_order_of_the_paper(two_ranks):
+    for rank in two_ranks:
+        forward, backward = rank["order"]
+        # FarSkip Figure 9: dispatch under core attention, combine under shared experts and the next q, k, v.
+        assert _between(forward, "launch dispatch1", "land combine1") == [
+            *("launch dispatch1", "o1", "land dispatch1", "experts1"),
+            *("launch combine1", "shared1", "q2", "land combine1"),
+        ]
+        # Figure 10: combine's gradient under shared experts and core attention, dispatch's under q, k, v (and under
+        # the gate, whose gradient comes from combine's weights).
+        assert _between(backward, "launch combine2", "launch combine1") == [
+            *("launch combine2", "shared2", "o2", "land combine2", "experts2"),
+            *("launch dispatch2", "gate2", "q2", "land dispatch2", "launch combine1"),
+        ]
+
+
+def test_captured_hidden_states_are_full_streams(two_ranks):
+    assert all(rank["hidden states"] for rank in two_ranks)
 
 
 def test_what_cannot_overlap_says_why():

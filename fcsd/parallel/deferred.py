@@ -24,15 +24,16 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
-# (receive buffer, rows to send, rows per source, rows per destination, group) -> work; both buffers ``[rows, hidden]``
-Transport = Callable[[Tensor, Tensor, list[int], list[int], Any], Work]
+# (rows to send, rows for each rank, rows from each rank, group) -> (buffer being filled, work)
+Transport = Callable[[Tensor, list[int], list[int], Any], tuple[Tensor, Work]]
 
 
-def all_to_all(received: Tensor, rows: Tensor, receives: list[int], sends: list[int], group: Any) -> Work:
+def all_to_all(rows: Tensor, sends: list[int], receives: list[int], group: Any) -> tuple[Tensor, Work]:
     """torch.distributed's own: NCCL or gloo."""
+    received = rows.new_empty(sum(receives), rows.shape[1])
     work = dist.all_to_all_single(received, rows, receives, sends, group=group, async_op=True)
     assert work is not None
-    return work
+    return received, work
 
 
 @dataclass
@@ -56,16 +57,15 @@ class Exchange:
     receives: list[int]
     transport: Transport = all_to_all
     eager: bool = False
-    ready: torch.cuda.Event | None = None
+    ready: torch.Event | None = None
     side: torch.cuda.Stream | None = None
     in_flight: tuple[Work, Tensor, Tensor] | None = field(default=None, init=False)
 
     def launch(self, rows: Tensor, sends: list[int], receives: list[int], passes: str) -> Tensor:
-        """Start sending ``rows [sum(sends), hidden]``; returns the buffer ``[sum(receives), hidden]`` being filled."""
+        """Start sending ``rows [sum(sends), hidden]``; the buffer ``[sum(receives), hidden]`` fills until ``land``."""
         rows = rows.contiguous()
         with record_function(f"fcsd::{self.name}.{passes}.L{self.layer}"), self._stream() as early:
-            received = rows.new_empty(sum(receives), rows.shape[1])
-            work = self.transport(received, rows, receives, sends, self.group)
+            received, work = self.transport(rows, sends, receives, self.group)
         if early:
             received.record_stream(torch.cuda.current_stream())
         if self.eager:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]
 
 from . import order
 from .deferred import Deferred, Exchange, Transport, launch
@@ -78,7 +79,7 @@ class InFlight:
 
     def __init__(self, land: Callable[[], Tensor]) -> None:
         self._land: Callable[[], Tensor] | None = land
-        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._hooks = _autograd._top_saved_tensors_default_hooks(True)
         self._full: Tensor | None = None
 
     def land(self) -> Tensor:

@@ -14,7 +14,7 @@ LAUNCH = 2**62  # above every node; parameters' own accumulation, 2**64 - 1, sta
 
 def mark() -> int:
     """A number between those of the nodes created so far and those to come."""
-    number = torch._C._autograd._get_sequence_nr()
+    number = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
     with torch.enable_grad():
         torch.zeros((), requires_grad=True).view(())  # takes the number, so that no other node has it
     return number

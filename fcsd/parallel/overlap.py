@@ -80,7 +80,7 @@ class OverlappedLayer(WiredLayer):
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         # After a settled dense layer both streams are one tensor, with nothing in flight.
         partial_read = plan.attn > 0 and streams[-1] is not streams[0]
-        x = self.input_layernorm(_private(streams[1]) if partial_read else _landed(streams[0]))
+        x = self.input_layernorm(_private(streams[-1]) if partial_read else _landed(streams[0]))
         mlp = _Mlp(self, dispatch_awaited_at=order.mark() if plan.mlp else None)
 
         def reach(place: Place) -> None:
@@ -104,11 +104,12 @@ class OverlappedLayer(WiredLayer):
 class _Mlp:
     """The MLP of one layer in one pass, in the steps that a schedule calls."""
 
+    x: Tensor  # normalised input, from ``start`` on
+
     def __init__(self, layer: OverlappedLayer, dispatch_awaited_at: int | None) -> None:
         self.layer, self.plan = layer, layer.fcsd
         self.dispatch_awaited_at = dispatch_awaited_at
         self.combine_awaited_at: int | None = None
-        self.x: Tensor | None = None
         self.moe: MoePass | None = None
 
     def start(self, stream: Tensor) -> None:
@@ -119,6 +120,8 @@ class _Mlp:
             self.moe = MoePass(
                 self.plan.moe, self.plan.index, self.x, self.plan.side, schedule.transport, schedule.eager
             )
+            if self.dispatch_awaited_at is None:
+                self.dispatch_awaited_at = order.mark()
             if self.plan.side is None:
                 self.launch()
 
@@ -129,18 +132,19 @@ class _Mlp:
 
     def finish(self, full: Tensor) -> Any:
         """What is handed on: ``full [batch, seq, hidden]`` with this MLP's output added as the wiring says."""
-        self.launch()
         shared, moe = self.plan.parts(self.layer).shared, self.moe
         settled = None
         if shared is not None and (moe is None or self.plan.schedule.shared_covers == "dispatch"):
             settled = shared(self.x)
         if moe is not None:
+            self.launch()
             moe.run_experts(self.combine_awaited_at)
             if shared is not None and settled is None:
                 settled = shared(self.x)
-        settles = self.plan.settles_shared and settled is not None
-        below = full + settled if settles else full
-        in_flight = InFlight(partial(_add, below, moe, None if settles else settled))
+        below = full
+        if self.plan.settles_shared and settled is not None:
+            below, settled = full + settled, None
+        in_flight = InFlight(partial(_add, below, moe, settled))
         # A recompute ends where this layer's saved tensors do; captured hidden states are full streams.
         awaited = self.plan.hands_on == 1 or moe is None or order.in_backward() or _captures_hidden_states()
         first = in_flight.land() if awaited else in_flight
