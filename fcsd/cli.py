@@ -176,6 +176,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N documents of a task.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences in one forward.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for results; a killed run resumes.")] = None,
     accept_unsafe_exec: Annotated[
         bool, typer.Option("--accept-unsafe-exec", help="Run generated programs even without a sandbox.")
@@ -185,6 +186,10 @@ def evaluate(
     """Score models on the benchmarks. Prints a table; with --baseline also the differences and a verdict."""
     if baseline is None and (require or untrained):
         raise ConfigError("--require and --untrained compare with a --baseline, which is missing")
+
+    from fcsd.launch import ensure_world
+
+    ensure_world(gpus)
 
     from fcsd.eval import compare, tables
     from fcsd.eval.harness import evaluate as run
@@ -202,6 +207,8 @@ def evaluate(
         out=out,
         accept_unsafe_exec=accept_unsafe_exec,
     )
+    if os.environ.get("RANK", "0") != "0":
+        return
     comparisons = []
     if baseline:
         name = None if untrained is None else Path(untrained).name

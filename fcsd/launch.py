@@ -17,11 +17,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of the run."""
+    """This process among those of the run; ``group`` is where they talk, None for the default process group."""
 
     rank: int
     size: int
     device: "torch.device"
+    group: "torch.distributed.ProcessGroup | None" = None
 
     def everywhere(self, function: Callable[[], T]) -> list[T]:
         """Runs ``function`` on every rank and gives its results by rank; an error on one is raised on all.
@@ -40,7 +41,7 @@ class World:
             import torch.distributed
 
             outcomes = [outcome] * self.size
-            torch.distributed.all_gather_object(outcomes, outcome)
+            torch.distributed.all_gather_object(outcomes, outcome, group=self.group)
         for _, error in outcomes:
             if error is not None:
                 raise error

@@ -324,7 +324,7 @@ def kill_when_seen(name: str, times: int) -> threading.Thread:
 
 def test_scoring_process_killed_twice_is_an_error():
     killer = kill_when_seen("fcsd.eval.scorer", times=2)
-    with pytest.raises(FcsdError, match="died twice"):
+    with pytest.raises(FcsdError, match="failed twice"):
         score([SLEEPER], [NAP], timeout_s=5)
     killer.join()
 

@@ -210,14 +210,14 @@ def test_models_by_path_resume_after_a_kill_and_keep_other_results(mirror, tmp_p
     out, scored = tmp_path / "out", []
     real = logprobs.continuation_logprobs
 
-    def dies(model, requests, *, batch_size, done):
+    def dies(model, requests, *, batch_size, done, team):
         def count(index, answer):
             done(index, answer)
             scored.append(index)
             if len(scored) == 21:
                 raise KeyboardInterrupt
 
-        return real(model, requests, batch_size=batch_size, done=count)
+        return real(model, requests, batch_size=batch_size, done=count, team=team)
 
     monkeypatch.setattr(adapter, "continuation_logprobs", dies)
     with pytest.raises(KeyboardInterrupt):

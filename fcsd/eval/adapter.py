@@ -13,6 +13,7 @@ from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.answers import AnswerCache
 from fcsd.eval.generate import CACHE_TOKENS, generate_greedy
 from fcsd.eval.logprobs import batches, check_head, continuation_logprobs
+from fcsd.eval.team import ALONE, Team
 
 # lm-eval's default for tasks that do not say how long an answer may be.
 MAX_NEW_TOKENS = 256
@@ -28,6 +29,7 @@ class HFAdapter(TemplateLM):
         tokenizer: its tokenizer.
         batch_size: most sequences in one forward; None for as many as the token limits allow.
         cache: where answers are kept for a later resume.
+        team: the ranks that share the work, all of them making the same calls and getting the same answers.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class HFAdapter(TemplateLM):
         *,
         batch_size: int | None = None,
         cache: AnswerCache | None = None,
+        team: Team = ALONE,
     ) -> None:
         super().__init__()
         check_head(model)
@@ -44,6 +47,7 @@ class HFAdapter(TemplateLM):
         self.tokenizer: Any = tokenizer
         self.batch_size = batch_size
         self.cache = cache
+        self.team = team
         self._device = model.device
 
     @property
@@ -119,16 +123,19 @@ class HFAdapter(TemplateLM):
             self._require_fits(len(context_ids) + len(ids) - 1, context)
         answers: list[Any] = [self._cached(["loglikelihood", *texts]) for texts, _, _ in requests]
         open_ = [i for i, answer in enumerate(answers) if answer is None]
-        with tqdm(total=len(open_), desc="scoring", disable=None, leave=False) as bar:
+        with self._bar("scoring", len(open_)) as bar:
 
             def done(index: int, answer: tuple[float, bool]) -> None:
                 self._store(["loglikelihood", *requests[open_[index]][0]], answer)
                 bar.update()
 
             todo = [(requests[i][1], requests[i][2]) for i in open_]
-            scored = continuation_logprobs(self.model, todo, batch_size=self.batch_size, done=done)
-        for i, answer in zip(open_, scored, strict=True):
-            answers[i] = answer
+            scored = self.team.together(
+                lambda: continuation_logprobs(self.model, todo, batch_size=self.batch_size, done=done, team=self.team)
+            )
+        for index, answer in scored.items():
+            answers[open_[index]] = answer
+            self._remember(["loglikelihood", *requests[open_[index]][0]], answer)
         return [(float(logprob), bool(greedy)) for logprob, greedy in answers]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -169,16 +176,24 @@ class HFAdapter(TemplateLM):
                 if not prompts[index]:
                     raise BadInputError("a prompt has no tokens")
                 self._require_fits(len(prompts[index]) + max_new_tokens - 1, requests[index].args[0])
-        with tqdm(total=sum(map(len, groups.values())), desc="generating", disable=None, leave=False) as bar:
-            for (stops, max_new_tokens), members in groups.items():
-                sizes = [len(prompts[i]) + max_new_tokens for i in members]
-                for batch in batches(sizes, CACHE_TOKENS, self.batch_size):
-                    chosen = [members[i] for i in batch]
-                    texts = self._generate([prompts[i] for i in chosen], stops, max_new_tokens)
-                    for index, text in zip(chosen, texts, strict=True):
-                        answers[index] = text
-                        self._store(["generate_until", *requests[index].args], text)
-                    bar.update(len(batch))
+        with self._bar("generating", sum(map(len, groups.values()))) as bar:
+
+            def generate() -> dict[int, str]:
+                new: dict[int, str] = {}
+                for (stops, max_new_tokens), members in groups.items():
+                    sizes = [len(prompts[i]) + max_new_tokens for i in members]
+                    for batch in self.team.share(batches(sizes, CACHE_TOKENS, self.batch_size)):
+                        chosen = [members[i] for i in batch]
+                        texts = self._generate([prompts[i] for i in chosen], stops, max_new_tokens)
+                        for index, text in zip(chosen, texts, strict=True):
+                            new[index] = text
+                            self._store(["generate_until", *requests[index].args], text)
+                        bar.update(len(batch))
+                return new
+
+            for index, text in self.team.together(generate).items():
+                answers[index] = text
+                self._remember(["generate_until", *requests[index].args], text)
         return answers
 
     def _generate(self, prompts: list[list[int]], stops: tuple[str, ...], max_new_tokens: int) -> list[str]:
@@ -196,7 +211,8 @@ class HFAdapter(TemplateLM):
             return tokens[-1] in ends or any(stop in text for stop in stops)
 
         texts = []
-        for tokens in generate_greedy(self.model, prompts, max_new_tokens=max_new_tokens, finished=finished):
+        rows = generate_greedy(self.model, prompts, max_new_tokens=max_new_tokens, finished=finished, team=self.team)
+        for tokens in rows:
             text = self.tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens, skip_special_tokens=True)
             for stop in filter(None, stops):
                 text = text.split(stop)[0]
@@ -216,3 +232,10 @@ class HFAdapter(TemplateLM):
     def _store(self, request: list[Any], answer: Any) -> None:
         if self.cache is not None:
             self.cache.add(request, answer)
+
+    def _remember(self, request: list[Any], answer: Any) -> None:
+        if self.cache is not None:
+            self.cache.remember(request, answer)
+
+    def _bar(self, what: str, total: int) -> Any:
+        return tqdm(total=total, desc=what, disable=None if self.team.leads else True, leave=False)

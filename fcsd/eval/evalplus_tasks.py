@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.errors import BadInputError
+from fcsd.eval.adapter import HFAdapter
 from fcsd.eval.code import Problem, pass_at_1
 from fcsd.eval.code_data import load_evalplus
 from fcsd.eval.code_tasks import TIMEOUT_S, judged
@@ -87,11 +88,13 @@ def _published(row: Row) -> Path:
     return path
 
 
-def evalplus_result(task: EvalPlusTask, lm: Any, limit: int | None, accept_unsafe_exec: bool = False) -> dict[str, Any]:
+def evalplus_result(
+    task: EvalPlusTask, lm: HFAdapter, limit: int | None, accept_unsafe_exec: bool = False
+) -> dict[str, Any]:
     """Generate, sanitize and judge; the value is EvalPlus' plus score, ``base_value`` its base score.
 
     Args:
-        lm: a model behind lm-eval's interface, with its ``tokenizer``.
+        lm: the model behind lm-eval's interface.
 
     Raises:
         BadInputError: a prompt longer than the model takes.
@@ -112,7 +115,7 @@ def evalplus_result(task: EvalPlusTask, lm: Any, limit: int | None, accept_unsaf
     except BadInputError as error:
         raise BadInputError(f"{row.column}: {error}", error.hint) from error
     texts = answers if chat else [prompt + answer for prompt, answer in zip(bare, answers, strict=True)]
-    verdicts, sandbox = judged(problems, texts, accept_unsafe_exec, form="chat")
+    verdicts, sandbox = lm.team.on_first(lambda: judged(problems, texts, accept_unsafe_exec, form="chat"))
     pass_at_1(verdicts, "plus")  # refuses a score where any verdict is missing
     items = [float(v.plus is not None and v.plus.status == "pass") for v in verdicts]
     value, stderr = estimate(items)

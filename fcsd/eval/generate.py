@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from fcsd.eval.kv import left_padded, select_rows
-from fcsd.eval.logprobs import require_finite
+from fcsd.eval.team import ALONE, Team
 
 # Tokens (prompt and answer, padded) whose keys and values are held at once.
 CACHE_TOKENS = 65536
@@ -19,6 +19,7 @@ def generate_greedy(
     *,
     max_new_tokens: int,
     finished: Callable[[list[int]], bool],
+    team: Team = ALONE,
 ) -> list[list[int]]:
     """Continue every prompt by its most likely tokens.
 
@@ -29,6 +30,7 @@ def generate_greedy(
         prompts: token ids, one non-empty sequence a row.
         max_new_tokens: the most tokens to add to a row.
         finished: told the new tokens of a row after each step; True ends the row.
+        team: in lockstep, a rank whose rows have all ended runs on until those of every rank have.
 
     Returns:
         The new tokens of each row, the one that ended it included.
@@ -50,19 +52,19 @@ def generate_greedy(
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        require_finite(logits)
+        team.require_finite(bool(logits.isfinite().all()))
         ids = logits.argmax(-1, keepdim=True)
         for row, token in zip(rows, ids[:, 0].tolist(), strict=True):
             if row in running:
                 new[row].append(token)
                 if len(new[row]) == max_new_tokens or finished(new[row]):
                     running.discard(row)
-        if not running:
+        if not team.any(bool(running)):
             return new
         positions = positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         # Copying the cache costs more than a few idle rows.
-        if len(running) <= 0.75 * len(rows):
+        if 0 < len(running) <= 0.75 * len(rows):
             keep = torch.tensor([i for i, row in enumerate(rows) if row in running], device=model.device)
             select_rows(cache, keep, len(rows))
             ids, positions, mask = ids[keep], positions[keep], mask[keep]

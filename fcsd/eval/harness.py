@@ -3,8 +3,11 @@
 import contextlib
 import gc
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +24,10 @@ from fcsd.eval.results import ResultFile, json_sha256, shown
 from fcsd.eval.sandbox import find_sandbox
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select
 from fcsd.eval.tasks import LoadedTask, load_tasks, task_result
+from fcsd.eval.team import ALONE, Team
+
+# How long a rank waits for the others: they may be judging programs or still be generating.
+PATIENCE = timedelta(hours=2)
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +54,11 @@ def evaluate(
     dtype: str | None = None,
     out: str | Path | None = None,
     accept_unsafe_exec: bool = False,
+    team: Team | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluate each model on each task of a suite.
+
+    Started by torchrun, the processes share the work; the results are those of one process.
 
     Args:
         models: directories, hub ids, or models in memory.
@@ -63,6 +73,7 @@ def evaluate(
         out: a directory for one ``<model>.json`` each. Answers are kept there too: a killed evaluation, started
             again, repeats none of them.
         accept_unsafe_exec: run generated programs even where no sandbox is available.
+        team: the ranks, where the caller has a process group already; they all make this call.
 
     Returns:
         One row per model and task: ``model, suite, column, task, metric, filter, value, stderr, n, chance,
@@ -85,23 +96,42 @@ def evaluate(
     directory = None if out is None else Path(out)
     results: list[dict[str, Any]] = []
     chosen = select(suite, tasks)
-    if any(row.harness in (SANDBOX, EVALPLUS) for row in chosen):
-        find_sandbox(accept_unsafe_exec=accept_unsafe_exec)  # better refused now than after hours of generation
-    with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
+    with (
+        preserved_rng(),
+        contextlib.nullcontext(team) if team else _torchrun_team() as team,
+        load_tasks(chosen, mirror) as loaded_tasks,
+    ):
+        if any(row.harness in (SANDBOX, EVALPLUS) for row in chosen):  # better refused now than after hours
+            team.on_first(lambda: find_sandbox(accept_unsafe_exec=accept_unsafe_exec))
         for name, model in zip(names, ordered, strict=True):
-            with _opened(model, device, dtype, batch_size, directory) as lm:
-                file = None if directory is None else ResultFile(directory / f"{name}.json")
+            with _opened(model, device, dtype, batch_size, directory, team) as lm:
+                file = None if directory is None or not team.leads else ResultFile(directory / f"{name}.json")
                 start = time.perf_counter()
                 for result in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
                     row = {"model": name, "suite": suite, "baseline": model == baseline, **result}
                     row |= {"engine": _engine(lm), "versions": _versions()}
                     row |= {"seconds": round(time.perf_counter() - start, 2)}
-                    log.info("%s", summary(row))
+                    if team.leads:
+                        log.info("%s", summary(row))
                     results.append(row)
                     if file is not None:
                         file.add(row)
                     start = time.perf_counter()
     return results
+
+
+@contextlib.contextmanager
+def _torchrun_team() -> Iterator[Team]:
+    """The processes torchrun started, or this one alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield ALONE
+        return
+    import torch.distributed as dist
+
+    from fcsd.launch import join_world
+
+    with join_world() as world:
+        yield Team(replace(world, group=dist.new_group(backend="gloo", timeout=PATIENCE)))
 
 
 def _results(
@@ -144,12 +174,17 @@ def names_of(paths: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _opened(
-    model: str | Loaded, device: str | None, dtype: str | None, batch_size: int | None, out: Path | None
+    model: str | Loaded,
+    device: str | None,
+    dtype: str | None,
+    batch_size: int | None,
+    out: Path | None,
+    team: Team,
 ) -> Iterator[HFAdapter]:
     """The model behind lm-eval's interface; one that was loaded here is freed afterwards."""
     if isinstance(model, Loaded):
         with eval_mode(model.model):
-            yield HFAdapter(model.model, model.tokenizer, batch_size=batch_size)
+            yield HFAdapter(model.model, model.tokenizer, batch_size=batch_size, team=team)
         return
     import torch
     from transformers import AutoTokenizer
@@ -165,9 +200,9 @@ def _opened(
     cache = None
     if out is not None:
         key = json_sha256([_fingerprint(path), dtype, device, batch_size, _versions()])
-        cache = AnswerCache(out / "answers" / f"{key[:16]}.jsonl")
+        cache = AnswerCache(out / "answers" / f"{key[:16]}.jsonl", team.world)
     try:
-        yield HFAdapter(network, tokenizer, batch_size=batch_size, cache=cache)
+        yield HFAdapter(network, tokenizer, batch_size=batch_size, cache=cache, team=team)
     finally:
         if cache is not None:
             cache.close()
@@ -190,6 +225,7 @@ def _engine(lm: HFAdapter) -> dict[str, Any]:
         "device": lm.model.device.type,
         "attention": lm.model.config._attn_implementation,
         "batch_size": lm.batch_size,
+        "ranks": 1 if lm.team.world is None else lm.team.world.size,
         "max_length": lm.max_length,
     }
 

@@ -23,4 +23,5 @@ def select_rows(cache: DynamicCache, rows: torch.Tensor, batch: int) -> None:
     layers: Any = cache.layers
     for layer in layers:
         ranks = layer.keys.shape[0] // batch
-        layer.batch_select_indices(torch.cat([rows + rank * batch for rank in range(ranks)]))
+        indices = torch.cat([rows + rank * batch for rank in range(ranks)])
+        layer.batch_select_indices(indices.to(layer.keys.device))  # a device map spreads layers over devices

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from fcsd.errors import BadInputError, NonFiniteError
+from fcsd.errors import BadInputError
 from fcsd.eval.kv import left_padded, select_rows
+from fcsd.eval.team import ALONE, Team
 
 # Padded tokens in one forward, and positions whose logits exist at once: [1024, vocab] fp32 is 0.8 GB at most.
 FORWARD_TOKENS = 16384
@@ -31,7 +32,7 @@ def check_head(model: PreTrainedModel) -> None:
     """
     ids = torch.tensor([[0, 1, 2, 3]], device=model.device)
     whole = model(input_ids=ids, use_cache=False).logits[0].float()
-    require_finite(whole)
+    ALONE.require_finite(bool(whole.isfinite().all()))
     rounding = 8 * torch.finfo(model.dtype).eps * whole.abs().max()
     hidden = _decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
     if (_logits(model, hidden).to(whole.device) - whole).abs().max() > rounding:
@@ -54,16 +55,6 @@ def _logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     return head(hidden).float()
 
 
-def require_finite(logits: torch.Tensor) -> None:
-    """A model that overflows must never be given a score.
-
-    Raises:
-        NonFiniteError: some logit is NaN or infinite.
-    """
-    if not torch.isfinite(logits).all():
-        raise NonFiniteError("the model's logits are NaN or infinite", "no score is reported for such a model")
-
-
 def batches(lengths: Sequence[int], tokens: int, batch_size: int | None) -> Iterator[list[int]]:
     """Indices of ``lengths``, longest first, in batches of at most ``tokens`` padded tokens and ``batch_size``."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -81,8 +72,9 @@ def continuation_logprobs(
     *,
     batch_size: int | None = None,
     done: Callable[[int, tuple[float, bool]], None] = lambda index, answer: None,
-) -> list[tuple[float, bool]]:
-    """Score token continuations.
+    team: Team = ALONE,
+) -> dict[int, tuple[float, bool]]:
+    """Score token continuations, or this rank's share of them.
 
     Choices after one context share its keys and values; single-token choices share their only forward.
 
@@ -91,10 +83,11 @@ def continuation_logprobs(
         requests: ``(context ids, continuation ids)``, neither empty.
         batch_size: most contexts in one forward; None for as many as ``FORWARD_TOKENS`` allows.
         done: called with ``(index, answer)`` as soon as an answer is known.
+        team: the ranks that share the work; the batches are the same however many they are.
 
     Returns:
-        For each request the summed log-probability (natural log, from fp32 logits) of the continuation, and
-        whether greedy decoding would have produced it.
+        By index of the request, the summed log-probability (natural log, from fp32 logits) of the continuation
+        and whether greedy decoding would have produced it.
 
     Raises:
         NonFiniteError: NaN or infinite logits.
@@ -109,13 +102,13 @@ def continuation_logprobs(
         if trunk not in shared
         for branch, indices in branches.items()
     }
-    answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-    forwards = chain(_whole(model, single, batch_size), _branched(model, shared, batch_size))
+    answers: dict[int, tuple[float, bool]] = {}
+    forwards = chain(_whole(model, single, batch_size, team), _branched(model, shared, batch_size, team))
     for hidden, ends in forwards:
         scored = [(end, index) for end, indices in ends for index in indices]
         positions = [p for end, index in scored for p in range(end - len(requests[index][1]), end)]
         targets = [token for _, index in scored for token in requests[index][1]]
-        logprobs, hits = _score_positions(model, hidden.flatten(0, 1), positions, targets)
+        logprobs, hits = _score_positions(model, hidden.flatten(0, 1), positions, targets, team)
         start = 0
         for _, index in scored:
             stop = start + len(requests[index][1])
@@ -126,11 +119,11 @@ def continuation_logprobs(
 
 
 def _whole(
-    model: PreTrainedModel, inputs: dict[Tokens, list[int]], batch_size: int | None
+    model: PreTrainedModel, inputs: dict[Tokens, list[int]], batch_size: int | None, team: Team
 ) -> Iterator[tuple[torch.Tensor, list[tuple[int, list[int]]]]]:
     """Forwards of whole inputs: hidden states, and for each row its end in them, flattened, and its requests."""
     tokens = list(inputs)
-    for batch in batches([len(t) for t in tokens], FORWARD_TOKENS, batch_size):
+    for batch in team.share(batches([len(t) for t in tokens], FORWARD_TOKENS, batch_size)):
         rows = [tokens[i] for i in batch]
         ids, width = _right_padded(rows, model.device)
         ends = [(n * width + len(row), inputs[row]) for n, row in enumerate(rows)]
@@ -138,11 +131,11 @@ def _whole(
 
 
 def _branched(
-    model: PreTrainedModel, trunks: dict[Tokens, dict[Tokens, list[int]]], batch_size: int | None
+    model: PreTrainedModel, trunks: dict[Tokens, dict[Tokens, list[int]]], batch_size: int | None, team: Team
 ) -> Iterator[tuple[torch.Tensor, list[tuple[int, list[int]]]]]:
     """As ``_whole``, for inputs that begin alike: first the trunks, then all branches on copies of their caches."""
     decoder, keys = _decoder(model), list(trunks)
-    for batch in batches([len(t) for t in keys], FORWARD_TOKENS, batch_size):
+    for batch in team.share(batches([len(t) for t in keys], FORWARD_TOKENS, batch_size)):
         rows = [keys[i] for i in batch]
         ids, mask, positions = left_padded(rows, model.device)
         cache = DynamicCache(config=model.config)
@@ -168,16 +161,17 @@ def _right_padded(rows: Sequence[Tokens], device: torch.device) -> tuple[torch.T
 
 
 def _score_positions(
-    model: PreTrainedModel, hidden: torch.Tensor, positions: list[int], targets: list[int]
+    model: PreTrainedModel, hidden: torch.Tensor, positions: list[int], targets: list[int], team: Team
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and greedy hit ``[len(targets)]`` (on CPU) of each target at its row of ``hidden``."""
-    logprobs, hits = [], []
+    logprobs, hits, finite = [], [], True
     for start in range(0, len(positions), HEAD_ROWS):
         rows = torch.tensor(positions[start : start + HEAD_ROWS], device=hidden.device)
         wanted = torch.tensor(targets[start : start + HEAD_ROWS], device=hidden.device)
         logits = _logits(model, hidden[rows])
-        require_finite(logits)
+        finite = finite and bool(logits.isfinite().all())
         wanted = wanted.to(logits.device)
         logprobs.append(logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0])
         hits.append(logits.argmax(-1) == wanted)
+    team.require_finite(finite)
     return torch.cat(logprobs).cpu(), torch.cat(hits).cpu()

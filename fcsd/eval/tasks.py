@@ -194,7 +194,7 @@ def task_result(task: LoadedTask, lm: HFAdapter, limit: int | None, accept_unsaf
     samples = [s for leaf in answer["samples"].values() for s in leaf if s["filter"] == row.filter]
     sandbox = None
     if row.harness == SANDBOX:
-        items, sandbox = run_programs(samples, accept_unsafe_exec)
+        items, sandbox = lm.team.on_first(lambda: run_programs(samples, accept_unsafe_exec))
         value, stderr = estimate(items)
     else:
         items = [sample[row.metric] for sample in samples]

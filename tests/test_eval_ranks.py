@@ -1,0 +1,154 @@
+"""Two ranks give the answers of one: scores, resume, errors, and a model that must run on all ranks in step."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import eval_data
+import pytest
+import ranks
+import tiny
+import torch
+import torch.distributed as dist
+from lm_eval.api.instance import Instance
+
+from fcsd.errors import NonFiniteError
+from fcsd.eval import adapter
+from fcsd.eval.adapter import HFAdapter
+from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.results import read_rows
+from fcsd.eval.team import Team
+from fcsd.launch import World
+
+TASKS = ["PIQA", "CSQa", "GSM-8K", "HEval+"]
+
+
+def model(**overrides: Any) -> torch.nn.Module:
+    return tiny.model("deepseek_v2", vocab_size=400, max_position_embeddings=2048, **overrides)
+
+
+def team(rank: int, size: int, lockstep: bool = False) -> Team:
+    return Team(World(rank, size, torch.device("cpu")), lockstep)
+
+
+def scored(rank: int, mirror: Path) -> list[dict[str, Any]]:
+    """Rows of four tasks, answers cut at 24 tokens, and how many batches this rank generated."""
+    batches = []
+    real = adapter.HFAdapter._generate
+
+    def short(self: HFAdapter, prompts: Any, stops: Any, most: int) -> list[str]:
+        batches.append(prompts)
+        return real(self, prompts, stops, min(most, 24))
+
+    adapter.HFAdapter._generate = short
+    try:
+        subject = Loaded("tiny", model(), eval_data.tokenizer())
+        shared = team(rank, 2) if dist.is_initialized() else None
+        options = dict(data_mirror=mirror, batch_size=2, team=shared)
+        rows = evaluate([subject], tasks=TASKS, limit=5, **options)
+        rows += evaluate([subject], tasks=["GSM-8K"], limit=1, **options)  # fewer documents than ranks
+    finally:
+        adapter.HFAdapter._generate = real
+    return [*rows, {"generated": len(batches)}]
+
+
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return eval_data.write_mirror(tmp_path_factory.mktemp("mirror"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(mirror: Path) -> list[Any]:
+    return ranks.on_ranks(2, both, mirror)
+
+
+def both(rank: int, mirror: Path) -> tuple[list[Any], list[Any]]:
+    return scored(rank, mirror), in_step(rank)
+
+
+def test_two_ranks_score_as_one_and_halve_the_work(mirror, two_ranks):
+    *alone, work = scored(0, mirror)
+    varying = {"seconds", "engine"}
+    for (*rows, share), _ in two_ranks:
+        assert 0 < share["generated"] < work["generated"]
+        for row, expected in zip(rows, alone, strict=True):
+            assert {k: row[k] for k in row.keys() - varying} == {k: expected[k] for k in expected.keys() - varying}
+            assert row["engine"] == expected["engine"] | {"ranks": 2}
+        assert rows[-1]["n"] == 1
+
+
+class InStep(torch.nn.Module):
+    """A layer that needs all ranks, as expert parallelism does: it hangs or fails if one rank runs less often."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        counts: list[Any] = [None, None]
+        dist.all_gather_object(counts, self.calls)
+        assert counts[0] == counts[1], "a rank is out of step"
+        return self.inner(*args, **kwargs)
+
+
+def requests(kind: str) -> list[Instance]:
+    if kind == "generate_until":
+        texts = ["river", "stone lamp " * 9, "garden", "window " * 4, "bread"]
+        settings = {"until": ["\n"], "max_gen_toks": 12, "do_sample": False}
+        return [Instance(kind, {}, (text, settings), 0) for text in texts]
+    pairs = [(f"{a} {b}", f" {c}") for a in ("river", "stone") for b in ("lamp", "bread music") for c in ("x", "yz")]
+    return [Instance(kind, {}, pair, 0) for pair in [*pairs, ("window", " paper")]]
+
+
+def in_step(rank: int) -> list[Any]:
+    network = model()
+    lone = HFAdapter(network, eval_data.tokenizer(), batch_size=2)
+    expected = [getattr(lone, kind)(requests(kind)) for kind in ("loglikelihood", "generate_until")]
+    layer = network.model.layers[1]
+    layer.mlp = InStep(layer.mlp)
+    shared = HFAdapter(network, eval_data.tokenizer(), batch_size=2, team=team(rank, 2, lockstep=True))
+    found = [getattr(shared, kind)(requests(kind)) for kind in ("loglikelihood", "generate_until")]
+    assert found == expected
+    errors = []
+    for kind in ("loglikelihood", "generate_until"):
+        broken = HFAdapter(network, eval_data.tokenizer(), batch_size=2, team=team(rank, 2, lockstep=True))
+        hook = network.lm_head.register_forward_hook(lambda *a: a[2] * float("nan") if rank else a[2])
+        try:
+            getattr(broken, kind)(requests(kind))
+        except NonFiniteError as error:
+            errors.append(str(error))
+        hook.remove()
+    return [layer.mlp.calls, errors]
+
+
+def test_a_model_spread_over_the_ranks_runs_in_step_and_fails_on_all(two_ranks):
+    (_, (calls, errors)), (_, (other_calls, other_errors)) = two_ranks
+    assert calls == other_calls > 0
+    assert errors == other_errors and len(errors) == 2
+
+
+def test_the_command_line_starts_ranks_and_a_second_run_repeats_no_answer(mirror, tmp_path):
+    directory = tmp_path / "model"
+    model().save_pretrained(directory)
+    eval_data.tokenizer().save_pretrained(directory)
+
+    def run(*more: str) -> str:
+        command = [sys.executable, "-m", "fcsd", "eval", str(directory), "--tasks", "PIQA,ARC-E", "--device", "cpu"]
+        command += ["--data-mirror", str(mirror), "--batch-size", "3", "--out", str(tmp_path / "out"), *more]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    two = run("--gpus", "2")
+    assert two.count("PIQA") == 1, "one rank prints"
+    rows = read_rows(tmp_path / "out/model.json")
+    assert {row["engine"]["ranks"] for row in rows} == {2}
+    files = sorted((tmp_path / "out/answers").iterdir())
+    assert len(files) == 2 and all("[" in file.read_text() for file in files), "both ranks worked"
+    sizes = [len([line for line in file.read_text().splitlines() if line]) for file in files]
+    assert run() == two
+    assert [len([line for line in file.read_text().splitlines() if line]) for file in files] == sizes
