@@ -1,12 +1,12 @@
 """The model card of an exported directory: what it is, how it came about, how to load it."""
 
-import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.checkpoint.rewired import describe
 from fcsd.eval.results import Row, is_accuracy, read_rows, shown
+from fcsd.report import METRICS, read_metrics
 
 if TYPE_CHECKING:
     from fcsd.models.archs import Arch
@@ -64,11 +64,10 @@ def model_card(raw: dict[str, Any], arch: "Arch", former: Path | None, run: Path
     base = block["base_model"] if block["base_revision"] else None  # a directory here means nothing elsewhere
     data = ModelCardData(
         base_model=base,
-        base_model_relation="finetune",
+        base_model_relation="finetune" if base else None,
         library_name="transformers",
         tags=[block["wiring"], "fcsd", "custom_code"],
-        model_name=title,
-        eval_results=_eval_results(rows) or None,
+        **({"model_name": title, "eval_results": _eval_results(rows)} if rows else {}),
         **_inherited(former),
     )
     sections = _training(run) + _evaluation(rows)
@@ -101,10 +100,8 @@ def _training(run: Path | None) -> str:
     if run is None:
         return ""
     text = f"\n## Training\n\n```yaml\n{(run / 'config.resolved.yaml').read_text().strip()}\n```\n"
-    metrics = run / "metrics.jsonl"
-    if metrics.is_file() and (lines := metrics.read_text().splitlines()):
-        last = json.loads(lines[-1])
-        text += f"\nLast record: {', '.join(f'{key} {value:.6g}' for key, value in last.items())}.\n"
+    if (run / METRICS).is_file() and (lines := read_metrics(run)):
+        text += f"\nLast record: {', '.join(f'{key} {value:.6g}' for key, value in lines[-1].items())}.\n"
     return text
 
 

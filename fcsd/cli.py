@@ -4,22 +4,18 @@ Data goes to stdout, people's text to stderr. Library functions are imported whe
 `fcsd --help` answers at once.
 """
 
-import functools
 import json
-import logging
 import os
+import re
 import sys
-import traceback
-from collections.abc import Callable
-from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fcsd import __version__
+from fcsd.command import command, emit
 from fcsd.errors import ConfigError
-from fcsd.foreign_errors import first_line, translate
 
 EXAMPLES = """\b
 Examples:
@@ -27,7 +23,9 @@ Examples:
   fcsd convert org/model model-farskip --wiring farskip --layers all
   fcsd distill recipe.yaml --set train.lr=1e-5 --gpus 8
   fcsd eval model-farskip runs/mine/final --baseline org/model --tasks piqa,arc_easy
+  fcsd choose-layers org/model --text sample.jsonl --budget 2%
   fcsd export runs/mine final
+  fcsd chat final --baseline org/model
   fcsd push final org/model-farskip --private
 
 \b
@@ -55,61 +53,17 @@ Sets = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Ove
 Private = Annotated[bool, typer.Option("--private", help="Create the hub repository as private.")]
 CreatePr = Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")]
 Revision = Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch of the hub repository.")]
+Rewiring = Annotated[str, typer.Option(help="farskip, ladder or parallel.")]
+Variant = Annotated[str, typer.Option(help="full, attn-only or mlp-only.")]
 RecipeName = Annotated[str, typer.Argument(metavar="NAME", help="See `fcsd recipes list`.")]
-
-VERBOSE = Parameter(
-    "verbose",
-    Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks.")],
-)
 
 
 def main() -> None:
     """The console script."""
+    if not sys.stderr.isatty():  # the libraries draw their bars into files, too
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     app()
-
-
-def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a command, gives it `-v`, and ends its errors in one line, a hint and their exit code."""
-
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def guarded(*, verbose: bool, **options: object) -> None:
-            logging.basicConfig(format="%(message)s", stream=sys.stderr)
-            logging.getLogger("fcsd").setLevel(logging.DEBUG if verbose else logging.INFO)
-            try:
-                function(**options)
-            except BrokenPipeError:
-                raise  # `fcsd recipes show tiny | head` is no error; typer ends quietly
-            except (KeyboardInterrupt, Exception) as error:
-                if verbose:
-                    traceback.print_exc()
-                sys.exit(report_error(error))
-
-        own = signature(function)
-        parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own.parameters.values()]
-        guarded.__signature__ = own.replace(parameters=[*parameters, VERBOSE])  # type: ignore[attr-defined]
-        group.command(name)(guarded)
-        return function
-
-    return register
-
-
-def report_error(error: BaseException) -> int:
-    """Prints an error to stderr and returns the exit code that goes with it."""
-    known = translate(error)
-    if isinstance(error, KeyboardInterrupt):
-        message, hint, code = "interrupted", None, 130
-    elif known is not None:
-        message, hint, code = str(known), known.hint, known.exit_code
-    else:
-        message, hint, code = f"{type(error).__name__}: {first_line(error)}", "-v shows the traceback", 1
-    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    print(f"{rank}error: {message}", file=sys.stderr)
-    if hint:
-        print(f"{rank}hint: {hint}", file=sys.stderr)
-    return code
 
 
 def _print_version(wanted: bool) -> None:
@@ -133,7 +87,7 @@ def inspect(model: Model, trust_remote_code: Trust = False, as_json: AsJson = Fa
     from fcsd import checkpoint
 
     found = checkpoint.inspect(model, trust_remote_code=trust_remote_code)
-    print(found.to_json() if as_json else found.to_text())
+    emit(found.to_json() if as_json else found.to_text())
 
 
 @command(app, "convert")
@@ -169,7 +123,7 @@ def convert(
         force=force,
         trust_remote_code=trust_remote_code,
     )
-    print(done.to_json() if as_json else done.to_text())
+    emit(done.to_json() if as_json else done.to_text())
 
 
 @command(app, "distill")
@@ -199,9 +153,9 @@ def distill(
 
     from fcsd.distill.loop import distill as run
 
-    directory = run(resolved, resume=resume, dry_run=dry_run)
+    directory = run(resolved, resume=resume, dry_run=dry_run, processes=gpus or 1)
     if os.environ.get("RANK", "0") == "0":
-        print(directory)
+        emit(directory)
 
 
 @command(app, "eval")
@@ -263,11 +217,113 @@ def evaluate(
             tables.report(rows, out, untrained=name, margin=margin)
     if as_json:  # per-question results are long; they are in --out
         scores = [{k: v for k, v in row.items() if k != "items"} for row in rows]
-        print(json.dumps({"rows": scores, "comparisons": [c.to_json(margin) for c in comparisons]}, indent=2))
+        emit(json.dumps({"rows": scores, "comparisons": [c.to_json(margin) for c in comparisons]}, indent=2))
     else:
-        print("\n\n".join([tables.plain_table(rows, comparisons), *(c.sentence(margin) for c in comparisons)]))
+        emit("\n\n".join([tables.plain_table(rows, comparisons), *(c.sentence(margin) for c in comparisons)]))
     if require is not None:
         compare.require(require, comparisons)
+
+
+@command(app, "sweep-layers")
+def sweep_layers(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="Directory for results; a killed sweep resumes.")],
+    wiring: Rewiring = "farskip",
+    variant: Variant = "full",
+    points: Annotated[str | None, typer.Option(metavar="N,N,...", help="Numbers of layers; default: evenly.")] = None,
+    suite: Annotated[str, typer.Option(help="Which settings of the benchmarks.")] = "paper",
+    tasks: Annotated[str | None, typer.Option(help="Some of the suite, separated by commas.")] = None,
+    data_mirror: Annotated[Path | None, typer.Option(help="Data sets on disk, instead of the hub.")] = None,
+    held_out: Annotated[Path | None, typer.Option(help="Text file for the held-out loss.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N documents of a task or text.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences in one forward.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score untrained conversions of the first N and the last N layers of MODEL, over N. FarSkip Figure 3."""
+    from fcsd.eval import sweep_layers as sweeping
+
+    sweep = sweeping.sweep_layers(
+        model,
+        out=out,
+        wiring=wiring,
+        variant=variant,
+        points=_numbers(points),
+        suite=suite,
+        tasks=tasks.split(",") if tasks else None,
+        data_mirror=data_mirror,
+        held_out=held_out,
+        limit=limit,
+        batch_size=batch_size,
+        device=device,
+    )
+    emit(json.dumps(sweep, indent=2) if as_json else sweeping.to_text(sweep))
+
+
+@command(app, "choose-layers")
+def choose_layers(
+    model: Model,
+    text: Annotated[Path, typer.Option(help="Text file to measure the loss on.")],
+    layers: Annotated[str | None, typer.Option(metavar="N[,N...]", help="How many layers to convert.")] = None,
+    budget: Annotated[str | None, typer.Option(metavar="PERCENT%", help="Or how much the loss may rise.")] = None,
+    held_out_check: Annotated[
+        Path | None, typer.Option(help="Compare with first, last and random layers on this text.")
+    ] = None,
+    wiring: Rewiring = "farskip",
+    variant: Variant = "full",
+    tokens: Annotated[int, typer.Option(min=1, help="How much of each text one measurement reads.")] = 16384,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for results; a killed search resumes.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Choose which layers of MODEL to convert, by measured loss. Prints what `fcsd convert --layers` takes."""
+    from fcsd.eval import choose_layers as choosing
+
+    choice = choosing.choose_layers(
+        model,
+        text=text,
+        layers=_numbers(layers),
+        budget=budget,
+        check=held_out_check,
+        wiring=wiring,
+        variant=variant,
+        tokens=tokens,
+        device=device,
+        out=out,
+    )
+    emit(json.dumps(choice, indent=2) if as_json else choosing.to_text(choice))
+
+
+@command(app, "chat")
+def chat(
+    model: Model,
+    baseline: Annotated[str | None, typer.Option(metavar="MODEL", help="Show this one's answers beside.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help='A prompt per line, or .jsonl with a "prompt" each.')] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampling, the same for every answer.")] = 0,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let MODEL answer prompts: those of a file, those you type, or a fixed few."""
+    import shutil
+    from dataclasses import asdict
+
+    from fcsd import chat as chatting
+
+    options = {"prompts": prompts, "seed": seed, "max_new_tokens": max_new_tokens, "device": device}
+    for answers in chatting.chat(model, baseline=baseline, **options):
+        columns = shutil.get_terminal_size((120, 24)).columns
+        text = json.dumps([asdict(a) for a in answers]) if as_json else chatting.side_by_side(answers, columns)
+        emit(text)
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    """``2,5,8`` as numbers."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ConfigError(f"{text!r} is not a list of numbers", "separate them by commas: 2,5,8")
+    return [int(number) for number in text.split(",")]
 
 
 @command(app, "export")
@@ -285,7 +341,7 @@ def export(
     from fcsd import export as exporting
 
     target = {"private": private, "create_pr": create_pr, "revision": revision}
-    print(exporting.export(run, out, checkpoint=checkpoint, force=force, push=push, **target))
+    emit(exporting.export(run, out, checkpoint=checkpoint, force=force, push=push, **target))
 
 
 @command(app, "push")
@@ -299,7 +355,7 @@ def push(
     """Upload an exported directory to the hub. Prints its address."""
     from fcsd import push as pushing
 
-    print(pushing.push(directory, repo, private=private, create_pr=create_pr, revision=revision))
+    emit(pushing.push(directory, repo, private=private, create_pr=create_pr, revision=revision))
 
 
 @command(recipes_app, "list")
@@ -309,7 +365,7 @@ def recipes_list(as_json: AsJson = False) -> None:
 
     summaries = {name: recipes.summary(name) for name in recipes.names()}
     lines = [f"{name:<16} {text}" for name, text in summaries.items()]
-    print(json.dumps(summaries, indent=2) if as_json else "\n".join(lines))
+    emit(json.dumps(summaries, indent=2) if as_json else "\n".join(lines))
 
 
 @command(recipes_app, "show")
@@ -322,7 +378,7 @@ def recipes_show(
     from fcsd.config import load_recipe
 
     resolved = load_recipe(name, sets)
-    print(resolved.recipe.model_dump_json(indent=2) if as_json else resolved.to_yaml(), end="")
+    emit(resolved.recipe.model_dump_json(indent=2) if as_json else resolved.to_yaml(), end="")
 
 
 @command(recipes_app, "copy")
@@ -332,7 +388,7 @@ def recipes_copy(
     """Write a packaged recipe to a file. Prints its path."""
     from fcsd import recipes
 
-    print(recipes.copy(name, out))
+    emit(recipes.copy(name, out))
 
 
 @command(app, "env")
@@ -341,4 +397,4 @@ def env(as_json: AsJson = False) -> None:
     from fcsd import environment
 
     facts = environment.snapshot()
-    print(json.dumps(facts, indent=2) if as_json else environment.to_text(facts))
+    emit(json.dumps(facts, indent=2) if as_json else environment.to_text(facts))

@@ -84,7 +84,9 @@ class ConvertReport:
         proven = f"bit-identical with the wiring off: first {self.parity} of {self.depth} layers"
         lines = {
             "model": self.model + (f" @ {self.revision}" if self.revision else ""),
-            "wiring": ", ".join([describe({"by": "fcsd", **block}), f"{block['border']} border", *extras]),
+            "wiring": ", ".join(
+                [describe({"by": "fcsd", **block}).removesuffix(", by fcsd"), f"{block['border']} border", *extras]
+            ),
             "weights": f"{decimal(self.bytes)} in {self.shards} file{'s' * (self.shards != 1)}, {how}",
             "files": ", ".join(self.files),
             "parity": proven if self.parity_skipped is None else f"not proven: {self.parity_skipped}",

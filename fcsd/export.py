@@ -8,7 +8,8 @@ from pathlib import Path
 from fcsd.card import model_card
 from fcsd.checkpoint import read_config, read_layout, resolve, verify_tensors
 from fcsd.convert import other_files, written_files
-from fcsd.errors import BadInputError, ConfigError
+from fcsd.errors import BadInputError, CheckpointError, ConfigError
+from fcsd.eval.results import file_sha256
 from fcsd.reload import RECORD, prove_reload
 from fcsd.staging import check_out, staged, take_over, write
 
@@ -42,6 +43,7 @@ def export(
 
     Raises:
         BadInputError: it is neither a run nor a converted model, or it is damaged.
+        CheckpointError: the run's checkpoint is damaged.
         ConfigError: ``out`` may not be written.
         FcsdError: the directory does not reload to equal logits; nothing is left of it then.
     """
@@ -80,22 +82,32 @@ def export(
 
 
 def _model_of(run: Path, checkpoint: str) -> Path:
-    """The model directory of a run's checkpoint: all that is known here of how a run is laid out.
+    """The model directory of a run's checkpoint, whole: all that is known here of how a run is laid out.
 
     Raises:
-        ConfigError: ``checkpoint`` is neither ``latest`` nor ``best``, or the run kept no held-out loss.
+        ConfigError: ``checkpoint`` is neither ``latest`` nor ``best``, or the run measured no held-out loss.
         BadInputError: the run has no checkpoint yet.
+        CheckpointError: the checkpoint is damaged.
     """
-    models = {int(path.parent.name[5:]): path for path in run.glob("checkpoints/step-*/model")}
-    models = {step: path for step, path in models.items() if (path.parent / "MANIFEST.json").is_file()}
-    if not models:
+    from fcsd.distill import run_dir, state
+
+    committed = state.checkpoints(run / run_dir.CHECKPOINTS)
+    if not committed:
         raise BadInputError(f"{run}: has no checkpoint yet", "Let it run to its first one, or resume it.")
-    if checkpoint == "latest":
-        return models[max(models)]
-    if checkpoint != "best":
+    if checkpoint not in ("latest", "best"):
         raise ConfigError(f"checkpoint {checkpoint!r}: there are latest and best")
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = {record["step"]: record["held_out_sft"] for record in records if "held_out_sft" in record}
-    if not (measured := losses.keys() & models.keys()):
+    chosen = committed[-1] if checkpoint == "latest" else _best(run, committed)
+    for name, entry in state.read_manifest(chosen)["files"].items():
+        if name.startswith(f"{state.MODEL}/") and file_sha256(chosen / name) != entry["sha256"]:
+            raise CheckpointError(f"{chosen}: {name} is damaged, its sha256 differs")
+    return chosen / state.MODEL
+
+
+def _best(run: Path, committed: list[Path]) -> Path:
+    from fcsd.report import read_metrics
+
+    steps = {int(path.name.removeprefix("step-")): path for path in committed}
+    losses = {line["step"]: line["held_out_sft"] for line in read_metrics(run) if "held_out_sft" in line}
+    if not (measured := losses.keys() & steps.keys()):
         raise ConfigError(f"{run}: no checkpoint's held-out loss was measured", "Export latest, or set eval_every.")
-    return models[min(measured, key=losses.__getitem__)]
+    return steps[min(measured, key=losses.__getitem__)]

@@ -1,9 +1,9 @@
 """The processes of a run: start them, join them, and make them succeed or fail together."""
 
+import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -53,9 +53,9 @@ class World:
 
 
 def ensure_world(gpus: int | None) -> None:
-    """Replaces this process by torchrun with ``gpus`` copies of it, unless it is one of them already.
+    """Runs ``gpus`` copies of this command under torchrun and ends with the exit code of the first that failed.
 
-    Without GPUs the copies share the CPU and talk through gloo.
+    A process that torchrun started returns at once. Without GPUs the copies share the CPU and talk through gloo.
 
     Raises:
         ConfigError: more than this machine has.
@@ -67,20 +67,32 @@ def ensure_world(gpus: int | None) -> None:
     available = torch.cuda.device_count()
     if 0 < available < gpus:
         raise ConfigError(f"--gpus {gpus}: this machine has {available}")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-    _replace_by([*torchrun, "-m", "fcsd", *sys.argv[1:]])
+    # Unless the user chose, the processes share the cores; torchrun would give each one core, with a warning.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus)))
+    _torchrun(["--standalone", f"--nproc-per-node={gpus}", "-m", "fcsd", *sys.argv[1:]])
 
 
-def _replace_by(command: list[str]) -> NoReturn:
+def _torchrun(arguments: list[str]) -> NoReturn:
+    # In this process: as a command of its own, torchrun exits with 1 whatever its children said.
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
     sys.stdout.flush()
-    os.execv(command[0], command)
+    try:
+        run(parse_args(arguments))
+    except ChildFailedError as failed:
+        _, first = failed.get_first_failure()
+        sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)  # killed by signal N: 128 + N
+    except SignalException as signal:
+        sys.exit(128 + signal.sigval)
+    sys.exit(0)
 
 
-@contextmanager
-def join_world() -> Iterator[World]:
-    """The process group of this run: torchrun's, or one of a single process that needs no port.
+def join_world() -> World:
+    """This process in the group of its run: torchrun's, or one of a single process that needs no port.
 
-    NCCL on GPUs, gloo on CPUs. Left again at the end, also after an error.
+    NCCL on GPUs, gloo on CPUs. A process joins once and stays until it exits, since DeepSpeed keeps its groups.
     """
     import torch
     import torch.distributed as dist
@@ -92,13 +104,12 @@ def join_world() -> Iterator[World]:
         torch.cuda.set_device(device)
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for one, aloud
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
-    if size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    else:
-        dist.init_process_group(backend)
-    try:
-        yield World(rank, size, device)
-    finally:
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        else:
+            dist.init_process_group(backend)
+        atexit.register(dist.destroy_process_group)
+    return World(rank, size, device)

@@ -173,7 +173,12 @@ def first_layers(
         with safe_open(shard, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in _wanted(file.keys(), arch, layers)}
     loaded: Any = cls.from_pretrained(
-        None, config=config, state_dict=tensors, output_loading_info=True, quantization_config=_dequantise(base)
+        None,
+        config=config,
+        state_dict=tensors,
+        output_loading_info=True,
+        quantization_config=_dequantise(base),
+        experts_implementation="eager",  # what is chosen otherwise depends on how quantisation was turned off
     )
     model, report = loaded
     if problems := {kind: sorted(map(str, keys))[:5] for kind, keys in report.items() if keys}:

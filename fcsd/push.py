@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitInfo, HfApi
 
 _NOT_UPLOADED = [RECORD, ".*", "**/__pycache__/**"]
+_AGAIN = "Run it again; what has arrived is not sent twice."
 # Of an earlier upload, these must not stay beside the new ones: another number of shards, other code.
 _REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
 
@@ -131,8 +132,9 @@ def _hub_errors(repo: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         status = error.response.status_code
         who = "Has your token write access? `hf auth whoami` says whose it is. For others' repositories: --create-pr."
-        hint = who if status in (401, 403, 404) else "Run it again; what has arrived is not sent twice."
+        hint = who if status in (401, 403, 404) else _AGAIN
         raise FcsdError(f"{repo}: the hub answered {status}", hint) from None
-    except HTTPError as error:
-        again = "Run it again; what has arrived is not sent twice."
-        raise FcsdError(f"{repo}: the upload broke off ({type(error).__name__})", again) from None
+    except (HTTPError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error.__cause__, HTTPError):
+            raise  # the client's RuntimeError is a large file that did not arrive
+        raise FcsdError(f"{repo}: the upload broke off ({type(error.__cause__ or error).__name__})", _AGAIN) from None

@@ -254,7 +254,8 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = json.loads(self.body)
         repo_id = f"{wanted.get('organization') or 'org'}/{wanted['name']}"
         if repo_id in self.hub.repos:
-            raise _Refused(409, "", "You already created this model repo")
+            text = json.dumps({"error": "You already created this model repo", "url": f"{self.hub.url}/{repo_id}"})
+            return self._reply(409, text.encode(), {"Content-Type": "application/json"})
         self.hub.add(repo_id, {".gitattributes": b""}, private=wanted.get("visibility") == "private")
         self._json({"url": f"{self.hub.url}/{repo_id}", "id": repo_id})
 

@@ -134,3 +134,20 @@ def test_an_unsupported_type_is_named(tmp_path):
     transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1)).save_pretrained(tmp_path)
     with pytest.raises(BadInputError, match="gpt2"):
         load_model(tmp_path)
+
+
+def test_llama4_with_vision_off_is_off():
+    model = tiny.llama4_vision()
+    ids = torch.cat([tiny.tokens(1, 5), torch.full((1, 4), 250), tiny.tokens(1, 6, seed=2)], dim=1)
+    inputs = dict(input_ids=ids, pixel_values=torch.randn(1, 3, 28, 28), labels=ids)
+
+    def run():
+        model.zero_grad()
+        out = model(**inputs)
+        out.loss.backward()
+        return [out.logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    before = run()
+    wire(model, Wiring("standard", (0, 1, 2, 3)))
+    apart = run()
+    assert len(before) == len(apart) and all(map(torch.equal, before, apart))

@@ -110,7 +110,7 @@ def test_distill(library) -> None:
     resolved = loop.call_args.args[0]
     assert (resolved.recipe.train.lr, resolved.recipe.name, resolved.recipe.seed) == (1e-3, "x", 7)
     assert (resolved.origins["train.lr"], resolved.origins["seed"]) == ("--set", "flag")
-    assert loop.call_args.kwargs == {"resume": "auto", "dry_run": False}
+    assert loop.call_args.kwargs == {"resume": "auto", "dry_run": False, "processes": 2}
 
 
 def test_distill_prints_its_directory_once_over_all_processes(library, monkeypatch) -> None:
@@ -296,6 +296,7 @@ def test_ctrl_c_ends_with_130_and_no_orphan(tmp_path: Path, import_first: str) -
     deadline = time.monotonic() + 120
     while not ready.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert ready.exists(), process.communicate(timeout=120)
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
@@ -342,3 +343,13 @@ def test_any_command_line_ends_without_a_traceback(args: list[str], every_librar
     assert done.exception is None or isinstance(done.exception, SystemExit)
     if "-v" not in args and "--verbose" not in args:
         assert "Traceback" not in done.output
+
+
+def test_stdout_holds_the_data_alone(library) -> None:
+    def noisy(*_: object, **__: object) -> object:
+        print("a library's chatter")
+        return type("Found", (), {"to_json": lambda self: "{}"})()
+
+    library("fcsd.checkpoint", "inspect").side_effect = noisy
+    done = run("inspect", "m", "--json")
+    assert done.stdout == "{}\n" and "chatter" in done.stderr

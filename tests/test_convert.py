@@ -11,6 +11,7 @@ from pathlib import Path
 
 import hub_server
 import pytest
+import quantised
 import sparse_checkpoint
 import tiny
 import torch
@@ -238,6 +239,37 @@ def test_code_in_the_input_is_neither_run_nor_obeyed(original: Path, tmp_path: P
     assert "modeling_evil" not in (tmp_path / "out" / "config.json").read_text()
 
 
+def _truncate(original: Path) -> None:
+    os.truncate(original / sharded(original)[0], 100_000)
+
+
+def _drop_an_expert(original: Path) -> None:
+    shard, index = original / sharded(original)[1], original / "model.safetensors.index.json"
+    tensors = load_file(shard)
+    name = next(name for name in tensors if ".experts." in name)
+    del tensors[name]
+    save_file(tensors, shard, metadata={"format": "pt"})
+    weight_map = {k: v for k, v in json.loads(index.read_text())["weight_map"].items() if k != name}
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def _leave_the_directory(original: Path) -> None:
+    shard = original / sharded(original)[0]
+    shard.rename(original.parent / "outside.safetensors")
+    shard.symlink_to(original.parent / "outside.safetensors")
+
+
+@pytest.mark.parametrize("spoil", [_truncate, _drop_an_expert, _leave_the_directory])
+def test_a_broken_checkpoint_is_refused_before_anything_is_written(original: Path, tmp_path: Path, spoil) -> None:
+    spoil(original)
+    before = snapshot(tmp_path)
+    for dry_run in (True, False):
+        with pytest.raises(BadInputError) as caught:
+            convert(str(original), tmp_path / "out", dry_run=dry_run)
+        assert "\n" not in str(caught.value)
+    assert snapshot(tmp_path) == before and not (tmp_path / "out").exists()
+
+
 def test_a_file_named_like_our_code_does_not_take_its_place(original: Path, tmp_path: Path) -> None:
     (original / "wiring.py").write_text("WRONG = True")
     convert(str(original), tmp_path / "out", check=False)
@@ -322,46 +354,13 @@ def test_a_model_that_is_not_finite_is_named(original: Path, tmp_path: Path) -> 
 # Sorts of checkpoint
 
 
-def _mxfp4(name: str, value: torch.Tensor, random: torch.Generator) -> dict[str, torch.Tensor]:
-    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-        return {name: value.bfloat16()}
-    experts, inner, outer = value.shape
-    scales = torch.randint(118, 124, (experts, outer, inner // 32), generator=random, dtype=torch.uint8)
-    blocks = torch.randint(0, 256, (*scales.shape, 16), generator=random, dtype=torch.uint8)
-    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
-
-
-def _fp8(name: str, value: torch.Tensor, random: torch.Generator) -> dict[str, torch.Tensor]:
-    if not name.endswith("proj.weight"):
-        return {name: value.bfloat16()}
-    blocks = [-(-size // 128) for size in value.shape]
-    return {name: (value * 100).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.full(blocks, 0.01)}
-
-
-@pytest.mark.parametrize(
-    ("arch", "quantise", "block"),
-    [
-        (
-            "gpt_oss",
-            _mxfp4,
-            {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
-        ),
-        ("deepseek_v3", _fp8, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}),
-    ],
-)
-def test_quantised_models_convert_untouched(arch: str, quantise, block: dict, tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    tiny.model(arch).save_pretrained(base)
-    random = torch.Generator().manual_seed(0)
-    tensors = load_file(base / "model.safetensors")
-    quantised = {k: v for name, value in tensors.items() for k, v in quantise(name, value, random).items()}
-    save_file(quantised, base / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"quantization_config": block, "dtype": "bfloat16"}))
-
+@pytest.mark.parametrize("arch", quantised.SCHEMES)
+def test_quantised_models_convert_untouched(arch: str, tmp_path: Path) -> None:
+    base = quantised.write(arch, tmp_path / "base")
     report = convert(str(base), tmp_path / "out")
     assert report.parity == 4  # dequantised for it
     assert (tmp_path / "out" / "model.safetensors").samefile(base / "model.safetensors")
+    block = json.loads((base / "config.json").read_text())["quantization_config"]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"] == block
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 import transformers
 from safetensors.torch import load_file
 
-import runs
 from fcsd.distill import loop, step
 from fcsd.distill.corpus import load_corpus, load_tokenizer
 from fcsd.distill.data import batch
@@ -88,6 +88,18 @@ def test_a_run_leaves_what_the_next_command_needs(folder: Path, tmp_path: Path) 
     assert after.keys() == before.keys()
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
     assert transformers.AutoTokenizer.from_pretrained(run / "final").eos_token == "<eos>"
+
+
+def twice(*recipes: Any) -> None:
+    for recipe in recipes:
+        loop.distill(recipe)
+
+
+def test_two_runs_in_one_process_are_the_same_run(folder: Path, tmp_path: Path) -> None:
+    recipes = [runs.resolved(folder, output_dir=str(tmp_path / name)) for name in ("one", "two")]
+    assert runs.on_ranks(1, twice, *recipes) == [None]
+    one, two = (tmp_path / name / "final" / "model.safetensors" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
 
 
 def test_bf16_distillation_brings_the_student_closer(folder: Path, tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """Processes: torchrun only when it is needed, errors that reach every rank, the engine's configuration."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
 import runs
+
 from fcsd import launch
 from fcsd.distill.engine import accumulation, deepspeed_config
 from fcsd.errors import BadInputError, ConfigError
@@ -15,18 +16,30 @@ from fcsd.errors import BadInputError, ConfigError
 
 def test_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(launch, "_replace_by", started.append)
+    monkeypatch.setattr(launch, "_torchrun", started.append)
     monkeypatch.setattr(sys, "argv", ["fcsd", "distill", "r.yaml", "--gpus", "2"])
     launch.ensure_world(None)
     launch.ensure_world(1)
     assert started == []
     launch.ensure_world(2)
-    assert started[0][1:3] == ["-m", "torch.distributed.run"]
     assert started[0][-6:] == ["-m", "fcsd", "distill", "r.yaml", "--gpus", "2"]
     assert "--nproc-per-node=2" in started[0]
     monkeypatch.setenv("WORLD_SIZE", "2")
     launch.ensure_world(2)
     assert len(started) == 1
+
+
+def test_the_exit_code_of_a_process_is_that_of_the_command(repo: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fcsd", "distill", str(repo / "recipes/tiny.yaml"), "--gpus", "2"]
+    run = subprocess.run(
+        [*command, "--set", f"model={tmp_path}", "--output-dir", str(tmp_path / "run")],
+        cwd=repo,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 3, run.stderr
+    assert "config.json" in run.stderr
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,12 +49,12 @@ def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def gather() -> list[Any]:
-    with launch.join_world() as world:
-        seen = [world.everywhere(lambda: world.rank * 10), world.on_first(lambda: f"from {world.rank}")]
-        try:
-            world.everywhere(fail if world.rank == 1 else int)
-        except BadInputError as error:
-            seen.append((str(error), error.hint))
+    world = launch.join_world()
+    seen = [world.everywhere(lambda: world.rank * 10), world.on_first(lambda: f"from {world.rank}")]
+    try:
+        world.everywhere(fail if world.rank == 1 else int)
+    except BadInputError as error:
+        seen.append((str(error), error.hint))
     return seen
 
 
@@ -53,11 +66,15 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
     assert runs.on_ranks(2, gather) == [[[0, 10], "from 0", ("bad", "fix it")]] * 2
 
 
-def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with launch.join_world() as world:
-        assert (world.rank, world.size, world.device.type) == (0, 1, "cpu")
-    assert os.environ["DS_ACCELERATOR"] == "cpu"
+def alone() -> tuple[Any, ...]:
+    del os.environ["WORLD_SIZE"], os.environ["RANK"], os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    world = launch.join_world()
+    assert launch.join_world() == world
+    return world.rank, world.size, world.device.type, os.environ["DS_ACCELERATOR"]
+
+
+def test_one_process_needs_no_launcher() -> None:
+    assert runs.on_ranks(1, alone) == [(0, 1, "cpu", "cpu")]
 
 
 def test_accumulation_follows_from_the_batch_in_tokens(tmp_path: Path) -> None:

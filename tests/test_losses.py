@@ -155,3 +155,21 @@ def test_logits_are_never_held_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = torch.ones(1, TOKENS, dtype=torch.bool)
     kl_divergence(hidden, head, teacher_hidden, teacher_head, mask, chunk_tokens=8)
     assert max(sizes) == 8 and sum(sizes) == 2 * TOKENS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_bf16_on_a_gpu_is_close_to_float64(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(*shape, generator=generator) for shape in ((tokens, 64), (5000, 64), (tokens, 64), (5000, 64))]
+    hidden, head, teacher_hidden, teacher_head = (x.bfloat16().cuda() for x in drawn)
+    mask = torch.ones(tokens, dtype=torch.bool, device="cuda")
+    ours, theirs = [(hidden.clone().requires_grad_(), head.clone().requires_grad_()) for _ in range(2)]
+    loss = kl_divergence(*ours, teacher_hidden, teacher_head, mask, chunk_tokens=128)
+    expected = full_kl(*theirs, teacher_hidden, teacher_head, mask, 1.0)
+    loss.backward()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for x, y in zip(ours, theirs, strict=True):
+        assert x.grad is not None and y.grad is not None
+        torch.testing.assert_close(x.grad, y.grad, rtol=2e-2, atol=2e-2 * y.grad.abs().max().item())

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 
-import runs
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import loop, run_dir, state
 from fcsd.errors import CheckpointError, ConfigError
@@ -25,12 +25,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def single(folder: Path) -> Path:
+    """The directory of a run of four steps in one process, with checkpoints after two and four."""
+    train(runs.resolved(folder, output_dir=str(folder / "single")))
+    return folder / "single"
+
+
 @pytest.fixture(scope="module", params=[1, 2])
-def finished(request: pytest.FixtureRequest, folder: Path) -> tuple[int, Path]:
-    """A world size and the directory of a run of four steps with checkpoints after two and four."""
-    run = folder / f"finished-{request.param}"
-    train(runs.resolved(folder, output_dir=str(run)), request.param)
-    return request.param, run
+def finished(request: pytest.FixtureRequest, folder: Path, single: Path) -> tuple[int, Path]:
+    """A number of processes, and the directory of the same run in so many."""
+    if request.param == 1:
+        return 1, single
+    train(runs.resolved(folder, output_dir=str(folder / "double")), 2)
+    return 2, folder / "double"
 
 
 def train(recipe: ResolvedRecipe, size: int = 1, resume: str = "auto") -> None:
@@ -86,13 +94,13 @@ def killed(recipe: ResolvedRecipe, point: str) -> None:
     "point",
     ["_rename", *(pytest.param(point, marks=pytest.mark.nightly) for point in ("_write_json", "_record", "retain"))],
 )
-def test_killed_while_saving(folder: Path, tmp_path: Path, point: str) -> None:
+def test_killed_while_saving(folder: Path, single: Path, tmp_path: Path, point: str) -> None:
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"))
     assert runs.exit_code(killed, recipe, point) == -signal.SIGKILL
     survivors = [path.name for path in state.checkpoints(tmp_path / "run" / "checkpoints")]
     assert survivors == (["step-2", "step-4"] if point == "retain" else ["step-2"])
     train(recipe)
-    assert outcome(tmp_path / "run") == outcome(folder / "finished-1")
+    assert outcome(tmp_path / "run") == outcome(single)
     assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp-*"))
 
 
@@ -142,15 +150,14 @@ def test_when_all_are_damaged_nothing_is_deleted_or_started_over(finished: tuple
         state.find(tmp_path / "checkpoints", str(next(tmp_path.glob("checkpoints/*"))), print)
 
 
-def test_a_changed_run_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    original = folder / "finished-1"
+def test_a_changed_run_is_refused_by_name(folder: Path, single: Path, tmp_path: Path) -> None:
     for size, named, changes in [
         (1, "train.lr was 0.001 and is now 0.002", {"train__lr": 0.002}),
         (1, "seed was 0 and is now 5", {"seed": 5}),
         (1, "corpus.jsonl was", {"data__sources": [{"path": "CHANGED"}]}),
         (2, "processes was 1 and is now 2", {}),
     ]:
-        run = cut_short(original, tmp_path / named[:9])
+        run = cut_short(single, tmp_path / named[:9])
         if "data__sources" in changes:
             other = shutil.copy(folder / "corpus.jsonl", tmp_path / "corpus.jsonl")
             with Path(other).open("a") as file:
@@ -161,19 +168,18 @@ def test_a_changed_run_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
         assert len(read_metrics(run)) == 4, "a refused run changes nothing"
 
 
-def test_free_fields_may_change_and_a_path_may_be_given(folder: Path, tmp_path: Path) -> None:
-    original = folder / "finished-1"
+def test_free_fields_may_change_and_a_path_may_be_given(folder: Path, single: Path, tmp_path: Path) -> None:
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), name="other", train__keep=1)
-    train(recipe, resume=str(original / "checkpoints" / "step-2"))
-    assert outcome(tmp_path / "run")[1] == outcome(original)[1]
+    train(recipe, resume=str(single / "checkpoints" / "step-2"))
+    assert outcome(tmp_path / "run")[1] == outcome(single)[1]
     assert [path.name for path in state.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-4"]
 
 
-def test_never_does_not_replace_an_earlier_run(folder: Path) -> None:
-    before = outcome(folder / "finished-1")
+def test_never_does_not_replace_an_earlier_run(folder: Path, single: Path) -> None:
+    before = outcome(single)
     with pytest.raises(ConfigError, match="has checkpoints of an earlier run"):
-        train(runs.resolved(folder, output_dir=str(folder / "finished-1")), resume="never")
-    assert outcome(folder / "finished-1") == before
+        train(runs.resolved(folder, output_dir=str(single)), resume="never")
+    assert outcome(single) == before
 
 
 def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:

@@ -124,7 +124,8 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
 
 def import_deepspeed() -> Any:
     """DeepSpeed, quiet and without compiling anything."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
+    # Its collectives go by names that torch has since deprecated, and torch says so at every rank.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch\.distributed)\b")
     import deepspeed
     from deepspeed.ops import __compatible_ops__
     from deepspeed.utils import logger

@@ -6,6 +6,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import datasets
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
 from fcsd.checkpoint import resolve
@@ -28,13 +30,13 @@ _FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "tr
 _FREE += ("train.eval_every", "train.keep")
 
 
-def distill(resolved: ResolvedRecipe, *, resume: str = "auto", dry_run: bool = False) -> Path:
+def distill(resolved: ResolvedRecipe, *, resume: str = "auto", dry_run: bool = False, processes: int = 1) -> Path:
     """Runs a recipe, from its start or from a checkpoint; every process of the run calls it.
 
     Args:
         resume: ``auto`` continues from the newest whole checkpoint in the run directory, if there is one;
             ``never`` insists on a new run; anything else is the path of a checkpoint.
-        dry_run: check the recipe and say what it would do; nothing is written.
+        dry_run: check the recipe and say what it would do on ``processes``; nothing is written.
 
     Returns: the run directory, with ``checkpoints/``, ``final/``, ``metrics.jsonl`` and ``curves.png``.
 
@@ -45,9 +47,13 @@ def distill(resolved: ResolvedRecipe, *, resume: str = "auto", dry_run: bool = F
     """
     run = Path(resolved.recipe.output_dir)
     if dry_run:
-        print(preview(resolved.recipe), file=sys.stderr)
+        print(preview(resolved.recipe, processes), file=sys.stderr)
         return run
-    with join_world() as world, ExitStack() as held:
+    world = join_world()
+    with ExitStack() as held:
+        if world.rank or not sys.stderr.isatty():
+            datasets.disable_progress_bars()
+            transformers.utils.logging.disable_progress_bar()
         world.on_first(lambda: held.enter_context(run_dir.claim(run)))
         _distill(resolved, resume, run, world)
     return run

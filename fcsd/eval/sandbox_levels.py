@@ -18,6 +18,7 @@ PATH=/usr/sbin:/usr/bin:/sbin:/bin
 mount -t tmpfs -o mode=755,size=1m sandbox /sys
 cd /sys
 mkdir proc dev tmp old
+mount -t tmpfs -o mode=1777,size=$TMPFS_BYTES sandbox tmp
 mount -t proc proc proc
 for node in null zero urandom; do : > dev/$node; mount --bind /dev/$node dev/$node; done
 for path in $MOUNTS; do
@@ -27,7 +28,6 @@ for path in $MOUNTS; do
     mount -o "remount,bind,ro${flags#r[wo]}" ".$path"
 done
 for name in $LINKS; do ln -s "usr/$name" "$name"; done
-mount -t tmpfs -o mode=1777,size=$TMPFS_BYTES sandbox tmp
 pivot_root . old
 umount -l old
 mount -o remount,bind,ro /

@@ -38,7 +38,7 @@ def table_1(rows: Sequence[Row]) -> str:
         average = f"{100 * sum(row['value'] for row in own) / len(own):.1f}" if own else "-"
         scores = [cells[model, column] for column in benchmarks]
         body.append([model, *scores, average, *(cells[model, c] for c in columns[len(benchmarks) :])])
-    return _markdown(head, body)
+    return markdown(head, body)
 
 
 def plain_table(rows: Sequence[Row], comparisons: Sequence[Comparison] = ()) -> str:
@@ -59,7 +59,7 @@ def plain_table(rows: Sequence[Row], comparisons: Sequence[Comparison] = ()) -> 
             f"{100 * won[model][0]:.1f} ± {100 * won[model][1]:.1f} %" if model in won else "-" for model in models
         ]
         body.append(["Lost loss won back", "", "", *shares])
-    return _markdown(["Task", "Metric", "n", *models], body)
+    return markdown(["Task", "Metric", "n", *models], body)
 
 
 def draw_bars(rows: Sequence[Row], path: Path) -> None:
@@ -97,7 +97,7 @@ def _axes(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     return sorted(columns, key=lambda c: c == HELD_OUT), list(dict.fromkeys(row["model"] for row in rows))
 
 
-def _markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose source lines up as well."""
     widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
     rule = [f"{'-' * (width - 1)}{'-' if i == 0 else ':'}" for i, width in enumerate(widths)]

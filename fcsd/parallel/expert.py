@@ -1,4 +1,4 @@
-"""Routed experts over expert-parallel ranks, taken apart into route, dispatch, experts and combine (FarSkip §2.1).
+"""Routed experts over expert-parallel ranks, taken apart into choice, dispatch, experts and combine (FarSkip §2.1).
 
 DeepSpeed AutoEP owns the experts; here is only the order of its steps. The parts below are *blocking*: every
 collective is awaited where it starts. They are the reference for any schedule that awaits later.
@@ -26,42 +26,48 @@ from ..models.build import arch_of, decoder_layers
 from ..models.wiring import Blocks, Parts, Wiring, wire_layers
 
 
-class Routing(NamedTuple):
-    """Where each token of a rank goes: ``[tokens, top_k]`` scores, the expert-contiguous order, the split sizes."""
+class Choice(NamedTuple):
+    """The experts a rank's tokens chose: what the split sizes and the order of the rows follow from."""
 
-    scores: Tensor
-    order: Tensor  # [tokens * top_k], indices into the flattened (token, choice) pairs
-    plan: SplitPlan
+    scores: Tensor  # [tokens, top_k]
+    order: Tensor  # [tokens * top_k], indices into the flattened (token, choice) pairs, one expert after the other
+    counts: Tensor  # [experts], rows per expert
 
 
-def route(moe: Any, flat: Tensor) -> Routing:
-    """Choose experts for ``flat [tokens, hidden]`` and exchange how many rows each rank sends to each."""
+def choose(moe: Any, flat: Tensor) -> Choice:
+    """Choose experts for ``flat [tokens, hidden]``."""
     scores, chosen, counts = RouterOutput(*moe.router(flat, moe.expert_bias))
     with torch.no_grad():
         moe.tokens_per_expert.add_(counts)
-    order = torch.argsort(chosen.view(-1), stable=True)
-    plan = compute_split_plan(chosen, moe.num_experts, moe.ep_size, moe.num_local_experts, moe.ep_group, counts)
-    return Routing(scores, order, plan)
+    return Choice(scores, torch.argsort(chosen.view(-1), stable=True), counts)
 
 
-def dispatch(moe: Any, flat: Tensor, routing: Routing) -> Tensor:
-    """Send each row of ``flat`` to its experts' ranks: ``[tokens, hidden] -> [received, hidden]``."""
-    rows = flat[routing.order // moe.top_k]
+def exchange_counts(moe: Any, choice: Choice) -> SplitPlan:
+    """Tell every rank how many rows it will get; the host waits for the answer."""
+    # The first argument is read for its length alone, as long as the counts are given.
+    return compute_split_plan(
+        choice.order, moe.num_experts, moe.ep_size, moe.num_local_experts, moe.ep_group, choice.counts
+    )
+
+
+def pack(moe: Any, flat: Tensor, choice: Choice) -> Tensor:
+    """The rows to send: ``[tokens, hidden] -> [tokens * top_k, hidden]``, one destination after the other."""
+    rows = flat[choice.order // moe.top_k]
     if moe.score_apply == "pre":
-        rows = (rows.float() * routing.scores.reshape(-1, 1)[routing.order].float()).to(rows.dtype)
-    return exchange(moe, rows, routing.plan.input_splits, routing.plan.output_splits)
+        rows = (rows.float() * choice.scores.reshape(-1, 1)[choice.order].float()).to(rows.dtype)
+    return rows
 
 
-def run_experts(moe: Any, received: Tensor, routing: Routing) -> Tensor:
+def run_experts(moe: Any, received: Tensor, plan: SplitPlan) -> Tensor:
     """This rank's experts on the rows it received: ``[received, hidden] -> [received, hidden]``, order kept."""
-    rows, indices, counts, total = permute_by_local_expert(received, routing.plan.local_counts_by_source)
+    rows, indices, counts, total = permute_by_local_expert(received, plan.local_counts_by_source)
+    del received  # not kept while the experts run
     return unpermute_by_local_expert(moe.experts(rows, counts), indices, total)
 
 
-def combine(moe: Any, outputs: Tensor, routing: Routing, shape: tuple[int, int, int]) -> Tensor:
-    """Send the outputs back and sum them per token, weighted: ``[received, hidden] -> [batch, seq, hidden]``."""
-    rows = exchange(moe, outputs, routing.plan.output_splits, routing.plan.input_splits)
-    return combine_from_routed(rows, routing.scores, routing.order, moe.top_k, moe.score_apply, moe.combine_impl, shape)
+def weigh(moe: Any, rows: Tensor, choice: Choice, shape: tuple[int, int, int]) -> Tensor:
+    """Sum the outputs that came back per token, weighted: ``[tokens * top_k, hidden] -> [batch, seq, hidden]``."""
+    return combine_from_routed(rows, choice.scores, choice.order, moe.top_k, moe.score_apply, moe.combine_impl, shape)
 
 
 def exchange(moe: Any, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
@@ -84,9 +90,12 @@ def blocking_parts(blocks: Blocks, layer: Any) -> Parts:
     def routed(x: Tensor) -> Tensor:
         batch, seq, hidden = x.shape
         flat = x.reshape(-1, hidden)
-        routing = route(moe, flat)
-        outputs = run_experts(moe, dispatch(moe, flat, routing), routing)
-        return combine(moe, outputs, routing, (batch, seq, hidden))
+        choice = choose(moe, flat)
+        plan = exchange_counts(moe, choice)
+        received = exchange(moe, pack(moe, flat, choice), plan.input_splits, plan.output_splits)
+        outputs = run_experts(moe, received, plan)
+        rows = exchange(moe, outputs, plan.output_splits, plan.input_splits)
+        return weigh(moe, rows, choice, (batch, seq, hidden))
 
     return Parts(attn, None if moe.shared_experts is None else partial(_shared, moe), routed)
 

@@ -1,0 +1,177 @@
+"""Models answer the same prompts side by side (FarSkip App. B), each with its own generation settings."""
+
+import json
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fcsd.errors import BadInputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# The first one is the paper's (Figure 7).
+PROMPTS = (
+    "What are the main topics of Linear Algebra?",
+    "Write a Python function that tells whether a number is prime.",
+    "Tom has 3 boxes of 12 pencils and gives 7 pencils away. How many are left?",
+    "Why does ice float on water?",
+)
+MAX_NEW_TOKENS = 256
+
+Turn = dict[str, str]  # role and content, as chat templates read them
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model with its tokenizer and the name it is shown under."""
+
+    name: str
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one model answered to one prompt."""
+
+    model: str
+    prompt: str
+    text: str
+
+
+def chat(
+    model: str,
+    *,
+    baseline: str | None = None,
+    prompts: str | Path | None = None,
+    seed: int = 0,
+    max_new_tokens: int | None = None,
+    device: str | None = None,
+) -> Iterator[list[Answer]]:
+    """Answer prompt after prompt, the baseline first.
+
+    Without ``prompts`` they are read from stdin if that is a terminal: one conversation, where the tokenizer has a
+    chat template. Otherwise every prompt stands alone, and the fixed ``PROMPTS`` are used.
+
+    Args:
+        model: directory or hub id, converted or not; ``baseline`` too.
+        prompts: a file with one prompt per line, or ``.jsonl`` with a ``prompt`` each.
+        seed: of the sampling, the same for every prompt and model.
+        max_new_tokens: longest answer; None for what the model's generation settings say, else ``MAX_NEW_TOKENS``.
+
+    Yields:
+        For each prompt one answer per model.
+
+    Raises:
+        BadInputError: a model or the prompts cannot be used, or a prompt leaves no room for an answer.
+    """
+    interactive = prompts is None and sys.stdin.isatty()
+    asked = _typed() if interactive else PROMPTS if prompts is None else read_prompts(Path(prompts))
+    speakers = [load_speaker(name, device=device) for name in (baseline, model) if name is not None]
+    histories: list[list[Turn]] = [[] for _ in speakers]
+    for prompt in asked:
+        answers = []
+        for speaker, history in zip(speakers, histories, strict=True):
+            if not interactive:
+                history.clear()
+            history.append({"role": "user", "content": prompt})
+            text = answer(speaker, history, seed=seed, max_new_tokens=max_new_tokens)
+            history.append({"role": "assistant", "content": text})
+            answers.append(Answer(speaker.name, prompt, text))
+        yield answers
+
+
+def load_speaker(model: str, *, device: str | None = None) -> Speaker:
+    """A model in its own dtype (float32 on the CPU), spread by accelerate over GPUs and memory if there is a GPU."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from fcsd.checkpoint import resolve
+    from fcsd.models.build import load_model
+
+    path = resolve(model).path
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu":
+        network = load_model(path, dtype=torch.float32, device=device)
+    else:
+        network = load_model(path, device_map="auto")
+    return Speaker(model, network.eval(), AutoTokenizer.from_pretrained(path))
+
+
+def answer(speaker: Speaker, history: Sequence[Turn], *, seed: int = 0, max_new_tokens: int | None = None) -> str:
+    """The next turn of a conversation that ends with a user's.
+
+    A tokenizer without a chat template sees only the last turn, as plain text to continue.
+
+    Raises:
+        BadInputError: the conversation is longer than the model takes.
+    """
+    import torch
+    from transformers import set_seed
+
+    model: Any = speaker.model
+    tokenizer: Any = speaker.tokenizer
+    if tokenizer.chat_template is None:
+        inputs = tokenizer(history[-1]["content"], return_tensors="pt", return_token_type_ids=False)
+    else:
+        inputs = tokenizer.apply_chat_template(
+            list(history), add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+    length = inputs["input_ids"].shape[1]
+    room = model.config.get_text_config().max_position_embeddings - length
+    if length == 0 or room < 1:
+        raise BadInputError(f"{speaker.name}: no room for an answer after {length} tokens of prompt")
+    wanted = max_new_tokens or model.generation_config.max_new_tokens or MAX_NEW_TOKENS
+    set_seed(seed)
+    with torch.no_grad():
+        ids = model.generate(**inputs.to(model.device), max_new_tokens=min(wanted, room))
+    return tokenizer.decode(ids[0, length:], skip_special_tokens=True).strip()
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Prompts from a file: lines of text, or JSON lines with a ``prompt``.
+
+    Raises:
+        BadInputError: no such file, a line of another form, or no prompt at all.
+    """
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInputError(f"{path}: no file of prompts", 'lines of text, or .jsonl with a "prompt" each') from error
+    if not prompts or not all(isinstance(prompt, str) and prompt.strip() for prompt in prompts):
+        raise BadInputError(f"{path}: has no prompts, or empty ones")
+    return prompts
+
+
+def side_by_side(answers: Sequence[Answer], width: int) -> str:
+    """A prompt and its answers as text, in columns that share ``width`` characters."""
+    gap = " | "
+    column = max(20, (width - len(gap) * (len(answers) - 1)) // len(answers))
+
+    def wrapped(text: str) -> Iterable[str]:
+        for line in text.splitlines() or [""]:
+            # keeps the indentation of code
+            yield from textwrap.wrap(line, column, drop_whitespace=False, replace_whitespace=False) or [""]
+
+    blocks = [[found.model[-column:], "-" * column, *wrapped(found.text)] for found in answers]
+    height = max(map(len, blocks))
+    rows = zip(*(block + [""] * (height - len(block)) for block in blocks), strict=True)
+    lines = [gap.join(cell.ljust(column) for cell in row).rstrip() for row in rows]
+    return "\n".join([f"Prompt: {answers[0].prompt}", *lines, ""])
+
+
+def _typed() -> Iterator[str]:
+    """Prompts typed at the terminal, until end of file."""
+    print("End with Ctrl-D.", file=sys.stderr)
+    while True:
+        try:
+            prompt = input("> ")
+        except EOFError:
+            return
+        if prompt.strip():
+            yield prompt

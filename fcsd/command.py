@@ -1,0 +1,75 @@
+"""How a command runs: data alone on stdout; an error is one line, a hint and an exit code, `-v` shows its origin."""
+
+import contextlib
+import contextvars
+import functools
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from inspect import Parameter, signature
+from typing import Annotated, TextIO
+
+import typer
+
+from fcsd.foreign_errors import first_line, translate
+
+VERBOSE = Parameter(
+    "verbose",
+    Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks.")],
+)
+
+
+_DATA: contextvars.ContextVar[TextIO] = contextvars.ContextVar("stdout of the running command")
+
+
+def emit(text: object, end: str = "\n") -> None:
+    """Prints a command's result to stdout; anything else that is printed goes to stderr."""
+    print(text, end=end, file=_DATA.get(), flush=True)
+
+
+def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers a command, gives it `-v`, and ends its errors in one line, a hint and their exit code."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def guarded(*, verbose: bool, **options: object) -> None:
+            logging.basicConfig(format="%(message)s", stream=sys.stderr)
+            logging.getLogger("fcsd").setLevel(logging.DEBUG if verbose else logging.INFO)
+            _DATA.set(sys.stdout)
+            try:
+                with contextlib.redirect_stdout(sys.stderr):  # libraries print and log there
+                    function(**options)
+            except BrokenPipeError:
+                raise  # `fcsd recipes show tiny | head` is no error; typer ends quietly
+            except (KeyboardInterrupt, Exception) as error:
+                if verbose:
+                    traceback.print_exc()
+                sys.exit(report_error(error))
+
+        own = signature(function)
+        parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own.parameters.values()]
+        guarded.__signature__ = own.replace(parameters=[*parameters, VERBOSE])  # type: ignore[attr-defined]
+        group.command(name)(guarded)
+        return function
+
+    return register
+
+
+def report_error(error: BaseException) -> int:
+    """Prints an error to stderr and returns the exit code that goes with it."""
+    known = translate(error)
+    if isinstance(error, KeyboardInterrupt):
+        message, hint, code = "interrupted", None, 130
+    elif known is not None:
+        message, hint, code = str(known), known.hint, known.exit_code
+    else:
+        message, hint, code = f"{type(error).__name__}: {first_line(error)}", "-v shows the traceback", 1
+    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+    print(f"{rank}error: {message}", file=sys.stderr)
+    if hint:
+        print(f"{rank}hint: {hint}", file=sys.stderr)
+    return code

@@ -1,0 +1,65 @@
+"""Attention split without copying it: transformers' own attention function, with a call before and after it.
+
+Every attention module of transformers computes q, k and v, calls the attention function that its config names, and
+projects the output. A function of ours under another name runs what it is handed through the module's keyword
+arguments, then transformers' function of the same name without the prefix.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..errors import ConfigError
+
+PREFIX = "fcsd_"
+SPLIT = ("sdpa", "eager")
+
+
+class Around(NamedTuple):
+    """What to run before core attention, q, k and v being known, and after it, before the output projection."""
+
+    before_core: Callable[[], None]
+    after_core: Callable[[], None]
+
+
+def split_attention(model: PreTrainedModel) -> None:
+    """Let the attention modules of ``model`` accept ``around=Around(...)``.
+
+    Raises:
+        ConfigError: the model's attention implementation cannot be split.
+    """
+    name = (model.config._attn_implementation or "eager").removeprefix(PREFIX)
+    if name not in SPLIT:
+        raise ConfigError(
+            f"overlap needs attention {' or '.join(SPLIT)}, not {name}", hint="load the model with another one"
+        )
+    AttentionInterface.register(PREFIX + name, _with_calls(name))
+    AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    model.set_attn_implementation(PREFIX + name)
+
+
+def join_attention(model: PreTrainedModel) -> None:
+    """Undo ``split_attention``."""
+    name = model.config._attn_implementation or ""
+    if name.startswith(PREFIX):
+        model.set_attn_implementation(name.removeprefix(PREFIX))
+
+
+def _with_calls(name: str) -> Callable[..., Any]:
+    def attention(module: nn.Module, *args: Any, around: Around | None = None, **kwargs: Any) -> tuple[Tensor, Any]:
+        # Eager attention is not registered: each modeling file has its own.
+        eager = sys.modules[type(module).__module__].eager_attention_forward if name == "eager" else None
+        core = eager or ALL_ATTENTION_FUNCTIONS[name]
+        if around is None:
+            return core(module, *args, **kwargs)
+        around.before_core()
+        out = core(module, *args, **kwargs)
+        around.after_core()
+        return out
+
+    return attention
