@@ -14,7 +14,7 @@ from fcsd.cli import app
 from fcsd.convert import convert
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval import sweep_layers as sweeping
-from fcsd.eval.rewiring import layers_text, load_subject, reads_in_flight, rewire
+from fcsd.eval.rewiring import layers_text, load_subject, reads_in_flight
 from fcsd.eval.statistics import paired_difference
 from fcsd.eval.sweep_layers import sweep_layers
 from fcsd.models.build import unwired, wire
@@ -127,8 +127,8 @@ def test_rewiring_a_model_that_accelerate_has_dispatched():
         wire(plain, Wiring("ladder", (1, 2)))
         expected = plain(input_ids=ids).logits
         hooked = dispatch_model(tiny.model("deepseek_v2"), {"": "cpu"}, force_hooks=True)
-        assert torch.equal(rewire(hooked, Wiring("ladder", (1, 2)))(input_ids=ids).logits, expected)
-        assert torch.equal(rewire(hooked, unwired())(input_ids=ids).logits, unchanged)
+        assert torch.equal(wire(hooked, Wiring("ladder", (1, 2)))(input_ids=ids).logits, expected)
+        assert torch.equal(wire(hooked, unwired())(input_ids=ids).logits, unchanged)
     assert not torch.equal(expected, unchanged)
 
 

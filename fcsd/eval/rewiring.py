@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -51,9 +50,9 @@ class Subject:
             ConfigError: the wiring does not fit the model.
         """
         try:
-            yield rewire(self.model, self.wired(layers))
+            yield wire(self.model, self.wired(layers))
         finally:
-            rewire(self.model, unwired())
+            wire(self.model, unwired())
 
     def identity(self) -> dict[str, Any]:
         """Everything but the layers and the data that decides what is measured, as JSON-like data."""
@@ -100,20 +99,6 @@ def model_sha256(path: Path) -> str:
     for file in sorted([*path.glob("*.json"), *path.glob("*.safetensors")]):
         digest.update(f"{file.name} {file_sha256(file)}\n".encode())
     return digest.hexdigest()
-
-
-def rewire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
-    """``wire``, also for a model that accelerate has spread over devices.
-
-    Accelerate's hooks keep each layer's ``forward`` as it was when they were attached; without this the new wiring
-    would be ignored.
-    """
-    wire(model, wiring)
-    layers: Any = decoder_layers(model)
-    for layer in layers:
-        if "_hf_hook" in vars(layer):
-            layer._old_forward = MethodType(type(layer).forward, layer)
-    return model
 
 
 def reads_in_flight(wiring: Wiring, depth: int) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -50,10 +51,14 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
     arch = arch_of(model.config)
     if wiring.name in DESYNC and not arch.dense:
         raise ConfigError(f"{wiring.name} needs a dense architecture; {arch.model_type} has experts")
+    layers: Any = decoder_layers(model)
     try:
-        wire_layers(decoder_layers(model), wiring, partial(hf_parts, arch.blocks))
+        wire_layers(layers, wiring, partial(hf_parts, arch.blocks))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    for layer in layers:
+        if "_hf_hook" in vars(layer):  # accelerate's hook would go on calling the forward it found when attached
+            layer._old_forward = MethodType(type(layer).forward, layer)
     return model
 
 
