@@ -98,7 +98,7 @@ def evaluate(
     chosen = select(suite, tasks)
     with (
         preserved_rng(),
-        contextlib.nullcontext(team) if team else _torchrun_team() as team,
+        _joined(team) as team,
         load_tasks(chosen, mirror) as loaded_tasks,
     ):
         if any(row.harness in (SANDBOX, EVALPLUS) for row in chosen):  # better refused now than after hours
@@ -121,8 +121,11 @@ def evaluate(
 
 
 @contextlib.contextmanager
-def _torchrun_team() -> Iterator[Team]:
-    """The processes torchrun started, or this one alone."""
+def _joined(team: Team | None) -> Iterator[Team]:
+    """The caller's ranks; else the processes torchrun started, or this one alone."""
+    if team is not None:
+        yield team
+        return
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
