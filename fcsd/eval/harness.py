@@ -96,11 +96,8 @@ def evaluate(
     directory = None if out is None else Path(out)
     results: list[dict[str, Any]] = []
     chosen = select(suite, tasks)
-    with (
-        preserved_rng(),
-        _joined(team) as team,
-        load_tasks(chosen, mirror) as loaded_tasks,
-    ):
+    team = team or _torchrun_team()
+    with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
         if any(row.harness in (SANDBOX, EVALPLUS) for row in chosen):  # better refused now than after hours
             team.on_first(lambda: find_sandbox(accept_unsafe_exec=accept_unsafe_exec))
         for name, model in zip(names, ordered, strict=True):
@@ -120,21 +117,16 @@ def evaluate(
     return results
 
 
-@contextlib.contextmanager
-def _joined(team: Team | None) -> Iterator[Team]:
-    """The caller's ranks; else the processes torchrun started, or this one alone."""
-    if team is not None:
-        yield team
-        return
+def _torchrun_team() -> Team:
+    """The processes torchrun started, or this one alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield ALONE
-        return
+        return ALONE
     import torch.distributed as dist
 
     from fcsd.launch import join_world
 
-    with join_world() as world:
-        yield Team(replace(world, group=dist.new_group(backend="gloo", timeout=PATIENCE)))
+    world = join_world()
+    return Team(replace(world, group=dist.new_group(backend="gloo", timeout=PATIENCE)))
 
 
 def _results(
