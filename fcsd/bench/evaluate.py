@@ -1,7 +1,7 @@
 """The evaluation adapter beside lm-eval's own HFLM: speed, and whether the answers are the same.
 
 ``python -m fcsd.bench.evaluate --tokenizer assets/teacher [--arch llama|qwen3_moe] [--out evaluate.json]``. One
-random model of 1.2 (1.4) billion parameters in memory, synthetic items whose shapes are those of the benchmarks.
+random model of 1.5 (llama) billion parameters in memory, synthetic items whose shapes are those of the benchmarks.
 Answers are compared in fp32 on a part of the items; speed and flips are measured in bf16 on all of them. A flip
 is a question on which the two choose another answer, or a prompt they continue differently; a random model is
 nearly indifferent between its choices, so rounding flips far more of its answers than of a trained one's. The

@@ -81,6 +81,7 @@ class _Decoder(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.config = model.config  # AutoEP reads the number of experts from it
 
     def forward(self, ids: Tensor) -> Tensor:
         model: Any = self.model
@@ -113,7 +114,11 @@ def build_engine(args: argparse.Namespace) -> Any:
         model = AutoModelForCausalLM.from_config(deepseek_v2_lite(args.layers), dtype=torch.bfloat16)
     if args.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    experts = {**expert_parallel_config(arch_of(model.config), dist.get_world_size()), "use_grouped_mm": True}
+    experts = {
+        **expert_parallel_config(arch_of(model.config), dist.get_world_size()),
+        "moe_layer_pattern": r"model\.model\.layers\.\d+\.mlp",
+        "use_grouped_mm": True,
+    }
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch,
         "bf16": {"enabled": True},
