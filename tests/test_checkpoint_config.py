@@ -124,6 +124,7 @@ def test_unexpected_tensors_can_be_allowed(model):
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}}, "not supported"),
         ({"quantization_config": "fp8"}, "quantisation 'None' is not supported"),
         ({"attn_implementation": "org/kernels"}, "asks for code of its own to be run, 'org/kernels'"),
+        ({"transformers_weights": "other.safetensors"}, "names weights of its own"),
         ({"_attn_implementation": "org/kernels:fn"}, "asks for code of its own to be run"),
         ({"attn_implementation": {"text_config": ["org/kernels"]}}, "asks for code of its own to be run"),
         ({"nested": [{"experts_implementation": "org/kernels"}]}, "asks for code of its own to be run"),

@@ -171,3 +171,10 @@ def test_learning_rate_rises_then_falls_to_the_minimum() -> None:
     assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(1e-5)
     constant = settings.model_copy(update={"schedule": "constant", "warmup_steps": 0})
     assert {step.learning_rate(constant, n) for n in range(1, 101)} == {settings.lr}
+
+
+def test_wandb_works_offline(folder: Path, tmp_path: Path) -> None:
+    train(folder, tmp_path / "run", report="wandb", train__steps=2)
+    (offline,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    (record,) = offline.glob("run-*.wandb")
+    assert b"held_out_kl" in record.read_bytes()

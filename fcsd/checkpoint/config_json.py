@@ -97,6 +97,8 @@ def _check_values(raw: dict[str, Any], where: Path) -> None:
                 f"{where}: {quoted(key)} asks for code of its own to be run, {quoted(value)}",
                 "Remove the key; fcsd chooses the implementation itself.",
             )
+        if key == "transformers_weights":  # transformers would read that file; what is checked here is another
+            raise BadInputError(f"{where}: {quoted(key)} names weights of its own", "Remove the key.")
 
 
 def _check_type(config: CheckpointConfig, where: Path) -> None:
