@@ -121,7 +121,7 @@ class Train(_Section):
     """Largest global gradient norm; 0 turns clipping off."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Precision of weights and activations; the optimizer keeps fp32."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Literal[0, 1, 2] = 1
     """DeepSpeed ZeRO stage."""
     activation_checkpointing: bool = False
     """Recompute activations in backward, trading time for memory."""
