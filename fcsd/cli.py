@@ -153,7 +153,7 @@ def distill(
     from fcsd.launch import ensure_world
 
     if not dry_run:
-        ensure_world(gpus)
+        ensure_world(gpus, resolved.recipe.train.grace_seconds)
 
     from fcsd.distill.loop import distill as run
 

@@ -133,6 +133,10 @@ class Train(_Section):
     """Steps between held-out losses; 0 measures only at the end."""
     keep: Positive = 2
     """Newest checkpoints to keep."""
+    save_failures: NonNegative = 3
+    """Saves in a row that a full disk may prevent before the run stops."""
+    grace_seconds: Annotated[float, Field(gt=0)] = 30.0
+    """Time between SIGTERM and the end of the process; a save that takes longer is not begun."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -41,6 +41,7 @@ _TABLE: list[tuple[str, str, type[FcsdError], str, str | None]] = [
 _DISK = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file may not grow so large",
     errno.EROFS: "the file system is read-only",
 }
 
@@ -73,6 +74,7 @@ def _disk(error: BaseException) -> FcsdError | None:
     if isinstance(error, OSError) and error.errno in _DISK:
         where = f": {error.filename}" if error.filename else ""
         return DiskError(_DISK[error.errno] + where, "free some space, or choose another output directory")
-    if os.strerror(errno.ENOSPC) in str(error):  # safetensors and torch keep the text, not the number
-        return DiskError(f"{_DISK[errno.ENOSPC]}: {first_line(error)}")
+    for number, message in _DISK.items():
+        if os.strerror(number) in str(error):  # safetensors and torch keep the text, not the number
+            return DiskError(f"{message}: {first_line(error)}")
     return None

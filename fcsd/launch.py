@@ -1,7 +1,9 @@
 """The processes of a run: start them, join them, and make them succeed or fail together."""
 
 import atexit
+import math
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,13 +11,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from fcsd.errors import ConfigError
+from fcsd.errors import ConfigError, PeerLostError, PreemptedError
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
 
+_PATIENCE = 30.0  # how long torchrun waits for processes that it ends, seconds
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 _MEET = timedelta(seconds=60)  # how long the first process to finish waits for the last
 
 
@@ -55,11 +59,25 @@ class World:
         """The result of ``function``, run on rank 0 only, on every rank; its error is raised on every rank."""
         return self.everywhere(lambda: function() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
+    def lowest(self, value: float) -> float:
+        """The smallest ``value`` of any rank."""
+        if self.size == 1:
+            return value
+        import torch
+        import torch.distributed as dist
 
-def ensure_world(gpus: int | None) -> None:
+        values = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.group)
+        return values.item()
+
+
+def ensure_world(gpus: int | None, grace_seconds: float = _PATIENCE) -> None:
     """Runs ``gpus`` copies of this command under torchrun and ends with the exit code of the first that failed.
 
     A process that torchrun started returns at once. Without GPUs the copies share the CPU and talk through gloo.
+
+    Args:
+        grace_seconds: how long the copies may live on after SIGTERM or SIGUSR1, which they are passed.
 
     Raises:
         ConfigError: more than this machine has.
@@ -73,7 +91,10 @@ def ensure_world(gpus: int | None) -> None:
         raise ConfigError(f"--gpus {gpus}: this machine has {available}")
     # Unless the user chose, the processes share the cores; torchrun would give each one core, with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus)))
-    _torchrun(["--standalone", f"--nproc-per-node={gpus}", "-m", "fcsd", *sys.argv[1:]])
+    options = ["--standalone", f"--nproc-per-node={gpus}", f"--signals-to-handle={_SIGNALS}"]
+    if grace_seconds > _PATIENCE:
+        options.append(f"--shutdown-timeout={math.ceil(grace_seconds)}")
+    _torchrun([*options, "-m", "fcsd", *sys.argv[1:]])
 
 
 def _torchrun(arguments: list[str]) -> NoReturn:
@@ -86,10 +107,16 @@ def _torchrun(arguments: list[str]) -> NoReturn:
     try:
         run(parse_args(arguments))
     except ChildFailedError as failed:
-        _, first = failed.get_first_failure()
-        sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)  # killed by signal N: 128 + N
-    except SignalException as signal:
-        sys.exit(128 + signal.sigval)
+        rank, first = failed.get_first_failure()
+        if first.exitcode >= 0:
+            sys.exit(first.exitcode)
+        # Nobody else could say so. The kernel kills whatever takes the last of the memory.
+        print(f"error: rank {rank} was killed by {signal.Signals(-first.exitcode).name}", file=sys.stderr)
+        print("hint: if nobody did that, the machine ran out of memory; `dmesg` says so", file=sys.stderr)
+        sys.exit(PeerLostError.exit_code)
+    except SignalException as caught:
+        preempted = caught.sigval in (signal.SIGTERM, signal.SIGUSR1)
+        sys.exit(PreemptedError.exit_code if preempted else 128 + caught.sigval)
     sys.exit(0)
 
 

@@ -1,9 +1,12 @@
 """Small real runs: a random teacher, its farskip conversion, a corpus, a recipe; and processes to run them in."""
 
+import hashlib
 import json
 import multiprocessing
 import os
 import socket
+import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +15,9 @@ from typing import Any
 import texts
 import tiny
 
+from fcsd.command import report_error
 from fcsd.config import ResolvedRecipe, load_recipe
+from fcsd.report import read_metrics
 
 TRAIN = {
     "batch_tokens": 256,
@@ -74,9 +79,7 @@ _context.set_forkserver_preload(
 
 def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Results of ``function(*arguments)`` in ``size`` fresh processes, by rank; an exception where one failed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     results = _context.Queue()
     processes = [
         _context.Process(target=_on_rank, args=(rank, size, port, results, function, arguments)) for rank in range(size)
@@ -89,9 +92,19 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
     return [found[rank] for rank in range(size)]
 
 
-def _on_rank(rank: int, size: int, port: int, results: Any, function: Callable[..., Any], arguments: Any) -> None:
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _enter(rank: int, size: int, port: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def _on_rank(rank: int, size: int, port: int, results: Any, function: Callable[..., Any], arguments: Any) -> None:
+    _enter(rank, size, port)
     try:
         results.put((rank, function(*arguments)))
     except Exception as error:
@@ -105,3 +118,50 @@ def exit_code(function: Callable[..., Any], *arguments: Any) -> int | None:
     process.start()
     process.join(300)
     return process.exitcode
+
+
+def exit_codes(size: int, function: Callable[..., Any], *arguments: Any) -> tuple[list[int | None], str]:
+    """How ``size`` fresh processes that run ``function(*arguments)`` end, by rank, and what they said on stderr."""
+    port = _free_port()
+    with tempfile.NamedTemporaryFile() as said:
+        processes = [
+            _context.Process(target=_as_command, args=(rank, size, port, said.name, function, arguments))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(300)
+        return [process.exitcode for process in processes], Path(said.name).read_text()
+
+
+def _as_command(
+    rank: int, size: int, port: int, said: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    _enter(rank, size, port)
+    os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), 2)
+    try:
+        function(*arguments)
+    except Exception as error:
+        sys.exit(report_error(error))
+
+
+def train(recipe: ResolvedRecipe, size: int = 1, resume: str = "auto") -> None:
+    """A run in ``size`` fresh processes; an error is raised here."""
+    for result in on_ranks(size, _distill, recipe, resume):
+        if isinstance(result, Exception):
+            raise result
+
+
+def _distill(recipe: ResolvedRecipe, resume: str) -> None:
+    from fcsd.distill import loop
+
+    loop.distill(recipe, resume=resume)
+
+
+def outcome(run: Path) -> tuple[list[tuple[str, ...]], str]:
+    """Every loss, rate and norm to the last bit, and the hash of the trained weights."""
+    numbers = [
+        tuple(float(m[key]).hex() for key in ("loss", "kl", "sft", "lr", "grad_norm")) for m in read_metrics(run)
+    ]
+    return numbers, hashlib.sha256((run / "final" / "model.safetensors").read_bytes()).hexdigest()

@@ -1,6 +1,5 @@
 """Checkpoints under fire: killed while saving, damaged, of another run; resumed to the last bit."""
 
-import hashlib
 import os
 import shutil
 import signal
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import runs
 import torch
+from runs import outcome, train
 
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import loop, run_dir, state
@@ -39,24 +39,6 @@ def finished(request: pytest.FixtureRequest, folder: Path, single: Path) -> tupl
         return 1, single
     train(runs.resolved(folder, output_dir=str(folder / "double")), 2)
     return 2, folder / "double"
-
-
-def train(recipe: ResolvedRecipe, size: int = 1, resume: str = "auto") -> None:
-    for result in runs.on_ranks(size, distill, recipe, resume):
-        if isinstance(result, Exception):
-            raise result
-
-
-def distill(recipe: ResolvedRecipe, resume: str) -> None:
-    loop.distill(recipe, resume=resume)
-
-
-def outcome(run: Path) -> tuple[list[tuple[str, ...]], str]:
-    """Every loss, rate and norm to the last bit, and the hash of the trained weights."""
-    numbers = [
-        tuple(float(m[key]).hex() for key in ("loss", "kl", "sft", "lr", "grad_norm")) for m in read_metrics(run)
-    ]
-    return numbers, hashlib.sha256((run / "final" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def cut_short(run: Path, copy: Path) -> Path:

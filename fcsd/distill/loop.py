@@ -1,5 +1,6 @@
 """Distillation: the student follows the frozen teacher over packed text, from the recipe to a finished run."""
 
+import math
 import shutil
 import sys
 import time
@@ -17,6 +18,8 @@ from fcsd.distill.corpus import Corpus, load_corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
 from fcsd.distill.engine import DTYPES, accumulation, build_engine
 from fcsd.distill.preview import preview
+from fcsd.distill.saver import Saver
+from fcsd.distill.signals import Preemption, preempted, preemptible
 from fcsd.distill.step import all_finite, measure, train_step
 from fcsd.distill.teacher import load_teacher, output_head, teacher_name
 from fcsd.errors import BadInputError, NonFiniteError
@@ -27,7 +30,7 @@ from fcsd.report import reporting
 # Recipe fields that the parts of a resumed run need not share: they do not change what is computed, or, for the
 # data, its hashes stand for it.
 _FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "train.save_every")
-_FREE += ("train.eval_every", "train.keep")
+_FREE += ("train.eval_every", "train.keep", "train.save_failures", "train.grace_seconds")
 
 
 def distill(resolved: ResolvedRecipe, *, resume: str = "auto", dry_run: bool = False, processes: int = 1) -> Path:
@@ -44,6 +47,8 @@ def distill(resolved: ResolvedRecipe, *, resume: str = "auto", dry_run: bool = F
         ConfigError, BadInputError: before anything is written.
         CheckpointError: the checkpoint is damaged or belongs to another run.
         NonFiniteError: loss or gradients are not finite; the message names the last good checkpoint.
+        PreemptedError: SIGTERM or SIGUSR1; the message names the last checkpoint.
+        DiskError: checkpoints cannot be written any more; the message names the last one.
     """
     run = Path(resolved.recipe.output_dir)
     if dry_run:
@@ -54,12 +59,13 @@ def distill(resolved: ResolvedRecipe, *, resume: str = "auto", dry_run: bool = F
         if world.rank or not sys.stderr.isatty():
             datasets.disable_progress_bars()
             transformers.utils.logging.disable_progress_bar()
+        preemption = held.enter_context(preemptible(resolved.recipe.train.grace_seconds))
         world.on_first(lambda: held.enter_context(run_dir.claim(run)))
-        _distill(resolved, resume, run, world)
+        _distill(resolved, resume, run, world, preemption)
     return run
 
 
-def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World) -> None:
+def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, preemption: Preemption) -> None:
     recipe, train = resolved.recipe, resolved.recipe.train
     accumulation(recipe, world.size)
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
@@ -78,6 +84,17 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World) -> 
     identity = _identity(recipe, corpora, world)
     done = state.load(checkpoint, world, engine, identity)["step"] if checkpoint else 0
     world.on_first(lambda: run_dir.describe(run, resolved))
+    saver = Saver(
+        folder,
+        world,
+        engine,
+        identity,
+        lambda directory: _write_model(model, student_dir, directory),
+        keep=train.keep,
+        failures=train.save_failures,
+        checkpoint=checkpoint,
+    )
+    preemption.defer(lambda: saver.checkpoint)
 
     with ExitStack() as shown:
         reporter = shown.enter_context(reporting(run, resolved, start=done)) if world.rank == 0 else None
@@ -89,12 +106,14 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World) -> 
             if not all_finite(metrics):
                 raise NonFiniteError(
                     f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}",
-                    hint=f"the last good checkpoint is {checkpoint or 'the start'}; lower train.lr or use fp32",
+                    hint=f"the last good checkpoint is {saver.checkpoint or 'the start'}; lower train.lr or use fp32",
                 )
             last = step == train.steps
-            measured = held_out is not None and (last or _due(step, train.eval_every))
+            time_left = preemption.time_left(world)
+            measured = held_out is not None and (last or (_due(step, train.eval_every) and time_left == math.inf))
             if held_out is not None and measured:
                 metrics |= measure(engine, teacher, held_out, recipe, world)
+                time_left = preemption.time_left(world)
             if reporter:
                 reporter.advance(step)
                 if last or measured or step == 1 or _due(step, train.log_every):
@@ -102,19 +121,13 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World) -> 
                     logged = (step, seconds)
                     counts = {"step": step, "tokens": step * train.batch_tokens}
                     reporter.log({**counts, **metrics, "tokens_per_second": speed, "seconds": seconds})
-            if last or _due(step, train.save_every):
-                checkpoint = state.save(
-                    folder,
-                    world,
-                    engine,
-                    step=step,
-                    identity=identity,
-                    progress={"step": step, "tokens": step * train.batch_tokens},
-                    write_model=lambda directory: _write_model(model, student_dir, directory),
-                )
-                world.on_first(lambda: state.retain(folder, train.keep))
-        if checkpoint:
-            final = checkpoint / state.MODEL
+            if last or (saver.seconds < time_left and (time_left < math.inf or _due(step, train.save_every))):
+                saver.save(step, {"step": step, "tokens": step * train.batch_tokens}, last=last)
+                time_left = preemption.time_left(world)
+            if time_left < math.inf and not last:
+                raise preempted(f"step {step} was the last", saver.checkpoint)
+        if saver.checkpoint:
+            final = saver.checkpoint / state.MODEL
             world.on_first(lambda: run_dir.publish(final, run))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fcsd.errors import CheckpointError, ConfigError
+from fcsd.errors import CheckpointError, ConfigError, DiskError
 from fcsd.launch import World
 
 MANIFEST = "MANIFEST.json"
@@ -49,7 +49,7 @@ def save(
     """
     final = folder / f"step-{step}"
     partial = world.on_first(lambda: _fresh(folder, final.name))
-    engine.save_checkpoint(str(partial), tag=_ENGINE, save_latest=False)
+    _save_engine(engine, partial, world)
 
     def write() -> None:
         _write_json(partial / f"rank-{world.rank}.json", _random_state())
@@ -125,8 +125,7 @@ def find(folder: Path, resume: str, report: Callable[[str], None]) -> Path | Non
 
 def _newest(folder: Path, report: Callable[[str], None]) -> Path | None:
     """The newest whole checkpoint; damaged ones on the way to it are set aside, unfinished ones removed."""
-    for partial in folder.glob("step-*.tmp-*"):
-        shutil.rmtree(partial)
+    remove_unfinished(folder)
     for checkpoint in reversed(checkpoints(folder)):
         try:
             verify(checkpoint)
@@ -141,6 +140,12 @@ def _newest(folder: Path, report: Callable[[str], None]) -> Path | None:
             hint="nothing was deleted; to start anew, use another output_dir",
         )
     return None
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Deletes what a save that did not come to its end has left."""
+    for partial in folder.glob("step-*.tmp-*"):
+        shutil.rmtree(partial)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -164,6 +169,11 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     if manifest["version"] != _VERSION:
         raise CheckpointError(f"{checkpoint}: {MANIFEST} is of version {manifest['version']}, not {_VERSION}")
     return manifest
+
+
+def size(checkpoint: Path) -> int:
+    """Bytes of a checkpoint's files."""
+    return sum(entry["size"] for entry in read_manifest(checkpoint)["files"].values())
 
 
 def verify(checkpoint: Path) -> None:
@@ -197,6 +207,30 @@ def _fresh(folder: Path, name: str) -> Path:
     partial = folder / f"{name}.tmp-{uuid.uuid4().hex[:8]}"
     partial.mkdir(parents=True)
     return partial
+
+
+def _save_engine(engine: Any, partial: Path, world: World) -> None:
+    """DeepSpeed's part. A rank that cannot write still meets the others in the barriers; then all raise its error."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    failed: list[Exception] = []
+
+    class Writer(TorchCheckpointEngine):
+        def save(self, state_dict: Any, path: str) -> None:
+            try:
+                torch.save(state_dict, path)
+            except Exception as error:
+                # torch's file writer does not say why it could not write
+                writing = "iostream" in f"{error}{error.__context__}" or "unexpected pos" in str(error)
+                failed.append(DiskError(f"{path} cannot be written", "is the disk full?") if writing else error)
+
+    def report() -> None:
+        for error in failed:
+            raise error
+
+    engine.checkpoint_engine = Writer()
+    engine.save_checkpoint(str(partial), tag=_ENGINE, save_latest=False)
+    world.everywhere(report)
 
 
 def _files(directory: Path) -> list[str]:
