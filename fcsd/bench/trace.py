@@ -208,7 +208,7 @@ def hta_overlap(trace: Trace) -> float:
     computation runs too.
     """
     total = float((trace.nccl[:, 1] - trace.nccl[:, 0]).sum())
-    return 100 * sum(covered(*interval, trace.not_nccl) for interval in trace.nccl) / total if total else 0.0
+    return 100 * sum(covered(start, end, trace.not_nccl) for start, end in trace.nccl) / total if total else 0.0
 
 
 def to_text(traces: list[Trace]) -> str:
