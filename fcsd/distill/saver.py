@@ -41,8 +41,11 @@ class Saver:
         self.checkpoint = checkpoint
         self.seconds = 0.0
 
-    def save(self, step: int, progress: dict[str, Any], *, last: bool) -> None:
+    def save(self, step: int, progress: dict[str, Any], *, last: bool, best: int | None = None) -> None:
         """Commits ``step-{step}``. Without room for it training goes on, until ``failures`` in a row or the last step.
+
+        Args:
+            best: the step whose checkpoint is kept besides the newest.
 
         Raises:
             DiskError: the disk is full, and there is no later save to wait for.
@@ -72,7 +75,7 @@ class Saver:
                 print(f"warning: {full}; {kept}; training goes on", file=sys.stderr)
         else:
             self._failed = 0
-            self._world.on_first(lambda: state.retain(self._folder, self._keep))
+            self._world.on_first(lambda: state.retain(self._folder, self._keep, best))
             self.seconds = max(self._world.everywhere(lambda: time.perf_counter() - began))
 
     def _require_room(self) -> None:
