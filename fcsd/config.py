@@ -109,6 +109,13 @@ class Objective(_Section):
         return self
 
 
+class NonFinite(_Section):
+    """What becomes of a step whose loss or gradients are NaN or infinite. It never changes a weight."""
+
+    skip: NonNegative = 0
+    """Such steps in a row that are passed over; one more ends the run."""
+
+
 class Train(_Section):
     """The optimizer's side of the run."""
 
@@ -148,6 +155,8 @@ class Train(_Section):
     """Steps between held-out losses; 0 measures only at the end."""
     keep: Positive = 2
     """Newest checkpoints to keep."""
+    nonfinite: NonFinite = NonFinite()
+    """What becomes of a step whose loss or gradients are NaN or infinite."""
     save_failures: NonNegative = 3
     """Saves in a row that a full disk may prevent before the run stops."""
     grace_seconds: Annotated[float, Field(gt=0)] = 30.0

@@ -1,6 +1,7 @@
 """What a run shows: a line for people, a line of ``metrics.jsonl`` for programs, curves for both."""
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,9 +35,10 @@ class Reporter:
         self._progress.update(self._task, completed=step)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Appends one record, which has a ``step``."""
+        """Appends one record, which has a ``step``; what is not finite is ``null`` in it."""
+        record = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in metrics.items()}
         with self._path.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+            file.write(json.dumps(record) + "\n")
         if self._tracker is not None:
             self._tracker.log({k: v for k, v in metrics.items() if k != "step"}, step=metrics["step"])
         self.say("  ".join(f"{name} {_short(value)}" for name, value in metrics.items()))

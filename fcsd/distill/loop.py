@@ -18,13 +18,13 @@ from fcsd.distill.corpus import Corpus, load_corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
 from fcsd.distill.early_stop import Scorer, Watch
 from fcsd.distill.engine import DTYPES, accumulation, build_engine
+from fcsd.distill.nonfinite import Skips
 from fcsd.distill.preview import preview
 from fcsd.distill.saver import Saver
 from fcsd.distill.signals import Preemption, preempted, preemptible
-from fcsd.distill.step import all_finite, measure, train_step
+from fcsd.distill.step import measure, train_step
 from fcsd.distill.targets import expect_comparable, live_teacher
 from fcsd.distill.teacher import load_teacher, needs_teacher, output_head, teacher_name
-from fcsd.errors import NonFiniteError
 from fcsd.launch import World, join_world
 from fcsd.models.build import load_model
 from fcsd.report import reporting
@@ -33,7 +33,7 @@ from fcsd.report import reporting
 # data, its hashes stand for it.
 _FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "train.save_every")
 _FREE += ("train.eval_every", "train.keep", "early_stop.every", "early_stop.patience", "early_stop.delta")
-_FREE += ("early_stop.data_mirror", "sweep", "train.save_failures", "train.grace_seconds")
+_FREE += ("early_stop.data_mirror", "sweep", "train.save_failures", "train.grace_seconds", "train.nonfinite")
 # How far a run goes is free as well; where its schedule ends is not.
 _FREE += ("train.steps", "train.horizon")
 
@@ -106,6 +106,7 @@ def _distill(
     identity = _identity(recipe, corpora, world)
     progress = state.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     done, watch = progress["step"], Watch(recipe.early_stop, scorer, progress)
+    skips = Skips(recipe, world, progress)
     world.on_first(lambda: run_dir.describe(run, resolved))
     saver = Saver(
         folder,
@@ -128,11 +129,7 @@ def _distill(
             began = time.perf_counter()
             metrics = train_step(engine, targets, rows, recipe, world, step)
             seconds += time.perf_counter() - began
-            if not all_finite(metrics):
-                raise NonFiniteError(
-                    f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}",
-                    hint=f"the last good checkpoint is {saver.checkpoint or 'the start'}; lower train.lr or use fp32",
-                )
+            skipped = skips.judge(step, metrics, saver.checkpoint)
             hurry = preemption.time_left(world) < math.inf
             scored = watch.due(step) and not hurry
             due = _due(step, train.eval_every) and not hurry
@@ -144,7 +141,7 @@ def _distill(
             last = step == train.steps or watch.verdict.stop
             if reporter:
                 reporter.advance(step)
-                if last or measured or scored or step == 1 or _due(step, train.log_every):
+                if last or measured or scored or skipped or step == 1 or _due(step, train.log_every):
                     speed = (step - logged[0]) * train.batch_tokens / (seconds - logged[1])
                     logged = (step, seconds)
                     counts = {"step": step, "tokens": step * train.batch_tokens}
@@ -152,7 +149,8 @@ def _distill(
             time_left = preemption.time_left(world)
             due = last or watch.verdict.best == step or _due(step, train.save_every)
             if last or (saver.seconds < time_left and (due or time_left < math.inf)):
-                progress = {"step": step, "tokens": step * train.batch_tokens, **watch.progress()}
+                counts = {"step": step, "tokens": step * train.batch_tokens}
+                progress = {**counts, **watch.progress(), **skips.progress()}
                 saver.save(step, progress, last=last, best=watch.verdict.best)
                 time_left = preemption.time_left(world)
             if time_left < math.inf and not last:

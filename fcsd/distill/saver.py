@@ -79,6 +79,7 @@ class Saver:
             self.seconds = max(self._world.everywhere(lambda: time.perf_counter() - began))
 
     def _require_room(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
         if self.checkpoint is None:
             return
         need, free = _ROOM * state.size(self.checkpoint), shutil.disk_usage(self._folder).free

@@ -47,7 +47,8 @@ def train_step(
 ) -> dict[str, float]:
     """Takes step 1, 2, ... and returns ``loss``, its unweighted terms, ``lr`` and ``grad_norm``.
 
-    The loss is of the global batch before the step. If it is not finite on any rank, no rank changes a weight.
+    The loss is of the global batch before the step. If it or a gradient is not finite on any rank, ``grad_norm`` is
+    not finite either, and no rank changes its weights or its optimizer's moments.
     """
     weights = loss_weights(recipe)
     numbers = rows_of_step(recipe, world, step)
@@ -65,13 +66,18 @@ def train_step(
         terms = engine(micro, targets, denominator, tuple(weights))
         totals += torch.stack([terms[name].detach() for name in weights])
         loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
-        # Each term is divided by the global batch already; the engine would average the ranks' gradients.
-        engine.backward(loss * world.size, scale_wrt_gas=False)
         if micro is batches[-1]:
             dist.all_reduce(totals)
-            if not totals.isfinite().all():
-                break
+            # Not finite on one rank is NaN on all. Gradients of NaN make the engine drop the step, as it must.
+            loss = loss * torch.where(totals.isfinite().all(), 1.0, math.nan)
+        # Each term is divided by the global batch already; the engine would average the ranks' gradients.
+        engine.backward(loss * world.size, scale_wrt_gas=False)
+        if micro is batches[-1] and isinstance(engine.optimizer, torch.optim.Optimizer):
             norm = _plain_norm(engine)
+            if not norm.isfinite():  # torch's optimizer would take the step
+                engine.zero_grad()
+                engine.micro_steps += 1
+                break
         engine.step()
     values = dict(zip(weights, totals.tolist(), strict=True))
     loss = sum(weight * values[name] for name, weight in weights.items())
@@ -108,16 +114,10 @@ def measure(engine: Any, teacher: Teacher | None, rows: Rows, recipe: Recipe, wo
     return {f"held_out_{name}": value / max(1, positions) for name, value in zip(terms, sums, strict=True)}
 
 
-def _plain_norm(engine: Any) -> Tensor | None:
-    """The gradient norm before clipping where no ZeRO optimizer keeps it (stage 0 in fp32)."""
-    if not isinstance(engine.optimizer, torch.optim.Optimizer):
-        return None
+def _plain_norm(engine: Any) -> Tensor:
+    """The gradient norm before clipping, which only DeepSpeed's own optimizers keep."""
     return torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
 
 
 def _to(world: World, data: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to(world.device) for name, tensor in data.items()}
-
-
-def all_finite(metrics: dict[str, float]) -> bool:
-    return all(map(math.isfinite, metrics.values()))
