@@ -327,7 +327,7 @@ def value_of(recipe: Recipe, key: str) -> object:
     """What a recipe says under a dotted key, a number picking a list item; None where it says nothing."""
     found: Any = recipe.model_dump()
     for part in key.split("."):
-        items = dict(enumerate(found)) if isinstance(found, list) else found
+        items: Any = dict(enumerate(found)) if isinstance(found, list) else found
         found = items.get(int(part) if part.isdecimal() else part) if isinstance(items, dict) else None
     return found
 
