@@ -202,7 +202,7 @@ class Train(_Section):
         if not isinstance(given, dict) or given.get("tokens") is None or given.get("steps"):
             return given
         tokens, batch = _whole(given["tokens"]), given.get("batch_tokens", cls.model_fields["batch_tokens"].default)
-        if not all(isinstance(number, int) and number > 0 for number in (tokens, batch)):
+        if not isinstance(tokens, int) or not isinstance(batch, int) or min(tokens, batch) < 1:
             return given  # the fields themselves say what is wrong
         return {**given, "steps": -(-tokens // batch)}
 
