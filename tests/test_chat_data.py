@@ -9,12 +9,14 @@ import pytest
 import texts
 import tiny
 import torch
+from tokenizers import decoders
 
 from fcsd.config import Source
 from fcsd.distill.corpus import Corpus, load_corpus
 from fcsd.distill.data import Mixture, Rows, batch
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.render import encode_chat
+from fcsd.distill.shown_row import show_first_row
 from fcsd.distill.step import rows_of_step
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch import World
@@ -196,3 +198,15 @@ def test_a_step_has_the_same_samples_at_any_world_size(tmp_path: Path) -> None:
     for step in (9, 1):
         assert samples(1, step) == samples(2, step) == samples(4, step)
     assert samples(1, 1) != samples(1, 9)
+
+
+def test_a_shown_row_marks_what_counts(tmp_path: Path) -> None:
+    tokenizer = texts.tokenizer()
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()  # without a blank between characters
+    chats = corpus(tmp_path / "a.jsonl", [texts.chat("hi", "yo"), texts.chat("so")])
+    assert show_first_row(chats, Rows(chats, 15), tokenizer) == (
+        "3 of 15 positions count, ⟦marked⟧; | ends a document\nU:hi;A:⟦yo<eos>⟧|(5 of padding)"
+    )
+    long = corpus(tmp_path / "b.jsonl", [texts.chat("hi", "y" * 2000)])
+    shown = show_first_row(long, Rows(long, 2008), tokenizer)
+    assert shown.startswith("2001 of 2008") and shown.endswith("U:hi;A:⟦" + "y" * 1017 + "⟧ ...")
