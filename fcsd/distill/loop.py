@@ -142,17 +142,16 @@ def _distill(
             if scored:
                 metrics |= watch.look(model, tokenizer, step, metrics)
             last = step == train.steps or watch.verdict.stop
+            counts = {"step": step, "tokens": step * train.batch_tokens}
             if reporter:
                 reporter.advance(step)
                 if last or measured or scored or skipped or step == 1 or _due(step, train.log_every):
                     speed = (step - logged[0]) * train.batch_tokens / (seconds - logged[1])
                     logged = (step, seconds)
-                    counts = {"step": step, "tokens": step * train.batch_tokens}
                     reporter.log({**counts, **metrics, "tokens_per_second": speed, "seconds": seconds})
             time_left = preemption.time_left(world)
             due = last or watch.verdict.best == step or _due(step, train.save_every)
             if last or (saver.seconds < time_left and (due or time_left < math.inf)):
-                counts = {"step": step, "tokens": step * train.batch_tokens}
                 progress = {**counts, **watch.progress(), **skips.progress()}
                 saver.save(step, progress, last=last, best=watch.verdict.best)
                 time_left = preemption.time_left(world)
