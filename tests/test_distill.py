@@ -182,7 +182,7 @@ def test_a_resumed_run_must_have_the_same_data_rendered_the_same_way(folder: Pat
         place.mkdir()
         source = {**chats_and_text(place)[1], **fields}
         for name, more in (("template.jinja", template), ("chats.jsonl", line)):
-            (place / name).write_text((place / name).read_text() + more)
+            (place / name).write_text(more + (place / name).read_text())
         recipe = runs.resolved(folder, data__sources=[source]).recipe
         corpus = load_corpus(recipe.data.sources[0], texts.tokenizer(), 256)
         return loop._identity(recipe, [corpus], World(0, 1, torch.device("cpu")))
@@ -191,8 +191,8 @@ def test_a_resumed_run_must_have_the_same_data_rendered_the_same_way(folder: Pat
     for number, (changes, differing) in enumerate(
         [
             ({}, []),  # in another place
-            ({"template": " "}, ["data.sources.0: chat template"]),
-            ({"line": "{}"}, ["data.sources.0: chats.jsonl"]),
+            ({"template": "~"}, ["data.sources.0: chat template"]),
+            ({"line": "{}\n"}, ["data.sources.0: chats.jsonl"]),
             ({"train_on": "all"}, ["data.sources.0.train_on"]),
         ]
     ):
