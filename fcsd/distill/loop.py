@@ -10,19 +10,19 @@ import datasets
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
-from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe, Source
+from fcsd.convert import OTHER_WEIGHTS
 from fcsd.distill import run_dir, state
 from fcsd.distill.corpus import Corpus, load_corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
 from fcsd.distill.engine import DTYPES, accumulation, build_engine
 from fcsd.distill.preview import preview
 from fcsd.distill.step import all_finite, measure, train_step
+from fcsd.distill.student import load_student, student_source
 from fcsd.distill.targets import expect_comparable, live_teacher
 from fcsd.distill.teacher import load_teacher, needs_teacher, output_head, teacher_name
 from fcsd.errors import NonFiniteError
 from fcsd.launch import World, join_world
-from fcsd.models.build import load_model
 from fcsd.report import reporting
 
 # Recipe fields that the parts of a resumed run need not share: they do not change what is computed, or, for the
@@ -66,8 +66,8 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World) -> 
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
     folder = run / run_dir.CHECKPOINTS
     checkpoint = world.on_first(lambda: state.find(folder, resume, _say))
-    student_dir = resolve(recipe.model).path
-    model = load_model(student_dir, dtype=DTYPES[train.dtype])
+    student_dir = student_source(recipe).path
+    model = load_student(recipe, dtype=DTYPES[train.dtype])
     teacher = _teacher(recipe, model, world)
     targets = None if teacher is None else live_teacher(teacher, recipe.objective)
     tokenizer, vocab_size = load_tokenizer(student_dir), len(output_head(model))
@@ -169,7 +169,7 @@ def _write_model(model: PreTrainedModel, source: Path, directory: Path) -> None:
     """An ordinary model directory: trained weights under their original names, all else as the student came."""
     model.save_pretrained(directory)
     for path in source.iterdir():
-        weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
+        weights = path.name.endswith(OTHER_WEIGHTS)
         if path.is_file() and not weights and not (directory / path.name).exists():
             shutil.copy(path, directory)
 

@@ -18,14 +18,16 @@ def needs_teacher(recipe: Recipe) -> bool:
 
 
 def teacher_name(recipe: Recipe) -> str:
-    """Directory or hub id of the teacher: the recipe's, or the base model that the student was converted from.
+    """Directory or hub id of the teacher: the recipe's, or the original that the student was converted from.
 
     Raises:
         ConfigError: the recipe names none and the student's config records none.
     """
     if recipe.teacher is not None:
         return recipe.teacher
-    block = read_config(resolve(recipe.model).path).raw.get("fcsd") or {}
+    if recipe.init.wiring is not None and recipe.init.weights == "loaded":
+        return recipe.model
+    block = read_config(resolve(recipe.model, weights=False).path).raw.get("fcsd") or {}
     if not block.get("base_model"):
         raise ConfigError(f"{recipe.model} records no base model", hint="set `teacher:` in the recipe")
     revision = block.get("base_revision")
