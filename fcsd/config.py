@@ -188,6 +188,8 @@ class Recipe(_Section):
     """Where the student starts."""
     teacher: PathText | None = None
     """The frozen teacher; null is the original that the student was converted from."""
+    teacher_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """The teacher's fingerprint; null is what the student's conversion recorded."""
     output_dir: OutputPath
     """Run directory: checkpoints, metrics, the resolved recipe."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0

@@ -20,7 +20,7 @@ from fcsd.distill.preview import preview
 from fcsd.distill.step import all_finite, measure, train_step
 from fcsd.distill.student import load_student, student_source
 from fcsd.distill.targets import expect_comparable, live_teacher
-from fcsd.distill.teacher import load_teacher, needs_teacher, output_head, teacher_name
+from fcsd.distill.teacher import identify_teacher, load_teacher, needs_teacher, output_head, teacher_name
 from fcsd.errors import NonFiniteError
 from fcsd.launch import World, join_world
 from fcsd.report import reporting
@@ -68,6 +68,7 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World) -> 
     checkpoint = world.on_first(lambda: state.find(folder, resume, _say))
     student_dir = student_source(recipe).path
     model = load_student(recipe, dtype=DTYPES[train.dtype])
+    teachers = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
     teacher = _teacher(recipe, model, world)
     targets = None if teacher is None else live_teacher(teacher, recipe.objective)
     tokenizer, vocab_size = load_tokenizer(student_dir), len(output_head(model))
@@ -77,7 +78,7 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World) -> 
     if recipe.data.held_out:
         held_out = Rows(_corpus(recipe.data.held_out, tokenizer, vocab_size, world), recipe.data.seq_len)
     engine = build_engine(model, recipe, world)
-    identity = _identity(recipe, corpora, world)
+    identity = {**_identity(recipe, corpora, world), **teachers}
     done = state.load(checkpoint, world, engine, identity)["step"] if checkpoint else 0
     world.on_first(lambda: run_dir.describe(run, resolved))
 
