@@ -1,18 +1,28 @@
 """A recipe: everything a distillation run depends on, where each value came from, and the file that says so.
 
-Precedence: default < recipe < --set < flag. Paths are relative to the current directory and taken literally.
+Precedence: default < base recipe < recipe < --set < flag. Paths are relative to the current directory and taken
+literally.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from fcsd import recipes, strict_yaml
 from fcsd.errors import ConfigError
 from fcsd.explain import explain, nearest
+from fcsd.recipes import inherit
 
 
 def _literal_path(value: str) -> str:
@@ -31,9 +41,15 @@ def _stays_below(value: str) -> str:
     return value
 
 
+def _whole(value: object) -> object:
+    """`500e6` is a whole number to people and a float to YAML."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_literal_path)]
 OutputPath = Annotated[PathText, AfterValidator(_stays_below)]
 Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, BeforeValidator(_whole), Field(gt=0, lt=2**63)]
 NonNegative = Annotated[int, Field(ge=0)]
 Weight = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -46,18 +62,64 @@ class _Section(BaseModel):
 
 
 class Source(_Section):
-    """Text to train or measure on."""
+    """Text or chats to train or measure on: `column`, or `messages`, or `prompt` and `response`."""
 
     path: PathText
-    """File, folder or glob on disk; for `hf`, a dataset saved on disk or in the hub cache."""
+    """File, folder or glob on disk; for `hf`, a folder of datasets, a dataset saved on disk, or a hub id."""
     format: Literal["auto", "jsonl", "parquet", "hf"] = "auto"
     """How to read it; `auto` goes by the file's ending."""
+    subset: str | None = None
+    """Configuration of an `hf` dataset that has several."""
     split: str = "train"
-    """Which split of an `hf` dataset."""
+    """Which split of an `hf` dataset; `a+b` joins two."""
+    revision: str | None = None
+    """Commit, tag or branch of an `hf` dataset on the hub."""
+    streaming: bool = False
+    """Read the first `max_rows` rows of an `hf` dataset over the network and leave the rest there."""
+    max_rows: Count | None = None
+    """Rows to take from the front; null takes all."""
     column: str = "text"
-    """Field or column that holds the text."""
+    """Field or column that holds plain text, every token of which counts."""
+    messages: str | None = None
+    """Field or column that holds a chat as a list of messages, rendered by the chat template."""
+    message_keys: Literal["role/content", "from/value"] = "role/content"
+    """What a message calls its speaker and its text; `from/value` speakers are human, gpt and system."""
+    prompt: str | None = None
+    """Field or column of a question; with `response` it makes a chat of one turn."""
+    response: str | None = None
+    """Field or column of the answer to `prompt`."""
+    chat_template: PathText | None = None
+    """Jinja file to render chats with; null is the tokenizer's own template."""
+    train_on: Literal["response", "all"] = "response"
+    """Tokens of a chat that count in the loss: the assistant's, or all."""
+    overlong: Literal["auto", "split", "truncate", "skip"] = "auto"
+    """Documents that outgrow a row: split over rows, cut to one, or left out; `auto` splits text, truncates chats."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the mixture, relative to the other sources' weights."""
+
+    @property
+    def chat(self) -> bool:
+        """Whether its documents are chats."""
+        return self.messages is not None or self.prompt is not None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The fields that are read, in the order in which they are asked for."""
+        if self.messages is not None:
+            return (self.messages,)
+        return (self.column,) if self.prompt is None or self.response is None else (self.prompt, self.response)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.prompt is None) != (self.response is None):
+            raise ValueError("prompt and response go together: give both or neither")
+        if [self.column != "text", self.messages is not None, self.prompt is not None].count(True) > 1:
+            raise ValueError("give one of column (plain text), messages (chats), and prompt with response (chats)")
+        if self.chat_template is not None and not self.chat:
+            raise ValueError("chat_template is for chats: give messages, or prompt and response")
+        if self.streaming and (self.format != "hf" or self.max_rows is None):
+            raise ValueError("streaming needs format: hf and max_rows, the number of rows to read")
+        return self
 
 
 class Data(_Section):
@@ -71,17 +133,28 @@ class Data(_Section):
     """Text never trained on, for the held-out loss."""
 
 
+class Hidden(_Section):
+    """The squared distance of the residual streams: weight * sum over layers of ||student - teacher||^2."""
+
+    weight: Weight = 0.0
+    """Weight of the distance; it grows with the hidden size and with the number of layers."""
+    layers: str = "all"
+    """Which layers' full streams to compare: all, last:24, first:8, 50%, 12-27 or 0,2,5-7."""
+
+
 class Objective(_Section):
-    """The loss: kl * KL(teacher || student) + sft * cross-entropy."""
+    """The loss: kl * KL(teacher || student) + sft * cross-entropy + hidden.weight * squared distance."""
 
     kl: Weight = 1.0
     """Weight of the divergence from the teacher."""
     sft: Weight = 0.0
     """Weight of the cross-entropy with the text itself."""
+    hidden: Hidden = Hidden()
+    """The distance of the streams inside."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Both softmaxes' temperature in the divergence."""
     reduction: Literal["mean", "sum"] = "mean"
-    """Mean or sum over the tokens of a batch."""
+    """Mean or sum over the tokens of a batch; clipping and the meaning of lr depend on it."""
     chunk_tokens: Positive = 512
     """Tokens whose logits exist at the same time; bounds memory, not the result."""
     freeze_embeddings: bool = False
@@ -91,8 +164,8 @@ class Objective(_Section):
 
     @model_validator(mode="after")
     def _something_to_learn(self) -> Self:
-        if self.kl == 0 and self.sft == 0:
-            raise ValueError("objective.kl and objective.sft are both 0, so nothing is learned")
+        if self.kl == 0 and self.sft == 0 and self.hidden.weight == 0:
+            raise ValueError("objective.kl, objective.sft and objective.hidden.weight are all 0, so nothing is learned")
         return self
 
 
@@ -105,10 +178,14 @@ class Train(_Section):
     """Rows per forward pass and process."""
     steps: Positive = 300
     """Optimizer steps."""
+    tokens: Count | None = None
+    """Budget in tokens that gives `steps`, rounded up to whole steps; null leaves it to `steps`."""
     lr: Annotated[float, Field(gt=0)] = 2e-5
     """AdamW's peak learning rate."""
     min_lr: Weight = 0.0
     """Learning rate at the last step."""
+    horizon: Positive | None = None
+    """Steps over which the schedule is laid out, for a run that ends earlier; null is `steps`."""
     warmup_steps: NonNegative = 10
     """Steps of linear rise from 0 to lr."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -134,13 +211,81 @@ class Train(_Section):
     keep: Positive = 2
     """Newest checkpoints to keep."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_of_tokens(cls, given: object) -> object:
+        if not isinstance(given, dict) or given.get("tokens") is None or given.get("steps"):
+            return given
+        tokens, batch = _whole(given["tokens"]), given.get("batch_tokens", cls.model_fields["batch_tokens"].default)
+        if not isinstance(tokens, int) or not isinstance(batch, int) or min(tokens, batch) < 1:
+            return given  # the fields themselves say what is wrong
+        return {**given, "steps": -(-tokens // batch)}
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.tokens is not None and self.steps != -(-self.tokens // self.batch_tokens):
+            raise ValueError(
+                f"train.tokens ({self.tokens}) is {-(-self.tokens // self.batch_tokens)} steps of "
+                f"{self.batch_tokens} tokens, but train.steps is {self.steps}; give one, set the other to null"
+            )
         if self.min_lr > self.lr:
             raise ValueError(f"train.min_lr ({self.min_lr}) is above train.lr ({self.lr})")
-        if self.warmup_steps >= self.steps:
-            raise ValueError(f"train.warmup_steps ({self.warmup_steps}) leaves none of {self.steps} steps")
+        if self.warmup_steps >= self.schedule_steps:
+            raise ValueError(f"train.warmup_steps ({self.warmup_steps}) leaves none of {self.schedule_steps} steps")
+        if self.steps > self.schedule_steps:
+            raise ValueError(f"train.steps ({self.steps}) go beyond train.horizon ({self.horizon})")
         return self
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps of the whole schedule, of which the run takes the first ``steps``."""
+        return self.horizon or self.steps
+
+
+NO_METRIC, HELD_OUT = "none", "held_out"
+
+
+class EarlyStop(_Section):
+    """When to stop before the last step, and which checkpoint is the best."""
+
+    metric: Annotated[str, Field(min_length=1, max_length=64)] = NO_METRIC
+    """`none`; `held_out`, the cross-entropy of data.held_out; `mbpp_plus` or any other task of the suite."""
+    suite: str = "strict"
+    """Whose settings the task has: a suite of `fcsd eval`."""
+    every: Positive = 1000
+    """Steps between scores; a step whose score is the best so far is saved."""
+    patience: Positive = 20
+    """Scores in a row without improvement after which the run stops."""
+    delta: Weight = 0.02
+    """How much better a score must be to be an improvement."""
+    delta_kind: Literal["relative", "absolute"] = "relative"
+    """Whether delta is a share of the score to beat or a difference from it."""
+    limit: Positive | None = None
+    """Only the first so many documents of the task; null for all."""
+    data_mirror: PathText | None = None
+    """Data sets on disk, instead of the hub."""
+
+    @property
+    def benchmark(self) -> str | None:
+        """The task that `fcsd eval` must score, if there is one."""
+        return None if self.metric in (NO_METRIC, HELD_OUT) else self.metric
+
+
+class Sweep(_Section):
+    """Short runs over a grid of values, stage by stage, by which the values of the full run are chosen."""
+
+    stages: Annotated[list[dict[str, Annotated[list[Any], Field(min_length=1)]]], Field(min_length=1)]
+    """By dotted key the values to try, all combinations; a stage starts from the choice of the one before it."""
+    steps: Positive
+    """Steps of each trial."""
+    horizon: Literal["full", "trial"] = "full"
+    """Whose steps the schedule is laid out for; with `full`, a trial is the beginning of the full run."""
+    metric: str = "loss"
+    """What is compared, a name in metrics.jsonl; the smallest wins."""
+    window: Positive = 100
+    """Steps at the end of a trial over which the metric is averaged."""
+    then: Literal["continue", "stop"] = "continue"
+    """Whether the full run follows, with the chosen values."""
 
 
 class Recipe(_Section):
@@ -164,6 +309,10 @@ class Recipe(_Section):
     """What it is asked to match."""
     train: Train = Train()
     """The optimizer's side of the run."""
+    early_stop: EarlyStop = EarlyStop()
+    """When to stop before the last step."""
+    sweep: Sweep | None = None
+    """For `fcsd distill --sweep`: how to choose values before the full run."""
     report: Literal["none", "wandb"] = "none"
     """Where metrics go besides metrics.jsonl."""
 
@@ -177,6 +326,8 @@ class Recipe(_Section):
             )
         if self.train.eval_every and self.data.held_out is None:
             raise ValueError("train.eval_every needs data.held_out, the text to measure on")
+        if self.early_stop.metric == HELD_OUT and self.data.held_out is None:
+            raise ValueError("early_stop.metric held_out needs data.held_out, the text to measure on")
         return self
 
 
@@ -184,7 +335,8 @@ class Recipe(_Section):
 class ResolvedRecipe:
     """A complete recipe and, by dotted key, the origin of each value.
 
-    An origin is `default`, `recipe:LINE`, `--set` or `flag`.
+    An origin is `default`, `recipe:LINE`, `BASE.yaml:LINE`, `--set` or `flag`; steps that follow from a budget have
+    `train.tokens`.
     """
 
     recipe: Recipe
@@ -209,11 +361,9 @@ def load_recipe(
         ConfigError: unreadable file, bad YAML, unknown key, wrong type or contradiction, with its place.
     """
     path = recipes.find(str(path_or_name))
-    raw, lines = strict_yaml.parse_file(path)
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: not a recipe: expected `key: value` lines")
-    places = {key: f"{path}:{line}" for key, line in lines.items()}
-    origins = {key: f"recipe:{line}" for key, line in lines.items()}
+    raw, found = inherit.read(path)
+    places = {key: f"{file}:{line}" for key, (file, line) in found.items()}
+    origins = {key: f"{'recipe' if file == path else file.name}:{line}" for key, (file, line) in found.items()}
     assignments = [("--set", *_split_override(text)) for text in overrides or []]
     assignments += [("flag", key, value) for key, value in (flags or {}).items()]
     for origin, key, value in assignments:
@@ -228,7 +378,39 @@ def load_recipe(
         raise ConfigError("\n".join(problems)) from error
     given = {key for key, _ in _leaves(raw)}
     leaves = [key for key, _ in _leaves(recipe.model_dump())]
-    return ResolvedRecipe(recipe, {k: nearest(k, origins) if k in given else "default" for k in leaves})
+    resolved = {k: nearest(k, origins) if k in given else "default" for k in leaves}
+    if recipe.train.tokens is not None and "train.steps" not in given:
+        resolved["train.steps"] = "train.tokens"
+    return ResolvedRecipe(recipe, resolved)
+
+
+def vary(resolved: ResolvedRecipe, values: Mapping[str, object]) -> ResolvedRecipe:
+    """The recipe with other values, by dotted key; their origin is `sweep`.
+
+    Raises:
+        ConfigError: unknown key, wrong type or contradiction.
+    """
+    raw: object = resolved.recipe.model_dump()
+    if resolved.origins["train.steps"] == "train.tokens":
+        raw = _assign(raw, ["train", "steps"], None)
+    for key, value in values.items():
+        raw = _assign(raw, key.split("."), value)
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as error:
+        places = {"": "sweep", **{key: f"sweep, {key} {value!r:.100}" for key, value in values.items()}}
+        raise ConfigError("\n".join(explain(problem, places, Recipe) for problem in error.errors())) from error
+    origins = {"": "default", **resolved.origins, **dict.fromkeys(values, "sweep")}
+    return ResolvedRecipe(recipe, {key: nearest(key, origins) for key, _ in _leaves(recipe.model_dump())})
+
+
+def value_of(recipe: Recipe, key: str) -> object:
+    """What a recipe says under a dotted key, a number picking a list item; None where it says nothing."""
+    found: Any = recipe.model_dump()
+    for part in key.split("."):
+        items: Any = dict(enumerate(found)) if isinstance(found, list) else found
+        found = items.get(int(part) if part.isdecimal() else part) if isinstance(items, dict) else None
+    return found
 
 
 def _written(origin: str, key: str) -> str:

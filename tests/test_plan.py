@@ -202,5 +202,7 @@ def test_bad_models_and_batches(tmp_path):
 def test_a_recipe_becomes_a_setup(tmp_path):
     runs.write_models(tmp_path)
     recipe = runs.resolved(tmp_path, objective__kl=0.0, train__activation_checkpointing=True).recipe
-    setup = setup_of(recipe, 2)
+    setup = setup_of(recipe, 2, 4)
     assert setup.teacher == "none" and setup.terms == ("sft",) and setup.recompute and setup.accumulation == 2
+    streams = setup_of(runs.resolved(tmp_path, objective__hidden={"weight": 1.0, "layers": "last:3"}).recipe, 2, 4)
+    assert streams.compared == 3 and streams.teacher == "replicated"

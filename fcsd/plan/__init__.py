@@ -70,7 +70,8 @@ def plan(recipe: Recipe, hardware: Hardware, utilisation: float | None = None) -
     accumulation(recipe, hardware.world)
     model = MetaModel(recipe.model)
     teacher = model.numbers if recipe.teacher is None else MetaModel(recipe.teacher).numbers
-    return plan_setup(recipe.name, model, teacher, setup_of(recipe, hardware.world), hardware, utilisation)
+    setup = setup_of(recipe, hardware.world, len(model.numbers.layers))
+    return plan_setup(recipe.name, model, teacher, setup, hardware, utilisation)
 
 
 def plan_setup(

@@ -158,7 +158,8 @@ def moments(
         "teacher": teacher_bytes(teacher, setup),
     }
     temporary, handed_out = loss_bytes(model, setup)
-    targets = stream if setup.teacher != "none" else 0
+    # The teacher's final states, and of each compared layer both streams, which the loss replaces by their difference.
+    targets = stream * (1 + 2 * setup.compared) if setup.teacher != "none" else 0
     several = setup.accumulation > 1
     partition = width * sum(own.partition)
     whole = width * own.trained

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fcsd.config import Recipe
+from fcsd.models.selection import select_layers
 
 GIB = 2**30
 
@@ -35,7 +36,8 @@ class Setup:
 
     Attributes:
         teacher: where the frozen teacher's experts are, if there is one.
-        terms: names of the loss terms that count.
+        terms: those of ``kl`` and ``sft`` that count.
+        compared: layers whose streams are held against the teacher's.
         packed: rows hold several documents, so attention runs with a mask.
         imbalance: rows that the fullest expert-parallel rank receives over the mean. Random routers come close to 1;
             1.2 leaves room for trained ones, whose worst layers are less even. Not measured on a trained model.
@@ -53,6 +55,7 @@ class Setup:
     expert_parallel: int = 1
     teacher: Literal["none", "replicated", "sharded"] = "none"
     terms: tuple[str, ...] = ("kl",)
+    compared: int = 0
     chunk_tokens: int = 512
     freeze_embeddings: bool = False
     freeze_lm_head: bool = False
@@ -77,10 +80,11 @@ class Setup:
         return divides and self.world % self.expert_parallel == 0 and self.accumulation.is_integer()
 
 
-def setup_of(recipe: Recipe, world: int) -> Setup:
-    """The setup of a recipe on so many processes."""
+def setup_of(recipe: Recipe, world: int, layers: int) -> Setup:
+    """The setup of a recipe on so many processes, for a model of so many layers."""
     train, objective = recipe.train, recipe.objective
     weights = {"kl": objective.kl, "sft": objective.sft}
+    compared = bool(objective.hidden.weight)
     return Setup(
         world=world,
         micro_batch_size=train.micro_batch_size,
@@ -90,8 +94,9 @@ def setup_of(recipe: Recipe, world: int) -> Setup:
         dtype=train.dtype,
         zero_stage=train.zero_stage,
         recompute=train.activation_checkpointing,
-        teacher="replicated" if objective.kl else "none",
+        teacher="replicated" if objective.kl or compared else "none",
         terms=tuple(name for name, weight in weights.items() if weight),
+        compared=len(select_layers(objective.hidden.layers, layers)) if compared else 0,
         chunk_tokens=objective.chunk_tokens,
         freeze_embeddings=objective.freeze_embeddings,
         freeze_lm_head=objective.freeze_lm_head,
