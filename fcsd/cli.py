@@ -16,6 +16,7 @@ import typer
 from fcsd import __version__
 from fcsd.command import command, emit
 from fcsd.errors import ConfigError
+from fcsd.launch import leave
 
 EXAMPLES = """\b
 Examples:
@@ -66,7 +67,10 @@ def main() -> None:
     if not sys.stderr.isatty():  # the libraries draw their bars into files, too
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        leave(end)
 
 
 def _print_version(wanted: bool) -> None:
