@@ -316,8 +316,9 @@ def value_of(recipe: Recipe, key: str) -> object:
     """What a recipe says under a dotted key, a number picking a list item; None where it says nothing."""
     found: Any = recipe.model_dump()
     for part in key.split("."):
-        items = dict(enumerate(found)) if isinstance(found, list) else found
-        found = items.get(int(part) if part.isdecimal() else part) if isinstance(items, dict) else None
+        if isinstance(found, list):
+            found = {str(number): item for number, item in enumerate(found)}
+        found = found.get(part) if isinstance(found, dict) else None
     return found
 
 
