@@ -73,17 +73,28 @@ class Data(_Section):
     """Text never trained on, for the held-out loss."""
 
 
+class Hidden(_Section):
+    """The squared distance of the residual streams: weight * sum over layers of ||student - teacher||^2."""
+
+    weight: Weight = 0.0
+    """Weight of the distance; it grows with the hidden size and with the number of layers."""
+    layers: str = "all"
+    """Which layers' full streams to compare: all, last:24, first:8, 50%, 12-27 or 0,2,5-7."""
+
+
 class Objective(_Section):
-    """The loss: kl * KL(teacher || student) + sft * cross-entropy."""
+    """The loss: kl * KL(teacher || student) + sft * cross-entropy + hidden.weight * squared distance."""
 
     kl: Weight = 1.0
     """Weight of the divergence from the teacher."""
     sft: Weight = 0.0
     """Weight of the cross-entropy with the text itself."""
+    hidden: Hidden = Hidden()
+    """The distance of the streams inside."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Both softmaxes' temperature in the divergence."""
     reduction: Literal["mean", "sum"] = "mean"
-    """Mean or sum over the tokens of a batch."""
+    """Mean or sum over the tokens of a batch; clipping and the meaning of lr depend on it."""
     chunk_tokens: Positive = 512
     """Tokens whose logits exist at the same time; bounds memory, not the result."""
     freeze_embeddings: bool = False
@@ -93,8 +104,8 @@ class Objective(_Section):
 
     @model_validator(mode="after")
     def _something_to_learn(self) -> Self:
-        if self.kl == 0 and self.sft == 0:
-            raise ValueError("objective.kl and objective.sft are both 0, so nothing is learned")
+        if self.kl == 0 and self.sft == 0 and self.hidden.weight == 0:
+            raise ValueError("objective.kl, objective.sft and objective.hidden.weight are all 0, so nothing is learned")
         return self
 
 

@@ -19,8 +19,9 @@ from fcsd.distill.early_stop import Scorer, Watch
 from fcsd.distill.engine import DTYPES, accumulation, build_engine
 from fcsd.distill.preview import preview
 from fcsd.distill.step import all_finite, measure, train_step
-from fcsd.distill.teacher import load_teacher, output_head, teacher_name
-from fcsd.errors import BadInputError, NonFiniteError
+from fcsd.distill.targets import expect_comparable, live_teacher
+from fcsd.distill.teacher import load_teacher, needs_teacher, output_head, teacher_name
+from fcsd.errors import NonFiniteError
 from fcsd.launch import World, join_world
 from fcsd.models.build import load_model
 from fcsd.report import reporting
@@ -81,6 +82,7 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, sco
     student_dir = resolve(recipe.model).path
     model = load_model(student_dir, dtype=DTYPES[train.dtype])
     teacher = _teacher(recipe, model, world)
+    targets = None if teacher is None else live_teacher(teacher, recipe.objective)
     tokenizer, vocab_size = load_tokenizer(student_dir), len(output_head(model))
     corpora = [_corpus(source, tokenizer, vocab_size, world) for source in recipe.data.sources]
     rows = training_rows(recipe, corpora)
@@ -100,7 +102,7 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, sco
             if watch.verdict.stop:
                 break
             began = time.perf_counter()
-            metrics = train_step(engine, teacher, rows, recipe, world, step)
+            metrics = train_step(engine, targets, rows, recipe, world, step)
             seconds += time.perf_counter() - began
             if not all_finite(metrics):
                 raise NonFiniteError(
@@ -110,7 +112,7 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, sco
             scored = watch.due(step)
             measured = held_out is not None and (scored or step == train.steps or _due(step, train.eval_every))
             if held_out is not None and measured:
-                metrics |= measure(engine, teacher, held_out, recipe, world)
+                metrics |= measure(engine, targets, held_out, recipe, world)
             if scored:
                 metrics |= watch.look(model, tokenizer, step, metrics)
             last = step == train.steps or watch.verdict.stop
@@ -146,15 +148,11 @@ def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
 
 def _teacher(recipe: Recipe, model: PreTrainedModel, world: World) -> PreTrainedModel | None:
     """The teacher, if the loss has a use for it."""
-    if not recipe.objective.kl:
+    if not needs_teacher(recipe):
         return None
     name = teacher_name(recipe)
     teacher = load_teacher(name, dtype=DTYPES[recipe.train.dtype], device=world.device)
-    if len(output_head(teacher)) != len(output_head(model)):
-        raise BadInputError(
-            f"teacher {name} and student {recipe.model} have vocabularies of {len(output_head(teacher))} and "
-            f"{len(output_head(model))} tokens"
-        )
+    expect_comparable(model, teacher, recipe, name)
     return teacher
 
 
