@@ -23,6 +23,7 @@ Examples:
   fcsd inspect org/model
   fcsd convert org/model model-farskip --wiring farskip --layers all
   fcsd distill recipe.yaml --set train.lr=1e-5 --gpus 8
+  fcsd distill --sweep llama4-scout-sweep --gpus 8
   fcsd eval model-farskip runs/mine/final --baseline org/model --tasks piqa,arc_easy
   fcsd choose-layers org/model --text sample.jsonl --budget 2%
   fcsd export runs/mine final
@@ -391,7 +392,8 @@ def recipes_list(as_json: AsJson = False) -> None:
     from fcsd import recipes
 
     summaries = {name: recipes.summary(name) for name in recipes.names()}
-    lines = [f"{name:<16} {text}" for name, text in summaries.items()]
+    width = max(map(len, summaries))
+    lines = [f"{name:<{width}}  {text}" for name, text in summaries.items()]
     emit(json.dumps(summaries, indent=2) if as_json else "\n".join(lines))
 
 
