@@ -73,10 +73,8 @@ def trial_of(resolved: ResolvedRecipe, values: dict[str, Any]) -> Trial:
         raise ConfigError(f"sweep.steps ({plan.steps}): with {name} the full run has {full.recipe.train.steps}")
     run = str(out / TRIALS / name)
     short: dict[str, Any] = {"name": f"{resolved.recipe.name}-{name}"[:64], "output_dir": run}
-    short |= {"train.steps": plan.steps}
+    short |= {"train.steps": plan.steps, "train.tokens": None}
     short |= {"train.horizon": full.recipe.train.schedule_steps if plan.horizon == "full" else None}
-    if full.origins["train.steps"] == "train.tokens":
-        short["train.tokens"] = None
     full_run = run if plan.horizon == "full" else str(out / "full")
     return Trial(name, values, vary(full, short), vary(full, {"output_dir": full_run}))
 
