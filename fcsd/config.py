@@ -418,7 +418,7 @@ def vary(resolved: ResolvedRecipe, values: Mapping[str, object]) -> ResolvedReci
         ConfigError: unknown key, wrong type or contradiction.
     """
     raw: object = resolved.recipe.model_dump()
-    if resolved.origins["train.steps"] == "train.tokens":
+    if resolved.recipe.train.tokens is not None:
         raw = _assign(raw, ["train", "steps"], None)
     for key, value in values.items():
         raw = _assign(raw, key.split("."), value)

@@ -210,6 +210,15 @@ def test_a_directory_of_another_sweep_is_left_alone(folder: Path, tmp_path: Path
         sweep(recipe(folder, out, TWO_STAGES, seed=1), launch)
 
 
+def test_each_batch_size_has_the_steps_that_the_budget_in_tokens_gives_it(folder: Path, tmp_path: Path) -> None:
+    resolved = runs.resolved(
+        folder, output_dir=str(tmp_path), sweep=TWO_STAGES, train__tokens=5000, train__steps=None, train__horizon=None
+    )
+    for trial in all_trials(resolved):
+        train, steps = trial.resolved.recipe.train, -(-5000 // trial.values["train.batch_tokens"])
+        assert (train.steps, train.schedule_steps, trial.full.recipe.train.steps) == (4, steps, steps)
+
+
 def test_all_combinations_of_a_stage_are_tried() -> None:
     assert list(points({"a": [1, 2], "b": ["x", "y"]})) == [
         {"a": 1, "b": "x"},

@@ -17,7 +17,7 @@ from fcsd.distill import run_dir, state
 from fcsd.distill.corpora import load_corpora
 from fcsd.distill.corpus import Corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
-from fcsd.distill.early_stop import Scorer, Watch
+from fcsd.distill.early_stop import Scorer, Watch, require_scorer
 from fcsd.distill.engine import DTYPES, accumulation, build_engine
 from fcsd.distill.preview import preview
 from fcsd.distill.step import all_finite, measure, train_step
@@ -66,6 +66,7 @@ def distill(
     if dry_run:
         print(preview(resolved.recipe, processes), file=sys.stderr)
         return run
+    require_scorer(resolved.recipe.early_stop, scorer)
     world = join_world()
     with ExitStack() as held:
         if world.rank or not sys.stderr.isatty():
