@@ -132,6 +132,16 @@ def test_the_best_outlives_the_newest_and_is_what_is_published(folder: Path, tmp
     assert isinstance(error, CheckpointError) and "step-4" in str(error)
 
 
+@pytest.mark.nightly
+def test_a_score_that_was_due_when_the_run_ended_is_made_up_for(folder: Path, tmp_path: Path) -> None:
+    run, every = tmp_path / "run", {"train__save_every": 1, "train__horizon": 6}
+    for stopping, steps in [({"every": 3}, 4), ({"every": 2}, 6)]:
+        changed = recipe(folder, run, early_stop=STOPPING | stopping, train__steps=steps, **every)
+        assert runs.on_ranks(1, scripted, changed) == [None]
+    progress = state.read_manifest(run / "checkpoints" / "step-6")["progress"]
+    assert [entry["step"] for entry in progress["scores"]] == [3, 4, 6]
+
+
 def distilled(resolved: ResolvedRecipe, mirror: str | None = None) -> None:
     from fcsd.eval.early_score import scorer
 

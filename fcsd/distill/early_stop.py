@@ -106,6 +106,10 @@ class Watch:
         """Whether the model is scored after this step; the held-out loss is measured then, too."""
         return self._settings.metric != NO_METRIC and step % self._settings.every == 0
 
+    def missed(self, step: int) -> bool:
+        """Whether the run was ended at this step before it was scored; it is then scored on resuming."""
+        return step > 0 and self.due(step) and all(entry["step"] != step for entry in self._history)
+
     def look(
         self,
         model: "PreTrainedModel",

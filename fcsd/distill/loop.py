@@ -105,6 +105,9 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, sco
     progress = state.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     done, watch = progress["step"], Watch(recipe.early_stop, scorer, progress)
     world.on_first(lambda: run_dir.describe(run, resolved))
+    if watch.missed(done):
+        before = measure(engine, targets, held_out, recipe, world) if held_out else {}
+        watch.look(model, tokenizer, done, before)
 
     with ExitStack() as shown:
         reporter = shown.enter_context(reporting(run, resolved, start=done)) if world.rank == 0 else None
