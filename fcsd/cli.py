@@ -23,6 +23,7 @@ Examples:
   fcsd inspect org/model
   fcsd convert org/model model-farskip --wiring farskip --layers all
   fcsd distill recipe.yaml --set train.lr=1e-5 --gpus 8
+  fcsd distill --sweep llama4-scout-sweep --gpus 8
   fcsd eval model-farskip runs/mine/final --baseline org/model --tasks piqa,arc_easy
   fcsd choose-layers org/model --text sample.jsonl --budget 2%
   fcsd export runs/mine final
@@ -137,6 +138,9 @@ def convert(
 def distill(
     recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")] = None,
     recipe_name: Annotated[str | None, typer.Option("--recipe", metavar="NAME", help="A packaged recipe.")] = None,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="A recipe with a sweep: try its values, then run the best.")
+    ] = None,
     sets: Sets = [],  # noqa: B006 (typer reads the default and never changes it)
     gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
     resume: Annotated[str, typer.Option(metavar="auto|never|PATH", help="Where to continue from.")] = "auto",
@@ -144,15 +148,27 @@ def distill(
     seed: Annotated[int | None, typer.Option(help="Overrides seed.")] = None,
     accept_unsafe_exec: UnsafeExec = False,
     dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Heal a converted checkpoint by self-distillation. Prints the run directory."""
+    """Heal a converted checkpoint by self-distillation. Prints the run directory, of a sweep the table."""
     from fcsd.config import load_recipe
 
-    if (recipe is None) == (recipe_name is None):
-        raise ConfigError("give either a RECIPE file or --recipe NAME", "`fcsd recipes list` shows the names")
+    if [recipe, recipe_name, sweep].count(None) != 2:
+        raise ConfigError("give one of RECIPE, --recipe NAME and --sweep NAME", "`fcsd recipes list` shows the names")
     flags = {"output_dir": output_dir, "seed": seed}
     given = {key: value for key, value in flags.items() if value is not None}
-    resolved = load_recipe(recipe or recipe_name or "", sets, given)
+    resolved = load_recipe(recipe or recipe_name or sweep or "", sets, given)
+    if sweep is not None:
+        from fcsd.distill import sweep as sweeping
+        from fcsd.distill.sweep_process import launcher
+        from fcsd.distill.sweep_report import to_text
+
+        found = sweeping.sweep(resolved, launcher(gpus, accept_unsafe_exec), dry_run=dry_run)
+        emit(json.dumps(found, indent=2) if as_json else to_text(found))
+        sweeping.require_complete(found)
+        return
+    if resolved.recipe.sweep is not None:
+        raise ConfigError(f"{recipe or recipe_name} is a sweep", f"fcsd distill --sweep {recipe or recipe_name}")
 
     from fcsd.launch import ensure_world
 
@@ -169,7 +185,7 @@ def distill(
 
     directory = run(resolved, resume=resume, dry_run=dry_run, processes=gpus or 1, scorer=scorer)
     if os.environ.get("RANK", "0") == "0":
-        emit(directory)
+        emit(json.dumps({"run": str(directory)}) if as_json else directory)
 
 
 @command(app, "plan")
@@ -400,7 +416,8 @@ def recipes_list(as_json: AsJson = False) -> None:
     from fcsd import recipes
 
     summaries = {name: recipes.summary(name) for name in recipes.names()}
-    lines = [f"{name:<16} {text}" for name, text in summaries.items()]
+    width = max(map(len, summaries))
+    lines = [f"{name:<{width}}  {text}" for name, text in summaries.items()]
     emit(json.dumps(summaries, indent=2) if as_json else "\n".join(lines))
 
 

@@ -418,7 +418,7 @@ def vary(resolved: ResolvedRecipe, values: Mapping[str, object]) -> ResolvedReci
         ConfigError: unknown key, wrong type or contradiction.
     """
     raw: object = resolved.recipe.model_dump()
-    if resolved.origins["train.steps"] == "train.tokens":
+    if resolved.recipe.train.tokens is not None:
         raw = _assign(raw, ["train", "steps"], None)
     for key, value in values.items():
         raw = _assign(raw, key.split("."), value)
@@ -435,8 +435,9 @@ def value_of(recipe: Recipe, key: str) -> object:
     """What a recipe says under a dotted key, a number picking a list item; None where it says nothing."""
     found: Any = recipe.model_dump()
     for part in key.split("."):
-        items: Any = dict(enumerate(found)) if isinstance(found, list) else found
-        found = items.get(int(part) if part.isdecimal() else part) if isinstance(items, dict) else None
+        if isinstance(found, list):
+            found = {str(number): item for number, item in enumerate(found)}
+        found = found.get(part) if isinstance(found, dict) else None
     return found
 
 

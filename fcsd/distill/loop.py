@@ -17,7 +17,7 @@ from fcsd.distill import run_dir, state
 from fcsd.distill.corpora import load_corpora
 from fcsd.distill.corpus import Corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
-from fcsd.distill.early_stop import Scorer, Watch
+from fcsd.distill.early_stop import Scorer, Watch, require_scorer
 from fcsd.distill.engine import DTYPES, accumulation, build_engine
 from fcsd.distill.preview import preview
 from fcsd.distill.step import all_finite, measure, train_step
@@ -72,6 +72,7 @@ def distill(
         print(to_text(planned), file=sys.stderr)
         planned.check()
         return run
+    require_scorer(resolved.recipe.early_stop, scorer)
     world = join_world()
     with ExitStack() as held:
         if world.rank or not sys.stderr.isatty():
@@ -104,6 +105,9 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, sco
     progress = state.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     done, watch = progress["step"], Watch(recipe.early_stop, scorer, progress)
     world.on_first(lambda: run_dir.describe(run, resolved))
+    if watch.missed(done):
+        before = measure(engine, targets, held_out, recipe, world) if held_out else {}
+        watch.look(model, tokenizer, done, before)
 
     with ExitStack() as shown:
         reporter = shown.enter_context(reporting(run, resolved, start=done)) if world.rank == 0 else None
