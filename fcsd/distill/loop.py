@@ -11,8 +11,8 @@ import datasets
 import transformers
 from transformers import PreTrainedModel, enable_full_determinism, set_seed
 
-from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe
+from fcsd.convert import OTHER_WEIGHTS
 from fcsd.distill import run_dir, state
 from fcsd.distill.corpora import load_corpora
 from fcsd.distill.corpus import Corpus, load_tokenizer
@@ -21,11 +21,11 @@ from fcsd.distill.early_stop import Scorer, Watch
 from fcsd.distill.engine import DTYPES, accumulation, build_engine
 from fcsd.distill.preview import preview
 from fcsd.distill.step import all_finite, measure, train_step
+from fcsd.distill.student import load_student, student_source
 from fcsd.distill.targets import expect_comparable, live_teacher
-from fcsd.distill.teacher import load_teacher, needs_teacher, output_head, teacher_name
+from fcsd.distill.teacher import identify_teacher, load_teacher, needs_teacher, output_head, teacher_name
 from fcsd.errors import NonFiniteError
 from fcsd.launch import World, join_world
-from fcsd.models.build import load_model
 from fcsd.plan import Hardware, plan
 from fcsd.plan.report import to_text
 from fcsd.preflight import TIMEOUT
@@ -92,8 +92,9 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, sco
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
     folder = run / run_dir.CHECKPOINTS
     checkpoint = world.on_first(lambda: state.find(folder, resume, _say))
-    student_dir = resolve(recipe.model).path
-    model = load_model(student_dir, dtype=DTYPES[train.dtype])
+    student_dir = student_source(recipe).path
+    model = load_student(recipe, dtype=DTYPES[train.dtype])
+    teachers = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
     teacher = _teacher(recipe, model, world)
     targets = None if teacher is None else live_teacher(teacher, recipe.objective)
     tokenizer, vocab_size = load_tokenizer(student_dir), len(output_head(model))
@@ -103,7 +104,7 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, sco
     held_out = Rows(corpora.pop(), data.seq_len) if data.held_out else None
     rows = training_rows(recipe, corpora)
     engine = build_engine(model, recipe, world)
-    identity = _identity(recipe, corpora, world)
+    identity = {**_identity(recipe, corpora, world), **teachers}
     progress = state.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     done, watch = progress["step"], Watch(recipe.early_stop, scorer, progress)
     world.on_first(lambda: run_dir.describe(run, resolved))
@@ -181,7 +182,7 @@ def _write_model(model: PreTrainedModel, source: Path, directory: Path) -> None:
     """An ordinary model directory: trained weights under their original names, all else as the student came."""
     model.save_pretrained(directory)
     for path in source.iterdir():
-        weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
+        weights = path.name.endswith(OTHER_WEIGHTS)
         if path.is_file() and not weights and not (directory / path.name).exists():
             shutil.copy(path, directory)
 
