@@ -14,7 +14,7 @@ from fcsd.errors import ConfigError, PeerLostError
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 TIMEOUT = 300.0  # seconds; importing from a cold network disk takes its time
 
@@ -68,7 +68,11 @@ def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bo
         ConfigError: the port is taken.
         PeerLostError: some did not come in time; the message names them.
     """
-    from torch.distributed import DistError, PrefixStore, TCPStore
+    from torch.distributed import (
+        DistError,
+        PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+        TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+    )
 
     wait = timedelta(seconds=timeout)
     try:
