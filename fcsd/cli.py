@@ -143,6 +143,11 @@ def distill(
     ] = None,
     sets: Sets = [],  # noqa: B006 (typer reads the default and never changes it)
     gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines; prints what each must run, unless one is named.")] = 1,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Which of the nodes this is, from 0.")] = None,
+    rendezvous: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where nodes meet, on node 0.")] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Print a script for sbatch instead of running.")] = False,
+    join_timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the other processes.")] = 300,
     resume: Annotated[str, typer.Option(metavar="auto|never|PATH", help="Where to continue from.")] = "auto",
     output_dir: Annotated[str | None, typer.Option(help="Overrides output_dir.")] = None,
     seed: Annotated[int | None, typer.Option(help="Overrides seed.")] = None,
@@ -170,10 +175,19 @@ def distill(
     if resolved.recipe.sweep is not None:
         raise ConfigError(f"{recipe or recipe_name} is a sweep", f"fcsd distill --sweep {recipe or recipe_name}")
 
+    from fcsd import nodes as several
     from fcsd.launch import ensure_world
 
+    if slurm:
+        emit(several.slurm_script(resolved, nodes=nodes, gpus=gpus or 1, resume=resume))
+        print("save it and hand it to sbatch, where output_dir is shared by all nodes", file=sys.stderr)
+        return
+    if nodes > 1 and node_rank is None and not dry_run:
+        emit(several.node_commands(sys.argv[1:], nodes, rendezvous))
+        return
     if not dry_run:
-        ensure_world(gpus)
+        node = None if node_rank is None else several.node_of(nodes, node_rank, rendezvous)
+        ensure_world(gpus, node, timeout=join_timeout)
 
     scorer = None
     if resolved.recipe.early_stop.benchmark:
@@ -183,7 +197,10 @@ def distill(
 
     from fcsd.distill.loop import distill as run
 
-    directory = run(resolved, resume=resume, dry_run=dry_run, processes=gpus or 1, scorer=scorer)
+    processes = (gpus or 1) * nodes
+    directory = run(
+        resolved, resume=resume, dry_run=dry_run, processes=processes, scorer=scorer, join_timeout=join_timeout
+    )
     if os.environ.get("RANK", "0") == "0":
         emit(json.dumps({"run": str(directory)}) if as_json else directory)
 

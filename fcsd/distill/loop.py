@@ -28,6 +28,7 @@ from fcsd.errors import NonFiniteError
 from fcsd.launch import World, join_world
 from fcsd.plan import Hardware, plan
 from fcsd.plan.report import to_text
+from fcsd.preflight import TIMEOUT
 from fcsd.report import reporting
 
 # Recipe fields that the parts of a resumed run need not share: they do not change what is computed, or, for the
@@ -47,6 +48,7 @@ def distill(
     dry_run: bool = False,
     processes: int = 1,
     scorer: Scorer | None = None,
+    join_timeout: float = TIMEOUT,
 ) -> Path:
     """Runs a recipe, from its start or from a checkpoint; every process of the run calls it.
 
@@ -55,6 +57,7 @@ def distill(
             ``never`` insists on a new run; anything else is the path of a checkpoint.
         dry_run: check the recipe, say what it would do on ``processes`` GPUs, and plan it; nothing is written.
         scorer: the benchmark of ``early_stop.metric``, from ``fcsd.eval.early_score``.
+        join_timeout: seconds to wait for the other processes.
 
     Returns: the run directory, with ``checkpoints/``, ``final/``, ``metrics.jsonl`` and ``curves.png``. With early
         stopping, ``final/`` is the best checkpoint, else the last.
@@ -63,6 +66,7 @@ def distill(
         ConfigError, BadInputError: before anything is written.
         CheckpointError: the checkpoint is damaged or belongs to another run.
         DoesNotFitError: by its plan, on a dry run.
+        PeerLostError: another process of the run did not come up.
         NonFiniteError: loss or gradients are not finite; the message names the last good checkpoint.
     """
     run = Path(resolved.recipe.output_dir)
@@ -73,7 +77,7 @@ def distill(
         planned.check()
         return run
     require_scorer(resolved.recipe.early_stop, scorer)
-    world = join_world()
+    world = join_world(join_timeout)
     with ExitStack() as held:
         if world.rank or not sys.stderr.isatty():
             datasets.disable_progress_bars()
