@@ -1,6 +1,8 @@
 """A Hugging Face model as lm-eval sees it: texts in, log-probabilities or generated texts out."""
 
+import logging
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -11,10 +13,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.answers import AnswerCache
+from fcsd.eval.decode import generate_in_slots, plan_slots
+from fcsd.eval.ending import ending
 from fcsd.eval.generate import CACHE_TOKENS, generate_greedy
 from fcsd.eval.logprobs import batches, check_head, continuation_logprobs
+from fcsd.eval.slots import why_no_slots
 from fcsd.eval.team import ALONE, Team
 
+log = logging.getLogger(__name__)
+
+# How answers are generated: in batches over a growing cache, in slots of a fixed one, in slots by CUDA graphs.
+BATCHES, SLOTS, GRAPHS = "batches", "slots", "graphs"
+GENERATION = (BATCHES, SLOTS, GRAPHS)
 # lm-eval's default for tasks that do not say how long an answer may be.
 MAX_NEW_TOKENS = 256
 
@@ -30,6 +40,8 @@ class HFAdapter(TemplateLM):
         batch_size: most sequences in one forward; None for as many as the token limits allow.
         cache: where answers are kept for a later resume.
         team: the ranks that share the work, all of them making the same calls and getting the same answers.
+        generation: one of ``GENERATION``; None for ``graphs`` on a GPU and ``batches`` elsewhere. A model that cannot
+            be run that way generates in batches, and the log says why.
     """
 
     def __init__(
@@ -40,6 +52,7 @@ class HFAdapter(TemplateLM):
         batch_size: int | None = None,
         cache: AnswerCache | None = None,
         team: Team = ALONE,
+        generation: str | None = None,
     ) -> None:
         super().__init__()
         check_head(model)
@@ -48,6 +61,7 @@ class HFAdapter(TemplateLM):
         self.batch_size = batch_size
         self.cache = cache
         self.team = team
+        self.generation = generation or (GRAPHS if model.device.type == "cuda" else BATCHES)
         self._device = model.device
 
     @property
@@ -181,14 +195,10 @@ class HFAdapter(TemplateLM):
             def generate() -> dict[int, str]:
                 new: dict[int, str] = {}
                 for (stops, max_new_tokens), members in groups.items():
-                    sizes = [len(prompts[i]) + max_new_tokens for i in members]
-                    for batch in self.team.share(batches(sizes, CACHE_TOKENS, self.batch_size)):
-                        chosen = [members[i] for i in batch]
-                        texts = self._generate([prompts[i] for i in chosen], stops, max_new_tokens)
-                        for index, text in zip(chosen, texts, strict=True):
-                            new[index] = text
-                            self._store(["generate_until", *requests[index].args], text)
-                        bar.update(len(batch))
+                    for place, text in self._generate([prompts[i] for i in members], stops, max_new_tokens):
+                        new[members[place]] = text
+                        self._store(["generate_until", *requests[members[place]].args], text)
+                        bar.update()
                 return new
 
             for index, text in self.team.together(generate).items():
@@ -196,28 +206,28 @@ class HFAdapter(TemplateLM):
                 self._remember(["generate_until", *requests[index].args], text)
         return answers
 
-    def _generate(self, prompts: list[list[int]], stops: tuple[str, ...], max_new_tokens: int) -> list[str]:
-        """The texts a batch of prompts is continued with."""
-        added = self.tokenizer.get_added_vocab()
-        generation: Any = self.model.generation_config
-        eos = generation.eos_token_id
-        ends = {self.eot_token_id, *([eos] if isinstance(eos, int) else eos or [])}
-        ends |= {added[stop] for stop in stops if stop in added}
-        # A stop string of n bytes is at most n tokens long; a few more cover one that straddles tokens.
-        tail = max([len(stop.encode()) for stop in stops], default=0) + 4
+    def _generate(
+        self, prompts: list[list[int]], stops: tuple[str, ...], max_new_tokens: int
+    ) -> Iterator[tuple[int, str]]:
+        """The texts this rank's share of the prompts is continued with, each with its prompt's index."""
+        end = ending(self.model, self.tokenizer, stops)
+        sizes = [len(prompt) + max_new_tokens for prompt in prompts]
+        settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ended": end.of}
+        if self.generation == BATCHES or not self._takes_slots(max(sizes)):
+            for batch in self.team.share(batches(sizes, CACHE_TOKENS, self.batch_size)):
+                rows = generate_greedy(self.model, [prompts[i] for i in batch], team=self.team, **settings)
+                yield from ((index, end.text(tokens)) for index, tokens in zip(batch, rows, strict=True))
+            return
+        count, length, groups = plan_slots(sizes, [len(prompt) for prompt in prompts], self.batch_size)
+        settings |= {"count": count, "length": length, "graphs": self.generation == GRAPHS}
+        for index, tokens in generate_in_slots(self.model, prompts, self.team.share(groups), **settings):
+            yield index, end.text(tokens)
 
-        def finished(tokens: list[int]) -> bool:
-            text = self.tokenizer.decode(tokens[-tail:], skip_special_tokens=True) if stops else ""
-            return tokens[-1] in ends or any(stop in text for stop in stops)
-
-        texts = []
-        rows = generate_greedy(self.model, prompts, max_new_tokens=max_new_tokens, finished=finished, team=self.team)
-        for tokens in rows:
-            text = self.tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens, skip_special_tokens=True)
-            for stop in filter(None, stops):
-                text = text.split(stop)[0]
-            texts.append(text)
-        return texts
+    def _takes_slots(self, tokens: int) -> bool:
+        reason = "its ranks run in step" if self.team.lockstep else why_no_slots(self.model, tokens)
+        if reason is not None:
+            log.warning("the model cannot generate in %s: %s", self.generation, reason)
+        return reason is None
 
     def _require_fits(self, tokens: int, text: str) -> None:
         if tokens > self.max_length:
