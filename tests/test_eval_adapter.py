@@ -11,7 +11,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
-from fcsd.eval.adapter import GRAPHS, SLOTS, HFAdapter
+from fcsd.eval.adapter import SLOTS, HFAdapter
 from fcsd.eval.answers import AnswerCache
 from fcsd.models.build import wire
 from fcsd.models.wiring import Wiring

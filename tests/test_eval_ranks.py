@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fcsd.errors import NonFiniteError
 from fcsd.eval import adapter
 from fcsd.eval.adapter import HFAdapter
 from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.opening import Engine
 from fcsd.eval.results import read_rows
 from fcsd.eval.team import Team
 from fcsd.launch import World
@@ -34,24 +36,25 @@ def team(rank: int, size: int, lockstep: bool = False) -> Team:
 
 
 def scored(rank: int, mirror: Path) -> list[dict[str, Any]]:
-    """Rows of four tasks, answers cut at 24 tokens, and how many batches this rank generated."""
-    batches = []
+    """Rows of four tasks, answers cut at 24 tokens, and how many answers this rank generated."""
+    texts = []
     real = adapter.HFAdapter._generate
 
-    def short(self: HFAdapter, prompts: Any, stops: Any, most: int) -> list[str]:
-        batches.append(prompts)
-        return real(self, prompts, stops, min(most, 24))
+    def short(self: HFAdapter, prompts: Any, stops: Any, most: int) -> Iterator[tuple[int, str]]:
+        for answer in real(self, prompts, stops, min(most, 24)):
+            texts.append(answer)
+            yield answer
 
     adapter.HFAdapter._generate = short
     try:
         subject = Loaded("tiny", model(), eval_data.tokenizer())
         shared = team(rank, 2) if dist.is_initialized() else None
-        options = dict(data_mirror=mirror, batch_size=2, team=shared)
+        options = dict(data_mirror=mirror, engine=Engine(batch_size=2), team=shared)
         rows = evaluate([subject], tasks=TASKS, limit=5, **options)
         rows += evaluate([subject], tasks=["GSM-8K"], limit=1, **options)  # fewer documents than ranks
     finally:
         adapter.HFAdapter._generate = real
-    return [*rows, {"generated": len(batches)}]
+    return [*rows, {"generated": len(texts)}]
 
 
 @pytest.fixture(scope="module")
