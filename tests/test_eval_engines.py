@@ -6,6 +6,7 @@ from typing import Any
 
 import eval_data
 import pytest
+import ranks
 import tiny
 import torch
 
@@ -13,6 +14,7 @@ from fcsd.convert import convert
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.eval.harness import evaluate
 from fcsd.eval.opening import Engine
+from fcsd.models import build
 
 TASKS = ["PIQA", "CSQa", "GSM-8K"]
 VLLM = Engine(backend="vllm")
@@ -90,6 +92,45 @@ def test_vllm_gives_no_false_score(vllm, model, mirror, tmp_path):
     with pytest.raises(ConfigError, match="rewired models unless fcsd's plugin"):
         evaluate([str(tmp_path / "rewired")], tasks=["PIQA"], data_mirror=mirror, engine=VLLM)
     assert len(vllm.made) == 2
+
+
+def test_a_model_larger_than_memory_scores_the_same(model, mirror, monkeypatch):
+    """``--device auto``, where accelerate finds room for the embeddings and two layers only; the rest is on disk."""
+    places: dict[str, Any] = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "disk"}
+    places |= {"lm_head": "disk", **{f"model.layers.{n}": "cpu" if n < 2 else "disk" for n in range(4)}}
+    used, real = [], build.load_model
+
+    def crowded(path: Path, *, device_map: str, **options: Any) -> Any:
+        assert device_map == "auto"
+        network = real(path, device_map=places, **options)
+        used.append(network.hf_device_map)
+        return network
+
+    options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=2)
+    expected = evaluate([str(model)], **options)
+    monkeypatch.setattr(build, "load_model", crowded)
+    rows = evaluate([str(model)], engine=Engine(device="auto", dtype="float32"), **options)
+    assert scores(rows) == scores(expected)
+    assert rows[0]["engine"]["devices"] == ["cpu", "disk"] and set(used[0].values()) == {"cpu", "disk"}
+
+
+def sharded(rank: int, model: Path, rewired: Path, mirror: Path, out: Path) -> list[Any]:
+    engine = Engine(expert_parallel=2, batch_size=3, device="cpu")
+    options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=3)
+    rows = evaluate([str(model), str(rewired)], engine=engine, out=out, **options)
+    again = evaluate([str(model)], engine=engine, out=out, **options)
+    return [scores(rows), scores(again), rows[0]["engine"]]
+
+
+def test_experts_spread_over_two_ranks_score_the_same(model, mirror, tmp_path):
+    convert(model, tmp_path / "rewired", check=False)
+    (first, again, engine), (second, _, _) = ranks.on_ranks(
+        2, sharded, model, tmp_path / "rewired", mirror, tmp_path / "out"
+    )
+    options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=3, engine=Engine(device="cpu"))
+    assert first == second == scores(evaluate([str(model), str(tmp_path / "rewired")], **options))
+    assert again == first[: len(TASKS)]
+    assert engine["ranks"] == 2 and engine["expert_parallel"] == 2
 
 
 @pytest.mark.parametrize(

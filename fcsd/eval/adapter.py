@@ -228,10 +228,12 @@ class HFAdapter(Adapter):
         return reason is None
 
     def engine(self) -> dict[str, Any]:
+        places = vars(self.model).get("hf_device_map", {})  # accelerate's
         return {
             "name": "hf",
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "device": self.model.device.type,
+            "devices": sorted({str(place) for place in places.values()}) or None,
             "attention": self.model.config._attn_implementation,
             "generation": self.generation,
             "batch_size": self.batch_size,

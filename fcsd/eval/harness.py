@@ -104,7 +104,8 @@ def evaluate(
                 start = time.perf_counter()
                 for result in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
                     row = {"model": name, "suite": suite, "baseline": model == baseline, **result}
-                    row |= {"engine": lm.engine(), "versions": versions(engine)}
+                    row |= {"engine": {**lm.engine(), "expert_parallel": engine.expert_parallel}}
+                    row |= {"versions": versions(engine)}
                     row |= {"seconds": round(time.perf_counter() - start, 2)}
                     if team.leads:
                         log.info("%s", summary(row))

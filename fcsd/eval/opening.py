@@ -151,7 +151,7 @@ def _expert_parallel(path: Path, dtype: Any, device: str, ranks: int) -> Any:
     from fcsd.parallel.autoep import shard_experts
     from fcsd.parallel.expert import wire_parallel
 
-    network = load_model(path, dtype=dtype)
+    network: Any = load_model(path, dtype=dtype)
     block = network.config.to_dict().get("fcsd")
     shard_experts(network, arch_of(network.config), ranks)
     wire_parallel(network, Wiring.from_block(block) if block else unwired())
