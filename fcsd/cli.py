@@ -64,6 +64,8 @@ RecipeName = Annotated[str, typer.Argument(metavar="NAME", help="See `fcsd recip
 
 def main() -> None:
     """The console script."""
+    if sys.argv[1:3] == ["eval", "sweep-layers"]:  # the same command; a model of that name is ./sweep-layers
+        del sys.argv[1]
     if not sys.stderr.isatty():  # the libraries draw their bars into files, too
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -165,9 +165,10 @@ def _score_positions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and greedy hit ``[len(targets)]`` (on CPU) of each target at its row of ``hidden``."""
     logprobs, hits, finite = [], [], True
-    for start in range(0, len(positions), HEAD_ROWS):
-        rows = torch.tensor(positions[start : start + HEAD_ROWS], device=hidden.device)
-        wanted = torch.tensor(targets[start : start + HEAD_ROWS], device=hidden.device)
+    for start in range(0, team.most(len(positions)), HEAD_ROWS):
+        # A rank with fewer positions than another runs a head that is spread over the ranks on none.
+        rows = torch.tensor(positions[start : start + HEAD_ROWS], dtype=torch.long, device=hidden.device)
+        wanted = torch.tensor(targets[start : start + HEAD_ROWS], dtype=torch.long, device=hidden.device)
         logits = head_logits(model, hidden[rows])
         finite = finite and bool(logits.isfinite().all())
         wanted = wanted.to(logits.device)
