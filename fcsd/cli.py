@@ -65,6 +65,8 @@ RecipeName = Annotated[str, typer.Argument(metavar="NAME", help="See `fcsd recip
 
 def main() -> None:
     """The console script."""
+    if sys.argv[1:3] == ["eval", "sweep-layers"]:  # the same command; a model of that name is ./sweep-layers
+        del sys.argv[1]
     if not sys.stderr.isatty():  # the libraries draw their bars into files, too
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -246,8 +248,23 @@ def evaluate(
     held_out: Annotated[Path | None, typer.Option(help="Text file for the held-out loss.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N documents of a task.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences in one forward.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Longest input in tokens; default: the model's.")
+    ] = None,
+    backend: Annotated[str, typer.Option(metavar="hf|vllm", help="What runs the models.")] = "hf",
+    device: Annotated[
+        str | None, typer.Option(metavar="cuda|cpu|auto", help="auto spreads a model too large for one GPU.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Processes, one per GPU; vLLM: the tensor parallelism.")
+    ] = None,
+    expert_parallel: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Spread every layer's experts over N of the processes.")
+    ] = 1,
+    generation: Annotated[
+        str | None,
+        typer.Option(metavar="batches|slots|graphs", help="How to generate; default: the fastest."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for results; a killed run resumes.")] = None,
     accept_unsafe_exec: UnsafeExec = False,
     as_json: AsJson = False,
@@ -258,11 +275,22 @@ def evaluate(
 
     from fcsd.launch import ensure_world
 
-    ensure_world(gpus)
+    if backend != "vllm":  # which starts its processes itself
+        ensure_world(gpus)
 
     from fcsd.eval import compare, tables
     from fcsd.eval.harness import evaluate as run
+    from fcsd.eval.opening import Engine
 
+    engine = Engine(
+        backend=backend,
+        device=device,
+        batch_size=batch_size,
+        max_length=max_length,
+        generation=generation,
+        expert_parallel=expert_parallel,
+        gpus=gpus or 1,
+    )
     rows = run(
         models,
         suite=suite,
@@ -271,8 +299,7 @@ def evaluate(
         data_mirror=data_mirror,
         held_out=held_out,
         limit=limit,
-        batch_size=batch_size,
-        device=device,
+        engine=engine,
         out=out,
         accept_unsafe_exec=accept_unsafe_exec,
     )
