@@ -23,6 +23,7 @@ Examples:
   fcsd inspect org/model
   fcsd convert org/model model-farskip --wiring farskip --layers all
   fcsd distill recipe.yaml --set train.lr=1e-5 --gpus 8
+  fcsd distill --sweep llama4-scout-sweep --gpus 8
   fcsd eval model-farskip runs/mine/final --baseline org/model --tasks piqa,arc_easy
   fcsd choose-layers org/model --text sample.jsonl --budget 2%
   fcsd export runs/mine final
@@ -64,6 +65,8 @@ RecipeName = Annotated[str, typer.Argument(metavar="NAME", help="See `fcsd recip
 
 def main() -> None:
     """The console script."""
+    if sys.argv[1:3] == ["eval", "sweep-layers"]:  # the same command; a model of that name is ./sweep-layers
+        del sys.argv[1]
     if not sys.stderr.isatty():  # the libraries draw their bars into files, too
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -137,27 +140,56 @@ def convert(
 def distill(
     recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")] = None,
     recipe_name: Annotated[str | None, typer.Option("--recipe", metavar="NAME", help="A packaged recipe.")] = None,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="A recipe with a sweep: try its values, then run the best.")
+    ] = None,
     sets: Sets = [],  # noqa: B006 (typer reads the default and never changes it)
     gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines; prints what each must run, unless one is named.")] = 1,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Which of the nodes this is, from 0.")] = None,
+    rendezvous: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where nodes meet, on node 0.")] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Print a script for sbatch instead of running.")] = False,
+    join_timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the other processes.")] = 300,
     resume: Annotated[str, typer.Option(metavar="auto|never|PATH", help="Where to continue from.")] = "auto",
     output_dir: Annotated[str | None, typer.Option(help="Overrides output_dir.")] = None,
     seed: Annotated[int | None, typer.Option(help="Overrides seed.")] = None,
     accept_unsafe_exec: UnsafeExec = False,
     dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Heal a converted checkpoint by self-distillation. Prints the run directory."""
+    """Heal a converted checkpoint by self-distillation. Prints the run directory, of a sweep the table."""
     from fcsd.config import load_recipe
 
-    if (recipe is None) == (recipe_name is None):
-        raise ConfigError("give either a RECIPE file or --recipe NAME", "`fcsd recipes list` shows the names")
+    if [recipe, recipe_name, sweep].count(None) != 2:
+        raise ConfigError("give one of RECIPE, --recipe NAME and --sweep NAME", "`fcsd recipes list` shows the names")
     flags = {"output_dir": output_dir, "seed": seed}
     given = {key: value for key, value in flags.items() if value is not None}
-    resolved = load_recipe(recipe or recipe_name or "", sets, given)
+    resolved = load_recipe(recipe or recipe_name or sweep or "", sets, given)
+    if sweep is not None:
+        from fcsd.distill import sweep as sweeping
+        from fcsd.distill.sweep_process import launcher
+        from fcsd.distill.sweep_report import to_text
 
+        found = sweeping.sweep(resolved, launcher(gpus, accept_unsafe_exec), dry_run=dry_run)
+        emit(json.dumps(found, indent=2) if as_json else to_text(found))
+        sweeping.require_complete(found)
+        return
+    if resolved.recipe.sweep is not None:
+        raise ConfigError(f"{recipe or recipe_name} is a sweep", f"fcsd distill --sweep {recipe or recipe_name}")
+
+    from fcsd import nodes as several
     from fcsd.launch import ensure_world
 
+    if slurm:
+        emit(several.slurm_script(resolved, nodes=nodes, gpus=gpus or 1, resume=resume))
+        print("save it and hand it to sbatch, where output_dir is shared by all nodes", file=sys.stderr)
+        return
+    if nodes > 1 and node_rank is None and not dry_run:
+        emit(several.node_commands(sys.argv[1:], nodes, rendezvous))
+        return
     if not dry_run:
-        ensure_world(gpus, resolved.recipe.train.grace_seconds)
+        node = None if node_rank is None else several.node_of(nodes, node_rank, rendezvous)
+        ensure_world(gpus, node, timeout=join_timeout, grace_seconds=resolved.recipe.train.grace_seconds)
 
     scorer = None
     if resolved.recipe.early_stop.benchmark:
@@ -167,9 +199,36 @@ def distill(
 
     from fcsd.distill.loop import distill as run
 
-    directory = run(resolved, resume=resume, dry_run=dry_run, processes=gpus or 1, scorer=scorer)
+    processes = (gpus or 1) * nodes
+    directory = run(
+        resolved, resume=resume, dry_run=dry_run, processes=processes, scorer=scorer, join_timeout=join_timeout
+    )
     if os.environ.get("RANK", "0") == "0":
-        emit(directory)
+        emit(json.dumps({"run": str(directory)}) if as_json else directory)
+
+
+@command(app, "plan")
+def plan(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")],
+    sets: Sets = [],  # noqa: B006
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
+    gpu_mem: Annotated[float, typer.Option(min=1, metavar="GIB", help="Memory of a GPU, as sold.")] = 141.0,
+    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour.")] = None,
+    mfu: Annotated[
+        float | None, typer.Option(min=0.001, max=1, help="Share of the GPUs' peak reached; default: as measured.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a recipe fits, how long it takes and what it costs. Reads no weight; exit 8 if it does not fit."""
+    from fcsd.config import load_recipe
+    from fcsd.plan import Hardware
+    from fcsd.plan import plan as run
+    from fcsd.plan.report import to_json, to_text
+
+    planned = run(load_recipe(recipe, sets).recipe, Hardware(gpus, nodes, gpu_mem, price), mfu)
+    emit(json.dumps(to_json(planned), indent=2) if as_json else to_text(planned))
+    planned.check()
 
 
 @command(app, "eval")
@@ -189,8 +248,23 @@ def evaluate(
     held_out: Annotated[Path | None, typer.Option(help="Text file for the held-out loss.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N documents of a task.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences in one forward.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Longest input in tokens; default: the model's.")
+    ] = None,
+    backend: Annotated[str, typer.Option(metavar="hf|vllm", help="What runs the models.")] = "hf",
+    device: Annotated[
+        str | None, typer.Option(metavar="cuda|cpu|auto", help="auto spreads a model too large for one GPU.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Processes, one per GPU; vLLM: the tensor parallelism.")
+    ] = None,
+    expert_parallel: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Spread every layer's experts over N of the processes.")
+    ] = 1,
+    generation: Annotated[
+        str | None,
+        typer.Option(metavar="batches|slots|graphs", help="How to generate; default: the fastest."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for results; a killed run resumes.")] = None,
     accept_unsafe_exec: UnsafeExec = False,
     as_json: AsJson = False,
@@ -201,11 +275,22 @@ def evaluate(
 
     from fcsd.launch import ensure_world
 
-    ensure_world(gpus)
+    if backend != "vllm":  # which starts its processes itself
+        ensure_world(gpus)
 
     from fcsd.eval import compare, tables
     from fcsd.eval.harness import evaluate as run
+    from fcsd.eval.opening import Engine
 
+    engine = Engine(
+        backend=backend,
+        device=device,
+        batch_size=batch_size,
+        max_length=max_length,
+        generation=generation,
+        expert_parallel=expert_parallel,
+        gpus=gpus or 1,
+    )
     rows = run(
         models,
         suite=suite,
@@ -214,8 +299,7 @@ def evaluate(
         data_mirror=data_mirror,
         held_out=held_out,
         limit=limit,
-        batch_size=batch_size,
-        device=device,
+        engine=engine,
         out=out,
         accept_unsafe_exec=accept_unsafe_exec,
     )
@@ -376,7 +460,8 @@ def recipes_list(as_json: AsJson = False) -> None:
     from fcsd import recipes
 
     summaries = {name: recipes.summary(name) for name in recipes.names()}
-    lines = [f"{name:<16} {text}" for name, text in summaries.items()]
+    width = max(map(len, summaries))
+    lines = [f"{name:<{width}}  {text}" for name, text in summaries.items()]
     emit(json.dumps(summaries, indent=2) if as_json else "\n".join(lines))
 
 

@@ -176,6 +176,29 @@ class NonFinite(_Section):
     """Such steps in a row that are passed over; one more ends the run."""
 
 
+class Init(_Section):
+    """Where the student starts."""
+
+    weights: Literal["loaded", "random"] = "loaded"
+    """`loaded` from `model`; `random` by its config's standard deviation and the seed, for training from scratch."""
+    wiring: Literal["standard", "farskip", "ladder", "parallel", "desync-2x", "desync-4x"] | None = None
+    """Rewires an original as `fcsd convert` would; null keeps the wiring of `model`."""
+    layers: str = "all"
+    """Which layers to rewire: all, last:24, first:8, 50%, 12-27 or 0,2,5-7."""
+    variant: Literal["full", "attn-only", "mlp-only"] = "full"
+    """As in `fcsd convert`."""
+    distance: Positive = 1
+    """Sub-blocks whose outputs may be in flight."""
+    tp_degree: Positive = 1
+    """Tensor-parallel degree, for desync."""
+
+    @model_validator(mode="after")
+    def _nothing_without_a_wiring(self) -> Self:
+        if self.wiring is None and (self.layers, self.variant, self.distance, self.tp_degree) != ("all", "full", 1, 1):
+            raise ValueError("init.wiring is null, so nothing is rewired, but other fields of init say how")
+        return self
+
+
 class Train(_Section):
     """The optimizer's side of the run."""
 
@@ -309,9 +332,13 @@ class Recipe(_Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     """Name of the run in logs, cards and trackers."""
     model: PathText
-    """The student's start: a converted checkpoint, as a directory or hub id."""
+    """The student: a converted checkpoint, as a directory or hub id; see `init` for others."""
+    init: Init = Init()
+    """Where the student starts."""
     teacher: PathText | None = None
-    """The frozen teacher; null is the base model recorded in the student."""
+    """The frozen teacher; null is the original that the student was converted from."""
+    teacher_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """The teacher's fingerprint; null is what the student's conversion recorded."""
     output_dir: OutputPath
     """Run directory: checkpoints, metrics, the resolved recipe."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -406,7 +433,7 @@ def vary(resolved: ResolvedRecipe, values: Mapping[str, object]) -> ResolvedReci
         ConfigError: unknown key, wrong type or contradiction.
     """
     raw: object = resolved.recipe.model_dump()
-    if resolved.origins["train.steps"] == "train.tokens":
+    if resolved.recipe.train.tokens is not None:
         raw = _assign(raw, ["train", "steps"], None)
     for key, value in values.items():
         raw = _assign(raw, key.split("."), value)
@@ -423,8 +450,9 @@ def value_of(recipe: Recipe, key: str) -> object:
     """What a recipe says under a dotted key, a number picking a list item; None where it says nothing."""
     found: Any = recipe.model_dump()
     for part in key.split("."):
-        items: Any = dict(enumerate(found)) if isinstance(found, list) else found
-        found = items.get(int(part) if part.isdecimal() else part) if isinstance(items, dict) else None
+        if isinstance(found, list):
+            found = {str(number): item for number, item in enumerate(found)}
+        found = found.get(part) if isinstance(found, dict) else None
     return found
 
 

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from fcsd import preflight
 from fcsd.errors import ConfigError, PeerLostError, PreemptedError
 
 if TYPE_CHECKING:
     import torch
+
+    from fcsd.nodes import Node
 
 T = TypeVar("T")
 
@@ -71,18 +74,27 @@ class World:
         return values.item()
 
 
-def ensure_world(gpus: int | None, grace_seconds: float = _PATIENCE) -> None:
+def ensure_world(
+    gpus: int | None,
+    node: "Node | None" = None,
+    timeout: float = preflight.TIMEOUT,
+    grace_seconds: float = _PATIENCE,
+) -> None:
     """Runs ``gpus`` copies of this command under torchrun and ends with the exit code of the first that failed.
 
     A process that torchrun started returns at once. Without GPUs the copies share the CPU and talk through gloo.
 
     Args:
+        node: which one this is among several; None if it is the only one.
+        timeout: seconds to wait for the other nodes.
         grace_seconds: how long the copies may live on after SIGTERM or SIGUSR1, which they are passed.
 
     Raises:
-        ConfigError: more than this machine has.
+        ConfigError: more than this machine has, or the port at which the nodes meet is taken.
+        PeerLostError: another node never came up.
     """
-    if gpus is None or gpus == 1 or "WORLD_SIZE" in os.environ:
+    gpus = 1 if gpus is None else gpus
+    if (gpus == 1 and node is None) or "WORLD_SIZE" in os.environ:
         return
     import torch
 
@@ -91,7 +103,12 @@ def ensure_world(gpus: int | None, grace_seconds: float = _PATIENCE) -> None:
         raise ConfigError(f"--gpus {gpus}: this machine has {available}")
     # Unless the user chose, the processes share the cores; torchrun would give each one core, with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus)))
-    options = ["--standalone", f"--nproc-per-node={gpus}", f"--signals-to-handle={_SIGNALS}"]
+    where = ["--standalone"]
+    if node is not None:
+        store = preflight.meet("node", node.rank, node.count, *node.meeting, serves=node.rank == 0, timeout=timeout)
+        atexit.register(lambda: store)  # lives on with the process: torchrun shares it
+        where = node.torchrun()
+    options = [*where, f"--nproc-per-node={gpus}", f"--signals-to-handle={_SIGNALS}"]
     if grace_seconds > _PATIENCE:
         options.append(f"--shutdown-timeout={math.ceil(grace_seconds)}")
     _torchrun([*options, "-m", "fcsd", *sys.argv[1:]])
@@ -120,11 +137,17 @@ def _torchrun(arguments: list[str]) -> NoReturn:
     sys.exit(0)
 
 
-def join_world() -> World:
+def join_world(timeout: float = preflight.TIMEOUT) -> World:
     """This process in the group of its run: torchrun's, or one of a single process that needs no port.
 
     NCCL on GPUs, gloo on CPUs. A process joins once and stays until it exits, since DeepSpeed keeps its groups; a
     command exits by ``leave``.
+
+    Args:
+        timeout: seconds to wait for the other processes, and for their first collective.
+
+    Raises:
+        PeerLostError: one is missing; the message names its rank.
     """
     import torch
     import torch.distributed as dist
@@ -142,7 +165,7 @@ def join_world() -> World:
         if size == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         else:
-            dist.init_process_group(backend)
+            preflight.join(backend, rank, size, device, timeout)
     return World(rank, size, device)
 
 

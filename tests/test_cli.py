@@ -106,11 +106,12 @@ def test_distill(library) -> None:
     loop = library("fcsd.distill.loop", "distill", Path("runs/x"))
     done = run("distill", "--recipe", "tiny", "--set", "train.lr=1e-3", "--set", "name=x", "--seed", "7", "--gpus", "2")
     assert (done.exit_code, done.stdout) == (0, "runs/x\n"), done.stderr
-    world.assert_called_once_with(2)
+    world.assert_called_once_with(2, None, timeout=300)
     resolved = loop.call_args.args[0]
     assert (resolved.recipe.train.lr, resolved.recipe.name, resolved.recipe.seed) == (1e-3, "x", 7)
     assert (resolved.origins["train.lr"], resolved.origins["seed"]) == ("--set", "flag")
-    assert loop.call_args.kwargs == {"resume": "auto", "dry_run": False, "processes": 2}
+    told = {"resume": "auto", "dry_run": False, "processes": 2, "scorer": None, "join_timeout": 300}
+    assert loop.call_args.kwargs == told
 
 
 def test_distill_prints_its_directory_once_over_all_processes(library, monkeypatch) -> None:

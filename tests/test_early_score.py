@@ -4,6 +4,7 @@ import hashlib
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import ranks
 import torch
 
 from fcsd.errors import FcsdError
-from fcsd.eval import evalplus_tasks
+from fcsd.eval import evalplus_tasks, scorer_process
 from fcsd.eval.early_score import Score, score
 from fcsd.eval.harness import Loaded, evaluate
 from fcsd.models.build import load_model
@@ -66,24 +67,29 @@ def train(rank: int, repo: Path, stage: int, scored: bool) -> tuple[str, list[Sc
 
 def both(rank: int, repo: Path) -> dict[str, Any]:
     evalplus_tasks.MAX_NEW_TOKENS = 64
+    scorer_process.SILENCE_S = 3.0
     without, _ = train(rank, repo, stage=1, scored=False)
     with_, scores = train(rank, repo, stage=1, scored=True)
     return {"without": without, "with": with_, "scores": scores, "error": broken_scorer(rank, repo)}
 
 
-def broken_scorer(rank: int, repo: Path) -> str:
-    """What a rank is told when the process that judges programs is killed each time."""
+def broken_scorer(rank: int, repo: Path) -> list[tuple[str, float]]:
+    """What a rank is told, and after how many seconds, when the process that judges programs is killed or hangs."""
     model, tokenizer = teacher(repo)
-    real = subprocess.run
-    deadly = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    subprocess.run = lambda command, **more: real(deadly if "fcsd.eval.scorer" in command else command, **more)
-    try:
-        score(model, tokenizer, 1, None, data_mirror=repo / "assets/mirror", **TASK)
-    except FcsdError as error:
-        return str(error)
-    finally:
-        subprocess.run = real
-    return "no error"
+    real, told = subprocess.Popen, []
+    for ill in ("import os; os.kill(os.getpid(), 9)", "import os; os.kill(os.getpid(), 19)"):
+        patient = [sys.executable, "-c", ill]
+        subprocess.Popen = lambda command, patient=patient, **more: real(
+            patient if "fcsd.eval.scorer" in command else command, **more
+        )
+        began = time.monotonic()
+        try:
+            score(model, tokenizer, 1, None, data_mirror=repo / "assets/mirror", **TASK)
+        except FcsdError as error:
+            told.append((str(error), time.monotonic() - began))
+        finally:
+            subprocess.Popen = real
+    return told
 
 
 def test_training_is_the_same_to_the_last_bit_and_every_rank_knows_the_score(repo, monkeypatch):
@@ -91,8 +97,12 @@ def test_training_is_the_same_to_the_last_bit_and_every_rank_knows_the_score(rep
     assert first["with"] == first["without"] and second["with"] == second["without"]
     assert first["with"] != second["with"], "the ranks have random numbers of their own"
     assert first["scores"] == second["scores"] == [Score(1.0, 0.0, 3)]
-    for told in (first["error"], second["error"]):
-        assert "the scoring process failed twice" in told
+    assert first["error"][0][0] == second["error"][0][0] and first["error"][1][0] == second["error"][1][0]
+    for killed, stopped in (first["error"], second["error"]):
+        assert "the scoring process failed twice: status -9" in killed[0]
+        assert "the scoring process failed twice: it said nothing for 3 s" in stopped[0]
+    patience = scorer_process.ATTEMPTS * scorer_process.SILENCE_S
+    assert patience < 30 and scorer_process.BEAT_S < scorer_process.SILENCE_S / 4
 
     monkeypatch.setattr(evalplus_tasks, "MAX_NEW_TOKENS", 64)
     model, tokenizer = teacher(repo)

@@ -132,6 +132,16 @@ def test_the_best_outlives_the_newest_and_is_what_is_published(folder: Path, tmp
     assert isinstance(error, CheckpointError) and "step-4" in str(error)
 
 
+@pytest.mark.nightly
+def test_a_score_that_was_due_when_the_run_ended_is_made_up_for(folder: Path, tmp_path: Path) -> None:
+    run, every = tmp_path / "run", {"train__save_every": 1, "train__horizon": 6}
+    for stopping, steps in [({"every": 3}, 4), ({"every": 2}, 6)]:
+        changed = recipe(folder, run, early_stop=STOPPING | stopping, train__steps=steps, **every)
+        assert runs.on_ranks(1, scripted, changed) == [None]
+    progress = state.read_manifest(run / "checkpoints" / "step-6")["progress"]
+    assert [entry["step"] for entry in progress["scores"]] == [3, 4, 6]
+
+
 def distilled(resolved: ResolvedRecipe, mirror: str | None = None) -> None:
     from fcsd.eval.early_score import scorer
 
@@ -165,8 +175,9 @@ def test_what_cannot_be_scored_is_refused_before_anything_is_written(folder: Pat
     from fcsd.eval.early_score import scorer
 
     run = tmp_path / "run"
-    (error,) = runs.on_ranks(1, loop.distill, recipe(folder, run))
-    assert isinstance(error, ConfigError) and "needs a scorer" in str(error) and not run.exists()
+    with pytest.raises(ConfigError, match="scripted needs a scorer"):
+        loop.distill(recipe(folder, run))
+    assert not run.exists()
     with pytest.raises(ConfigError, match="suite 'strict' has no task 'scripted'"):
         scorer(EarlyStop(metric="scripted"))
     with pytest.raises(ConfigError, match="held_out needs data"):

@@ -11,7 +11,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
-from fcsd.eval.adapter import HFAdapter
+from fcsd.eval.adapter import SLOTS, HFAdapter
 from fcsd.eval.answers import AnswerCache
 from fcsd.models.build import wire
 from fcsd.models.wiring import Wiring
@@ -57,7 +57,7 @@ def test_loglikelihoods_equal_hflm(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_generations_equal_hflm(arch):
+def test_generations_equal_hflm(arch, caplog):
     network = model(arch)
     rng = random.Random(5)
     prompts = [" ".join(rng.choices(eval_data.WORDS, k=rng.randint(1, 15))) for _ in range(9)]
@@ -73,6 +73,10 @@ def test_generations_equal_hflm(arch):
         instances("generate_until", arguments), disable_tqdm=True
     )
     assert ours == theirs == one
+    slots = HFAdapter(network, TOKENIZER, batch_size=4, generation=SLOTS)
+    with caplog.at_level("WARNING"):
+        assert slots.generate_until(instances("generate_until", arguments)) == theirs
+    assert ("a layer attends to 16 tokens" in caplog.text) == (arch == "gpt_oss"), "its window is shorter"
     assert any(len(short) < len(long) for short, long in zip(ours, free, strict=True))
 
 

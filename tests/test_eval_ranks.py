@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from lm_eval.api.instance import Instance
 
 from fcsd.errors import NonFiniteError
-from fcsd.eval import adapter
+from fcsd.eval import adapter, logprobs
 from fcsd.eval.adapter import HFAdapter
 from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.opening import Engine
 from fcsd.eval.results import read_rows
 from fcsd.eval.team import Team
 from fcsd.launch import World
@@ -34,24 +36,25 @@ def team(rank: int, size: int, lockstep: bool = False) -> Team:
 
 
 def scored(rank: int, mirror: Path) -> list[dict[str, Any]]:
-    """Rows of four tasks, answers cut at 24 tokens, and how many batches this rank generated."""
-    batches = []
+    """Rows of four tasks, answers cut at 24 tokens, and how many answers this rank generated."""
+    texts = []
     real = adapter.HFAdapter._generate
 
-    def short(self: HFAdapter, prompts: Any, stops: Any, most: int) -> list[str]:
-        batches.append(prompts)
-        return real(self, prompts, stops, min(most, 24))
+    def short(self: HFAdapter, prompts: Any, stops: Any, most: int) -> Iterator[tuple[int, str]]:
+        for answer in real(self, prompts, stops, min(most, 24)):
+            texts.append(answer)
+            yield answer
 
     adapter.HFAdapter._generate = short
     try:
         subject = Loaded("tiny", model(), eval_data.tokenizer())
         shared = team(rank, 2) if dist.is_initialized() else None
-        options = dict(data_mirror=mirror, batch_size=2, team=shared)
+        options = dict(data_mirror=mirror, engine=Engine(batch_size=2), team=shared)
         rows = evaluate([subject], tasks=TASKS, limit=5, **options)
         rows += evaluate([subject], tasks=["GSM-8K"], limit=1, **options)  # fewer documents than ranks
     finally:
         adapter.HFAdapter._generate = real
-    return [*rows, {"generated": len(batches)}]
+    return [*rows, {"generated": len(texts)}]
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +134,30 @@ def test_a_model_spread_over_the_ranks_runs_in_step_and_fails_on_all(two_ranks):
     (_, (calls, errors)), (_, (other_calls, other_errors)) = two_ranks
     assert calls == other_calls > 0
     assert errors == other_errors and len(errors) == 2
+
+
+def in_zero_3(rank: int) -> list[Any]:
+    """Requests to a model whose weights lie in parts on two ranks, head included; HEAD_ROWS makes its calls uneven."""
+    import deepspeed
+
+    logprobs.HEAD_ROWS = 3
+    network = model()
+    expected = answered(HFAdapter(network, eval_data.tokenizer(), batch_size=2))
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    engine, *_ = deepspeed.initialize(model=network, config=config)
+    shared = HFAdapter(engine.module, eval_data.tokenizer(), batch_size=2, team=team(rank, 2, lockstep=True))
+    assert not engine.module.lm_head.weight.numel(), "every rank holds a part"
+    return [answered(shared), expected]
+
+
+def answered(lm: HFAdapter) -> list[Any]:
+    return [getattr(lm, kind)(requests(kind)) for kind in ("loglikelihood", "generate_until")]
+
+
+def test_a_model_in_zero_3_answers_as_on_one_rank():
+    for (scores, texts), (expected_scores, expected_texts) in ranks.on_ranks(2, in_zero_3):
+        assert texts == expected_texts
+        torch.testing.assert_close(torch.tensor(scores), torch.tensor(expected_scores), rtol=1e-5, atol=1e-5)
 
 
 def test_the_command_line_starts_ranks_and_a_second_run_repeats_no_answer(mirror, tmp_path):

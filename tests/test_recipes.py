@@ -6,6 +6,7 @@ import pytest
 
 from fcsd import recipes
 from fcsd.config import load_recipe
+from fcsd.distill.sweep_plan import all_trials
 from fcsd.errors import ConfigError
 
 NAMES = recipes.names()
@@ -23,6 +24,12 @@ def test_recipe_loads_and_says_what_it_is_for(name: str) -> None:
     assert recipes.read(name).startswith("# ")
     assert "# Hardware: " in recipes.read(name)
     assert recipes.summary(name).endswith(".")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if load_recipe(name).recipe.sweep])
+def test_every_trial_of_a_sweep_is_a_recipe(name: str) -> None:
+    assert name.endswith("-sweep") and f"fcsd distill --sweep {name}" in recipes.read(name)
+    assert len(all_trials(load_recipe(name))) > 1
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -78,6 +78,16 @@ def judge(history: Sequence[dict[str, Any]], settings: EarlyStop, mode: Literal[
     return Verdict(best, waited, waited >= settings.patience)
 
 
+def require_scorer(settings: EarlyStop, scorer: Scorer | None) -> None:
+    """A run that is to be scored needs something to score it with.
+
+    Raises:
+        ConfigError: the recipe names a benchmark and the caller gave no scorer.
+    """
+    if settings.benchmark and scorer is None:
+        raise ConfigError(f"early_stop.metric {settings.benchmark} needs a scorer", "see fcsd.eval.early_score")
+
+
 class Watch:
     """The scores of one run so far; with metric ``none`` it never looks and never stops.
 
@@ -85,14 +95,9 @@ class Watch:
         settings: the recipe's.
         scorer: the benchmark; the metrics ``none`` and ``held_out`` need none.
         progress: that of the checkpoint the run continues from.
-
-    Raises:
-        ConfigError: the recipe names a benchmark and the caller gave no scorer.
     """
 
     def __init__(self, settings: EarlyStop, scorer: Scorer | None, progress: dict[str, Any]) -> None:
-        if settings.benchmark and scorer is None:
-            raise ConfigError(f"early_stop.metric {settings.benchmark} needs a scorer", "see fcsd.eval.early_score")
         self._settings, self._scorer = settings, scorer
         self._mode: Literal["max", "min"] = "min" if scorer is None else scorer.mode
         self._history: History = list(progress.get("scores", []))
@@ -100,6 +105,10 @@ class Watch:
     def due(self, step: int) -> bool:
         """Whether the model is scored after this step; the held-out loss is measured then, too."""
         return self._settings.metric != NO_METRIC and step % self._settings.every == 0
+
+    def missed(self, step: int) -> bool:
+        """Whether the run was ended at this step before it was scored; it is then scored on resuming."""
+        return step > 0 and self.due(step) and all(entry["step"] != step for entry in self._history)
 
     def look(
         self,

@@ -12,25 +12,28 @@ import datasets
 import transformers
 from transformers import PreTrainedModel, enable_full_determinism, set_seed
 
-from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe
+from fcsd.convert import OTHER_WEIGHTS
 from fcsd.distill import run_dir, state
 from fcsd.distill.agreement import require_agreement
 from fcsd.distill.corpora import load_corpora
 from fcsd.distill.corpus import Corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
-from fcsd.distill.early_stop import Scorer, Watch
+from fcsd.distill.early_stop import Scorer, Watch, require_scorer
 from fcsd.distill.engine import DTYPES, accumulation, build_engine
 from fcsd.distill.nonfinite import Skips
 from fcsd.distill.preview import preview
 from fcsd.distill.saver import Saver
 from fcsd.distill.signals import Preemption, preempted, preemptible
 from fcsd.distill.step import measure, train_step
+from fcsd.distill.student import load_student, student_source
 from fcsd.distill.targets import expect_comparable, live_teacher
-from fcsd.distill.teacher import load_teacher, needs_teacher, output_head, teacher_name
+from fcsd.distill.teacher import identify_teacher, load_teacher, needs_teacher, output_head, teacher_name
 from fcsd.distill.watchdog import Watchdog, watched
 from fcsd.launch import World, join_world
-from fcsd.models.build import load_model
+from fcsd.plan import Hardware, plan
+from fcsd.plan.report import to_text
+from fcsd.preflight import TIMEOUT
 from fcsd.report import reporting
 
 # Recipe fields that the parts of a resumed run need not share: they do not change what is computed, or, for the
@@ -51,14 +54,16 @@ def distill(
     dry_run: bool = False,
     processes: int = 1,
     scorer: Scorer | None = None,
+    join_timeout: float = TIMEOUT,
 ) -> Path:
     """Runs a recipe, from its start or from a checkpoint; every process of the run calls it.
 
     Args:
         resume: ``auto`` continues from the newest whole checkpoint in the run directory, if there is one;
             ``never`` insists on a new run; anything else is the path of a checkpoint.
-        dry_run: check the recipe and say what it would do on ``processes``; nothing is written.
+        dry_run: check the recipe, say what it would do on ``processes`` GPUs, and plan it; nothing is written.
         scorer: the benchmark of ``early_stop.metric``, from ``fcsd.eval.early_score``.
+        join_timeout: seconds to wait for the other processes.
 
     Returns: the run directory, with ``checkpoints/``, ``final/``, ``metrics.jsonl`` and ``curves.png``. With early
         stopping, ``final/`` is the best checkpoint, else the last.
@@ -66,6 +71,8 @@ def distill(
     Raises:
         ConfigError, BadInputError: before anything is written.
         CheckpointError: the checkpoint is damaged or belongs to another run.
+        DoesNotFitError: by its plan, on a dry run.
+        PeerLostError: another process of the run did not come up.
         NonFiniteError: loss or gradients are not finite; the message names the last good checkpoint.
         PreemptedError: SIGTERM or SIGUSR1; the message names the last checkpoint.
         PeerLostError: another rank is gone; one that is stuck ends all processes with the same exit code.
@@ -74,8 +81,12 @@ def distill(
     run = Path(resolved.recipe.output_dir)
     if dry_run:
         print(preview(resolved.recipe, processes), file=sys.stderr)
+        planned = plan(resolved.recipe, Hardware(processes))
+        print(to_text(planned), file=sys.stderr)
+        planned.check()
         return run
-    world = join_world()
+    require_scorer(resolved.recipe.early_stop, scorer)
+    world = join_world(join_timeout)
     with ExitStack() as held:
         if world.rank or not sys.stderr.isatty():
             datasets.disable_progress_bars()
@@ -102,8 +113,9 @@ def _distill(
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
     folder = run / run_dir.CHECKPOINTS
     checkpoint = world.on_first(lambda: state.find(folder, resume, _say))
-    student_dir = resolve(recipe.model).path
-    model = load_model(student_dir, dtype=DTYPES[train.dtype])
+    student_dir = student_source(recipe).path
+    model = load_student(recipe, dtype=DTYPES[train.dtype])
+    teachers = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
     teacher = _teacher(recipe, model, world)
     targets = None if teacher is None else live_teacher(teacher, recipe.objective)
     tokenizer, vocab_size = load_tokenizer(student_dir), len(output_head(model))
@@ -113,7 +125,7 @@ def _distill(
     held_out = Rows(corpora.pop(), data.seq_len) if data.held_out else None
     rows = training_rows(recipe, corpora)
     engine = build_engine(model, recipe, world)
-    identity = _identity(recipe, corpora, world)
+    identity = {**_identity(recipe, corpora, world), **teachers}
     progress = state.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     done, watch = progress["step"], Watch(recipe.early_stop, scorer, progress)
     skips = Skips(recipe, world, progress)
@@ -130,6 +142,9 @@ def _distill(
         checkpoint=checkpoint,
     )
     preemption.defer(lambda: saver.checkpoint)
+    if watch.missed(done):
+        before = measure(engine, targets, held_out, recipe, world) if held_out else {}
+        watch.look(model, tokenizer, done, before)
 
     with ExitStack() as shown:
         reporter = shown.enter_context(reporting(run, resolved, start=done)) if world.rank == 0 else None
@@ -201,7 +216,7 @@ def _write_model(model: PreTrainedModel, source: Path, directory: Path) -> None:
     """An ordinary model directory: trained weights under their original names, all else as the student came."""
     model.save_pretrained(directory)
     for path in source.iterdir():
-        weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
+        weights = path.name.endswith(OTHER_WEIGHTS)
         if path.is_file() and not weights and not (directory / path.name).exists():
             shutil.copy(path, directory)
 

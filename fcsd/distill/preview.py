@@ -1,16 +1,12 @@
 """What a recipe would do, without doing it."""
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from fcsd.checkpoint import resolve
 from fcsd.config import Recipe
 from fcsd.distill.corpus import listed, load_corpus, load_tokenizer
 from fcsd.distill.data import Rows
 from fcsd.distill.engine import accumulation
 from fcsd.distill.shown_row import show_first_row
-from fcsd.distill.teacher import needs_teacher, teacher_name
-from fcsd.models.build import register
+from fcsd.distill.student import meta_student, student_source
+from fcsd.distill.teacher import needs_teacher, output_head, teacher_name
 
 
 def preview(recipe: Recipe, world_size: int = 1) -> str:
@@ -23,8 +19,11 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     """
     data, train = recipe.data, recipe.train
     micro_steps = accumulation(recipe, world_size)
-    source = resolve(recipe.model).path
-    tokenizer, parameters, vocab_size = load_tokenizer(source), *_size(source)
+    source = student_source(recipe)
+    model = meta_student(recipe, source)
+    tokenizer, vocab_size = load_tokenizer(source.path), len(output_head(model))
+    start = "" if recipe.init.weights == "loaded" else "random "
+    wiring = "" if recipe.init.wiring is None else f", rewired: {recipe.init.wiring}"
     corpora = [load_corpus(item, tokenizer, vocab_size) for item in data.sources]
     packed = [Rows(corpus, data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
     if data.held_out:
@@ -32,7 +31,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     teacher = teacher_name(recipe) if needs_teacher(recipe) else "none, the loss is cross-entropy"
     asked = f", the {train.tokens:,} asked for rounded up to whole steps" if train.tokens else ""
     lines = [
-        f"student     {recipe.model}, {parameters:,} parameters in {train.dtype}",
+        f"student     {recipe.model}, {model.num_parameters():,} {start}parameters in {train.dtype}{wiring}",
         f"teacher     {teacher}",
         f"batch       {train.batch_tokens:,} tokens = {train.batch_tokens // data.seq_len} rows of {data.seq_len}"
         f" = {train.micro_batch_size} rows * {world_size} processes * {micro_steps} micro-batches",
@@ -44,12 +43,3 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         lines.append(f"data        {item.path}: {sizes}")
         lines.append(f"first row   {show_first_row(corpus, rows, tokenizer)}")
     return "\n".join(lines)
-
-
-def _size(source: object) -> tuple[int, int]:
-    """Parameters and vocabulary of a model, from its config alone."""
-    register()
-    config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return model.num_parameters(), len(model.get_output_embeddings().weight)

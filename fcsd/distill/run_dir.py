@@ -50,8 +50,8 @@ def claim(run: Path) -> Iterator[None]:
 
 def describe(run: Path, resolved: ResolvedRecipe) -> None:
     """Writes ``config.resolved.yaml`` and ``env.json``; ``command.txt`` gets a line for each start."""
-    _write(run / "config.resolved.yaml", resolved.to_yaml())
-    _write(run / "env.json", json.dumps(environment.snapshot(), indent=2) + "\n")
+    write(run / "config.resolved.yaml", resolved.to_yaml())
+    write(run / "env.json", json.dumps(environment.snapshot(), indent=2) + "\n")
     with (run / "command.txt").open("a") as file:
         file.write(shlex.join(sys.argv) + "\n")
 
@@ -73,7 +73,8 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
+    """Replaces a file in one step."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)
     part.replace(path)

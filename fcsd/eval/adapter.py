@@ -1,25 +1,33 @@
 """A Hugging Face model as lm-eval sees it: texts in, log-probabilities or generated texts out."""
 
+import logging
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
-from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
+from lm_eval.models.utils import resolve_max_length
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.errors import BadInputError, ConfigError
+from fcsd.errors import BadInputError
 from fcsd.eval.answers import AnswerCache
+from fcsd.eval.decode import generate_in_slots, plan_slots
+from fcsd.eval.ending import ending
 from fcsd.eval.generate import CACHE_TOKENS, generate_greedy
+from fcsd.eval.interface import Adapter
 from fcsd.eval.logprobs import batches, check_head, continuation_logprobs
+from fcsd.eval.slots import why_no_slots
 from fcsd.eval.team import ALONE, Team
 
-# lm-eval's default for tasks that do not say how long an answer may be.
-MAX_NEW_TOKENS = 256
+log = logging.getLogger(__name__)
+
+# How answers are generated: in batches over a growing cache, in slots of a fixed one, in slots by CUDA graphs.
+BATCHES, SLOTS, GRAPHS = "batches", "slots", "graphs"
+GENERATION = (BATCHES, SLOTS, GRAPHS)
 
 
-class HFAdapter(TemplateLM):
+class HFAdapter(Adapter):
     """Scores and generates as lm-eval's HFLM does, faster, and refuses what HFLM lets through.
 
     HFLM reports a score for NaN logits and silently cuts prompts that are too long; here both are errors.
@@ -28,8 +36,11 @@ class HFAdapter(TemplateLM):
         model: a causal LM in eval mode.
         tokenizer: its tokenizer.
         batch_size: most sequences in one forward; None for as many as the token limits allow.
+        max_length: longest input in tokens, if shorter than the model's own.
         cache: where answers are kept for a later resume.
         team: the ranks that share the work, all of them making the same calls and getting the same answers.
+        generation: one of ``GENERATION``; None for ``graphs`` on a GPU unless the ranks run in step, else ``batches``.
+            A model that cannot be run that way generates in batches, and the log says why.
     """
 
     def __init__(
@@ -38,8 +49,10 @@ class HFAdapter(TemplateLM):
         tokenizer: PreTrainedTokenizerBase,
         *,
         batch_size: int | None = None,
+        max_length: int | None = None,
         cache: AnswerCache | None = None,
         team: Team = ALONE,
+        generation: str | None = None,
     ) -> None:
         super().__init__()
         check_head(model)
@@ -48,6 +61,8 @@ class HFAdapter(TemplateLM):
         self.batch_size = batch_size
         self.cache = cache
         self.team = team
+        self.generation = generation or (GRAPHS if model.device.type == "cuda" and not team.lockstep else BATCHES)
+        self._longest = max_length
         self._device = model.device
 
     @property
@@ -62,8 +77,8 @@ class HFAdapter(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """The longest input in tokens."""
-        return resolve_max_length(self.model.config, self.tokenizer)
+        own = resolve_max_length(self.model.config, self.tokenizer)
+        return own if self._longest is None else min(own, self._longest)
 
     @property
     def tokenizer_name(self) -> str:
@@ -120,13 +135,13 @@ class HFAdapter(TemplateLM):
         for (context, continuation), context_ids, ids in requests:
             if not context_ids or not ids:
                 raise BadInputError(f"a request has no tokens to score: {(context + continuation)[-80:]!r}")
-            self._require_fits(len(context_ids) + len(ids) - 1, context)
-        answers: list[Any] = [self._cached(["loglikelihood", *texts]) for texts, _, _ in requests]
+            self.require_fits(len(context_ids) + len(ids) - 1, context)
+        answers: list[Any] = [self.cached(["loglikelihood", *texts]) for texts, _, _ in requests]
         open_ = [i for i, answer in enumerate(answers) if answer is None]
         with self._bar("scoring", len(open_)) as bar:
 
             def done(index: int, answer: tuple[float, bool]) -> None:
-                self._store(["loglikelihood", *requests[open_[index]][0]], answer)
+                self.store(["loglikelihood", *requests[open_[index]][0]], answer)
                 bar.update()
 
             todo = [(requests[i][1], requests[i][2]) for i in open_]
@@ -135,7 +150,7 @@ class HFAdapter(TemplateLM):
             )
         for index, answer in scored.items():
             answers[open_[index]] = answer
-            self._remember(["loglikelihood", *requests[open_[index]][0]], answer)
+            self.remember(["loglikelihood", *requests[open_[index]][0]], answer)
         return [(float(logprob), bool(greedy)) for logprob, greedy in answers]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -143,7 +158,6 @@ class HFAdapter(TemplateLM):
         return [sum(parts) for parts in self._rolling([request.args[0] for request in requests])]
 
     def text_loglikelihoods(self, texts: list[str]) -> list[tuple[float, int]]:
-        """``(log-likelihood, tokens)`` of each text, in disjoint windows of ``max_length`` tokens."""
         counts = [len(tokens) for tokens in self._encode_all(texts)]
         return list(zip(map(sum, self._rolling(texts)), counts, strict=True))
 
@@ -162,80 +176,70 @@ class HFAdapter(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy answers, cut before the first stop string; sampling is refused."""
-        answers: list[Any] = [self._cached(["generate_until", *request.args]) for request in requests]
+        answers: list[Any] = [self.cached(["generate_until", *request.args]) for request in requests]
         groups: dict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
-            settings: Any = normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS)
-            if settings["do_sample"]:
-                raise ConfigError("the task asks for sampling", "only greedy generation is comparable between models")
+            settings = self.greedy_settings(request)
             if answers[index] is None:
-                groups[(tuple(settings["until"]), settings["max_gen_toks"])].append(index)
+                groups[settings].append(index)
         prompts = dict(enumerate(self._encode_all([request.args[0] for request in requests])))
         for (_, max_new_tokens), members in groups.items():
             for index in members:
                 if not prompts[index]:
                     raise BadInputError("a prompt has no tokens")
-                self._require_fits(len(prompts[index]) + max_new_tokens - 1, requests[index].args[0])
+                self.require_fits(len(prompts[index]) + max_new_tokens - 1, requests[index].args[0])
         with self._bar("generating", sum(map(len, groups.values()))) as bar:
 
             def generate() -> dict[int, str]:
                 new: dict[int, str] = {}
                 for (stops, max_new_tokens), members in groups.items():
-                    sizes = [len(prompts[i]) + max_new_tokens for i in members]
-                    for batch in self.team.share(batches(sizes, CACHE_TOKENS, self.batch_size)):
-                        chosen = [members[i] for i in batch]
-                        texts = self._generate([prompts[i] for i in chosen], stops, max_new_tokens)
-                        for index, text in zip(chosen, texts, strict=True):
-                            new[index] = text
-                            self._store(["generate_until", *requests[index].args], text)
-                        bar.update(len(batch))
+                    for place, text in self._generate([prompts[i] for i in members], stops, max_new_tokens):
+                        new[members[place]] = text
+                        self.store(["generate_until", *requests[members[place]].args], text)
+                        bar.update()
                 return new
 
             for index, text in self.team.together(generate).items():
                 answers[index] = text
-                self._remember(["generate_until", *requests[index].args], text)
+                self.remember(["generate_until", *requests[index].args], text)
         return answers
 
-    def _generate(self, prompts: list[list[int]], stops: tuple[str, ...], max_new_tokens: int) -> list[str]:
-        """The texts a batch of prompts is continued with."""
-        added = self.tokenizer.get_added_vocab()
-        generation: Any = self.model.generation_config
-        eos = generation.eos_token_id
-        ends = {self.eot_token_id, *([eos] if isinstance(eos, int) else eos or [])}
-        ends |= {added[stop] for stop in stops if stop in added}
-        # A stop string of n bytes is at most n tokens long; a few more cover one that straddles tokens.
-        tail = max([len(stop.encode()) for stop in stops], default=0) + 4
+    def _generate(
+        self, prompts: list[list[int]], stops: tuple[str, ...], max_new_tokens: int
+    ) -> Iterator[tuple[int, str]]:
+        """The texts this rank's share of the prompts is continued with, each with its prompt's index."""
+        end = ending(self.model, self.tokenizer, stops)
+        sizes = [len(prompt) + max_new_tokens for prompt in prompts]
+        settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ended": end.of}
+        if self.generation == BATCHES or not self._takes_slots(max(sizes)):
+            for batch in self.team.share(batches(sizes, CACHE_TOKENS, self.batch_size)):
+                rows = generate_greedy(self.model, [prompts[i] for i in batch], team=self.team, **settings)
+                yield from ((index, end.text(tokens)) for index, tokens in zip(batch, rows, strict=True))
+            return
+        count, length, groups = plan_slots(sizes, [len(prompt) for prompt in prompts], self.batch_size)
+        settings |= {"count": count, "length": length, "graphs": self.generation == GRAPHS}
+        for index, tokens in generate_in_slots(self.model, prompts, self.team.share(groups), **settings):
+            yield index, end.text(tokens)
 
-        def finished(tokens: list[int]) -> bool:
-            text = self.tokenizer.decode(tokens[-tail:], skip_special_tokens=True) if stops else ""
-            return tokens[-1] in ends or any(stop in text for stop in stops)
+    def _takes_slots(self, tokens: int) -> bool:
+        reason = "its ranks run in step" if self.team.lockstep else why_no_slots(self.model, tokens)
+        if reason is not None:
+            log.warning("the model cannot generate in %s: %s", self.generation, reason)
+        return reason is None
 
-        texts = []
-        rows = generate_greedy(self.model, prompts, max_new_tokens=max_new_tokens, finished=finished, team=self.team)
-        for tokens in rows:
-            text = self.tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens, skip_special_tokens=True)
-            for stop in filter(None, stops):
-                text = text.split(stop)[0]
-            texts.append(text)
-        return texts
-
-    def _require_fits(self, tokens: int, text: str) -> None:
-        if tokens > self.max_length:
-            raise BadInputError(
-                f"a prompt needs {tokens} tokens, the model takes {self.max_length}: {text[:60]!r}...",
-                "leave the task out, or lower its shots or answer length; a cut prompt would be a false score",
-            )
-
-    def _cached(self, request: list[Any]) -> Any:
-        return None if self.cache is None else self.cache.get(request)
-
-    def _store(self, request: list[Any], answer: Any) -> None:
-        if self.cache is not None:
-            self.cache.add(request, answer)
-
-    def _remember(self, request: list[Any], answer: Any) -> None:
-        if self.cache is not None:
-            self.cache.remember(request, answer)
+    def engine(self) -> dict[str, Any]:
+        places = vars(self.model).get("hf_device_map", {})  # accelerate's
+        return {
+            "name": "hf",
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.model.device.type,
+            "devices": sorted({str(place) for place in places.values()}) or None,
+            "attention": self.model.config._attn_implementation,
+            "generation": self.generation,
+            "batch_size": self.batch_size,
+            "ranks": 1 if self.team.world is None else self.team.world.size,
+            "max_length": self.max_length,
+        }
 
     def _bar(self, what: str, total: int) -> Any:
         return tqdm(total=total, desc=what, disable=None if self.team.leads else True, leave=False)

@@ -9,18 +9,15 @@ A program may use `timeout_s` seconds of CPU, or four times what the reference n
 time, not wall time, so a busy machine fails nobody; wall time is bounded at three times that plus five.
 """
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from fcsd.errors import FcsdError
 from fcsd.eval.oracles import Case
 from fcsd.eval.sandbox_runner import encode
+from fcsd.eval.scorer_process import ask_scorer
 
 Status = Literal["pass", "fail", "timeout", "error"]
 Form = Literal["program", "completion", "chat"]
@@ -86,7 +83,7 @@ def score(
                 `workers` after another, plus a minute.
 
     Raises:
-        FcsdError: no sandbox; scoring died or ran out of `budget_s`, twice. Never a partial score.
+        FcsdError: no sandbox; scoring died, fell silent or ran out of `budget_s`, twice. Never a partial score.
     """
     if len(problems) != len(generations):
         raise ValueError(f"{len(problems)} problems but {len(generations)} generations")
@@ -101,7 +98,7 @@ def score(
         "accept_unsafe_exec": accept_unsafe_exec,
         "budget_s": budget_s,
     }
-    reply = _ask_scorer(json.dumps(job).encode(), budget_s)
+    reply = ask_scorer(job, budget_s)
     if "error" in reply:
         raise FcsdError(reply["error"], hint=reply["hint"])
     return [_verdict(row) for row in reply["verdicts"]]
@@ -139,29 +136,3 @@ def problem_from(fields: dict[str, Any]) -> Problem:
 def _verdict(row: dict[str, Any]) -> Verdict:
     plus = row["plus"] and Outcome(**row["plus"])
     return Verdict(row["task_id"], Outcome(**row["base"]), plus, row["sandbox"])
-
-
-def _ask_scorer(job: bytes, budget_s: float) -> dict[str, Any]:
-    """Run the scoring process, once more if it dies or hangs."""
-    import fcsd
-
-    home = str(Path(fcsd.__file__).parent.parent)
-    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    detail = ""
-    for _ in range(2):
-        try:
-            done = subprocess.run(
-                [sys.executable, "-P", "-m", "fcsd.eval.scorer"],
-                input=job,
-                capture_output=True,
-                env=environment,
-                timeout=budget_s,
-            )
-        except subprocess.TimeoutExpired:
-            detail = f"it took more than {budget_s:.0f} s"
-            continue
-        if done.returncode == 0:
-            return json.loads(done.stdout)
-        detail = done.stderr.decode(errors="replace").strip()[-500:] or f"status {done.returncode}"
-    raise FcsdError(f"the scoring process failed twice: {detail}")

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.config import EarlyStop
 from fcsd.distill.early_stop import Score, Scorer
 from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.opening import Engine
 from fcsd.eval.results import PERPLEXITIES
 from fcsd.eval.sandbox import find_sandbox
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select
@@ -71,7 +72,7 @@ def score(
         group: the ranks; None for all of the default process group, or for this process where there is none.
         suite: ``strict`` for EvalPlus' base and plus tests, ``paper`` for lm-eval's three base asserts.
         task: a row of the suite, by column.
-        data_mirror, limit, batch_size, accept_unsafe_exec: as for ``harness.evaluate``.
+        data_mirror, limit, accept_unsafe_exec: as for ``harness.evaluate``; batch_size: as for ``opening.Engine``.
         timeout_s: how long a rank waits for any other, seconds.
 
     Raises:
@@ -91,7 +92,7 @@ def score(
         tasks=[task],
         data_mirror=data_mirror,
         limit=limit,
-        batch_size=batch_size,
+        engine=Engine(batch_size=batch_size),
         accept_unsafe_exec=accept_unsafe_exec,
         team=team,
     )

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.errors import BadInputError
-from fcsd.eval.adapter import HFAdapter
 from fcsd.eval.code import Problem, pass_at_1
 from fcsd.eval.code_data import load_evalplus
 from fcsd.eval.code_tasks import TIMEOUT_S, judged
+from fcsd.eval.interface import Adapter
 from fcsd.eval.results import file_sha256, json_sha256
 from fcsd.eval.statistics import estimate
 from fcsd.eval.suite import Row
@@ -89,7 +89,7 @@ def _published(row: Row) -> Path:
 
 
 def evalplus_result(
-    task: EvalPlusTask, lm: HFAdapter, limit: int | None, accept_unsafe_exec: bool = False
+    task: EvalPlusTask, lm: Adapter, limit: int | None, accept_unsafe_exec: bool = False
 ) -> dict[str, Any]:
     """Generate, sanitize and judge; the value is EvalPlus' plus score, ``base_value`` its base score.
 

@@ -18,7 +18,7 @@ def generate_greedy(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    finished: Callable[[list[int]], bool],
+    ended: Callable[[list[int], int], int | None],
     team: Team = ALONE,
 ) -> list[list[int]]:
     """Continue every prompt by its most likely tokens.
@@ -29,7 +29,7 @@ def generate_greedy(
         model: a causal LM in eval mode.
         prompts: token ids, one non-empty sequence a row.
         max_new_tokens: the most tokens to add to a row.
-        finished: told the new tokens of a row after each step; True ends the row.
+        ended: told the new tokens of a row after each step, and how many of them it has seen; a number ends the row.
         team: in lockstep, a rank whose rows have all ended runs on until those of every rank have.
 
     Returns:
@@ -57,7 +57,7 @@ def generate_greedy(
         for row, token in zip(rows, ids[:, 0].tolist(), strict=True):
             if row in running:
                 new[row].append(token)
-                if len(new[row]) == max_new_tokens or finished(new[row]):
+                if len(new[row]) == max_new_tokens or ended(new[row], len(new[row]) - 1) is not None:
                     running.discard(row)
         if not team.any(bool(running)):
             return new

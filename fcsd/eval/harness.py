@@ -1,14 +1,12 @@
 """Evaluate models on a suite: lm-eval as a library, several models in one process, one result row a task."""
 
 import contextlib
-import gc
 import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.errors import ConfigError
 from fcsd.eval.adapter import HFAdapter
-from fcsd.eval.answers import AnswerCache
 from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
+from fcsd.eval.interface import Adapter
 from fcsd.eval.isolate import eval_mode, preserved_rng
+from fcsd.eval.opening import Engine, opened, versions
 from fcsd.eval.perplexity import HeldOut, held_out_result
-from fcsd.eval.results import ResultFile, json_sha256, shown
+from fcsd.eval.results import ResultFile, shown
 from fcsd.eval.sandbox import find_sandbox
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select
 from fcsd.eval.tasks import LoadedTask, load_tasks, task_result
@@ -49,9 +48,7 @@ def evaluate(
     data_mirror: str | Path | None = None,
     held_out: str | Path | None = None,
     limit: int | None = None,
-    batch_size: int | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
+    engine: Engine | None = None,
     out: str | Path | None = None,
     accept_unsafe_exec: bool = False,
     team: Team | None = None,
@@ -67,9 +64,7 @@ def evaluate(
         data_mirror: a directory of data sets under their hub names; None for the hub and its cache.
         held_out: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` text for one more row, the held-out loss.
         limit: score only the first ``limit`` documents of every task.
-        batch_size: most sequences in one forward; None for as many as fit fixed token limits.
-        device: ``cuda`` where there is one, else ``cpu``.
-        dtype: of the weights; None for float32 on the CPU and bfloat16 on a GPU.
+        engine: how the models are run; of models in memory, only its limits and ``generation`` count.
         out: a directory for one ``<model>.json`` each. Answers are kept there too: a killed evaluation, started
             again, repeats none of them.
         accept_unsafe_exec: run generated programs even where no sandbox is available.
@@ -96,17 +91,21 @@ def evaluate(
     directory = None if out is None else Path(out)
     results: list[dict[str, Any]] = []
     chosen = select(suite, tasks)
-    team = team or _torchrun_team()
+    engine = engine or Engine()
+    engine.check(int(os.environ.get("WORLD_SIZE", "1")) if team is None else 1)
+    team = team or _torchrun_team(lockstep=engine.expert_parallel > 1)
     with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
         if any(row.harness in (SANDBOX, EVALPLUS) for row in chosen):  # better refused now than after hours
             team.on_first(lambda: find_sandbox(accept_unsafe_exec=accept_unsafe_exec))
         for name, model in zip(names, ordered, strict=True):
-            with _opened(model, device, dtype, batch_size, directory, team) as lm:
+            ours = _lent(model, engine, team) if isinstance(model, Loaded) else opened(model, engine, directory, team)
+            with ours as lm:
                 file = None if directory is None or not team.leads else ResultFile(directory / f"{name}.json")
                 start = time.perf_counter()
                 for result in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
                     row = {"model": name, "suite": suite, "baseline": model == baseline, **result}
-                    row |= {"engine": _engine(lm), "versions": _versions()}
+                    row |= {"engine": {**lm.engine(), "expert_parallel": engine.expert_parallel}}
+                    row |= {"versions": versions(engine)}
                     row |= {"seconds": round(time.perf_counter() - start, 2)}
                     if team.leads:
                         log.info("%s", summary(row))
@@ -114,10 +113,19 @@ def evaluate(
                     if file is not None:
                         file.add(row)
                     start = time.perf_counter()
+                del lm  # or it would live on beside the next model
     return results
 
 
-def _torchrun_team() -> Team:
+@contextlib.contextmanager
+def _lent(model: Loaded, engine: Engine, team: Team) -> Iterator[Adapter]:
+    """A model of the caller's, in evaluation mode for as long as it is scored."""
+    limits: dict[str, Any] = {"batch_size": engine.batch_size, "max_length": engine.max_length}
+    with eval_mode(model.model):
+        yield HFAdapter(model.model, model.tokenizer, team=team, generation=engine.generation, **limits)
+
+
+def _torchrun_team(lockstep: bool) -> Team:
     """The processes torchrun started, or this one alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
@@ -125,11 +133,12 @@ def _torchrun_team() -> Team:
 
     from fcsd.launch import join_world
 
-    return Team(replace(join_world(), group=dist.new_group(backend="gloo", timeout=PATIENCE)))
+    world = join_world()
+    return Team(replace(world, group=dist.new_group(backend="gloo", timeout=PATIENCE)), lockstep)
 
 
 def _results(
-    lm: HFAdapter,
+    lm: Adapter,
     tasks: Sequence[LoadedTask | EvalPlusTask],
     text: HeldOut | None,
     limit: int | None,
@@ -164,65 +173,3 @@ def names_of(paths: Sequence[str]) -> list[str]:
         name if last.count(name) == 1 else path.strip("/").replace("/", "--")
         for name, path in zip(last, paths, strict=True)
     ]
-
-
-@contextlib.contextmanager
-def _opened(
-    model: str | Loaded,
-    device: str | None,
-    dtype: str | None,
-    batch_size: int | None,
-    out: Path | None,
-    team: Team,
-) -> Iterator[HFAdapter]:
-    """The model behind lm-eval's interface; one that was loaded here is freed afterwards."""
-    if isinstance(model, Loaded):
-        with eval_mode(model.model):
-            yield HFAdapter(model.model, model.tokenizer, batch_size=batch_size, team=team)
-        return
-    import torch
-    from transformers import AutoTokenizer
-
-    from fcsd.checkpoint import resolve
-    from fcsd.models.build import load_model
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-    path = resolve(model).path
-    network = load_model(path, dtype=getattr(torch, dtype), device=device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    cache = None
-    if out is not None:
-        key = json_sha256([_fingerprint(path), dtype, device, batch_size, _versions()])
-        cache = AnswerCache(out / "answers" / f"{key[:16]}.jsonl", team.world)
-    try:
-        yield HFAdapter(network, tokenizer, batch_size=batch_size, cache=cache, team=team)
-    finally:
-        if cache is not None:
-            cache.close()
-        del network
-        gc.collect()
-        if device != "cpu":
-            torch.cuda.empty_cache()
-
-
-def _fingerprint(path: Path) -> list[tuple[str, int, int]]:
-    """What tells this directory's model from another without reading its weights."""
-    files = sorted(p for p in path.iterdir() if p.is_file())
-    return [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-
-
-def _engine(lm: HFAdapter) -> dict[str, Any]:
-    return {
-        "name": "hf",
-        "dtype": str(lm.model.dtype).removeprefix("torch."),
-        "device": lm.model.device.type,
-        "attention": lm.model.config._attn_implementation,
-        "batch_size": lm.batch_size,
-        "ranks": 1 if lm.team.world is None else lm.team.world.size,
-        "max_length": lm.max_length,
-    }
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("lm_eval", "transformers", "torch", "datasets")}

@@ -34,22 +34,22 @@ def check_head(model: PreTrainedModel) -> None:
     whole = model(input_ids=ids, use_cache=False).logits[0].float()
     ALONE.require_finite(bool(whole.isfinite().all()))
     rounding = 8 * torch.finfo(model.dtype).eps * whole.abs().max()
-    hidden = _decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
-    if (_logits(model, hidden).to(whole.device) - whole).abs().max() > rounding:
+    hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+    if (head_logits(model, hidden).to(whole.device) - whole).abs().max() > rounding:
         raise BadInputError(
             f"{type(model).__name__} does more to its logits than its output embeddings do",
             "this architecture cannot be scored yet",
         )
 
 
-def _decoder(model: PreTrainedModel) -> Any:
+def decoder_of(model: PreTrainedModel) -> Any:
     """The part of a causal LM that ends in hidden states."""
     decoder = model.get_decoder()
     # Llama 4 answers with the causal LM, head included.
     return decoder if decoder.get_output_embeddings() is None else decoder.model
 
 
-def _logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """fp32 logits ``[rows, vocab]`` of hidden states ``[rows, hidden]``."""
     head: Any = model.get_output_embeddings()
     return head(hidden).float()
@@ -127,14 +127,14 @@ def _whole(
         rows = [tokens[i] for i in batch]
         ids, width = _right_padded(rows, model.device)
         ends = [(n * width + len(row), inputs[row]) for n, row in enumerate(rows)]
-        yield _decoder(model)(input_ids=ids, use_cache=False).last_hidden_state, ends
+        yield decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state, ends
 
 
 def _branched(
     model: PreTrainedModel, trunks: dict[Tokens, dict[Tokens, list[int]]], batch_size: int | None, team: Team
 ) -> Iterator[tuple[torch.Tensor, list[tuple[int, list[int]]]]]:
     """As ``_whole``, for inputs that begin alike: first the trunks, then all branches on copies of their caches."""
-    decoder, keys = _decoder(model), list(trunks)
+    decoder, keys = decoder_of(model), list(trunks)
     for batch in team.share(batches([len(t) for t in keys], FORWARD_TOKENS, batch_size)):
         rows = [keys[i] for i in batch]
         ids, mask, positions = left_padded(rows, model.device)
@@ -165,10 +165,11 @@ def _score_positions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and greedy hit ``[len(targets)]`` (on CPU) of each target at its row of ``hidden``."""
     logprobs, hits, finite = [], [], True
-    for start in range(0, len(positions), HEAD_ROWS):
-        rows = torch.tensor(positions[start : start + HEAD_ROWS], device=hidden.device)
-        wanted = torch.tensor(targets[start : start + HEAD_ROWS], device=hidden.device)
-        logits = _logits(model, hidden[rows])
+    for start in range(0, team.most(len(positions)), HEAD_ROWS):
+        # A rank with fewer positions than another runs a head that is spread over the ranks on none.
+        rows = torch.tensor(positions[start : start + HEAD_ROWS], dtype=torch.long, device=hidden.device)
+        wanted = torch.tensor(targets[start : start + HEAD_ROWS], dtype=torch.long, device=hidden.device)
+        logits = head_logits(model, hidden[rows])
         finite = finite and bool(logits.isfinite().all())
         wanted = wanted.to(logits.device)
         logprobs.append(logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.errors import BadInputError
-from fcsd.eval.adapter import HFAdapter
+from fcsd.eval.interface import Adapter
 from fcsd.eval.results import file_sha256, json_sha256
 from fcsd.eval.statistics import estimate
 
@@ -58,7 +58,7 @@ def _text(line: str, number: int, path: Path, column: str) -> str:
     return text
 
 
-def held_out_result(text: HeldOut, lm: HFAdapter) -> dict[str, Any]:
+def held_out_result(text: HeldOut, lm: Adapter) -> dict[str, Any]:
     """The held-out loss as a result row; each item is ``(negative log-likelihood in nats, tokens)`` of a document.
 
     Documents are read in disjoint windows of the model's length. The perplexity is the exponential of the value.

@@ -1,6 +1,6 @@
 """The process that scores: reads a job on stdin, runs the programs in sandboxes, writes verdicts on stdout.
 
-Started by `fcsd.eval.code.score`; imports neither torch nor transformers. Outputs of untrusted programs are
+Started by `fcsd.eval.scorer_process`; imports neither torch nor transformers. Outputs of untrusted programs are
 parsed here, one value at a time, so that the caller (a training process) never touches them.
 """
 
@@ -9,6 +9,7 @@ import reprlib
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from fcsd.eval.extract import program_text
 from fcsd.eval.oracles import ORACLES, Case
 from fcsd.eval.sandbox import Exit, Limits, Sandbox, find_sandbox, run
 from fcsd.eval.sandbox_runner import decode, encode
+from fcsd.eval.scorer_process import BEAT_S
 
 REFERENCE_SHARE = 6  # the reference may use this many times `timeout_s`
 REFERENCE_FACTOR = 4  # and a program this many times what the reference used
@@ -28,6 +30,9 @@ T = TypeVar("T")
 
 
 def main() -> None:
+    done = threading.Event()
+    pulse = threading.Thread(target=_beat, args=(done,), daemon=True)
+    pulse.start()
     job = json.load(sys.stdin)
     signal.alarm(int(job["budget_s"]) + 1)  # nobody waits longer, even if the caller is gone
     try:
@@ -35,7 +40,15 @@ def main() -> None:
         reply: dict[str, Any] = {"verdicts": [asdict(verdict) for verdict in verdicts]}
     except FcsdError as error:
         reply = {"error": str(error), "hint": error.hint}
+    done.set()
+    pulse.join()
     json.dump(reply, sys.stdout)
+
+
+def _beat(done: threading.Event) -> None:
+    """Tell whoever waits that this process is alive."""
+    while not done.wait(BEAT_S):
+        print(flush=True)
 
 
 def score_here(job: dict[str, Any]) -> list[Verdict]:

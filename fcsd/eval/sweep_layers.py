@@ -10,6 +10,7 @@ from fcsd.errors import ConfigError
 from fcsd.eval.adapter import HFAdapter
 from fcsd.eval.answers import AnswerCache
 from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.opening import Engine
 from fcsd.eval.perplexity import HeldOut, held_out_result
 from fcsd.eval.results import Row, file_sha256, is_accuracy, json_sha256, shown, write_text
 from fcsd.eval.rewiring import Subject, layers_text, load_subject, reads_in_flight
@@ -48,7 +49,8 @@ def sweep_layers(
         points: values of N; None for at most ``POINTS`` from 0 to all layers. 0 is always measured.
         tasks: rows of ``suite``; None for none, then only the held-out loss is measured.
         limit: use only the first ``limit`` documents of every task and of the held-out text.
-        data_mirror, held_out, batch_size, device: see ``harness.evaluate``.
+        data_mirror, held_out: see ``harness.evaluate``; batch_size: see ``opening.Engine``.
+        device: ``cpu``, or a GPU's name for all of them; None for the GPUs where there are any.
 
     Returns:
         The content of ``sweep.json``. Each point has a score per column with its ``change`` from the unconverted
@@ -78,8 +80,8 @@ def sweep_layers(
         rows = []
         if tasks:
             loaded = Loaded(subject.name, subject.model, subject.tokenizer)
-            options: dict[str, Any] = {"data_mirror": data_mirror, "limit": limit, "batch_size": batch_size}
-            rows += evaluate([loaded], suite=suite, tasks=tasks, **options)
+            options: dict[str, Any] = {"data_mirror": data_mirror, "limit": limit}
+            rows += evaluate([loaded], suite=suite, tasks=tasks, engine=Engine(batch_size=batch_size), **options)
         if text is not None:
             rows.append(held_out_result(text, HFAdapter(subject.model, subject.tokenizer, batch_size=batch_size)))
         return rows

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.eval.adapter import HFAdapter
 from fcsd.eval.code_tasks import TIMEOUT_S, no_execution, run_programs
 from fcsd.eval.evalplus_tasks import EvalPlusTask, load_evalplus_task
+from fcsd.eval.interface import Adapter
 from fcsd.eval.results import PERPLEXITIES, file_sha256, json_sha256
 from fcsd.eval.statistics import estimate
 from fcsd.eval.suite import EVALPLUS, SANDBOX, Row
@@ -167,7 +167,7 @@ def _lean_lm_eval() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def task_result(task: LoadedTask, lm: HFAdapter, limit: int | None, accept_unsafe_exec: bool = False) -> dict[str, Any]:
+def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_exec: bool = False) -> dict[str, Any]:
     """Run a task and keep what the result row needs of lm-eval's answer.
 
     Raises:

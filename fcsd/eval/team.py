@@ -20,8 +20,7 @@ class Team:
     Attributes:
         world: the ranks; None for this process alone.
         lockstep: the model is itself spread over the ranks (expert parallelism, ZeRO-3), so that every rank must
-            run it equally often. Scoring under ZeRO-3 is not covered: its output head may run more often on one
-            rank than on another. Generation is.
+            run each of its parts equally often.
     """
 
     world: World | None = None
@@ -53,15 +52,19 @@ class Team:
 
     def any(self, flag: bool) -> bool:
         """In lockstep, whether the flag is up on any rank; else whether it is up here."""
+        return bool(self.most(int(flag)))
+
+    def most(self, number: int) -> int:
+        """In lockstep, the largest of the ranks' numbers; else the number."""
         if self.world is None or not self.lockstep:
-            return flag
+            return number
         import torch
         import torch.distributed as dist
 
         device = self.world.device if dist.get_backend(self.world.group) == "nccl" else "cpu"
-        flags = torch.tensor([flag], dtype=torch.int32, device=device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.world.group)
-        return bool(flags)
+        numbers = torch.tensor([number], device=device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.world.group)
+        return int(numbers)
 
     def require_finite(self, finite: bool) -> None:
         """A model that overflows must never be given a score.

@@ -1,0 +1,102 @@
+"""A key-value cache of fixed shape: a slot per answer, each at its own position, refilled when its answer is done."""
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+
+class Slots:
+    """What all layers of the cache agree on.
+
+    Attributes:
+        count: slots.
+        length: tokens a slot holds.
+        positions: ``[count]``, where the next token of each slot goes.
+        width: how many tokens of every slot decoding looks at; at least all positions in use.
+        filling: the slots that the prompts of a prefill go to, ``[prompts]``; None while decoding.
+    """
+
+    def __init__(self, count: int, length: int, device: torch.device) -> None:
+        self.count = count
+        self.length = length
+        self.positions = torch.zeros(count, dtype=torch.long, device=device)
+        self.width = length
+        self.filling: torch.Tensor | None = None
+
+    def cache(self, layers: int) -> Cache:
+        """A cache for a model of this many layers."""
+        return Cache(layers=[SlotLayer(self) for _ in range(layers)])
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor:
+        """Additive attention mask ``[count, 1, 1, width]`` of the next token of every slot."""
+        seen = torch.arange(self.width, device=self.positions.device) <= self.positions[:, None]
+        hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=self.positions.device)
+        return torch.where(seen, torch.zeros_like(hidden), hidden)[:, None, None]
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values ``[slots, heads, length, head size]`` of one layer.
+
+    A prefill of right-padded prompts writes whole prompts and attends to nothing older; what padding leaves behind
+    a prompt is overwritten before it is ever looked at. Decoding writes one token a slot. Layers with Desync wiring
+    come with ``ranks * batch`` rows, rank by rank.
+    """
+
+    is_sliding = False
+
+    def __init__(self, slots: Slots) -> None:
+        super().__init__()
+        self._slots = slots
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        rows = self._slots.count * self._ranks(key_states)
+        self.keys, self.values = (
+            new.new_zeros(rows, new.shape[1], self._slots.length, new.shape[3]) for new in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        slots, ranks = self._slots, self._ranks(key_states)
+        if slots.filling is not None:
+            rows = torch.cat([slots.filling + rank * slots.count for rank in range(ranks)])
+            for store, new in ((self.keys, key_states), (self.values, value_states)):
+                store[rows, :, : new.shape[2]] = new
+            return key_states, value_states
+        at = slots.positions.repeat(ranks)[:, None, None, None]
+        for store, new in ((self.keys, key_states), (self.values, value_states)):
+            store.scatter_(2, at.expand_as(new), new)
+        return self.keys[:, :, : slots.width], self.values[:, :, : slots.width]
+
+    def _ranks(self, states: torch.Tensor) -> int:
+        return states.shape[0] // (self._slots.count if self._slots.filling is None else len(self._slots.filling))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0  # of a prefill; decoding brings its own mask
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self._slots.length
+
+
+def why_no_slots(model: PreTrainedModel, length: int) -> str | None:
+    """Why a model cannot decode ``length`` tokens in slots; None if it can."""
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        return f"its attention is {model.config._attn_implementation}"
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return "it is spread over several devices"
+    for layer in DynamicCache(config=model.config).layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            if layer.sliding_window < length:
+                return f"a layer attends to {layer.sliding_window} tokens, and {length} are needed"
+        elif type(layer) is not DynamicLayer:
+            return f"a layer keeps a {type(layer).__name__}"
+    return None

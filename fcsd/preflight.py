@@ -1,0 +1,127 @@
+"""Joining a process group so that whoever is missing is named, and proving that its network works.
+
+Every rank leaves a mark in the store when it comes up and waits for those of the others; then one number is summed over
+all ranks. Either ends after the same timeout, so a run that cannot work ends before it has loaded anything.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from fcsd.errors import ConfigError, PeerLostError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+TIMEOUT = 300.0  # seconds; importing from a cold network disk takes its time
+
+
+def join(backend: str, rank: int, size: int, device: "torch.device", timeout: float) -> None:
+    """Makes the default process group of the run that ``MASTER_ADDR`` and ``MASTER_PORT`` say where to meet.
+
+    Args:
+        timeout: seconds for the ranks to come up, and again for their first collective.
+
+    Raises:
+        ConfigError: the variables are missing, or the port is taken.
+        PeerLostError: a rank did not come up, or the sum did not come about; the message names the ranks.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.constants import default_pg_timeout
+
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"RANK and WORLD_SIZE are set, but where to meet is not: {error}",
+            hint="set MASTER_ADDR and MASTER_PORT, or start with --gpus, or unset WORLD_SIZE",
+        ) from error
+    # torchrun's own store serves; otherwise that of rank 0.
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = meet("rank", rank, size, host, port, serves=serves, timeout=timeout)
+    store.set_timeout(default_pg_timeout)  # later waits are for work, not for processes
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    total = torch.ones((), device=device)
+    work: Any = dist.all_reduce(total, async_op=True)
+    if not _within(work.is_completed, timeout):
+        late = _missing(store, "summed", size)
+        raise PeerLostError(
+            f"all {size} ranks are up, but after {timeout:g} seconds their first all-reduce is unfinished at "
+            f"{_named('rank', late)}",
+            hint="the network between them is broken; NCCL_DEBUG=INFO and NCCL_SOCKET_IFNAME help to find out where",
+        )
+    work.wait()
+    store.set(f"summed/{rank}", "1")
+
+
+def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bool, timeout: float) -> "Store":
+    """The store at ``host:port``, once all ``count`` of a kind, ranks or nodes, have come to it.
+
+    Args:
+        serves: this one holds the store; it lives as long as the process.
+
+    Raises:
+        ConfigError: the port is taken.
+        PeerLostError: some did not come in time; the message names them.
+    """
+    from torch.distributed import (
+        DistError,
+        PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+        TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+    )
+
+    wait = timedelta(seconds=timeout)
+    try:
+        # Shared, because torchrun opens the store of the nodes again.
+        tcp = TCPStore(host, port, None, serves, timeout=wait, wait_for_workers=False, multi_tenant=True)
+    except DistError as error:
+        raise _unreachable(error, host, port, timeout) from error
+    store = PrefixStore("fcsd", tcp)
+    try:
+        store.set(f"{kind}/{number}", "1")
+        store.wait([f"{kind}/{one}" for one in range(count)], wait)
+    except DistError as error:
+        missing = _missing(store, kind, count)
+        raise PeerLostError(
+            f"{_named(kind, missing)} of {count} did not come up within {timeout:g} seconds",
+            hint="look at the output of that process, or of its node; --join-timeout waits longer",
+        ) from error
+    return store
+
+
+def _unreachable(error: Exception, host: str, port: int, timeout: float) -> ConfigError | PeerLostError:
+    """What it means that a store could not be made or found."""
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+        return ConfigError(f"port {port} of {host} is in use", hint="another run? choose another port")
+    return PeerLostError(
+        f"nobody answers at {host}:{port} within {timeout:g} seconds",
+        hint="is the process of rank 0 (node 0) running, and is that address reachable from here?",
+    )
+
+
+def _missing(store: "Store", mark: str, count: int) -> list[int]:
+    """Those whose mark is not in the store; the first if the store went with it."""
+    from torch.distributed import DistError
+
+    try:
+        return [one for one in range(count) if not store.check([f"{mark}/{one}"])]
+    except DistError:
+        return [0]
+
+
+def _within(done: Callable[[], bool], timeout: float) -> bool:
+    end = time.monotonic() + timeout
+    while not done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _named(kind: str, numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return f"{kind}{'s' * (len(numbers) > 1)} {shown}"

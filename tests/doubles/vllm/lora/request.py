@@ -1,0 +1,4 @@
+"""Adapters, which nobody here uses."""
+
+
+class LoRARequest: ...
