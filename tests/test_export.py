@@ -55,7 +55,7 @@ def run(converted: Path, tmp_path: Path) -> Path:
             if not (folder / "model" / file.name).exists() and "safetensors" not in file.name:
                 (folder / "model" / file.name).write_bytes(file.read_bytes())
         files = {name: {"sha256": digest} for name, digest in snapshot(folder).items()}
-        manifest = {"version": state._VERSION, "step": step, "files": files}
+        manifest = {"version": state._VERSION, "step": step, "files": files, "progress": {"step": step}}
         (folder / state.MANIFEST).write_text(json.dumps({**manifest, "seal": state._seal_of(manifest)}))
         records.append({"step": step, "kl": loss / 2, "held_out_sft": loss})
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
