@@ -106,7 +106,7 @@ def test_distill(library) -> None:
     loop = library("fcsd.distill.loop", "distill", Path("runs/x"))
     done = run("distill", "--recipe", "tiny", "--set", "train.lr=1e-3", "--set", "name=x", "--seed", "7", "--gpus", "2")
     assert (done.exit_code, done.stdout) == (0, "runs/x\n"), done.stderr
-    world.assert_called_once_with(2, None, timeout=300)
+    world.assert_called_once_with(2, None, timeout=300, grace_seconds=30)
     resolved = loop.call_args.args[0]
     assert (resolved.recipe.train.lr, resolved.recipe.name, resolved.recipe.seed) == (1e-3, "x", 7)
     assert (resolved.origins["train.lr"], resolved.origins["seed"]) == ("--set", "flag")
