@@ -22,10 +22,10 @@ def loss_weights(recipe: Recipe) -> dict[str, float]:
 
 
 def learning_rate(train: Train, step: int) -> float:
-    """The rate of step 1, 2, ... ``train.steps``: a linear rise to ``lr``, then the schedule down to ``min_lr``."""
+    """The rate of step 1, 2, ...: a linear rise to ``lr``, then down to ``min_lr`` at the end of the schedule."""
     if step <= train.warmup_steps:
         return train.lr * step / train.warmup_steps
-    progress = (step - train.warmup_steps) / (train.steps - train.warmup_steps)
+    progress = (step - train.warmup_steps) / (train.schedule_steps - train.warmup_steps)
     shape = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
     return train.min_lr + (train.lr - train.min_lr) * shape[train.schedule]
 
