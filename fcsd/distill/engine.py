@@ -12,6 +12,7 @@ from fcsd.config import Objective, Recipe
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
 from fcsd.distill.targets import Targets, captured
 from fcsd.distill.teacher import final_hidden, output_head
+from fcsd.distill.top_k import TopK, kl_from_top_k
 from fcsd.errors import ConfigError
 from fcsd.launch import World
 
@@ -54,10 +55,13 @@ class Student(nn.Module):
             losses["hidden"] = torch.stack(distances).sum()
         if "kl" in terms:
             assert targets is not None
-            losses["kl"] = kl_divergence(
+            divergence, teacher = kl_divergence, targets.output
+            if isinstance(teacher, TopK):
+                divergence, teacher = kl_from_top_k, (teacher,)
+            losses["kl"] = divergence(
                 hidden,
                 head,
-                *targets.output,
+                *teacher,
                 labels != IGNORE,
                 temperature=self.objective.temperature,
                 denominator=denominator,

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_d
 from fcsd.config import Recipe, ResolvedRecipe, Source
 from fcsd.convert import OTHER_WEIGHTS
 from fcsd.distill import run_dir, state
+from fcsd.distill.cache_teacher import read_teacher_cache
 from fcsd.distill.corpus import Corpus, load_corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
 from fcsd.distill.early_stop import Scorer, Watch
@@ -30,7 +31,7 @@ from fcsd.report import reporting
 # data, its hashes stand for it.
 _FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "train.save_every")
 _FREE += ("train.eval_every", "train.keep", "early_stop.every", "early_stop.patience", "early_stop.delta")
-_FREE += ("early_stop.data_mirror", "sweep")
+_FREE += ("early_stop.data_mirror", "sweep", "objective.teacher_cache.path")
 # How far a run goes is free as well; where its schedule ends is not.
 _FREE += ("train.steps", "train.horizon")
 
@@ -81,17 +82,16 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, sco
     checkpoint = world.on_first(lambda: state.find(folder, resume, _say))
     student_dir = student_source(recipe).path
     model = load_student(recipe, dtype=DTYPES[train.dtype])
-    teachers = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
+    hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
     teacher = _teacher(recipe, model, world)
-    targets = None if teacher is None else live_teacher(teacher, recipe.objective)
+    targets = live = None if teacher is None else live_teacher(teacher, recipe.objective)
     tokenizer, vocab_size = load_tokenizer(student_dir), len(output_head(model))
-    corpora = [_corpus(source, tokenizer, vocab_size, world) for source in recipe.data.sources]
-    rows = training_rows(recipe, corpora)
-    held_out = None
-    if recipe.data.held_out:
-        held_out = Rows(_corpus(recipe.data.held_out, tokenizer, vocab_size, world), recipe.data.seq_len)
+    corpora, rows, held_out = read_data(recipe, tokenizer, vocab_size, world)
+    identity = run_identity(recipe, corpora, world)
+    if cache := recipe.objective.teacher_cache:
+        targets, hashes = read_teacher_cache(recipe, cache, identity, vocab_size, world)
+    identity |= hashes
     engine = build_engine(model, recipe, world)
-    identity = {**_identity(recipe, corpora, world), **teachers}
     progress = state.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     done, watch = progress["step"], Watch(recipe.early_stop, scorer, progress)
     world.on_first(lambda: run_dir.describe(run, resolved))
@@ -113,7 +113,7 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, sco
             scored = watch.due(step)
             measured = held_out is not None and (scored or step == train.steps or _due(step, train.eval_every))
             if held_out is not None and measured:
-                metrics |= measure(engine, targets, held_out, recipe, world)
+                metrics |= measure(engine, live, held_out, recipe, world)
             if scored:
                 metrics |= watch.look(model, tokenizer, step, metrics)
             last = step == train.steps or watch.verdict.stop
@@ -138,6 +138,18 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, sco
         if checkpoint:
             last_model, best = checkpoint / state.MODEL, state.best(folder, watch.verdict.best)
             world.on_first(lambda: run_dir.publish(state.verified_model(best) if best else last_model, run))
+
+
+def read_data(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World
+) -> tuple[list[Corpus], Mixture, Rows | None]:
+    """The corpora of a run, its rows, and the held-out ones."""
+    data = recipe.data
+    corpora = [_corpus(source, tokenizer, vocab_size, world) for source in data.sources]
+    held_out = None
+    if data.held_out:
+        held_out = Rows(_corpus(data.held_out, tokenizer, vocab_size, world), data.seq_len)
+    return corpora, training_rows(recipe, corpora), held_out
 
 
 def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
@@ -173,7 +185,7 @@ def _corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int,
     return loaded[0]
 
 
-def _identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
+def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
     """What a run must have in common with the checkpoints it resumes from."""
     fields = state.flat(recipe.model_dump())
     own = {

@@ -9,7 +9,7 @@ and, row by row, that the tokens are those the teacher saw.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,9 +39,7 @@ def plan(rows: int, seq_len: int, k: int, shard_bytes: int) -> list[Shard]:
     """``rows`` cut into shards of about ``shard_bytes``, every position of a row counted."""
     per_shard = max(1, shard_bytes // (seq_len * k * _POSITION))
     starts = range(0, rows, per_shard)
-    return [
-        Shard(f"shard-{n:06d}.safetensors", range(s, min(s + per_shard, rows))) for n, s in enumerate(starts)
-    ]
+    return [Shard(f"shard-{n:06d}.safetensors", range(s, min(s + per_shard, rows))) for n, s in enumerate(starts)]
 
 
 def begin(folder: Path, key: dict[str, Any], shards: list[Shard]) -> list[Shard]:
@@ -113,7 +111,7 @@ def cached_teacher(folder: Path, rows: int, device: torch.device) -> Teacher:
     starts = [entry["rows"][0] for entry in manifest.values()]
     held = max(entry["rows"][1] for entry in manifest.values())
     if held < rows:
-        raise BadInputError(f"{folder} holds {held} rows, the run needs {rows}", "Run fcsd cache-teacher on this recipe.")
+        raise BadInputError(f"{folder} holds {held} rows, the run needs {rows}", "Run fcsd cache-teacher on it.")
     names = list(manifest)
     load = lru_cache(maxsize=2)(lambda name: _load(folder / name, manifest[name]))
 
@@ -135,8 +133,8 @@ def cached_teacher(folder: Path, rows: int, device: torch.device) -> Teacher:
 
 
 def row_digest(micro: dict[str, Tensor], at: int) -> bytes:
-    """sha256 of a row of a micro-batch: its tokens, where its documents start, what it predicts."""
-    columns = [micro[name][at].cpu().numpy().astype("<i8").tobytes() for name in ("input_ids", "position_ids", "labels")]
+    """sha256 of a row of a micro-batch: its tokens, where its documents start, what counts."""
+    columns = [micro[name][at].cpu().numpy().tobytes() for name in ("input_ids", "position_ids", "labels")]
     return hashlib.sha256(b"".join(columns)).digest()
 
 
@@ -145,7 +143,8 @@ def _load(path: Path, entry: dict[str, Any]) -> tuple[TopK, list[int], list[byte
     data = path.read_bytes() if path.exists() else b""
     if hashlib.sha256(data).hexdigest() != entry["sha256"]:
         raise BadInputError(
-            f"{path}: is missing or damaged, its sha256 differs", f"Delete {path.stem}.* and run fcsd cache-teacher again."
+            f"{path}: is missing or damaged, its sha256 differs",
+            f"Delete {path.stem}.json and run fcsd cache-teacher again; it writes that shard alone.",
         )
     tensors = safetensors.torch.load(data)
     ends = [0, *tensors["counts"].cumsum(0).tolist()]
@@ -169,7 +168,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
-        raise BadInputError(f"{path}: is missing or unreadable", "Run fcsd cache-teacher (again); it resumes.") from None
+        raise BadInputError(
+            f"{path}: is missing or unreadable", "fcsd cache-teacher writes it, or the rest of it."
+        ) from None
 
 
 def commit_json(path: Path, value: Any) -> None:
