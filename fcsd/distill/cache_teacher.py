@@ -4,7 +4,6 @@ import logging
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import datasets
 import torch
@@ -17,18 +16,17 @@ from fcsd.distill import run_dir, teacher_cache
 from fcsd.distill.corpus import load_tokenizer
 from fcsd.distill.data import Mixture, batch
 from fcsd.distill.engine import DTYPES
+from fcsd.distill.loop import read_data, run_identity
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.student import student_source
-from fcsd.distill.targets import Teacher
 from fcsd.distill.teacher import (
-    expect_fingerprint,
     final_hidden,
     identify_teacher,
     load_teacher,
     output_head,
     teacher_name,
 )
-from fcsd.distill.teacher_cache import Shard, cached_teacher, row_digest
+from fcsd.distill.teacher_cache import Shard, row_digest
 from fcsd.distill.top_k import TopK, top_k
 from fcsd.errors import ConfigError, NonFiniteError
 from fcsd.launch import World, join_world
@@ -63,57 +61,15 @@ def cache_teacher(resolved: ResolvedRecipe, *, shard_bytes: int = _SHARD_BYTES) 
     return folder
 
 
-def read_teacher_cache(
-    recipe: Recipe, settings: TeacherCache, identity: dict[str, object], vocab_size: int, world: World
-) -> tuple[Teacher, dict[str, Any]]:
-    """The targets of a run from its cache, and the hashes of the teacher that wrote it.
-
-    Args:
-        identity: what the run depends on; the data's part must be the cache's.
-
-    Raises:
-        BadInputError: there is none, or it is of another teacher or text; the message names what differs.
-    """
-    folder = Path(settings.path)
-    recorded = teacher_cache.read_key(folder)
-    teacher = {name: sha for name, sha in recorded.items() if name.startswith("teacher.")}
-    if Path(teacher_name(recipe)).is_dir():
-        teacher = identify_teacher(recipe)
-    else:
-        expect_fingerprint(recipe, teacher["teacher.fingerprint"], f"the teacher of {folder}")
-    teacher_cache.expect_key(folder, cache_key(recipe, settings, identity, teacher, vocab_size))
-    return cached_teacher(folder, _rows_needed(recipe), world.device), teacher
-
-
-def cache_key(
-    recipe: Recipe, settings: TeacherCache, identity: dict[str, object], teacher: dict[str, str], vocab_size: int
-) -> dict[str, Any]:
-    """What the teacher's words about the rows depend on, flat."""
-    data = {key: value for key, value in identity.items() if key.startswith("data.") or key == "seed"}
-    own = {
-        "objective.temperature": recipe.objective.temperature,
-        "objective.teacher_cache.top_k": settings.top_k,
-        "train.dtype": recipe.train.dtype,
-        "vocabulary": vocab_size,
-    }
-    return {**data, **own, **teacher}
-
-
-def _rows_needed(recipe: Recipe) -> int:
-    return recipe.train.steps * (recipe.train.batch_tokens // recipe.data.seq_len)
-
-
 def _write(recipe: Recipe, settings: TeacherCache, folder: Path, world: World, shard_bytes: int) -> None:
-    from fcsd.distill.loop import read_data, run_identity
-
     hashes = world.on_first(lambda: identify_teacher(recipe))
     model = load_teacher(teacher_name(recipe), dtype=DTYPES[recipe.train.dtype], device=world.device)
     vocab_size = len(output_head(model))
     if settings.top_k > vocab_size:
         raise ConfigError(f"objective.teacher_cache.top_k is {settings.top_k}, the vocabulary has {vocab_size} words")
     corpora, rows, _ = read_data(recipe, load_tokenizer(student_source(recipe).path), vocab_size, world)
-    key = cache_key(recipe, settings, run_identity(recipe, corpora, world), hashes, vocab_size)
-    shards = teacher_cache.plan(_rows_needed(recipe), recipe.data.seq_len, settings.top_k, shard_bytes)
+    key = teacher_cache.key_of(recipe, settings, run_identity(recipe, corpora, world), hashes, vocab_size)
+    shards = teacher_cache.plan(teacher_cache.rows_needed(recipe), recipe.data.seq_len, settings.top_k, shard_bytes)
     missing = world.on_first(lambda: teacher_cache.begin(folder, key, shards))
     if world.rank == 0:
         log.info("%s: %d of %d shards to write", folder, len(missing), len(shards))

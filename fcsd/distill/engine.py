@@ -45,28 +45,25 @@ class Student(nn.Module):
         with captured(self.model, tuple(wanted)) as streams:
             hidden = final_hidden(self.model, batch)
         head, labels, chunk = output_head(self.model), batch["labels"], self.objective.chunk_tokens
+        counts = labels != IGNORE
         losses = {}
         if "hidden" in terms:
             # Taken out one by one: what backward keeps of a layer replaces both its streams.
             distances = [
-                squared_distance(streams.pop(k), wanted.pop(k), labels != IGNORE, denominator=denominator)
-                for k in tuple(wanted)
+                squared_distance(streams.pop(k), wanted.pop(k), counts, denominator=denominator) for k in tuple(wanted)
             ]
             losses["hidden"] = torch.stack(distances).sum()
         if "kl" in terms:
             assert targets is not None
-            divergence, teacher = kl_divergence, targets.output
-            if isinstance(teacher, TopK):
-                divergence, teacher = kl_from_top_k, (teacher,)
-            losses["kl"] = divergence(
-                hidden,
-                head,
-                *teacher,
-                labels != IGNORE,
-                temperature=self.objective.temperature,
-                denominator=denominator,
-                chunk_tokens=chunk,
-            )
+            options: Any = {
+                "temperature": self.objective.temperature,
+                "denominator": denominator,
+                "chunk_tokens": chunk,
+            }
+            if isinstance(targets.output, TopK):
+                losses["kl"] = kl_from_top_k(hidden, head, targets.output, counts, **options)
+            else:
+                losses["kl"] = kl_divergence(hidden, head, *targets.output, counts, **options)
         if "sft" in terms:
             losses["sft"] = cross_entropy(hidden, head, labels, denominator=denominator, chunk_tokens=chunk)
         return losses

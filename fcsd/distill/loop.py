@@ -1,5 +1,6 @@
 """Distillation: the student follows the frozen teacher over packed text, from the recipe to a finished run."""
 
+import re
 import shutil
 import sys
 import time
@@ -10,11 +11,11 @@ import datasets
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
-from fcsd.config import Recipe, ResolvedRecipe, Source
+from fcsd.config import Recipe, ResolvedRecipe
 from fcsd.convert import OTHER_WEIGHTS
 from fcsd.distill import run_dir, state
-from fcsd.distill.cache_teacher import read_teacher_cache
-from fcsd.distill.corpus import Corpus, load_corpus, load_tokenizer
+from fcsd.distill.corpora import load_corpora
+from fcsd.distill.corpus import Corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
 from fcsd.distill.early_stop import Scorer, Watch
 from fcsd.distill.engine import DTYPES, accumulation, build_engine
@@ -23,6 +24,7 @@ from fcsd.distill.step import all_finite, measure, train_step
 from fcsd.distill.student import load_student, student_source
 from fcsd.distill.targets import expect_comparable, live_teacher
 from fcsd.distill.teacher import identify_teacher, load_teacher, needs_teacher, output_head, teacher_name
+from fcsd.distill.teacher_cache import read_teacher_cache
 from fcsd.errors import NonFiniteError
 from fcsd.launch import World, join_world
 from fcsd.report import reporting
@@ -33,7 +35,8 @@ _FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "tr
 _FREE += ("train.eval_every", "train.keep", "early_stop.every", "early_stop.patience", "early_stop.delta")
 _FREE += ("early_stop.data_mirror", "sweep", "objective.teacher_cache.path")
 # How far a run goes is free as well; where its schedule ends is not.
-_FREE += ("train.steps", "train.horizon")
+_FREE += ("train.steps", "train.tokens", "train.horizon")
+_SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template)")
 
 
 def distill(
@@ -145,10 +148,9 @@ def read_data(
 ) -> tuple[list[Corpus], Mixture, Rows | None]:
     """The corpora of a run, its rows, and the held-out ones."""
     data = recipe.data
-    corpora = [_corpus(source, tokenizer, vocab_size, world) for source in data.sources]
-    held_out = None
-    if data.held_out:
-        held_out = Rows(_corpus(data.held_out, tokenizer, vocab_size, world), data.seq_len)
+    sources = [*data.sources, *([data.held_out] if data.held_out else [])]
+    corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world)
+    held_out = Rows(corpora.pop(), data.seq_len) if data.held_out else None
     return corpora, training_rows(recipe, corpora), held_out
 
 
@@ -169,32 +171,12 @@ def _teacher(recipe: Recipe, model: PreTrainedModel, world: World) -> PreTrained
     return teacher
 
 
-def _corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World) -> Corpus:
-    """A corpus, tokenised by rank 0; the others find it in the cache."""
-    loaded: list[Corpus] = []
-
-    def load(turn: bool) -> None:
-        if turn:
-            loaded.append(load_corpus(source, tokenizer, vocab_size))
-
-    world.everywhere(lambda: load(world.rank == 0))
-    world.everywhere(lambda: load(world.rank != 0))
-    if world.rank == 0 and loaded[0].skipped:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in loaded[0].skipped.items())
-        _say(f"{source.path}: rows left out: {reasons}")
-    return loaded[0]
-
-
 def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
     """What a run must have in common with the checkpoints it resumes from."""
     fields = state.flat(recipe.model_dump())
-    own = {
-        key: value
-        for key, value in fields.items()
-        if not key.startswith(_FREE) and not (key.startswith("data.sources.") and key.endswith((".path", ".format")))
-    }
-    files = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.files.items()}
-    return {**own, **files, "train.schedule_steps": recipe.train.schedule_steps, "processes": world.size}
+    own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
+    made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
+    return {**own, **made_of, "train.schedule_steps": recipe.train.schedule_steps, "processes": world.size}
 
 
 def _write_model(model: PreTrainedModel, source: Path, directory: Path) -> None:

@@ -19,10 +19,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from fcsd.config import Recipe, TeacherCache
 from fcsd.distill.state import differences
 from fcsd.distill.targets import Targets, Teacher
+from fcsd.distill.teacher import expect_fingerprint, identify_teacher, teacher_name
 from fcsd.distill.top_k import TopK
 from fcsd.errors import BadInputError
+from fcsd.launch import World
 
 KEY, MANIFEST = "KEY.json", "MANIFEST.json"
 _POSITION = 8  # bytes a word takes: fp32 log-probability, int32 id
@@ -33,6 +36,47 @@ class Shard(NamedTuple):
 
     name: str
     rows: range
+
+
+def read_teacher_cache(
+    recipe: Recipe, settings: TeacherCache, identity: dict[str, object], vocab_size: int, world: World
+) -> tuple[Teacher, dict[str, Any]]:
+    """The targets of a run from its cache, and the hashes of the teacher that wrote it.
+
+    Args:
+        identity: what the run depends on; the data's part must be the cache's.
+
+    Raises:
+        BadInputError: there is none, or it is of another teacher or text; the message names what differs.
+    """
+    folder = Path(settings.path)
+    recorded = read_key(folder)
+    teacher = {name: sha for name, sha in recorded.items() if name.startswith("teacher.")}
+    if Path(teacher_name(recipe)).is_dir():
+        teacher = identify_teacher(recipe)
+    else:
+        expect_fingerprint(recipe, teacher["teacher.fingerprint"], f"the teacher of {folder}")
+    expect_key(folder, key_of(recipe, settings, identity, teacher, vocab_size))
+    return _from_shards(folder, rows_needed(recipe), world.device), teacher
+
+
+def key_of(
+    recipe: Recipe, settings: TeacherCache, identity: dict[str, object], teacher: dict[str, str], vocab_size: int
+) -> dict[str, Any]:
+    """What a cache depends on, flat."""
+    data = {key: value for key, value in identity.items() if key.startswith("data.") or key == "seed"}
+    own = {
+        "objective.temperature": recipe.objective.temperature,
+        "objective.teacher_cache.top_k": settings.top_k,
+        "train.dtype": recipe.train.dtype,
+        "vocabulary": vocab_size,
+    }
+    return {**data, **own, **teacher}
+
+
+def rows_needed(recipe: Recipe) -> int:
+    """The rows that the steps of a run take, from row 0 on."""
+    return recipe.train.steps * (recipe.train.batch_tokens // recipe.data.seq_len)
 
 
 def plan(rows: int, seq_len: int, k: int, shard_bytes: int) -> list[Shard]:
@@ -101,7 +145,7 @@ def expect_key(folder: Path, key: dict[str, Any]) -> None:
         )
 
 
-def cached_teacher(folder: Path, rows: int, device: torch.device) -> Teacher:
+def _from_shards(folder: Path, rows: int, device: torch.device) -> Teacher:
     """The targets from a cache of at least ``rows`` rows; its key was checked.
 
     Raises:
@@ -168,9 +212,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
-        raise BadInputError(
-            f"{path}: is missing or unreadable", "fcsd cache-teacher writes it, or the rest of it."
-        ) from None
+        hint = "fcsd cache-teacher writes it, or what is left of it"
+        raise BadInputError(f"{path}: is missing or unreadable", hint) from None
 
 
 def commit_json(path: Path, value: Any) -> None:
