@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
     reasons = encoded.data.column("skipped").drop_null().value_counts().to_pylist()
     skipped = {entry["values"]: entry["counts"] for entry in reasons}
     if not lengths.any():
-        raise BadInputError(f"{source.path}: no usable row: {listed(skipped)}", hint=_fields_of(table))
+        raise BadInputError(f"{source.path}: no usable row: {listed(skipped)}", hint=_fields_of(table, source))
     overlong = {"auto": "truncate" if source.chat else "split"}.get(source.overlong, source.overlong)
     documents = encoded.with_format("numpy")
     return Corpus(source.path, lengths, sha256, skipped, overlong, backend.eos_token_id, documents)
@@ -174,15 +175,17 @@ def _processes(rows: int) -> int | None:
     return count if count > 1 else None
 
 
-def _fields_of(table: Table) -> str | None:
-    """What the first JSON objects are made of, for a source of which none could be used."""
+def _fields_of(table: Table, source: Source) -> str | None:
+    """What the first JSON object is made of, for a source none of whose rows could be used."""
     for line in table.rows[:100]["text"] if table.lines else ():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
-            return f"the first row has {', '.join(map(repr, list(row)[:20]))}"
+            close = [match for name in source.columns for match in get_close_matches(name, row, n=1)]
+            guess = f"; did you mean {close[0]!r}?" if close and close[0] not in source.columns else ""
+            return f"the first row has {', '.join(map(repr, list(row)[:20]))}{guess}"
     return None
 
 

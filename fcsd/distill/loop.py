@@ -27,6 +27,8 @@ from fcsd.distill.teacher import identify_teacher, load_teacher, needs_teacher, 
 from fcsd.distill.teacher_cache import read_teacher_cache
 from fcsd.errors import NonFiniteError
 from fcsd.launch import World, join_world
+from fcsd.plan import Hardware, plan
+from fcsd.plan.report import to_text
 from fcsd.report import reporting
 
 # Recipe fields that the parts of a resumed run need not share: they do not change what is computed, or, for the
@@ -52,7 +54,7 @@ def distill(
     Args:
         resume: ``auto`` continues from the newest whole checkpoint in the run directory, if there is one;
             ``never`` insists on a new run; anything else is the path of a checkpoint.
-        dry_run: check the recipe and say what it would do on ``processes``; nothing is written.
+        dry_run: check the recipe, say what it would do on ``processes`` GPUs, and plan it; nothing is written.
         scorer: the benchmark of ``early_stop.metric``, from ``fcsd.eval.early_score``.
 
     Returns: the run directory, with ``checkpoints/``, ``final/``, ``metrics.jsonl`` and ``curves.png``. With early
@@ -61,11 +63,15 @@ def distill(
     Raises:
         ConfigError, BadInputError: before anything is written.
         CheckpointError: the checkpoint is damaged or belongs to another run.
+        DoesNotFitError: by its plan, on a dry run.
         NonFiniteError: loss or gradients are not finite; the message names the last good checkpoint.
     """
     run = Path(resolved.recipe.output_dir)
     if dry_run:
         print(preview(resolved.recipe, processes), file=sys.stderr)
+        planned = plan(resolved.recipe, Hardware(processes))
+        print(to_text(planned), file=sys.stderr)
+        planned.check()
         return run
     world = join_world()
     with ExitStack() as held:

@@ -4,12 +4,12 @@ Lines of JSON stay lines: one row of another type would make a typed reader refu
 is written down as such lines once, in the cache of ``datasets``, and read from there ever after.
 """
 
-import difflib
 import glob
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def open_source(source: Source) -> Table:
         cause = str(error.__cause__ or error).strip().splitlines()[0]
         raise BadInputError(f"{source.path}: cannot be read as {kind}: {cause}") from error
     cached = [Path(entry["filename"]) for entry in rows.cache_files]
-    sha256 = {path.name: _sha256(path) for path in files or cached}
+    sha256 = {source.path if source.streaming else path.name: _sha256(path) for path in files or cached}
     if source.max_rows is not None and source.max_rows < len(rows):
         rows = rows.select(range(source.max_rows))
     return Table(rows, kind == "jsonl" or source.streaming, sha256)
@@ -131,7 +131,7 @@ def check_columns(path: str, wanted: Iterable[str], present: Iterable[str]) -> N
     present = list(present)
     for name in wanted:
         if name not in present:
-            close = difflib.get_close_matches(name, present, n=1)
+            close = get_close_matches(name, present, n=1)
             raise BadInputError(
                 f"{path}: no column {name!r}, only {', '.join(present)}",
                 hint=f"did you mean {close[0]!r}?" if close else "column, messages, or prompt and response say which",
