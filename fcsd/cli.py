@@ -207,6 +207,28 @@ def distill(
         emit(json.dumps({"run": str(directory)}) if as_json else directory)
 
 
+@command(app, "cache-teacher")
+def cache_teacher(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")],
+    sets: Sets = [],  # noqa: B006
+    gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
+) -> None:
+    """Write the teacher cache of a recipe. What is there already stays; prints its directory."""
+    from fcsd.config import load_recipe
+
+    resolved = load_recipe(recipe, sets)
+
+    from fcsd.launch import ensure_world
+
+    ensure_world(gpus)
+
+    from fcsd.distill.cache_teacher import cache_teacher as run
+
+    directory = run(resolved)
+    if os.environ.get("RANK", "0") == "0":
+        emit(directory)
+
+
 @command(app, "plan")
 def plan(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")],

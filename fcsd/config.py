@@ -142,6 +142,15 @@ class Hidden(_Section):
     """Which layers' full streams to compare: all, last:24, first:8, 50%, 12-27 or 0,2,5-7."""
 
 
+class TeacherCache(_Section):
+    """The teacher's most likely words on disk, instead of the teacher; written by `fcsd cache-teacher`."""
+
+    path: OutputPath
+    """Directory of the cache."""
+    top_k: Positive = 64
+    """Words per position; 8 bytes each."""
+
+
 class Objective(_Section):
     """The loss: kl * KL(teacher || student) + sft * cross-entropy + hidden.weight * squared distance."""
 
@@ -151,6 +160,8 @@ class Objective(_Section):
     """Weight of the cross-entropy with the text itself."""
     hidden: Hidden = Hidden()
     """The distance of the streams inside."""
+    teacher_cache: TeacherCache | None = None
+    """Use a cache for the divergence, a lower bound of it; null runs the teacher."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Both softmaxes' temperature in the divergence."""
     reduction: Literal["mean", "sum"] = "mean"
@@ -166,6 +177,8 @@ class Objective(_Section):
     def _something_to_learn(self) -> Self:
         if self.kl == 0 and self.sft == 0 and self.hidden.weight == 0:
             raise ValueError("objective.kl, objective.sft and objective.hidden.weight are all 0, so nothing is learned")
+        if self.teacher_cache and (self.kl == 0 or self.hidden.weight):
+            raise ValueError("objective.teacher_cache serves kl alone: kl must have a weight, hidden none")
         return self
 
 

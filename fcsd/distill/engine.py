@@ -12,6 +12,7 @@ from fcsd.config import Objective, Recipe
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
 from fcsd.distill.targets import Targets, captured
 from fcsd.distill.teacher import final_hidden, output_head
+from fcsd.distill.top_k import TopK, kl_from_top_k
 from fcsd.errors import ConfigError
 from fcsd.launch import World
 
@@ -44,25 +45,25 @@ class Student(nn.Module):
         with captured(self.model, tuple(wanted)) as streams:
             hidden = final_hidden(self.model, batch)
         head, labels, chunk = output_head(self.model), batch["labels"], self.objective.chunk_tokens
+        counts = labels != IGNORE
         losses = {}
         if "hidden" in terms:
             # Taken out one by one: what backward keeps of a layer replaces both its streams.
             distances = [
-                squared_distance(streams.pop(k), wanted.pop(k), labels != IGNORE, denominator=denominator)
-                for k in tuple(wanted)
+                squared_distance(streams.pop(k), wanted.pop(k), counts, denominator=denominator) for k in tuple(wanted)
             ]
             losses["hidden"] = torch.stack(distances).sum()
         if "kl" in terms:
             assert targets is not None
-            losses["kl"] = kl_divergence(
-                hidden,
-                head,
-                *targets.output,
-                labels != IGNORE,
-                temperature=self.objective.temperature,
-                denominator=denominator,
-                chunk_tokens=chunk,
-            )
+            options: Any = {
+                "temperature": self.objective.temperature,
+                "denominator": denominator,
+                "chunk_tokens": chunk,
+            }
+            if isinstance(targets.output, TopK):
+                losses["kl"] = kl_from_top_k(hidden, head, targets.output, counts, **options)
+            else:
+                losses["kl"] = kl_divergence(hidden, head, *targets.output, counts, **options)
         if "sft" in terms:
             losses["sft"] = cross_entropy(hidden, head, labels, denominator=denominator, chunk_tokens=chunk)
         return losses

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import datasets
 import transformers
-from transformers import PreTrainedModel, enable_full_determinism, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
 from fcsd.config import Recipe, ResolvedRecipe
 from fcsd.convert import OTHER_WEIGHTS
@@ -28,6 +28,7 @@ from fcsd.distill.step import measure, train_step
 from fcsd.distill.student import load_student, student_source
 from fcsd.distill.targets import expect_comparable, live_teacher
 from fcsd.distill.teacher import identify_teacher, load_teacher, needs_teacher, output_head, teacher_name
+from fcsd.distill.teacher_cache import read_teacher_cache
 from fcsd.launch import World, join_world
 from fcsd.plan import Hardware, plan
 from fcsd.plan.report import to_text
@@ -39,6 +40,7 @@ from fcsd.report import reporting
 _FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "train.save_every")
 _FREE += ("train.eval_every", "train.keep", "early_stop.every", "early_stop.patience", "early_stop.delta")
 _FREE += ("early_stop.data_mirror", "sweep", "train.save_failures", "train.grace_seconds", "train.nonfinite")
+_FREE += ("objective.teacher_cache.path",)
 # How far a run goes is free as well; where its schedule ends is not.
 _FREE += ("train.steps", "train.tokens", "train.horizon")
 _SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template)")
@@ -108,17 +110,16 @@ def _distill(
     checkpoint = world.on_first(lambda: state.find(folder, resume, _say))
     student_dir = student_source(recipe).path
     model = load_student(recipe, dtype=DTYPES[train.dtype])
-    teachers = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
+    hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
     teacher = _teacher(recipe, model, world)
-    targets = None if teacher is None else live_teacher(teacher, recipe.objective)
+    targets = live = None if teacher is None else live_teacher(teacher, recipe.objective)
     tokenizer, vocab_size = load_tokenizer(student_dir), len(output_head(model))
-    data = recipe.data
-    sources = [*data.sources, *([data.held_out] if data.held_out else [])]
-    corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world)
-    held_out = Rows(corpora.pop(), data.seq_len) if data.held_out else None
-    rows = training_rows(recipe, corpora)
+    corpora, rows, held_out = read_data(recipe, tokenizer, vocab_size, world)
+    identity = run_identity(recipe, corpora, world)
+    if cache := recipe.objective.teacher_cache:
+        targets, hashes = read_teacher_cache(recipe, cache, identity, vocab_size, world)
+    identity |= hashes
     engine = build_engine(model, recipe, world)
-    identity = {**_identity(recipe, corpora, world), **teachers}
     progress = state.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     done, watch = progress["step"], Watch(recipe.early_stop, scorer, progress)
     skips = Skips(recipe, world, progress)
@@ -135,7 +136,7 @@ def _distill(
     )
     preemption.defer(lambda: saver.checkpoint)
     if watch.missed(done):
-        before = measure(engine, targets, held_out, recipe, world) if held_out else {}
+        before = measure(engine, live, held_out, recipe, world) if held_out else {}
         watch.look(model, tokenizer, done, before)
 
     with ExitStack() as shown:
@@ -153,7 +154,7 @@ def _distill(
             due = _due(step, train.eval_every) and not hurry
             measured = held_out is not None and (scored or step == train.steps or due)
             if held_out is not None and measured:
-                metrics |= measure(engine, targets, held_out, recipe, world)
+                metrics |= measure(engine, live, held_out, recipe, world)
             if scored:
                 metrics |= watch.look(model, tokenizer, step, metrics)
             last = step == train.steps or watch.verdict.stop
@@ -177,6 +178,17 @@ def _distill(
             world.on_first(lambda: run_dir.publish(state.verified_model(best) if best else last_model, run))
 
 
+def read_data(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World
+) -> tuple[list[Corpus], Mixture, Rows | None]:
+    """The corpora of a run, its rows, and the held-out ones."""
+    data = recipe.data
+    sources = [*data.sources, *([data.held_out] if data.held_out else [])]
+    corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world)
+    held_out = Rows(corpora.pop(), data.seq_len) if data.held_out else None
+    return corpora, training_rows(recipe, corpora), held_out
+
+
 def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
     """The rows of the whole schedule in their order, of which a shorter run takes the first."""
     whole = recipe.train.schedule_steps * (recipe.train.batch_tokens // recipe.data.seq_len)
@@ -194,7 +206,7 @@ def _teacher(recipe: Recipe, model: PreTrainedModel, world: World) -> PreTrained
     return teacher
 
 
-def _identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
+def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
     """What a run must have in common with the checkpoints it resumes from."""
     fields = state.flat(recipe.model_dump())
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}

@@ -29,6 +29,8 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     if data.held_out:
         Rows(load_corpus(data.held_out, tokenizer, vocab_size), data.seq_len)
     teacher = teacher_name(recipe) if needs_teacher(recipe) else "none, the loss is cross-entropy"
+    if cache := recipe.objective.teacher_cache:
+        teacher = f"{cache.path}, the {cache.top_k} most likely words of {teacher_name(recipe)}"
     asked = f", the {train.tokens:,} asked for rounded up to whole steps" if train.tokens else ""
     lines = [
         f"student     {recipe.model}, {model.num_parameters():,} {start}parameters in {train.dtype}{wiring}",

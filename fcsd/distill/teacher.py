@@ -14,8 +14,9 @@ from fcsd.models.build import arch_of, load_model
 
 
 def needs_teacher(recipe: Recipe) -> bool:
-    """Whether a term of the loss compares with a teacher."""
-    return bool(recipe.objective.kl or recipe.objective.hidden.weight)
+    """Whether a term of the loss compares with a teacher in memory."""
+    objective = recipe.objective
+    return objective.teacher_cache is None and bool(objective.kl or objective.hidden.weight)
 
 
 def teacher_name(recipe: Recipe) -> str:

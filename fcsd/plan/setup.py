@@ -94,7 +94,7 @@ def setup_of(recipe: Recipe, world: int, layers: int) -> Setup:
         dtype=train.dtype,
         zero_stage=train.zero_stage,
         recompute=train.activation_checkpointing,
-        teacher="replicated" if objective.kl or compared else "none",
+        teacher="replicated" if (objective.kl or compared) and objective.teacher_cache is None else "none",
         terms=tuple(name for name, weight in weights.items() if weight),
         compared=len(select_layers(objective.hidden.layers, layers)) if compared else 0,
         chunk_tokens=objective.chunk_tokens,
