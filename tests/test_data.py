@@ -125,10 +125,10 @@ def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
     datasets.DatasetDict(train=table, test=table).save_to_disk(tmp_path / "splits")
     for name in ("a.jsonl.gz", "a.parquet", "plain", "splits", "*.jsonl"):
         got = load_corpus(Source(path=str(tmp_path / name)), texts.tokenizer(), tiny.VOCAB)
-        assert [got.document(n).tolist() for n in range(len(TEXTS))] == [
-            plain.document(n).tolist() for n in range(len(TEXTS))
+        assert [got.document(n)[0].tolist() for n in range(len(TEXTS))] == [
+            plain.document(n)[0].tolist() for n in range(len(TEXTS))
         ]
-        assert got.files and all(len(sha) == 64 for sha in got.files.values())
+        assert len(got.sha256) > 1 and all(len(sha) == 64 for sha in got.sha256.values())
 
 
 def test_unreadable_sources_are_one_clear_line(tmp_path: Path) -> None:

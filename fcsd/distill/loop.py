@@ -1,5 +1,6 @@
 """Distillation: the student follows the frozen teacher over packed text, from the recipe to a finished run."""
 
+import re
 import shutil
 import sys
 import time
@@ -8,22 +9,23 @@ from pathlib import Path
 
 import datasets
 import transformers
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
+from transformers import PreTrainedModel, enable_full_determinism, set_seed
 
-from fcsd.checkpoint import resolve
-from fcsd.config import Recipe, ResolvedRecipe, Source
+from fcsd.config import Recipe, ResolvedRecipe
+from fcsd.convert import OTHER_WEIGHTS
 from fcsd.distill import run_dir, state
-from fcsd.distill.corpus import Corpus, load_corpus, load_tokenizer
+from fcsd.distill.corpora import load_corpora
+from fcsd.distill.corpus import Corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
 from fcsd.distill.early_stop import Scorer, Watch
 from fcsd.distill.engine import DTYPES, accumulation, build_engine
 from fcsd.distill.preview import preview
 from fcsd.distill.step import all_finite, measure, train_step
+from fcsd.distill.student import load_student, student_source
 from fcsd.distill.targets import expect_comparable, live_teacher
-from fcsd.distill.teacher import load_teacher, needs_teacher, output_head, teacher_name
+from fcsd.distill.teacher import identify_teacher, load_teacher, needs_teacher, output_head, teacher_name
 from fcsd.errors import NonFiniteError
 from fcsd.launch import World, join_world
-from fcsd.models.build import load_model
 from fcsd.report import reporting
 
 # Recipe fields that the parts of a resumed run need not share: they do not change what is computed, or, for the
@@ -32,7 +34,8 @@ _FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "tr
 _FREE += ("train.eval_every", "train.keep", "early_stop.every", "early_stop.patience", "early_stop.delta")
 _FREE += ("early_stop.data_mirror", "sweep")
 # How far a run goes is free as well; where its schedule ends is not.
-_FREE += ("train.steps", "train.horizon")
+_FREE += ("train.steps", "train.tokens", "train.horizon")
+_SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template)")
 
 
 def distill(
@@ -79,18 +82,19 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, sco
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
     folder = run / run_dir.CHECKPOINTS
     checkpoint = world.on_first(lambda: state.find(folder, resume, _say))
-    student_dir = resolve(recipe.model).path
-    model = load_model(student_dir, dtype=DTYPES[train.dtype])
+    student_dir = student_source(recipe).path
+    model = load_student(recipe, dtype=DTYPES[train.dtype])
+    teachers = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
     teacher = _teacher(recipe, model, world)
     targets = None if teacher is None else live_teacher(teacher, recipe.objective)
     tokenizer, vocab_size = load_tokenizer(student_dir), len(output_head(model))
-    corpora = [_corpus(source, tokenizer, vocab_size, world) for source in recipe.data.sources]
+    data = recipe.data
+    sources = [*data.sources, *([data.held_out] if data.held_out else [])]
+    corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world)
+    held_out = Rows(corpora.pop(), data.seq_len) if data.held_out else None
     rows = training_rows(recipe, corpora)
-    held_out = None
-    if recipe.data.held_out:
-        held_out = Rows(_corpus(recipe.data.held_out, tokenizer, vocab_size, world), recipe.data.seq_len)
     engine = build_engine(model, recipe, world)
-    identity = _identity(recipe, corpora, world)
+    identity = {**_identity(recipe, corpora, world), **teachers}
     progress = state.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     done, watch = progress["step"], Watch(recipe.early_stop, scorer, progress)
     world.on_first(lambda: run_dir.describe(run, resolved))
@@ -156,39 +160,19 @@ def _teacher(recipe: Recipe, model: PreTrainedModel, world: World) -> PreTrained
     return teacher
 
 
-def _corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World) -> Corpus:
-    """A corpus, tokenised by rank 0; the others find it in the cache."""
-    loaded: list[Corpus] = []
-
-    def load(turn: bool) -> None:
-        if turn:
-            loaded.append(load_corpus(source, tokenizer, vocab_size))
-
-    world.everywhere(lambda: load(world.rank == 0))
-    world.everywhere(lambda: load(world.rank != 0))
-    if world.rank == 0 and loaded[0].skipped:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in loaded[0].skipped.items())
-        _say(f"{source.path}: rows left out: {reasons}")
-    return loaded[0]
-
-
 def _identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
     """What a run must have in common with the checkpoints it resumes from."""
     fields = state.flat(recipe.model_dump())
-    own = {
-        key: value
-        for key, value in fields.items()
-        if not key.startswith(_FREE) and not (key.startswith("data.sources.") and key.endswith((".path", ".format")))
-    }
-    files = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.files.items()}
-    return {**own, **files, "train.schedule_steps": recipe.train.schedule_steps, "processes": world.size}
+    own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
+    made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
+    return {**own, **made_of, "train.schedule_steps": recipe.train.schedule_steps, "processes": world.size}
 
 
 def _write_model(model: PreTrainedModel, source: Path, directory: Path) -> None:
     """An ordinary model directory: trained weights under their original names, all else as the student came."""
     model.save_pretrained(directory)
     for path in source.iterdir():
-        weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
+        weights = path.name.endswith(OTHER_WEIGHTS)
         if path.is_file() and not weights and not (directory / path.name).exists():
             shutil.copy(path, directory)
 
