@@ -1,12 +1,12 @@
 """Distillation: the student follows the frozen teacher over packed text, from the recipe to a finished run."""
 
-import shutil
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import datasets
+import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
@@ -15,10 +15,12 @@ from fcsd.config import Recipe, ResolvedRecipe, Source
 from fcsd.distill import run_dir, state
 from fcsd.distill.corpus import Corpus, load_corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
-from fcsd.distill.engine import DTYPES, accumulation, build_engine
+from fcsd.distill.engine import DTYPES, accumulation, build_engine, import_deepspeed
+from fcsd.distill.expert_parallel import check, place_teacher
 from fcsd.distill.preview import preview
 from fcsd.distill.step import all_finite, measure, train_step
 from fcsd.distill.teacher import load_teacher, output_head, teacher_name
+from fcsd.distill.write_model import write_model
 from fcsd.errors import BadInputError, NonFiniteError
 from fcsd.launch import World, join_world
 from fcsd.models.build import load_model
@@ -27,7 +29,7 @@ from fcsd.report import reporting
 # Recipe fields that the parts of a resumed run need not share: they do not change what is computed, or, for the
 # data, its hashes stand for it.
 _FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "train.save_every")
-_FREE += ("train.eval_every", "train.keep")
+_FREE += ("train.eval_every", "train.keep", "train.overlap")
 
 
 def distill(resolved: ResolvedRecipe, *, resume: str = "auto", dry_run: bool = False, processes: int = 1) -> Path:
@@ -62,6 +64,8 @@ def distill(resolved: ResolvedRecipe, *, resume: str = "auto", dry_run: bool = F
 def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World) -> None:
     recipe, train = resolved.recipe, resolved.recipe.train
     accumulation(recipe, world.size)
+    check(recipe, world.size)
+    import_deepspeed()
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
     folder = run / run_dir.CHECKPOINTS
     checkpoint = world.on_first(lambda: state.find(folder, resume, _say))
@@ -110,7 +114,7 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World) -> 
                     step=step,
                     identity=identity,
                     progress={"step": step, "tokens": step * train.batch_tokens},
-                    write_model=lambda directory: _write_model(model, student_dir, directory),
+                    write_model=lambda directory: write_model(model, student_dir, directory, world),
                 )
                 world.on_first(lambda: state.retain(folder, train.keep))
         if checkpoint:
@@ -130,13 +134,13 @@ def _teacher(recipe: Recipe, model: PreTrainedModel, world: World) -> PreTrained
     if not recipe.objective.kl:
         return None
     name = teacher_name(recipe)
-    teacher = load_teacher(name, dtype=DTYPES[recipe.train.dtype], device=world.device)
+    teacher = load_teacher(name, dtype=DTYPES[recipe.train.dtype], device=torch.device("cpu"))
     if len(output_head(teacher)) != len(output_head(model)):
         raise BadInputError(
             f"teacher {name} and student {recipe.model} have vocabularies of {len(output_head(teacher))} and "
             f"{len(output_head(model))} tokens"
         )
-    return teacher
+    return place_teacher(teacher, recipe.train, world)
 
 
 def _corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World) -> Corpus:
@@ -165,15 +169,6 @@ def _identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, 
     }
     files = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.files.items()}
     return {**own, **files, "processes": world.size}
-
-
-def _write_model(model: PreTrainedModel, source: Path, directory: Path) -> None:
-    """An ordinary model directory: trained weights under their original names, all else as the student came."""
-    model.save_pretrained(directory)
-    for path in source.iterdir():
-        weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
-        if path.is_file() and not weights and not (directory / path.name).exists():
-            shutil.copy(path, directory)
 
 
 def _due(step: int, every: int) -> bool:

@@ -8,6 +8,7 @@ from fcsd.config import Recipe
 from fcsd.distill.corpus import load_corpus, load_tokenizer
 from fcsd.distill.data import Rows, batch
 from fcsd.distill.engine import accumulation
+from fcsd.distill.expert_parallel import check
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.teacher import teacher_name
 from fcsd.models.build import register
@@ -23,6 +24,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     """
     data, train = recipe.data, recipe.train
     micro_steps = accumulation(recipe, world_size)
+    check(recipe, world_size)
     source = resolve(recipe.model).path
     tokenizer, parameters, vocab_size = load_tokenizer(source), *_size(source)
     corpora = [load_corpus(item, tokenizer, vocab_size) for item in data.sources]

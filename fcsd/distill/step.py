@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from fcsd.config import Recipe, Train
 from fcsd.distill.data import Mixture, Rows, batch
+from fcsd.distill.expert_parallel import clip_without_zero
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.teacher import final_hidden, output_head
 from fcsd.launch import World
@@ -69,7 +70,8 @@ def train_step(
             dist.all_reduce(totals)
             if not totals.isfinite().all():
                 break
-            norm = _plain_norm(engine)
+            if not recipe.train.zero_stage:
+                norm = clip_without_zero(engine, recipe.train, world)
         engine.step()
     values = dict(zip(weights, totals.tolist(), strict=True))
     loss = sum(weight * values[name] for name, weight in weights.items())
@@ -98,13 +100,6 @@ def measure(engine: Any, teacher: PreTrainedModel | None, rows: Rows, recipe: Re
     dist.all_reduce(totals)
     *sums, positions = totals.tolist()
     return {f"held_out_{name}": value / max(1, positions) for name, value in zip(terms, sums, strict=True)}
-
-
-def _plain_norm(engine: Any) -> Tensor | None:
-    """The gradient norm before clipping where no ZeRO optimizer keeps it (stage 0 in fp32)."""
-    if not isinstance(engine.optimizer, torch.optim.Optimizer):
-        return None
-    return torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
 
 
 def _to(world: World, data: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -48,20 +48,23 @@ def allow_string_keys() -> None:
 def shard_experts(model: nn.Module, arch: Arch, ep_size: int) -> None:
     """Replace every MoE block by an AutoEP layer that keeps this rank's experts, without an engine.
 
-    For a frozen teacher, evaluation and tests; training lets ``deepspeed.initialize`` do the same. The default
-    process group must exist.
+    ``deepspeed.initialize`` takes what it gets if its config has no ``expert_parallel`` section. The default process
+    group must exist.
 
     Raises:
         ConfigError: see ``expert_parallel_config``; or AutoEP found no MoE block.
     """
     import deepspeed.comm as dist
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
     from deepspeed.utils import groups
 
     allow_string_keys()
-    sharder = AutoEP(model, parse_autoep_config(expert_parallel_config(arch, ep_size)))
+    config = expert_parallel_config(arch, ep_size)
+    config["use_grouped_mm"] = get_accelerator().device_name() == "cuda"
+    sharder = AutoEP(model, parse_autoep_config(config))
     specs = sharder.ep_parser()
     if not specs:
         raise ConfigError(f"DeepSpeed AutoEP found no MoE block in {type(model).__name__}")
