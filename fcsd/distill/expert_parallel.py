@@ -30,28 +30,27 @@ def check(recipe: Recipe, processes: int) -> None:
     degree = recipe.train.expert_parallel
     if degree == 1:
         return
-    from fcsd.parallel.autoep import expert_parallel_config
-
     if processes % degree:
         raise ConfigError(
             f"train.expert_parallel {degree} does not divide the {processes} processes",
             hint=f"start a multiple of {degree}, with --gpus, or lower it",
         )
     register()
-    sharded = {"model": recipe.model}
+    _check_model(recipe.model, degree, hint="set train.expert_parallel: 1")
     if recipe.objective.kl and recipe.train.teacher_placement != "replicated":
-        sharded["teacher"] = teacher_name(recipe)
-    for role, name in sharded.items():
-        config = AutoConfig.from_pretrained(resolve(name).path, trust_remote_code=False)
-        try:
-            expert_parallel_config(arch_of(config), degree)
-        except ConfigError as error:
-            hint = "set train.teacher_placement: replicated" if role == "teacher" else "set train.expert_parallel: 1"
-            raise ConfigError(f"{name}: {error}", hint) from error
-        if experts_of(config) % degree:
-            raise ConfigError(
-                f"train.expert_parallel {degree} does not divide the {experts_of(config)} experts of {name}"
-            )
+        _check_model(teacher_name(recipe), degree, hint="set train.teacher_placement: replicated")
+
+
+def _check_model(name: str, degree: int, hint: str) -> None:
+    from fcsd.parallel.autoep import expert_parallel_config
+
+    config = AutoConfig.from_pretrained(resolve(name).path, trust_remote_code=False)
+    try:
+        expert_parallel_config(arch_of(config), degree)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}", hint) from error
+    if experts_of(config) % degree:
+        raise ConfigError(f"train.expert_parallel {degree} does not divide the {experts_of(config)} experts of {name}")
 
 
 def shard(model: PreTrainedModel, train: Train) -> None:

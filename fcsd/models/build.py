@@ -76,7 +76,9 @@ def wiring_of(config: PretrainedConfig) -> Wiring:
 def experts_of(config: PretrainedConfig) -> int:
     """Routed experts of a MoE layer; 0 for a dense architecture."""
     fields = config.get_text_config().to_dict()
-    return next((fields[name] for name in ("n_routed_experts", "num_experts", "num_local_experts") if name in fields), 0)
+    return next(
+        (fields[name] for name in ("n_routed_experts", "num_experts", "num_local_experts") if name in fields), 0
+    )
 
 
 @cache
