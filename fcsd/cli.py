@@ -16,6 +16,7 @@ import typer
 from fcsd import __version__
 from fcsd.command import command, emit
 from fcsd.errors import ConfigError
+from fcsd.launch import leave
 
 EXAMPLES = """\b
 Examples:
@@ -47,6 +48,9 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a h
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; it must be empty or not exist.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, stop.")]
+UnsafeExec = Annotated[
+    bool, typer.Option("--accept-unsafe-exec", help="Run generated programs even without a sandbox.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it is not empty.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow Python code that MODEL brings along.")]
 Sets = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a value; repeatable.")]
@@ -63,7 +67,10 @@ def main() -> None:
     if not sys.stderr.isatty():  # the libraries draw their bars into files, too
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        leave(end)
 
 
 def _print_version(wanted: bool) -> None:
@@ -135,6 +142,7 @@ def distill(
     resume: Annotated[str, typer.Option(metavar="auto|never|PATH", help="Where to continue from.")] = "auto",
     output_dir: Annotated[str | None, typer.Option(help="Overrides output_dir.")] = None,
     seed: Annotated[int | None, typer.Option(help="Overrides seed.")] = None,
+    accept_unsafe_exec: UnsafeExec = False,
     dry_run: DryRun = False,
 ) -> None:
     """Heal a converted checkpoint by self-distillation. Prints the run directory."""
@@ -151,9 +159,15 @@ def distill(
     if not dry_run:
         ensure_world(gpus)
 
+    scorer = None
+    if resolved.recipe.early_stop.benchmark:
+        from fcsd.eval.early_score import scorer as benchmark
+
+        scorer = benchmark(resolved.recipe.early_stop, accept_unsafe_exec=accept_unsafe_exec)
+
     from fcsd.distill.loop import distill as run
 
-    directory = run(resolved, resume=resume, dry_run=dry_run, processes=gpus or 1)
+    directory = run(resolved, resume=resume, dry_run=dry_run, processes=gpus or 1, scorer=scorer)
     if os.environ.get("RANK", "0") == "0":
         emit(directory)
 
@@ -178,9 +192,7 @@ def evaluate(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for results; a killed run resumes.")] = None,
-    accept_unsafe_exec: Annotated[
-        bool, typer.Option("--accept-unsafe-exec", help="Run generated programs even without a sandbox.")
-    ] = False,
+    accept_unsafe_exec: UnsafeExec = False,
     as_json: AsJson = False,
 ) -> None:
     """Score models on the benchmarks. Prints a table; with --baseline also the differences and a verdict."""

@@ -1,18 +1,20 @@
 """A recipe: everything a distillation run depends on, where each value came from, and the file that says so.
 
-Precedence: default < recipe < --set < flag. Paths are relative to the current directory and taken literally.
+Precedence: default < base recipe < recipe < --set < flag. Paths are relative to the current directory and taken
+literally.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from fcsd import recipes, strict_yaml
 from fcsd.errors import ConfigError
 from fcsd.explain import explain, nearest
+from fcsd.recipes import inherit
 
 
 def _literal_path(value: str) -> str:
@@ -80,17 +82,28 @@ class Data(_Section):
     """Text never trained on, for the held-out loss."""
 
 
+class Hidden(_Section):
+    """The squared distance of the residual streams: weight * sum over layers of ||student - teacher||^2."""
+
+    weight: Weight = 0.0
+    """Weight of the distance; it grows with the hidden size and with the number of layers."""
+    layers: str = "all"
+    """Which layers' full streams to compare: all, last:24, first:8, 50%, 12-27 or 0,2,5-7."""
+
+
 class Objective(_Section):
-    """The loss: kl * KL(teacher || student) + sft * cross-entropy."""
+    """The loss: kl * KL(teacher || student) + sft * cross-entropy + hidden.weight * squared distance."""
 
     kl: Weight = 1.0
     """Weight of the divergence from the teacher."""
     sft: Weight = 0.0
     """Weight of the cross-entropy with the text itself."""
+    hidden: Hidden = Hidden()
+    """The distance of the streams inside."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Both softmaxes' temperature in the divergence."""
     reduction: Literal["mean", "sum"] = "mean"
-    """Mean or sum over the tokens of a batch."""
+    """Mean or sum over the tokens of a batch; clipping and the meaning of lr depend on it."""
     chunk_tokens: Positive = 512
     """Tokens whose logits exist at the same time; bounds memory, not the result."""
     freeze_embeddings: bool = False
@@ -100,8 +113,8 @@ class Objective(_Section):
 
     @model_validator(mode="after")
     def _something_to_learn(self) -> Self:
-        if self.kl == 0 and self.sft == 0:
-            raise ValueError("objective.kl and objective.sft are both 0, so nothing is learned")
+        if self.kl == 0 and self.sft == 0 and self.hidden.weight == 0:
+            raise ValueError("objective.kl, objective.sft and objective.hidden.weight are all 0, so nothing is learned")
         return self
 
 
@@ -118,6 +131,8 @@ class Train(_Section):
     """AdamW's peak learning rate."""
     min_lr: Weight = 0.0
     """Learning rate at the last step."""
+    horizon: Positive | None = None
+    """Steps over which the schedule is laid out, for a run that ends earlier; null is `steps`."""
     warmup_steps: NonNegative = 10
     """Steps of linear rise from 0 to lr."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -153,11 +168,64 @@ class Train(_Section):
     def _consistent(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"train.min_lr ({self.min_lr}) is above train.lr ({self.lr})")
-        if self.warmup_steps >= self.steps:
-            raise ValueError(f"train.warmup_steps ({self.warmup_steps}) leaves none of {self.steps} steps")
         if self.teacher_placement == "sharded" and self.expert_parallel == 1:
             raise ValueError("train.teacher_placement sharded needs train.expert_parallel above 1")
+        if self.warmup_steps >= self.schedule_steps:
+            raise ValueError(f"train.warmup_steps ({self.warmup_steps}) leaves none of {self.schedule_steps} steps")
+        if self.steps > self.schedule_steps:
+            raise ValueError(f"train.steps ({self.steps}) go beyond train.horizon ({self.horizon})")
         return self
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps of the whole schedule, of which the run takes the first ``steps``."""
+        return self.horizon or self.steps
+
+
+NO_METRIC, HELD_OUT = "none", "held_out"
+
+
+class EarlyStop(_Section):
+    """When to stop before the last step, and which checkpoint is the best."""
+
+    metric: Annotated[str, Field(min_length=1, max_length=64)] = NO_METRIC
+    """`none`; `held_out`, the cross-entropy of data.held_out; `mbpp_plus` or any other task of the suite."""
+    suite: str = "strict"
+    """Whose settings the task has: a suite of `fcsd eval`."""
+    every: Positive = 1000
+    """Steps between scores; a step whose score is the best so far is saved."""
+    patience: Positive = 20
+    """Scores in a row without improvement after which the run stops."""
+    delta: Weight = 0.02
+    """How much better a score must be to be an improvement."""
+    delta_kind: Literal["relative", "absolute"] = "relative"
+    """Whether delta is a share of the score to beat or a difference from it."""
+    limit: Positive | None = None
+    """Only the first so many documents of the task; null for all."""
+    data_mirror: PathText | None = None
+    """Data sets on disk, instead of the hub."""
+
+    @property
+    def benchmark(self) -> str | None:
+        """The task that `fcsd eval` must score, if there is one."""
+        return None if self.metric in (NO_METRIC, HELD_OUT) else self.metric
+
+
+class Sweep(_Section):
+    """Short runs over a grid of values, stage by stage, by which the values of the full run are chosen."""
+
+    stages: Annotated[list[dict[str, Annotated[list[Any], Field(min_length=1)]]], Field(min_length=1)]
+    """By dotted key the values to try, all combinations; a stage starts from the choice of the one before it."""
+    steps: Positive
+    """Steps of each trial."""
+    horizon: Literal["full", "trial"] = "full"
+    """Whose steps the schedule is laid out for; with `full`, a trial is the beginning of the full run."""
+    metric: str = "loss"
+    """What is compared, a name in metrics.jsonl; the smallest wins."""
+    window: Positive = 100
+    """Steps at the end of a trial over which the metric is averaged."""
+    then: Literal["continue", "stop"] = "continue"
+    """Whether the full run follows, with the chosen values."""
 
 
 class Recipe(_Section):
@@ -181,6 +249,10 @@ class Recipe(_Section):
     """What it is asked to match."""
     train: Train = Train()
     """The optimizer's side of the run."""
+    early_stop: EarlyStop = EarlyStop()
+    """When to stop before the last step."""
+    sweep: Sweep | None = None
+    """For `fcsd distill --sweep`: how to choose values before the full run."""
     report: Literal["none", "wandb"] = "none"
     """Where metrics go besides metrics.jsonl."""
 
@@ -194,6 +266,8 @@ class Recipe(_Section):
             )
         if self.train.eval_every and self.data.held_out is None:
             raise ValueError("train.eval_every needs data.held_out, the text to measure on")
+        if self.early_stop.metric == HELD_OUT and self.data.held_out is None:
+            raise ValueError("early_stop.metric held_out needs data.held_out, the text to measure on")
         return self
 
 
@@ -201,7 +275,7 @@ class Recipe(_Section):
 class ResolvedRecipe:
     """A complete recipe and, by dotted key, the origin of each value.
 
-    An origin is `default`, `recipe:LINE`, `--set` or `flag`.
+    An origin is `default`, `recipe:LINE`, `BASE.yaml:LINE`, `--set` or `flag`.
     """
 
     recipe: Recipe
@@ -226,11 +300,9 @@ def load_recipe(
         ConfigError: unreadable file, bad YAML, unknown key, wrong type or contradiction, with its place.
     """
     path = recipes.find(str(path_or_name))
-    raw, lines = strict_yaml.parse_file(path)
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: not a recipe: expected `key: value` lines")
-    places = {key: f"{path}:{line}" for key, line in lines.items()}
-    origins = {key: f"recipe:{line}" for key, line in lines.items()}
+    raw, found = inherit.read(path)
+    places = {key: f"{file}:{line}" for key, (file, line) in found.items()}
+    origins = {key: f"{'recipe' if file == path else file.name}:{line}" for key, (file, line) in found.items()}
     assignments = [("--set", *_split_override(text)) for text in overrides or []]
     assignments += [("flag", key, value) for key, value in (flags or {}).items()]
     for origin, key, value in assignments:
@@ -246,6 +318,35 @@ def load_recipe(
     given = {key for key, _ in _leaves(raw)}
     leaves = [key for key, _ in _leaves(recipe.model_dump())]
     return ResolvedRecipe(recipe, {k: nearest(k, origins) if k in given else "default" for k in leaves})
+
+
+def vary(resolved: ResolvedRecipe, values: Mapping[str, object]) -> ResolvedRecipe:
+    """The recipe with other values, by dotted key; their origin is `sweep`.
+
+    Raises:
+        ConfigError: unknown key, wrong type or contradiction.
+    """
+    raw: object = resolved.recipe.model_dump()
+    if resolved.origins["train.steps"] == "train.tokens":
+        raw = _assign(raw, ["train", "steps"], None)
+    for key, value in values.items():
+        raw = _assign(raw, key.split("."), value)
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as error:
+        places = {"": "sweep", **{key: f"sweep, {key} {value!r:.100}" for key, value in values.items()}}
+        raise ConfigError("\n".join(explain(problem, places, Recipe) for problem in error.errors())) from error
+    origins = {"": "default", **resolved.origins, **dict.fromkeys(values, "sweep")}
+    return ResolvedRecipe(recipe, {key: nearest(key, origins) for key, _ in _leaves(recipe.model_dump())})
+
+
+def value_of(recipe: Recipe, key: str) -> object:
+    """What a recipe says under a dotted key, a number picking a list item; None where it says nothing."""
+    found: Any = recipe.model_dump()
+    for part in key.split("."):
+        items: Any = dict(enumerate(found)) if isinstance(found, list) else found
+        found = items.get(int(part) if part.isdecimal() else part) if isinstance(items, dict) else None
+    return found
 
 
 def _written(origin: str, key: str) -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 from fcsd.card import model_card
 from fcsd.checkpoint import read_config, read_layout, resolve, verify_tensors
 from fcsd.convert import other_files, written_files
-from fcsd.errors import BadInputError, CheckpointError, ConfigError
-from fcsd.eval.results import file_sha256
+from fcsd.errors import BadInputError, ConfigError
 from fcsd.reload import RECORD, prove_reload
 from fcsd.staging import check_out, staged, take_over, write
 
@@ -34,7 +33,7 @@ def export(
     Args:
         run_or_model: a run directory, or a converted model (directory or hub id).
         out: directory to write.
-        checkpoint: of a run: ``latest``, or ``best`` by its held-out loss.
+        checkpoint: of a run: ``latest``, or ``best`` by its early-stopping score, else by its held-out loss.
         force: replace an ``out`` that fcsd wrote.
         push: hub repository to upload it to; ``private``, ``create_pr`` and ``revision`` are ``fcsd.push.push``'s.
 
@@ -97,15 +96,15 @@ def _model_of(run: Path, checkpoint: str) -> Path:
     if checkpoint not in ("latest", "best"):
         raise ConfigError(f"checkpoint {checkpoint!r}: there are latest and best")
     chosen = committed[-1] if checkpoint == "latest" else _best(run, committed)
-    for name, entry in state.read_manifest(chosen)["files"].items():
-        if name.startswith(f"{state.MODEL}/") and file_sha256(chosen / name) != entry["sha256"]:
-            raise CheckpointError(f"{chosen}: {name} is damaged, its sha256 differs")
-    return chosen / state.MODEL
+    return state.verified_model(chosen)
 
 
 def _best(run: Path, committed: list[Path]) -> Path:
+    from fcsd.distill import state
     from fcsd.report import read_metrics
 
+    if scored := state.best(committed[0].parent, state.read_manifest(committed[-1])["progress"].get("best")):
+        return scored
     steps = {int(path.name.removeprefix("step-")): path for path in committed}
     losses = {line["step"]: line["held_out_sft"] for line in read_metrics(run) if "held_out_sft" in line}
     if not (measured := losses.keys() & steps.keys()):

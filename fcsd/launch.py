@@ -4,7 +4,9 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from fcsd.errors import ConfigError
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+
+_MEET = timedelta(seconds=60)  # how long the first process to finish waits for the last
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,8 @@ def _torchrun(arguments: list[str]) -> NoReturn:
 def join_world() -> World:
     """This process in the group of its run: torchrun's, or one of a single process that needs no port.
 
-    NCCL on GPUs, gloo on CPUs. A process joins once and stays until it exits, since DeepSpeed keeps its groups.
+    NCCL on GPUs, gloo on CPUs. A process joins once and stays until it exits, since DeepSpeed keeps its groups; a
+    command exits by ``leave``.
     """
     import torch
     import torch.distributed as dist
@@ -111,5 +116,26 @@ def join_world() -> World:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         else:
             dist.init_process_group(backend)
-        atexit.register(dist.destroy_process_group)
     return World(rank, size, device)
+
+
+def leave(end: SystemExit) -> NoReturn:
+    """Ends this process as ``end`` says; one that joined a world does so without finalising the interpreter.
+
+    DeepSpeed keeps its process groups, and with them threads that now and then let go of a tensor. Letting go takes
+    the interpreter's lock; a thread that asks for it during finalisation is unwound through C++ frames that may not
+    be unwound, and the process aborts with its work done. So what Python would have done at exit is done here.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        raise end
+    code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    if code == 0:
+        with suppress(Exception):  # the others may still be reading what this process sent, or have failed since
+            dist.barrier(async_op=True).wait(_MEET)
+            dist.destroy_process_group()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)

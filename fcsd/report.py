@@ -16,7 +16,8 @@ METRICS = "metrics.jsonl"
 CURVES = "curves.png"
 # Metrics that are drawn, in this order, if the run has them -> the axis label
 _PANELS = {"kl": "KL(teacher || student)", "sft": "cross-entropy", "held_out_kl": "held-out KL"}
-_PANELS |= {"held_out_sft": "held-out cross-entropy", "grad_norm": "gradient norm", "lr": "learning rate"}
+_PANELS |= {"held_out_sft": "held-out cross-entropy", "score": "early-stopping score"}
+_PANELS |= {"grad_norm": "gradient norm", "lr": "learning rate"}
 
 
 class Reporter:

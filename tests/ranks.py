@@ -35,6 +35,7 @@ def _run(rank: int, world: int, port: int, function: Callable, args: tuple, out:
         os._exit(1)  # the others must not wait for a rank that failed
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    os._exit(0)  # see fcsd.launch.leave
 
 
 def on_ranks(world: int, function: Callable, *args: Any) -> list[Any]:

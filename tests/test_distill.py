@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from fcsd.distill import loop, step
+from fcsd.distill import loop, step, targets
 from fcsd.distill.corpus import load_corpus, load_tokenizer
 from fcsd.distill.data import batch
 from fcsd.distill.losses import IGNORE
@@ -123,7 +123,7 @@ def poisoned(recipe: Any) -> None:
     import os
 
     calls = 0
-    real = step.final_hidden
+    real = targets.final_hidden
 
     def final_hidden(model: Any, data: Any) -> torch.Tensor:
         nonlocal calls
@@ -131,7 +131,7 @@ def poisoned(recipe: Any) -> None:
         hidden = real(model, data)
         return hidden * torch.nan if not model.training and calls > 4 and os.environ["RANK"] == "1" else hidden
 
-    step.final_hidden = final_hidden
+    targets.final_hidden = final_hidden
     loop.distill(recipe)
 
 

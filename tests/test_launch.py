@@ -1,8 +1,10 @@
 """Processes: torchrun only when it is needed, errors that reach every rank, the engine's configuration."""
 
+import atexit
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,24 @@ def alone() -> tuple[Any, ...]:
 
 def test_one_process_needs_no_launcher() -> None:
     assert runs.on_ranks(1, alone) == [(0, 1, "cpu", "cpu")]
+
+
+def depart(code: int, marker: Path) -> None:
+    launch.join_world()
+    atexit.register(marker.touch)
+    threading.Thread(target=threading.Event().wait).start()  # an interpreter that finalises waits for it
+    launch.leave(SystemExit(code))
+
+
+@pytest.mark.parametrize("code", [0, 5, 143])
+def test_a_process_leaves_its_world_with_its_own_exit_code_and_cleans_up(tmp_path: Path, code: int) -> None:
+    assert runs.exit_code(depart, code, tmp_path / "marker") == code
+    assert (tmp_path / "marker").exists()
+
+
+def test_without_a_world_the_interpreter_ends_as_usual() -> None:
+    with pytest.raises(SystemExit, match="7"):
+        launch.leave(SystemExit(7))
 
 
 def test_accumulation_follows_from_the_batch_in_tokens(tmp_path: Path) -> None:

@@ -181,6 +181,10 @@ def _executed(rank: int, wiring: Wiring, modules: dict[str, str]) -> tuple[list[
                 out.register_hook(lambda grad: events.append(label))
 
             layer.get_submodule(path).register_forward_hook(note)
+        # As ZeRO's hooks: they run with the node that accumulates the gradient.
+        layer.get_parameter("mlp.experts.w1").register_post_accumulate_grad_hook(
+            lambda _, k=k: events.append(f"gradient experts{k}")
+        )
     note_exchange = lambda event, exchange, *_: events.append(f"{event} {exchange.name}{exchange.layer}")  # noqa: E731
     ids = tiny.tokens(seed=rank)
     with _watched(note_exchange):
@@ -344,7 +348,8 @@ def test_no_buffer_outlives_its_use(two_ranks, what):
 
 def test_collectives_run_in_the_order_of_the_paper(two_ranks):
     for rank in two_ranks:
-        forward, backward = rank["order"]
+        forward, everything = rank["order"]
+        backward = [event for event in everything if not event.startswith("gradient")]
         # FarSkip Figure 9: dispatch under core attention, combine under shared experts and the next q, k, v.
         assert _between(forward, "launch dispatch1", "land combine1") == [
             *("launch dispatch1", "o1", "land dispatch1", "experts1"),
@@ -356,6 +361,14 @@ def test_collectives_run_in_the_order_of_the_paper(two_ranks):
             *("launch combine2", "shared2", "o2", "land combine2", "experts2"),
             *("launch dispatch2", "gate2", "q2", "land dispatch2", "launch combine1"),
         ]
+
+
+def test_hooks_on_the_experts_gradients_run_once_their_inputs_gradients_are_sent(two_ranks):
+    for rank in two_ranks:
+        _, backward = rank["order"]
+        for k in range(4):
+            place = _between(backward, f"launch dispatch{k}", f"land dispatch{k}").index
+            assert place(f"gradient experts{k}") > 0
 
 
 def test_captured_hidden_states_are_full_streams(two_ranks):

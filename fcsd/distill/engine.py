@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe
 from fcsd.distill import expert_parallel
-from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence
+from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
+from fcsd.distill.targets import Targets, captured
 from fcsd.distill.teacher import final_hidden, output_head
 from fcsd.errors import ConfigError
 from fcsd.launch import World
@@ -29,26 +30,35 @@ class Student(nn.Module):
     def forward(
         self,
         batch: dict[str, Tensor],
-        teacher: tuple[Tensor, Tensor] | None,
+        targets: Targets | None,
         denominator: Tensor,
         terms: tuple[str, ...],
     ) -> dict[str, Tensor]:
-        """The loss terms ``kl`` and ``sft`` named in ``terms``, unweighted, as fp32 scalars.
+        """The loss terms ``kl``, ``sft`` and ``hidden`` named in ``terms``, unweighted, as fp32 scalars.
 
         Args:
             batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``.
-            teacher: final hidden states ``[batch, seq, hidden]`` and output head; ``kl`` needs it.
+            targets: the teacher's part; ``kl`` and ``hidden`` need it.
             denominator: what the sums over tokens are divided by.
         """
-        hidden, head = final_hidden(self.model, batch), output_head(self.model)
-        labels, chunk = batch["labels"], self.objective.chunk_tokens
+        wanted = targets.streams if targets is not None and "hidden" in terms else {}
+        with captured(self.model, tuple(wanted)) as streams:
+            hidden = final_hidden(self.model, batch)
+        head, labels, chunk = output_head(self.model), batch["labels"], self.objective.chunk_tokens
         losses = {}
+        if "hidden" in terms:
+            # Taken out one by one: what backward keeps of a layer replaces both its streams.
+            distances = [
+                squared_distance(streams.pop(k), wanted.pop(k), labels != IGNORE, denominator=denominator)
+                for k in tuple(wanted)
+            ]
+            losses["hidden"] = torch.stack(distances).sum()
         if "kl" in terms:
-            assert teacher is not None
+            assert targets is not None
             losses["kl"] = kl_divergence(
                 hidden,
                 head,
-                *teacher,
+                *targets.output,
                 labels != IGNORE,
                 temperature=self.objective.temperature,
                 denominator=denominator,

@@ -15,13 +15,15 @@ from fcsd.config import Recipe, ResolvedRecipe, Source
 from fcsd.distill import run_dir, state
 from fcsd.distill.corpus import Corpus, load_corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
+from fcsd.distill.early_stop import Scorer, Watch
 from fcsd.distill.engine import DTYPES, accumulation, build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, place_teacher
 from fcsd.distill.preview import preview
 from fcsd.distill.step import all_finite, measure, train_step
-from fcsd.distill.teacher import load_teacher, output_head, teacher_name
+from fcsd.distill.targets import expect_comparable, live_teacher
+from fcsd.distill.teacher import load_teacher, needs_teacher, output_head, teacher_name
 from fcsd.distill.write_model import write_model
-from fcsd.errors import BadInputError, NonFiniteError
+from fcsd.errors import NonFiniteError
 from fcsd.launch import World, join_world
 from fcsd.models.build import load_model
 from fcsd.report import reporting
@@ -29,18 +31,30 @@ from fcsd.report import reporting
 # Recipe fields that the parts of a resumed run need not share: they do not change what is computed, or, for the
 # data, its hashes stand for it.
 _FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "train.save_every")
-_FREE += ("train.eval_every", "train.keep", "train.overlap")
+_FREE += ("train.eval_every", "train.keep", "train.overlap", "early_stop.every", "early_stop.patience", "early_stop.delta")
+_FREE += ("early_stop.data_mirror", "sweep")
+# How far a run goes is free as well; where its schedule ends is not.
+_FREE += ("train.steps", "train.horizon")
 
 
-def distill(resolved: ResolvedRecipe, *, resume: str = "auto", dry_run: bool = False, processes: int = 1) -> Path:
+def distill(
+    resolved: ResolvedRecipe,
+    *,
+    resume: str = "auto",
+    dry_run: bool = False,
+    processes: int = 1,
+    scorer: Scorer | None = None,
+) -> Path:
     """Runs a recipe, from its start or from a checkpoint; every process of the run calls it.
 
     Args:
         resume: ``auto`` continues from the newest whole checkpoint in the run directory, if there is one;
             ``never`` insists on a new run; anything else is the path of a checkpoint.
         dry_run: check the recipe and say what it would do on ``processes``; nothing is written.
+        scorer: the benchmark of ``early_stop.metric``, from ``fcsd.eval.early_score``.
 
-    Returns: the run directory, with ``checkpoints/``, ``final/``, ``metrics.jsonl`` and ``curves.png``.
+    Returns: the run directory, with ``checkpoints/``, ``final/``, ``metrics.jsonl`` and ``curves.png``. With early
+        stopping, ``final/`` is the best checkpoint, else the last.
 
     Raises:
         ConfigError, BadInputError: before anything is written.
@@ -57,11 +71,11 @@ def distill(resolved: ResolvedRecipe, *, resume: str = "auto", dry_run: bool = F
             datasets.disable_progress_bars()
             transformers.utils.logging.disable_progress_bar()
         world.on_first(lambda: held.enter_context(run_dir.claim(run)))
-        _distill(resolved, resume, run, world)
+        _distill(resolved, resume, run, world, scorer)
     return run
 
 
-def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World) -> None:
+def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, scorer: Scorer | None) -> None:
     recipe, train = resolved.recipe, resolved.recipe.train
     accumulation(recipe, world.size)
     check(recipe, world.size)
@@ -72,6 +86,7 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World) -> 
     student_dir = resolve(recipe.model).path
     model = load_model(student_dir, dtype=DTYPES[train.dtype])
     teacher = _teacher(recipe, model, world)
+    targets = None if teacher is None else live_teacher(teacher, recipe.objective)
     tokenizer, vocab_size = load_tokenizer(student_dir), len(output_head(model))
     corpora = [_corpus(source, tokenizer, vocab_size, world) for source in recipe.data.sources]
     rows = training_rows(recipe, corpora)
@@ -80,66 +95,68 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World) -> 
         held_out = Rows(_corpus(recipe.data.held_out, tokenizer, vocab_size, world), recipe.data.seq_len)
     engine = build_engine(model, recipe, world)
     identity = _identity(recipe, corpora, world)
-    done = state.load(checkpoint, world, engine, identity)["step"] if checkpoint else 0
+    progress = state.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
+    done, watch = progress["step"], Watch(recipe.early_stop, scorer, progress)
     world.on_first(lambda: run_dir.describe(run, resolved))
 
     with ExitStack() as shown:
         reporter = shown.enter_context(reporting(run, resolved, start=done)) if world.rank == 0 else None
         seconds, logged = 0.0, (done, 0.0)
         for step in range(done + 1, train.steps + 1):
+            if watch.verdict.stop:
+                break
             began = time.perf_counter()
-            metrics = train_step(engine, teacher, rows, recipe, world, step)
+            metrics = train_step(engine, targets, rows, recipe, world, step)
             seconds += time.perf_counter() - began
             if not all_finite(metrics):
                 raise NonFiniteError(
                     f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}",
                     hint=f"the last good checkpoint is {checkpoint or 'the start'}; lower train.lr or use fp32",
                 )
-            last = step == train.steps
-            measured = held_out is not None and (last or _due(step, train.eval_every))
+            scored = watch.due(step)
+            measured = held_out is not None and (scored or step == train.steps or _due(step, train.eval_every))
             if held_out is not None and measured:
-                metrics |= measure(engine, teacher, held_out, recipe, world)
+                metrics |= measure(engine, targets, held_out, recipe, world)
+            if scored:
+                metrics |= watch.look(model, tokenizer, step, metrics)
+            last = step == train.steps or watch.verdict.stop
             if reporter:
                 reporter.advance(step)
-                if last or measured or step == 1 or _due(step, train.log_every):
+                if last or measured or scored or step == 1 or _due(step, train.log_every):
                     speed = (step - logged[0]) * train.batch_tokens / (seconds - logged[1])
                     logged = (step, seconds)
                     counts = {"step": step, "tokens": step * train.batch_tokens}
                     reporter.log({**counts, **metrics, "tokens_per_second": speed, "seconds": seconds})
-            if last or _due(step, train.save_every):
+            if last or watch.verdict.best == step or _due(step, train.save_every):
                 checkpoint = state.save(
                     folder,
                     world,
                     engine,
                     step=step,
                     identity=identity,
-                    progress={"step": step, "tokens": step * train.batch_tokens},
+                    progress={"step": step, "tokens": step * train.batch_tokens, **watch.progress()},
                     write_model=lambda directory: write_model(model, student_dir, directory, world),
                 )
-                world.on_first(lambda: state.retain(folder, train.keep))
+                world.on_first(lambda: state.retain(folder, train.keep, watch.verdict.best))
         if checkpoint:
-            final = checkpoint / state.MODEL
-            world.on_first(lambda: run_dir.publish(final, run))
+            last_model, best = checkpoint / state.MODEL, state.best(folder, watch.verdict.best)
+            world.on_first(lambda: run_dir.publish(state.verified_model(best) if best else last_model, run))
 
 
 def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
-    """The rows of the whole run in their order."""
-    whole = recipe.train.steps * (recipe.train.batch_tokens // recipe.data.seq_len)
+    """The rows of the whole schedule in their order, of which a shorter run takes the first."""
+    whole = recipe.train.schedule_steps * (recipe.train.batch_tokens // recipe.data.seq_len)
     packed = [Rows(corpus, recipe.data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
     return Mixture(packed, [source.weight for source in recipe.data.sources], whole, recipe.seed)
 
 
 def _teacher(recipe: Recipe, model: PreTrainedModel, world: World) -> PreTrainedModel | None:
     """The teacher, if the loss has a use for it."""
-    if not recipe.objective.kl:
+    if not needs_teacher(recipe):
         return None
     name = teacher_name(recipe)
     teacher = load_teacher(name, dtype=DTYPES[recipe.train.dtype], device=torch.device("cpu"))
-    if len(output_head(teacher)) != len(output_head(model)):
-        raise BadInputError(
-            f"teacher {name} and student {recipe.model} have vocabularies of {len(output_head(teacher))} and "
-            f"{len(output_head(model))} tokens"
-        )
+    expect_comparable(model, teacher, recipe, name)
     return place_teacher(teacher, recipe.train, world)
 
 
@@ -168,7 +185,7 @@ def _identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, 
         if not key.startswith(_FREE) and not (key.startswith("data.sources.") and key.endswith((".path", ".format")))
     }
     files = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.files.items()}
-    return {**own, **files, "processes": world.size}
+    return {**own, **files, "train.schedule_steps": recipe.train.schedule_steps, "processes": world.size}
 
 
 def _due(step: int, every: int) -> bool:

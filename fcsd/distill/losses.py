@@ -7,7 +7,7 @@ a divergence near alignment comes out with the wrong sign.
 
 Every loss is a sum over the positions where ``mask`` is true, divided by ``denominator``. The caller passes
 ``max(1, unmasked positions of the whole global batch)`` for a token mean, or 1 for the plain sum of FarSkip's
-equations 3 and 4, so that neither accumulation nor the number of ranks changes the gradient.
+equations 3 to 5, so that neither accumulation nor the number of ranks changes the gradient.
 """
 
 from collections.abc import Callable
@@ -109,6 +109,35 @@ def cross_entropy(
         return loss, gradient.scatter_add_(1, targets[rows], -torch.ones_like(gradient[:, :1]))
 
     return _chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens) / denominator
+
+
+def squared_distance(student: Tensor, teacher: Tensor, mask: Tensor, *, denominator: float | Tensor = 1.0) -> Tensor:
+    """``‖o - t‖²`` of one layer's full streams, summed over hidden units and positions (FarSkip eq. 5).
+
+    Kept for backward is the difference alone, in the student's dtype.
+
+    Args:
+        student, teacher: ``[..., hidden]`` after the same layer, before any norm.
+        mask: ``[...]`` bool, true where the position counts.
+
+    Returns: an fp32 scalar with a gradient to ``student``.
+    """
+    return _SquaredDistance.apply(student, teacher.detach(), mask) / denominator  # type: ignore[operator]
+
+
+class _SquaredDistance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+        accurate = torch.promote_types(student.dtype, torch.float32)
+        difference = torch.where(mask.unsqueeze(-1), student.to(accurate) - teacher.to(accurate), 0.0)
+        ctx.save_for_backward(difference.to(student.dtype))
+        return difference.square().sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        (difference,) = ctx.saved_tensors
+        return difference * (2 * upstream).to(difference.dtype), None, None
 
 
 def _fuses(head: Tensor) -> bool:

@@ -10,7 +10,7 @@ from fcsd.distill.data import Rows, batch
 from fcsd.distill.engine import accumulation
 from fcsd.distill.expert_parallel import check
 from fcsd.distill.losses import IGNORE
-from fcsd.distill.teacher import teacher_name
+from fcsd.distill.teacher import needs_teacher, teacher_name
 from fcsd.models.build import register
 
 
@@ -31,7 +31,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     packed = [Rows(corpus, data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
     if data.held_out:
         Rows(load_corpus(data.held_out, tokenizer, vocab_size), data.seq_len)
-    teacher = teacher_name(recipe) if recipe.objective.kl else "none, the loss is cross-entropy"
+    teacher = teacher_name(recipe) if needs_teacher(recipe) else "none, the loss is cross-entropy"
     lines = [
         f"student     {recipe.model}, {parameters:,} parameters in {train.dtype}",
         f"teacher     {teacher}",

@@ -181,9 +181,29 @@ def verify(checkpoint: Path) -> None:
             raise CheckpointError(f"{checkpoint}: {name} is damaged, its sha256 differs")
 
 
-def retain(folder: Path, keep: int) -> None:
-    """Deletes all but the newest ``keep`` checkpoints, after a new one has been committed."""
+def verified_model(checkpoint: Path) -> Path:
+    """The model directory of a checkpoint, its files held against the manifest.
+
+    Raises:
+        CheckpointError: one is damaged or missing.
+    """
+    for name, entry in read_manifest(checkpoint)["files"].items():
+        path = checkpoint / name
+        if name.startswith(f"{MODEL}/") and not (path.is_file() and _sha256(path) == entry["sha256"]):
+            raise CheckpointError(f"{checkpoint}: {name} is damaged or missing, its sha256 differs")
+    return checkpoint / MODEL
+
+
+def best(folder: Path, step: int | None) -> Path | None:
+    """The checkpoint of the best step, if that is known and still there."""
+    return next((path for path in checkpoints(folder) if path.name == f"step-{step}"), None)
+
+
+def retain(folder: Path, keep: int, best_step: int | None = None) -> None:
+    """Deletes all but the newest ``keep`` checkpoints and the best, after a new one has been committed."""
     for old in checkpoints(folder)[:-keep]:
+        if old == best(folder, best_step):
+            continue
         doomed = old.with_name(f"{old.name}.tmp-{uuid.uuid4().hex[:8]}")
         old.rename(doomed)  # a half-deleted checkpoint must not look like a damaged one
         shutil.rmtree(doomed)

@@ -6,27 +6,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from fcsd.config import Recipe, Train
 from fcsd.distill.data import Mixture, Rows, batch
 from fcsd.distill.expert_parallel import clip_without_zero
 from fcsd.distill.losses import IGNORE
-from fcsd.distill.teacher import final_hidden, output_head
+from fcsd.distill.targets import Teacher
 from fcsd.launch import World
 
 
 def loss_weights(recipe: Recipe) -> dict[str, float]:
     """The terms of the loss that count, each with its weight."""
-    weights = {"kl": recipe.objective.kl, "sft": recipe.objective.sft}
+    objective = recipe.objective
+    weights = {"kl": objective.kl, "sft": objective.sft, "hidden": objective.hidden.weight}
     return {name: weight for name, weight in weights.items() if weight}
 
 
 def learning_rate(train: Train, step: int) -> float:
-    """The rate of step 1, 2, ... ``train.steps``: a linear rise to ``lr``, then the schedule down to ``min_lr``."""
+    """The rate of step 1, 2, ...: a linear rise to ``lr``, then down to ``min_lr`` at the end of the schedule."""
     if step <= train.warmup_steps:
         return train.lr * step / train.warmup_steps
-    progress = (step - train.warmup_steps) / (train.steps - train.warmup_steps)
+    progress = (step - train.warmup_steps) / (train.schedule_steps - train.warmup_steps)
     shape = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
     return train.min_lr + (train.lr - train.min_lr) * shape[train.schedule]
 
@@ -40,7 +40,7 @@ def rows_of_step(recipe: Recipe, world: World, step: int) -> list[range]:
 
 def train_step(
     engine: Any,
-    teacher: PreTrainedModel | None,
+    teacher: Teacher | None,
     rows: Mixture,
     recipe: Recipe,
     world: World,
@@ -51,7 +51,8 @@ def train_step(
     The loss is of the global batch before the step. If it is not finite on any rank, no rank changes a weight.
     """
     weights = loss_weights(recipe)
-    batches = [_to(world, batch(rows, numbers)) for numbers in rows_of_step(recipe, world, step)]
+    numbers = rows_of_step(recipe, world, step)
+    batches = [_to(world, batch(rows, micro)) for micro in numbers]
     positions = torch.stack([(micro["labels"] != IGNORE).sum() for micro in batches]).sum()
     dist.all_reduce(positions)
     denominator = positions.clamp(min=1) if recipe.objective.reduction == "mean" else torch.ones_like(positions)
@@ -60,13 +61,14 @@ def train_step(
         group["lr"] = rate
     totals = torch.zeros(len(weights), device=world.device)
     norm = None
-    for number, micro in enumerate(batches, 1):
-        terms = engine(micro, _targets(teacher, micro), denominator, tuple(weights))
+    for micro, own in zip(batches, numbers, strict=True):
+        targets = None if teacher is None else teacher(micro, own)
+        terms = engine(micro, targets, denominator, tuple(weights))
         totals += torch.stack([terms[name].detach() for name in weights])
         loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
         # Each term is divided by the global batch already; the engine would average the ranks' gradients.
         engine.backward(loss * world.size, scale_wrt_gas=False)
-        if number == len(batches):
+        if micro is batches[-1]:
             dist.all_reduce(totals)
             if not totals.isfinite().all():
                 break
@@ -80,9 +82,14 @@ def train_step(
 
 
 @torch.no_grad()
-def measure(engine: Any, teacher: PreTrainedModel | None, rows: Rows, recipe: Recipe, world: World) -> dict[str, float]:
-    """Mean cross-entropy and, with a teacher, KL per token over all rows of one epoch; no random number is drawn."""
+def measure(engine: Any, teacher: Teacher | None, rows: Rows, recipe: Recipe, world: World) -> dict[str, float]:
+    """The terms per token over all rows of one epoch: cross-entropy and, with a teacher, KL; ``hidden`` if it counts.
+
+    No random number is drawn.
+    """
     terms = ("sft",) if teacher is None else ("kl", "sft")
+    if recipe.objective.hidden.weight:
+        terms = (*terms, "hidden")
     micro = recipe.train.micro_batch_size
     totals = torch.zeros(len(terms) + 1, device=world.device, dtype=torch.float64)
     one = torch.ones((), device=world.device)
@@ -94,7 +101,8 @@ def measure(engine: Any, teacher: PreTrainedModel | None, rows: Rows, recipe: Re
         data = _to(world, batch(rows, numbers or [0]))
         if not numbers:
             data["labels"].fill_(IGNORE)
-        losses = engine(data, _targets(teacher, data), one, terms)
+        targets = None if teacher is None else teacher(data, numbers or [0])
+        losses = engine(data, targets, one, terms)
         totals += torch.stack([*(losses[name] for name in terms), (data["labels"] != IGNORE).sum()])
     engine.train()
     dist.all_reduce(totals)
@@ -104,14 +112,6 @@ def measure(engine: Any, teacher: PreTrainedModel | None, rows: Rows, recipe: Re
 
 def _to(world: World, data: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to(world.device) for name, tensor in data.items()}
-
-
-def _targets(teacher: PreTrainedModel | None, micro: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """What the teacher makes of a micro-batch: final hidden states and output head."""
-    if teacher is None:
-        return None
-    with torch.no_grad():
-        return final_hidden(teacher, micro), output_head(teacher)
 
 
 def all_finite(metrics: dict[str, float]) -> bool:

@@ -12,6 +12,11 @@ from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, load_model
 
 
+def needs_teacher(recipe: Recipe) -> bool:
+    """Whether a term of the loss compares with a teacher."""
+    return bool(recipe.objective.kl or recipe.objective.hidden.weight)
+
+
 def teacher_name(recipe: Recipe) -> str:
     """Directory or hub id of the teacher: the recipe's, or the base model that the student was converted from.
 

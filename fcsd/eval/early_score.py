@@ -1,28 +1,47 @@
-"""A score in the middle of training, by which to stop early: MBPP+ of the model as it is now."""
+"""A score in the middle of training, by which to stop early: a benchmark of the model as it is now."""
 
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fcsd.config import EarlyStop
+from fcsd.distill.early_stop import Score, Scorer
 from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.results import PERPLEXITIES
+from fcsd.eval.sandbox import find_sandbox
+from fcsd.eval.suite import EVALPLUS, SANDBOX, select
+from fcsd.eval.tasks import load_tasks
 from fcsd.eval.team import Team
 from fcsd.launch import World
 
 TASK = "MBPP+"
+# Names of the code benchmarks that hold in every suite.
+_COLUMNS = {"mbpp_plus": TASK, "humaneval_plus": "HEval+"}
 
 
-@dataclass(frozen=True)
-class Score:
-    """A fraction, its standard error, and the number of items it was measured on."""
+def scorer(settings: EarlyStop, *, accept_unsafe_exec: bool = False) -> Scorer | None:
+    """What the recipe wants a run to be scored with; None where that takes no benchmark.
 
-    value: float
-    stderr: float
-    n: int
+    Raises:
+        ConfigError: no such suite or task.
+        BadInputError: the task's data are missing.
+        FcsdError: generated programs would have to run without a sandbox.
+    """
+    if settings.benchmark is None:
+        return None
+    task = _COLUMNS.get(settings.benchmark, settings.benchmark)
+    (row,) = select(settings.suite, [task])
+    mirror = None if settings.data_mirror is None else Path(settings.data_mirror).absolute()
+    with load_tasks([row], mirror):  # better missing now than after a thousand steps
+        pass
+    if row.harness in (SANDBOX, EVALPLUS):
+        find_sandbox(accept_unsafe_exec=accept_unsafe_exec)
+    run = partial(score, suite=settings.suite, task=task, data_mirror=mirror, limit=settings.limit)
+    return Scorer(partial(run, accept_unsafe_exec=accept_unsafe_exec), "min" if row.metric in PERPLEXITIES else "max")
 
 
 def score(

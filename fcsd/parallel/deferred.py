@@ -107,9 +107,7 @@ class Deferred:
         assert rows is not None, "a deferred tensor is awaited once"
         if self._exchange is None:
             return rows
-        received = _Await.apply(rows, self._exchange)
-        order.run_at(received, order.LAUNCH)
-        return received
+        return _Await.apply(rows, self._exchange)
 
 
 def launch(rows: Tensor, exchange: Exchange, gradient_awaited_at: int | None) -> Deferred:

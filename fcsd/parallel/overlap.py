@@ -61,12 +61,16 @@ DEFAULTS: dict[tuple[int, int], Schedule] = {
 
 @dataclass(frozen=True)
 class LayerOverlap(LayerWiring):
-    """How a layer reads, and how it overlaps: ``moe`` is None for a dense layer, ``side`` None without CUDA."""
+    """How a layer reads, and how it overlaps: ``moe`` is None for a dense layer, ``side`` None without CUDA.
+
+    ``accumulations`` are autograd's nodes for the gradients of its experts.
+    """
 
     index: int
     schedule: Schedule
     moe: AutoEPMoELayer | None
     side: torch.cuda.Stream | None
+    accumulations: list[Any]
 
 
 class OverlappedLayer(WiredLayer):
@@ -139,6 +143,10 @@ class _Mlp:
             settled = shared(self.x)
         if moe is not None:
             self.launch()
+            # The experts' gradients are accumulated, and ZeRO's hooks run, once dispatch's gradient is on the wire.
+            assert self.dispatch_awaited_at is not None
+            for node in self.plan.accumulations:
+                node._set_sequence_nr(self.dispatch_awaited_at + 1)
             moe.run_experts(self.combine_awaited_at)
             if shared is not None and settled is None:
                 settled = shared(self.x)
@@ -222,5 +230,6 @@ def overlap(
             schedule=replace(schedule, eager=schedule.eager or mode == "eager-sync"),
             moe=block if isinstance(block, AutoEPMoELayer) else None,
             side=side,
+            accumulations=order.accumulations(block.experts) if isinstance(block, AutoEPMoELayer) else [],
         )
         layer.__class__ = _overlapped_class(layer.unwired)

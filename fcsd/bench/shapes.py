@@ -1,0 +1,105 @@
+"""The dimensions of the models that benchmarks use, as transformers configs; weights are random."""
+
+from collections.abc import Callable
+
+from transformers import DeepseekV2Config, DeepseekV3Config, PretrainedConfig, Qwen3MoeConfig
+
+
+def deepseek_v2_lite(layers: int) -> PretrainedConfig:
+    """DeepSeek-V2-Lite (27 layers), the first layer dense."""
+    return DeepseekV2Config(
+        vocab_size=102400,
+        hidden_size=2048,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        first_k_dense_replace=1,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        head_dim=64,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+        max_position_embeddings=163840,
+    )
+
+
+def deepseek_v3(layers: int) -> PretrainedConfig:
+    """DeepSeek-V3's layers (61), every one of them MoE as in FarSkip Table 3, without its MTP layer."""
+    return DeepseekV3Config(
+        vocab_size=129280,
+        hidden_size=7168,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        first_k_dense_replace=0,
+        n_group=8,
+        topk_group=4,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        max_position_embeddings=163840,
+    )
+
+
+def qwen3_30b_a3b(layers: int) -> PretrainedConfig:
+    """Qwen3-30B-A3B (48 layers)."""
+    return Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        max_position_embeddings=40960,
+    )
+
+
+def tiny(layers: int) -> PretrainedConfig:
+    """A qwen3_moe of a few thousand parameters, to try a benchmark on CPUs."""
+    return Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=4096,
+    )
+
+
+SHAPES: dict[str, Callable[[int], PretrainedConfig]] = {
+    "deepseek-v2-lite": deepseek_v2_lite,
+    "deepseek-v3": deepseek_v3,
+    "qwen3-30b-a3b": qwen3_30b_a3b,
+    "tiny": tiny,
+}

@@ -1,0 +1,246 @@
+"""How much communication a profiler trace hides, by the ranges ``fcsd::{kind}.{pass}.L{layer}`` that fcsd records.
+
+A collective is every device event whose launch lies in such a range: autograd sequence numbers are altered on
+purpose, so the profiler's own links from backward to forward say nothing. Computation is every kernel of neither a
+range nor NCCL. Copies and fills outside a range are neither, as HolisticTraceAnalysis counts them.
+"""
+
+import gzip
+import json
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fcsd.errors import BadInputError
+
+RANGE = re.compile(r"fcsd::(?P<kind>\w+)\.(?P<passes>\w+)\.L(?P<layer>\d+)")
+_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_LAUNCHES = {"cuda_runtime", "cuda_driver"}
+
+
+class Call(NamedTuple):
+    """One collective on one rank: its times in µs on the device's clock."""
+
+    kind: str  # dispatch, combine, plan, reduce
+    passes: str  # fwd, bwd, recompute
+    layer: int
+    start: float
+    end: float
+
+
+class Kernel(NamedTuple):
+    """One kernel of computation, in µs."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank's trace says."""
+
+    rank: int
+    calls: list[Call]
+    computation: list[Kernel]
+    busy: np.ndarray  # [n, 2], disjoint: when something is computed
+    nccl: np.ndarray  # [n, 2], disjoint: when any NCCL kernel runs, whoever launched it
+    not_nccl: np.ndarray  # [n, 2], disjoint: when any other kernel runs, those inside a range included
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The calls of one kind in one pass, over all ranks given; times in ms, summed."""
+
+    calls: int
+    on_device: float  # from the start of a call to its end, waiting for late ranks included
+    hidden: float  # of it, while something is computed
+    late: float | None  # of it, before the last rank's start; None with one trace
+
+    @property
+    def share(self) -> float:
+        """The paper's percentage: the part of the time on the device that lies under computation (FarSkip Table 3)."""
+        return self.hidden / self.on_device if self.on_device else 0.0
+
+    @property
+    def exposed(self) -> float:
+        return self.on_device - self.hidden
+
+
+def read(path: Path) -> Trace:
+    """A Chrome trace that ``torch.profiler`` exported, plain or gzipped.
+
+    Raises:
+        BadInputError: not such a trace, or no ``fcsd::`` range with device events in it.
+    """
+    try:
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        content = json.loads(text)
+        events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise BadInputError(f"{path} is not a Chrome trace of torch.profiler") from error
+    ranges = _ranges(events)
+    owner = {
+        event["args"]["correlation"]: found
+        for event in events
+        if event.get("cat") in _LAUNCHES and (found := _enclosing(ranges, event)) is not None
+    }
+    spans: dict[tuple[int, str], tuple[float, float]] = {}
+    computation: list[Kernel] = []
+    nccl, not_nccl = [], []
+    for event in events:
+        if event.get("cat") not in _ON_DEVICE:
+            continue
+        start, end = event["ts"], event["ts"] + event["dur"]
+        is_nccl = event["name"].startswith("nccl")
+        if event["cat"] == "kernel":
+            (nccl if is_nccl else not_nccl).append((start, end))
+        if (found := owner.get(event["args"].get("correlation"))) is not None:
+            first, last = spans.get(found, (start, end))
+            spans[found] = min(first, start), max(last, end)
+        elif event["cat"] == "kernel" and not is_nccl:
+            computation.append(Kernel(event["name"], start, end))
+    if not spans:
+        raise BadInputError(
+            f"{path}: no collective of fcsd ran on a device in it",
+            hint="profile CPU and CUDA activities of a model under fcsd.parallel.overlap",
+        )
+    calls = []
+    for (_, name), (start, end) in spans.items():
+        match = RANGE.fullmatch(name)
+        assert match is not None
+        calls.append(Call(match["kind"], match["passes"], int(match["layer"]), start, end))
+    calls.sort(key=lambda call: call.start)
+    rank = content.get("distributedInfo", {}).get("rank", 0)
+    computation.sort(key=lambda kernel: kernel.start)
+    busy = union([(kernel.start, kernel.end) for kernel in computation])
+    return Trace(rank, calls, computation, busy, union(nccl), union(not_nccl))
+
+
+def _ranges(events: list[dict[str, Any]]) -> dict[tuple[Any, Any], list[tuple[float, float, int, str]]]:
+    """The ranges of fcsd by process and thread, in order: start, end, number, name. They never nest."""
+    ranges = defaultdict(list)
+    for number, event in enumerate(events):
+        if event.get("cat") == "user_annotation" and RANGE.fullmatch(event["name"]):
+            ranges[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], number, event["name"]))
+    return {thread: sorted(found) for thread, found in ranges.items()}
+
+
+def _enclosing(ranges: dict[Any, list[tuple[float, float, int, str]]], event: dict[str, Any]) -> tuple[int, str] | None:
+    """Number and name of the range in which a launch lies."""
+    found = ranges.get((event["pid"], event["tid"]), [])
+    place = bisect_right(found, (event["ts"], float("inf"))) - 1
+    if place < 0 or event["ts"] > found[place][1]:
+        return None
+    return found[place][2:]
+
+
+def union(intervals: list[tuple[float, float]]) -> np.ndarray:
+    """Disjoint intervals ``[n, 2]`` in order that cover the same points."""
+    ordered = np.array(sorted(intervals), dtype=np.float64).reshape(-1, 2)
+    if not len(ordered):
+        return ordered
+    reach = np.maximum.accumulate(ordered[:, 1])
+    first = np.r_[True, ordered[1:, 0] > reach[:-1]]
+    return np.stack([ordered[first, 0], reach[np.r_[first[1:], True]]], axis=1)
+
+
+def covered(start: float, end: float, by: np.ndarray) -> float:
+    """How much of an interval lies in the disjoint intervals ``by [n, 2]``."""
+    return float(np.clip(np.minimum(by[:, 1], end) - np.maximum(by[:, 0], start), 0, None).sum())
+
+
+def overlaps(traces: list[Trace], *, without_last: bool = False) -> dict[tuple[str, str], Overlap]:
+    """(kind, pass) -> what is hidden of it; the kind ``all`` sums dispatch and combine.
+
+    Args:
+        traces: one of each rank, or of some; with several, times on the device before the last rank's start count
+            as waiting.
+        without_last: leave out the combine of the last layer in each pass, which nothing follows (and its gradient,
+            which nothing precedes).
+    """
+    last = max(call.layer for trace in traces for call in trace.calls)
+    starts = _last_starts(traces)
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
+    for trace in traces:
+        for key, call in _numbered(trace.calls):
+            if without_last and (call.kind, call.layer) == ("combine", last):
+                continue
+            late = min(max(0.0, starts[key] - call.start), call.end - call.start)
+            values = 1, call.end - call.start, covered(call.start, call.end, trace.busy), late
+            kinds = [call.kind, "all"] if call.kind in ("dispatch", "combine") else [call.kind]
+            for kind in kinds:
+                sums[kind, call.passes] = [a + b for a, b in zip(sums[kind, call.passes], values, strict=True)]
+    return {
+        key: Overlap(int(calls), on_device / 1e3, hidden / 1e3, late / 1e3 if len(traces) > 1 else None)
+        for key, (calls, on_device, hidden, late) in sorted(sums.items())
+    }
+
+
+def _numbered(calls: list[Call]) -> list[tuple[tuple[str, str, int, int], Call]]:
+    """Each call with its kind, pass, layer, and how often that came before: what names it on every rank."""
+    seen: dict[tuple[str, str, int], int] = defaultdict(int)
+    numbered = []
+    for call in calls:
+        key = call[:3]
+        numbered.append(((*key, seen[key]), call))
+        seen[key] += 1
+    return numbered
+
+
+def _last_starts(traces: list[Trace]) -> dict[tuple[str, str, int, int], float]:
+    starts: dict[tuple[str, str, int, int], float] = {}
+    for trace in traces:
+        for key, call in _numbered(trace.calls):
+            starts[key] = max(starts.get(key, call.start), call.start)
+    return starts
+
+
+def hta_overlap(trace: Trace) -> float:
+    """The percentage that HolisticTraceAnalysis's ``get_comm_comp_overlap`` gives for this rank.
+
+    Of the time in which any NCCL kernel runs, ZeRO's and the split plan's included, the part in which a kernel of
+    computation runs too.
+    """
+    total = float((trace.nccl[:, 1] - trace.nccl[:, 0]).sum())
+    return 100 * sum(covered(start, end, trace.not_nccl) for start, end in trace.nccl) / total if total else 0.0
+
+
+def to_text(traces: list[Trace]) -> str:
+    """The table that `fcsd bench trace` prints."""
+    lines = [
+        f"{'':20s} {'calls':>6s} {'on device ms':>13s} {'late ms':>8s} {'hidden':>8s} {'exposed ms':>11s}",
+    ]
+    trimmed = overlaps(traces, without_last=True)
+    for (kind, passes), found in overlaps(traces).items():
+        late = "-" if found.late is None else f"{found.late:.2f}"
+        name = "dispatch+combine" if kind == "all" else kind
+        line = f"{name + ' ' + passes:20s} {found.calls:6d} {found.on_device:13.2f} {late:>8s} {found.share:8.1%}"
+        line += f" {found.exposed:11.2f}"
+        if kind == "all" and (kind, passes) in trimmed:
+            line += f"   {trimmed[kind, passes].share:.1%} without the last layer's combine"
+        lines.append(line)
+    hta = ", ".join(f"rank {trace.rank} {hta_overlap(trace):.2f} %" for trace in traces)
+    lines.append(f"HolisticTraceAnalysis's overlap of all NCCL kernels: {hta}")
+    return "\n".join(lines)
+
+
+def to_json(traces: list[Trace]) -> dict[str, Any]:
+    """The same as data: times in ms, shares in 0..1, HTA's figure in per cent."""
+
+    def rows(found: dict[tuple[str, str], Overlap]) -> dict[str, Any]:
+        return {
+            f"{kind}.{passes}": {**vars(overlap), "share": overlap.share, "exposed": overlap.exposed}
+            for (kind, passes), overlap in found.items()
+        }
+
+    return {
+        "overlap": rows(overlaps(traces)),
+        "without_last_combine": rows(overlaps(traces, without_last=True)),
+        "hta": {str(trace.rank): hta_overlap(trace) for trace in traces},
+    }

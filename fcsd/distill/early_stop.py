@@ -1,0 +1,134 @@
+"""Early stopping: a score every so many steps, the best of them, and when no better one is to be expected.
+
+FarSkip section 5.1: a converted model may collapse late in training, so its authors stop early by MBPP+. How often
+they score, their patience and what they count as better are not published; the defaults are ours.
+
+This module says what a score is and what follows from a history of scores. Benchmarks are run by ``fcsd.eval``,
+which imports ``distill`` and not the other way round: the command that starts a run hands it a ``Scorer``.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from fcsd.config import HELD_OUT, NO_METRIC, EarlyStop
+from fcsd.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    ScoreFunction = Callable[[PreTrainedModel, PreTrainedTokenizerBase, int, dist.ProcessGroup | None], "Score"]
+
+# 0.51 is not better than 0.50 by more than 0.01, whatever the last bit of the difference says.
+_ROUNDING = 1e-9
+
+# One entry a score, as it is kept in checkpoints: ``step`` and ``value``, for benchmarks ``stderr`` and ``n`` too.
+History = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A fraction or a perplexity, its standard error, and the number of items it was measured on."""
+
+    value: float
+    stderr: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A benchmark for a model in training.
+
+    Attributes:
+        score: ``score(model, tokenizer, step, group)``, called on all ranks with the same result. It leaves random
+            numbers, modes and the placement of the weights as found, and does not take for ever.
+        mode: whether the largest or the smallest score is the best.
+    """
+
+    score: "ScoreFunction"
+    mode: Literal["max", "min"] = "max"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from a history: the step of the best score, the scores since the last improvement, and the end."""
+
+    best: int | None
+    waited: int
+    stop: bool
+
+
+def judge(history: Sequence[dict[str, Any]], settings: EarlyStop, mode: Literal["max", "min"]) -> Verdict:
+    """Whether to stop, and which step to keep.
+
+    A score improves on the last one that did if it is better by more than ``delta``: of that score where
+    ``delta_kind`` is ``relative``, else as it stands. After ``patience`` scores in a row that do not improve, the run
+    stops. The best step is that of the best score, however small its lead, the earliest among equals.
+    """
+    sign = 1.0 if mode == "max" else -1.0
+    reference, waited = None, 0
+    for value in (entry["value"] for entry in history):
+        needed = settings.delta * (abs(reference or 0.0) if settings.delta_kind == "relative" else 1.0)
+        if reference is None or sign * (value - reference) > needed + _ROUNDING:
+            reference, waited = value, 0
+        else:
+            waited += 1
+    best = max(history, key=lambda entry: sign * entry["value"])["step"] if history else None
+    return Verdict(best, waited, waited >= settings.patience)
+
+
+class Watch:
+    """The scores of one run so far; with metric ``none`` it never looks and never stops.
+
+    Args:
+        settings: the recipe's.
+        scorer: the benchmark; the metrics ``none`` and ``held_out`` need none.
+        progress: that of the checkpoint the run continues from.
+
+    Raises:
+        ConfigError: the recipe names a benchmark and the caller gave no scorer.
+    """
+
+    def __init__(self, settings: EarlyStop, scorer: Scorer | None, progress: dict[str, Any]) -> None:
+        if settings.benchmark and scorer is None:
+            raise ConfigError(f"early_stop.metric {settings.benchmark} needs a scorer", "see fcsd.eval.early_score")
+        self._settings, self._scorer = settings, scorer
+        self._mode: Literal["max", "min"] = "min" if scorer is None else scorer.mode
+        self._history: History = list(progress.get("scores", []))
+
+    def due(self, step: int) -> bool:
+        """Whether the model is scored after this step; the held-out loss is measured then, too."""
+        return self._settings.metric != NO_METRIC and step % self._settings.every == 0
+
+    def look(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        step: int,
+        metrics: dict[str, float],
+    ) -> dict[str, float]:
+        """Scores the model and returns what is to be logged; every rank calls this.
+
+        Args:
+            metrics: those of this step; ``held_out`` is the cross-entropy among them.
+        """
+        if self._settings.metric == HELD_OUT:
+            entry = {"value": metrics["held_out_sft"]}
+        else:
+            assert self._scorer is not None
+            entry = asdict(self._scorer.score(model, tokenizer, step, None))
+        self._history.append({"step": step, **entry})
+        verdict = self.verdict
+        return {"score": entry["value"], "best_step": verdict.best or step, "waited": verdict.waited}
+
+    @property
+    def verdict(self) -> Verdict:
+        """What follows from the scores so far."""
+        return judge(self._history, self._settings, self._mode)
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        if self._settings.metric == NO_METRIC:
+            return {}
+        return {"scores": self._history, "best": self.verdict.best}

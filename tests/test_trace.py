@@ -1,0 +1,96 @@
+"""The share of communication that a trace hides, on traces small enough to count by hand."""
+
+import gzip
+import json
+
+import pytest
+
+from fcsd.bench import trace
+from fcsd.errors import BadInputError
+
+
+def event(category, name, start, end, **args):
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start, "pid": 1, "tid": 7, "args": args}
+
+
+def call(name, launched, start, end, correlation):
+    """A range on the host, the launch in it, and the NCCL kernel that it launched."""
+    return [
+        event("user_annotation", name, launched, launched + 2),
+        event("cuda_runtime", "cudaLaunchKernelExC", launched + 1, launched + 1.5, correlation=correlation),
+        event("kernel", "ncclDevKernel_SendRecv", start, end, correlation=correlation),
+    ]
+
+
+def computed(start, end, correlation):
+    return [
+        event("cuda_runtime", "cudaLaunchKernel", start - 1, start - 0.5, correlation=correlation),
+        event("kernel", "gemm", start, end, correlation=correlation),
+    ]
+
+
+def write(path, events, rank=0):
+    path.write_text(json.dumps({"traceEvents": events, "distributedInfo": {"rank": rank}}))
+    return path
+
+
+EVENTS = [
+    *call("fcsd::dispatch.fwd.L0", 0, 100, 140, 1),
+    *call("fcsd::combine.fwd.L0", 10, 200, 220, 2),
+    *call("fcsd::dispatch.bwd.L0", 20, 300, 310, 3),
+    *computed(90, 120, 4),
+    *computed(115, 130, 5),  # overlaps its neighbour: 30 µs of the dispatch are covered, not 35
+    event("kernel", "ncclDevKernel_AllReduce", 120, 125, correlation=6),  # ZeRO's: outside of every range
+    event("gpu_memcpy", "Memcpy DtoH", 200, 220, correlation=7),  # no computation
+]
+
+
+def test_hidden_and_exposed_time_of_each_kind_and_pass(tmp_path):
+    found = trace.overlaps([trace.read(write(tmp_path / "t.json", EVENTS))])
+    dispatch, combine = found["dispatch", "fwd"], found["combine", "fwd"]
+    assert (dispatch.on_device, dispatch.hidden, dispatch.share) == (0.040, 0.030, 0.75)
+    assert (combine.on_device, combine.hidden, combine.exposed) == (0.020, 0.0, 0.020)
+    assert found["all", "fwd"].share == 0.5
+    assert found["dispatch", "bwd"].hidden == 0.0
+    assert dispatch.late is None
+
+
+def test_the_last_layers_combine_can_be_left_out(tmp_path):
+    found = trace.overlaps([trace.read(write(tmp_path / "t.json", EVENTS))], without_last=True)
+    assert found["all", "fwd"].share == 0.75
+    assert ("combine", "fwd") not in found
+
+
+def test_waiting_for_a_late_rank_is_told_from_the_wire(tmp_path):
+    late = [*call("fcsd::dispatch.fwd.L0", 0, 130, 140, 1), *computed(90, 120, 4)]
+    first = trace.read(write(tmp_path / "0.json", [*call("fcsd::dispatch.fwd.L0", 0, 100, 140, 1)]))
+    second = trace.read(write(tmp_path / "1.json", late, rank=1))
+    found = trace.overlaps([first, second])["dispatch", "fwd"]
+    assert (found.calls, found.on_device, found.late) == (2, 0.050, 0.030)
+
+
+def test_a_kernel_launched_from_another_thread_is_not_in_the_range(tmp_path):
+    events = call("fcsd::dispatch.fwd.L0", 0, 100, 140, 1)
+    stranger = event("cuda_runtime", "cudaLaunchKernel", 1, 1.5, correlation=9) | {"tid": 8}
+    events += [stranger, event("kernel", "gemm", 100, 120, correlation=9)]
+    found = trace.read(write(tmp_path / "t.json", events))
+    assert [kernel.name for kernel in found.computation] == ["gemm"]
+    assert trace.overlaps([found])["dispatch", "fwd"].share == 0.5
+
+
+def test_gzipped_traces_are_read(tmp_path):
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": EVENTS}).encode()))
+    assert len(trace.read(path).calls) == 3
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"traceEvents": 3}', "{}"])
+def test_a_file_that_is_no_trace_is_refused(tmp_path, content):
+    (tmp_path / "t.json").write_text(content)
+    with pytest.raises(BadInputError, match="not a Chrome trace"):
+        trace.read(tmp_path / "t.json")
+
+
+def test_a_trace_without_ranges_of_ours_is_refused(tmp_path):
+    with pytest.raises(BadInputError, match="no collective of fcsd"):
+        trace.read(write(tmp_path / "t.json", computed(0, 1, 1)))
