@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe
-from fcsd.distill import expert_parallel
+from fcsd.distill.expert_parallel import wire_sharded
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
 from fcsd.distill.targets import Targets, captured
 from fcsd.distill.teacher import final_hidden, output_head
@@ -119,9 +119,8 @@ def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
 
 
 def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
-    """A DeepSpeed engine around ``Student(model)`` in training mode."""
+    """A DeepSpeed engine around ``Student(model)`` in training mode; what is sharded already, it takes as it is."""
     deepspeed = import_deepspeed()
-    expert_parallel.shard(model, recipe.train)
     freeze(model, recipe.objective)
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -130,7 +129,7 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
     engine, *_ = deepspeed.initialize(
         model=student, model_parameters=trainable, config=deepspeed_config(recipe, world.size)
     )
-    expert_parallel.wire(model, recipe.train)
+    wire_sharded(model, recipe.train.expert_parallel, recipe.train.overlap)
     return engine
 
 

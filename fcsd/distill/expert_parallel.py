@@ -6,7 +6,8 @@ expert's gradient over the processes that hold the same expert only, since the t
 kinds of gradient are divided by all processes, which ``train_step`` makes up for.
 """
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, Train
-from fcsd.distill.teacher import teacher_name
+from fcsd.distill.teacher import needs_teacher, teacher_name
 from fcsd.errors import ConfigError
 from fcsd.launch import World
-from fcsd.models.build import arch_of, experts_of, register, wiring_of
+from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
 
 
 def check(recipe: Recipe, processes: int) -> None:
@@ -37,7 +38,7 @@ def check(recipe: Recipe, processes: int) -> None:
         )
     register()
     _check_model(recipe.model, degree, hint="set train.expert_parallel: 1")
-    if recipe.objective.kl and recipe.train.teacher_placement != "replicated":
+    if needs_teacher(recipe) and teacher_degree(recipe.train) > 1:
         _check_model(teacher_name(recipe), degree, hint="set train.teacher_placement: replicated")
 
 
@@ -53,30 +54,26 @@ def _check_model(name: str, degree: int, hint: str) -> None:
         raise ConfigError(f"train.expert_parallel {degree} does not divide the {experts_of(config)} experts of {name}")
 
 
-def shard(model: PreTrainedModel, train: Train) -> None:
-    """Leaves this process its share of the experts, if the run is expert-parallel."""
-    if train.expert_parallel > 1:
-        from fcsd.parallel.autoep import shard_experts
+def load(path: Path, degree: int, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A model in eval mode: with all its experts, or with this process's share where ``degree`` divide them."""
+    if degree == 1:
+        return load_model(path, dtype=dtype, device=device)
+    from fcsd.parallel.loading import load_expert_parallel
 
-        shard_experts(model, arch_of(model.config), train.expert_parallel)
+    return load_expert_parallel(path, dtype=dtype, device=device, ep_size=degree)
 
 
-def wire(model: PreTrainedModel, train: Train) -> None:
-    """Lets a sharded model, on its device, compute its own wiring in its own parts, in flight as the recipe says."""
-    if train.expert_parallel > 1:
+def teacher_degree(train: Train) -> int:
+    """Among how many processes the teacher's experts are divided."""
+    return 1 if train.teacher_placement == "replicated" else train.expert_parallel
+
+
+def wire_sharded(model: PreTrainedModel, degree: int, mode: Literal["on", "eager-sync", "off"]) -> None:
+    """Lets a model whose experts are divided compute its own wiring in its own parts, with its all-to-alls in flight."""
+    if degree > 1:
         from fcsd.parallel.overlap import overlap
 
-        overlap(model, wiring_of(model.config), train.overlap)
-
-
-def place_teacher(teacher: PreTrainedModel, train: Train, world: World) -> PreTrainedModel:
-    """The teacher on this process's device, its experts sharded as the student's unless the recipe replicates them."""
-    if train.teacher_placement == "replicated":
-        return teacher.to(world.device)  # type: ignore[arg-type]
-    shard(teacher, train)
-    teacher.eval().to(world.device)  # type: ignore[arg-type]
-    wire(teacher, train)
-    return teacher
+        overlap(model, wiring_of(model.config), mode)
 
 
 def clip_without_zero(engine: Any, train: Train, world: World) -> Tensor:

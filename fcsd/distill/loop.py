@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import datasets
-import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
@@ -17,22 +16,21 @@ from fcsd.distill.corpus import Corpus, load_corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
 from fcsd.distill.early_stop import Scorer, Watch
 from fcsd.distill.engine import DTYPES, accumulation, build_engine, import_deepspeed
-from fcsd.distill.expert_parallel import check, place_teacher
+from fcsd.distill.expert_parallel import check, load, teacher_degree, wire_sharded
 from fcsd.distill.preview import preview
 from fcsd.distill.step import all_finite, measure, train_step
 from fcsd.distill.targets import expect_comparable, live_teacher
-from fcsd.distill.teacher import load_teacher, needs_teacher, output_head, teacher_name
+from fcsd.distill.teacher import needs_teacher, output_head, teacher_name
 from fcsd.distill.write_model import write_model
 from fcsd.errors import NonFiniteError
 from fcsd.launch import World, join_world
-from fcsd.models.build import load_model
 from fcsd.report import reporting
 
 # Recipe fields that the parts of a resumed run need not share: they do not change what is computed, or, for the
 # data, its hashes stand for it.
 _FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "train.save_every")
-_FREE += ("train.eval_every", "train.keep", "train.overlap", "early_stop.every", "early_stop.patience", "early_stop.delta")
-_FREE += ("early_stop.data_mirror", "sweep")
+_FREE += ("train.eval_every", "train.keep", "early_stop.every", "early_stop.patience", "early_stop.delta")
+_FREE += ("early_stop.data_mirror", "sweep", "train.overlap")
 # How far a run goes is free as well; where its schedule ends is not.
 _FREE += ("train.steps", "train.horizon")
 
@@ -84,7 +82,7 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, sco
     folder = run / run_dir.CHECKPOINTS
     checkpoint = world.on_first(lambda: state.find(folder, resume, _say))
     student_dir = resolve(recipe.model).path
-    model = load_model(student_dir, dtype=DTYPES[train.dtype])
+    model = load(student_dir, train.expert_parallel, dtype=DTYPES[train.dtype], device=world.device)
     teacher = _teacher(recipe, model, world)
     targets = None if teacher is None else live_teacher(teacher, recipe.objective)
     tokenizer, vocab_size = load_tokenizer(student_dir), len(output_head(model))
@@ -155,9 +153,11 @@ def _teacher(recipe: Recipe, model: PreTrainedModel, world: World) -> PreTrained
     if not needs_teacher(recipe):
         return None
     name = teacher_name(recipe)
-    teacher = load_teacher(name, dtype=DTYPES[recipe.train.dtype], device=torch.device("cpu"))
+    degree = teacher_degree(recipe.train)
+    teacher = load(resolve(name).path, degree, dtype=DTYPES[recipe.train.dtype], device=world.device)
     expect_comparable(model, teacher, recipe, name)
-    return place_teacher(teacher, recipe.train, world)
+    wire_sharded(teacher, degree, recipe.train.overlap)
+    return teacher.requires_grad_(False)
 
 
 def _corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World) -> Corpus:

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from fcsd.checkpoint import read_config, resolve
 from fcsd.config import Recipe
 from fcsd.errors import ConfigError
-from fcsd.models.build import arch_of, load_model
+from fcsd.models.build import arch_of
 
 
 def needs_teacher(recipe: Recipe) -> bool:
@@ -30,11 +29,6 @@ def teacher_name(recipe: Recipe) -> str:
         raise ConfigError(f"{recipe.model} records no base model", hint="set `teacher:` in the recipe")
     revision = block.get("base_revision")
     return f"{block['base_model']}@{revision}" if revision else block["base_model"]
-
-
-def load_teacher(name: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The teacher in eval mode; none of its parameters takes a gradient."""
-    return load_model(resolve(name).path, dtype=dtype, device=device).requires_grad_(False).eval()
 
 
 def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ Everything version-dependent about AutoEP is in this file.
 
 from typing import Any
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..models.archs import Arch
@@ -37,7 +37,8 @@ def allow_string_keys() -> None:
         return
 
     def get(self: dict, key: Any, default: Any = None) -> Any:
-        return dict.get(self, key if isinstance(key, str) else str(key.__class__), {} if default is None else default)
+        found = dict.get(self, key if isinstance(key, str) else str(key.__class__), default)
+        return {} if found is None else found  # a class may be entered with None
 
     def put(self: dict, key: Any, value: Any) -> None:
         dict.__setitem__(self, key if isinstance(key, str) else str(key.__class__), value)
@@ -45,11 +46,11 @@ def allow_string_keys() -> None:
     registry_type.get, registry_type.__setitem__ = get, put  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def shard_experts(model: nn.Module, arch: Arch, ep_size: int) -> None:
+def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
     """Replace every MoE block by an AutoEP layer that keeps this rank's experts, without an engine.
 
-    ``deepspeed.initialize`` takes what it gets if its config has no ``expert_parallel`` section. The default process
-    group must exist.
+    A model on the meta device stays there. ``deepspeed.initialize`` takes what it gets if its config has no
+    ``expert_parallel`` section. The default process group must exist.
 
     Raises:
         ConfigError: see ``expert_parallel_config``; or AutoEP found no MoE block.
@@ -64,13 +65,15 @@ def shard_experts(model: nn.Module, arch: Arch, ep_size: int) -> None:
     allow_string_keys()
     config = expert_parallel_config(arch, ep_size)
     config["use_grouped_mm"] = get_accelerator().device_name() == "cuda"
+    config["top_k"] = model.config.get_text_config().num_experts_per_tok  # AutoEP knows no config within a config
     sharder = AutoEP(model, parse_autoep_config(config))
     specs = sharder.ep_parser()
     if not specs:
         raise ConfigError(f"DeepSpeed AutoEP found no MoE block in {type(model).__name__}")
     if f"ep_size_{ep_size}" not in groups._get_expert_parallel_group_dict():
         groups._create_expert_and_data_parallel(ep_size)
-    sharder.replace_moe_layers(specs, ep_size=ep_size, ep_rank=dist.get_rank() % ep_size)
+    with next(model.parameters()).device:  # AutoEP makes its layers on the default device
+        sharder.replace_moe_layers(specs, ep_size=ep_size, ep_rank=dist.get_rank() % ep_size)
     for module in model.modules():
         if isinstance(module, AutoEPMoELayer):
             module.set_deepspeed_parallelism(False)

@@ -1,0 +1,157 @@
+"""The bytes of weights files: read by tensor or by row, and written in any order by any number of processes.
+
+Nothing goes through a memory map: every page of a map that is touched counts as memory of the process, for as long as
+the file is open, and a mapped file that is cut short kills its reader.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import torch
+from torch import Tensor
+
+from fcsd.checkpoint.files import open_regular, quoted
+from fcsd.checkpoint.headers import BITS
+from fcsd.checkpoint.layout import INDEX, SINGLE, Layout
+from fcsd.errors import BadInputError
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_SHARD = 5_000_000_000  # bytes
+
+Shape = tuple[int, ...]
+
+
+class Reader:
+    """Tensors of a checkpoint, one at a time; close it by leaving its context.
+
+    Args:
+        layout: from ``read_layout``, whose shards are all on this machine.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._shard = {name: shard for shard, header in layout.shards.items() for name in header}
+        self._files: dict[str, BinaryIO] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def tensor(self, name: str, row: int | None = None) -> Tensor:
+        """A tensor of floats in the file's dtype; with ``row``, what is at that index of its first dimension."""
+        info = self._layout.shards[self._shard[name]][name]
+        shape = info.shape if row is None else info.shape[1:]
+        return self.raw(name, row).view(DTYPES[info.dtype]).view(shape)
+
+    def raw(self, name: str, row: int | None = None) -> Tensor:
+        """Its bytes, ``[size]`` of uint8.
+
+        Raises:
+            BadInputError: the file has become shorter than its header says.
+        """
+        shard = self._shard[name]
+        info = self._layout.shards[shard][name]
+        size = (info.end - info.start) // (1 if row is None else info.shape[0])
+        start = info.start + (row or 0) * size
+        if shard not in self._files:
+            self._files[shard] = self._open.enter_context(open_regular(self._layout.files[shard]))
+        data = torch.empty(size, dtype=torch.uint8)
+        view, done = _bytes(data), 0
+        while done < size:
+            count = os.preadv(self._files[shard].fileno(), [view[done:]], start + done)
+            if count == 0:
+                raise BadInputError(f"{self._layout.files[shard]}: ends within {quoted(name)}", "Download it again.")
+            done += count
+        return data
+
+
+class Writer:
+    """The weights files of a new checkpoint: each tensor has its place before the first byte is written.
+
+    So every process that has a part of the model writes it, on a disk that all of them see, and none waits for
+    another. One of them calls ``describe``; when all have left the context the files are whole.
+
+    Args:
+        directory: exists.
+        tensors: name -> dtype as in safetensors headers, and shape; the same on every process.
+        max_bytes: of a file's tensors, but for a single tensor larger than that.
+    """
+
+    def __init__(self, directory: Path, tensors: Mapping[str, tuple[str, Shape]], max_bytes: int = MAX_SHARD) -> None:
+        self._directory = directory
+        self._sizes = {name: BITS[dtype] * prod(shape) // 8 for name, (dtype, shape) in tensors.items()}
+        groups: list[list[str]] = [[]]
+        filled = 0
+        for name in tensors:
+            if groups[-1] and filled + self._sizes[name] > max_bytes:
+                groups.append([])
+                filled = 0
+            groups[-1].append(name)
+            filled += self._sizes[name]
+        count = len(groups)
+        names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [SINGLE]
+        self._headers: dict[str, bytes] = {}
+        self._places: dict[str, tuple[str, int]] = {}  # tensor -> file, first byte in it
+        for file, group in zip(names, groups, strict=True):
+            self._lay_out(file, {name: tensors[name] for name in group})
+        self._shapes = {name: shape for name, (_, shape) in tensors.items()}
+        self._files: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for descriptor in self._files.values():
+            if kind is None:
+                os.fsync(descriptor)
+            os.close(descriptor)
+
+    def describe(self) -> None:
+        """Write the headers, and the index if there are several files."""
+        for file, header in self._headers.items():
+            self._write(file, memoryview(header), 0)
+        if len(self._headers) > 1:
+            weight_map = {name: file for name, (file, _) in sorted(self._places.items())}
+            index = {"metadata": {"total_size": sum(self._sizes.values())}, "weight_map": weight_map}
+            (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def write(self, name: str, data: Tensor, row: int | None = None) -> None:
+        """Write a tensor, or its bytes as uint8; with ``row``, what is at that index of its first dimension."""
+        raw = data.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        file, start = self._places[name]
+        size = self._sizes[name] // (1 if row is None else self._shapes[name][0])
+        assert raw.numel() == size, f"{name}: {raw.numel()} bytes, not {size}"
+        self._write(file, _bytes(raw), start + (row or 0) * size)
+
+    def _lay_out(self, file: str, tensors: dict[str, tuple[str, Shape]]) -> None:
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        starts, end = {}, 0
+        for name in sorted(tensors, key=lambda name: -BITS[tensors[name][0]]):  # so that every tensor is aligned
+            starts[name], end = end, end + self._sizes[name]
+            dtype, shape = tensors[name]
+            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [starts[name], end]}
+        text = json.dumps(entries).encode()
+        text += b" " * (-len(text) % 8)
+        self._headers[file] = len(text).to_bytes(8, "little") + text
+        self._places |= {name: (file, len(self._headers[file]) + start) for name, start in starts.items()}
+
+    def _write(self, file: str, data: memoryview, start: int) -> None:
+        if file not in self._files:
+            self._files[file] = os.open(self._directory / file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._files[file], data[done:], start + done)
+
+
+def _bytes(data: Tensor) -> memoryview:
+    array: Any = data.numpy()
+    return memoryview(array)
