@@ -69,7 +69,7 @@ def teacher_degree(train: Train) -> int:
 
 
 def wire_sharded(model: PreTrainedModel, degree: int, mode: Literal["on", "eager-sync", "off"]) -> None:
-    """Lets a model whose experts are divided compute its own wiring in its own parts, with its all-to-alls in flight."""
+    """Lets a model whose experts are divided compute its own wiring, with its all-to-alls in flight."""
     if degree > 1:
         from fcsd.parallel.overlap import overlap
 

@@ -64,7 +64,8 @@ def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
 
     allow_string_keys()
     config = expert_parallel_config(arch, ep_size)
-    config["use_grouped_mm"] = get_accelerator().device_name() == "cuda"
+    accelerator: Any = get_accelerator()
+    config["use_grouped_mm"] = accelerator.device_name() == "cuda"
     config["top_k"] = model.config.get_text_config().num_experts_per_tok  # AutoEP knows no config within a config
     sharder = AutoEP(model, parse_autoep_config(config))
     specs = sharder.ep_parser()
