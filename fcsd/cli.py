@@ -172,6 +172,30 @@ def distill(
         emit(directory)
 
 
+@command(app, "plan")
+def plan(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")],
+    sets: Sets = [],  # noqa: B006
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
+    gpu_mem: Annotated[float, typer.Option(min=1, metavar="GIB", help="Memory of a GPU, as sold.")] = 141.0,
+    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour.")] = None,
+    mfu: Annotated[
+        float | None, typer.Option(min=0.001, max=1, help="Share of the GPUs' peak reached; default: as measured.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a recipe fits, how long it takes and what it costs. Reads no weight; exit 8 if it does not fit."""
+    from fcsd.config import load_recipe
+    from fcsd.plan import Hardware
+    from fcsd.plan import plan as run
+    from fcsd.plan.report import to_json, to_text
+
+    planned = run(load_recipe(recipe, sets).recipe, Hardware(gpus, nodes, gpu_mem, price), mfu)
+    emit(json.dumps(to_json(planned), indent=2) if as_json else to_text(planned))
+    planned.check()
+
+
 @command(app, "eval")
 def evaluate(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Directories or hub ids.")],

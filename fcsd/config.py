@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from fcsd import recipes, strict_yaml
 from fcsd.errors import ConfigError
@@ -42,9 +50,15 @@ def _no_stage_3(value: object) -> object:
     return value
 
 
+def _whole(value: object) -> object:
+    """`500e6` is a whole number to people and a float to YAML."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_literal_path)]
 OutputPath = Annotated[PathText, AfterValidator(_stays_below)]
 Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, BeforeValidator(_whole), Field(gt=0, lt=2**63)]
 NonNegative = Annotated[int, Field(ge=0)]
 Weight = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -57,18 +71,64 @@ class _Section(BaseModel):
 
 
 class Source(_Section):
-    """Text to train or measure on."""
+    """Text or chats to train or measure on: `column`, or `messages`, or `prompt` and `response`."""
 
     path: PathText
-    """File, folder or glob on disk; for `hf`, a dataset saved on disk or in the hub cache."""
+    """File, folder or glob on disk; for `hf`, a folder of datasets, a dataset saved on disk, or a hub id."""
     format: Literal["auto", "jsonl", "parquet", "hf"] = "auto"
     """How to read it; `auto` goes by the file's ending."""
+    subset: str | None = None
+    """Configuration of an `hf` dataset that has several."""
     split: str = "train"
-    """Which split of an `hf` dataset."""
+    """Which split of an `hf` dataset; `a+b` joins two."""
+    revision: str | None = None
+    """Commit, tag or branch of an `hf` dataset on the hub."""
+    streaming: bool = False
+    """Read the first `max_rows` rows of an `hf` dataset over the network and leave the rest there."""
+    max_rows: Count | None = None
+    """Rows to take from the front; null takes all."""
     column: str = "text"
-    """Field or column that holds the text."""
+    """Field or column that holds plain text, every token of which counts."""
+    messages: str | None = None
+    """Field or column that holds a chat as a list of messages, rendered by the chat template."""
+    message_keys: Literal["role/content", "from/value"] = "role/content"
+    """What a message calls its speaker and its text; `from/value` speakers are human, gpt and system."""
+    prompt: str | None = None
+    """Field or column of a question; with `response` it makes a chat of one turn."""
+    response: str | None = None
+    """Field or column of the answer to `prompt`."""
+    chat_template: PathText | None = None
+    """Jinja file to render chats with; null is the tokenizer's own template."""
+    train_on: Literal["response", "all"] = "response"
+    """Tokens of a chat that count in the loss: the assistant's, or all."""
+    overlong: Literal["auto", "split", "truncate", "skip"] = "auto"
+    """Documents that outgrow a row: split over rows, cut to one, or left out; `auto` splits text, truncates chats."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the mixture, relative to the other sources' weights."""
+
+    @property
+    def chat(self) -> bool:
+        """Whether its documents are chats."""
+        return self.messages is not None or self.prompt is not None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The fields that are read, in the order in which they are asked for."""
+        if self.messages is not None:
+            return (self.messages,)
+        return (self.column,) if self.prompt is None or self.response is None else (self.prompt, self.response)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.prompt is None) != (self.response is None):
+            raise ValueError("prompt and response go together: give both or neither")
+        if [self.column != "text", self.messages is not None, self.prompt is not None].count(True) > 1:
+            raise ValueError("give one of column (plain text), messages (chats), and prompt with response (chats)")
+        if self.chat_template is not None and not self.chat:
+            raise ValueError("chat_template is for chats: give messages, or prompt and response")
+        if self.streaming and (self.format != "hf" or self.max_rows is None):
+            raise ValueError("streaming needs format: hf and max_rows, the number of rows to read")
+        return self
 
 
 class Data(_Section):
@@ -118,6 +178,29 @@ class Objective(_Section):
         return self
 
 
+class Init(_Section):
+    """Where the student starts."""
+
+    weights: Literal["loaded", "random"] = "loaded"
+    """`loaded` from `model`; `random` by its config's standard deviation and the seed, for training from scratch."""
+    wiring: Literal["standard", "farskip", "ladder", "parallel", "desync-2x", "desync-4x"] | None = None
+    """Rewires an original as `fcsd convert` would; null keeps the wiring of `model`."""
+    layers: str = "all"
+    """Which layers to rewire: all, last:24, first:8, 50%, 12-27 or 0,2,5-7."""
+    variant: Literal["full", "attn-only", "mlp-only"] = "full"
+    """As in `fcsd convert`."""
+    distance: Positive = 1
+    """Sub-blocks whose outputs may be in flight."""
+    tp_degree: Positive = 1
+    """Tensor-parallel degree, for desync."""
+
+    @model_validator(mode="after")
+    def _nothing_without_a_wiring(self) -> Self:
+        if self.wiring is None and (self.layers, self.variant, self.distance, self.tp_degree) != ("all", "full", 1, 1):
+            raise ValueError("init.wiring is null, so nothing is rewired, but other fields of init say how")
+        return self
+
+
 class Train(_Section):
     """The optimizer's side of the run."""
 
@@ -127,6 +210,8 @@ class Train(_Section):
     """Rows per forward pass and process."""
     steps: Positive = 300
     """Optimizer steps."""
+    tokens: Count | None = None
+    """Budget in tokens that gives `steps`, rounded up to whole steps; null leaves it to `steps`."""
     lr: Annotated[float, Field(gt=0)] = 2e-5
     """AdamW's peak learning rate."""
     min_lr: Weight = 0.0
@@ -164,8 +249,23 @@ class Train(_Section):
     keep: Positive = 2
     """Newest checkpoints to keep."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_of_tokens(cls, given: object) -> object:
+        if not isinstance(given, dict) or given.get("tokens") is None or given.get("steps"):
+            return given
+        tokens, batch = _whole(given["tokens"]), given.get("batch_tokens", cls.model_fields["batch_tokens"].default)
+        if not isinstance(tokens, int) or not isinstance(batch, int) or min(tokens, batch) < 1:
+            return given  # the fields themselves say what is wrong
+        return {**given, "steps": -(-tokens // batch)}
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.tokens is not None and self.steps != -(-self.tokens // self.batch_tokens):
+            raise ValueError(
+                f"train.tokens ({self.tokens}) is {-(-self.tokens // self.batch_tokens)} steps of "
+                f"{self.batch_tokens} tokens, but train.steps is {self.steps}; give one, set the other to null"
+            )
         if self.min_lr > self.lr:
             raise ValueError(f"train.min_lr ({self.min_lr}) is above train.lr ({self.lr})")
         if self.teacher_placement == "sharded" and self.expert_parallel == 1:
@@ -234,9 +334,13 @@ class Recipe(_Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     """Name of the run in logs, cards and trackers."""
     model: PathText
-    """The student's start: a converted checkpoint, as a directory or hub id."""
+    """The student: a converted checkpoint, as a directory or hub id; see `init` for others."""
+    init: Init = Init()
+    """Where the student starts."""
     teacher: PathText | None = None
-    """The frozen teacher; null is the base model recorded in the student."""
+    """The frozen teacher; null is the original that the student was converted from."""
+    teacher_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """The teacher's fingerprint; null is what the student's conversion recorded."""
     output_dir: OutputPath
     """Run directory: checkpoints, metrics, the resolved recipe."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -275,7 +379,8 @@ class Recipe(_Section):
 class ResolvedRecipe:
     """A complete recipe and, by dotted key, the origin of each value.
 
-    An origin is `default`, `recipe:LINE`, `BASE.yaml:LINE`, `--set` or `flag`.
+    An origin is `default`, `recipe:LINE`, `BASE.yaml:LINE`, `--set` or `flag`; steps that follow from a budget have
+    `train.tokens`.
     """
 
     recipe: Recipe
@@ -317,7 +422,10 @@ def load_recipe(
         raise ConfigError("\n".join(problems)) from error
     given = {key for key, _ in _leaves(raw)}
     leaves = [key for key, _ in _leaves(recipe.model_dump())]
-    return ResolvedRecipe(recipe, {k: nearest(k, origins) if k in given else "default" for k in leaves})
+    resolved = {k: nearest(k, origins) if k in given else "default" for k in leaves}
+    if recipe.train.tokens is not None and "train.steps" not in given:
+        resolved["train.steps"] = "train.tokens"
+    return ResolvedRecipe(recipe, resolved)
 
 
 def vary(resolved: ResolvedRecipe, values: Mapping[str, object]) -> ResolvedRecipe:

@@ -27,6 +27,7 @@ from fcsd.checkpoint import (
     verify_tensors,
 )
 from fcsd.checkpoint.rewired import describe
+from fcsd.checkpoint.source import SMALL_FILES
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.parity import Proof, plan_proof, prove_parity
 from fcsd.staging import check_out, staged, take_over, write
@@ -39,9 +40,8 @@ log = logging.getLogger(__name__)
 
 # What a converted directory takes over besides weights: everything small and flat, but for the same weights in
 # another format. Code stays, for tokenizers that bring their own.
-_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _FOLDERS = ("additional_chat_templates",)
-_SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # all that a dry run fetches of a hub repository
 
 
 @dataclass(frozen=True)
@@ -133,14 +133,14 @@ def convert(
     from fcsd.models.archs import ARCHS
 
     out = Path(out)
-    source = resolve(str(model), allow_patterns=_SMALL_FILES if dry_run else None)
+    source = resolve(str(model), allow_patterns=SMALL_FILES if dry_run else None)
     check_out(out, [source.path], force=force)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
-    _refuse_rewired(source, config)
+    refuse_rewired(source, config)
     layout = read_layout(source.path, remote=remote_headers(source) if dry_run else None)
     verify_tensors(layout, config)
     arch = ARCHS[config.model_type]
-    chosen = _wiring(config, arch, wiring, layers, variant=variant, tp_degree=tp_degree, distance=distance)
+    chosen = choose_wiring(config, arch, wiring, layers, variant=variant, tp_degree=tp_degree, distance=distance)
 
     block = chosen.to_block(
         base_model=source.repo_id or str(source.path.resolve()),
@@ -199,7 +199,8 @@ def fingerprint(layout: Layout) -> str:
     return digest.hexdigest()
 
 
-def _refuse_rewired(source: Source, config: CheckpointConfig) -> None:
+def refuse_rewired(source: Source, config: CheckpointConfig) -> None:
+    """Raise a ``BadInputError`` if a checkpoint is no original."""
     if config.rewired is None:
         return
     if config.foreign:
@@ -211,8 +212,12 @@ def _refuse_rewired(source: Source, config: CheckpointConfig) -> None:
     raise BadInputError(f"{source.path}: is converted already", f"Convert its base model instead: {base}")
 
 
-def _wiring(config: CheckpointConfig, arch: "Arch", name: str, layers: str, **fields: Any) -> "Wiring":
-    """The wiring that the options ask for, tried on a model without memory."""
+def choose_wiring(config: CheckpointConfig, arch: "Arch", name: str, layers: str, **fields: Any) -> "Wiring":
+    """The wiring that the options of ``convert`` ask for, tried on a model without memory.
+
+    Raises:
+        ConfigError: it does not fit the model.
+    """
     import torch
 
     from fcsd.models.build import config_class, model_classes
@@ -261,7 +266,7 @@ def other_files(path: Path, written: set[str]) -> dict[str, Path]:
                 f"{entry.name}/{inner.name}": contained(path, entry.name, inner.name)
                 for inner in sorted(entry.iterdir())
             }
-        elif entry.is_file() and not entry.name.startswith(".") and not entry.name.endswith(_OTHER_WEIGHTS):
+        elif entry.is_file() and not entry.name.startswith(".") and not entry.name.endswith(OTHER_WEIGHTS):
             files[entry.name] = contained(path, entry.name)
     if (path / INDEX).exists():
         files[INDEX] = contained(path, INDEX)

@@ -234,6 +234,17 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         ("lr: 2e-5", "min_lr: 1", 10, "train.min_lr (1.0) is above train.lr"),
         ("lr: 2e-5", "warmup_steps: 300", 10, "leaves none of 300 steps"),
         ("lr: 2e-5", "batch_tokens: 1000", 10, "not a multiple"),
+        ("lr: 2e-5", "tokens: 1.5", 10, "should be a valid integer"),
+        ("lr: 2e-5", "tokens: 0", 10, "greater than 0"),
+        ("lr: 2e-5", "tokens: 1e6\n  steps: 5", 10, "is 123 steps of 8192 tokens, but train.steps is 5"),
+        ("weight: 2.5", "prompt: q", 6, "prompt and response go together"),
+        ("weight: 2.5", "messages: m\n      prompt: q\n      response: r", 6, "give one of column"),
+        ("weight: 2.5", "column: body\n      messages: m", 6, "give one of column"),
+        ("weight: 2.5", "chat_template: t.jinja", 6, "chat_template is for chats"),
+        ("weight: 2.5", "streaming: true\n      max_rows: 10", 6, "streaming needs format: hf"),
+        ("weight: 2.5", "format: hf\n      streaming: true", 6, "and max_rows, the number of rows"),
+        ("weight: 2.5", "max_rows: 0", 7, "greater than 0"),
+        ("weight: 2.5", "overlong: cut", 7, "'auto', 'split', 'truncate' or 'skip'"),
         ("lr: 2e-5", "eval_every: 10", 10, "needs data.held_out"),
         ("betas: [0.9, 0.99]", "betas: [0.9]", 11, "at least 2 items"),
         ("betas: [0.9, 0.99]", "betas: [0.9, 1.0]", 11, "less than 1"),
@@ -256,6 +267,17 @@ def test_mistakes_name_their_line(recipe: Path, old: str, new: str, line: int, s
     message = refused(Path("./r.yaml").absolute())
     assert any(f"r.yaml:{line}: " in text and says in text for text in message.splitlines()), message
     assert [path.name for path in recipe.parent.iterdir()] == ["r.yaml"]
+
+
+def test_a_budget_in_tokens_gives_the_steps(recipe: Path, tmp_path: Path) -> None:
+    budget = ["train.tokens=500e6", "train.batch_tokens=131072"]
+    resolved = load_recipe(recipe, budget)
+    assert (resolved.recipe.train.tokens, resolved.recipe.train.steps) == (500_000_000, 3815)
+    assert resolved.origins["train.steps"] == "train.tokens"
+    (tmp_path / "again.yaml").write_text(resolved.to_yaml())
+    assert load_recipe(tmp_path / "again.yaml").recipe == resolved.recipe
+    assert load_recipe(tmp_path / "again.yaml", ["train.tokens=1e9", "train.steps=null"]).recipe.train.steps == 7630
+    assert load_recipe(recipe, [*budget, "train.tokens=null", "train.steps=20"]).recipe.train.steps == 20
 
 
 def test_every_mistake_is_told_at_once(recipe: Path) -> None:

@@ -125,10 +125,10 @@ def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
     datasets.DatasetDict(train=table, test=table).save_to_disk(tmp_path / "splits")
     for name in ("a.jsonl.gz", "a.parquet", "plain", "splits", "*.jsonl"):
         got = load_corpus(Source(path=str(tmp_path / name)), texts.tokenizer(), tiny.VOCAB)
-        assert [got.document(n).tolist() for n in range(len(TEXTS))] == [
-            plain.document(n).tolist() for n in range(len(TEXTS))
+        assert [got.document(n)[0].tolist() for n in range(len(TEXTS))] == [
+            plain.document(n)[0].tolist() for n in range(len(TEXTS))
         ]
-        assert got.files and all(len(sha) == 64 for sha in got.files.values())
+        assert len(got.sha256) > 1 and all(len(sha) == 64 for sha in got.sha256.values())
 
 
 def test_unreadable_sources_are_one_clear_line(tmp_path: Path) -> None:
@@ -146,3 +146,75 @@ def test_unreadable_sources_are_one_clear_line(tmp_path: Path) -> None:
         with pytest.raises(error, match=match) as caught:
             load_corpus(Source(**{**source, "path": str(tmp_path / source["path"])}), texts.tokenizer(), tiny.VOCAB)
         assert "\n" not in str(caught.value)
+
+
+def test_a_stream_is_read_once_and_never_beyond_its_bound(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    table = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(len(TEXTS)))})
+    table.to_parquet(folder / "train-0.parquet")
+    (folder / "train-1.parquet").write_bytes(b"never read")
+    source = Source(path=str(folder), format="hf", streaming=True, max_rows=30)
+    first = load_corpus(source, texts.tokenizer(), tiny.VOCAB)
+    assert [texts.decode(first.document(n)[0].tolist()) for n in range(30)] == [f"{text}." for text in TEXTS[:30]]
+    assert len(first.lengths) == 30 and len(first.sha256[str(folder)]) == 64
+    (folder / "train-0.parquet").unlink()  # from here on the cache alone answers
+    again = load_corpus(source, texts.tokenizer(), tiny.VOCAB)
+    assert again.sha256 == first.sha256
+    assert again.document(7)[0].tolist() == first.document(7)[0].tolist()
+    with pytest.raises(BadInputError, match="cannot be read as hf"):
+        load_corpus(source.model_copy(update={"max_rows": 31}), texts.tokenizer(), tiny.VOCAB)
+
+
+def test_a_missing_column_is_named_with_those_present(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_dict({"texts": TEXTS, "id": list(range(len(TEXTS)))})
+    table.to_parquet(tmp_path / "a.parquet")
+    table.to_json(tmp_path / "a.jsonl")
+    (tmp_path / "hub").mkdir()
+    table.to_parquet(tmp_path / "hub" / "a.parquet")
+    stream = {"path": "hub", "format": "hf", "streaming": True, "max_rows": 5}
+    for source in ({"path": "a.parquet"}, {"path": "hub", "format": "hf"}, stream):
+        with pytest.raises(BadInputError, match="no column 'text', only texts, id") as caught:
+            load_corpus(Source(**{**source, "path": str(tmp_path / source["path"])}), texts.tokenizer(), tiny.VOCAB)
+        assert caught.value.hint == "did you mean 'texts'?"
+    with pytest.raises(BadInputError, match="no usable row: 40 without 'text'") as caught:
+        load_corpus(Source(path=str(tmp_path / "a.jsonl")), texts.tokenizer(), tiny.VOCAB)
+    assert caught.value.hint == "the first row has 'texts', 'id'; did you mean 'texts'?"
+
+
+def test_the_first_rows_of_a_file_can_be_taken_alone(tmp_path: Path) -> None:
+    assert len(corpus(tmp_path / "a.jsonl", max_rows=7).lengths) == 7
+    assert len(corpus(tmp_path / "a.jsonl", max_rows=700).lengths) == len(TEXTS)
+
+
+def test_several_processes_tokenise_to_the_same_corpus(tmp_path: Path, monkeypatch) -> None:
+    one = corpus(tmp_path / "a.jsonl")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr("fcsd.distill.corpus._ROWS_PER_PROCESS", 10)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    several = corpus(tmp_path / "a.jsonl")
+    assert len(list((tmp_path / "elsewhere" / "fcsd").glob("*.arrow"))) == 3
+    assert several.skipped == one.skipped and several.lengths.tolist() == one.lengths.tolist()
+    for number in range(len(TEXTS)):
+        assert several.document(number)[0].tolist() == one.document(number)[0].tolist()
+
+
+def test_a_huge_row_is_left_out(tmp_path: Path) -> None:
+    path = texts.write_jsonl(tmp_path / "a.jsonl", ["fine", "x" * 100_000_000, "fine too"])
+    got = load_corpus(Source(path=str(path)), texts.tokenizer(), tiny.VOCAB)
+    assert got.lengths.tolist() == [5, 0, 9]
+    assert got.skipped == {"over 10,000,000 characters": 1}
+
+
+def test_nothing_is_written_beside_the_data(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    before = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    load_corpus(Source(path=str(tmp_path / "saved")), texts.tokenizer(), tiny.VOCAB)
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == before
+
+
+def test_text_can_be_kept_whole(tmp_path: Path) -> None:
+    got = corpus(tmp_path / "a.jsonl", ["abcd", "ef", "ghij"], overlong="truncate")
+    rows = Rows(got, seq_len=7)
+    assert [texts.decode(rows[n][0].tolist()) for n in range(3)] == ["abcd...", "ef.....", "ghij..."]
+    assert texts.decode(Rows(got, seq_len=3)[0][0].tolist()) == "abc"

@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 import runs
+import texts
 import torch
 import transformers
 from safetensors.torch import load_file
 
-from fcsd.distill import loop, step, targets
+from fcsd.distill import loop, state, step, targets
 from fcsd.distill.corpus import load_corpus, load_tokenizer
 from fcsd.distill.data import batch
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.preview import preview
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
+from fcsd.launch import World
 from fcsd.models.build import load_model
 from fcsd.report import read_metrics
 
@@ -39,12 +41,12 @@ def train(folder: Path, out: Path, size: int = 1, **changes: Any) -> list[dict[s
     return read_metrics(out)
 
 
-def plain_torch(folder: Path) -> list[float]:
+def plain_torch(folder: Path, **changes: Any) -> list[float]:
     """The losses of ``runs.resolved`` without engine, chunks, micro-batches or ranks."""
-    recipe = runs.resolved(folder).recipe
+    recipe = runs.resolved(folder, **changes).recipe
     student, teacher = load_model(folder / "student").train(), load_model(folder / "teacher")
     tokenizer = load_tokenizer(folder / "student")
-    rows = loop.training_rows(recipe, [load_corpus(recipe.data.sources[0], tokenizer, 256)])
+    rows = loop.training_rows(recipe, [load_corpus(source, tokenizer, 256) for source in recipe.data.sources])
     optimizer = torch.optim.AdamW(student.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     for number in range(recipe.train.steps):
@@ -62,11 +64,22 @@ def plain_torch(folder: Path) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("size", "stage", "micro"), [(1, 0, 8), (2, 1, 2), (2, 2, 1)])
-def test_a_run_equals_plain_torch(folder: Path, tmp_path: Path, size: int, stage: int, micro: int) -> None:
-    metrics = train(folder, tmp_path / "run", size, train__zero_stage=stage, train__micro_batch_size=micro)
+def chats_and_text(folder: Path) -> list[dict[str, Any]]:
+    """Sources in equal parts; rows of chats count few tokens, each another number."""
+    texts.write_jsonl(folder / "chats.jsonl", [texts.chat(f"{n}?", "yes " * (n % 5 + 1)) for n in range(40)], "chat")
+    (folder / "template.jinja").write_text(texts.PLAIN)
+    chats = {"path": str(folder / "chats.jsonl"), "messages": "chat", "chat_template": str(folder / "template.jinja")}
+    return [{"path": str(folder / "corpus.jsonl")}, chats]
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "micro", "chats"), [(1, 0, 8, False), (2, 1, 2, False), (2, 2, 1, False), (2, 2, 2, True)]
+)
+def test_a_run_equals_plain_torch(folder: Path, tmp_path: Path, size: int, stage: int, micro: int, chats: bool) -> None:
+    changes = {"data__sources": chats_and_text(folder)} if chats else {}
+    metrics = train(folder, tmp_path / "run", size, train__zero_stage=stage, train__micro_batch_size=micro, **changes)
     assert [m["step"] for m in metrics] == [1, 2, 3, 4]
-    assert [m["loss"] for m in metrics] == pytest.approx(plain_torch(folder), rel=1e-5)
+    assert [m["loss"] for m in metrics] == pytest.approx(plain_torch(folder, **changes), rel=1e-5)
     assert all(m["grad_norm"] > 0.5 for m in metrics)
 
 
@@ -160,8 +173,31 @@ def test_bad_input_writes_nothing(folder: Path, tmp_path: Path) -> None:
 def test_a_dry_run_shows_the_first_row_and_writes_nothing(folder: Path, tmp_path: Path) -> None:
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"))
     text = preview(recipe.recipe)
-    assert "4 steps, 1,024 tokens" in text and "<eos>|l i" in text and "30 of 32" in text
+    assert "4 steps, 1,024 tokens" in text and "<eos>⟧|l⟦i⟧" in text and "30 of 32" in text
     assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_must_have_the_same_data_rendered_the_same_way(folder: Path, tmp_path: Path) -> None:
+    def identity(place: Path, template: str = "", line: str = "", **fields: Any) -> dict[str, object]:
+        place.mkdir()
+        source = {**chats_and_text(place)[1], **fields}
+        for name, more in (("template.jinja", template), ("chats.jsonl", line)):
+            (place / name).write_text((place / name).read_text() + more)
+        recipe = runs.resolved(folder, data__sources=[source]).recipe
+        corpus = load_corpus(recipe.data.sources[0], texts.tokenizer(), 256)
+        return loop._identity(recipe, [corpus], World(0, 1, torch.device("cpu")))
+
+    first = identity(tmp_path / "first")
+    for number, (changes, differing) in enumerate(
+        [
+            ({}, []),  # in another place
+            ({"template": " "}, ["data.sources.0: chat template"]),
+            ({"line": "{}"}, ["data.sources.0: chats.jsonl"]),
+            ({"train_on": "all"}, ["data.sources.0.train_on"]),
+        ]
+    ):
+        other = identity(tmp_path / str(number), **changes)
+        assert [line.partition(" was ")[0] for line in state.differences(first, other)] == differing
 
 
 def test_learning_rate_rises_then_falls_to_the_minimum() -> None:

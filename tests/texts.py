@@ -25,3 +25,27 @@ def ids(text: str) -> list[int]:
 def write_jsonl(path: Path, texts: list[object], column: str = "text") -> Path:
     path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
     return path
+
+
+# A chat template that marks its responses, the same one without marks, and one that changes an answer once another
+# turn follows it, as Qwen3 does with the reasoning.
+_TURNS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A:@BEGIN@{{ m.content }}{{ eos_token }}@END@"
+    "{% else %}{{ m.role[0] | upper }}:{{ m.content }};{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
+PLAIN = _TURNS.replace("@BEGIN@", "").replace("@END@", "")
+MARKED = _TURNS.replace("@BEGIN@", "{% generation %}").replace("@END@", "{% endgeneration %}")
+FORGETFUL = PLAIN.replace("A:{{", "A:{% if loop.last %}(hm){% endif %}{{")
+FORGETTING_ALL = PLAIN.replace("{% if add_generation_prompt %}A:", "{% if add_generation_prompt %}A:(hm)")
+STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}" + PLAIN
+
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    """Messages of a user and an assistant in turn."""
+    return [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
+
+
+def decode(tokens: list[int]) -> str:
+    """What ``tokenizer()`` made the tokens of; ``.`` ends a document."""
+    return "".join("." if token == EOS else chr(token + 29) for token in tokens)

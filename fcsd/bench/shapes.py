@@ -69,12 +69,12 @@ def qwen3_30b_a3b(layers: int) -> PretrainedConfig:
         num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=4,
-        head_dim=128,
+        head_dim=128,  # pyright: ignore[reportCallIssue]
         num_experts=128,
         num_experts_per_tok=8,
         norm_topk_prob=True,
         decoder_sparse_step=1,
-        rope_theta=1e6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         rms_norm_eps=1e-6,
         tie_word_embeddings=False,
         max_position_embeddings=40960,
@@ -90,7 +90,7 @@ def tiny(layers: int) -> PretrainedConfig:
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=16,  # pyright: ignore[reportCallIssue]
         num_experts=8,
         num_experts_per_tok=2,
         max_position_embeddings=4096,

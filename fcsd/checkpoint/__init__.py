@@ -6,6 +6,7 @@ from fcsd.checkpoint.headers import TensorInfo, read_header
 from fcsd.checkpoint.inspection import Inspection, inspect
 from fcsd.checkpoint.kind import expect_checkpoint, expect_directory
 from fcsd.checkpoint.layout import INDEX, SINGLE, Layout, read_layout
+from fcsd.checkpoint.sample import sample_sha256
 from fcsd.checkpoint.source import Source, remote_headers, resolve
 from fcsd.checkpoint.verify import Comparison, compare_tensors, verify_tensors
 
@@ -30,5 +31,6 @@ __all__ = [
     "read_object",
     "remote_headers",
     "resolve",
+    "sample_sha256",
     "verify_tensors",
 ]

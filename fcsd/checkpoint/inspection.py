@@ -10,10 +10,9 @@ from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.layout import Layout, read_layout
 from fcsd.checkpoint.rewired import describe
-from fcsd.checkpoint.source import remote_headers, resolve
+from fcsd.checkpoint.source import SMALL_FILES, remote_headers, resolve
 from fcsd.checkpoint.verify import Comparison, compare_tensors
 
-_SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 _EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -89,7 +88,7 @@ def inspect(model: str, *, trust_remote_code: bool = False) -> Inspection:
         BadInputError: not a checkpoint, malformed, or of an unsupported type. Missing and damaged shards and tensors
             are reported instead.
     """
-    source = resolve(model, allow_patterns=_SMALL_FILES)
+    source = resolve(model, allow_patterns=SMALL_FILES)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
     layout = read_layout(source.path, strict=False, remote=remote_headers(source))
     comparison = None if config.foreign else compare_tensors(layout, config)

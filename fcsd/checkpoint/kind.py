@@ -56,31 +56,32 @@ _KINDS: list[tuple[str, str, str]] = [
 _EXPECTED = f"Expected a directory with config.json and {SINGLE} or {INDEX}."
 
 
-def expect_checkpoint(names: Iterable[str], where: str | Path) -> None:
+def expect_checkpoint(names: Iterable[str], where: str | Path, *, weights: bool = True) -> None:
     """Check by file names alone that these are a transformers checkpoint in safetensors.
 
     Args:
         names: paths in the directory or repository, relative to it.
         where: the directory or repository, for the message.
+        weights: whether config.json alone is too little.
 
     Raises:
         BadInputError: they are not; the message says what they are instead.
     """
     top = {name.split("/")[0] for name in names}
-    weights = SINGLE in top or INDEX in top
-    if "config.json" in top and weights:
+    found = SINGLE in top or INDEX in top
+    if "config.json" in top and (found or not weights):
         return
     for pattern, kind, hint in _KINDS:
         if any(fnmatch(name, pattern) for name in top):
             raise BadInputError(f"{where}: is {kind}, not a transformers checkpoint in safetensors", hint)
     if not top:
         raise BadInputError(f"{where}: is empty", _EXPECTED)
-    missing = "config.json" if weights else f"{SINGLE} or {INDEX}" if "config.json" in top else "checkpoint"
+    missing = "config.json" if found else f"{SINGLE} or {INDEX}" if "config.json" in top else "checkpoint"
     raise BadInputError(f"{where}: has no {missing}", _EXPECTED)
 
 
-def expect_directory(path: Path) -> None:
-    """Check that ``path`` is a directory that holds a transformers checkpoint in safetensors.
+def expect_directory(path: Path, *, weights: bool = True) -> None:
+    """Check that ``path`` is a directory that holds a transformers checkpoint in safetensors, see above.
 
     Raises:
         BadInputError: it is not; the message says what it is instead.
@@ -94,4 +95,4 @@ def expect_directory(path: Path) -> None:
         names = os.listdir(path)
     except OSError as error:
         raise BadInputError(f"{path}: cannot be listed ({error.strerror})") from None
-    expect_checkpoint(names, path)
+    expect_checkpoint(names, path, weights=weights)

@@ -16,6 +16,7 @@ from fcsd.errors import BadInputError, DiskError
 # Weights in other formats, or in a subdirectory: the same model again, for another program.
 OTHER_FORMATS = ["*/*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]
 OTHER_FORMATS += ["*.distcp", "consolidated*"]
+SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # all but the weights: config, tokenizer, index
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@\s]+))?")
 
 
@@ -29,12 +30,13 @@ class Source:
     gated: bool = False
 
 
-def resolve(model: str, *, allow_patterns: list[str] | None = None) -> Source:
+def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: bool = True) -> Source:
     """Find a model, downloading what is not in the hub cache; a broken download resumes where it stopped.
 
     Args:
         model: a directory, or ``org/name`` or ``org/name@revision`` on the hub. A directory wins.
         allow_patterns: download only the files that match one of these globs.
+        weights: whether it must have any; without, only its small files are downloaded.
 
     Raises:
         BadInputError: it is not there, not accessible, or not a transformers checkpoint in safetensors.
@@ -42,11 +44,13 @@ def resolve(model: str, *, allow_patterns: list[str] | None = None) -> Source:
     path = Path(os.path.expanduser(model))
     match = _HUB_ID.fullmatch(model)
     if os.path.exists(path) or match is None:
-        expect_directory(path)
+        expect_directory(path, weights=weights)
         return Source(path)
     from huggingface_hub import snapshot_download
 
     repo, revision = match["repo"], match["revision"]
+    if not weights:
+        allow_patterns = SMALL_FILES
     with _hub_errors(repo, revision):
         reachable, gated = _look_up(repo, revision)
         folder = snapshot_download(  # snapshots/<commit>, and remembers which commit the revision was, for offline use

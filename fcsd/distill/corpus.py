@@ -1,32 +1,38 @@
-"""A source of text on disk -> its documents as tokens, EOS after each.
+"""A source of text or chats -> its documents as tokens, and which of these count in the loss.
 
 Tokenised once and memory-mapped from the ``datasets`` cache. A row that cannot be used is counted under its
 reason and left out; a source without a single usable row is an error.
 """
 
-import glob
 import hashlib
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
+import datasets.config
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
-from datasets.exceptions import DatasetGenerationError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fcsd.config import Source
-from fcsd.errors import BadInputError, ConfigError
+from fcsd.distill.records import Skip, chat_of, row_of_line, text_of
+from fcsd.distill.render import encode_chat, encode_text, read_template
+from fcsd.distill.sources import Table, open_source
+from fcsd.errors import BadInputError
 
-_ENDINGS = {"jsonl": (".jsonl", ".ndjson", ".jsonl.gz"), "parquet": (".parquet",)}
-
-# one value of the source -> its text; raises _Skip
-Reader = Callable[[Any], str]
+_VERSION = 1  # of what is cached below
+_ROWS_PER_PROCESS = 20_000
+_FEATURES = {
+    "ids": datasets.List(datasets.Value("int32")),
+    "counts": datasets.List(datasets.Value("bool")),
+    "skipped": datasets.Value("string"),
+}
 
 
 @dataclass(frozen=True)
@@ -34,23 +40,42 @@ class Corpus:
     """One tokenised source.
 
     Attributes:
-        lengths: ``[documents]`` int64, the tokens of each, EOS included; 0 for what was skipped.
-        files: sha256 of every data file by its name.
+        name: its path in the recipe.
+        lengths: ``[documents]`` int64, the tokens of each; 0 for what was skipped.
+        sha256: of every data file by its name, of the tokenizer and of the chat template.
         skipped: rows of the source that were left out, by reason.
+        overlong: ``split``, ``truncate`` or ``skip``: what becomes of a document that outgrows a row.
+        padding: the token id that fills a row up.
     """
 
+    name: str
     lengths: np.ndarray
-    files: dict[str, str]
+    sha256: dict[str, str]
     skipped: dict[str, int]
+    overlong: str
+    padding: int
     _documents: datasets.Dataset
 
     @property
     def tokens(self) -> int:
         return int(self.lengths.sum())
 
-    def document(self, number: int) -> np.ndarray:
-        """Token ids of a document, ``[lengths[number]]``."""
-        return self._documents[number]["ids"]
+    def counted(self) -> int:
+        """How many of the tokens count in the loss."""
+        column = self._documents.data.column("counts")
+        return pc.call_function("sum", [pc.call_function("list_flatten", [column])]).as_py()
+
+    def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids of a document, and which of them count: ``[lengths[number]]`` int32 and bool."""
+        found = self._documents[number]
+        return found["ids"], found["counts"]
+
+    def left_out(self, seq_len: int) -> dict[str, int]:
+        """What a run with rows of ``seq_len`` tokens does without, by reason."""
+        overlong = int((self.lengths > seq_len).sum())
+        if self.overlong == "split" or overlong == 0:
+            return self.skipped
+        return self.skipped | {f"{'cut to' if self.overlong == 'truncate' else 'over'} {seq_len:,} tokens": overlong}
 
 
 def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
@@ -75,134 +100,94 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
         vocab_size: of the model; a row with a token id at or above it is skipped.
 
     Raises:
-        BadInputError: no such file, split or column; unreadable as its format; no usable row.
-        ConfigError: the format cannot be told from the name.
+        BadInputError: no such file, split, column or chat template; unreadable as its format; no usable row.
+        ConfigError: the format cannot be told from the name, or the chat template's file cannot be read.
     """
-    kind, files = _find(source)
-    try:
-        raw, read = _open(source, kind, files)
-    except (DatasetGenerationError, pa.ArrowException, OSError) as error:
-        cause = str(error.__cause__ or error).strip().splitlines()[0]
-        raise BadInputError(f"{source.path}: cannot be read as {kind}: {cause}") from error
-    hashes = {path.name: _sha256(path) for path in files or [Path(x["filename"]) for x in raw.cache_files]}
+    template = read_template(source, tokenizer) if source.chat else None
+    table = open_source(source)
     backend: Any = tokenizer
-    identity = [
-        hashes,
-        kind,
-        source.column,
-        vocab_size,
-        tokenizer.eos_token_id,
-        backend.backend_tokenizer.to_str(),
-    ]
-    encoded = raw.map(
-        partial(_encode, read=read, tokenizer=tokenizer, vocab_size=vocab_size),
-        input_columns=raw.column_names,
-        remove_columns=raw.column_names,
+    sha256 = table.sha256 | {"tokenizer": _digest([backend.backend_tokenizer.to_str(), tokenizer.special_tokens_map])}
+    if template is not None:
+        sha256["chat template"] = _digest(template)
+    columns = ["text"] if table.lines else list(source.columns)
+    shape = (source.columns, source.message_keys, source.train_on, source.max_rows, table.lines, vocab_size)
+    fingerprint = _digest([_VERSION, sha256, shape])[:32]
+    cache = Path(datasets.config.HF_DATASETS_CACHE) / "fcsd"  # never beside the user's data
+    cache.mkdir(parents=True, exist_ok=True)
+    encoded = table.rows.map(
+        partial(_encode, source=source, lines=table.lines, tokenizer=tokenizer, template=template, limit=vocab_size),
+        input_columns=columns,
+        remove_columns=columns,
         batched=True,
-        features=datasets.Features(ids=datasets.List(datasets.Value("int32")), skipped=datasets.Value("string")),
-        new_fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32],
+        num_proc=_processes(len(table.rows)),
+        features=datasets.Features(_FEATURES),
+        cache_file_name=str(cache / f"{fingerprint}.arrow"),
+        new_fingerprint=fingerprint,
         desc=f"tokenising {source.path}",
     )
     lengths = pc.call_function("list_value_length", [encoded.data.column("ids")]).to_numpy().astype(np.int64)
     reasons = encoded.data.column("skipped").drop_null().value_counts().to_pylist()
     skipped = {entry["values"]: entry["counts"] for entry in reasons}
     if not lengths.any():
-        why = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
-        raise BadInputError(f"{source.path}: no usable row: {why}")
-    return Corpus(lengths, hashes, skipped, encoded.with_format("numpy"))
+        raise BadInputError(f"{source.path}: no usable row: {listed(skipped)}", hint=_fields_of(table, source))
+    overlong = {"auto": "truncate" if source.chat else "split"}.get(source.overlong, source.overlong)
+    documents = encoded.with_format("numpy")
+    return Corpus(source.path, lengths, sha256, skipped, overlong, backend.eos_token_id, documents)
 
 
-def _find(source: Source) -> tuple[str, list[Path]]:
-    """The format of a source and its files; none for a dataset that ``datasets`` locates itself."""
-    path = Path(source.path)
-    saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
-    if source.format == "hf" or (source.format == "auto" and saved):
-        return "hf", []
-    found = path.rglob("*") if path.is_dir() else map(Path, glob.glob(source.path, recursive=True))
-    files = sorted(name for name in found if name.is_file())
-    if not files:
-        raise BadInputError(f"{source.path}: no such data file", hint="a dataset of the hub needs format: hf")
-    if not any(name.stat().st_size for name in files):
-        raise BadInputError(f"{source.path}: is empty")
-    if source.format != "auto":
-        return source.format, files
-    for kind, endings in _ENDINGS.items():
-        matching = [name for name in files if name.name.endswith(endings)]
-        if matching:
-            return kind, matching
-    raise ConfigError(f"{source.path}: the format cannot be told from the name", hint="set `format:` beside it")
-
-
-def _open(source: Source, kind: str, files: list[Path]) -> tuple[datasets.Dataset, Reader]:
-    """A dataset of one column, and what takes the text from each of its values."""
-    names = [str(name) for name in files]
-    if kind == "jsonl":
-        # As plain lines: one row of another type would make the JSON reader refuse the whole file.
-        lines = datasets.load_dataset("text", data_files=names, split="train", encoding_errors="replace")
-        return lines, partial(_text_of_line, column=source.column)
-    table: Any
-    if kind == "parquet":
-        table = datasets.load_dataset("parquet", data_files=names, split="train")
-    elif Path(source.path).is_dir():
-        table = datasets.load_from_disk(source.path)
-        if isinstance(table, datasets.DatasetDict):
-            if source.split not in table:
-                raise BadInputError(f"{source.path}: no split {source.split!r}, only {', '.join(map(str, table))}")
-            table = table[source.split]
-    else:
-        table = datasets.load_dataset(source.path, split=source.split)
-    if source.column not in table.column_names:
-        raise BadInputError(f"{source.path}: no column {source.column!r}, only {', '.join(table.column_names)}")
-    return table.select_columns([source.column]), _text
-
-
-class _Skip(Exception):
-    """This row cannot be used; the message is the reason it is counted under."""
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise _Skip("not text")
-    if not value.strip():
-        raise _Skip("empty")
-    return value
-
-
-def _text_of_line(line: str, *, column: str) -> str:
-    if not line.strip():
-        raise _Skip("empty")
-    if "\ufffd" in line:  # what the reader puts in place of bytes that are not UTF-8
-        raise _Skip("not UTF-8")
-    try:
-        row = json.loads(line)
-    except ValueError:
-        raise _Skip("not JSON") from None
-    if not isinstance(row, dict) or column not in row:
-        raise _Skip(f"without {column!r}")
-    return _text(row[column])
+def listed(reasons: Mapping[str, int], most: int = 8) -> str:
+    """The commonest reasons with their counts, in one line."""
+    common = sorted(reasons.items(), key=lambda item: -item[1])
+    rest = sum(count for _, count in common[most:])
+    return ", ".join([f"{count:,} {reason}" for reason, count in common[:most]] + [f"{rest:,} others"] * (rest > 0))
 
 
 def _encode(
-    values: list[Any], *, read: Reader, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+    *columns: list[Any],
+    source: Source,
+    lines: bool,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    limit: int,
 ) -> dict[str, list[Any]]:
-    """For each value its tokens, or none and the reason."""
-    texts: list[str] = []
-    reasons: list[str | None] = []
-    for value in values:
+    """For each row its tokens, or none and the reason."""
+    encoded: dict[str, list[Any]] = {name: [] for name in _FEATURES}
+    for values in zip(*columns, strict=True):
         try:
-            text, reason = read(value), None
-        except _Skip as skip:
-            text, reason = "", str(skip)
-        texts.append(text)
-        reasons.append(reason)
-    ids: list[list[int]] = []
-    for number, tokens in enumerate(tokenizer(texts, verbose=False)["input_ids"]):  # type: ignore[arg-type]
-        if reasons[number] is None and max(tokens, default=0) >= vocab_size:
-            reasons[number] = "outside the vocabulary"
-        ids.append([*tokens, tokenizer.eos_token_id] if reasons[number] is None else [])  # type: ignore[misc]
-    return {"ids": ids, "skipped": reasons}
+            row = row_of_line(values[0], source.columns) if lines else dict(zip(source.columns, values, strict=True))
+            if template is None:
+                ids, counts = encode_text(text_of(row, source), tokenizer)
+            else:
+                ids, counts = encode_chat(chat_of(row, source), tokenizer, template, source.train_on)
+            if max(ids) >= limit:
+                raise Skip("outside the vocabulary")
+            result = (ids, counts, None)
+        except Skip as skip:
+            result = ([], [], str(skip))
+        for name, value in zip(encoded, result, strict=True):
+            encoded[name].append(value)
+    return encoded
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _processes(rows: int) -> int | None:
+    """How many processes tokenise; None is this one alone."""
+    count = min(len(os.sched_getaffinity(0)), rows // _ROWS_PER_PROCESS)
+    return count if count > 1 else None
+
+
+def _fields_of(table: Table, source: Source) -> str | None:
+    """What the first JSON object is made of, for a source none of whose rows could be used."""
+    for line in table.rows[:100]["text"] if table.lines else ():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            close = [match for name in source.columns for match in get_close_matches(name, row, n=1)]
+            guess = f"; did you mean {close[0]!r}?" if close and close[0] not in source.columns else ""
+            return f"the first row has {', '.join(map(repr, list(row)[:20]))}{guess}"
+    return None
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, Train
@@ -45,7 +45,7 @@ def check(recipe: Recipe, processes: int) -> None:
 def _check_model(name: str, degree: int, hint: str) -> None:
     from fcsd.parallel.autoep import expert_parallel_config
 
-    config = AutoConfig.from_pretrained(resolve(name).path, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(resolve(name, weights=False).path, trust_remote_code=False)
     try:
         expert_parallel_config(arch_of(config), degree)
     except ConfigError as error:
@@ -54,13 +54,27 @@ def _check_model(name: str, degree: int, hint: str) -> None:
         raise ConfigError(f"train.expert_parallel {degree} does not divide the {experts_of(config)} experts of {name}")
 
 
-def load(path: Path, degree: int, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A model in eval mode: with all its experts, or with this process's share where ``degree`` divide them."""
+def load(
+    path: Path, degree: int, *, dtype: torch.dtype, device: torch.device, config: PretrainedConfig | None = None
+) -> PreTrainedModel:
+    """A model in eval mode: with all its experts, or with this process's share where ``degree`` divide them.
+
+    Args:
+        config: replaces the directory's own.
+    """
     if degree == 1:
-        return load_model(path, dtype=dtype, device=device)
+        return load_model(path, dtype=dtype, device=device, config=config)
     from fcsd.parallel.loading import load_expert_parallel
 
-    return load_expert_parallel(path, dtype=dtype, device=device, ep_size=degree)
+    return load_expert_parallel(path, dtype=dtype, device=device, ep_size=degree, config=config)
+
+
+def shard(model: PreTrainedModel, degree: int) -> None:
+    """Leaves this process its share of a whole model's experts."""
+    if degree > 1:
+        from fcsd.parallel.autoep import shard_experts
+
+        shard_experts(model, arch_of(model.config), degree)
 
 
 def teacher_degree(train: Train) -> int:

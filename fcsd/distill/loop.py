@@ -1,5 +1,6 @@
 """Distillation: the student follows the frozen teacher over packed text, from the recipe to a finished run."""
 
+import re
 import sys
 import time
 from contextlib import ExitStack
@@ -7,23 +8,27 @@ from pathlib import Path
 
 import datasets
 import transformers
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
+from transformers import PreTrainedModel, enable_full_determinism, set_seed
 
 from fcsd.checkpoint import resolve
-from fcsd.config import Recipe, ResolvedRecipe, Source
+from fcsd.config import Recipe, ResolvedRecipe
 from fcsd.distill import run_dir, state
-from fcsd.distill.corpus import Corpus, load_corpus, load_tokenizer
+from fcsd.distill.corpora import load_corpora
+from fcsd.distill.corpus import Corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
 from fcsd.distill.early_stop import Scorer, Watch
 from fcsd.distill.engine import DTYPES, accumulation, build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, load, teacher_degree, wire_sharded
 from fcsd.distill.preview import preview
 from fcsd.distill.step import all_finite, measure, train_step
+from fcsd.distill.student import load_student, student_source
 from fcsd.distill.targets import expect_comparable, live_teacher
-from fcsd.distill.teacher import needs_teacher, output_head, teacher_name
+from fcsd.distill.teacher import identify_teacher, needs_teacher, output_head, teacher_name
 from fcsd.distill.write_model import write_model
 from fcsd.errors import NonFiniteError
 from fcsd.launch import World, join_world
+from fcsd.plan import Hardware, plan
+from fcsd.plan.report import to_text
 from fcsd.report import reporting
 
 # Recipe fields that the parts of a resumed run need not share: they do not change what is computed, or, for the
@@ -32,7 +37,8 @@ _FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "tr
 _FREE += ("train.eval_every", "train.keep", "early_stop.every", "early_stop.patience", "early_stop.delta")
 _FREE += ("early_stop.data_mirror", "sweep", "train.overlap")
 # How far a run goes is free as well; where its schedule ends is not.
-_FREE += ("train.steps", "train.horizon")
+_FREE += ("train.steps", "train.tokens", "train.horizon")
+_SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template)")
 
 
 def distill(
@@ -48,7 +54,7 @@ def distill(
     Args:
         resume: ``auto`` continues from the newest whole checkpoint in the run directory, if there is one;
             ``never`` insists on a new run; anything else is the path of a checkpoint.
-        dry_run: check the recipe and say what it would do on ``processes``; nothing is written.
+        dry_run: check the recipe, say what it would do on ``processes`` GPUs, and plan it; nothing is written.
         scorer: the benchmark of ``early_stop.metric``, from ``fcsd.eval.early_score``.
 
     Returns: the run directory, with ``checkpoints/``, ``final/``, ``metrics.jsonl`` and ``curves.png``. With early
@@ -57,11 +63,15 @@ def distill(
     Raises:
         ConfigError, BadInputError: before anything is written.
         CheckpointError: the checkpoint is damaged or belongs to another run.
+        DoesNotFitError: by its plan, on a dry run.
         NonFiniteError: loss or gradients are not finite; the message names the last good checkpoint.
     """
     run = Path(resolved.recipe.output_dir)
     if dry_run:
         print(preview(resolved.recipe, processes), file=sys.stderr)
+        planned = plan(resolved.recipe, Hardware(processes))
+        print(to_text(planned), file=sys.stderr)
+        planned.check()
         return run
     world = join_world()
     with ExitStack() as held:
@@ -81,18 +91,19 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, sco
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
     folder = run / run_dir.CHECKPOINTS
     checkpoint = world.on_first(lambda: state.find(folder, resume, _say))
-    student_dir = resolve(recipe.model).path
-    model = load(student_dir, train.expert_parallel, dtype=DTYPES[train.dtype], device=world.device)
+    student_dir = student_source(recipe).path
+    model = load_student(recipe, dtype=DTYPES[train.dtype], device=world.device)
+    teachers = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
     teacher = _teacher(recipe, model, world)
     targets = None if teacher is None else live_teacher(teacher, recipe.objective)
     tokenizer, vocab_size = load_tokenizer(student_dir), len(output_head(model))
-    corpora = [_corpus(source, tokenizer, vocab_size, world) for source in recipe.data.sources]
+    data = recipe.data
+    sources = [*data.sources, *([data.held_out] if data.held_out else [])]
+    corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world)
+    held_out = Rows(corpora.pop(), data.seq_len) if data.held_out else None
     rows = training_rows(recipe, corpora)
-    held_out = None
-    if recipe.data.held_out:
-        held_out = Rows(_corpus(recipe.data.held_out, tokenizer, vocab_size, world), recipe.data.seq_len)
     engine = build_engine(model, recipe, world)
-    identity = _identity(recipe, corpora, world)
+    identity = {**_identity(recipe, corpora, world), **teachers}
     progress = state.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     done, watch = progress["step"], Watch(recipe.early_stop, scorer, progress)
     world.on_first(lambda: run_dir.describe(run, resolved))
@@ -133,7 +144,9 @@ def _distill(resolved: ResolvedRecipe, resume: str, run: Path, world: World, sco
                     step=step,
                     identity=identity,
                     progress={"step": step, "tokens": step * train.batch_tokens, **watch.progress()},
-                    write_model=lambda directory: write_model(model, student_dir, directory, world),
+                    write_model=lambda directory: write_model(
+                        model, student_dir, directory, train.expert_parallel, world
+                    ),
                 )
                 world.on_first(lambda: state.retain(folder, train.keep, watch.verdict.best))
         if checkpoint:
@@ -160,32 +173,12 @@ def _teacher(recipe: Recipe, model: PreTrainedModel, world: World) -> PreTrained
     return teacher.requires_grad_(False)
 
 
-def _corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World) -> Corpus:
-    """A corpus, tokenised by rank 0; the others find it in the cache."""
-    loaded: list[Corpus] = []
-
-    def load(turn: bool) -> None:
-        if turn:
-            loaded.append(load_corpus(source, tokenizer, vocab_size))
-
-    world.everywhere(lambda: load(world.rank == 0))
-    world.everywhere(lambda: load(world.rank != 0))
-    if world.rank == 0 and loaded[0].skipped:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in loaded[0].skipped.items())
-        _say(f"{source.path}: rows left out: {reasons}")
-    return loaded[0]
-
-
 def _identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
     """What a run must have in common with the checkpoints it resumes from."""
     fields = state.flat(recipe.model_dump())
-    own = {
-        key: value
-        for key, value in fields.items()
-        if not key.startswith(_FREE) and not (key.startswith("data.sources.") and key.endswith((".path", ".format")))
-    }
-    files = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.files.items()}
-    return {**own, **files, "train.schedule_steps": recipe.train.schedule_steps, "processes": world.size}
+    own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
+    made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
+    return {**own, **made_of, "train.schedule_steps": recipe.train.schedule_steps, "processes": world.size}
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,21 +1,17 @@
 """What a recipe would do, without doing it."""
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from fcsd.checkpoint import resolve
 from fcsd.config import Recipe
-from fcsd.distill.corpus import load_corpus, load_tokenizer
-from fcsd.distill.data import Rows, batch
+from fcsd.distill.corpus import listed, load_corpus, load_tokenizer
+from fcsd.distill.data import Rows
 from fcsd.distill.engine import accumulation
 from fcsd.distill.expert_parallel import check
-from fcsd.distill.losses import IGNORE
-from fcsd.distill.teacher import needs_teacher, teacher_name
-from fcsd.models.build import register
+from fcsd.distill.shown_row import show_first_row
+from fcsd.distill.student import meta_student, student_source
+from fcsd.distill.teacher import needs_teacher, output_head, teacher_name
 
 
 def preview(recipe: Recipe, world_size: int = 1) -> str:
-    """Sizes, batch arithmetic, and the first packed row with what is predicted in it.
+    """Sizes, batch arithmetic, and the first packed row of each source with what counts in it.
 
     The text is tokenised in full, into the cache of ``datasets`` where the run will find it; no weight is read.
 
@@ -25,35 +21,27 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     data, train = recipe.data, recipe.train
     micro_steps = accumulation(recipe, world_size)
     check(recipe, world_size)
-    source = resolve(recipe.model).path
-    tokenizer, parameters, vocab_size = load_tokenizer(source), *_size(source)
+    source = student_source(recipe)
+    model = meta_student(recipe, source)
+    tokenizer, vocab_size = load_tokenizer(source.path), len(output_head(model))
+    start = "" if recipe.init.weights == "loaded" else "random "
+    wiring = "" if recipe.init.wiring is None else f", rewired: {recipe.init.wiring}"
     corpora = [load_corpus(item, tokenizer, vocab_size) for item in data.sources]
     packed = [Rows(corpus, data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
     if data.held_out:
         Rows(load_corpus(data.held_out, tokenizer, vocab_size), data.seq_len)
     teacher = teacher_name(recipe) if needs_teacher(recipe) else "none, the loss is cross-entropy"
+    asked = f", the {train.tokens:,} asked for rounded up to whole steps" if train.tokens else ""
     lines = [
-        f"student     {recipe.model}, {parameters:,} parameters in {train.dtype}",
+        f"student     {recipe.model}, {model.num_parameters():,} {start}parameters in {train.dtype}{wiring}",
         f"teacher     {teacher}",
         f"batch       {train.batch_tokens:,} tokens = {train.batch_tokens // data.seq_len} rows of {data.seq_len}"
         f" = {train.micro_batch_size} rows * {world_size} processes * {micro_steps} micro-batches",
-        f"run         {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens",
+        f"run         {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens{asked}",
     ]
     for item, corpus, rows in zip(data.sources, corpora, packed, strict=True):
-        left_out = "".join(f", {count} rows {reason}" for reason, count in corpus.skipped.items())
-        lines.append(f"data        {item.path}: {corpus.tokens:,} tokens, {rows.per_epoch:,} rows{left_out}")
-    first = batch(packed[0], [0])
-    counted = int((first["labels"] != IGNORE).sum())
-    lines.append(f"first row   {counted} of {data.seq_len} positions count; | ends a document")
-    documents = torch.tensor_split(first["input_ids"][0], (first["position_ids"][0] == 0).nonzero()[1:, 0].cpu())
-    lines.append("|".join(str(tokenizer.decode(document)) for document in documents))
+        left_out = f"; left out: {listed(reasons)}" if (reasons := corpus.left_out(data.seq_len)) else ""
+        sizes = f"{corpus.tokens:,} tokens, of which {corpus.counted():,} count, {rows.per_epoch:,} rows{left_out}"
+        lines.append(f"data        {item.path}: {sizes}")
+        lines.append(f"first row   {show_first_row(corpus, rows, tokenizer)}")
     return "\n".join(lines)
-
-
-def _size(source: object) -> tuple[int, int]:
-    """Parameters and vocabulary of a model, from its config alone."""
-    register()
-    config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return model.num_parameters(), len(model.get_output_embeddings().weight)

@@ -5,9 +5,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fcsd.checkpoint import read_config, resolve
+from fcsd.checkpoint import read_config, read_layout, resolve, sample_sha256
 from fcsd.config import Recipe
-from fcsd.errors import ConfigError
+from fcsd.convert import fingerprint
+from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.build import arch_of
 
 
@@ -17,18 +18,58 @@ def needs_teacher(recipe: Recipe) -> bool:
 
 
 def teacher_name(recipe: Recipe) -> str:
-    """Directory or hub id of the teacher: the recipe's, or the base model that the student was converted from.
+    """Directory or hub id of the teacher: the recipe's, or the original that the student was converted from.
 
     Raises:
         ConfigError: the recipe names none and the student's config records none.
     """
     if recipe.teacher is not None:
         return recipe.teacher
-    block = read_config(resolve(recipe.model).path).raw.get("fcsd") or {}
+    if recipe.init.wiring is not None and recipe.init.weights == "loaded":
+        return recipe.model
+    block = student_block(recipe)
     if not block.get("base_model"):
         raise ConfigError(f"{recipe.model} records no base model", hint="set `teacher:` in the recipe")
     revision = block.get("base_revision")
     return f"{block['base_model']}@{revision}" if revision else block["base_model"]
+
+
+def student_block(recipe: Recipe) -> dict[str, Any]:
+    """What the student's conversion recorded; empty for an original."""
+    return read_config(resolve(recipe.model, weights=False).path).raw.get("fcsd") or {}
+
+
+def identify_teacher(recipe: Recipe) -> dict[str, str]:
+    """Hashes of the teacher: ``teacher.fingerprint`` of its config and headers, ``teacher.sample`` of its weights.
+
+    Raises:
+        BadInputError: it is not there, or not the one that the student was made from.
+    """
+    name = teacher_name(recipe)
+    try:
+        layout = read_layout(resolve(name).path)
+    except BadInputError as error:
+        if recipe.teacher is None:
+            error.hint = f"{recipe.model} records it as its original; if it moved, set `teacher:` in the recipe"
+        raise
+    found = fingerprint(layout)
+    expect_fingerprint(recipe, found, f"teacher {name}")
+    return {"teacher.fingerprint": found, "teacher.sample": sample_sha256(layout)}
+
+
+def expect_fingerprint(recipe: Recipe, found: str, what: str) -> None:
+    """Check a teacher's fingerprint against the recipe's, or else the one that the student records, if it does.
+
+    Raises:
+        BadInputError: they differ.
+    """
+    expected = recipe.teacher_sha256 or student_block(recipe).get("base_sha256")
+    if expected not in (None, found):
+        source = "the recipe asks for" if recipe.teacher_sha256 else f"{recipe.model} was made from"
+        raise BadInputError(
+            f"{what} has the fingerprint {found}, {source} {expected}",
+            hint=f"it moved or changed; if it is the teacher you mean, set teacher_sha256: {found}",
+        )
 
 
 def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:

@@ -1,0 +1,100 @@
+"""One row of a source -> a text or a chat, or the reason why it cannot be used."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fcsd.config import Source
+
+MAX_CHARACTERS = 10_000_000  # a tokenizer takes several hundred bytes of memory for each
+
+# message_keys -> (key of the speaker, key of the text, roles by other names)
+_KEYS = {
+    "role/content": ("role", "content", {}),
+    "from/value": ("from", "value", {"human": "user", "gpt": "assistant"}),
+}
+_ROLES = ("system", "user", "assistant", "tool")
+_TOO_LONG = f"over {MAX_CHARACTERS:,} characters"
+
+Message = dict[str, str]
+
+
+class Skip(Exception):
+    """This row cannot be used; the message is the reason it is counted under."""
+
+
+def row_of_line(line: str, columns: tuple[str, ...]) -> dict[str, Any]:
+    """The columns of a JSON line."""
+    if not line.strip():
+        raise Skip("empty")
+    if len(line) > 2 * MAX_CHARACTERS:
+        raise Skip(_TOO_LONG)
+    if "\ufffd" in line:  # what the reader puts in place of bytes that are not UTF-8
+        raise Skip("not UTF-8")
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise Skip("not JSON") from None
+    missing = [name for name in columns if not isinstance(row, dict) or name not in row]
+    if missing:
+        raise Skip(f"without {missing[0]!r}")
+    return {name: row[name] for name in columns}
+
+
+def text_of(row: Mapping[str, Any], source: Source) -> str:
+    """The plain text of a row."""
+    return _written(row[source.column])
+
+
+def chat_of(row: Mapping[str, Any], source: Source) -> list[Message]:
+    """The chat of a row: messages with a known ``role`` and a ``content``, an answer among them."""
+    if source.messages is None:
+        assert source.prompt is not None and source.response is not None
+        question, answer = (_text(row[name]) for name in (source.prompt, source.response))
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    else:
+        messages = _messages(row[source.messages], source.message_keys)
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    if not answers:
+        raise Skip("without a response")
+    if not all(map(str.strip, answers)):
+        raise Skip("empty response")
+    if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
+        raise Skip(_TOO_LONG)
+    return messages
+
+
+def _messages(value: object, keys: str) -> list[Message]:
+    role_key, content_key, names = _KEYS[keys]
+    if not isinstance(value, list):
+        raise Skip("not a list of messages")
+    if not value:
+        raise Skip("empty")
+    messages = []
+    for message in value:
+        if not isinstance(message, dict) or role_key not in message or content_key not in message:
+            raise Skip(f"a message without {role_key!r} and {content_key!r}")
+        role = names.get(str(message[role_key]), message[role_key])
+        if role not in _ROLES:
+            raise Skip("a speaker other than " + ", ".join([*names, *(r for r in _ROLES if r not in names.values())]))
+        messages.append({"role": role, "content": _text(message[content_key])})
+    return messages
+
+
+def _written(value: object) -> str:
+    text = _text(value)
+    if not text.strip():
+        raise Skip("empty")
+    return text
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise Skip("not text")
+    if len(value) > MAX_CHARACTERS:
+        raise Skip(_TOO_LONG)
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        raise Skip("not Unicode text") from None
+    return value

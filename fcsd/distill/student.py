@@ -1,0 +1,86 @@
+"""The student before its first step: a checkpoint's weights or random ones, in its own wiring or the recipe's."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from fcsd.checkpoint import Source, read_config, read_layout, resolve
+from fcsd.config import Recipe
+from fcsd.convert import choose_wiring, fingerprint, refuse_rewired
+from fcsd.distill.expert_parallel import load, shard
+from fcsd.errors import BadInputError
+from fcsd.models.archs import ARCHS
+from fcsd.models.build import arch_of, converted_config, register
+
+
+def student_source(recipe: Recipe) -> Source:
+    """Where the student comes from; random weights need its config and tokenizer alone.
+
+    Raises:
+        BadInputError: it is not there, or not a checkpoint.
+    """
+    return resolve(recipe.model, weights=recipe.init.weights == "loaded")
+
+
+def student_config(recipe: Recipe, source: Source) -> PretrainedConfig:
+    """The student's config, rewired if the recipe says so.
+
+    Raises:
+        BadInputError: the architecture is not supported, or it is to be rewired and is already.
+        ConfigError: the wiring does not fit it.
+    """
+    init = recipe.init
+    register()
+    checked = read_config(source.path)
+    config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
+    arch_of(config)
+    if init.weights == "random" and checked.quantization is not None:
+        raise BadInputError(f"{source.path}: random weights are not quantised", "Remove quantization_config.")
+    if init.wiring is None:
+        return config
+    refuse_rewired(source, checked)
+    wiring = choose_wiring(
+        checked,
+        ARCHS[checked.model_type],
+        init.wiring,
+        init.layers,
+        variant=init.variant,
+        distance=init.distance,
+        tp_degree=init.tp_degree,
+    )
+    return converted_config(config, wiring.to_block(**(_origin(source) if init.weights == "loaded" else {})))
+
+
+def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The student in eval mode, the same on every rank but for the experts that expert parallelism divides.
+
+    Random weights are transformers' own for the architecture (``initializer_range`` of the config), from the recipe's
+    seed.
+
+    Raises:
+        BadInputError, ConfigError: see ``student_config``; weights that do not match it.
+    """
+    source = student_source(recipe)
+    config = student_config(recipe, source)
+    degree = recipe.train.expert_parallel
+    if recipe.init.weights == "loaded":
+        return load(source.path, degree, dtype=dtype, device=device, config=config)
+    torch.manual_seed(recipe.seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+    shard(model, degree)
+    return model.to(device)
+
+
+def meta_student(recipe: Recipe, source: Source) -> PreTrainedModel:
+    """The student without memory."""
+    config = student_config(recipe, source)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+def _origin(source: Source) -> dict[str, str | None]:
+    """What ``fcsd convert`` records of the original."""
+    return {
+        "base_model": source.repo_id or str(source.path.resolve()),
+        "base_revision": source.revision,
+        "base_sha256": fingerprint(read_layout(source.path)),
+    }

@@ -1,0 +1,104 @@
+"""``fcsd plan``: whether a recipe fits, how long it takes and what it costs, from config.json and the meta device.
+
+No weight is read. ``setup`` is the recipe, ``model`` the architecture in numbers, ``activations`` what its layers keep,
+``memory`` the sums, ``speed`` time and cost, ``search`` what to change.
+"""
+
+from dataclasses import dataclass
+
+from fcsd.config import Recipe
+from fcsd.errors import DoesNotFitError
+from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
+from fcsd.plan.model import MetaModel, ModelNumbers
+from fcsd.plan.search import changes, cheapest
+from fcsd.plan.setup import GIB, Hardware, Setup, setup_of
+from fcsd.plan.speed import Speed, speed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run of a recipe needs.
+
+    Attributes:
+        host: bytes of host memory of each process while loading.
+        disk: bytes of the checkpoints that exist at the same time.
+        change: what to write to make it fit, and the total it leads to; None if it fits or nothing helps.
+    """
+
+    name: str
+    numbers: ModelNumbers
+    setup: Setup
+    hardware: Hardware
+    memory: Memory
+    speed: Speed
+    host: int
+    disk: int
+    change: tuple[list[str], int] | None
+
+    def check(self) -> None:
+        """
+        Raises:
+            DoesNotFitError: it needs more memory than a GPU has.
+        """
+        if not self.memory.fits:
+            have = f"{self.memory.total / GIB:.1f} GiB a GPU needed, {self.memory.usable / GIB:.1f} usable"
+            raise DoesNotFitError(f"{self.name} does not fit: {have}", hint=self.advice())
+
+    def advice(self) -> str:
+        """The cheapest change that makes it fit."""
+        if self.change is None:
+            return (
+                "no change of the documented knobs makes it fit; larger GPUs, a shorter data.seq_len, or a "
+                "train.batch_tokens that more GPUs can share would"
+            )
+        written, total = self.change
+        return f"cheapest change that fits: {' '.join(written)} ({total / GIB:.1f} GiB)"
+
+
+def plan(recipe: Recipe, hardware: Hardware, utilisation: float | None = None) -> Plan:
+    """Plans a recipe; seconds at most, for a model of any size.
+
+    Args:
+        utilisation: share of the GPUs' peak to reckon with instead of the measured or assumed one.
+
+    Raises:
+        BadInputError: the student or the teacher is not a model.
+        ConfigError: the batch cannot be split evenly over the GPUs.
+    """
+    from fcsd.distill.engine import accumulation
+
+    accumulation(recipe, hardware.world)
+    model = MetaModel(recipe.model)
+    teacher = model.numbers if recipe.teacher is None else MetaModel(recipe.teacher).numbers
+    setup = setup_of(recipe, hardware.world, len(model.numbers.layers))
+    return plan_setup(recipe.name, model, teacher, setup, hardware, utilisation)
+
+
+def plan_setup(
+    name: str,
+    model: MetaModel,
+    teacher: ModelNumbers,
+    setup: Setup,
+    hardware: Hardware,
+    utilisation: float | None = None,
+) -> Plan:
+    """As :func:`plan`, of what was read already."""
+
+    def memory_of(setup: Setup, hardware: Hardware) -> Memory:
+        return memory(model.numbers, teacher, model.layer_bytes(setup), setup, hardware)
+
+    needed, change = memory_of(setup, hardware), None
+    if not needed.fits:
+        found = cheapest(setup, hardware, model.numbers.experts, lambda s, h: memory_of(s, h).fits)
+        change = None if found is None else (changes(setup, *found), memory_of(*found).total)
+    return Plan(
+        name=name,
+        numbers=model.numbers,
+        setup=setup,
+        hardware=hardware,
+        memory=needed,
+        speed=speed(model.numbers, teacher, setup, hardware, utilisation),
+        host=host_bytes(model.numbers, setup),
+        disk=disk_bytes(model.numbers, setup),
+        change=change,
+    )

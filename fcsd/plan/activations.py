@@ -1,0 +1,202 @@
+"""What a decoder layer keeps for its backward pass, measured on the meta device instead of derived by hand.
+
+A layer of the real model runs forward and backward on tensors that have shapes and no data, while every storage that
+appears and goes is counted. So whatever an architecture's code saves (fp32 copies in norms, rotary embeddings, latents
+of MLA) is in the figure, for all architectures alike. Two pieces differ from what would run there:
+
+- attention: a stand-in keeps what sdpa's kernels keep: q, k, v, the output and an fp32 log-sum-exp per row.
+  Packed rows need a mask; then sdpa keeps a bias ``[batch, 1, seq, seq]`` per layer, and transformers repeats keys and
+  values to all heads, because no fused kernel takes a mask and grouped heads together.
+- routed experts under expert parallelism: a stand-in with the steps of ``fcsd.parallel.expert``, whose rows
+  (``tokens * top_k * imbalance``) are known beforehand.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of one layer at work.
+
+    Attributes:
+        kept: alive between the layer's forward and backward pass, its input and parameters aside.
+        forward: most beyond the layer's input at any time of the forward pass when nothing is kept.
+        backward: most beyond ``kept`` at any time of the backward pass, the gradients of parameters aside.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+
+    def times(self, rows: int) -> "LayerBytes":
+        """Those of a larger micro-batch: every activation has one part per row."""
+        return LayerBytes(self.kept * rows, self.forward * rows, self.backward * rows)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages made inside it: those alive, and the most that were at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def ignore(self, *tensors: Tensor) -> None:
+        """Leaves out storages that were there before."""
+        self._known.update(tensor.untyped_storage() for tensor in tensors)
+
+    def _add(self, storage: Any) -> None:
+        if storage not in self._known:
+            size = storage.nbytes()
+            self._known.add(storage)
+            self.live += size
+            weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+
+def measure_layer(run: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], hidden: Tensor) -> LayerBytes:
+    """Runs a layer on ``hidden [batch, seq, hidden]`` (meta) forward and backward."""
+    with torch.no_grad(), LiveBytes() as idle:
+        idle.ignore(hidden, *parameters)
+        run(hidden)
+    entry = hidden.detach().requires_grad_()
+    with LiveBytes() as seen:
+        seen.ignore(entry, *parameters)
+        end = run(entry).sum()  # stands for what follows, and lets go of the output, which the next layer's norm copies
+        kept = seen.peak = seen.live
+        end.backward()
+        own = sum(p.grad.untyped_storage().nbytes() for p in parameters if p.grad is not None)
+    for parameter in parameters:
+        parameter.grad = None
+    incoming = hidden.untyped_storage().nbytes()  # the gradient of a sum takes no memory, a real one does
+    return LayerBytes(kept=kept, forward=idle.peak, backward=max(0, seen.peak - kept - own) + incoming)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what a fused attention kernel keeps; ``[batch, heads, seq, dim] -> [batch, seq, heads, dim_v]``."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        batch, heads, seq, _ = query.shape
+        output = query.new_empty(batch, seq, heads, value.shape[-1])
+        sums = query.new_empty(batch, heads, seq, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, bias, output, sums)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors[:3]
+        accumulated = torch.empty_like(query, dtype=torch.float32)  # kernels sum the query's gradient in fp32
+        gradients: Any = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        del accumulated
+        return (*gradients, None)
+
+
+def attention(packed: bool, widths: list[int]) -> Callable[..., tuple[Tensor, None]]:
+    """The stand-in, as a function for transformers' ``AttentionInterface``.
+
+    Args:
+        packed: rows hold several documents, so that sdpa runs with a mask.
+        widths: takes each layer's ``heads * (d_k + d_v)``.
+    """
+
+    def run(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
+        widths.append(query.shape[1] * (query.shape[-1] + value.shape[-1]))
+        bias: Tensor | None = None
+        repeats = query.shape[1] // key.shape[1]
+        if packed:
+            bias = query.new_empty(len(query), 1, query.shape[2], query.shape[2])
+            if repeats > 1:
+                key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        return _Attention.apply(query, key, value, bias), None  # type: ignore[return-value]
+
+    return run
+
+
+class _Rows(torch.autograd.Function):
+    """An all-to-all or a permutation: other rows of the same width, nothing kept."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, count: int) -> Tensor:
+        ctx.count = len(rows)
+        return rows.new_empty(count, rows.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient.new_empty(ctx.count, gradient.shape[1]), None
+
+
+class _Gated(torch.autograd.Function):
+    """``silu(gate) * up`` as one kernel, which keeps both inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.empty_like(gate), torch.empty_like(up)
+
+
+class RoutedExperts(nn.Module):
+    """The routed experts of an expert-parallel rank, for counting: the steps of ``fcsd.parallel.expert``.
+
+    Args:
+        hidden, inner: width of the stream and of one expert.
+        experts, top_k: experts of the layer, and how many a token takes.
+        imbalance: rows that the fullest rank receives over the mean.
+        prescaled: scores are applied before the experts (llama4).
+    """
+
+    def __init__(self, hidden: int, inner: int, experts: int, top_k: int, imbalance: float, prescaled: bool) -> None:
+        super().__init__()
+        self.top_k, self.imbalance, self.prescaled = top_k, imbalance, prescaled
+        self.gate, self.w1, self.w3, self.w2 = (
+            nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+            for shape in ((experts, hidden), (inner, hidden), (inner, hidden), (hidden, inner))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, seq, hidden]`` to the same shape."""
+        flat = x.reshape(-1, x.shape[-1])
+        scores = F.linear(flat, self.gate).float().softmax(-1).topk(self.top_k, dim=-1).values
+        order = torch.empty(len(flat) * self.top_k, dtype=torch.int64, device="meta")
+        rows = flat[order // self.top_k]
+        if self.prescaled:
+            rows = (rows.float() * scores.reshape(-1, 1)[order].float()).to(rows.dtype)
+        received = _Rows.apply(rows, int(len(rows) * self.imbalance))
+        permuted: Any = _Rows.apply(received, len(received))  # type: ignore[arg-type]
+        del rows, received
+        inner: Any = _Gated.apply(F.linear(permuted, self.w1), F.linear(permuted, self.w3))
+        outputs = _Rows.apply(F.linear(inner, self.w2), len(inner))
+        returned: Any = _Rows.apply(outputs, len(order))
+        placed = torch.zeros_like(returned)
+        placed[order] = returned
+        placed = placed.reshape(len(flat), self.top_k, -1)
+        if not self.prescaled:
+            placed = placed * scores.reshape(-1, self.top_k, 1)
+        return placed.sum(1).to(x.dtype).reshape(x.shape)

@@ -1,0 +1,207 @@
+"""A model in numbers, and one layer of each kind at work, from its config alone: built on the meta device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from fcsd.checkpoint import read_config, resolve
+from fcsd.models.build import arch_of, decoder_layers, register
+from fcsd.models.wiring import hf_parts
+from fcsd.plan.activations import LayerBytes, RoutedExperts, attention, measure_layer
+from fcsd.plan.setup import Setup
+
+_ATTENTION = "fcsd_plan"
+FINAL_NORM = -1  # its place among the kinds of layers
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class LayerNumbers:
+    """Parameters of one decoder layer.
+
+    Attributes:
+        kind: layers of one kind have parameters of the same shapes.
+        dense: all but the routed experts.
+        routed: the routed experts, all of them.
+    """
+
+    kind: int
+    dense: int
+    routed: int
+
+
+@dataclass(frozen=True)
+class ModelNumbers:
+    """What the formulas need of a model.
+
+    Attributes:
+        embedding, head: parameters of both; ``head`` is counted also where it is tied to the embedding.
+        other: all else outside of the layers: final norm, a vision tower.
+        experts: of one MoE layer; 0 for dense models.
+        attention: widths of a key and a value, summed over a layer's query heads.
+        streams: residual streams between two layers: 1, or 2 for a rewired model.
+    """
+
+    layers: tuple[LayerNumbers, ...]
+    embedding: int
+    head: int
+    tied: bool
+    other: int
+    hidden: int
+    vocab: int
+    experts: int
+    top_k: int
+    attention: int
+    streams: int
+
+    @property
+    def dense(self) -> int:
+        """Parameters that every expert-parallel rank holds."""
+        return sum(layer.dense for layer in self.layers) + self.embedding + self.other + self.head * (not self.tied)
+
+    @property
+    def routed(self) -> int:
+        """Parameters of all routed experts."""
+        return sum(layer.routed for layer in self.layers)
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.dense + self.routed
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token passes through."""
+        return self.dense + (self.routed * self.top_k // self.experts if self.experts else 0)
+
+
+class MetaModel:
+    """A model without weights: its ``numbers``, and what its layers keep.
+
+    Args:
+        name: directory (its ``config.json`` is enough) or hub id, converted or not.
+
+    Raises:
+        BadInputError: see ``fcsd.checkpoint.read_config``.
+    """
+
+    def __init__(self, name: str) -> None:
+        local = Path(name)
+        folder = local if (local / "config.json").is_file() else resolve(name, allow_patterns=["*.json"]).path
+        rewired = read_config(folder).rewired
+        register()
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
+        self._config = AutoConfig.for_model(arch_of(config).model_type, **fields)
+        self._measured: dict[Any, dict[int, LayerBytes]] = {}
+        model, _, width = self._run(seq_len=2, packed=False)
+        self.numbers = _numbers(model, 1 if rewired is None else 2, width)
+
+    def layer_bytes(self, setup: Setup) -> dict[int, LayerBytes]:
+        """By kind of layer, and for the final norm at ``FINAL_NORM``.
+
+        Measured for one row in bf16. All of it grows with the rows; fp32 is taken as twice that, which is a little
+        much: what bf16 models compute in fp32 is doubled, too.
+        """
+        key = (setup.seq_len, setup.packed, setup.expert_parallel > 1, setup.imbalance)
+        if key not in self._measured:
+            self._measured[key] = self._measure(setup)
+        times = setup.micro_batch_size * setup.width // 2
+        return {kind: one.times(times) for kind, one in self._measured[key].items()}
+
+    def _measure(self, setup: Setup) -> dict[int, LayerBytes]:
+        model, calls, _ = self._run(setup.seq_len, setup.packed)
+        hidden = torch.empty(1, setup.seq_len, self.numbers.hidden, dtype=torch.bfloat16, device="meta")
+        decoder, layers = _decoder(model), decoder_layers(model)
+        found = {FINAL_NORM: measure_layer(decoder.norm, list(decoder.norm.parameters()), hidden)}
+        for layer, numbers, kwargs in zip(layers, self.numbers.layers, calls, strict=True):
+            if numbers.kind in found:
+                continue
+            run: Callable[[Tensor], Tensor] = partial(layer, **kwargs)
+            parameters = list(layer.parameters())
+            if numbers.routed and setup.expert_parallel > 1:
+                run, own = self._over_ranks(layer, kwargs, setup)
+                parameters += own
+            found[numbers.kind] = measure_layer(run, parameters, hidden)
+        return found
+
+    def _over_ranks(
+        self, layer: Any, kwargs: dict[str, Any], setup: Setup
+    ) -> tuple[Callable[[Tensor], Tensor], list[nn.Parameter]]:
+        """A MoE layer whose routed experts are AutoEP's."""
+        blocks, numbers = arch_of(self._config).blocks, self.numbers
+        parts = hf_parts(blocks, layer)
+        experts = layer.get_submodule(blocks.mlp).get_submodule("experts")
+        inner = experts.down_proj.numel() // (numbers.experts * numbers.hidden)
+        routed = RoutedExperts(
+            *(numbers.hidden, inner, numbers.experts, numbers.top_k, setup.imbalance),
+            prescaled=blocks.prescaled,
+        )
+
+        def run(stream: Tensor) -> Tensor:
+            stream = stream + parts.attn(layer.input_layernorm(stream), **kwargs)
+            x = layer.post_attention_layernorm(stream)
+            return stream + routed(x) + (0 if parts.shared is None else parts.shared(x))
+
+        return run, list(routed.parameters())
+
+    def _run(self, seq_len: int, packed: bool) -> tuple[PreTrainedModel, list[dict[str, Any]], int]:
+        """A fresh model, what each of its layers is called with, and the width of its attention."""
+        widths: list[int] = []
+        AttentionInterface.register(_ATTENTION, attention(packed, widths))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                self._config, dtype=torch.bfloat16, attn_implementation=_ATTENTION, trust_remote_code=False
+            ).train()
+        calls: list[dict[str, Any]] = []
+        hooks = [
+            layer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
+            for layer in decoder_layers(model)
+        ]
+        ids = torch.empty(1, seq_len, dtype=torch.int64, device="meta")
+        with torch.no_grad():
+            _decoder(model)(input_ids=ids, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        return model, calls, max(widths)
+
+
+def _decoder(model: PreTrainedModel) -> Any:
+    return model.get_submodule(arch_of(model.config).classes["AutoModelForCausalLM"][1])
+
+
+def _numbers(model: PreTrainedModel, streams: int, attention_width: int) -> ModelNumbers:
+    text = model.config.get_text_config().to_dict()
+    kinds: dict[Any, int] = {}
+    layers = []
+    for layer in decoder_layers(model):
+        shapes = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
+        routed = sum(shape.numel() for name, shape in shapes if ".experts." in name)
+        whole = sum(shape.numel() for _, shape in shapes)
+        layers.append(LayerNumbers(kinds.setdefault(shapes, len(kinds)), whole - routed, routed))
+    inputs: Any = model.get_input_embeddings()
+    outputs: Any = model.get_output_embeddings()
+    tied = inputs.weight is outputs.weight
+    embedding, head = inputs.weight.numel(), outputs.weight.numel()
+    inside = sum(layer.dense + layer.routed for layer in layers)
+    return ModelNumbers(
+        layers=tuple(layers),
+        embedding=embedding,
+        head=head,
+        tied=tied,
+        other=model.num_parameters() - inside - embedding - head * (not tied),
+        hidden=outputs.weight.shape[1],
+        vocab=outputs.weight.shape[0],
+        experts=next((text[name] for name in _NUM_EXPERTS if text.get(name)), 0)
+        if kinds and any(x.routed for x in layers)
+        else 0,
+        top_k=text.get("num_experts_per_tok") or 0,
+        attention=attention_width,
+        streams=streams,
+    )

@@ -1,0 +1,89 @@
+"""A plan in words, and as JSON."""
+
+from dataclasses import asdict
+
+from fcsd.plan import Plan
+from fcsd.plan.setup import GIB
+from fcsd.plan.speed import PEAK
+
+
+def to_text(plan: Plan) -> str:
+    """For people: parameters, memory by part at the fullest moment, what the run takes, the verdict."""
+    numbers, setup, hardware, speed = plan.numbers, plan.setup, plan.hardware, plan.speed
+    experts = f", {numbers.experts} experts a layer, {numbers.top_k} for a token" if numbers.experts else ""
+    nodes = f" on {hardware.nodes} nodes" if hardware.nodes > 1 else ""
+    rows = [
+        ("recipe", plan.name),
+        (
+            "parameters",
+            f"{_billions(numbers.total)}, {_billions(numbers.active)} active: {_billions(numbers.routed)} routed, "
+            f"{_billions(numbers.dense)} dense{experts}",
+        ),
+        (
+            "run",
+            f"{hardware.world} GPUs{nodes}, expert-parallel {setup.expert_parallel}, ZeRO-{setup.zero_stage}, "
+            f"{setup.dtype}, {setup.micro_batch_size} x {setup.seq_len} tokens * {setup.accumulation:g} micro-batches, "
+            f"recompute {'on' if setup.recompute else 'off'}",
+        ),
+    ]
+    peak = plan.memory.peak
+    lines = [*(f"{name:<12} {text}" for name, text in rows), f"memory of a GPU, fullest at: {peak.name}"]
+    parts = {**peak.parts, "context": plan.memory.context, "allocator slack": plan.memory.slack}
+    lines += [f"  {name:<16} {_gib(size)}" for name, size in parts.items() if size]
+    lines += [f"  {'total':<16} {_gib(plan.memory.total)} of {_gib(plan.memory.usable).strip()} usable"]
+    cost = "" if speed.cost is None else f", cost {speed.cost:,.0f} at {hardware.price:g} per GPU-hour"
+    rows = [
+        ("host memory", f"{_gib(plan.host).strip()} a process while loading"),
+        ("disk", f"{plan.disk / 1e9:,.0f} GB: {setup.keep} checkpoints and one being written"),
+        (
+            "time",
+            f"{setup.tokens:,} tokens at {speed.tokens_per_second:,.0f} tokens/s: {speed.hours:,.1f} hours, "
+            f"{speed.gpu_hours:,.1f} GPU-hours{cost}",
+        ),
+        (
+            "assumed",
+            f"{speed.utilisation:.0%} of {PEAK[setup.dtype] / 1e12:g} TFLOP/s (--mfu), "
+            f"fullest rank receives {setup.imbalance:g} times the mean rows",
+        ),
+        ("verdict", "fits" if plan.memory.fits else f"does not fit; {plan.advice()}"),
+    ]
+    return "\n".join([*lines, *(f"{name:<12} {text}" for name, text in rows)])
+
+
+def to_json(plan: Plan) -> dict[str, object]:
+    """All of it; sizes in bytes."""
+    memory = plan.memory
+    numbers = asdict(plan.numbers)
+    numbers.pop("layers")
+    totals = {"total": plan.numbers.total, "active": plan.numbers.active}
+    totals |= {"dense": plan.numbers.dense, "routed": plan.numbers.routed}
+    return {
+        "recipe": plan.name,
+        "fits": memory.fits,
+        "change": plan.change[0] if plan.change else None,
+        "parameters": totals,
+        "model": numbers,
+        "setup": {**asdict(plan.setup), "accumulation": plan.setup.accumulation},
+        "hardware": asdict(plan.hardware),
+        "memory": {
+            "total": memory.total,
+            "usable": memory.usable,
+            "peak_allocated": memory.peak.total,
+            "peak_at": memory.peak.name,
+            **memory.peak.parts,
+            "context": memory.context,
+            "slack": memory.slack,
+            "moments": {moment.name: moment.total for moment in memory.moments},
+        },
+        "host": plan.host,
+        "disk": plan.disk,
+        "speed": asdict(plan.speed),
+    }
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:7.1f} GiB"
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"

@@ -1,0 +1,72 @@
+"""The cheapest change of a recipe that makes it fit."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from fcsd.plan.setup import Hardware, Setup
+
+MOST_GPUS = 64  # times as many as asked for
+
+
+def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple[Setup, Hardware]]:
+    """Setups that a run accepts, the cheapest first.
+
+    The innermost knob is the cheapest: recompute (one more forward pass), smaller micro-batches (less work per kernel),
+    ZeRO-2 (gradients reduced at every micro-batch), the teacher's experts sharded and experts over more ranks (more
+    all-to-all), more nodes.
+    """
+    for nodes in _doubled(hardware.nodes, hardware.nodes * MOST_GPUS):
+        larger = replace(hardware, nodes=nodes)
+        for degree in _doubled(setup.expert_parallel, larger.world if experts else setup.expert_parallel):
+            for teacher in _teachers(setup, degree):
+                for stage in sorted({setup.zero_stage, 2}):
+                    for rows in _halved(setup.micro_batch_size):
+                        for recompute in sorted({setup.recompute, True}):
+                            changed = replace(
+                                setup,
+                                world=larger.world,
+                                expert_parallel=degree,
+                                teacher=teacher,
+                                zero_stage=stage,
+                                micro_batch_size=rows,
+                                recompute=recompute,
+                            )
+                            if changed.possible(experts):
+                                yield changed, larger
+
+
+def cheapest(
+    setup: Setup, hardware: Hardware, experts: int, fits: Callable[[Setup, Hardware], bool]
+) -> tuple[Setup, Hardware] | None:
+    """The first candidate that fits, if one does."""
+    return next((found for found in candidates(setup, hardware, experts) if fits(*found)), None)
+
+
+def changes(before: Setup, after: Setup, hardware: Hardware) -> list[str]:
+    """What to write to get from one to the other: ``--set`` assignments and flags."""
+    keys = {
+        "train.activation_checkpointing": (before.recompute, after.recompute),
+        "train.micro_batch_size": (before.micro_batch_size, after.micro_batch_size),
+        "train.zero_stage": (before.zero_stage, after.zero_stage),
+        "train.teacher_placement": (before.teacher, after.teacher),
+        "train.expert_parallel": (before.expert_parallel, after.expert_parallel),
+    }
+    written = [f"--set {key}={str(new).lower()}" for key, (old, new) in keys.items() if old != new]
+    return written + ([f"--nodes {hardware.nodes}"] if before.world != after.world else [])
+
+
+def _teachers(setup: Setup, degree: int) -> list:
+    sharded = setup.teacher == "replicated" and degree > 1
+    return [setup.teacher, "sharded"] if sharded else [setup.teacher]
+
+
+def _doubled(start: int, most: int) -> Iterator[int]:
+    while start <= most:
+        yield start
+        start *= 2
+
+
+def _halved(start: int) -> Iterator[int]:
+    while start:
+        yield start
+        start //= 2
