@@ -41,6 +41,15 @@ def _stays_below(value: str) -> str:
     return value
 
 
+def _no_stage_3(value: object) -> object:
+    if value == 3:
+        raise ValueError(
+            "ZeRO-3 would part the output head, which the loss reads outside of its module, and release parameters "
+            "that the reordered backward pass of overlapped experts still needs; expert_parallel shards most weights"
+        )
+    return value
+
+
 def _whole(value: object) -> object:
     """`500e6` is a whole number to people and a float to YAML."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -241,8 +250,14 @@ class Train(_Section):
     """Largest global gradient norm; 0 turns clipping off."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Precision of weights and activations; the optimizer keeps fp32."""
-    zero_stage: Literal[0, 1, 2] = 1
+    zero_stage: Annotated[Literal[0, 1, 2], BeforeValidator(_no_stage_3)] = 1
     """DeepSpeed ZeRO stage."""
+    expert_parallel: Positive = 1
+    """Processes that divide the experts of each MoE layer among them; 1 leaves all experts on every process."""
+    overlap: Literal["on", "eager-sync", "off"] = "on"
+    """Under expert_parallel: hide the all-to-alls, await each where it starts, or run the blocking parts."""
+    teacher_placement: Literal["auto", "sharded", "replicated"] = "auto"
+    """Whether expert_parallel holds for the teacher, too; `auto` shards it with the student."""
     activation_checkpointing: bool = False
     """Recompute activations in backward, trading time for memory."""
     log_every: Positive = 10
@@ -279,6 +294,8 @@ class Train(_Section):
             )
         if self.min_lr > self.lr:
             raise ValueError(f"train.min_lr ({self.min_lr}) is above train.lr ({self.lr})")
+        if self.teacher_placement == "sharded" and self.expert_parallel == 1:
+            raise ValueError("train.teacher_placement sharded needs train.expert_parallel above 1")
         if self.warmup_steps >= self.schedule_steps:
             raise ValueError(f"train.warmup_steps ({self.warmup_steps}) leaves none of {self.schedule_steps} steps")
         if self.steps > self.schedule_steps:

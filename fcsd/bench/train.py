@@ -29,8 +29,8 @@ from fcsd.errors import ConfigError, FcsdError
 from fcsd.launch import World, join_world
 from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import LayerWiring, Wiring
-from fcsd.parallel.random_init import random_expert_parallel
 from fcsd.parallel.overlap import Schedule, overlap
+from fcsd.parallel.random_init import random_expert_parallel
 
 STOCK, OVERLAPPED, BOUND = "stock AutoEP", "farskip overlapped", "farskip comm-free"
 

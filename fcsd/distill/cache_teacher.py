@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe, TeacherCache
 from fcsd.distill import run_dir, teacher_cache
 from fcsd.distill.corpus import load_tokenizer
@@ -19,17 +20,12 @@ from fcsd.distill.engine import DTYPES
 from fcsd.distill.loop import read_data, run_identity
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.student import student_source
-from fcsd.distill.teacher import (
-    final_hidden,
-    identify_teacher,
-    load_teacher,
-    output_head,
-    teacher_name,
-)
+from fcsd.distill.teacher import final_hidden, identify_teacher, output_head, teacher_name
 from fcsd.distill.teacher_cache import Shard, row_digest
 from fcsd.distill.top_k import TopK, top_k
 from fcsd.errors import ConfigError, NonFiniteError
 from fcsd.launch import World, join_world
+from fcsd.models.build import load_model
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +59,8 @@ def cache_teacher(resolved: ResolvedRecipe, *, shard_bytes: int = _SHARD_BYTES) 
 
 def _write(recipe: Recipe, settings: TeacherCache, folder: Path, world: World, shard_bytes: int) -> None:
     hashes = world.on_first(lambda: identify_teacher(recipe))
-    model = load_teacher(teacher_name(recipe), dtype=DTYPES[recipe.train.dtype], device=world.device)
+    path, dtype = resolve(teacher_name(recipe)).path, DTYPES[recipe.train.dtype]
+    model = load_model(path, dtype=dtype, device=world.device).requires_grad_(False)
     vocab_size = len(output_head(model))
     if settings.top_k > vocab_size:
         raise ConfigError(f"objective.teacher_cache.top_k is {settings.top_k}, the vocabulary has {vocab_size} words")

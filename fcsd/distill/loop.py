@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 import sys
 import time
 from contextlib import ExitStack
@@ -12,14 +11,15 @@ import datasets
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
+from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe
-from fcsd.convert import OTHER_WEIGHTS
 from fcsd.distill import run_dir, state
 from fcsd.distill.corpora import load_corpora
 from fcsd.distill.corpus import Corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
 from fcsd.distill.early_stop import Scorer, Watch, require_scorer
-from fcsd.distill.engine import DTYPES, accumulation, build_engine
+from fcsd.distill.engine import DTYPES, accumulation, build_engine, import_deepspeed
+from fcsd.distill.expert_parallel import check, load, teacher_degree, wire_sharded
 from fcsd.distill.nonfinite import Skips
 from fcsd.distill.preview import preview
 from fcsd.distill.saver import Saver
@@ -27,8 +27,9 @@ from fcsd.distill.signals import Preemption, preempted, preemptible
 from fcsd.distill.step import measure, train_step
 from fcsd.distill.student import load_student, student_source
 from fcsd.distill.targets import expect_comparable, live_teacher
-from fcsd.distill.teacher import identify_teacher, load_teacher, needs_teacher, output_head, teacher_name
+from fcsd.distill.teacher import identify_teacher, needs_teacher, output_head, teacher_name
 from fcsd.distill.teacher_cache import read_teacher_cache
+from fcsd.distill.write_model import write_model
 from fcsd.launch import World, join_world
 from fcsd.plan import Hardware, plan
 from fcsd.plan.report import to_text
@@ -41,6 +42,7 @@ _FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "tr
 _FREE += ("train.eval_every", "train.keep", "early_stop.every", "early_stop.patience", "early_stop.delta")
 _FREE += ("early_stop.data_mirror", "sweep", "train.save_failures", "train.grace_seconds", "train.nonfinite")
 _FREE += ("objective.teacher_cache.path",)
+_FREE += ("train.overlap",)
 # How far a run goes is free as well; where its schedule ends is not.
 _FREE += ("train.steps", "train.tokens", "train.horizon")
 _SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template)")
@@ -105,11 +107,13 @@ def _distill(
 ) -> None:
     recipe, train = resolved.recipe, resolved.recipe.train
     accumulation(recipe, world.size)
+    check(recipe, world.size)
+    import_deepspeed()
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
     folder = run / run_dir.CHECKPOINTS
     checkpoint = world.on_first(lambda: state.find(folder, resume, _say))
     student_dir = student_source(recipe).path
-    model = load_student(recipe, dtype=DTYPES[train.dtype])
+    model = load_student(recipe, dtype=DTYPES[train.dtype], device=world.device)
     hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
     teacher = _teacher(recipe, model, world)
     targets = live = None if teacher is None else live_teacher(teacher, recipe.objective)
@@ -129,7 +133,7 @@ def _distill(
         world,
         engine,
         identity,
-        lambda directory: _write_model(model, student_dir, directory),
+        lambda directory: write_model(model, student_dir, directory, train.expert_parallel, world),
         keep=train.keep,
         failures=train.save_failures,
         checkpoint=checkpoint,
@@ -201,9 +205,11 @@ def _teacher(recipe: Recipe, model: PreTrainedModel, world: World) -> PreTrained
     if not needs_teacher(recipe):
         return None
     name = teacher_name(recipe)
-    teacher = load_teacher(name, dtype=DTYPES[recipe.train.dtype], device=world.device)
+    degree = teacher_degree(recipe.train)
+    teacher = load(resolve(name).path, degree, dtype=DTYPES[recipe.train.dtype], device=world.device)
     expect_comparable(model, teacher, recipe, name)
-    return teacher
+    wire_sharded(teacher, degree, recipe.train.overlap)
+    return teacher.requires_grad_(False)
 
 
 def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
@@ -212,15 +218,6 @@ def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[st
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
     made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
     return {**own, **made_of, "train.schedule_steps": recipe.train.schedule_steps, "processes": world.size}
-
-
-def _write_model(model: PreTrainedModel, source: Path, directory: Path) -> None:
-    """An ordinary model directory: trained weights under their original names, all else as the student came."""
-    model.save_pretrained(directory)
-    for path in source.iterdir():
-        weights = path.name.endswith(OTHER_WEIGHTS)
-        if path.is_file() and not weights and not (directory / path.name).exists():
-            shutil.copy(path, directory)
 
 
 def _due(step: int, every: int) -> bool:

@@ -25,7 +25,12 @@ _AUTO = "AutoModelForCausalLM"
 
 
 def load_expert_parallel(
-    path: str | Path, *, dtype: torch.dtype, device: torch.device | str, ep_size: int
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ep_size: int,
+    config: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint directory, converted or not, of which this rank reads its own experts only.
 
@@ -35,6 +40,7 @@ def load_expert_parallel(
 
     Args:
         ep_size: ranks among which the experts of a layer are spread; divides the world and the experts.
+        config: replaces the directory's own.
 
     Raises:
         BadInputError: the architecture is not supported, the checkpoint is quantised, or its tensors do not match
@@ -44,7 +50,7 @@ def load_expert_parallel(
     path = Path(path)
     layout = _verified(path)
     register()
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
     model = empty_model(config, dtype)
     shard_empty(model, ep_size)
     give_memory(model, torch.device(device))
