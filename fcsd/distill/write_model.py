@@ -16,9 +16,9 @@ def write_model(model: PreTrainedModel, source: Path, directory: Path, degree: i
     """
     world.on_first(directory.mkdir)
     if degree > 1:
-        from fcsd.parallel.saving import save_expert_parallel
+        from fcsd.parallel.saving import save_model
 
-        world.everywhere(lambda: save_expert_parallel(model, directory, source))
+        world.everywhere(lambda: save_model(model, directory, source))
     else:
         world.on_first(lambda: model.save_pretrained(directory))
     world.on_first(lambda: _copy_others(source, directory))
