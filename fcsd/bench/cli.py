@@ -62,7 +62,9 @@ def train(
 
 @command(app, "trace")
 def trace(
-    files: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Chrome traces, one of each rank.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="TRACE...", help="Chrome traces, one of each rank, or their directory.")
+    ],
     picture: Annotated[Path | None, typer.Option(help="Draw one layer's forward and backward into this PNG.")] = None,
     layer: Annotated[int | None, typer.Option(min=0, help="Which layer to draw; default: the middle one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
@@ -70,7 +72,7 @@ def trace(
     """Say how much dispatch and combine time lies under computation. FarSkip Table 3."""
     from fcsd.bench import trace as tracing
 
-    traces = [tracing.read(path) for path in files]
+    traces = [tracing.read(path) for path in tracing.files(files)]
     if picture is not None:
         from fcsd.bench.trace_picture import draw
 
