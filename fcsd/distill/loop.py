@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, enable_full_determinism, set_seed
 from fcsd.config import Recipe, ResolvedRecipe
 from fcsd.convert import OTHER_WEIGHTS
 from fcsd.distill import run_dir, state
+from fcsd.distill.agreement import require_agreement
 from fcsd.distill.corpora import load_corpora
 from fcsd.distill.corpus import Corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
@@ -28,6 +29,7 @@ from fcsd.distill.step import measure, train_step
 from fcsd.distill.student import load_student, student_source
 from fcsd.distill.targets import expect_comparable, live_teacher
 from fcsd.distill.teacher import identify_teacher, load_teacher, needs_teacher, output_head, teacher_name
+from fcsd.distill.watchdog import Watchdog, watched
 from fcsd.launch import World, join_world
 from fcsd.plan import Hardware, plan
 from fcsd.plan.report import to_text
@@ -39,6 +41,7 @@ from fcsd.report import reporting
 _FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "train.save_every")
 _FREE += ("train.eval_every", "train.keep", "early_stop.every", "early_stop.patience", "early_stop.delta")
 _FREE += ("early_stop.data_mirror", "sweep", "train.save_failures", "train.grace_seconds", "train.nonfinite")
+_FREE += ("train.stuck_seconds",)
 # How far a run goes is free as well; where its schedule ends is not.
 _FREE += ("train.steps", "train.tokens", "train.horizon")
 _SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template)")
@@ -72,6 +75,7 @@ def distill(
         PeerLostError: another process of the run did not come up.
         NonFiniteError: loss or gradients are not finite; the message names the last good checkpoint.
         PreemptedError: SIGTERM or SIGUSR1; the message names the last checkpoint.
+        PeerLostError: another rank is gone; one that is stuck ends all processes with the same exit code.
         DiskError: checkpoints cannot be written any more; the message names the last one.
     """
     run = Path(resolved.recipe.output_dir)
@@ -88,8 +92,10 @@ def distill(
             datasets.disable_progress_bars()
             transformers.utils.logging.disable_progress_bar()
         preemption = held.enter_context(preemptible(resolved.recipe.train.grace_seconds))
+        dog = held.enter_context(watched(world, resolved.recipe.train.stuck_seconds))
+        require_agreement(world, state.flat(resolved.recipe.model_dump()))
         world.on_first(lambda: held.enter_context(run_dir.claim(run)))
-        _distill(resolved, resume, run, world, scorer, preemption)
+        _distill(resolved, resume, run, world, scorer, preemption, dog)
     return run
 
 
@@ -100,6 +106,7 @@ def _distill(
     world: World,
     scorer: Scorer | None,
     preemption: Preemption,
+    dog: Watchdog,
 ) -> None:
     recipe, train = resolved.recipe, resolved.recipe.train
     accumulation(recipe, world.size)
@@ -122,6 +129,7 @@ def _distill(
     progress = state.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     done, watch = progress["step"], Watch(recipe.early_stop, scorer, progress)
     skips = Skips(recipe, world, progress)
+    require_agreement(world, {**identity, "vocabulary": vocab_size, "first step": done + 1})
     world.on_first(lambda: run_dir.describe(run, resolved))
     saver = Saver(
         folder,
@@ -140,10 +148,12 @@ def _distill(
 
     with ExitStack() as shown:
         reporter = shown.enter_context(reporting(run, resolved, start=done)) if world.rank == 0 else None
+        shown.push(dog.leave)  # what is left to do then takes each rank its own time
         seconds, logged = 0.0, (done, 0.0)
         for step in range(done + 1, train.steps + 1):
             if watch.verdict.stop:
                 break
+            dog.beat()
             began = time.perf_counter()
             metrics = train_step(engine, targets, rows, recipe, world, step)
             seconds += time.perf_counter() - began
