@@ -1,7 +1,7 @@
 """Rewire, heal, prove and export mixture-of-experts checkpoints.
 
 ``import fcsd`` makes transformers' Auto classes load converted checkpoints without remote code. It imports neither
-torch nor transformers itself: registration happens when transformers' Auto classes are imported.
+torch nor transformers itself: classes are registered when a checkpoint's ``model_type`` is first looked up.
 """
 
 import importlib.util
@@ -9,39 +9,54 @@ import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
 
-_AUTO = "transformers.models.auto.modeling_auto"
+_CONFIGS = "transformers.models.auto.configuration_auto"
 
 
-def _register() -> None:
-    from .models.build import register
+class _Registered(dict[str, Any]):
+    """transformers' table of added model types, in which ours are made when the first of them is looked for.
 
-    register()
+    Not earlier: transformers imports its Auto classes also while it imports a model that ours would derive from.
+    """
+
+    _made = False
+
+    def __contains__(self, model_type: object) -> bool:
+        if not self._made and isinstance(model_type, str) and model_type.startswith("fcsd_"):
+            self._made = True
+            from .models.build import register
+
+            register()
+        return super().__contains__(model_type)
 
 
-class _RegisterOnImport(MetaPathFinder):
-    """Runs ``_register`` once, right after the module ``_AUTO`` has been imported for the first time."""
+def _prepare(module: ModuleType) -> None:
+    module.CONFIG_MAPPING._extra_content = _Registered(module.CONFIG_MAPPING._extra_content)
+
+
+class _PrepareOnImport(MetaPathFinder):
+    """Runs ``_prepare`` once, right after the module ``_CONFIGS`` has been imported for the first time."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if fullname != _AUTO:
+        if fullname != _CONFIGS:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         assert spec is not None and spec.loader is not None
         run = spec.loader.exec_module
 
-        def run_then_register(module: ModuleType) -> None:
+        def run_then_prepare(module: ModuleType) -> None:
             run(module)
-            sys.modules[_AUTO] = module
-            _register()
+            _prepare(module)
 
-        spec.loader.exec_module = run_then_register
+        spec.loader.exec_module = run_then_prepare
         return spec
 
 
-if _AUTO in sys.modules:
-    _register()
+if _CONFIGS in sys.modules:
+    _prepare(sys.modules[_CONFIGS])
 else:
-    sys.meta_path.insert(0, _RegisterOnImport())
+    sys.meta_path.insert(0, _PrepareOnImport())

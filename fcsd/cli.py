@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from fcsd import __version__
+from fcsd.bench.cli import app as bench_app
 from fcsd.command import command, emit
 from fcsd.errors import ConfigError
 from fcsd.launch import leave
@@ -44,6 +45,7 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes.")
+app.add_typer(bench_app, name="bench", help="Measure training steps and traces.")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a hub id: org/name[@revision].")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; it must be empty or not exist.")]
@@ -205,6 +207,28 @@ def distill(
     )
     if os.environ.get("RANK", "0") == "0":
         emit(json.dumps({"run": str(directory)}) if as_json else directory)
+
+
+@command(app, "cache-teacher")
+def cache_teacher(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")],
+    sets: Sets = [],  # noqa: B006
+    gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
+) -> None:
+    """Write the teacher cache of a recipe. What is there already stays; prints its directory."""
+    from fcsd.config import load_recipe
+
+    resolved = load_recipe(recipe, sets)
+
+    from fcsd.launch import ensure_world
+
+    ensure_world(gpus)
+
+    from fcsd.distill.cache_teacher import cache_teacher as run
+
+    directory = run(resolved)
+    if os.environ.get("RANK", "0") == "0":
+        emit(directory)
 
 
 @command(app, "plan")

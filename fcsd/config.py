@@ -41,6 +41,15 @@ def _stays_below(value: str) -> str:
     return value
 
 
+def _no_stage_3(value: object) -> object:
+    if value == 3:
+        raise ValueError(
+            "ZeRO-3 would part the output head, which the loss reads outside of its module, and release parameters "
+            "that the reordered backward pass of overlapped experts still needs; expert_parallel shards most weights"
+        )
+    return value
+
+
 def _whole(value: object) -> object:
     """`500e6` is a whole number to people and a float to YAML."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -142,6 +151,15 @@ class Hidden(_Section):
     """Which layers' full streams to compare: all, last:24, first:8, 50%, 12-27 or 0,2,5-7."""
 
 
+class TeacherCache(_Section):
+    """The teacher's most likely words on disk, instead of the teacher; written by `fcsd cache-teacher`."""
+
+    path: OutputPath
+    """Directory of the cache."""
+    top_k: Positive = 64
+    """Words per position; 8 bytes each."""
+
+
 class Objective(_Section):
     """The loss: kl * KL(teacher || student) + sft * cross-entropy + hidden.weight * squared distance."""
 
@@ -151,6 +169,8 @@ class Objective(_Section):
     """Weight of the cross-entropy with the text itself."""
     hidden: Hidden = Hidden()
     """The distance of the streams inside."""
+    teacher_cache: TeacherCache | None = None
+    """Use a cache for the divergence, a lower bound of it; null runs the teacher."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Both softmaxes' temperature in the divergence."""
     reduction: Literal["mean", "sum"] = "mean"
@@ -166,6 +186,8 @@ class Objective(_Section):
     def _something_to_learn(self) -> Self:
         if self.kl == 0 and self.sft == 0 and self.hidden.weight == 0:
             raise ValueError("objective.kl, objective.sft and objective.hidden.weight are all 0, so nothing is learned")
+        if self.teacher_cache and (self.kl == 0 or self.hidden.weight):
+            raise ValueError("objective.teacher_cache serves kl alone: kl must have a weight, hidden none")
         return self
 
 
@@ -228,8 +250,14 @@ class Train(_Section):
     """Largest global gradient norm; 0 turns clipping off."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Precision of weights and activations; the optimizer keeps fp32."""
-    zero_stage: Literal[0, 1, 2] = 1
+    zero_stage: Annotated[Literal[0, 1, 2], BeforeValidator(_no_stage_3)] = 1
     """DeepSpeed ZeRO stage."""
+    expert_parallel: Positive = 1
+    """Processes that divide the experts of each MoE layer among them; 1 leaves all experts on every process."""
+    overlap: Literal["on", "eager-sync", "off"] = "on"
+    """Under expert_parallel: hide the all-to-alls, await each where it starts, or run the blocking parts."""
+    teacher_placement: Literal["auto", "sharded", "replicated"] = "auto"
+    """Whether expert_parallel holds for the teacher, too; `auto` shards it with the student."""
     activation_checkpointing: bool = False
     """Recompute activations in backward, trading time for memory."""
     log_every: Positive = 10
@@ -268,6 +296,8 @@ class Train(_Section):
             )
         if self.min_lr > self.lr:
             raise ValueError(f"train.min_lr ({self.min_lr}) is above train.lr ({self.lr})")
+        if self.teacher_placement == "sharded" and self.expert_parallel == 1:
+            raise ValueError("train.teacher_placement sharded needs train.expert_parallel above 1")
         if self.warmup_steps >= self.schedule_steps:
             raise ValueError(f"train.warmup_steps ({self.warmup_steps}) leaves none of {self.schedule_steps} steps")
         if self.steps > self.schedule_steps:

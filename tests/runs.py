@@ -33,9 +33,10 @@ TRAIN = {
 
 def write_models(folder: Path, arch: str = "deepseek_v2") -> tuple[Path, Path]:
     """A teacher directory and its conversion, farskip on all layers, with tokenizers."""
-    from fcsd.models.build import converted_config, model_classes
+    from fcsd.models.build import converted_config, model_classes, register
     from fcsd.models.wiring import Wiring
 
+    register()  # experts on disk as the architecture has them
     teacher = tiny.model(arch, initializer_range=0.1)  # large enough for the wiring to matter
     wiring = Wiring("farskip", tuple(range(teacher.config.num_hidden_layers)))
     block = wiring.to_block(base_model=str(folder / "teacher"), base_revision=None, base_sha256=None)

@@ -185,7 +185,7 @@ def test_a_resumed_run_must_have_the_same_data_rendered_the_same_way(folder: Pat
             (place / name).write_text(more + (place / name).read_text())
         recipe = runs.resolved(folder, data__sources=[source]).recipe
         corpus = load_corpus(recipe.data.sources[0], texts.tokenizer(), 256)
-        return loop._identity(recipe, [corpus], World(0, 1, torch.device("cpu")))
+        return loop.run_identity(recipe, [corpus], World(0, 1, torch.device("cpu")))
 
     first = identity(tmp_path / "first")
     for number, (changes, differing) in enumerate(

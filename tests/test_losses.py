@@ -144,13 +144,13 @@ def test_logits_are_never_held_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     from fcsd.distill import losses
 
     sizes = []
-    product = losses._logits
+    product = losses.logits_of
 
     def watched(hidden: Tensor, weight: Tensor) -> Tensor:
         sizes.append(len(hidden))
         return product(hidden, weight)
 
-    monkeypatch.setattr(losses, "_logits", watched)
+    monkeypatch.setattr(losses, "logits_of", watched)
     hidden, head, teacher_hidden, teacher_head = sides()
     mask = torch.ones(1, TOKENS, dtype=torch.bool)
     kl_divergence(hidden, head, teacher_hidden, teacher_head, mask, chunk_tokens=8)

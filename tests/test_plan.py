@@ -9,6 +9,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from fcsd.bench.shapes import deepseek_v2_lite
 from fcsd.cli import app
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
 from fcsd.plan import Hardware, Setup, plan, plan_setup
@@ -24,12 +25,6 @@ SMALL = Setup(world=2, micro_batch_size=2, seq_len=64, batch_tokens=512, tokens=
 def meta(folder: Path, config) -> MetaModel:
     config.save_pretrained(folder)
     return MetaModel(str(folder))
-
-
-def deepseek_v2_lite(layers: int):
-    from fcsd.bench.train import deepseek_v2_lite as config
-
-    return config(layers)
 
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)

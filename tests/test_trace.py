@@ -6,6 +6,7 @@ import json
 import pytest
 
 from fcsd.bench import trace
+from fcsd.bench.trace_picture import draw
 from fcsd.errors import BadInputError
 
 
@@ -94,3 +95,24 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path, content):
 def test_a_trace_without_ranges_of_ours_is_refused(tmp_path):
     with pytest.raises(BadInputError, match="no collective of fcsd"):
         trace.read(write(tmp_path / "t.json", computed(0, 1, 1)))
+
+
+def layers_of(passes, kinds, first, step):
+    """Three layers whose collectives follow one another, each under a kernel."""
+    events = []
+    for place, layer in enumerate((0, 1, 2) if passes == "fwd" else (2, 1, 0)):
+        for number, kind in enumerate(kinds):
+            at = first + 100 * place + 50 * number
+            key = at + step
+            events += call(f"fcsd::{kind}.{passes}.L{layer}", at, at, at + 30, key)
+            events += computed(at + 5, at + 40, key + 1)
+    return events
+
+
+def test_a_layer_is_drawn(tmp_path):
+    events = layers_of("fwd", ("dispatch", "combine"), 1000, 1) + layers_of("bwd", ("combine", "dispatch"), 2000, 2)
+    found = trace.read(write(tmp_path / "t.json", events))
+    draw(found, tmp_path / "layer.png")
+    assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(BadInputError, match="no dispatch of layer 3 in fwd"):
+        draw(found, tmp_path / "no.png", 2)

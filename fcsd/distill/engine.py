@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe
+from fcsd.distill.expert_parallel import wire_sharded
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
 from fcsd.distill.targets import Targets, captured
 from fcsd.distill.teacher import final_hidden, output_head
+from fcsd.distill.top_k import TopK, kl_from_top_k
 from fcsd.errors import ConfigError
 from fcsd.launch import World
 
@@ -44,25 +46,25 @@ class Student(nn.Module):
         with captured(self.model, tuple(wanted)) as streams:
             hidden = final_hidden(self.model, batch)
         head, labels, chunk = output_head(self.model), batch["labels"], self.objective.chunk_tokens
+        counts = labels != IGNORE
         losses = {}
         if "hidden" in terms:
             # Taken out one by one: what backward keeps of a layer replaces both its streams.
             distances = [
-                squared_distance(streams.pop(k), wanted.pop(k), labels != IGNORE, denominator=denominator)
-                for k in tuple(wanted)
+                squared_distance(streams.pop(k), wanted.pop(k), counts, denominator=denominator) for k in tuple(wanted)
             ]
             losses["hidden"] = torch.stack(distances).sum()
         if "kl" in terms:
             assert targets is not None
-            losses["kl"] = kl_divergence(
-                hidden,
-                head,
-                *targets.output,
-                labels != IGNORE,
-                temperature=self.objective.temperature,
-                denominator=denominator,
-                chunk_tokens=chunk,
-            )
+            options: Any = {
+                "temperature": self.objective.temperature,
+                "denominator": denominator,
+                "chunk_tokens": chunk,
+            }
+            if isinstance(targets.output, TopK):
+                losses["kl"] = kl_from_top_k(hidden, head, targets.output, counts, **options)
+            else:
+                losses["kl"] = kl_divergence(hidden, head, *targets.output, counts, **options)
         if "sft" in terms:
             losses["sft"] = cross_entropy(hidden, head, labels, denominator=denominator, chunk_tokens=chunk)
         return losses
@@ -108,7 +110,7 @@ def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "gradient_accumulation_steps": accumulation(recipe, world_size),
-        "gradient_clipping": train.grad_clip,
+        "gradient_clipping": train.grad_clip if train.zero_stage else 0.0,  # see clip_without_zero
         "bf16": {"enabled": train.dtype == "bf16"},
         "zero_optimization": {"stage": train.zero_stage},
         # torch's AdamW: DeepSpeed's own is compiled on first use, for a minute, and needs a compiler.
@@ -118,22 +120,22 @@ def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
 
 
 def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
-    """A DeepSpeed engine around ``Student(model)`` in training mode."""
+    """A DeepSpeed engine around ``Student(model)`` in training mode; what is sharded already, it takes as it is."""
     deepspeed = import_deepspeed()
     freeze(model, recipe.objective)
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     student = Student(model, recipe.objective).train()
     trainable = [parameter for parameter in student.parameters() if parameter.requires_grad]
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     engine, *_ = deepspeed.initialize(
         model=student, model_parameters=trainable, config=deepspeed_config(recipe, world.size)
     )
+    wire_sharded(model, recipe.train.expert_parallel, recipe.train.overlap)
     return engine
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed, quiet and without compiling anything."""
+    """DeepSpeed, quiet, without compiling anything, and in the process group of the run."""
     # Its collectives go by names that torch has since deprecated, and torch says so at every rank.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch\.distributed)\b")
     import deepspeed
@@ -142,4 +144,5 @@ def import_deepspeed() -> Any:
 
     logger.setLevel(logging.ERROR)  # it writes to stdout, which is for data
     __compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed

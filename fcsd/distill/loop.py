@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 import sys
 import time
 from contextlib import ExitStack
@@ -10,17 +9,18 @@ from pathlib import Path
 
 import datasets
 import transformers
-from transformers import PreTrainedModel, enable_full_determinism, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
+from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe
-from fcsd.convert import OTHER_WEIGHTS
 from fcsd.distill import run_dir, state
 from fcsd.distill.agreement import require_agreement
 from fcsd.distill.corpora import load_corpora
 from fcsd.distill.corpus import Corpus, load_tokenizer
 from fcsd.distill.data import Mixture, Rows
 from fcsd.distill.early_stop import Scorer, Watch, require_scorer
-from fcsd.distill.engine import DTYPES, accumulation, build_engine
+from fcsd.distill.engine import DTYPES, accumulation, build_engine, import_deepspeed
+from fcsd.distill.expert_parallel import check, load, teacher_degree, wire_sharded
 from fcsd.distill.nonfinite import Skips
 from fcsd.distill.preview import preview
 from fcsd.distill.saver import Saver
@@ -28,8 +28,10 @@ from fcsd.distill.signals import Preemption, preempted, preemptible
 from fcsd.distill.step import measure, train_step
 from fcsd.distill.student import load_student, student_source
 from fcsd.distill.targets import expect_comparable, live_teacher
-from fcsd.distill.teacher import identify_teacher, load_teacher, needs_teacher, output_head, teacher_name
+from fcsd.distill.teacher import identify_teacher, needs_teacher, output_head, teacher_name
+from fcsd.distill.teacher_cache import read_teacher_cache
 from fcsd.distill.watchdog import Watchdog, watched
+from fcsd.distill.write_model import write_model
 from fcsd.launch import World, join_world
 from fcsd.plan import Hardware, plan
 from fcsd.plan.report import to_text
@@ -41,7 +43,7 @@ from fcsd.report import reporting
 _FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "train.save_every")
 _FREE += ("train.eval_every", "train.keep", "early_stop.every", "early_stop.patience", "early_stop.delta")
 _FREE += ("early_stop.data_mirror", "sweep", "train.save_failures", "train.grace_seconds", "train.nonfinite")
-_FREE += ("train.stuck_seconds",)
+_FREE += ("train.stuck_seconds", "train.overlap", "objective.teacher_cache.path")
 # How far a run goes is free as well; where its schedule ends is not.
 _FREE += ("train.steps", "train.tokens", "train.horizon")
 _SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template)")
@@ -110,22 +112,23 @@ def _distill(
 ) -> None:
     recipe, train = resolved.recipe, resolved.recipe.train
     accumulation(recipe, world.size)
+    check(recipe, world.size)
+    import_deepspeed()
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
     folder = run / run_dir.CHECKPOINTS
     checkpoint = world.on_first(lambda: state.find(folder, resume, _say))
     student_dir = student_source(recipe).path
-    model = load_student(recipe, dtype=DTYPES[train.dtype])
-    teachers = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
+    model = load_student(recipe, dtype=DTYPES[train.dtype], device=world.device)
+    hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
     teacher = _teacher(recipe, model, world)
-    targets = None if teacher is None else live_teacher(teacher, recipe.objective)
+    targets = live = None if teacher is None else live_teacher(teacher, recipe.objective)
     tokenizer, vocab_size = load_tokenizer(student_dir), len(output_head(model))
-    data = recipe.data
-    sources = [*data.sources, *([data.held_out] if data.held_out else [])]
-    corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world)
-    held_out = Rows(corpora.pop(), data.seq_len) if data.held_out else None
-    rows = training_rows(recipe, corpora)
+    corpora, rows, held_out = read_data(recipe, tokenizer, vocab_size, world)
+    identity = run_identity(recipe, corpora, world)
+    if cache := recipe.objective.teacher_cache:
+        targets, hashes = read_teacher_cache(recipe, cache, identity, vocab_size, world)
+    identity |= hashes
     engine = build_engine(model, recipe, world)
-    identity = {**_identity(recipe, corpora, world), **teachers}
     progress = state.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     done, watch = progress["step"], Watch(recipe.early_stop, scorer, progress)
     skips = Skips(recipe, world, progress)
@@ -136,14 +139,14 @@ def _distill(
         world,
         engine,
         identity,
-        lambda directory: _write_model(model, student_dir, directory),
+        lambda directory: write_model(model, student_dir, directory, train.expert_parallel, world),
         keep=train.keep,
         failures=train.save_failures,
         checkpoint=checkpoint,
     )
     preemption.defer(lambda: saver.checkpoint)
     if watch.missed(done):
-        before = measure(engine, targets, held_out, recipe, world) if held_out else {}
+        before = measure(engine, live, held_out, recipe, world) if held_out else {}
         watch.look(model, tokenizer, done, before)
 
     with ExitStack() as shown:
@@ -163,7 +166,7 @@ def _distill(
             due = _due(step, train.eval_every) and not hurry
             measured = held_out is not None and (scored or step == train.steps or due)
             if held_out is not None and measured:
-                metrics |= measure(engine, targets, held_out, recipe, world)
+                metrics |= measure(engine, live, held_out, recipe, world)
             if scored:
                 metrics |= watch.look(model, tokenizer, step, metrics)
             last = step == train.steps or watch.verdict.stop
@@ -187,6 +190,17 @@ def _distill(
             world.on_first(lambda: run_dir.publish(state.verified_model(best) if best else last_model, run))
 
 
+def read_data(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World
+) -> tuple[list[Corpus], Mixture, Rows | None]:
+    """The corpora of a run, its rows, and the held-out ones."""
+    data = recipe.data
+    sources = [*data.sources, *([data.held_out] if data.held_out else [])]
+    corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world)
+    held_out = Rows(corpora.pop(), data.seq_len) if data.held_out else None
+    return corpora, training_rows(recipe, corpora), held_out
+
+
 def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
     """The rows of the whole schedule in their order, of which a shorter run takes the first."""
     whole = recipe.train.schedule_steps * (recipe.train.batch_tokens // recipe.data.seq_len)
@@ -199,26 +213,19 @@ def _teacher(recipe: Recipe, model: PreTrainedModel, world: World) -> PreTrained
     if not needs_teacher(recipe):
         return None
     name = teacher_name(recipe)
-    teacher = load_teacher(name, dtype=DTYPES[recipe.train.dtype], device=world.device)
+    degree = teacher_degree(recipe.train)
+    teacher = load(resolve(name).path, degree, dtype=DTYPES[recipe.train.dtype], device=world.device)
     expect_comparable(model, teacher, recipe, name)
-    return teacher
+    wire_sharded(teacher, degree, recipe.train.overlap)
+    return teacher.requires_grad_(False)
 
 
-def _identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
+def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
     """What a run must have in common with the checkpoints it resumes from."""
     fields = state.flat(recipe.model_dump())
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
     made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
     return {**own, **made_of, "train.schedule_steps": recipe.train.schedule_steps, "processes": world.size}
-
-
-def _write_model(model: PreTrainedModel, source: Path, directory: Path) -> None:
-    """An ordinary model directory: trained weights under their original names, all else as the student came."""
-    model.save_pretrained(directory)
-    for path in source.iterdir():
-        weights = path.name.endswith(OTHER_WEIGHTS)
-        if path.is_file() and not weights and not (directory / path.name).exists():
-            shutil.copy(path, directory)
 
 
 def _due(step: int, every: int) -> bool:

@@ -59,11 +59,11 @@ def kl_divergence(
         )
     keep = mask.flatten().nonzero().squeeze(1)
     teacher_rows = teacher_hidden.detach().flatten(0, -2)[keep]
-    teacher_weight = _for_matmul(teacher_head.detach())
+    teacher_weight = for_matmul(teacher_head.detach())
 
     def chunk_loss(student_logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         log_p = (student_logits / temperature).log_softmax(-1)
-        log_q = (_logits(teacher_rows[rows], teacher_weight) / temperature).log_softmax(-1)
+        log_q = (logits_of(teacher_rows[rows], teacher_weight) / temperature).log_softmax(-1)
         q = log_q.exp()
         gap = log_q.sub_(log_p).masked_fill_(q == 0, 0.0)  # 0 * log 0 = 0
         divergence = gap.mul_(q).sum()
@@ -72,7 +72,7 @@ def kl_divergence(
         # divergence: each addend q log(q/p) + p - q is non-negative by itself.
         return (divergence + difference.sum()) * temperature**2, difference.mul_(temperature)
 
-    return _chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens) / denominator
+    return chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens) / denominator
 
 
 def cross_entropy(
@@ -108,7 +108,7 @@ def cross_entropy(
         gradient = log_p.exp_()
         return loss, gradient.scatter_add_(1, targets[rows], -torch.ones_like(gradient[:, :1]))
 
-    return _chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens) / denominator
+    return chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens) / denominator
 
 
 def squared_distance(student: Tensor, teacher: Tensor, mask: Tensor, *, denominator: float | Tensor = 1.0) -> Tensor:
@@ -145,7 +145,7 @@ def _fuses(head: Tensor) -> bool:
     return head.is_cuda and head.dtype != torch.float64
 
 
-def _chunked(hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_tokens: int) -> Tensor:
+def chunked(hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_tokens: int) -> Tensor:
     """Sum of ``chunk_loss`` over the rows of ``hidden [tokens, hidden]``."""
     return _ChunkedHeadLoss.apply(hidden, head, chunk_loss, chunk_tokens, torch.is_grad_enabled())  # type: ignore[return-value]
 
@@ -161,10 +161,10 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=accurate)
         to_hidden = torch.empty_like(hidden) if training and ctx.needs_input_grad[0] else None
         to_head = torch.zeros_like(head, dtype=accurate) if training and ctx.needs_input_grad[1] else None
-        weight = _for_matmul(head)
+        weight = for_matmul(head)
         for start in range(0, len(hidden), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            loss, gradient = chunk_loss(_logits(hidden[rows], weight), rows)
+            loss, gradient = chunk_loss(logits_of(hidden[rows], weight), rows)
             total += loss
             gradient = gradient.to(weight.dtype)
             if to_hidden is not None:
@@ -182,7 +182,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         return (*scaled, None, None, None)
 
 
-def _for_matmul(head: Tensor) -> Tensor:
+def for_matmul(head: Tensor) -> Tensor:
     """The head as its products need it: tensor cores sum bf16 operands in fp32, a CPU needs fp32 operands."""
     return head if head.is_cuda else head.to(torch.promote_types(head.dtype, torch.float32))
 
@@ -194,6 +194,6 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left @ right
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
     """``[tokens, vocab]`` in fp32 or better."""
     return _product(hidden.to(weight.dtype), weight.t())

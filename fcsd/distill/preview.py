@@ -4,6 +4,7 @@ from fcsd.config import Recipe
 from fcsd.distill.corpus import listed, load_corpus, load_tokenizer
 from fcsd.distill.data import Rows
 from fcsd.distill.engine import accumulation
+from fcsd.distill.expert_parallel import check
 from fcsd.distill.shown_row import show_first_row
 from fcsd.distill.student import meta_student, student_source
 from fcsd.distill.teacher import needs_teacher, output_head, teacher_name
@@ -19,6 +20,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     """
     data, train = recipe.data, recipe.train
     micro_steps = accumulation(recipe, world_size)
+    check(recipe, world_size)
     source = student_source(recipe)
     model = meta_student(recipe, source)
     tokenizer, vocab_size = load_tokenizer(source.path), len(output_head(model))
@@ -29,6 +31,8 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     if data.held_out:
         Rows(load_corpus(data.held_out, tokenizer, vocab_size), data.seq_len)
     teacher = teacher_name(recipe) if needs_teacher(recipe) else "none, the loss is cross-entropy"
+    if cache := recipe.objective.teacher_cache:
+        teacher = f"{cache.path}, the {cache.top_k} most likely words of {teacher_name(recipe)}"
     asked = f", the {train.tokens:,} asked for rounded up to whole steps" if train.tokens else ""
     lines = [
         f"student     {recipe.model}, {model.num_parameters():,} {start}parameters in {train.dtype}{wiring}",

@@ -45,18 +45,14 @@ def save(
     Args:
         identity: what a resumed run must share, flat: see ``differences``.
         progress: where the run stands; comes back from ``load``.
-        write_model: writes an ordinary model directory; run on rank 0.
+        write_model: writes an ordinary model directory; called by every rank, fails on all or none.
     """
     final = folder / f"step-{step}"
     partial = world.on_first(lambda: _fresh(folder, final.name))
     _save_engine(engine, partial, world)
 
-    def write() -> None:
-        _write_json(partial / f"rank-{world.rank}.json", _random_state())
-        if world.rank == 0:
-            write_model(partial / MODEL)
-
-    world.everywhere(write)
+    world.everywhere(lambda: _write_json(partial / f"rank-{world.rank}.json", _random_state()))
+    write_model(partial / MODEL)
     # Every rank hashes its share, whoever wrote it: the pages are in the cache of the host or of the shared disk.
     parts = world.everywhere(
         lambda: {name: _record(partial / name) for name in _files(partial)[world.rank :: world.size]}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fcsd.config import Recipe, Train
 from fcsd.distill.data import Mixture, Rows, batch
+from fcsd.distill.expert_parallel import clip_without_zero
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.targets import Teacher
 from fcsd.launch import World
@@ -73,7 +74,7 @@ def train_step(
         # Each term is divided by the global batch already; the engine would average the ranks' gradients.
         engine.backward(loss * world.size, scale_wrt_gas=False)
         if micro is batches[-1] and isinstance(engine.optimizer, torch.optim.Optimizer):
-            norm = _plain_norm(engine)
+            norm = clip_without_zero(engine, recipe.train, world)
             if not norm.isfinite():  # torch's optimizer would take the step
                 engine.zero_grad()
                 engine.micro_steps += 1
@@ -112,11 +113,6 @@ def measure(engine: Any, teacher: Teacher | None, rows: Rows, recipe: Recipe, wo
     dist.all_reduce(totals)
     *sums, positions = totals.tolist()
     return {f"held_out_{name}": value / max(1, positions) for name, value in zip(terms, sums, strict=True)}
-
-
-def _plain_norm(engine: Any) -> Tensor:
-    """The gradient norm before clipping, which only DeepSpeed's own optimizers keep."""
-    return torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
 
 
 def _to(world: World, data: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,9 +6,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from fcsd.checkpoint import Source, read_config, read_layout, resolve
 from fcsd.config import Recipe
 from fcsd.convert import choose_wiring, fingerprint, refuse_rewired
+from fcsd.distill.expert_parallel import load, shard
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import arch_of, converted_config, load_model, register
+from fcsd.models.build import arch_of, converted_config, register
 
 
 def student_source(recipe: Recipe) -> Source:
@@ -49,8 +50,8 @@ def student_config(recipe: Recipe, source: Source) -> PretrainedConfig:
     return converted_config(config, wiring.to_block(**(_origin(source) if init.weights == "loaded" else {})))
 
 
-def load_student(recipe: Recipe, *, dtype: torch.dtype) -> PreTrainedModel:
-    """The student in eval mode on the CPU, the same on every rank.
+def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The student in eval mode, the same on every rank but for the experts that expert parallelism divides.
 
     Random weights are transformers' own for the architecture (``initializer_range`` of the config), from the recipe's
     seed.
@@ -60,10 +61,13 @@ def load_student(recipe: Recipe, *, dtype: torch.dtype) -> PreTrainedModel:
     """
     source = student_source(recipe)
     config = student_config(recipe, source)
+    degree = recipe.train.expert_parallel
     if recipe.init.weights == "loaded":
-        return load_model(source.path, dtype=dtype, config=config)
+        return load(source.path, degree, dtype=dtype, device=device, config=config)
     torch.manual_seed(recipe.seed)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+    shard(model, degree)
+    return model.to(device)
 
 
 def meta_student(recipe: Recipe, source: Source) -> PreTrainedModel:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe
 from fcsd.distill.teacher import final_hidden, output_head
+from fcsd.distill.top_k import TopK
 from fcsd.errors import BadInputError
 from fcsd.models.build import decoder_layers
 from fcsd.models.selection import select_layers
@@ -18,11 +19,12 @@ from fcsd.models.selection import select_layers
 class Targets(NamedTuple):
     """The teacher's part of the loss on one micro-batch.
 
-    ``output`` is the final hidden states ``[batch, seq, hidden]`` and the output head ``[vocab, hidden]``; ``streams``
-    the full stream ``[batch, seq, hidden]`` after each layer that the objective compares, by 0-based index.
+    ``output`` is the final hidden states ``[batch, seq, hidden]`` and the output head ``[vocab, hidden]``, or what a
+    cache kept of them; ``streams`` the full stream ``[batch, seq, hidden]`` after each layer that the objective
+    compares, by 0-based index.
     """
 
-    output: tuple[Tensor, Tensor]
+    output: tuple[Tensor, Tensor] | TopK
     streams: dict[int, Tensor]
 
 

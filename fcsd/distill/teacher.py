@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -10,12 +9,13 @@ from fcsd.checkpoint import read_config, read_layout, resolve, sample_sha256
 from fcsd.config import Recipe
 from fcsd.convert import fingerprint
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.models.build import arch_of, load_model
+from fcsd.models.build import arch_of
 
 
 def needs_teacher(recipe: Recipe) -> bool:
-    """Whether a term of the loss compares with a teacher."""
-    return bool(recipe.objective.kl or recipe.objective.hidden.weight)
+    """Whether a term of the loss compares with a teacher in memory."""
+    objective = recipe.objective
+    return objective.teacher_cache is None and bool(objective.kl or objective.hidden.weight)
 
 
 def teacher_name(recipe: Recipe) -> str:
@@ -71,11 +71,6 @@ def expect_fingerprint(recipe: Recipe, found: str, what: str) -> None:
             f"{what} has the fingerprint {found}, {source} {expected}",
             hint=f"it moved or changed; if it is the teacher you mean, set teacher_sha256: {found}",
         )
-
-
-def load_teacher(name: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The teacher in eval mode; none of its parameters takes a gradient."""
-    return load_model(resolve(name).path, dtype=dtype, device=device).requires_grad_(False).eval()
 
 
 def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:

@@ -67,6 +67,20 @@ def unwired() -> Wiring:
     return Wiring("standard", ())
 
 
+def wiring_of(config: PretrainedConfig) -> Wiring:
+    """The wiring that a model of this config was built with."""
+    block = config.to_dict().get("fcsd")
+    return unwired() if block is None else Wiring.from_block(block)
+
+
+def experts_of(config: PretrainedConfig) -> int:
+    """Routed experts of a MoE layer; 0 for a dense architecture."""
+    fields = config.get_text_config().to_dict()
+    return next(
+        (fields[name] for name in ("n_routed_experts", "num_experts", "num_local_experts") if name in fields), 0
+    )
+
+
 @cache
 def config_class(model_type: str) -> type[PretrainedConfig]:
     """``FcsdQwen3MoeConfig`` and its like: the base config with its own ``model_type`` and an ``fcsd`` block."""

@@ -56,6 +56,7 @@ def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
         ConfigError: see ``expert_parallel_config``; or AutoEP found no MoE block.
     """
     import deepspeed.comm as dist
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
@@ -63,6 +64,8 @@ def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
 
     allow_string_keys()
     config = expert_parallel_config(arch, ep_size)
+    accelerator: Any = get_accelerator()
+    config["use_grouped_mm"] = accelerator.device_name() == "cuda"
     config["top_k"] = model.config.get_text_config().num_experts_per_tok  # AutoEP knows no config within a config
     sharder = AutoEP(model, parse_autoep_config(config))
     specs = sharder.ep_parser()

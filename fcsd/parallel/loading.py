@@ -25,7 +25,12 @@ _AUTO = "AutoModelForCausalLM"
 
 
 def load_expert_parallel(
-    path: str | Path, *, dtype: torch.dtype, device: torch.device | str, ep_size: int
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ep_size: int,
+    config: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint directory, converted or not, of which this rank reads its own experts only.
 
@@ -35,6 +40,7 @@ def load_expert_parallel(
 
     Args:
         ep_size: ranks among which the experts of a layer are spread; divides the world and the experts.
+        config: replaces the directory's own.
 
     Raises:
         BadInputError: the architecture is not supported, the checkpoint is quantised, or its tensors do not match
@@ -44,9 +50,10 @@ def load_expert_parallel(
     path = Path(path)
     layout = _verified(path)
     register()
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    model = _empty(config, dtype)
-    _shard(model, ep_size, torch.device(device))
+    config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
+    model = empty_model(config, dtype)
+    shard_empty(model, ep_size)
+    give_memory(model, torch.device(device))
     tensors = state(model)
     with Reader(layout) as reader:
         for piece in on_disk(model, pieces(model)):
@@ -69,8 +76,12 @@ def _verified(path: Path) -> Layout:
     return layout
 
 
-def _empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal LM in eval mode whose parameters are on the meta device and whose buffers are real."""
+def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal LM in eval mode whose parameters are on the meta device and whose buffers are real.
+
+    Raises:
+        BadInputError: the architecture is not supported.
+    """
     arch = arch_of(config)
     cls = getattr(transformers, arch.classes[_AUTO][0])
     if config.model_type.startswith(PREFIX):
@@ -92,11 +103,15 @@ def _keep_in_fp32(model: PreTrainedModel) -> None:
                 tensor.data = tensor.data.float()
 
 
-def _shard(model: PreTrainedModel, ep_size: int, device: torch.device) -> None:
-    """Shard an empty model, wire it, and give it memory on ``device``."""
+def shard_empty(model: PreTrainedModel, ep_size: int) -> None:
+    """Leave an empty model this rank's experts, and wire it as its config says."""
     shard_experts(model, arch_of(model.config), ep_size)
     block = model.config.to_dict().get("fcsd")
     wire_parallel(model, Wiring.from_block(block) if block else unwired())
+
+
+def give_memory(model: PreTrainedModel, device: torch.device) -> None:
+    """Put an empty model's parameters on ``device``, with whatever was there, and its buffers."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

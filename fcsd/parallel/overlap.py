@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 
 import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
@@ -203,6 +204,12 @@ def overlap(
     if wiring.name in DESYNC or wiring.distance > 1:
         what = wiring.name if wiring.name in DESYNC else f"distance {wiring.distance}"
         raise ConfigError(f"overlap does not serve {what}", hint="overlap: off")
+    if mode != "off" and any(map(is_zero_param, model.parameters())):
+        raise ConfigError(
+            "overlap does not serve ZeRO-3: nodes of different layers take turns in its backward pass, and ZeRO-3 "
+            "releases a layer's parameters before the last of them has run",
+            hint="use ZeRO-1 or 2, or overlap: off",
+        )
     join_attention(model)
     wire_parallel(model, wiring)
     if mode == "off":

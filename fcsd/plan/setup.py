@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fcsd.config import Recipe
+from fcsd.config import Recipe, Train
 from fcsd.models.selection import select_layers
 
 GIB = 2**30
@@ -94,7 +94,8 @@ def setup_of(recipe: Recipe, world: int, layers: int) -> Setup:
         dtype=train.dtype,
         zero_stage=train.zero_stage,
         recompute=train.activation_checkpointing,
-        teacher="replicated" if objective.kl or compared else "none",
+        expert_parallel=train.expert_parallel,
+        teacher=_placement(train) if (objective.kl or compared) and objective.teacher_cache is None else "none",
         terms=tuple(name for name, weight in weights.items() if weight),
         compared=len(select_layers(objective.hidden.layers, layers)) if compared else 0,
         chunk_tokens=objective.chunk_tokens,
@@ -102,3 +103,8 @@ def setup_of(recipe: Recipe, world: int, layers: int) -> Setup:
         freeze_lm_head=objective.freeze_lm_head,
         keep=train.keep,
     )
+
+
+def _placement(train: Train) -> Literal["replicated", "sharded"]:
+    """Where a teacher's experts are: with the student's, unless the recipe says otherwise."""
+    return "replicated" if train.expert_parallel == 1 or train.teacher_placement == "replicated" else "sharded"

@@ -1,0 +1,57 @@
+"""`fcsd bench`: where the time of a training step goes."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fcsd.command import command, emit
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@command(app, "train")
+def train(
+    shape: Annotated[str, typer.Argument(help="deepseek-v2-lite, deepseek-v3, qwen3-30b-a3b or tiny.")],
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 8,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per GPU and step.")] = 4,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 4096,
+    router: Annotated[
+        str, typer.Option(help="initialised, or uniform: as many tokens for every expert.")
+    ] = "initialised",
+    recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
+    no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Forward and backward alone.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for train.json and traces.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Trace an overlapped step of every rank into --out.")] = False,
+) -> None:
+    """Time a training step of random weights: stock AutoEP, standard, blocking, overlapped, and without a wire."""
+    from fcsd.launch import ensure_world
+
+    ensure_world(gpus)
+
+    from fcsd.bench.train import Workload, bench
+
+    load = Workload(shape, layers, micro_batch, seq, router, recompute, not no_optimizer, rounds, steps)
+    bench(load, out, traced=trace)
+
+
+@command(app, "trace")
+def trace(
+    files: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Chrome traces, one of each rank.")],
+    picture: Annotated[Path | None, typer.Option(help="Draw one layer's forward and backward into this PNG.")] = None,
+    layer: Annotated[int | None, typer.Option(min=0, help="Which layer to draw; default: the middle one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Say how much dispatch and combine time lies under computation. FarSkip Table 3."""
+    from fcsd.bench import trace as tracing
+
+    traces = [tracing.read(path) for path in files]
+    if picture is not None:
+        from fcsd.bench.trace_picture import draw
+
+        draw(traces[0], picture, layer)
+    emit(json.dumps(tracing.to_json(traces), indent=2) if as_json else tracing.to_text(traces))

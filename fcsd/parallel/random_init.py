@@ -1,0 +1,82 @@
+"""Randomly initialised models of full size, never whole in one memory.
+
+Every module draws from a generator of its own, and so does every expert, so the weights are the same on any number of
+ranks. Distributions are the family's own: transformers initialises each module, and an expert as a layer of one.
+"""
+
+import copy
+import hashlib
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..models.build import register
+from .loading import empty_model, give_memory, shard_empty
+from .pieces import Piece, pieces, put, state
+
+# Path -> module, and the innermost model around it, whose rules initialise it.
+Owned = dict[str, tuple[nn.Module, PreTrainedModel]]
+
+
+def random_expert_parallel(
+    config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device | str, ep_size: int, seed: int = 0
+) -> PreTrainedModel:
+    """A random causal LM with this rank's experts, wired as its config says, in eval mode.
+
+    The same weights for the same seed, kind of device and version of torch, whatever ``ep_size``; for benchmarks.
+
+    Args:
+        config: transformers', or a converted model's.
+        ep_size: as in ``load_expert_parallel``.
+
+    Raises:
+        ConfigError: see ``shard_experts``.
+    """
+    register()
+    model = empty_model(config, dtype)
+    original = owned(model)
+    shard_empty(model, ep_size)
+    give_memory(model, torch.device(device))
+    tensors = state(model)
+    groups: dict[tuple[str, int | None], dict[str, Piece]] = {}
+    for piece in pieces(model):
+        path, _, name = piece.name.rpartition(".")
+        if piece.here:
+            groups.setdefault((path, piece.expert), {})[name] = piece
+    for (path, expert), members in groups.items():
+        values = initial(path, original[path], seed, torch.device(device), expert)
+        for name, piece in members.items():
+            put(tensors, piece, values[name])
+    return model
+
+
+def owned(model: PreTrainedModel) -> Owned:
+    """All modules of a model, before AutoEP replaces some."""
+    models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+
+    def owner(path: str) -> PreTrainedModel:
+        return models[max((outer for outer in models if f"{path}.".startswith(f"{outer}." if outer else "")), key=len)]
+
+    return {path: (module, owner(path)) for path, module in model.named_modules()}
+
+
+@torch.no_grad()
+def initial(
+    path: str, module: tuple[nn.Module, PreTrainedModel], seed: int, device: torch.device, expert: int | None = None
+) -> dict[str, Tensor]:
+    """A module's own parameters and buffers by name, as its family initialises them; of one expert with ``expert``.
+
+    What the family leaves alone is NaN, so that it shows.
+    """
+    twin = copy.copy(module[0])
+    twin._parameters = dict(twin._parameters)
+    for name, p in module[0].named_parameters(recurse=False):
+        unset = torch.full_like(p if expert is None else p[:1], float("nan"), device=device)
+        twin._parameters[name] = nn.Parameter(unset)
+    digest = hashlib.sha256(f"{seed} {path} {expert}".encode()).digest()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int.from_bytes(digest[:7], "little"))
+        module[1]._init_weights(twin)
+    made = {name: p.data if expert is None else p.data[0] for name, p in twin.named_parameters(recurse=False)}
+    return {**made, **dict(twin.named_buffers(recurse=False))}
