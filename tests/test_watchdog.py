@@ -16,14 +16,15 @@ import torch.distributed as dist
 from fcsd.distill.agreement import require_agreement
 from fcsd.distill.watchdog import watched
 from fcsd.errors import ConfigError
-from fcsd.launch import join_world
+from fcsd.launch import join_world, leave
 
 
-def meet(trouble: str) -> None:
-    """Rank 1 gets into trouble; rank 0 waits for it in a collective of a group of their own."""
+def meet(trouble: str, stuck_seconds: float, silence: float) -> None:
+    """Rank 1 gets into trouble; rank 0 waits for it in a collective of a group of their own, or somewhere else."""
     world = join_world()
-    with watched(world, 3.0) as dog:
+    with watched(world, stuck_seconds, silence) as dog:
         group = dist.new_group([0, 1])  # has the library's timeout of half an hour, whatever the world's is
+        dist.all_reduce(torch.ones(1), group=group)  # they are connected
         dog.beat()
         if world.rank == 1 or trouble == "gone meanwhile":
             misbehave(trouble if world.rank == 1 else "stuck")
@@ -39,25 +40,28 @@ def misbehave(trouble: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "codes", "message"),
+    ("trouble", "limits", "codes", "message"),
     [
-        ("stuck", [6, 6], "no step for 3 seconds, because of rank 1: rank 0 in all_reduce ("),
-        ("stopped", [6, -signal.SIGKILL], "rank 1 has given no sign of life"),
-        ("gone", [6, 3], "rank 1 ended while the run was going on"),
-        ("gone meanwhile", [6, 3], "rank 1 ended while the run was going on"),
+        ("stuck", (3, 600), [6, 6], "no step for 3 seconds, because of rank 1: rank 0 in all_reduce ("),
+        ("stopped", (600, 3), [6, -signal.SIGKILL], "rank 1 gave no sign of life for 3 seconds"),
+        ("gone", (600, 600), [6, 3], "rank 1 ended while the run was going on"),
+        ("gone meanwhile", (600, 600), [6, 3], "rank 1 ended while the run was going on"),
     ],
 )
-def test_the_others_end_and_name_the_rank(trouble: str, codes: list[int], message: str) -> None:
-    found, said = runs.exit_codes(2, meet, trouble)
-    assert found == codes
+def test_the_others_end_and_name_the_rank(
+    trouble: str, limits: tuple[float, float], codes: list[int], message: str
+) -> None:
+    found, said = runs.exit_codes(2, meet, trouble, *limits)
+    assert found == codes, said
     assert message in said
     if trouble == "stuck":
         assert "; rank 1 in wait (" in said and "in misbehave" in said  # the stack that is to blame
 
 
 def quiet() -> None:
-    with watched(join_world(), 600.0) as dog:
+    with watched(join_world(), 600) as dog:
         dog.beat()
+    leave(SystemExit(0))
 
 
 def test_an_orderly_end_is_no_loss() -> None:
