@@ -25,7 +25,7 @@ from fcsd.distill.nonfinite import Skips
 from fcsd.distill.preview import preview
 from fcsd.distill.saver import Saver
 from fcsd.distill.signals import Preemption, preempted, preemptible
-from fcsd.distill.step import measure, train_step
+from fcsd.distill.step import measure, peak_memory, train_step
 from fcsd.distill.student import load_student, student_source
 from fcsd.distill.targets import expect_comparable, live_teacher
 from fcsd.distill.teacher import identify_teacher, needs_teacher, output_head, teacher_name
@@ -175,7 +175,8 @@ def _distill(
                 if last or measured or scored or skipped or step == 1 or _due(step, train.log_every):
                     speed = (step - logged[0]) * train.batch_tokens / (seconds - logged[1])
                     logged = (step, seconds)
-                    reporter.log({**counts, **metrics, "tokens_per_second": speed, "seconds": seconds})
+                    usage = {"tokens_per_second": speed, "seconds": seconds, **peak_memory(world)}
+                    reporter.log({**counts, **metrics, **usage})
             time_left = preemption.time_left(world)
             due = last or watch.verdict.best == step or _due(step, train.save_every)
             if last or (saver.seconds < time_left and (due or time_left < math.inf)):
