@@ -45,7 +45,7 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes.")
-app.add_typer(bench_app, name="bench", help="Measure training steps and traces.")
+app.add_typer(bench_app, name="bench", help="Measure training steps, their memory and traces.")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a hub id: org/name[@revision].")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; it must be empty or not exist.")]
