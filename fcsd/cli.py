@@ -24,7 +24,7 @@ Examples:
   fcsd inspect org/model
   fcsd convert org/model model-farskip --wiring farskip --layers all
   fcsd distill recipe.yaml --set train.lr=1e-5 --gpus 8
-  fcsd distill --sweep llama4-scout-sweep --gpus 8
+  fcsd distill --sweep qwen3-30b-a3b-sweep --gpus 8
   fcsd eval model-farskip runs/mine/final --baseline org/model --tasks piqa,arc_easy
   fcsd choose-layers org/model --text sample.jsonl --budget 2%
   fcsd export runs/mine final
