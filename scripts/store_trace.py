@@ -3,9 +3,10 @@
     python scripts/store_trace.py OUT/rank-0.json.gz tests/data/h200.json.gz [--layer 4] [--picture docs/layer.png]
 
 Kept are the kernels and copies from the collective that begins one layer to the one that begins the next, in forward
-and in backward, with their launches and fcsd's ranges: some ten kilobytes. HTA's percentage of the cut trace goes into `hta.json` beside it,
-under the file's name, where tests/test_trace.py finds both. HTA (`pip install HolisticTraceAnalysis`) is needed here
-alone. With `--picture` the layer is drawn as FarSkip Figures 9 and 10 are, from the cut trace.
+and in backward, with their launches and fcsd's ranges: some ten kilobytes. HTA's percentage of the cut trace goes into
+`hta.json` beside it, under the file's name, where tests/test_trace.py finds both. HTA (`pip install
+HolisticTraceAnalysis`) is needed here alone. With `--picture` the layer is drawn as FarSkip Figures 9
+and 10 are, from the cut trace.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`fcsd bench`: where the time of a training step goes."""
+"""`fcsd bench`: where the time and the memory of a training step go."""
 
 import json
 import os
@@ -58,6 +58,30 @@ def train(
     result = bench(load, out, traced=trace)
     if as_json and os.environ.get("RANK", "0") == "0":
         emit(json.dumps(result, indent=2))
+
+
+@command(app, "memory")
+def memory(
+    shape: Annotated[str, typer.Argument(help="deepseek-v2-lite, qwen3-30b-a3b, llama4-scout, ... or tiny.")],
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 4,
+    seq: Annotated[int, typer.Option(min=8, help="Tokens per row.")] = 4096,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass and GPU.")] = 1,
+    accumulation: Annotated[int, typer.Option(min=1, help="Forward passes per step and GPU.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to take; the last one counts.")] = 2,
+    sets: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe; repeatable.")] = [],  # noqa: B006
+    gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.")] = None,
+) -> None:
+    """Take distillation steps of random weights, and hold what `fcsd plan` says of them against what they take."""
+    from fcsd.launch import ensure_world
+
+    ensure_world(gpus)
+
+    from fcsd.bench.memory import bench
+
+    found = bench(shape, layers, seq=seq, micro_batch=micro_batch, accumulation=accumulation, steps=steps, sets=sets)
+    if out is not None and os.environ.get("RANK", "0") == "0":
+        out.write_text(json.dumps(found, indent=1))
 
 
 @command(app, "trace")
