@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 
 from fcsd import recipes
+from fcsd.bench.shapes import SHAPES
 from fcsd.config import load_recipe
 from fcsd.distill.sweep_plan import all_trials
 from fcsd.errors import ConfigError
+from fcsd.plan import Hardware, plan
+from fcsd.plan.setup import setup_of
 
 NAMES = recipes.names()
 
@@ -62,6 +65,26 @@ def test_the_sweep_is_the_papers() -> None:
 def test_every_trial_of_a_sweep_is_a_recipe(name: str) -> None:
     assert name.endswith("-sweep") and f"fcsd distill --sweep {name}" in recipes.read(name)
     assert len(all_trials(load_recipe(name))) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "layers", "nodes"),
+    [
+        ("deepseek-v2-lite", "deepseek-v2-lite", 27, 1),
+        ("qwen3-30b-a3b", "qwen3-30b-a3b", 48, 1),
+        ("llama4-scout", "llama4-scout", 48, 4),
+    ],
+)
+def test_it_fits_the_hardware_it_names(name: str, shape: str, layers: int, nodes: int, tmp_path: Path) -> None:
+    SHAPES[shape](layers).save_pretrained(tmp_path)
+    numbers = {1: "eight", 4: "32"}
+    assert f"# Hardware: {numbers[nodes]} GPUs of 141 GB" in recipes.read(name)
+    planned = plan(load_recipe(name, [f"model={tmp_path}"]).recipe, Hardware(8, nodes, 141))
+    assert planned.memory.fits and planned.setup.accumulation.is_integer()
+    for sweep in (f"{name}-sweep", f"{name}-sft-sweep"):
+        trials = all_trials(load_recipe(sweep))
+        assert len({tuple(trial.values.values()) for trial in trials}) == 9, "of which five run"
+        assert all(setup_of(trial.full.recipe, 8 * nodes, layers).accumulation.is_integer() for trial in trials)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -66,8 +66,8 @@ def test_every_record_has_every_term_and_what_it_took(folder: Path, tmp_path: Pa
     for line in read_metrics(tmp_path):
         assert line["loss"] == pytest.approx(line["kl"] + 0.5 * line["sft"] + 0.1 * line["hidden"])
         assert min(line["grad_norm"], line["tokens_per_second"], line["seconds"]) > 0
-        assert 0.05 < line["host_memory_gib"] < 64
-        assert "mfu" not in line and "gpu_memory_gib" not in line, "there is no GPU here"
+        assert 0.05 < line["peak_host_memory_gib"] < 64
+        assert "mfu" not in line and "peak_memory_gib" not in line, "there is no GPU here"
 
 
 def test_full_speed_is_six_flops_a_weight_and_two_of_the_teacher(folder: Path) -> None:

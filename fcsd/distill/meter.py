@@ -37,8 +37,8 @@ class Meter:
 
     def read(self, step: int) -> dict[str, float]:
         """Since the last reading ``tokens_per_second`` over all processes and, on a known GPU, ``mfu``; since the start
-        ``seconds`` in steps, and of the fullest process the peaks ``host_memory_gib`` (resident) and
-        ``gpu_memory_gib`` (allocated by torch).
+        ``seconds`` in steps, and of the fullest process the peaks ``peak_host_memory_gib`` (resident) and
+        ``peak_memory_gib`` (allocated by torch).
         """
         before, seconds = self._read
         speed = (step - before) * self._recipe.train.batch_tokens / (self._seconds - seconds)
@@ -50,9 +50,9 @@ class Meter:
         return found | {name: max(one[name] for one in everyone) for name in everyone[0]}
 
     def _memory(self) -> dict[str, float]:
-        found = {"host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+        found = {"peak_host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
         if self._world.device.type == "cuda":
-            found["gpu_memory_gib"] = torch.cuda.max_memory_allocated(self._world.device) / GIB
+            found["peak_memory_gib"] = torch.cuda.max_memory_allocated(self._world.device) / GIB
         return found
 
 
