@@ -24,7 +24,7 @@ Examples:
   fcsd inspect org/model
   fcsd convert org/model model-farskip --wiring farskip --layers all
   fcsd distill recipe.yaml --set train.lr=1e-5 --gpus 8
-  fcsd distill --sweep llama4-scout-sweep --gpus 8
+  fcsd distill --sweep qwen3-30b-a3b-sweep --gpus 8
   fcsd eval model-farskip runs/mine/final --baseline org/model --tasks piqa,arc_easy
   fcsd choose-layers org/model --text sample.jsonl --budget 2%
   fcsd export runs/mine final
@@ -45,7 +45,7 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes.")
-app.add_typer(bench_app, name="bench", help="Measure training steps and traces.")
+app.add_typer(bench_app, name="bench", help="Measure training steps, their memory and traces.")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a hub id: org/name[@revision].")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; it must be empty or not exist.")]

@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 
 from fcsd import recipes
+from fcsd.bench.shapes import SHAPES
 from fcsd.config import load_recipe
 from fcsd.distill.sweep_plan import all_trials
 from fcsd.errors import ConfigError
+from fcsd.plan import Hardware, plan
+from fcsd.plan.setup import setup_of
 
 NAMES = recipes.names()
 
@@ -26,10 +29,62 @@ def test_recipe_loads_and_says_what_it_is_for(name: str) -> None:
     assert recipes.summary(name).endswith(".")
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("tiny")])
+def test_every_value_says_where_it_is_from(name: str) -> None:
+    ours, papers = "not published; ours", ("FarSkip §", "FarSkip eq.", "FarSkip Table", "FarSkip App", "Ladder §")
+    columns = ("format", "messages", "message_keys", "column")  # what the dataset's own fields are called
+    for line in recipes.read(name).split("\noutput_dir:")[1].splitlines()[1:]:
+        key, _, rest = line.strip().removeprefix("- ").partition(": ")
+        if rest and not rest.startswith("#") and key not in columns:
+            assert any(source in rest.partition(" # ")[2] for source in (ours, *papers)), line
+
+
+STEPS = {
+    "deepseek-v2-lite": 76294,  # 10 B tokens of 2^17
+    "qwen3-30b-a3b-table2": 3815,  # 500 M tokens of 2^17
+    "qwen3-30b-a3b-table2-quarter-batch": 3815,
+    "qwen3-30b-a3b-table2-4x-batch": 3815,
+    "llama3.1-8b-ladder": 45777,  # 6 B tokens of 2^17
+    "pretrain-farskip": 11921,  # 50 B tokens of 2^22
+    "pretrain-desync-4x-1b": 23842,  # 100 B tokens of 2^22
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_budgets_are_the_papers(name: str) -> None:
+    assert load_recipe(name).recipe.train.steps == STEPS[name]
+
+
+def test_the_sweep_is_the_papers() -> None:
+    sweep = load_recipe("llama4-scout-sft-sweep").recipe.sweep
+    assert sweep is not None and sweep.steps == 2000 and sweep.metric == "loss"
+    assert sweep.stages == [{"train.batch_tokens": [2**16, 2**17, 2**18]}, {"train.lr": [2e-5, 4e-5, 8e-5]}]
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if load_recipe(name).recipe.sweep])
 def test_every_trial_of_a_sweep_is_a_recipe(name: str) -> None:
     assert name.endswith("-sweep") and f"fcsd distill --sweep {name}" in recipes.read(name)
     assert len(all_trials(load_recipe(name))) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "layers", "nodes"),
+    [
+        ("deepseek-v2-lite", "deepseek-v2-lite", 27, 1),
+        ("qwen3-30b-a3b", "qwen3-30b-a3b", 48, 1),
+        ("llama4-scout", "llama4-scout", 48, 4),
+    ],
+)
+def test_it_fits_the_hardware_it_names(name: str, shape: str, layers: int, nodes: int, tmp_path: Path) -> None:
+    SHAPES[shape](layers).save_pretrained(tmp_path)
+    numbers = {1: "eight", 4: "32"}
+    assert f"# Hardware: {numbers[nodes]} GPUs of 141 GB" in recipes.read(name)
+    planned = plan(load_recipe(name, [f"model={tmp_path}"]).recipe, Hardware(8, nodes, 141))
+    assert planned.memory.fits and planned.setup.accumulation.is_integer()
+    for sweep in (f"{name}-sweep", f"{name}-sft-sweep"):
+        trials = all_trials(load_recipe(sweep))
+        assert len({tuple(trial.values.values()) for trial in trials}) == 9, "of which five run"
+        assert all(setup_of(trial.full.recipe, 8 * nodes, layers).accumulation.is_integer() for trial in trials)
 
 
 @pytest.mark.parametrize("name", NAMES)
