@@ -272,6 +272,8 @@ class Train(_Section):
     """What becomes of a step whose loss or gradients are NaN or infinite."""
     save_failures: NonNegative = 3
     """Saves in a row that a full disk may prevent before the run stops."""
+    stuck_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    """Longest time without a step on any process before the run ends itself; saving and scoring count."""
     grace_seconds: Annotated[float, Field(gt=0)] = 30.0
     """Time between SIGTERM and the end of the process; a save that takes longer is not begun."""
 

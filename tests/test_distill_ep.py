@@ -109,6 +109,9 @@ def cases_of(folder: Path, arch: str) -> tuple[dict[str, Any], dict[str, Any]]:
         },
         "standard": {**standard, "train__zero_stage": 0},
     }
+    if arch == "qwen3_moe":
+        random = {**standard, "init": {"weights": "random", "wiring": "farskip"}}
+        single["random"] = sharded["random"] = random
     if arch == "deepseek_v2":
         single |= {"hidden": hidden, "bf16": BF16}
         sharded |= {

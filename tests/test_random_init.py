@@ -8,18 +8,20 @@ from test_loading import MOE, differences, join
 
 from fcsd.bench.random_checkpoint import write_random_checkpoint
 from fcsd.errors import ConfigError
-from fcsd.models.build import load_model
+from fcsd.models.build import arch_of, load_model
 
 
 def _random(arches, world, folder):
-    """Parameters that differ between two ranks' shares and one rank's whole; each rank's mean and deviation."""
+    """Parameters that differ between two ranks' shares, one rank's whole, the plain model and what is written."""
+    from fcsd.parallel.autoep import shard_experts
     from fcsd.parallel.loading import load_expert_parallel
-    from fcsd.parallel.random_init import random_expert_parallel
+    from fcsd.parallel.random_init import random_expert_parallel, random_model
 
     rank = join()
     wrong = []
     for arch in arches:
         config = tiny.llama4_vision().config if arch == "llama4" else tiny.config(arch)
+        plain = random_model(config, dtype=torch.float32, device="cpu", seed=7)
         whole, share = (
             random_expert_parallel(config, dtype=torch.float32, device="cpu", ep_size=size, seed=7)
             for size in (1, world)
@@ -30,6 +32,8 @@ def _random(arches, world, folder):
                 wrong.append(f"{arch} {name}")
             if ".experts.w" in name and not torch.isclose(one.std(), torch.tensor(0.02), rtol=0.1):
                 wrong.append(f"{arch} {name} deviates by {one.std()}")
+        shard_experts(plain, arch_of(config), world)
+        wrong += differences(plain, share)
         if (folder / arch).exists():
             wrong += differences(
                 load_expert_parallel(folder / arch, dtype=torch.float32, device="cpu", ep_size=world), share

@@ -104,9 +104,7 @@ def test_it_fits_the_hardware_it_names(name: str, layers: int, nodes: int, tmp_p
     assert planned.memory.fits and planned.setup.accumulation.is_integer()
     for sweep in (f"{name}-sweep", f"{name}-sft-sweep"):
         trials = all_trials(load_recipe(sweep))
-        assert len({tuple(trial.values.values()) for trial in trials}) == 9, (
-            "whatever the first stage chooses; five of them run"
-        )
+        assert len(trials) == 9, "whatever the first stage chooses; five of them run"
         assert all(setup_of(trial.full.recipe, 8 * nodes, layers).accumulation.is_integer() for trial in trials)
 
 

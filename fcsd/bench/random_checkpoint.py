@@ -1,13 +1,15 @@
 """A checkpoint of random weights, of any size, without the model in memory.
 
     python -m fcsd.bench.random_checkpoint CONFIG_DIR OUT [--dtype bf16] [--device cuda]
+    python -m fcsd.bench.random_checkpoint deepseek-v2-lite OUT --layers 8 --tokenizer assets/teacher
 
-CONFIG_DIR holds a config.json and, if the checkpoint is to have them, tokenizer files. The weights are those of
-``fcsd.parallel.random_init.random_expert_parallel`` with the same seed.
+CONFIG_DIR holds a config.json and, if the checkpoint is to have them, tokenizer files; instead of it goes a name in
+``fcsd.bench.shapes``. The weights are those of ``fcsd.parallel.random_init`` with the same seed.
 """
 
 import argparse
 import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,36 +30,23 @@ def write_random_checkpoint(
         BadInputError: config.json names an unsupported architecture.
         ConfigError: ``out`` may not be written.
     """
-    import torch
     from transformers import AutoConfig
     from transformers.core_model_loading import revert_weight_conversion
 
     from fcsd.checkpoint.weights import Writer
     from fcsd.models.build import register
     from fcsd.parallel.loading import empty_model
-    from fcsd.parallel.pieces import state
-    from fcsd.parallel.random_init import initial, owned
+    from fcsd.parallel.random_init import drawn
     from fcsd.parallel.saving import specs_of, write_configs
 
     check_out(out, [source], force=False)
     contained(source, "config.json")
     register()
     model = empty_model(AutoConfig.from_pretrained(source, trust_remote_code=False), dtype)
-    names = state(model).keys()
     with staged(out) as stage:
         with Writer(stage, specs_of(model), max_shard) as writer:
-            for path, (module, owner) in owned(model).items():
-                prefix = f"{path}." if path else ""
-                if not any(f"{prefix}{name}" in names for name in module.state_dict(keep_vars=True) if "." not in name):
-                    continue
-                if path.endswith(".experts"):
-                    count = len(next(module.parameters()))
-                    each = [initial(path, (module, owner), seed, device, expert) for expert in range(count)]
-                    values = {name: torch.stack([one[name] for one in each]) for name in each[0]}
-                else:
-                    values = initial(path, (module, owner), seed, device)
-                whole = {f"{prefix}{name}": value for name, value in values.items() if f"{prefix}{name}" in names}
-                for name, value in revert_weight_conversion(model, whole).items():
+            for values in drawn(model, seed, device):
+                for name, value in revert_weight_conversion(model, values).items():
                     writer.write(name, value)
             writer.describe()
         write_configs(model, stage)
@@ -66,20 +55,44 @@ def write_random_checkpoint(
             shutil.copyfile(file, stage / name)
 
 
+def write_config(shape: str, layers: int, tokenizer: Path, out: Path) -> None:
+    """Write a config of ``fcsd.bench.shapes`` and a tokenizer to ``out``, with a vocabulary that holds its tokens."""
+    from transformers import AutoTokenizer
+
+    from fcsd.bench.shapes import SHAPES
+
+    config, words = SHAPES[shape](layers), AutoTokenizer.from_pretrained(tokenizer)
+    config.vocab_size = max(config.vocab_size, len(words))
+    config.save_pretrained(out)
+    words.save_pretrained(out)
+
+
 def main() -> None:
     """Parse the command line and write."""
     import torch
 
+    from fcsd.bench.shapes import SHAPES
     from fcsd.distill.engine import DTYPES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config_dir", type=Path)
+    parser.add_argument("config", metavar="CONFIG_DIR|SHAPE")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--layers", type=int, help="of a SHAPE")
+    parser.add_argument("--tokenizer", type=Path, help="directory; of a SHAPE")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument(
+        "--device", type=torch.device, default=torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    write_random_checkpoint(args.config_dir, args.out, dtype=DTYPES[args.dtype], device=args.device, seed=args.seed)
+    if (args.layers is None) != (args.tokenizer is None) or (args.layers and args.config not in SHAPES):
+        parser.error(f"--layers and --tokenizer go together, with one of {', '.join(SHAPES)}")
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(args.config)
+        if args.layers is not None:
+            source = Path(scratch)
+            write_config(args.config, args.layers, args.tokenizer, source)
+        write_random_checkpoint(source, args.out, dtype=DTYPES[args.dtype], device=args.device, seed=args.seed)
 
 
 if __name__ == "__main__":

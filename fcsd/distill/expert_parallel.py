@@ -69,12 +69,15 @@ def load(
     return load_expert_parallel(path, dtype=dtype, device=device, ep_size=degree, config=config)
 
 
-def shard(model: PreTrainedModel, degree: int) -> None:
-    """Leaves this process its share of a whole model's experts."""
-    if degree > 1:
-        from fcsd.parallel.autoep import shard_experts
+def randomise(
+    config: PretrainedConfig, degree: int, *, dtype: torch.dtype, device: torch.device, seed: int
+) -> PreTrainedModel:
+    """As ``load``, with random weights: the same ones whatever ``degree``."""
+    from fcsd.parallel.random_init import random_expert_parallel, random_model
 
-        shard_experts(model, arch_of(model.config), degree)
+    if degree == 1:
+        return random_model(config, dtype=dtype, device=device, seed=seed)
+    return random_expert_parallel(config, dtype=dtype, device=device, ep_size=degree, seed=seed)
 
 
 def teacher_degree(train: Train) -> int:

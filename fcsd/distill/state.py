@@ -15,14 +15,17 @@ import random
 import shutil
 import uuid
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from fcsd.errors import CheckpointError, ConfigError, DiskError
 from fcsd.launch import World
+
+T = TypeVar("T")
 
 MANIFEST = "MANIFEST.json"
 MODEL = "model"
@@ -54,9 +57,7 @@ def save(
     world.everywhere(lambda: _write_json(partial / f"rank-{world.rank}.json", _random_state()))
     write_model(partial / MODEL)
     # Every rank hashes its share, whoever wrote it: the pages are in the cache of the host or of the shared disk.
-    parts = world.everywhere(
-        lambda: {name: _record(partial / name) for name in _files(partial)[world.rank :: world.size]}
-    )
+    parts = world.everywhere(lambda: _each(_record, partial, _files(partial)[world.rank :: world.size]))
     files = {name: entry for part in parts for name, entry in sorted(part.items())}
 
     def commit() -> Path:
@@ -186,8 +187,8 @@ def verify(checkpoint: Path) -> None:
     for name, entry in expected.items():
         if (checkpoint / name).stat().st_size != entry["size"]:
             raise CheckpointError(f"{checkpoint}: {name} has the wrong size")
-    for name, entry in expected.items():
-        if _sha256(checkpoint / name) != entry["sha256"]:
+    for name, sha256 in _each(_sha256, checkpoint, expected).items():
+        if sha256 != expected[name]["sha256"]:
             raise CheckpointError(f"{checkpoint}: {name} is damaged, its sha256 differs")
 
 
@@ -197,9 +198,11 @@ def verified_model(checkpoint: Path) -> Path:
     Raises:
         CheckpointError: one is damaged or missing.
     """
-    for name, entry in read_manifest(checkpoint)["files"].items():
-        path = checkpoint / name
-        if name.startswith(f"{MODEL}/") and not (path.is_file() and _sha256(path) == entry["sha256"]):
+    files = read_manifest(checkpoint)["files"]
+    expected = {name: entry["sha256"] for name, entry in files.items() if name.startswith(f"{MODEL}/")}
+    found = _each(_sha256, checkpoint, (name for name in expected if (checkpoint / name).is_file()))
+    for name, sha256 in expected.items():
+        if found.get(name) != sha256:
             raise CheckpointError(f"{checkpoint}: {name} is damaged or missing, its sha256 differs")
     return checkpoint / MODEL
 
@@ -247,6 +250,13 @@ def _save_engine(engine: Any, partial: Path, world: World) -> None:
     engine.checkpoint_engine = Writer()
     engine.save_checkpoint(str(partial), tag=_ENGINE, save_latest=False)
     world.everywhere(report)
+
+
+def _each(function: Callable[[Path], T], directory: Path, names: Iterable[str]) -> dict[str, T]:
+    """``function`` of every file by name, several at a time: hashing is slower than a disk, and releases the lock."""
+    names = list(names)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(lambda name: function(directory / name), names), strict=True))
 
 
 def _files(directory: Path) -> list[str]:

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from fcsd.checkpoint import Source, read_config, read_layout, resolve
 from fcsd.config import Recipe
 from fcsd.convert import choose_wiring, fingerprint, refuse_rewired
-from fcsd.distill.expert_parallel import load, shard
+from fcsd.distill.expert_parallel import load, randomise
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, converted_config, register
@@ -53,8 +53,8 @@ def student_config(recipe: Recipe, source: Source) -> PretrainedConfig:
 def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The student in eval mode, the same on every rank but for the experts that expert parallelism divides.
 
-    Random weights are transformers' own for the architecture (``initializer_range`` of the config), from the recipe's
-    seed.
+    Random weights follow the architecture's own rules (``initializer_range`` of the config) and the recipe's seed;
+    each module and each expert draws on its own, so they are the same at any ``train.expert_parallel``.
 
     Raises:
         BadInputError, ConfigError: see ``student_config``; weights that do not match it.
@@ -64,10 +64,7 @@ def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) ->
     degree = recipe.train.expert_parallel
     if recipe.init.weights == "loaded":
         return load(source.path, degree, dtype=dtype, device=device, config=config)
-    torch.manual_seed(recipe.seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
-    shard(model, degree)
-    return model.to(device)
+    return randomise(config, degree, dtype=dtype, device=device, seed=recipe.seed)
 
 
 def meta_student(recipe: Recipe, source: Source) -> PreTrainedModel:

@@ -9,6 +9,7 @@ The function computed is ``blocking_parts``', to the last bit of every gradient:
 summed in the same order, or in the same groups, where ``_private`` makes them.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
@@ -24,7 +25,7 @@ from transformers.utils.output_capturing import _active_collector
 from ..errors import ConfigError
 from ..models.build import arch_of, decoder_layers
 from ..models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, _refuse_reentrant
-from . import order
+from . import order, settings
 from .attention import Around, join_attention, split_attention
 from .deferred import Transport, all_to_all
 from .expert import wire_parallel
@@ -217,6 +218,8 @@ def overlap(
     split_attention(model)
     device = next(model.parameters()).device
     side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+    if side is not None and mode == "on":
+        settings.warn(os.environ)
     mlp = arch_of(model.config).blocks.mlp
     for index, layer in enumerate(cast(Any, decoder_layers(model))):
         plan = layer.fcsd

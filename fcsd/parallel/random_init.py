@@ -1,4 +1,4 @@
-"""Randomly initialised models of full size, never whole in one memory.
+"""Randomly initialised models of full size, whole or divided among ranks, and then never whole in one memory.
 
 Every module draws from a generator of its own, and so does every expert, so the weights are the same on any number of
 ranks. Distributions are the family's own: transformers initialises each module, and an expert as a layer of one.
@@ -6,6 +6,7 @@ ranks. Distributions are the family's own: transformers initialises each module,
 
 import copy
 import hashlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,29 @@ from .pieces import Piece, pieces, put, state
 Owned = dict[str, tuple[nn.Module, PreTrainedModel]]
 
 
+def random_model(
+    config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device | str, seed: int
+) -> PreTrainedModel:
+    """A random causal LM with all its experts, wired as its config says, in eval mode.
+
+    The weights are ``random_expert_parallel``'s.
+    """
+    register()
+    model = empty_model(config, dtype)
+    give_memory(model, torch.device(device))
+    tensors = state(model)
+    for values in drawn(model, seed, torch.device(device)):
+        for name, value in values.items():
+            tensors[name].data.copy_(value)
+    return model
+
+
 def random_expert_parallel(
     config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device | str, ep_size: int, seed: int = 0
 ) -> PreTrainedModel:
     """A random causal LM with this rank's experts, wired as its config says, in eval mode.
 
-    The same weights for the same seed, kind of device and version of torch, whatever ``ep_size``; for benchmarks.
+    The same weights for the same seed, kind of device and version of torch, whatever ``ep_size``.
 
     Args:
         config: transformers', or a converted model's.
@@ -35,7 +53,7 @@ def random_expert_parallel(
     """
     register()
     model = empty_model(config, dtype)
-    original = owned(model)
+    original = _owned(model)
     shard_empty(model, ep_size)
     give_memory(model, torch.device(device))
     tensors = state(model)
@@ -45,13 +63,29 @@ def random_expert_parallel(
         if piece.here:
             groups.setdefault((path, piece.expert), {})[name] = piece
     for (path, expert), members in groups.items():
-        values = initial(path, original[path], seed, torch.device(device), expert)
+        values = _initial(path, original[path], seed, torch.device(device), expert)
         for name, piece in members.items():
             put(tensors, piece, values[name])
     return model
 
 
-def owned(model: PreTrainedModel) -> Owned:
+def drawn(model: PreTrainedModel, seed: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """The weights of a model that is not sharded and may be empty, module by module, under the names of its state."""
+    names = state(model).keys()
+    for path, (module, owner) in _owned(model).items():
+        prefix = f"{path}." if path else ""
+        if not any(f"{prefix}{name}" in names for name in module.state_dict(keep_vars=True) if "." not in name):
+            continue
+        if path.endswith(".experts"):
+            count = len(next(module.parameters()))
+            each = [_initial(path, (module, owner), seed, device, expert) for expert in range(count)]
+            values = {name: torch.stack([one[name] for one in each]) for name in each[0]}
+        else:
+            values = _initial(path, (module, owner), seed, device)
+        yield {f"{prefix}{name}": value for name, value in values.items() if f"{prefix}{name}" in names}
+
+
+def _owned(model: PreTrainedModel) -> Owned:
     """All modules of a model, before AutoEP replaces some."""
     models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
 
@@ -62,7 +96,7 @@ def owned(model: PreTrainedModel) -> Owned:
 
 
 @torch.no_grad()
-def initial(
+def _initial(
     path: str, module: tuple[nn.Module, PreTrainedModel], seed: int, device: torch.device, expert: int | None = None
 ) -> dict[str, Tensor]:
     """A module's own parameters and buffers by name, as its family initialises them; of one expert with ``expert``.
