@@ -1,19 +1,15 @@
-"""Checkpoints under fire: killed while saving, damaged, of another run; resumed to the last bit."""
+"""Checkpoints that are damaged or of another run; resumed to the last bit. See test_faults.py for kills."""
 
 import os
 import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import runs
 import torch
 from runs import outcome, train
 
-from fcsd.config import ResolvedRecipe
-from fcsd.distill import loop, run_dir, state
+from fcsd.distill import run_dir, state
 from fcsd.errors import CheckpointError, ConfigError
 from fcsd.report import read_metrics
 
@@ -55,35 +51,6 @@ def test_two_steps_and_a_resume_are_four_steps(folder: Path, finished: tuple[int
     train(runs.resolved(folder, output_dir=str(resumed)), size)
     assert outcome(resumed) == outcome(run)
     assert len((resumed / "command.txt").read_text().splitlines()) == 2
-
-
-def killed(recipe: ResolvedRecipe, point: str) -> None:
-    """A run that is killed when the save of step 4 reaches ``point``."""
-    real: Callable[..., Any] = getattr(state, point)
-
-    def reached(*arguments: Any, **named: Any) -> Any:
-        if any("step-4" in str(argument) for argument in arguments) or point == "retain":
-            done = len(state.checkpoints(Path(recipe.recipe.output_dir) / "checkpoints"))
-            if point != "retain" or done == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **named)
-
-    setattr(state, point, reached)
-    loop.distill(recipe)
-
-
-@pytest.mark.parametrize(
-    "point",
-    ["_rename", *(pytest.param(point, marks=pytest.mark.nightly) for point in ("_write_json", "_record", "retain"))],
-)
-def test_killed_while_saving(folder: Path, single: Path, tmp_path: Path, point: str) -> None:
-    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"))
-    assert runs.exit_code(killed, recipe, point) == -signal.SIGKILL
-    survivors = [path.name for path in state.checkpoints(tmp_path / "run" / "checkpoints")]
-    assert survivors == (["step-2", "step-4"] if point == "retain" else ["step-2"])
-    train(recipe)
-    assert outcome(tmp_path / "run") == outcome(single)
-    assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp-*"))
 
 
 def spoil(path: Path, how: str) -> None:
