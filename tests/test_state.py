@@ -9,7 +9,9 @@ import runs
 import torch
 from runs import outcome, train
 
-from fcsd.distill import run_dir, state
+from fcsd import __version__
+from fcsd.config import ResolvedRecipe
+from fcsd.distill import loop, run_dir, state
 from fcsd.errors import CheckpointError, ConfigError
 from fcsd.report import read_metrics
 
@@ -115,6 +117,17 @@ def test_a_changed_run_is_refused_by_name(folder: Path, single: Path, tmp_path: 
         with pytest.raises(CheckpointError, match=named):
             train(runs.resolved(folder, output_dir=str(run), **changes), size)
         assert len(read_metrics(run)) == 4, "a refused run changes nothing"
+
+
+def newer(recipe: ResolvedRecipe) -> None:
+    loop.__version__ = "99"
+    loop.distill(recipe)
+
+
+def test_other_code_does_not_continue_a_run(folder: Path, single: Path, tmp_path: Path) -> None:
+    run = cut_short(single, tmp_path / "run")
+    (error,) = runs.on_ranks(1, newer, runs.resolved(folder, output_dir=str(run)))
+    assert isinstance(error, CheckpointError) and f"version of fcsd was '{__version__}' and is now '99'" in str(error)
 
 
 def test_free_fields_may_change_and_a_path_may_be_given(folder: Path, single: Path, tmp_path: Path) -> None:
