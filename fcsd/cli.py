@@ -167,25 +167,32 @@ def distill(
     flags = {"output_dir": output_dir, "seed": seed}
     given = {key: value for key, value in flags.items() if value is not None}
     resolved = load_recipe(recipe or recipe_name or sweep or "", sets, given)
+    if resolved.recipe.sweep is not None and sweep is None:
+        raise ConfigError(f"{recipe or recipe_name} is a sweep", f"fcsd distill --sweep {recipe or recipe_name}")
+
+    from fcsd import nodes as several
+    from fcsd.distill.sweep_plan import plan_of
+
+    if sweep is not None:
+        plan_of(resolved)
+    if slurm:
+        options = ["--resume", resume, *(["--accept-unsafe-exec"] if accept_unsafe_exec else [])]
+        emit(several.slurm_script(resolved, nodes=nodes, gpus=gpus or 1, options=options))
+        print("save it and hand it to sbatch, where output_dir is shared by all nodes", file=sys.stderr)
+        return
     if sweep is not None:
         from fcsd.distill import sweep as sweeping
         from fcsd.distill.sweep_process import launcher
         from fcsd.distill.sweep_report import to_text
 
-        found = sweeping.sweep(resolved, launcher(gpus, accept_unsafe_exec), dry_run=dry_run)
+        launch = launcher(gpus, accept_unsafe_exec, 1 if dry_run else nodes)
+        found = sweeping.sweep(resolved, launch, dry_run=dry_run)
         emit(json.dumps(found, indent=2) if as_json else to_text(found))
         sweeping.require_complete(found)
         return
-    if resolved.recipe.sweep is not None:
-        raise ConfigError(f"{recipe or recipe_name} is a sweep", f"fcsd distill --sweep {recipe or recipe_name}")
 
-    from fcsd import nodes as several
     from fcsd.launch import ensure_world
 
-    if slurm:
-        emit(several.slurm_script(resolved, nodes=nodes, gpus=gpus or 1, resume=resume))
-        print("save it and hand it to sbatch, where output_dir is shared by all nodes", file=sys.stderr)
-        return
     if nodes > 1 and node_rank is None and not dry_run:
         emit(several.node_commands(sys.argv[1:], nodes, rendezvous))
         return
