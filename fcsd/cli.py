@@ -24,7 +24,7 @@ Examples:
   fcsd inspect org/model
   fcsd convert org/model model-farskip --wiring farskip --layers all
   fcsd distill recipe.yaml --set train.lr=1e-5 --gpus 8
-  fcsd distill --sweep llama4-scout-sweep --gpus 8
+  fcsd distill --sweep qwen3-30b-a3b-sweep --gpus 8
   fcsd eval model-farskip runs/mine/final --baseline org/model --tasks piqa,arc_easy
   fcsd choose-layers org/model --text sample.jsonl --budget 2%
   fcsd export runs/mine final
@@ -45,7 +45,7 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes.")
-app.add_typer(bench_app, name="bench", help="Measure training steps and traces.")
+app.add_typer(bench_app, name="bench", help="Measure training steps, their memory and traces.")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a hub id: org/name[@revision].")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; it must be empty or not exist.")]
@@ -167,25 +167,32 @@ def distill(
     flags = {"output_dir": output_dir, "seed": seed}
     given = {key: value for key, value in flags.items() if value is not None}
     resolved = load_recipe(recipe or recipe_name or sweep or "", sets, given)
+    if resolved.recipe.sweep is not None and sweep is None:
+        raise ConfigError(f"{recipe or recipe_name} is a sweep", f"fcsd distill --sweep {recipe or recipe_name}")
+
+    from fcsd import nodes as several
+    from fcsd.distill.sweep_plan import plan_of
+
+    if sweep is not None:
+        plan_of(resolved)
+    if slurm:
+        options = ["--resume", resume, *(["--accept-unsafe-exec"] if accept_unsafe_exec else [])]
+        emit(several.slurm_script(resolved, nodes=nodes, gpus=gpus or 1, options=options))
+        print("save it and hand it to sbatch, where output_dir is shared by all nodes", file=sys.stderr)
+        return
     if sweep is not None:
         from fcsd.distill import sweep as sweeping
         from fcsd.distill.sweep_process import launcher
         from fcsd.distill.sweep_report import to_text
 
-        found = sweeping.sweep(resolved, launcher(gpus, accept_unsafe_exec), dry_run=dry_run)
+        launch = launcher(gpus, accept_unsafe_exec, 1 if dry_run else nodes)
+        found = sweeping.sweep(resolved, launch, dry_run=dry_run)
         emit(json.dumps(found, indent=2) if as_json else to_text(found))
         sweeping.require_complete(found)
         return
-    if resolved.recipe.sweep is not None:
-        raise ConfigError(f"{recipe or recipe_name} is a sweep", f"fcsd distill --sweep {recipe or recipe_name}")
 
-    from fcsd import nodes as several
     from fcsd.launch import ensure_world
 
-    if slurm:
-        emit(several.slurm_script(resolved, nodes=nodes, gpus=gpus or 1, resume=resume))
-        print("save it and hand it to sbatch, where output_dir is shared by all nodes", file=sys.stderr)
-        return
     if nodes > 1 and node_rank is None and not dry_run:
         emit(several.node_commands(sys.argv[1:], nodes, rendezvous))
         return
@@ -304,8 +311,14 @@ def evaluate(
 
     from fcsd.eval import compare, tables
     from fcsd.eval.harness import evaluate as run
+    from fcsd.eval.harness import names_of
     from fcsd.eval.opening import Engine
 
+    if require is not None:
+        compare.margin_of(require)  # better refused now than after hours
+    others = [model for model in models if model != baseline]
+    if untrained is not None and untrained not in others:
+        raise ConfigError(f"--untrained {untrained} is not one of the models", "name it as a MODEL too")
     engine = Engine(
         backend=backend,
         device=device,
@@ -331,7 +344,8 @@ def evaluate(
         return
     comparisons = []
     if baseline:
-        name = None if untrained is None else Path(untrained).name
+        names = dict(zip(others, names_of([*others, baseline]), strict=False))
+        name = names.get(untrained) if untrained else None
         comparisons = compare.compare(rows, untrained=name)
         if out:
             tables.report(rows, out, untrained=name, margin=margin)
@@ -339,7 +353,10 @@ def evaluate(
         scores = [{k: v for k, v in row.items() if k != "items"} for row in rows]
         emit(json.dumps({"rows": scores, "comparisons": [c.to_json(margin) for c in comparisons]}, indent=2))
     else:
-        emit("\n\n".join([tables.plain_table(rows, comparisons), *(c.sentence(margin) for c in comparisons)]))
+        parts = [tables.plain_table(rows, comparisons)]
+        if comparisons:
+            parts += [tables.difference_table(comparisons, margin), *(c.sentence(margin) for c in comparisons)]
+        emit("\n\n".join(filter(None, parts)))
     if require is not None:
         compare.require(require, comparisons)
 

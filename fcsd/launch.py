@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from fcsd import preflight
 from fcsd.errors import ConfigError, PeerLostError, PreemptedError
+from fcsd.parallel import settings
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +104,7 @@ def ensure_world(
         raise ConfigError(f"--gpus {gpus}: this machine has {available}")
     # Unless the user chose, the processes share the cores; torchrun would give each one core, with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus)))
+    settings.set_defaults(os.environ)
     where = ["--standalone"]
     if node is not None:
         store = preflight.meet("node", node.rank, node.count, *node.meeting, serves=node.rank == 0, timeout=timeout)

@@ -9,6 +9,7 @@ from fcsd.config import ResolvedRecipe
 from fcsd.errors import ConfigError
 
 PORT = 29400
+GRACE = 120  # seconds between the signal and the time limit
 _ENDPOINT = re.compile(r"(?P<host>[\w.-]+):(?P<port>\d{1,5})")
 
 
@@ -63,14 +64,22 @@ def node_commands(arguments: list[str], nodes: int, rendezvous: str | None) -> s
     return "\n".join(lines)
 
 
-def slurm_script(resolved: ResolvedRecipe, *, nodes: int, gpus: int, resume: str, grace: int = 120) -> str:
-    """A batch script that runs exactly this recipe, which it carries with every ``--set`` worked in.
+def slurm_script(resolved: ResolvedRecipe, *, nodes: int, gpus: int, options: list[str], grace: int = GRACE) -> str:
+    """A batch script that runs exactly this recipe or sweep, which it carries with every ``--set`` worked in.
 
     Slurm sends SIGUSR1 ``grace`` seconds before the time limit, and SIGTERM when it preempts the job; the run saves and
     ends with 143, upon which the script puts itself back into the queue and later resumes.
+
+    Args:
+        options: of ``fcsd distill``, for the run.
     """
     name, run = resolved.recipe.name, shlex.quote(resolved.recipe.output_dir)
-    command = shlex.join([*_fcsd(), "distill"])
+    if resolved.recipe.sweep is None:
+        logs = [f"--output={name}-%j-%t.log", "--open-mode=append"]
+        start = f'{shlex.join(srun(nodes, gpus, options, logs=logs, grace=grace))} "$recipe"'
+    else:  # starts a job step for each of its runs
+        several = ["--gpus", str(gpus), "--nodes", str(nodes), *options]
+        start = f'{shlex.join([*_fcsd(), "distill", *several])} --sweep "$recipe"'
     return f"""#!/bin/bash
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
@@ -92,18 +101,25 @@ END_OF_RECIPE
 
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000))
-export host port recipe
+export host port
 
-# One task a node, which starts the node's processes. The last nodes may take as long to save as the first.
-srun --kill-on-bad-exit=0 --wait={grace} --output={name}-%j-%t.log --open-mode=append \\
-  bash -c 'exec {command} "$recipe" --resume {shlex.quote(resume)} \\
-    --gpus {gpus} --nodes {nodes} --node-rank "$SLURM_NODEID" --rendezvous "$host:$port"'
+{start}
 code=$?
 if [ "$code" -eq 143 ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
 """
+
+
+def srun(nodes: int, gpus: int, options: list[str], *, logs: list[str], grace: int = GRACE) -> list[str]:
+    """A job step with one task a node, which starts the node's processes; what it lacks is the recipe's path.
+
+    The script's ``host`` and ``port`` must be in the environment. The last nodes may take as long to save as the first.
+    """
+    run = shlex.join([*_fcsd(), "distill", "--gpus", str(gpus), "--nodes", str(nodes), *options])
+    task = f'exec {run} --node-rank "$SLURM_NODEID" --rendezvous "$host:$port" "$0"'
+    return ["srun", "--kill-on-bad-exit=0", f"--wait={grace}", *logs, "bash", "-c", task]
 
 
 def _fcsd() -> list[str]:

@@ -1,13 +1,19 @@
 """The benchmark of training steps runs on CPUs as it does on GPUs, and its ceilings follow from cover and wire."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
 from fcsd.bench.ceilings import Window, ceiling
+from fcsd.bench.workload import Workload
+from fcsd.errors import ConfigError
+
+
+def bench(*options):
+    command = [sys.executable, "-m", "fcsd", "bench", "train", "tiny", "--layers", "2", "--micro-batch", "1"]
+    return subprocess.run([*command, "--seq", "16", *map(str, options)], capture_output=True, text=True)
 
 
 def test_a_ceiling_counts_what_fits_under_the_cover():
@@ -23,14 +29,35 @@ def test_a_ceiling_counts_what_fits_under_the_cover():
     assert ceiling(windows, "bwd") == 0.0
 
 
-@pytest.mark.parametrize("router", ["initialised", "uniform"])
-def test_all_variants_are_timed_on_two_ranks(tmp_path, router):
-    command = [sys.executable, "-m", "fcsd", "bench", "train", "tiny", "--layers", "2", "--micro-batch", "1"]
-    command += ["--seq", "16", "--rounds", "1", "--steps", "2", "--gpus", "2", "--router", router]
-    done = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, env={**os.environ})
+def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path):
+    done = bench("--rounds", 1, "--steps", 2, "--gpus", 2, "--out", tmp_path, "--trace", "--json")
     assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "train.json").read_text())
-    assert result["difference"] == 0.0  # gloo adds in a fixed order
-    assert {len(found["step"]) for found in result["variants"].values()} == {2}
-    calls = {(window["kind"], window["passes"], window["layer"]) for window in result["windows"]}
-    assert calls == {(kind, passes, k) for kind in ("dispatch", "combine") for passes in ("fwd", "bwd") for k in (0, 1)}
+    result = json.loads(done.stdout)
+    assert result == json.loads((tmp_path / "train.json").read_text())
+    assert (tmp_path / "rank-1.json.gz").exists()
+    assert list(result["routers"]) == ["initialised", "uniform"]
+    for found in result["routers"].values():
+        assert found["equal"] and found["difference"] == 0.0  # gloo adds in a fixed order
+        assert list(found["variants"]) == ["stock", "standard", "eager-sync", "overlapped", "comm-free"]
+        assert {len(times["step"]) for times in found["variants"].values()} == {2}
+        calls = {(window["kind"], window["passes"], window["layer"]) for window in found["windows"]}
+        kinds, passes = ("dispatch", "combine"), ("fwd", "bwd")
+        assert calls == {(kind, each, k) for kind in kinds for each in passes for k in (0, 1)}
+        assert set(found["ceiling"]) == set(passes)
+    printed = done.stderr
+    assert printed.index("can be hidden in fwd") < printed.index("of bound")
+
+
+def test_some_variants_of_a_recomputed_pass_without_an_engine():
+    options = ["--rounds", 1, "--steps", 1, "--variants", "overlapped", "--routers", "uniform", "--json"]
+    done = bench(*options, "--recompute", "--no-optimizer")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["routers"]["uniform"]
+    assert list(found["variants"]) == ["overlapped"]
+
+
+@pytest.mark.parametrize("field, name", [("shape", "huge"), ("variants", "fast"), ("routers", "random")])
+def test_what_it_does_not_know_is_refused(field, name):
+    given = {"shape": "tiny", "layers": 2, "micro_batch": 1, "seq": 16}
+    with pytest.raises(ConfigError, match=f"no {field.removesuffix('s')} {name}"):
+        Workload(**given | {field: name if field == "shape" else (name,)})

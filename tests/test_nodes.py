@@ -93,8 +93,48 @@ def test_the_slurm_script_carries_the_recipe_and_requeues(tmp_path: Path) -> Non
 
 
 def test_the_slurm_grace_is_that_of_the_recipe(tmp_path: Path) -> None:
-    script = slurm_script(runs.resolved(tmp_path), nodes=1, gpus=2, resume="auto", grace=77)
+    script = slurm_script(runs.resolved(tmp_path), nodes=1, gpus=2, options=[], grace=77)
     assert "--signal=USR1@77" in script and "--wait=77" in script
+
+
+SWEEP = {"stages": [{"train.lr": [1e-3, 2e-3]}], "steps": 2}
+
+
+def test_a_sweep_over_several_nodes_is_a_slurm_job(tmp_path: Path) -> None:
+    runs.resolved(tmp_path, sweep=SWEEP)
+    asked = ["distill", "--sweep", tmp_path / "recipe.yaml", "--gpus", "8", "--nodes", "2"]
+    refused = fcsd(*asked)
+    assert refused.returncode == 2 and "is a Slurm job" in refused.stderr and "--slurm" in refused.stderr
+    runs.resolved(tmp_path)
+    assert "has no `sweep:` section" in fcsd(*asked, "--slurm").stderr
+
+
+@pytest.mark.nightly
+def test_the_job_of_a_sweep_starts_each_run_on_all_nodes(tmp_path: Path) -> None:
+    """With stand-ins for the cluster's programs: two nodes on this machine."""
+    runs.write_models(tmp_path, "qwen3_moe")
+    changes = {"train__expert_parallel": 2, "train__steps": 3, "output_dir": str(tmp_path / "out")}
+    runs.resolved(tmp_path, sweep=SWEEP, **changes)
+    script = tmp_path / "job.sbatch"
+    script.write_text(fcsd("distill", "--sweep", tmp_path / "recipe.yaml", "--nodes", "2", "--slurm").stdout)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    both = 'SLURM_NODEID=1 "$@" & SLURM_NODEID=0 "$@"; code=$?; wait; exit $code'
+    for name, body in {
+        "srun": f'echo step >> "$SEEN"; while [[ "$1" == --* ]]; do shift; done; {both}',
+        "scontrol": "echo 127.0.0.1",
+    }.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+    seen = tmp_path / "seen"
+    job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": str(free_port()), "SEEN": str(seen)}
+    environment = {**os.environ, **job, "PATH": f"{tools}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", script], env=environment, timeout=500, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert [trial["status"] for trial in record["trials"].values()] == ["done", "done"]
+    assert seen.read_text().split() == ["step"] * 3, "two trials and the full run"
+    assert (Path(record["run"]) / "final" / "model.safetensors").exists()
 
 
 def test_the_missing_rank_is_named(tmp_path: Path) -> None:

@@ -192,6 +192,20 @@ def test_bad_models_and_batches(tmp_path):
         plan(recipe.model_copy(update={"model": str(tmp_path / "nothing")}), Hardware(2))
     with pytest.raises(ConfigError, match="no multiple"):
         plan(recipe, Hardware(3))
+    for degree in (2, 3):  # of the GPUs, of the experts
+        changed = recipe.model_copy(update={"train": recipe.train.model_copy(update={"expert_parallel": 2 * degree})})
+        with pytest.raises(ConfigError, match=f"expert_parallel {2 * degree} must divide both: 2 GPUs and 8 experts"):
+            plan(changed, Hardware(2))
+
+
+def test_a_model_rewired_on_the_way_in_has_two_streams(tmp_path):
+    runs.write_models(tmp_path)
+    original = {"model": str(tmp_path / "teacher"), "train__activation_checkpointing": True}
+    recomputed = [
+        plan(runs.resolved(tmp_path, **changes).recipe, Hardware(2)).numbers.streams
+        for changes in ({}, original, original | {"init": {"wiring": "farskip"}})
+    ]
+    assert recomputed == [2, 1, 2]
 
 
 def test_a_recipe_becomes_a_setup(tmp_path):

@@ -5,9 +5,13 @@ from pathlib import Path
 import pytest
 
 from fcsd import recipes
+from fcsd.bench.shapes import SHAPES
 from fcsd.config import load_recipe
+from fcsd.distill.state import flat
 from fcsd.distill.sweep_plan import all_trials
 from fcsd.errors import ConfigError
+from fcsd.plan import Hardware, plan
+from fcsd.plan.setup import setup_of
 
 NAMES = recipes.names()
 
@@ -52,6 +56,29 @@ def test_budgets_are_the_papers(name: str) -> None:
     assert load_recipe(name).recipe.train.steps == STEPS[name]
 
 
+@pytest.mark.parametrize("name", ["llama4-scout", "llama4-scout-sft", "qwen3-30b-a3b-table2-sft"])
+def test_early_stopping_is_the_papers(name: str) -> None:
+    stop = load_recipe(name).recipe.early_stop
+    assert (stop.metric, stop.every, stop.patience, stop.delta) == ("mbpp_plus", 1000, 20, 0.02)
+
+
+def test_table_2_is_one_change_each() -> None:
+    base = flat(load_recipe("qwen3-30b-a3b-table2").recipe.model_dump())
+    assert (base["train.lr"], base["train.min_lr"], base["init.layers"]) == (2e-5, 1e-5, "all")
+    for variant, changes in {
+        "frozen": {"objective.freeze_embeddings": True, "objective.freeze_lm_head": True},
+        "sft": {"objective.kl": 0.0, "objective.sft": 1.0},
+        "quarter-batch": {"train.batch_tokens": 2**15, "train.tokens": None},
+        "4x-batch": {"train.batch_tokens": 2**19, "train.tokens": None},
+        "last50": {"init.layers": "50%"},
+        "last75": {"init.layers": "75%"},
+        "last90": {"init.layers": "90%"},
+    }.items():
+        recipe = flat(load_recipe(f"qwen3-30b-a3b-table2-{variant}").recipe.model_dump())
+        found = {key: value for key, value in recipe.items() if value != base[key]}
+        assert {key: found[key] for key in found if key not in ("name", "output_dir")} == changes
+
+
 def test_the_sweep_is_the_papers() -> None:
     sweep = load_recipe("llama4-scout-sft-sweep").recipe.sweep
     assert sweep is not None and sweep.steps == 2000 and sweep.metric == "loss"
@@ -62,6 +89,23 @@ def test_the_sweep_is_the_papers() -> None:
 def test_every_trial_of_a_sweep_is_a_recipe(name: str) -> None:
     assert name.endswith("-sweep") and f"fcsd distill --sweep {name}" in recipes.read(name)
     assert len(all_trials(load_recipe(name))) > 1
+
+
+# layers, nodes
+FITTING = [("deepseek-v2-lite", 27, 1), ("qwen3-30b-a3b", 48, 1), ("llama4-scout", 48, 4)]
+
+
+@pytest.mark.parametrize(("name", "layers", "nodes"), FITTING)
+def test_it_fits_the_hardware_it_names(name: str, layers: int, nodes: int, tmp_path: Path) -> None:
+    SHAPES[name](layers).save_pretrained(tmp_path)
+    numbers = {1: "eight", 4: "32"}
+    assert f"# Hardware: {numbers[nodes]} GPUs of 141 GB" in recipes.read(name)
+    planned = plan(load_recipe(name, [f"model={tmp_path}"]).recipe, Hardware(8, nodes, 141))
+    assert planned.memory.fits and planned.setup.accumulation.is_integer()
+    for sweep in (f"{name}-sweep", f"{name}-sft-sweep"):
+        trials = all_trials(load_recipe(sweep))
+        assert len(trials) == 9, "whatever the first stage chooses; five of them run"
+        assert all(setup_of(trial.full.recipe, 8 * nodes, layers).accumulation.is_integer() for trial in trials)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -171,6 +171,23 @@ def test_the_command_killed_and_started_again(folder: Path, tmp_path: Path) -> N
     assert terminated.wait(60) == 143
 
 
+@pytest.mark.nightly
+def test_trials_divide_the_experts_with_communication_in_flight(tmp_path: Path) -> None:
+    runs.write_models(tmp_path, "qwen3_moe")
+    plan = {"stages": [{"train.batch_tokens": [128, 256], "train.lr": [1e-3, 2e-3]}], "steps": 2, "then": "stop"}
+    recipe(tmp_path, tmp_path / "sweep", plan, train__expert_parallel=2, train__overlap="on")
+    command = [sys.executable, "-m", "fcsd", "distill", "--sweep", str(tmp_path / "recipe.yaml"), "--json"]
+    done = subprocess.run([*command, "--gpus", "2"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [trial["status"] for trial in found["trials"].values()] == ["done"] * 4
+    alone = runs.resolved(tmp_path, output_dir=str(tmp_path / "alone"), train__steps=2, train__horizon=6)
+    runs.train(alone)  # one process that holds all experts
+    twin = found["trials"]["batch_tokens-256_lr-0.001"]
+    losses = [line["loss"] for line in read_metrics(tmp_path / "alone")]
+    assert twin["value"] == pytest.approx(sum(losses) / 2, rel=1e-4)
+
+
 def refused(folder: Path, out: Path, plan: dict[str, Any], **changes: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         sweep(recipe(folder, out, plan, **changes), launch)

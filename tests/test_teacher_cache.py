@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,38 @@ def test_ranks_share_the_work_and_a_cache_trains_on_any_of_them(folder: Path, wr
     first = read_metrics(tmp_path / "live")[0]["kl"]
     assert 0 < metrics[0]["kl"] < first, "a lower bound"
     assert metrics[-1]["kl"] < metrics[0]["kl"]
+
+
+def test_with_a_cache_no_teacher_is_loaded(folder: Path, written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written / "cache", tmp_path / "cache")
+    gone = recipe(folder, tmp_path, teacher=str(tmp_path / "gone"))
+    on_ranks(1, loop.distill, gone)
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 4
+    changed = recipe(folder, tmp_path, teacher=str(tmp_path / "gone"), teacher_sha256="0" * 64)
+    with pytest.raises(BadInputError, match="the recipe asks for 0000"):
+        on_ranks(1, loop.distill, changed)
+
+
+def test_the_command_caches_a_teacher_whose_experts_are_divided(tmp_path: Path) -> None:
+    runs.write_models(tmp_path, "qwen3_moe")
+    recipe(tmp_path, tmp_path, top_k=VOCAB, train__expert_parallel=2)
+    command = [sys.executable, "-m", "fcsd", "cache-teacher", str(tmp_path / "recipe.yaml"), "--gpus", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "cache")
+    with pytest.raises(ConfigError, match="expert_parallel 2 does not divide the 1 processes"):
+        on_ranks(1, write, recipe(tmp_path, tmp_path, top_k=VOCAB, train__expert_parallel=2))
+    once: Any = {"train__steps": 1, "train__warmup_steps": 0}
+    cached = recipe(tmp_path, tmp_path, top_k=VOCAB, **once)
+    live = runs.resolved(tmp_path, output_dir=str(tmp_path / "live"), objective__sft=0.0, **once)
+    on_ranks(1, both, cached, live)
+    (one,), (other,) = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "live")
+    assert one["kl"] == pytest.approx(other["kl"], rel=1e-4)
+
+
+def both(cached: Any, live: Any) -> None:
+    loop.distill(cached)
+    loop.distill(live)
 
 
 def killed(resolved: Any) -> None:

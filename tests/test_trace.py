@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,10 @@ def write(path, events, rank=0):
     path.write_text(json.dumps({"traceEvents": events, "distributedInfo": {"rank": rank}}))
     return path
 
+
+# Traces that scripts/store_trace.py cut, and what HolisticTraceAnalysis says of them, in per cent.
+STORED = Path(__file__).parent / "data"
+HTA = json.loads((STORED / "hta.json").read_text())
 
 EVENTS = [
     *call("fcsd::dispatch.fwd.L0", 0, 100, 140, 1),
@@ -116,3 +121,25 @@ def test_a_layer_is_drawn(tmp_path):
     assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(BadInputError, match="no dispatch of layer 3 in fwd"):
         draw(found, tmp_path / "no.png", 2)
+
+
+@pytest.mark.parametrize("name", HTA)
+def test_stored_traces_give_the_figure_of_hta_and_a_picture(tmp_path, name):
+    found = trace.read(STORED / name)
+    assert round(trace.hta_overlap(found), 2) == HTA[name]
+    assert {call.kind for call in found.calls} >= {"dispatch", "combine"}
+    draw(found, tmp_path / "layer.png", middle_of(found))
+
+
+def middle_of(found):
+    """The layer that is there whole: its neighbours only begin."""
+    return sorted({call.layer for call in found.calls})[1]
+
+
+def test_the_traces_of_a_run_are_found_in_its_directory(tmp_path):
+    with pytest.raises(BadInputError, match="no trace in"):
+        trace.files([tmp_path])
+    for name in ("rank-1.json.gz", "rank-0.json.gz", "train.json"):
+        (tmp_path / name).touch()
+    assert trace.files([tmp_path]) == [tmp_path / "rank-0.json.gz", tmp_path / "rank-1.json.gz"]
+    assert trace.files([tmp_path / "train.json"]) == [tmp_path / "train.json"]

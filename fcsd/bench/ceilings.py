@@ -159,6 +159,16 @@ def ceiling(windows: list[Window], passes: str, *, without_last: bool = False) -
     return sum(window.hideable for window in counted) / wire if wire else 0.0
 
 
+def both(windows: list[Window], passes: str) -> tuple[float, float]:
+    """The ceiling of a pass, and the one without the last layer's combine."""
+    return ceiling(windows, passes), ceiling(windows, passes, without_last=True)
+
+
+def passes_of(windows: list[Window]) -> list[str]:
+    """The passes of a step, in order: fwd, bwd, and recompute if there is one."""
+    return list(dict.fromkeys(window.passes for window in windows))
+
+
 def to_text(windows: list[Window]) -> str:
     """A line for each collective and pass, medians over the layers, and the ceiling of each pass."""
     lines = [f"{'':20s} {'cover ms':>9s} {'wire ms':>9s}"]
@@ -167,7 +177,7 @@ def to_text(windows: list[Window]) -> str:
         cover = statistics.median(window.cover for window in mine)
         wire = statistics.median(window.wire for window in mine)
         lines.append(f"{kind + ' ' + passes:20s} {cover:9.3f} {wire:9.3f}")
-    for passes in dict.fromkeys(window.passes for window in windows):
-        most, trimmed = ceiling(windows, passes), ceiling(windows, passes, without_last=True)
+    for passes in passes_of(windows):
+        most, trimmed = both(windows, passes)
         lines.append(f"at most {most:.1%} can be hidden in {passes}, {trimmed:.1%} without the last layer's combine")
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from transformers import DeepseekV2Config, DeepseekV3Config, PretrainedConfig, Qwen3MoeConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, Llama4TextConfig, PretrainedConfig, Qwen3MoeConfig
 
 
 def deepseek_v2_lite(layers: int) -> PretrainedConfig:
@@ -81,6 +81,27 @@ def qwen3_30b_a3b(layers: int) -> PretrainedConfig:
     )
 
 
+def llama4_scout(layers: int) -> PretrainedConfig:
+    """The language model of Llama-4-Scout-17B-16E (48 layers)."""
+    return Llama4TextConfig(
+        vocab_size=202048,
+        hidden_size=5120,
+        intermediate_size=8192,
+        intermediate_size_mlp=16384,
+        num_hidden_layers=layers,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_local_experts=16,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=1,
+        use_qk_norm=True,
+        attention_chunk_size=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        max_position_embeddings=40960,
+    )
+
+
 def tiny(layers: int) -> PretrainedConfig:
     """A qwen3_moe of a few thousand parameters, to try a benchmark on CPUs."""
     return Qwen3MoeConfig(
@@ -101,5 +122,6 @@ SHAPES: dict[str, Callable[[int], PretrainedConfig]] = {
     "deepseek-v2-lite": deepseek_v2_lite,
     "deepseek-v3": deepseek_v3,
     "qwen3-30b-a3b": qwen3_30b_a3b,
+    "llama4-scout": llama4_scout,
     "tiny": tiny,
 }

@@ -7,6 +7,7 @@ range nor NCCL. Copies and fills outside a range are neither, as HolisticTraceAn
 
 import gzip
 import json
+import math
 import re
 from bisect import bisect_right
 from collections import defaultdict
@@ -19,8 +20,8 @@ import numpy as np
 from fcsd.errors import BadInputError
 
 RANGE = re.compile(r"fcsd::(?P<kind>\w+)\.(?P<passes>\w+)\.L(?P<layer>\d+)")
-_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-_LAUNCHES = {"cuda_runtime", "cuda_driver"}
+ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+LAUNCHES = {"cuda_runtime", "cuda_driver"}
 
 
 class Call(NamedTuple):
@@ -49,8 +50,8 @@ class Trace:
     calls: list[Call]
     computation: list[Kernel]
     busy: np.ndarray  # [n, 2], disjoint: when something is computed
-    nccl: np.ndarray  # [n, 2], disjoint: when any NCCL kernel runs, whoever launched it
-    not_nccl: np.ndarray  # [n, 2], disjoint: when any other kernel runs, those inside a range included
+    hta_nccl: np.ndarray  # [n, 2], disjoint: when any NCCL kernel runs, whoever launched it, as HTA sees it
+    hta_computation: np.ndarray  # [n, 2], disjoint: when any other kernel runs, those inside a range included
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,21 @@ class Overlap:
         return self.on_device - self.hidden
 
 
+def files(given: list[Path]) -> list[Path]:
+    """Trace files; a directory stands for those that ``fcsd bench train --out`` left in it.
+
+    Raises:
+        BadInputError: there are none in a directory.
+    """
+    found = []
+    for path in given:
+        inside = sorted(path.glob("rank-*.json.gz")) if path.is_dir() else [path]
+        if not inside:
+            raise BadInputError(f"no trace in {path}", hint="fcsd bench train --trace --out DIR writes them")
+        found += inside
+    return found
+
+
 def read(path: Path) -> Trace:
     """A Chrome trace that ``torch.profiler`` exported, plain or gzipped.
 
@@ -88,18 +104,19 @@ def read(path: Path) -> Trace:
     owner = {
         event["args"]["correlation"]: found
         for event in events
-        if event.get("cat") in _LAUNCHES and (found := _enclosing(ranges, event)) is not None
+        if event.get("cat") in LAUNCHES and (found := _enclosing(ranges, event)) is not None
     }
     spans: dict[tuple[int, str], tuple[float, float]] = {}
     computation: list[Kernel] = []
     nccl, not_nccl = [], []
     for event in events:
-        if event.get("cat") not in _ON_DEVICE:
+        if event.get("cat") not in ON_DEVICE:
             continue
         start, end = event["ts"], event["ts"] + event["dur"]
         is_nccl = event["name"].startswith("nccl")
-        if event["cat"] == "kernel":
-            (nccl if is_nccl else not_nccl).append((start, end))
+        whole = math.ceil(start), math.floor(end)  # HTA knows whole microseconds only
+        if event["cat"] == "kernel" and whole[0] < whole[1]:
+            (nccl if is_nccl else not_nccl).append(whole)
         if (found := owner.get(event["args"].get("correlation"))) is not None:
             first, last = spans.get(found, (start, end))
             spans[found] = min(first, start), max(last, end)
@@ -207,8 +224,9 @@ def hta_overlap(trace: Trace) -> float:
     Of the time in which any NCCL kernel runs, ZeRO's and the split plan's included, the part in which a kernel of
     computation runs too.
     """
-    total = float((trace.nccl[:, 1] - trace.nccl[:, 0]).sum())
-    return 100 * sum(covered(start, end, trace.not_nccl) for start, end in trace.nccl) / total if total else 0.0
+    total = float((trace.hta_nccl[:, 1] - trace.hta_nccl[:, 0]).sum())
+    hidden = sum(covered(start, end, trace.hta_computation) for start, end in trace.hta_nccl)
+    return 100 * hidden / total if total else 0.0
 
 
 def to_text(traces: list[Trace]) -> str:

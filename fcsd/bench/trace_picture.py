@@ -14,8 +14,8 @@ _CLASSES = {
     "all else": (re.compile(""), "#C7C7C7"),
 }
 _WIRE = {"dispatch": "#DD8452", "combine": "#C44E52"}
-# (pass, the collective that begins a layer there, the layer whose beginning ends it, relative to the drawn one)
-_PASSES = [("fwd", "dispatch", 1), ("bwd", "combine", -1)]
+# pass -> the collective that begins a layer there, and the layer whose beginning ends it, relative to that one
+_PASSES = {"fwd": ("dispatch", 1), "bwd": ("combine", -1)}
 
 
 def draw(trace: Trace, path: Path, layer: int | None = None) -> None:
@@ -31,13 +31,11 @@ def draw(trace: Trace, path: Path, layer: int | None = None) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    layers = sorted({call.layer for call in trace.calls})
-    chosen = layers[len(layers) // 2] if layer is None else layer
+    chosen = _middle(trace.calls) if layer is None else layer
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
-    for place, (passes, first, step) in enumerate(_PASSES, 1):
-        start = _start(trace.calls, first, passes, chosen)
-        end = _start(trace.calls, first, passes, chosen + step)
+    for place, passes in enumerate(_PASSES, 1):
+        start, end = period(trace.calls, passes, chosen)
         axes = figure.add_subplot(2, 1, place)
         _lanes(axes, trace, passes, start, end)
         axes.set_title(f"layer {chosen}, {'forward' if passes == 'fwd' else 'backward'}", loc="left", fontsize=10)
@@ -47,6 +45,22 @@ def draw(trace: Trace, path: Path, layer: int | None = None) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(colours), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def period(calls: list[Call], passes: str, layer: int | None = None) -> tuple[float, float]:
+    """When the collective that begins a layer in ``fwd`` or ``bwd`` starts, and the next layer's, in µs.
+
+    Raises:
+        BadInputError: the trace has no such layer between two others.
+    """
+    chosen = _middle(calls) if layer is None else layer
+    kind, step = _PASSES[passes]
+    return _start(calls, kind, passes, chosen), _start(calls, kind, passes, chosen + step)
+
+
+def _middle(calls: list[Call]) -> int:
+    layers = sorted({call.layer for call in calls})
+    return layers[len(layers) // 2]
 
 
 def _start(calls: list[Call], kind: str, passes: str, layer: int) -> float:

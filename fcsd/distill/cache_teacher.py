@@ -16,7 +16,8 @@ from fcsd.config import Recipe, ResolvedRecipe, TeacherCache
 from fcsd.distill import run_dir, teacher_cache
 from fcsd.distill.corpus import load_tokenizer
 from fcsd.distill.data import Mixture, batch
-from fcsd.distill.engine import DTYPES
+from fcsd.distill.engine import DTYPES, import_deepspeed
+from fcsd.distill.expert_parallel import check, load, teacher_degree, wire_sharded
 from fcsd.distill.loop import read_data, run_identity
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.student import student_source
@@ -25,7 +26,6 @@ from fcsd.distill.teacher_cache import Shard, row_digest
 from fcsd.distill.top_k import TopK, top_k
 from fcsd.errors import ConfigError, NonFiniteError
 from fcsd.launch import World, join_world
-from fcsd.models.build import load_model
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ def cache_teacher(resolved: ResolvedRecipe, *, shard_bytes: int = _SHARD_BYTES) 
     Returns: its directory.
 
     Raises:
-        ConfigError: the recipe names no cache, or more words than the vocabulary has.
+        ConfigError: the recipe names no cache, or more words than the vocabulary has; see
+            ``fcsd.distill.expert_parallel.check``.
         BadInputError: the directory holds the cache of another teacher or text.
         NonFiniteError: the teacher gives NaN or infinity for a row.
     """
@@ -59,8 +60,12 @@ def cache_teacher(resolved: ResolvedRecipe, *, shard_bytes: int = _SHARD_BYTES) 
 
 def _write(recipe: Recipe, settings: TeacherCache, folder: Path, world: World, shard_bytes: int) -> None:
     hashes = world.on_first(lambda: identify_teacher(recipe))
-    path, dtype = resolve(teacher_name(recipe)).path, DTYPES[recipe.train.dtype]
-    model = load_model(path, dtype=dtype, device=world.device).requires_grad_(False)
+    live = recipe.objective.model_copy(update={"teacher_cache": None})
+    check(recipe.model_copy(update={"objective": live}), world.size)
+    import_deepspeed()
+    path, degree = resolve(teacher_name(recipe)).path, teacher_degree(recipe.train)
+    model = load(path, degree, dtype=DTYPES[recipe.train.dtype], device=world.device).requires_grad_(False)
+    wire_sharded(model, degree, recipe.train.overlap)
     vocab_size = len(output_head(model))
     if settings.top_k > vocab_size:
         raise ConfigError(f"objective.teacher_cache.top_k is {settings.top_k}, the vocabulary has {vocab_size} words")

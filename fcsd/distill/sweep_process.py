@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from fcsd.errors import ConfigError
+from fcsd.nodes import srun
 
 
 @dataclass(frozen=True)
@@ -34,27 +35,31 @@ class Exit:
 Launch = Callable[[Path], Exit]
 
 
-def launcher(gpus: int | None = None, accept_unsafe_exec: bool = False) -> Launch:
-    """What runs a recipe on so many processes.
+def launcher(gpus: int | None = None, accept_unsafe_exec: bool = False, nodes: int = 1) -> Launch:
+    """What runs a recipe on so many processes of each node.
 
     Raises:
-        ConfigError: this is one of torchrun's processes.
+        ConfigError: this is one of torchrun's processes; or several nodes, and not the job of ``fcsd.nodes``.
     """
     if "WORLD_SIZE" in os.environ:
         raise ConfigError("a sweep starts its own processes", "start it once, with --gpus N instead of torchrun")
-    options = [*(["--gpus", str(gpus)] if gpus else []), *(["--accept-unsafe-exec"] if accept_unsafe_exec else [])]
-    return partial(_run, options=options)
+    options = ["--accept-unsafe-exec"] if accept_unsafe_exec else []
+    if nodes > 1:
+        if not {"SLURM_JOB_ID", "host", "port"} <= os.environ.keys():
+            raise ConfigError("a sweep over several nodes is a Slurm job", hint="--slurm prints its script")
+        return partial(_run, command=srun(nodes, gpus or 1, options, logs=[]))
+    options += ["--gpus", str(gpus)] if gpus else []
+    return partial(_run, command=[sys.executable, "-m", "fcsd", "distill", *options])
 
 
-def _run(recipe: Path, options: list[str]) -> Exit:
-    """``fcsd distill RECIPE OPTIONS``, its messages passed on to stderr as they come.
+def _run(recipe: Path, command: list[str]) -> Exit:
+    """``fcsd distill OPTIONS RECIPE``, its messages passed on to stderr as they come.
 
     SIGTERM is passed on to the run, which ends as it would alone. Ctrl-C reaches it from the terminal.
     """
-    command = [sys.executable, "-m", "fcsd", "distill", str(recipe), *options]
     error = ""
     with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+        [*command, str(recipe)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
     ) as child:
         handlers = {
             signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: child.terminate()),

@@ -9,6 +9,7 @@ The function computed is ``blocking_parts``', to the last bit of every gradient:
 summed in the same order, or in the same groups, where ``_private`` makes them.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
@@ -24,7 +25,7 @@ from transformers.utils.output_capturing import _active_collector
 from ..errors import ConfigError
 from ..models.build import arch_of, decoder_layers
 from ..models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, _refuse_reentrant
-from . import order
+from . import order, settings
 from .attention import Around, join_attention, split_attention
 from .deferred import Transport, all_to_all
 from .expert import wire_parallel
@@ -42,12 +43,14 @@ class Schedule:
         shared_covers: which collective the shared experts run under.
         transport: how rows travel.
         eager: await every collective where it starts: the same code, nothing hidden.
+        fused: move rows between tokens and experts with ``fcsd.kernels.rows``; None does on CUDA.
     """
 
     start: Place
     shared_covers: Literal["dispatch", "combine"] = "combine"
     transport: Transport = all_to_all
     eager: bool = False
+    fused: bool | None = None
 
 
 # (attention's, MLP's read depth) -> schedule. An MLP that reads its own layer's attention cannot start before it.
@@ -123,7 +126,13 @@ class _Mlp:
         if self.plan.moe is not None:
             schedule = self.plan.schedule
             self.moe = MoePass(
-                self.plan.moe, self.plan.index, self.x, self.plan.side, schedule.transport, schedule.eager
+                self.plan.moe,
+                self.plan.index,
+                self.x,
+                self.plan.side,
+                schedule.transport,
+                schedule.eager,
+                schedule.fused,
             )
             if self.dispatch_awaited_at is None:
                 self.dispatch_awaited_at = order.mark()
@@ -217,6 +226,8 @@ def overlap(
     split_attention(model)
     device = next(model.parameters()).device
     side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+    if side is not None and mode == "on":
+        settings.warn(os.environ)
     mlp = arch_of(model.config).blocks.mlp
     for index, layer in enumerate(cast(Any, decoder_layers(model))):
         plan = layer.fcsd

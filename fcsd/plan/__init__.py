@@ -7,7 +7,7 @@ No weight is read. ``setup`` is the recipe, ``model`` the architecture in number
 from dataclasses import dataclass
 
 from fcsd.config import Recipe
-from fcsd.errors import DoesNotFitError
+from fcsd.errors import ConfigError, DoesNotFitError
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
 from fcsd.plan.model import MetaModel, ModelNumbers
 from fcsd.plan.search import changes, cheapest
@@ -63,14 +63,20 @@ def plan(recipe: Recipe, hardware: Hardware, utilisation: float | None = None) -
 
     Raises:
         BadInputError: the student or the teacher is not a model.
-        ConfigError: the batch cannot be split evenly over the GPUs.
+        ConfigError: the batch cannot be split evenly over the GPUs, or the experts cannot.
     """
     from fcsd.distill.engine import accumulation
 
     accumulation(recipe, hardware.world)
-    model = MetaModel(recipe.model)
+    model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
     teacher = model.numbers if recipe.teacher is None else MetaModel(recipe.teacher).numbers
     setup = setup_of(recipe, hardware.world, len(model.numbers.layers))
+    if not setup.possible(model.numbers.experts):
+        have = f"{hardware.world} GPUs and {model.numbers.experts} experts a layer"
+        raise ConfigError(
+            f"train.expert_parallel {setup.expert_parallel} must divide both: {have}",
+            hint="set it, or --gpus and --nodes, otherwise",
+        )
     return plan_setup(recipe.name, model, teacher, setup, hardware, utilisation)
 
 

@@ -86,22 +86,23 @@ class MetaModel:
 
     Args:
         name: directory (its ``config.json`` is enough) or hub id, converted or not.
+        rewired: it is rewired on the way in.
 
     Raises:
         BadInputError: see ``fcsd.checkpoint.read_config``.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, rewired: bool = False) -> None:
         local = Path(name)
         folder = local if (local / "config.json").is_file() else resolve(name, allow_patterns=["*.json"]).path
-        rewired = read_config(folder).rewired
+        rewired = rewired or read_config(folder).rewired is not None
         register()
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
         self._config = AutoConfig.for_model(arch_of(config).model_type, **fields)
         self._measured: dict[Any, dict[int, LayerBytes]] = {}
         model, _, width = self._run(seq_len=2, packed=False)
-        self.numbers = _numbers(model, 1 if rewired is None else 2, width)
+        self.numbers = _numbers(model, 2 if rewired else 1, width)
 
     def layer_bytes(self, setup: Setup) -> dict[int, LayerBytes]:
         """By kind of layer, and for the final norm at ``FINAL_NORM``.

@@ -1,0 +1,224 @@
+"""What ``fcsd plan`` says of an optimizer step, beside what the step takes: memory by part and by moment, and speed.
+
+Student and teacher have random weights of a real shape; recipe, packed rows, loss, engine and step are those of
+``fcsd distill``. Nothing is read and nothing is written but the result.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from fcsd.bench.shapes import SHAPES
+from fcsd.config import Recipe, load_recipe
+from fcsd.distill.corpus import Corpus
+from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
+from fcsd.distill.expert_parallel import check, teacher_degree, wire_sharded
+from fcsd.distill.loop import training_rows
+from fcsd.distill.step import train_step
+from fcsd.distill.targets import live_teacher
+from fcsd.distill.teacher import needs_teacher
+from fcsd.errors import ConfigError
+from fcsd.launch import World, join_world
+from fcsd.models.build import converted_config, register
+from fcsd.models.wiring import Wiring
+from fcsd.plan import Hardware, Plan, plan
+from fcsd.plan.setup import GIB
+
+_DOCUMENTS = 4  # in a row, so that attention runs with the mask of packed rows
+_EPOCH = 64  # rows
+
+# Parts of a step, each with the beginnings of the names of its moments in ``fcsd.plan.memory``.
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+MOMENTS = {
+    FORWARD: ("teacher's forward pass", "forward pass", "loss"),
+    BACKWARD: ("backward pass", "gradient reduction"),
+    STEP: ("optimizer step",),
+}
+
+
+def bench(
+    shape: str, layers: int, *, seq: int, micro_batch: int, accumulation: int, steps: int, sets: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Plans and takes some steps; every process of the run calls it, rank 0 prints.
+
+    Args:
+        shape: a name in ``fcsd.bench.shapes``.
+        accumulation: micro-batches of ``micro_batch`` rows of ``seq`` tokens in a step, on each process.
+        sets: ``--set`` assignments to the recipe, by default KL with ZeRO-1, experts spread over all processes.
+
+    Returns: the recipe, and sizes in bytes, speeds and losses, predicted and measured.
+
+    Raises:
+        ConfigError: no such shape, or a recipe that cannot be.
+    """
+    if shape not in SHAPES:
+        raise ConfigError(f"{shape}: shapes are {', '.join(SHAPES)}")
+    world = join_world()
+    import_deepspeed()
+    original = SHAPES[shape](layers)
+    block = Wiring("farskip", tuple(range(layers))).to_block(base_model="random", base_revision=None, base_sha256=None)
+    register()
+    rewired = converted_config(original, block)
+    with tempfile.TemporaryDirectory() as folder:
+        rewired.save_pretrained(f"{folder}/student")
+        original.save_pretrained(f"{folder}/teacher")
+        rows = world.size * micro_batch * accumulation
+        recipe = _recipe(Path(folder), shape, seq, micro_batch, rows * seq, steps, world, sets)
+        check(recipe, world.size)
+        planned = plan(recipe, Hardware(world.size))
+    measured = _measure(recipe, rewired, original, world)
+    result = {"shape": shape, "layers": layers, "processes": world.size, "recipe": recipe.model_dump()}
+    result |= {"predicted": predicted(planned), "measured": measured}
+    if world.rank == 0:
+        print(to_text(result), file=sys.stderr, flush=True)
+    return result
+
+
+def _recipe(
+    folder: Path, shape: str, seq: int, micro_batch: int, batch_tokens: int, steps: int, world: World, sets: Any
+) -> Recipe:
+    values = {
+        "name": shape,
+        "model": f"{folder}/student",
+        "teacher": f"{folder}/teacher",
+        "output_dir": f"{folder}/run",
+        "data": {"sources": [{"path": "random"}], "seq_len": seq},
+        "train": {
+            "batch_tokens": batch_tokens,
+            "micro_batch_size": micro_batch,
+            "steps": steps,
+            "lr": 1e-4,
+            "warmup_steps": 0,
+            "schedule": "constant",
+            "dtype": "bf16" if world.device.type == "cuda" else "fp32",
+            "expert_parallel": world.size,
+        },
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(values))
+    return load_recipe(folder / "recipe.yaml", list(sets)).recipe
+
+
+def random_corpus(vocab: int, seq: int) -> Corpus:
+    """Documents of random tokens, several of which fill a row; some tokens are frequent, which can be learned."""
+    generator = np.random.default_rng(0)
+    ids = (vocab * generator.random((_EPOCH * _DOCUMENTS, max(2, seq // _DOCUMENTS))) ** 3).astype(np.int32)
+    documents = Dataset.from_dict({"ids": list(ids), "counts": list(np.ones_like(ids, dtype=bool))})
+    lengths = np.full(len(ids), ids.shape[1], dtype=np.int64)
+    return Corpus("random", lengths, {}, {}, "split", 0, documents.with_format("numpy"))
+
+
+def predicted(planned: Plan) -> dict[str, Any]:
+    """What the plan says, under the names of what is measured."""
+    memory = planned.memory
+    held = {name: memory.peak.parts[name] for name in ("weights", "teacher", "optimizer")}
+    peaks = {
+        part: max(moment.total for moment in memory.moments if moment.name.startswith(names))
+        for part, names in MOMENTS.items()
+    }
+    return {
+        **held,
+        **peaks,
+        "peak": memory.peak.total,
+        "gpu": memory.total,
+        "tokens_per_second": planned.speed.tokens_per_second,
+    }
+
+
+def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConfig, world: World) -> dict[str, Any]:
+    """The largest of any rank, as ``predicted``; on a CPU speed and losses alone."""
+    used = [0]
+
+    def since() -> int:
+        used.append(torch.cuda.memory_allocated() if world.device.type == "cuda" else 0)
+        return used[-1] - used[-2]
+
+    model = _random(rewired, recipe, recipe.train.expert_parallel, world)
+    sizes, targets = {"weights": since(), "teacher": 0}, None
+    if needs_teacher(recipe):
+        teacher = _random(original, recipe, teacher_degree(recipe.train), world)
+        wire_sharded(teacher, teacher_degree(recipe.train), recipe.train.overlap)
+        targets = live_teacher(teacher.requires_grad_(False), recipe.objective)
+        sizes["teacher"] = since()
+    engine = _Watched(build_engine(model, recipe, world), world)
+    rows = training_rows(recipe, [random_corpus(model.config.vocab_size, recipe.data.seq_len)])
+    losses, seconds = [], 0.0
+    for step in range(1, recipe.train.steps + 1):
+        engine.peaks.clear()  # the first step allocates and tunes
+        began = time.perf_counter()
+        losses.append(train_step(engine, targets, rows, recipe, world, step)["loss"])
+        seconds = time.perf_counter() - began
+    sizes |= {"optimizer": since(), **engine.peaks, "peak": max(engine.peaks.values(), default=0)}
+    if world.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        sizes["gpu"] = total - free
+    every = world.everywhere(lambda: sizes)
+    largest = {name: max(own[name] for own in every) for name in sizes} if world.device.type == "cuda" else {}
+    return {**largest, "tokens_per_second": recipe.train.batch_tokens / seconds, "losses": losses}
+
+
+def _random(config: PretrainedConfig, recipe: Recipe, degree: int, world: World) -> PreTrainedModel:
+    """The same weights for student and teacher, as far as both have the same modules."""
+    dtype = DTYPES[recipe.train.dtype]
+    if degree > 1:
+        from fcsd.parallel.random_init import random_expert_parallel
+
+        return random_expert_parallel(config, dtype=dtype, device=world.device, ep_size=degree, seed=recipe.seed)
+    torch.manual_seed(recipe.seed)
+    with world.device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+class _Watched:
+    """An engine whose passes leave the most memory that was allocated since the pass before in ``peaks``."""
+
+    def __init__(self, engine: Any, world: World) -> None:
+        self._engine, self._on_cuda = engine, world.device.type == "cuda"
+        self.peaks: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._after(FORWARD, lambda: self._engine(*arguments))
+
+    def backward(self, *arguments: Any, **options: Any) -> Any:
+        return self._after(BACKWARD, lambda: self._engine.backward(*arguments, **options))
+
+    def step(self) -> Any:
+        return self._after(STEP, self._engine.step)
+
+    def _after(self, part: str, run: Callable[[], Any]) -> Any:
+        result = run()
+        if self._on_cuda:
+            self.peaks[part] = max(self.peaks.get(part, 0), torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+        return result
+
+
+def to_text(result: dict[str, Any]) -> str:
+    """A line for each part, and the losses."""
+    told, seen, recipe = result["predicted"], result["measured"], result["recipe"]
+    train = recipe["train"]
+    title = (
+        f"{result['shape']}, {result['layers']} layers, {result['processes']} processes, expert-parallel "
+        f"{train['expert_parallel']}, ZeRO-{train['zero_stage']}, {train['dtype']}, {train['batch_tokens']} tokens a "
+        f"step in micro-batches of {train['micro_batch_size']} x {recipe['data']['seq_len']}"
+    )
+    lines = [title, f"{'':12s} {'predicted GiB':>14s} {'measured GiB':>14s} {'ratio':>7s}"]
+    for part in ("weights", "teacher", "optimizer", *MOMENTS, "peak", "gpu"):
+        one, other = told[part], seen.get(part)
+        measured = "not measured" if other is None else f"{other / GIB:.2f}"
+        ratio = f"{one / other:7.3f}" if other else ""
+        lines.append(f"{part:12s} {one / GIB:14.2f} {measured:>14s} {ratio}")
+    rates = [x["tokens_per_second"] for x in (told, seen)]
+    lines.append(f"{'tokens/s':12s} {rates[0]:14,.0f} {rates[1]:14,.0f} {rates[0] / rates[1]:7.3f}")
+    return "\n".join([*lines, "losses       " + " ".join(f"{loss:.4g}" for loss in seen["losses"])])

@@ -1,0 +1,52 @@
+"""What the benchmark of training steps times, checked before any process starts."""
+
+from dataclasses import dataclass
+
+from fcsd.errors import ConfigError
+
+STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
+UNFUSED = "unfused"  # overlapped, with torch moving the rows between tokens and experts
+USUAL = (STOCK, STANDARD, EAGER, OVERLAPPED, BOUND)
+VARIANTS = (*USUAL, UNFUSED)
+ROUTERS = ("initialised", "uniform")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is timed.
+
+    Attributes:
+        shape: a name in ``fcsd.bench.shapes``.
+        micro_batch: sequences of ``seq`` tokens per rank and step.
+        routers: ``initialised`` as the random weights have it, ``uniform``: every expert gets as many tokens.
+        variants: some of ``VARIANTS``.
+        recompute: activation checkpointing of every layer.
+        optimizer: the whole step with AdamW under ZeRO-1; else forward and backward alone, without an engine.
+        rounds, steps: timed steps of each variant are ``rounds`` times ``steps``, interleaved by round.
+
+    Raises:
+        ConfigError: no such shape, router or variant.
+    """
+
+    shape: str
+    layers: int
+    micro_batch: int
+    seq: int
+    routers: tuple[str, ...] = ROUTERS
+    variants: tuple[str, ...] = USUAL
+    recompute: bool = False
+    optimizer: bool = True
+    rounds: int = 5
+    steps: int = 3
+
+    def __post_init__(self) -> None:
+        from fcsd.bench.shapes import SHAPES
+
+        for what, given, known in (
+            ("shape", (self.shape,), tuple(SHAPES)),
+            ("router", self.routers, ROUTERS),
+            ("variant", self.variants, VARIANTS),
+        ):
+            for name in given:
+                if name not in known:
+                    raise ConfigError(f"no {what} {name}", hint=f"known: {', '.join(known)}")
