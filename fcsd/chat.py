@@ -102,10 +102,21 @@ def load_speaker(model: str, *, device: str | None = None) -> Speaker:
     return Speaker(model, network.eval(), AutoTokenizer.from_pretrained(path))
 
 
-def answer(speaker: Speaker, history: Sequence[Turn], *, seed: int = 0, max_new_tokens: int | None = None) -> str:
+def answer(
+    speaker: Speaker,
+    history: Sequence[Turn],
+    *,
+    seed: int | None = 0,
+    max_new_tokens: int | None = None,
+    in_step: bool = False,
+) -> str:
     """The next turn of a conversation that ends with a user's.
 
     A tokenizer without a chat template sees only the last turn, as plain text to continue.
+
+    Args:
+        seed: of the sampling; None takes the likeliest tokens and draws no random number.
+        in_step: all processes ask for the same answer, since the model is spread over them.
 
     Raises:
         BadInputError: the conversation is longer than the model takes.
@@ -126,9 +137,13 @@ def answer(speaker: Speaker, history: Sequence[Turn], *, seed: int = 0, max_new_
     if length == 0 or room < 1:
         raise BadInputError(f"{speaker.name}: no room for an answer after {length} tokens of prompt")
     wanted = max_new_tokens or model.generation_config.max_new_tokens or MAX_NEW_TOKENS
-    set_seed(seed)
+    options: dict[str, Any] = {"max_new_tokens": min(wanted, room), "synced_gpus": in_step}
+    if seed is None:
+        options["do_sample"] = False
+    else:
+        set_seed(seed)
     with torch.no_grad():
-        ids = model.generate(**inputs.to(model.device), max_new_tokens=min(wanted, room))
+        ids = model.generate(**inputs.to(model.device), **options)
     return tokenizer.decode(ids[0, length:], skip_special_tokens=True).strip()
 
 

@@ -311,8 +311,14 @@ def evaluate(
 
     from fcsd.eval import compare, tables
     from fcsd.eval.harness import evaluate as run
+    from fcsd.eval.harness import names_of
     from fcsd.eval.opening import Engine
 
+    if require is not None:
+        compare.margin_of(require)  # better refused now than after hours
+    others = [model for model in models if model != baseline]
+    if untrained is not None and untrained not in others:
+        raise ConfigError(f"--untrained {untrained} is not one of the models", "name it as a MODEL too")
     engine = Engine(
         backend=backend,
         device=device,
@@ -338,7 +344,8 @@ def evaluate(
         return
     comparisons = []
     if baseline:
-        name = None if untrained is None else Path(untrained).name
+        names = dict(zip(others, names_of([*others, baseline]), strict=False))
+        name = names.get(untrained) if untrained else None
         comparisons = compare.compare(rows, untrained=name)
         if out:
             tables.report(rows, out, untrained=name, margin=margin)
@@ -346,7 +353,10 @@ def evaluate(
         scores = [{k: v for k, v in row.items() if k != "items"} for row in rows]
         emit(json.dumps({"rows": scores, "comparisons": [c.to_json(margin) for c in comparisons]}, indent=2))
     else:
-        emit("\n\n".join([tables.plain_table(rows, comparisons), *(c.sentence(margin) for c in comparisons)]))
+        parts = [tables.plain_table(rows, comparisons)]
+        if comparisons:
+            parts += [tables.difference_table(comparisons, margin), *(c.sentence(margin) for c in comparisons)]
+        emit("\n\n".join(filter(None, parts)))
     if require is not None:
         compare.require(require, comparisons)
 

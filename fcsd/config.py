@@ -266,6 +266,8 @@ class Train(_Section):
     """Steps between checkpoints; 0 saves only the last."""
     eval_every: NonNegative = 0
     """Steps between held-out losses; 0 measures only at the end."""
+    sample_tokens: NonNegative = 64
+    """Longest answer of student and teacher to the fixed prompts at each evaluation; 0 asks nothing."""
     keep: Positive = 2
     """Newest checkpoints to keep."""
     nonfinite: NonFinite = NonFinite()
@@ -385,7 +387,7 @@ class Recipe(_Section):
     """When to stop before the last step."""
     sweep: Sweep | None = None
     """For `fcsd distill --sweep`: how to choose values before the full run."""
-    report: Literal["none", "wandb"] = "none"
+    report: Literal["none", "wandb", "trackio", "tensorboard"] = "none"
     """Where metrics go besides metrics.jsonl."""
 
     @model_validator(mode="after")

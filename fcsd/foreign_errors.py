@@ -10,7 +10,10 @@ from fcsd.errors import BadInputError, ConfigError, DiskError, DoesNotFitError, 
 
 _LOGIN = "check the name; if it is private, run `hf auth login` with an account that may read it"
 _NETWORK = "check the connection; for files already downloaded, set HF_HUB_OFFLINE=1"
-_MEMORY = "lower train.micro_batch_size, then objective.chunk_tokens; or raise train.zero_stage or --gpus"
+_MEMORY = (
+    "lower train.micro_batch_size or set train.activation_checkpointing: true, which recomputes; then lower "
+    "objective.chunk_tokens, or raise train.zero_stage or --gpus; `fcsd plan` says what fits"
+)
 
 _TABLE: list[tuple[str, str, type[FcsdError], str, str | None]] = [
     # package, class, ours, message, hint; a subclass stands before its base

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from fcsd.config import ResolvedRecipe
+from fcsd.trackers import Log, tracking
 
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
 # Metrics that are drawn, in this order, if the run has them -> the axis label
-_PANELS = {"kl": "KL(teacher || student)", "sft": "cross-entropy", "held_out_kl": "held-out KL"}
+_PANELS = {"kl": "KL(teacher || student)", "sft": "cross-entropy", "hidden": "hidden L2", "held_out_kl": "held-out KL"}
 _PANELS |= {"held_out_sft": "held-out cross-entropy", "score": "early-stopping score"}
 _PANELS |= {"grad_norm": "gradient norm", "lr": "learning rate"}
+_PANELS |= {"tokens_per_second": "tokens/s", "mfu": "model FLOPs utilization"}
 
 
 class Reporter:
     """Writes metrics as they come. On a terminal a progress bar stays below the lines."""
 
-    def __init__(self, path: Path, tracker: Any, progress: Progress, task: TaskID) -> None:
-        self._path, self._tracker, self._progress, self._task = path, tracker, progress, task
+    def __init__(self, path: Path, track: Log, progress: Progress, task: TaskID) -> None:
+        self._path, self._track, self._progress, self._task = path, track, progress, task
 
     def say(self, text: str) -> None:
         """A line for people, on stderr."""
@@ -39,25 +41,22 @@ class Reporter:
         record = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in metrics.items()}
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        if self._tracker is not None:
-            self._tracker.log({k: v for k, v in metrics.items() if k != "step"}, step=metrics["step"])
+        self._track({k: v for k, v in metrics.items() if k != "step"}, metrics["step"])
         self.say("  ".join(f"{name} {_short(value)}" for name, value in metrics.items()))
 
 
 @contextmanager
 def reporting(run: Path, resolved: ResolvedRecipe, *, start: int) -> Iterator[Reporter]:
-    """A reporter for a run that begins after step ``start``; later records of an earlier attempt are dropped."""
+    """A reporter for a run that begins after step ``start``; later records of an earlier attempt are dropped.
+
+    However the run ends, its curves are drawn.
+    """
     recipe = resolved.recipe
     path = run / METRICS
     kept = [line for line in read_metrics(run) if line["step"] <= start] if path.exists() else []
     part = path.with_suffix(".part")
     part.write_text("".join(json.dumps(line) + "\n" for line in kept))
     part.replace(path)
-    tracker = None
-    if recipe.report == "wandb":
-        import wandb
-
-        tracker = wandb.init(project="fcsd", name=recipe.name, dir=str(run), config=recipe.model_dump(), resume="allow")
     console = Console(file=sys.stderr)
     columns = (
         TextColumn("{task.description}"),
@@ -65,12 +64,14 @@ def reporting(run: Path, resolved: ResolvedRecipe, *, start: int) -> Iterator[Re
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task(recipe.name, total=recipe.train.steps, completed=start)
-        yield Reporter(path, tracker, progress, task)
-    if tracker is not None:
-        tracker.finish()
-    draw_curves(run)
+    bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    try:
+        with tracking(run, recipe, start=start) as track, bar as progress:
+            task = progress.add_task(recipe.name, total=recipe.train.steps, completed=start)
+            yield Reporter(path, track, progress, task)
+    finally:
+        with suppress(OSError):  # of a full disk the run says more
+            draw_curves(run)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

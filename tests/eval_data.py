@@ -126,6 +126,29 @@ def _mbpp(rng: random.Random, i: int) -> dict:
     }
 
 
+def _boolq(rng: random.Random, i: int) -> dict:
+    return {"idx": i, "question": _sentence(rng), "passage": _sentence(rng, 20), "label": rng.randint(0, 1)}
+
+
+def _sciq(rng: random.Random, i: int) -> dict:
+    answers = ("distractor1", "distractor2", "distractor3", "correct_answer")
+    return {"question": _sentence(rng), "support": _sentence(rng, 9), **{name: _sentence(rng, 2) for name in answers}}
+
+
+def _truthfulqa(rng: random.Random, i: int) -> dict:
+    choices = [_sentence(rng, rng.randint(1, 5)) for _ in range(rng.randint(3, 6))]
+    targets = {"choices": choices, "labels": [1] + [0] * (len(choices) - 1)}
+    return {"question": _sentence(rng), "mc1_targets": targets, "mc2_targets": targets}
+
+
+def _ifeval(rng: random.Random, i: int) -> dict:
+    """Answers without a comma, every second one in lower-case English as well."""
+    rules = ["punctuation:no_comma", *["change_case:english_lowercase"] * (i % 2)]
+    prompt = f"Write about {_sentence(rng)}. Use no comma."
+    # The public data name all arguments of all rules, null where a rule has none.
+    return {"key": i, "prompt": prompt, "instruction_id_list": rules, "kwargs": [{"num_words": None}] * len(rules)}
+
+
 def _wikitext(rng: random.Random, i: int) -> dict:
     return {"page": _sentence(rng, 40)}
 
@@ -152,7 +175,7 @@ def mmlu_subjects() -> list[str]:
 
 
 def write_mirror(root: Path, rows: int = 8, seed: int = 0) -> Path:
-    """Write the data of the eleven benchmarks and Wikitext; the same for the same seed."""
+    """Write the data of every suite, but for EvalPlus' files; the same for the same seed."""
     rng = random.Random(seed)
 
     def splits(make, *names: str, n: int = rows) -> dict[str, list[dict]]:
@@ -168,7 +191,12 @@ def write_mirror(root: Path, rows: int = 8, seed: int = 0) -> Path:
     _dataset(root, "openai/gsm8k", {"main": splits(_gsm8k, "train", "test")})
     _dataset(root, "evalplus/humanevalplus", {"default": splits(_humaneval, "test")})
     _dataset(root, "evalplus/mbppplus", {"default": splits(_mbpp, "test")})
+    _dataset(root, "aps/super_glue", {"boolq": splits(_boolq, "train", "validation")})
+    _dataset(root, "allenai/sciq", {"default": splits(_sciq, *three)})
+    _dataset(root, "truthfulqa/truthful_qa", {"multiple_choice": splits(_truthfulqa, "validation")})
+    _dataset(root, "google/IFEval", {"default": splits(_ifeval, "train")})
     wikitext = {"wikitext-2-raw-v1": splits(_wikitext, *three, n=3)}
     _dataset(root, "EleutherAI/wikitext_document_level", wikitext)
-    _dataset(root, "cais/mmlu", {s: splits(_mmlu, "test", "dev", "validation", n=2) for s in mmlu_subjects()})
+    mmlu = {s: splits(_mmlu, "test", n=2) | splits(_mmlu, "dev", n=5) for s in mmlu_subjects()}
+    _dataset(root, "cais/mmlu", mmlu)
     return root

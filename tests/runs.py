@@ -28,6 +28,7 @@ TRAIN = {
     "dtype": "fp32",
     "log_every": 1,
     "save_every": 2,
+    "sample_tokens": 0,
 }
 
 

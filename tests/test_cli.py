@@ -150,6 +150,27 @@ def test_eval(library) -> None:
     assert fake.call_args.kwargs["accept_unsafe_exec"] is True
 
 
+def test_eval_refuses_a_verdict_it_could_not_give_before_it_runs(library) -> None:
+    fake = library("fcsd.eval.harness", "evaluate", [])
+    for options in (["--require", "about 1"], ["--untrained", "runs/u"]):
+        assert run("eval", "runs/m", "--baseline", "teacher", *options).exit_code == 2
+        assert run("eval", "runs/m", *options).exit_code == 2, "nothing to compare with"
+    fake.assert_not_called()
+
+
+def test_eval_exits_9_unless_the_verdict_is_met(library) -> None:
+    row = {"column": "PIQA", "metric": "acc", "value": 1.0, "stderr": 0.0, "n": 4000, "chance": 50.0, "engine": {}}
+    row |= {"settings_sha256": "s", "data_sha256": "d", "items": [1.0] * 4000}
+    worse = {**row, "items": [0.0] * 400 + [1.0] * 3600, "value": 0.9}
+    rows = [{**row, "model": "teacher", "baseline": True}, {**worse, "model": "runs--a--final", "baseline": False}]
+    rows += [{**worse, "model": "runs--b--final", "baseline": False}]
+    library("fcsd.eval.harness", "evaluate", rows)
+    models = ["runs/a/final", "runs/b/final", "--baseline", "teacher", "--untrained", "runs/b/final"]
+    met, missed = (run("eval", *models, "--require", f"within {points}") for points in (12, 1))
+    assert (met.exit_code, missed.exit_code) == (0, 9)
+    assert "runs--a--final within 1 points of teacher: no (-10.0 ± 0.5)" in missed.stdout
+
+
 def test_export_and_push(library) -> None:
     export = library("fcsd.export", "export", Path("final"))
     assert run("export", "runs/x", "final", "--push", "org/name", "--private").stdout == "final\n"

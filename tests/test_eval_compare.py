@@ -8,7 +8,7 @@ import pytest
 from fcsd.errors import ConfigError, VerdictError
 from fcsd.eval.compare import NO, UNDECIDED, YES, Difference, compare, require
 from fcsd.eval.statistics import estimate, paired_difference, share_recovered
-from fcsd.eval.tables import plain_table, report, table_1
+from fcsd.eval.tables import difference_table, plain_table, report, table_1
 
 
 def test_stderr_of_a_mean_is_the_usual_one():
@@ -84,6 +84,8 @@ def test_comparison_numbers():
     assert student.overall.stderr == pytest.approx(student.tasks[0].stderr / math.sqrt(2))
     assert student.tasks[0].recovery is not None
     assert student.tasks[0].recovery[0] == pytest.approx(0.9)
+    assert student.overall.recovery is not None
+    assert student.overall.recovery[0] == pytest.approx(0.9)
     assert student.loss.points == pytest.approx(0.2)
     assert student.loss.recovery is not None
     assert student.loss.recovery[0] == pytest.approx(0.9)
@@ -116,6 +118,21 @@ def test_verdicts():
         require("about 1", many)
 
 
+def test_differences_as_a_table():
+    header, _, *tasks, overall = difference_table(compare(table(drop=40), untrained="untrained"), 1.0).splitlines()
+    assert [cell.strip() for cell in header.split("|")[1:-1]] == [
+        "Minus teacher",
+        "untrained",
+        "won back",
+        "student",
+        "won back",
+    ]
+    cells = [cell.strip() for cell in overall.split("|")[1:-1]]
+    assert len(tasks) == 2 and cells[0] == "Avg" and cells[3].startswith("-4.0 ± 0.4: no") and "90.0 ±" in cells[4]
+    only_loss = [row for row in table() if row["column"] == "Held-out loss"]
+    assert difference_table(compare(only_loss), 1.0) == ""
+
+
 def test_unequal_evaluations_are_not_compared():
     for change in ({"data_sha256": "x"}, {"settings_sha256": "x"}, {"engine": {"dtype": "bfloat16"}}):
         rows = [row("teacher", "A", [1.0, 0.0]), row("student", "A", [1.0, 0.0], **change)]
@@ -136,5 +153,7 @@ def test_report_writes_tables_and_a_picture(tmp_path):
     text = plain_table(rows, comparisons)
     assert "| A                  | acc           | 1000 | 80.0 ± 1.3" in text
     assert text.splitlines()[-1].count("90.0 ±") == 1
-    assert "student within 1 points of teacher: no" in (tmp_path / "table.md").read_text()
+    written = (tmp_path / "table.md").read_text()
+    assert "student within 1 points of teacher: no" in written
+    assert difference_table(comparisons, 1.0) in written
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import datasets
@@ -119,8 +120,11 @@ def test_a_directory_named_like_a_dataset_is_not_taken_for_it(mirror, monkeypatc
 
 def test_missing_and_empty_data_are_errors(tmp_path):
     root = eval_data.write_mirror(tmp_path / "mirror", rows=2)
-    with pytest.raises(BadInputError, match="no directory truthfulqa/truthful_qa"):
-        evaluate([loaded()], suite="ladder", tasks=["TQ"], data_mirror=root)
+    with pytest.raises(BadInputError, match="ARC-C: arc_challenge has 2 examples to show, 25 are asked for"):
+        evaluate([loaded()], suite="ladder", tasks=["ARC-C"], data_mirror=root)
+    shutil.rmtree(root / "openai")
+    with pytest.raises(BadInputError, match="no directory openai/gsm8k"):
+        evaluate([loaded()], tasks=["GSM-8K"], data_mirror=root)
     for file in (root / "baber/piqa/default").iterdir():
         file.write_text("")
     with pytest.raises(BadInputError, match=r"PIQA: .*(empty|cannot load)"):

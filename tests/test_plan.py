@@ -80,6 +80,20 @@ def test_measured_peak_of_the_overlap_run(tmp_path):
     assert planned.speed.tokens_per_second / 4 == pytest.approx(16384 / 0.3472, rel=0.05)
 
 
+def test_measured_peak_of_self_distillation(tmp_path, repo):
+    """docs/RESULTS.md: student and teacher of 27 layers on four H200s, with recompute."""
+    measured = json.loads((repo / "docs/results/memory_v2lite_4xh200.json").read_text())["measured"]
+    setup = Setup(
+        **dict(world=4, micro_batch_size=1, seq_len=4096, batch_tokens=4 * 4096, tokens=2**20, recompute=True),
+        **dict(expert_parallel=4, teacher="sharded", imbalance=1.0),
+    )
+    model = meta(tmp_path, deepseek_v2_lite(27))
+    memory = plan_setup("v2", model, model.numbers, setup, Hardware(gpus=4)).memory
+    assert memory.peak.total == pytest.approx(measured["peak"], rel=0.1)
+    (step,) = (moment for moment in memory.moments if moment.name == "optimizer step")
+    assert step.total == pytest.approx(measured["step"], rel=0.02)
+
+
 def test_loss_temporaries_as_measured():
     """docs/RESULTS.md, fused KL at 512 tokens a chunk: 315 MB at 102 400 words, 467 at 151 936, 621 at 202 048."""
     head_alone = ModelNumbers((), 0, 8, False, 0, 8, 1, 0, 0, 0, 1)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from fcsd.errors import ConfigError
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
-VARIANTS = (STOCK, STANDARD, EAGER, OVERLAPPED, BOUND)
+UNFUSED = "unfused"  # overlapped, with torch moving the rows between tokens and experts
+USUAL = (STOCK, STANDARD, EAGER, OVERLAPPED, BOUND)
+VARIANTS = (*USUAL, UNFUSED)
 ROUTERS = ("initialised", "uniform")
 
 
@@ -31,7 +33,7 @@ class Workload:
     micro_batch: int
     seq: int
     routers: tuple[str, ...] = ROUTERS
-    variants: tuple[str, ...] = VARIANTS
+    variants: tuple[str, ...] = USUAL
     recompute: bool = False
     optimizer: bool = True
     rounds: int = 5

@@ -3,7 +3,6 @@
 import math
 import re
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,11 +20,13 @@ from fcsd.distill.data import Mixture, Rows
 from fcsd.distill.early_stop import Scorer, Watch, require_scorer
 from fcsd.distill.engine import DTYPES, accumulation, build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, load, teacher_degree, wire_sharded
+from fcsd.distill.meter import Meter
 from fcsd.distill.nonfinite import Skips
 from fcsd.distill.preview import preview
+from fcsd.distill.samples import Samples
 from fcsd.distill.saver import Saver
 from fcsd.distill.signals import Preemption, preempted, preemptible
-from fcsd.distill.step import measure, peak_memory, train_step
+from fcsd.distill.step import measure, train_step
 from fcsd.distill.student import load_student, student_source
 from fcsd.distill.targets import expect_comparable, live_teacher
 from fcsd.distill.teacher import identify_teacher, needs_teacher, output_head, teacher_name
@@ -37,13 +38,21 @@ from fcsd.plan import Hardware, plan
 from fcsd.plan.report import to_text
 from fcsd.preflight import TIMEOUT
 from fcsd.report import reporting
+from fcsd.trackers import require_tracker
 
 # Recipe fields that the parts of a resumed run need not share: they do not change what is computed, or, for the
 # data, its hashes stand for it.
 _FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "train.save_every")
-_FREE += ("train.eval_every", "train.keep", "early_stop.every", "early_stop.patience", "early_stop.delta")
+_FREE += (
+    "train.eval_every",
+    "train.keep",
+    "train.sample_tokens",
+    "early_stop.every",
+    "early_stop.patience",
+    "early_stop.delta",
+)
 _FREE += ("early_stop.data_mirror", "sweep", "train.save_failures", "train.grace_seconds", "train.nonfinite")
-_FREE += ("train.stuck_seconds", "train.overlap", "objective.teacher_cache.path")
+_FREE += ("train.sample_tokens", "train.stuck_seconds", "train.overlap", "objective.teacher_cache.path")
 # How far a run goes is free as well; where its schedule ends is not.
 _FREE += ("train.steps", "train.tokens", "train.horizon")
 _SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template)")
@@ -88,6 +97,7 @@ def distill(
         planned.check()
         return run
     require_scorer(resolved.recipe.early_stop, scorer)
+    require_tracker(resolved.recipe.report)
     world = join_world(join_timeout)
     with ExitStack() as held:
         if world.rank or not sys.stderr.isatty():
@@ -145,38 +155,38 @@ def _distill(
         checkpoint=checkpoint,
     )
     preemption.defer(lambda: saver.checkpoint)
+    samples = Samples(run, train, world, tokenizer, model, teacher, done)
     if watch.missed(done):
         before = measure(engine, live, held_out, recipe, world) if held_out else {}
         watch.look(model, tokenizer, done, before)
 
     with ExitStack() as shown:
         reporter = shown.enter_context(reporting(run, resolved, start=done)) if world.rank == 0 else None
-        seconds, logged = 0.0, (done, 0.0)
+        meter = Meter(recipe, world, done)
         for step in range(done + 1, train.steps + 1):
             if watch.verdict.stop:
                 break
             dog.beat()
-            began = time.perf_counter()
-            metrics = train_step(engine, targets, rows, recipe, world, step)
-            seconds += time.perf_counter() - began
+            with meter.step():
+                metrics = train_step(engine, targets, rows, recipe, world, step)
             skipped = skips.judge(step, metrics, saver.checkpoint)
             hurry = preemption.time_left(world) < math.inf
             scored = watch.due(step) and not hurry
-            due = _due(step, train.eval_every) and not hurry
-            measured = held_out is not None and (scored or step == train.steps or due)
-            if held_out is not None and measured:
+            evaluated = scored or step == train.steps or (_due(step, train.eval_every) and not hurry)
+            if held_out is not None and evaluated:
                 metrics |= measure(engine, live, held_out, recipe, world)
+            if evaluated and not hurry:
+                samples.take(step)
             if scored:
                 metrics |= watch.look(model, tokenizer, step, metrics)
             last = step == train.steps or watch.verdict.stop
             counts = {"step": step, "tokens": step * train.batch_tokens}
             if reporter:
                 reporter.advance(step)
-                if last or measured or scored or skipped or step == 1 or _due(step, train.log_every):
-                    speed = (step - logged[0]) * train.batch_tokens / (seconds - logged[1])
-                    logged = (step, seconds)
-                    usage = {"tokens_per_second": speed, "seconds": seconds, **peak_memory(world)}
-                    reporter.log({**counts, **metrics, **usage})
+            if last or evaluated or skipped or step == 1 or _due(step, train.log_every):
+                metrics |= meter.read(step)
+                if reporter:
+                    reporter.log({**counts, **metrics})
             time_left = preemption.time_left(world)
             due = last or watch.verdict.best == step or _due(step, train.save_every)
             if last or (saver.seconds < time_left and (due or time_left < math.inf)):

@@ -115,12 +115,5 @@ def measure(engine: Any, teacher: Teacher | None, rows: Rows, recipe: Recipe, wo
     return {f"held_out_{name}": value / max(1, positions) for name, value in zip(terms, sums, strict=True)}
 
 
-def peak_memory(world: World) -> dict[str, float]:
-    """``peak_memory_gib``: the most that torch has had allocated on this process's GPU since it started."""
-    if world.device.type != "cuda":
-        return {}
-    return {"peak_memory_gib": torch.cuda.max_memory_allocated(world.device) / 2**30}
-
-
 def _to(world: World, data: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to(world.device) for name, tensor in data.items()}

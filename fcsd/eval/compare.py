@@ -27,7 +27,8 @@ class Difference:
     Attributes:
         recovery: how far the score is from the floor (0) to the baseline (1), with its standard error. The floor
             is chance or the untrained conversion's score, whichever is higher. None where the baseline is
-            itself within two standard errors of the floor: there is nothing to win back.
+            itself within two standard errors of the floor: there is nothing to win back. Overall, the mean of
+            the benchmarks that have one.
     """
 
     column: str
@@ -113,6 +114,18 @@ def compare(rows: Sequence[Row], *, untrained: str | None = None) -> list[Compar
     ]
 
 
+def margin_of(text: str) -> float:
+    """The points of ``within POINTS``.
+
+    Raises:
+        ConfigError: ``text`` is not of that form.
+    """
+    match = re.fullmatch(r"within (\d+(?:\.\d+)?)", text.strip())
+    if match is None:
+        raise ConfigError(f"cannot require {text!r}", 'the form is "within POINTS", e.g. "within 1.0"')
+    return float(match[1])
+
+
 def require(text: str, comparisons: Sequence[Comparison]) -> None:
     """Insist on a verdict such as ``within 1.0``, over all benchmarks.
 
@@ -120,10 +133,7 @@ def require(text: str, comparisons: Sequence[Comparison]) -> None:
         ConfigError: ``text`` is not of that form.
         VerdictError: the answer is not yes for every model.
     """
-    match = re.fullmatch(r"within (\d+(?:\.\d+)?)", text.strip())
-    if match is None:
-        raise ConfigError(f"cannot require {text!r}", 'the form is "within POINTS", e.g. "within 1.0"')
-    margin = float(match[1])
+    margin = margin_of(text)
     for comparison in comparisons:
         if comparison.overall is None or comparison.overall.verdict(margin) != YES:
             raise VerdictError(comparison.sentence(margin))
@@ -138,11 +148,22 @@ def _compare(model: dict[str, Row], baseline: dict[str, Row], floor: dict[str, R
     tasks = tuple(_points(*r) for r in rows if is_accuracy(r[0]))
     overall = None
     if tasks:
-        stderr = math.hypot(*(task.stderr for task in tasks)) / len(tasks)
-        overall = Difference("Avg", sum(task.points for task in tasks) / len(tasks), stderr)
+        overall = Difference("Avg", *_mean([(t.points, t.stderr) for t in tasks]), _recovered(tasks))
     losses = [r for r in rows if r[0]["column"] == HELD_OUT]
     name, reference = (next(iter(m.values()))["model"] for m in (model, baseline))
     return Comparison(name, reference, tasks, overall, _loss(*losses[0]) if losses else None)
+
+
+def _recovered(tasks: Sequence[Difference]) -> tuple[float, float] | None:
+    """The mean recovery of the tasks that have one."""
+    known = [task.recovery for task in tasks if task.recovery is not None]
+    return _mean(known) if known else None
+
+
+def _mean(estimates: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The mean of independent estimates and its standard error."""
+    values, errors = zip(*estimates, strict=True)
+    return sum(values) / len(values), math.hypot(*errors) / len(errors)
 
 
 def _points(row: Row, baseline: Row, floor: Row | None) -> Difference:

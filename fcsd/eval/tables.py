@@ -20,8 +20,8 @@ def report(rows: Sequence[Row], out: Path, *, untrained: str | None = None, marg
     out.mkdir(parents=True, exist_ok=True)
     data = json.dumps([comparison.to_json(margin) for comparison in comparisons], indent=2)
     write_text(out / "comparison.json", data + "\n")
-    parts = [table_1(rows), plain_table(rows, comparisons), *verdicts]
-    write_text(out / "table.md", "\n\n".join(parts) + "\n")
+    parts = [table_1(rows), plain_table(rows, comparisons), difference_table(comparisons, margin), *verdicts]
+    write_text(out / "table.md", "\n\n".join(filter(None, parts)) + "\n")
     draw_bars(rows, out / "bars.png")
     return comparisons
 
@@ -55,11 +55,30 @@ def plain_table(rows: Sequence[Row], comparisons: Sequence[Comparison] = ()) -> 
         body.append([column, cells[0]["metric"], str(cells[0]["n"]), *values])
     won = {c.model: c.loss.recovery for c in comparisons if c.loss is not None and c.loss.recovery is not None}
     if won:
-        shares = [
-            f"{100 * won[model][0]:.1f} ± {100 * won[model][1]:.1f} %" if model in won else "-" for model in models
-        ]
+        shares = [_percent(*won[model]) if model in won else "-" for model in models]
         body.append(["Lost loss won back", "", "", *shares])
     return markdown(["Task", "Metric", "n", *models], body)
+
+
+def difference_table(comparisons: Sequence[Comparison], margin: float) -> str:
+    """Markdown with a row per benchmark and two columns per model: its difference and what it won back.
+
+    The difference is in points from the baseline, with its paired standard error and the verdict against ``margin``;
+    won back is the share of the way from chance, or the untrained conversion, to the baseline. Empty without
+    benchmarks.
+    """
+    head = [f"Minus {comparisons[0].baseline}"]
+    columns = [[*(task.column for task in comparisons[0].tasks), "Avg"]]
+    for comparison in comparisons:
+        if comparison.overall is None:
+            return ""
+        tasks = [*comparison.tasks, comparison.overall]
+        head += [comparison.model, "won back"]
+        columns += [
+            [f"{task.points:+.1f} ± {task.stderr:.1f}: {task.verdict(margin)}" for task in tasks],
+            ["-" if task.recovery is None else _percent(*task.recovery) for task in tasks],
+        ]
+    return markdown(head, list(zip(*columns, strict=True)))
 
 
 def draw_bars(rows: Sequence[Row], path: Path) -> None:
@@ -89,6 +108,10 @@ def draw_bars(rows: Sequence[Row], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def _percent(share: float, stderr: float) -> str:
+    return f"{100 * share:.1f} ± {100 * stderr:.1f} %"
 
 
 def _axes(rows: Sequence[Row]) -> tuple[list[str], list[str]]:

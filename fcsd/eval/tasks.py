@@ -11,6 +11,7 @@ import hashlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,8 @@ def load_tasks(rows: Sequence[Row], mirror: Path | None) -> Iterator[list[Loaded
     Nothing read from a mirror reaches the user's dataset cache: it goes to a temporary one.
 
     Raises:
-        ConfigError: a task version other than the row's.
-        BadInputError: data missing or empty.
+        ConfigError: a task version other than the row's, or what the task needs is not installed.
+        BadInputError: data missing, empty or too few to show examples.
     """
     import datasets.config
 
@@ -72,6 +73,8 @@ def load_tasks(rows: Sequence[Row], mirror: Path | None) -> Iterator[list[Loaded
 def _load(row: Row, mirror: Path | None) -> LoadedTask:
     import lm_eval.tasks
 
+    if row.task == "ifeval":
+        _require_ifeval_tools()
     directory = Path(lm_eval.tasks.__file__).parent / row.directory
     # Only this directory: scanning all of lm-eval's 14 000 task files takes ten seconds.
     manager = lm_eval.tasks.TaskManager(include_path=directory, include_defaults=False)
@@ -97,10 +100,31 @@ def _load(row: Row, mirror: Path | None) -> LoadedTask:
     for name, task in loaded["tasks"].items():
         if not len(task.eval_docs):
             raise BadInputError(f"{row.column}: the data of {name} is empty")
+        if row.shots and (examples := len(task.sampler.df)) < row.shots:
+            raise BadInputError(f"{row.column}: {name} has {examples} examples to show, {row.shots} are asked for")
         task.set_config("num_fewshot", row.shots)
         if row.generation:
             task.set_config("generation_kwargs", row.generation, update=True)
     return LoadedTask(row, loaded, _tree_sha256(directory), files)
+
+
+def _require_ifeval_tools() -> None:
+    """lm-eval looks for them while it is imported, and would go to the network, or fail once all answers are there.
+
+    Raises:
+        ConfigError: what to install.
+    """
+    if missing := [name for name in ("immutabledict", "langdetect", "nltk") if find_spec(name) is None]:
+        raise ConfigError(f"IFEval needs {', '.join(missing)}", "pip install 'fcsd[ifeval]'")
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        raise ConfigError(
+            "IFEval counts sentences by NLTK's punkt_tab, which is not here",
+            "python -m nltk.downloader punkt_tab; offline, copy tokenizers/punkt_tab into a directory of NLTK_DATA",
+        ) from None
 
 
 def _is_leaf_of(entry: Any, group: Any) -> bool:

@@ -32,14 +32,24 @@ class Choice(NamedTuple):
     scores: Tensor  # [tokens, top_k]
     order: Tensor  # [tokens * top_k], indices into the flattened (token, choice) pairs, one expert after the other
     counts: Tensor  # [experts], rows per expert
+    place: Tensor | None = None  # [tokens, top_k], the inverse of ``order``; None: torch moves the rows, no kernel
 
 
-def choose(moe: Any, flat: Tensor) -> Choice:
-    """Choose experts for ``flat [tokens, hidden]``."""
+def choose(moe: Any, flat: Tensor, fused: bool | None = None) -> Choice:
+    """Choose experts for ``flat [tokens, hidden]``.
+
+    Args:
+        fused: move the rows with ``fcsd.kernels.rows``; None does on CUDA.
+    """
     scores, chosen, counts = RouterOutput(*moe.router(flat, moe.expert_bias))
     with torch.no_grad():
         moe.tokens_per_expert.add_(counts)
-    return Choice(scores, torch.argsort(chosen.view(-1), stable=True), counts)
+    order = torch.argsort(chosen.view(-1), stable=True)
+    if fused or (fused is None and flat.is_cuda):
+        from ..kernels.rows import places
+
+        return Choice(scores, order, counts, places(order, moe.top_k))
+    return Choice(scores, order, counts)
 
 
 def exchange_counts(moe: Any, choice: Choice) -> SplitPlan:
@@ -52,6 +62,10 @@ def exchange_counts(moe: Any, choice: Choice) -> SplitPlan:
 
 def pack(moe: Any, flat: Tensor, choice: Choice) -> Tensor:
     """The rows to send: ``[tokens, hidden] -> [tokens * top_k, hidden]``, one destination after the other."""
+    if choice.place is not None:
+        from ..kernels.rows import spread
+
+        return spread(flat, choice.scores if moe.score_apply == "pre" else None, choice.place)
     rows = flat[choice.order // moe.top_k]
     if moe.score_apply == "pre":
         rows = (rows.float() * choice.scores.reshape(-1, 1)[choice.order].float()).to(rows.dtype)
@@ -67,6 +81,10 @@ def run_experts(moe: Any, received: Tensor, plan: SplitPlan) -> Tensor:
 
 def weigh(moe: Any, rows: Tensor, choice: Choice, shape: tuple[int, int, int]) -> Tensor:
     """Sum the outputs that came back per token, weighted: ``[tokens * top_k, hidden] -> [batch, seq, hidden]``."""
+    if choice.place is not None:
+        from ..kernels.rows import collect
+
+        return collect(rows, choice.scores if moe.score_apply == "post" else None, choice.place).view(shape)
     return combine_from_routed(rows, choice.scores, choice.order, moe.top_k, moe.score_apply, moe.combine_impl, shape)
 
 

@@ -24,13 +24,16 @@ class MoePass:
         layer: its 0-based index.
         x: normalised input ``[batch, seq, hidden]``.
         side: CUDA stream for what must not wait for the compute stream.
+        fused: as ``choose``'s.
     """
 
-    def __init__(self, moe: Any, layer: int, x: Tensor, side: Any, transport: Transport, eager: bool) -> None:
+    def __init__(
+        self, moe: Any, layer: int, x: Tensor, side: Any, transport: Transport, eager: bool, fused: bool | None
+    ) -> None:
         self._moe, self._layer, self._side, self._shape = moe, layer, side, (x.shape[0], x.shape[1], x.shape[2])
         self._transport, self._eager = transport, eager
         flat = x.reshape(-1, x.shape[-1])
-        self._choice = choose(moe, flat)
+        self._choice = choose(moe, flat, fused)
         self._sizes = start_plan(moe, self._choice, layer, "recompute" if order.in_backward() else "fwd", side)
         self._packed: Tensor | None = pack(moe, flat, self._choice)
         self._packed_event = None if side is None else torch.cuda.current_stream().record_event()

@@ -43,12 +43,14 @@ class Schedule:
         shared_covers: which collective the shared experts run under.
         transport: how rows travel.
         eager: await every collective where it starts: the same code, nothing hidden.
+        fused: move rows between tokens and experts with ``fcsd.kernels.rows``; None does on CUDA.
     """
 
     start: Place
     shared_covers: Literal["dispatch", "combine"] = "combine"
     transport: Transport = all_to_all
     eager: bool = False
+    fused: bool | None = None
 
 
 # (attention's, MLP's read depth) -> schedule. An MLP that reads its own layer's attention cannot start before it.
@@ -124,7 +126,13 @@ class _Mlp:
         if self.plan.moe is not None:
             schedule = self.plan.schedule
             self.moe = MoePass(
-                self.plan.moe, self.plan.index, self.x, self.plan.side, schedule.transport, schedule.eager
+                self.plan.moe,
+                self.plan.index,
+                self.x,
+                self.plan.side,
+                schedule.transport,
+                schedule.eager,
+                schedule.fused,
             )
             if self.dispatch_awaited_at is None:
                 self.dispatch_awaited_at = order.mark()

@@ -77,9 +77,10 @@ def drawn(model: PreTrainedModel, seed: int, device: torch.device) -> Iterator[d
         if not any(f"{prefix}{name}" in names for name in module.state_dict(keep_vars=True) if "." not in name):
             continue
         if path.endswith(".experts"):
-            count = len(next(module.parameters()))
-            each = [_initial(path, (module, owner), seed, device, expert) for expert in range(count)]
-            values = {name: torch.stack([one[name] for one in each]) for name in each[0]}
+            values = {name: torch.empty_like(p, device=device).detach() for name, p in module.named_parameters()}
+            for expert in range(len(next(module.parameters()))):
+                for name, value in _initial(path, (module, owner), seed, device, expert).items():
+                    values[name][expert] = value
         else:
             values = _initial(path, (module, owner), seed, device)
         yield {f"{prefix}{name}": value for name, value in values.items() if f"{prefix}{name}" in names}

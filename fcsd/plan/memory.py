@@ -17,6 +17,7 @@ from fcsd.plan.model import FINAL_NORM, ModelNumbers
 from fcsd.plan.setup import GIB, Hardware, Setup
 
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
+EXPERT_GROUP = 178_956_971  # parameters in one of the groups that DeepSpeed cuts experts into for its optimizer
 
 # Beyond max_memory_allocated; assumptions, to be held against nvidia-smi and memory_reserved.
 CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces
@@ -131,15 +132,20 @@ def loss_bytes(model: ModelNumbers, setup: Setup) -> tuple[int, int]:
     return logits * (2 * models + setup.width), to_hidden + to_head
 
 
-def step_bytes(own: Shard, setup: Setup) -> int:
+def step_bytes(model: ModelNumbers, own: Shard, setup: Setup) -> int:
     """Beyond weights and states while the optimizer steps, group after group.
 
     ZeRO holds all averaged gradients in the weights' dtype and makes a group's flat and, for bf16, an fp32 copy of it;
-    torch's AdamW takes one more buffer for square roots. Without ZeRO all groups are one.
+    torch's AdamW takes one more buffer for square roots. Dense parameters are one group; experts are cut into groups
+    of at most ``EXPERT_GROUP`` or of one tensor that is larger. Without ZeRO all groups are one.
     """
     if not setup.zero_stage:
         return sum(own.partition) * ((4 if setup.dtype == "bf16" else 0) + 4)
-    return setup.width * sum(own.partition) + 8 * max(own.partition)
+    dense, experts = own.partition
+    # the largest tensor holds two of an expert's three matrices, of all experts in a layer
+    tensor = 2 * max(layer.routed for layer in model.layers) // (3 * setup.expert_parallel)
+    group = min(experts, max(EXPERT_GROUP, tensor) * setup.expert_parallel // setup.world)
+    return setup.width * (dense + experts) + 8 * max(dense, group)
 
 
 def moments(
@@ -200,7 +206,7 @@ def moments(
     reduced = before + partition if setup.zero_stage == 2 else whole + (partition if setup.zero_stage else 0)
     found.append(Moment("gradient reduction", **held, gradients=reduced, communication=buckets + flat))
     remaining = 0 if setup.zero_stage else whole
-    found.append(Moment("optimizer step", **held, gradients=remaining + step_bytes(own, setup)))
+    found.append(Moment("optimizer step", **held, gradients=remaining + step_bytes(model, own, setup)))
     return tuple(found)
 
 

@@ -1,0 +1,73 @@
+"""What student and teacher answer to the fixed prompts of ``fcsd chat`` as training goes on (FarSkip App. B)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fcsd.chat import PROMPTS, Speaker, answer
+from fcsd.config import Train
+from fcsd.distill.run_dir import write
+from fcsd.errors import BadInputError
+from fcsd.launch import World
+
+SAMPLES = "samples.jsonl"
+
+
+class Samples:
+    """Writes ``samples.jsonl``: for each evaluation and prompt the greedy answers. No random number is drawn.
+
+    Args:
+        teacher: None if the run has none; its answers, which do not change, are generated once.
+        start: the step the run continues from; later samples of an earlier attempt are dropped.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        train: Train,
+        world: World,
+        tokenizer: PreTrainedTokenizerBase,
+        student: PreTrainedModel,
+        teacher: PreTrainedModel | None,
+        start: int,
+    ) -> None:
+        self._path, self._tokens, self._world = run / SAMPLES, train.sample_tokens, world
+        # Models whose experts lie on several processes generate on all of them, in step.
+        self._in_step = train.expert_parallel > 1
+        self._student = Speaker("student", student, tokenizer)
+        self._teacher = None if teacher is None else Speaker("teacher", teacher, tokenizer)
+        self._known: dict[str, str] = {}
+        world.on_first(lambda: self._keep(start))
+
+    def take(self, step: int) -> None:
+        """Both models answer all prompts; every rank calls this."""
+        if self._tokens == 0 or (self._world.rank and not self._in_step):
+            return
+        if self._teacher is not None and not self._known:
+            self._known = {prompt: self._answer(self._teacher, prompt) for prompt in PROMPTS}
+        lines: list[dict[str, Any]] = []
+        for prompt in PROMPTS:
+            line = {"step": step, "prompt": prompt, "student": self._answer(self._student, prompt)}
+            lines.append(line | ({"teacher": self._known[prompt]} if self._known else {}))
+        if self._world.rank == 0:
+            with self._path.open("a") as file:
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+    def _answer(self, speaker: Speaker, prompt: str) -> str:
+        training = speaker.model.training
+        speaker.model.eval()
+        turn = [{"role": "user", "content": prompt}]
+        try:
+            return answer(speaker, turn, seed=None, max_new_tokens=self._tokens, in_step=self._in_step)
+        except BadInputError as error:  # a prompt longer than a small model takes is no reason to stop
+            return f"({error})"
+        finally:
+            speaker.model.train(training)
+
+    def _keep(self, start: int) -> None:
+        if self._path.exists():
+            lines = self._path.read_text().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]  # a crash may have cut the last one off
+            write(self._path, "".join(line for line in whole if json.loads(line)["step"] <= start))

@@ -1,0 +1,114 @@
+"""Where metrics go besides ``metrics.jsonl``. A tracker may fail to start, to answer or to end; the run goes on."""
+
+import importlib.util
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, Protocol
+
+from fcsd.config import Recipe
+from fcsd.errors import ConfigError
+from fcsd.foreign_errors import first_line
+
+Log = Callable[[dict[str, Any], int], None]  # metrics and their step
+
+_PROJECT = "fcsd"
+_ID = "tracker_id"  # a file in the run directory: attempts that continue each other are one run to a tracker
+
+
+class Tracker(Protocol):
+    """What the trackers' own run objects have in common."""
+
+    def log(self, metrics: dict[str, Any], step: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def require_tracker(report: str) -> None:
+    """Whether a recipe's ``report`` can be had here; its package is not imported.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    if report != "none" and importlib.util.find_spec(report) is None:
+        raise ConfigError(
+            f"report {report}: the package is not installed", hint=f"`pip install {report}`, or set report: none"
+        )
+
+
+@contextmanager
+def tracking(run: Path, recipe: Recipe, *, start: int) -> Iterator[Log]:
+    """The recipe's tracker, for a run that begins after step ``start``; without one, what is logged goes nowhere.
+
+    Its first error is a warning, and the last that is heard of it.
+    """
+    tracker: Tracker | None = None
+
+    def attempt(action: Callable[[], Tracker | None]) -> Tracker | None:
+        try:
+            with redirect_stdout(sys.stderr):  # stdout is for data
+                return action()
+        except Exception as error:
+            print(f"warning: {recipe.report}: {first_line(error)}; from here on without it", file=sys.stderr)
+            return None
+
+    def log(metrics: dict[str, Any], step: int) -> None:
+        nonlocal tracker
+        if (open_one := tracker) is not None:
+            tracker = attempt(lambda: open_one.log(metrics, step=step) or open_one)
+
+    if recipe.report != "none":
+        tracker = attempt(lambda: _OPEN[recipe.report](run, recipe, start))
+    try:
+        yield log
+    finally:
+        if tracker is not None:
+            attempt(tracker.finish)
+
+
+def _wandb(run: Path, recipe: Recipe, start: int) -> Tracker:
+    import wandb
+
+    settings: Any = {"id": _id(run), "dir": str(run), "resume": "allow"}
+    return wandb.init(project=_PROJECT, name=recipe.name, config=recipe.model_dump(), **settings)  # type: ignore[return-value]
+
+
+def _trackio(run: Path, recipe: Recipe, start: int) -> Tracker:
+    import trackio  # type: ignore[import-not-found]
+
+    name = f"{recipe.name}-{_id(run)}"  # runs are told apart by their names
+    return trackio.init(project=_PROJECT, name=name, config=recipe.model_dump(), resume="allow")
+
+
+class _TensorBoard:
+    """Event files in ``run/tensorboard``."""
+
+    def __init__(self, run: Path, recipe: Recipe, start: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=start + 1)
+        self._writer.add_text("recipe", f"```json\n{recipe.model_dump_json(indent=1)}\n```")
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+_OPEN: dict[str, Callable[[Path, Recipe, int], Tracker]] = {
+    "wandb": _wandb,
+    "trackio": _trackio,
+    "tensorboard": _TensorBoard,
+}
+
+
+def _id(run: Path) -> str:
+    path = run / _ID
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:8])
+    return path.read_text()
