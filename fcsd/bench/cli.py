@@ -23,7 +23,7 @@ def train(
     ] = "initialised,uniform",
     variants: Annotated[
         str,
-        typer.Option(help="Some of these, separated by commas; also unfused (torch moves the rows) and before-core."),
+        typer.Option(help="Some of these, separated by commas; also fused (Triton moves the rows) and before-core."),
     ] = "stock,standard,eager-sync,overlapped,comm-free",
     recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Forward and backward alone.")] = False,

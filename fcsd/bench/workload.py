@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from fcsd.errors import ConfigError
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
-UNFUSED = "unfused"  # overlapped, with torch moving the rows between tokens and experts
+FUSED = "fused"  # overlapped, with Triton moving the rows between tokens and experts
 USUAL = (STOCK, STANDARD, EAGER, OVERLAPPED, BOUND)
 BEFORE_CORE = "before-core"  # overlapped, with dispatch after rotary embeddings, not before
-VARIANTS = (*USUAL, UNFUSED, BEFORE_CORE)
+VARIANTS = (*USUAL, FUSED, BEFORE_CORE)
 ROUTERS = ("initialised", "uniform")
 
 

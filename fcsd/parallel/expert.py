@@ -35,17 +35,17 @@ class Choice(NamedTuple):
     place: Tensor | None = None  # [tokens, top_k], the inverse of ``order``; None: torch moves the rows, no kernel
 
 
-def choose(moe: Any, flat: Tensor, fused: bool | None = None) -> Choice:
+def choose(moe: Any, flat: Tensor, fused: bool = False) -> Choice:
     """Choose experts for ``flat [tokens, hidden]``.
 
     Args:
-        fused: move the rows with ``fcsd.kernels.rows``; None does on CUDA.
+        fused: move the rows with ``fcsd.kernels.rows``, which no GPU has run yet.
     """
     scores, chosen, counts = RouterOutput(*moe.router(flat, moe.expert_bias))
     with torch.no_grad():
         moe.tokens_per_expert.add_(counts)
     order = torch.argsort(chosen.view(-1), stable=True)
-    if fused or (fused is None and flat.is_cuda):
+    if fused:
         from ..kernels.rows import places
 
         return Choice(scores, order, counts, places(order, moe.top_k))

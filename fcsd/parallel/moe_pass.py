@@ -28,7 +28,7 @@ class MoePass:
     """
 
     def __init__(
-        self, moe: Any, layer: int, x: Tensor, side: Any, transport: Transport, eager: bool, fused: bool | None
+        self, moe: Any, layer: int, x: Tensor, side: Any, transport: Transport, eager: bool, fused: bool
     ) -> None:
         self._moe, self._layer, self._side, self._shape = moe, layer, side, (x.shape[0], x.shape[1], x.shape[2])
         self._transport, self._eager = transport, eager

@@ -43,14 +43,14 @@ class Schedule:
         shared_covers: which collective the shared experts run under.
         transport: how rows travel.
         eager: await every collective where it starts: the same code, nothing hidden.
-        fused: move rows between tokens and experts with ``fcsd.kernels.rows``; None does on CUDA.
+        fused: move rows between tokens and experts with ``fcsd.kernels.rows``; no GPU has run it yet.
     """
 
     start: Place
     shared_covers: Literal["dispatch", "combine"] = "combine"
     transport: Transport = all_to_all
     eager: bool = False
-    fused: bool | None = None
+    fused: bool = False
 
 
 # (attention's, MLP's read depth) -> schedule. An MLP that reads its own layer's attention cannot start before it.
