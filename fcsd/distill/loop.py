@@ -171,6 +171,7 @@ def _distill(
 
     with ExitStack() as shown:
         reporter = shown.enter_context(reporting(run, resolved, start=done)) if world.rank == 0 else None
+        shown.callback(dog.leave)  # however the steps end, what is left to do takes each rank its own time
         meter = Meter(run, recipe, world, done)
         for step in range(done + 1, train.steps + 1):
             if watch.verdict.stop:
@@ -207,7 +208,6 @@ def _distill(
         if saver.checkpoint:
             last_model, best = saver.checkpoint / state.MODEL, state.best(folder, watch.verdict.best)
             world.on_first(lambda: run_dir.publish(state.verified_model(best) if best else last_model, run))
-        dog.leave()  # what is left to do takes each rank its own time
 
 
 def read_data(
