@@ -158,7 +158,7 @@ def _distill(
         world,
         engine,
         identity,
-        lambda directory: write_model(model, student_dir, directory, train.expert_parallel, world),
+        lambda directory: write_model(model, student_dir, directory, world, random=recipe.init.weights == "random"),
         keep=train.keep,
         failures=train.save_failures,
         checkpoint=checkpoint,
