@@ -140,7 +140,7 @@ def _every_situation(rank: int, arch: str, wirings: list[Wiring]) -> list[str]:
 def _every_schedule(rank: int) -> list[str]:
     problems: list[str] = []
     model = _sharded("deepseek_v2")
-    for place in ("before_attn", "after_core", "after_attn"):
+    for place in ("before_attn", "before_core", "after_core", "after_attn"):
         for covers in ("dispatch", "combine"):
             choose = lambda plan, _, p=place, c=covers: Schedule(p, c)  # noqa: E731
             _compare(model, FARSKIP, [tiny.tokens(seed=rank)], f"{place} {covers}", problems, choose)

@@ -27,7 +27,7 @@ from fcsd.bench.ceilings import Meter, NoWire, Window
 from fcsd.bench.equality import fingerprint, worst_difference
 from fcsd.bench.model import evenly_routed, make_engine
 from fcsd.bench.shapes import SHAPES
-from fcsd.bench.workload import BOUND, EAGER, OVERLAPPED, STANDARD, STOCK, UNFUSED, Workload
+from fcsd.bench.workload import BEFORE_CORE, BOUND, EAGER, OVERLAPPED, STANDARD, STOCK, UNFUSED, Workload
 from fcsd.environment import snapshot
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.launch import World, join_world
@@ -121,6 +121,7 @@ def variants(model: PreTrainedModel, layers: int) -> dict[str, Callable[[], Any]
         EAGER: lambda: overlap(model, farskip, "eager-sync"),
         OVERLAPPED: lambda: overlap(model, farskip),
         BOUND: lambda: overlap(model, farskip, choose=without_wire),
+        BEFORE_CORE: lambda: overlap(model, farskip, choose=lambda _, schedule: replace(schedule, start="before_core")),
         UNFUSED: lambda: overlap(model, farskip, choose=lambda _, schedule: replace(schedule, fused=False)),
     }
 
