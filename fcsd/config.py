@@ -266,6 +266,8 @@ class Train(_Section):
     """Steps between checkpoints; 0 saves only the last."""
     eval_every: NonNegative = 0
     """Steps between held-out losses; 0 measures only at the end."""
+    trace_every: NonNegative = 0
+    """Steps between those that are profiled for exposed communication, under expert_parallel; 0 profiles none."""
     sample_tokens: NonNegative = 64
     """Longest answer of student and teacher to the fixed prompts at each evaluation; 0 asks nothing."""
     keep: Positive = 2
@@ -300,6 +302,8 @@ class Train(_Section):
             raise ValueError(f"train.min_lr ({self.min_lr}) is above train.lr ({self.lr})")
         if self.teacher_placement == "sharded" and self.expert_parallel == 1:
             raise ValueError("train.teacher_placement sharded needs train.expert_parallel above 1")
+        if self.trace_every and self.expert_parallel == 1:
+            raise ValueError("train.trace_every needs train.expert_parallel above 1; else there is nothing to expose")
         if self.warmup_steps >= self.schedule_steps:
             raise ValueError(f"train.warmup_steps ({self.warmup_steps}) leaves none of {self.schedule_steps} steps")
         if self.steps > self.schedule_steps:

@@ -54,7 +54,13 @@ _FREE += (
     "early_stop.delta",
 )
 _FREE += ("early_stop.data_mirror", "sweep", "train.save_failures", "train.grace_seconds", "train.nonfinite")
-_FREE += ("train.sample_tokens", "train.stuck_seconds", "train.overlap", "objective.teacher_cache.path")
+_FREE += (
+    "train.sample_tokens",
+    "train.trace_every",
+    "train.stuck_seconds",
+    "train.overlap",
+    "objective.teacher_cache.path",
+)
 # How far a run goes is free as well; where its schedule ends is not.
 _FREE += ("train.steps", "train.tokens", "train.horizon")
 _CODE = ("torch", "transformers", "deepspeed")  # whose other versions may compute other bits
@@ -165,12 +171,13 @@ def _distill(
 
     with ExitStack() as shown:
         reporter = shown.enter_context(reporting(run, resolved, start=done)) if world.rank == 0 else None
-        meter = Meter(recipe, world, done)
+        shown.callback(dog.leave)  # however the steps end, what is left to do takes each rank its own time
+        meter = Meter(run, recipe, world, done)
         for step in range(done + 1, train.steps + 1):
             if watch.verdict.stop:
                 break
             dog.beat()
-            with meter.step():
+            with meter.step(step):
                 metrics = train_step(engine, targets, rows, recipe, world, step)
             skipped = skips.judge(step, metrics, saver.checkpoint)
             hurry = preemption.time_left(world) < math.inf
@@ -186,7 +193,7 @@ def _distill(
             counts = {"step": step, "tokens": step * train.batch_tokens}
             if reporter:
                 reporter.advance(step)
-            if last or evaluated or skipped or step == 1 or _due(step, train.log_every):
+            if last or evaluated or skipped or meter.traces(step) or step == 1 or _due(step, train.log_every):
                 metrics |= meter.read(step)
                 if reporter:
                     reporter.log({**counts, **metrics})
@@ -201,7 +208,6 @@ def _distill(
         if saver.checkpoint:
             last_model, best = saver.checkpoint / state.MODEL, state.best(folder, watch.verdict.best)
             world.on_first(lambda: run_dir.publish(state.verified_model(best) if best else last_model, run))
-        dog.leave()  # what is left to do takes each rank its own time
 
 
 def read_data(
