@@ -467,7 +467,7 @@ def _numbers(text: str | None) -> list[int] | None:
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory or a converted model.")],
     out: Out,
-    checkpoint: Annotated[str, typer.Option(help="Which one of a run: latest or best.")] = "latest",
+    checkpoint: Annotated[str, typer.Option(help="Which one of a run: latest, best or step-N.")] = "latest",
     force: Force = False,
     push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Then push to the hub.")] = None,
     private: Private = False,

@@ -33,7 +33,7 @@ def export(
     Args:
         run_or_model: a run directory, or a converted model (directory or hub id).
         out: directory to write.
-        checkpoint: of a run: ``latest``, or ``best`` by its early-stopping score, else by its held-out loss.
+        checkpoint: of a run: ``latest``, ``step-N``, or ``best`` by its early-stopping score, else its held-out loss.
         force: replace an ``out`` that fcsd wrote.
         push: hub repository to upload it to; ``private``, ``create_pr`` and ``revision`` are ``fcsd.push.push``'s.
 
@@ -84,7 +84,7 @@ def _model_of(run: Path, checkpoint: str) -> Path:
     """The model directory of a run's checkpoint, whole: all that is known here of how a run is laid out.
 
     Raises:
-        ConfigError: ``checkpoint`` is neither ``latest`` nor ``best``, or the run measured no held-out loss.
+        ConfigError: there is no such checkpoint, or the run measured no held-out loss.
         BadInputError: the run has no checkpoint yet.
         CheckpointError: the checkpoint is damaged.
     """
@@ -93,10 +93,10 @@ def _model_of(run: Path, checkpoint: str) -> Path:
     committed = state.checkpoints(run / run_dir.CHECKPOINTS)
     if not committed:
         raise BadInputError(f"{run}: has no checkpoint yet", "Let it run to its first one, or resume it.")
-    if checkpoint not in ("latest", "best"):
-        raise ConfigError(f"checkpoint {checkpoint!r}: there are latest and best")
-    chosen = committed[-1] if checkpoint == "latest" else _best(run, committed)
-    return state.verified_model(chosen)
+    named = {path.name: path for path in committed} | {"latest": committed[-1]}
+    if checkpoint not in (*named, "best"):
+        raise ConfigError(f"checkpoint {checkpoint!r}: there are best, {', '.join(reversed(named))}")
+    return state.verified_model(_best(run, committed) if checkpoint == "best" else named[checkpoint])
 
 
 def _best(run: Path, committed: list[Path]) -> Path:

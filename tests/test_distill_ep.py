@@ -12,12 +12,14 @@ import pytest
 import runs
 import tiny
 import torch
+from files import snapshot
 from safetensors.torch import load_file, save_file
 
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import loop, step
 from fcsd.distill.expert_parallel import check
-from fcsd.errors import ConfigError
+from fcsd.errors import CheckpointError, ConfigError
+from fcsd.export import export
 from fcsd.parallel.pieces import pieces, take
 from fcsd.report import read_metrics
 
@@ -107,17 +109,19 @@ def cases_of(folder: Path, arch: str) -> tuple[dict[str, Any], dict[str, Any]]:
             "train__activation_checkpointing": True,
             "train__micro_batch_size": 1,
         },
+        "farskip stage 1, replicated teacher": {"train__teacher_placement": "replicated"},
         "standard": {**standard, "train__zero_stage": 0},
     }
     if arch == "qwen3_moe":
-        random = {**standard, "init": {"weights": "random", "wiring": "farskip"}}
+        config = folder / "config"  # and a tokenizer, no weights
+        shutil.copytree(folder / "teacher", config, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+        random = {**standard, "model": str(config), "init": {"weights": "random", "wiring": "farskip"}}
         single["random"] = sharded["random"] = random
     if arch == "deepseek_v2":
         single |= {"hidden": hidden, "bf16": BF16}
         sharded |= {
             "farskip eager-sync": {"train__zero_stage": 0, "train__overlap": "eager-sync"},
             "farskip off": {"train__zero_stage": 0, "train__overlap": "off"},
-            "farskip stage 1, replicated teacher": {"train__teacher_placement": "replicated"},
             "hidden": hidden,
             **{f"bf16 stage {stage}": {**BF16, "train__zero_stage": stage} for stage in (0, 1, 2)},
         }
@@ -170,7 +174,7 @@ def test_four_ranks_equal_one_process(models: dict[str, Path], tmp_path: Path, a
     single: dict[str, Any] = {"all": {"train__zero_stage": 0}}
     sharded = {
         "all, two share, stage 0": {**half, "train__zero_stage": 0},
-        "all, two share, stage 1": half,
+        "all, two share, stage 1, replicated teacher": {**half, "train__teacher_placement": "replicated"},
         "all, two share, stage 2": stage_2,
         "all, four share": {"train__expert_parallel": 4},
     }
@@ -214,6 +218,71 @@ def test_two_steps_and_a_resume_are_four_steps(models: dict[str, Path], tmp_path
     copy = resumed(models["deepseek_v2"], run, size, train__zero_stage=stage)
     assert outcome(copy) == outcome(run)
     assert len(list(run.glob("checkpoints/step-4/engine/layer_*_expert_*"))) == 3 * 8
+
+
+def refusal(recipe: ResolvedRecipe) -> str:
+    """What resuming says."""
+    with pytest.raises(CheckpointError) as caught:
+        loop.distill(recipe)
+    return str(caught.value)
+
+
+def test_every_checkpoint_is_an_export_and_a_start_and_belongs_to_its_processes(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder, run, out = models["qwen3_moe"], tmp_path / "run", tmp_path / "out"
+    trained = {**SHARDED, **STEPS, "output_dir": str(run), "train__steps": 2, "train__save_every": 1}
+    trained |= {"train__eval_every": 1}
+    train(runs.resolved(folder, **trained), 2)
+    losses = {line["step"]: line["held_out_sft"] for line in read_metrics(run)}
+    chosen = export(str(run), out, checkpoint="best")  # reloads it in a fresh process to equal logits
+    step = min(losses, key=losses.__getitem__)
+    saved = run / "checkpoints" / f"step-{step}" / "model"
+    assert (chosen / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+    # An export is a student like any other: at a rate of nothing, its loss stays what it was.
+    again = {**trained, "model": str(out), "output_dir": str(tmp_path / "again"), "train__lr": 1e-30}
+    train(runs.resolved(folder, **again, train__horizon=9), 2)
+    assert read_metrics(tmp_path / "again")[0]["held_out_sft"] == pytest.approx(losses[step], rel=1e-6)
+
+    before = snapshot(run / "checkpoints")
+    for size, degree, difference in (
+        (2, 1, "train.expert_parallel was 2 and is now 1"),
+        (4, 2, "processes was 2 and is now 4"),
+    ):
+        other = runs.resolved(folder, **{**trained, "train__expert_parallel": degree})
+        expected = f"{run / 'checkpoints' / 'step-2'} belongs to another run: {difference}"
+        assert runs.on_ranks(size, refusal, other) == [expected] * size
+    assert snapshot(run / "checkpoints") == before
+
+
+def scored(recipes: list[ResolvedRecipe]) -> None:
+    from fcsd.eval.early_score import scorer
+
+    for recipe in recipes:
+        loop.distill(recipe, scorer=scorer(recipe.recipe.early_stop))
+
+
+def test_scores_and_the_best_checkpoint_are_those_of_one_process(
+    models: dict[str, Path], tmp_path: Path, repo: Path
+) -> None:
+    task = {"metric": "piqa", "suite": "paper", "limit": 6, "data_mirror": str(repo / "assets/mirror")}
+    watched = {name: {"early_stop": {**stop, "every": 1}} for name, stop in
+        {"held out": {"metric": "held_out"}, "task": task}.items()}  # fmt: skip
+    found: dict[int, dict[str, Path]] = {}
+    for size, degree in ((1, 1), (2, 2)):
+        out = tmp_path / str(size)
+        cases = {name: {**STEPS, "train__expert_parallel": degree, **stop} for name, stop in watched.items()}
+        cases["unwatched"] = {**STEPS, "train__expert_parallel": degree}
+        found[size] = {name: out / name for name in cases}
+        recipes = [runs.resolved(models["deepseek_v2"], output_dir=str(out / n), **case) for n, case in cases.items()]
+        for result in runs.on_ranks(size, scored, recipes):
+            assert result is None, result
+    for name in watched:
+        one, two = (read_metrics(found[size][name]) for size in (1, 2))
+        assert [line["score"] for line in two] == pytest.approx([line["score"] for line in one], rel=1e-4)
+        assert all(line["score"] > 0 for line in one)
+        assert [line["best_step"] for line in two] == [line["best_step"] for line in one]
+        assert [line["loss"] for line in two] == [line["loss"] for line in read_metrics(found[2]["unwatched"])]
 
 
 @pytest.mark.nightly

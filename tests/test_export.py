@@ -137,6 +137,7 @@ def test_a_run_exports_its_latest_or_best_checkpoint(run: Path, tmp_path: Path, 
         patch.setattr(exporting, "prove_reload", lambda *args: {"layers": 4, "of": 4})
         best = export(str(run), tmp_path / "best", checkpoint="best")
     latest = export(str(run), tmp_path / "latest")
+    assert exporting._model_of(run, "step-10") == run / "checkpoints" / "step-10" / "model"
     assert snapshot(run) == before
     for out, step in ((latest, 20), (best, 10)):
         model = run / "checkpoints" / f"step-{step}" / "model"
@@ -156,8 +157,8 @@ def test_what_cannot_be_exported_is_refused(run: Path, converted: Path, tmp_path
     before = snapshot(tmp_path)
     with pytest.raises(BadInputError, match="is not converted by fcsd"):
         export(str(tmp_path / "base"), tmp_path / "out")
-    with pytest.raises(ConfigError, match="there are latest and best"):
-        export(str(run), tmp_path / "out", checkpoint="step-10")
+    with pytest.raises(ConfigError, match="there are best, latest, step-20, step-10"):
+        export(str(run), tmp_path / "out", checkpoint="step-30")
     with pytest.raises(ConfigError, match="is not empty"):
         export(str(converted), tmp_path / "base")
     with pytest.raises(ConfigError, match="overlaps"):

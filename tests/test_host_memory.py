@@ -46,7 +46,7 @@ def checkpointed(checkpoint: Path, out: Path, degree: int) -> dict[str, int]:
     world = join_world()
     model, read = growth(lambda: load(checkpoint, degree, dtype=torch.bfloat16, device=world.device))
     share = sum(tensor.nbytes for tensor in model.state_dict().values())
-    _, written = growth(lambda: write_model(model, checkpoint, out, degree, world))
+    _, written = growth(lambda: write_model(model, checkpoint, out, world))
     return {"share": share, "read": read, "written": written}
 
 

@@ -22,7 +22,8 @@ def train(
         str, typer.Option(help="initialised, uniform (as many tokens for every expert), or both.")
     ] = "initialised,uniform",
     variants: Annotated[
-        str, typer.Option(help="Some of these, separated by commas, and unfused: rows moved by torch, no kernel.")
+        str,
+        typer.Option(help="Some of these, separated by commas; also unfused (torch moves the rows) and before-core."),
     ] = "stock,standard,eager-sync,overlapped,comm-free",
     recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Forward and backward alone.")] = False,

@@ -7,7 +7,8 @@ from fcsd.errors import ConfigError
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
 UNFUSED = "unfused"  # overlapped, with torch moving the rows between tokens and experts
 USUAL = (STOCK, STANDARD, EAGER, OVERLAPPED, BOUND)
-VARIANTS = (*USUAL, UNFUSED)
+BEFORE_CORE = "before-core"  # overlapped, with dispatch after rotary embeddings, not before
+VARIANTS = (*USUAL, UNFUSED, BEFORE_CORE)
 ROUTERS = ("initialised", "uniform")
 
 

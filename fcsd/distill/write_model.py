@@ -9,18 +9,17 @@ from fcsd.convert import OTHER_WEIGHTS
 from fcsd.launch import World
 
 
-def write_model(model: PreTrainedModel, source: Path, directory: Path, degree: int, world: World) -> None:
-    """Writes the trained weights, and all else as the student came.
+def write_model(model: PreTrainedModel, source: Path, directory: Path, world: World, *, random: bool = False) -> None:
+    """Writes the trained weights, and all else as the student came; every rank calls it and writes its part.
 
-    Every rank calls it: where ``degree`` processes divide the experts, each writes what it has.
+    Args:
+        source: what the student was made from.
+        random: ``source`` gave a config and a tokenizer; it may have no weights.
     """
-    world.on_first(directory.mkdir)
-    if degree > 1:
-        from fcsd.parallel.saving import save_model
+    from fcsd.parallel.saving import save_model
 
-        world.everywhere(lambda: save_model(model, directory, source))
-    else:
-        world.on_first(lambda: model.save_pretrained(directory))
+    world.on_first(directory.mkdir)
+    world.everywhere(lambda: save_model(model, directory, None if random else source))
     world.on_first(lambda: _copy_others(source, directory))
 
 

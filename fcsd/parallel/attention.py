@@ -6,7 +6,8 @@ arguments, then transformers' function of the same name without the prefix.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from ..errors import ConfigError
 
 PREFIX = "fcsd_"
 SPLIT = ("sdpa", "eager")
+# The last projection before rotary embeddings: of latent attention, and of any other.
+_LAST = ("kv_a_proj_with_mqa", "v_proj")
 
 
 class Around(NamedTuple):
@@ -48,6 +51,17 @@ def join_attention(model: PreTrainedModel) -> None:
     name = model.config._attn_implementation or ""
     if name.startswith(PREFIX):
         model.set_attn_implementation(name.removeprefix(PREFIX))
+
+
+@contextmanager
+def after_projections(attention: nn.Module, call: Callable[[], None]) -> Iterator[None]:
+    """Call while ``attention`` runs, once what rotary embeddings need is projected and before they begin."""
+    projections = dict(attention.named_children())
+    hook = projections[next(name for name in _LAST if name in projections)].register_forward_hook(lambda *_: call())
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _with_calls(name: str) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 What may be in flight is the wiring's to say; when it starts and what covers it is a ``Schedule``'s. One farskip
 layer in forward, FarSkip Figure 9 (``[`` launch, ``]`` await):
 
-    q, k, v (k) ]combine k-1 | gate, pack [dispatch k | core attention | ]dispatch k | experts [combine k | shared ...
+    q, k, v (k) ]combine k-1 | gate, pack [dispatch k | rotary, core attention | ]dispatch k | experts [combine k | ...
 
 The function computed is ``blocking_parts``', to the last bit of every gradient: contributions to one tensor are
 summed in the same order, or in the same groups, where ``_private`` makes them.
@@ -26,12 +26,12 @@ from ..errors import ConfigError
 from ..models.build import arch_of, decoder_layers
 from ..models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, _refuse_reentrant
 from . import order, settings
-from .attention import Around, join_attention, split_attention
+from .attention import Around, after_projections, join_attention, split_attention
 from .deferred import Transport, all_to_all
 from .expert import wire_parallel
 from .moe_pass import InFlight, MoePass
 
-Place = Literal["before_attn", "before_core", "after_core", "after_attn"]
+Place = Literal["before_attn", "before_rotary", "before_core", "after_core", "after_attn"]
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,11 @@ class Schedule:
 
 # (attention's, MLP's read depth) -> schedule. An MLP that reads its own layer's attention cannot start before it.
 DEFAULTS: dict[tuple[int, int], Schedule] = {
-    (1, 1): Schedule("before_core"),
+    # Core attention may fill the device: rows that are sent later than it begins travel when it ends.
+    (1, 1): Schedule("before_rotary"),
     (0, 1): Schedule("before_attn"),  # nothing covers combine but the shared experts; attention covers dispatch
     (1, 0): Schedule("after_attn", "dispatch"),  # the next attention covers combine
-    (0, 0): Schedule("after_attn"),  # dispatch stays exposed
+    (0, 0): Schedule("after_attn", "dispatch"),  # combine stays exposed; the split sizes arrive under shared experts
 }
 
 
@@ -101,7 +102,8 @@ class OverlappedLayer(WiredLayer):
             mlp.combine_awaited_at = order.mark() if plan.mlp else None
 
         reach("before_attn")
-        a = plan.parts(self).attn(x, around=Around(before_core, partial(reach, "after_core")), **kwargs)
+        with after_projections(self.self_attn, partial(reach, "before_rotary")):
+            a = plan.parts(self).attn(x, around=Around(before_core, partial(reach, "after_core")), **kwargs)
         reach("after_attn")
         full = _landed(streams[0]) + a
         if not plan.mlp:
