@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from fcsd.bench import trace
 from fcsd.bench.ceilings import Window, ceiling
+from fcsd.bench.train import headline
 from fcsd.bench.workload import Workload
 from fcsd.errors import ConfigError
 
@@ -27,6 +30,14 @@ def test_a_ceiling_counts_what_fits_under_the_cover():
     assert ceiling(windows, "fwd") == 2.5 / 4
     assert ceiling(windows, "fwd", without_last=True) == 2.5 / 3
     assert ceiling(windows, "bwd") == 0.0
+
+
+def test_the_headline_names_the_ceiling_beside_the_share():
+    found = trace.read(Path(__file__).parent / "data" / "random.json.gz")
+    text = headline([found], {"fwd": (0.9, 0.95), "bwd": (0.8, 0.85)})
+    share = trace.overlaps([found])["all", "fwd"].share
+    assert text.startswith(f"fwd: {share:.1%} hidden, at most 90.0% can be")
+    assert "bwd: " in text and "of at most 85.0%" in text
 
 
 def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path):

@@ -14,6 +14,7 @@ from fcsd.config import Source
 from fcsd.distill.corpus import Corpus, load_corpus
 from fcsd.distill.data import Mixture, Rows, batch
 from fcsd.distill.losses import IGNORE
+from fcsd.distill.teacher import final_hidden
 from fcsd.errors import BadInputError, ConfigError
 
 TEXTS = [f"document {n}: " + "abc " * (n % 7) for n in range(40)]
@@ -58,14 +59,12 @@ def test_positions_restart_and_labels_stop_at_document_boundaries(tmp_path: Path
     ]
 
 
-@pytest.mark.parametrize("arch", ["deepseek_v2", "qwen3_moe", "llama"])
+@pytest.mark.parametrize("arch", tiny.CONFIGS)
 def test_a_packed_document_reads_nothing_of_its_neighbours(tmp_path: Path, arch: str) -> None:
     rows = Rows(corpus(tmp_path / "a.jsonl", ["hello there", "general", "kenobi!"]), seq_len=28)
     packed = batch(rows, [0])
-    decoder = tiny.model(arch).model
-    together = decoder(
-        input_ids=packed["input_ids"], position_ids=packed["position_ids"], use_cache=False
-    ).last_hidden_state[0]
+    model = tiny.model(arch)
+    decoder, together = model.model, final_hidden(model, packed)[0]
     for start, stop in ((0, 12), (12, 20), (20, 28)):
         alone = decoder(input_ids=packed["input_ids"][:, start:stop], use_cache=False).last_hidden_state[0]
         torch.testing.assert_close(together[start:stop], alone, rtol=1e-5, atol=1e-5)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from fcsd import recipes
 from fcsd.models.archs import ARCHS
 
 
@@ -44,6 +45,19 @@ def test_the_table_lists_every_architecture_and_its_wirings(readme):
             rows |= dict.fromkeys(cells[1], cells[3])
     rows.pop("model_type")
     assert {name: tuple(wirings) for name, wirings in rows.items()} == {n: a.wirings for n, a in ARCHS.items()}
+
+
+def test_the_large_runs_name_recipes_that_exist(readme):
+    """They need GPUs and the hub; Slurm's script and several nodes' commands are made here."""
+    (block,) = re.findall(r"```sh\n(.*?)```", readme, re.DOTALL)
+    commands = [shlex.split(line.split(" #")[0].split(" >")[0]) for line in block.splitlines()]
+    named = [
+        words[words.index(next(w for w in ("plan", "--recipe", "--sweep") if w in words)) + 1] for words in commands
+    ]
+    assert len(named) > 3 and set(named) <= set(recipes.names())
+    slurm = next(words for words in commands if "--slurm" in words)
+    done = subprocess.run([sys.executable, "-m", *slurm], check=True, capture_output=True, text=True, timeout=300)
+    assert done.stdout.startswith("#!") and "#SBATCH --nodes=4" in done.stdout
 
 
 def test_links_lead_somewhere(readme, repo):

@@ -1,17 +1,15 @@
-"""Checkpoints under fire: killed while saving, damaged, of another run; resumed to the last bit."""
+"""Checkpoints that are damaged or of another run; resumed to the last bit. See test_faults.py for kills."""
 
 import os
 import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import runs
 import torch
 from runs import outcome, train
 
+from fcsd import __version__
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import loop, run_dir, state
 from fcsd.errors import CheckpointError, ConfigError
@@ -55,35 +53,6 @@ def test_two_steps_and_a_resume_are_four_steps(folder: Path, finished: tuple[int
     train(runs.resolved(folder, output_dir=str(resumed)), size)
     assert outcome(resumed) == outcome(run)
     assert len((resumed / "command.txt").read_text().splitlines()) == 2
-
-
-def killed(recipe: ResolvedRecipe, point: str) -> None:
-    """A run that is killed when the save of step 4 reaches ``point``."""
-    real: Callable[..., Any] = getattr(state, point)
-
-    def reached(*arguments: Any, **named: Any) -> Any:
-        if any("step-4" in str(argument) for argument in arguments) or point == "retain":
-            done = len(state.checkpoints(Path(recipe.recipe.output_dir) / "checkpoints"))
-            if point != "retain" or done == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **named)
-
-    setattr(state, point, reached)
-    loop.distill(recipe)
-
-
-@pytest.mark.parametrize(
-    "point",
-    ["_rename", *(pytest.param(point, marks=pytest.mark.nightly) for point in ("_write_json", "_record", "retain"))],
-)
-def test_killed_while_saving(folder: Path, single: Path, tmp_path: Path, point: str) -> None:
-    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"))
-    assert runs.exit_code(killed, recipe, point) == -signal.SIGKILL
-    survivors = [path.name for path in state.checkpoints(tmp_path / "run" / "checkpoints")]
-    assert survivors == (["step-2", "step-4"] if point == "retain" else ["step-2"])
-    train(recipe)
-    assert outcome(tmp_path / "run") == outcome(single)
-    assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp-*"))
 
 
 def spoil(path: Path, how: str) -> None:
@@ -148,6 +117,17 @@ def test_a_changed_run_is_refused_by_name(folder: Path, single: Path, tmp_path: 
         with pytest.raises(CheckpointError, match=named):
             train(runs.resolved(folder, output_dir=str(run), **changes), size)
         assert len(read_metrics(run)) == 4, "a refused run changes nothing"
+
+
+def newer(recipe: ResolvedRecipe) -> None:
+    loop.__version__ = "99"
+    loop.distill(recipe)
+
+
+def test_other_code_does_not_continue_a_run(folder: Path, single: Path, tmp_path: Path) -> None:
+    run = cut_short(single, tmp_path / "run")
+    (error,) = runs.on_ranks(1, newer, runs.resolved(folder, output_dir=str(run)))
+    assert isinstance(error, CheckpointError) and f"version of fcsd was '{__version__}' and is now '99'" in str(error)
 
 
 def test_free_fields_may_change_and_a_path_may_be_given(folder: Path, single: Path, tmp_path: Path) -> None:

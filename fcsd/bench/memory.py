@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe, load_recipe
 from fcsd.distill.corpus import Corpus
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
-from fcsd.distill.expert_parallel import check, teacher_degree, wire_sharded
+from fcsd.distill.expert_parallel import check, randomise, teacher_degree, wire_sharded
 from fcsd.distill.loop import training_rows
 from fcsd.distill.step import train_step
 from fcsd.distill.targets import live_teacher
@@ -141,17 +141,19 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
         used.append(torch.cuda.memory_allocated() if world.device.type == "cuda" else 0)
         return used[-1] - used[-2]
 
-    model = _random(rewired, recipe, recipe.train.expert_parallel, world)
+    train = recipe.train
+    draw: Any = {"dtype": DTYPES[train.dtype], "device": world.device, "seed": recipe.seed}
+    model = randomise(rewired, train.expert_parallel, **draw)
     sizes, targets = {"weights": since(), "teacher": 0}, None
     if needs_teacher(recipe):
-        teacher = _random(original, recipe, teacher_degree(recipe.train), world)
-        wire_sharded(teacher, teacher_degree(recipe.train), recipe.train.overlap)
+        teacher = randomise(original, teacher_degree(train), **draw)
+        wire_sharded(teacher, teacher_degree(train), train.overlap)
         targets = live_teacher(teacher.requires_grad_(False), recipe.objective)
         sizes["teacher"] = since()
     engine = _Watched(build_engine(model, recipe, world), world)
     rows = training_rows(recipe, [random_corpus(model.config.vocab_size, recipe.data.seq_len)])
     losses, seconds = [], 0.0
-    for step in range(1, recipe.train.steps + 1):
+    for step in range(1, train.steps + 1):
         engine.peaks.clear()  # the first step allocates and tunes
         began = time.perf_counter()
         losses.append(train_step(engine, targets, rows, recipe, world, step)["loss"])
@@ -162,19 +164,7 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
         sizes["gpu"] = total - free
     every = world.everywhere(lambda: sizes)
     largest = {name: max(own[name] for own in every) for name in sizes} if world.device.type == "cuda" else {}
-    return {**largest, "tokens_per_second": recipe.train.batch_tokens / seconds, "losses": losses}
-
-
-def _random(config: PretrainedConfig, recipe: Recipe, degree: int, world: World) -> PreTrainedModel:
-    """The same weights for student and teacher, as far as both have the same modules."""
-    dtype = DTYPES[recipe.train.dtype]
-    if degree > 1:
-        from fcsd.parallel.random_init import random_expert_parallel
-
-        return random_expert_parallel(config, dtype=dtype, device=world.device, ep_size=degree, seed=recipe.seed)
-    torch.manual_seed(recipe.seed)
-    with world.device:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return {**largest, "tokens_per_second": train.batch_tokens / seconds, "losses": losses}
 
 
 class _Watched:

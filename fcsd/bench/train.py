@@ -60,11 +60,20 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     for router in load.routers:
         _say(world, f"\n{router} router, {time.monotonic() - begun:.0f} s after the start")
         with evenly_routed(model) if router == "uniform" else nullcontext():
-            traces_in = out if traced and router == load.routers[0] else None
-            result["routers"][router] = _under_one_router(engine, ids, load, world, traces_in)
+            result["routers"][router] = _under_one_router(engine, ids, load, world)
+            if out is not None and traced and router == load.routers[0]:
+                _trace(engine, ids, out, load, world)
         if out is not None and world.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
             (out / "train.json").write_text(json.dumps(result, indent=1))
+    if out is not None and traced and world.rank == 0 and world.device.type == "cuda":
+        # Last, so that whatever a trace holds, what was measured is written.
+        first = result["routers"][load.routers[0]]
+        traces = [trace.read(out / f"rank-{rank}.json.gz") for rank in range(world.size)]
+        first["trace"] = trace.to_json(traces)
+        (out / "train.json").write_text(json.dumps(result, indent=1))
+        _say(world, trace.to_text(traces))
+        _say(world, headline(traces, first["ceiling"]))
     _say(world, f"\nended {time.monotonic() - begun:.0f} s after the start")
     wrong = [router for router, found in result["routers"].items() if not found["equal"]]
     if wrong:
@@ -72,8 +81,8 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     return result
 
 
-def _under_one_router(engine: Any, ids: Tensor, load: Workload, world: World, traces: Path | None) -> dict[str, Any]:
-    """Everything measured under one router; ``traces`` is where one overlapped step is traced into."""
+def _under_one_router(engine: Any, ids: Tensor, load: Workload, world: World) -> dict[str, Any]:
+    """Everything measured under one router."""
     model = engine.module.model
     choices = variants(model, load.layers)
     windows = _windows(engine, ids, load)
@@ -88,7 +97,7 @@ def _under_one_router(engine: Any, ids: Tensor, load: Workload, world: World, tr
 
     measured = _time(engine, ids, {name: choices[name] for name in load.variants}, load, world)
     _say(world, table(measured))
-    found = {
+    return {
         "windows": [asdict(window) for window in windows],
         "ceiling": {passes: ceilings.both(windows, passes) for passes in ceilings.passes_of(windows)},
         "difference": error,
@@ -96,9 +105,6 @@ def _under_one_router(engine: Any, ids: Tensor, load: Workload, world: World, tr
         "equal": error <= max(4 * spread, 1e-6),
         "variants": measured,
     }
-    if traces is not None:
-        found["trace"] = _trace(engine, ids, choices[OVERLAPPED], traces, windows, world)
-    return found
 
 
 def variants(model: PreTrainedModel, layers: int) -> dict[str, Callable[[], Any]]:
@@ -168,11 +174,9 @@ def _timed_step(engine: Any, ids: Tensor, world: World) -> tuple[float, float]:
     return (middle - start) * 1e3, (moment() - start) * 1e3
 
 
-def _trace(
-    engine: Any, ids: Tensor, choose: Callable[[], Any], out: Path, windows: list[Window], world: World
-) -> dict[str, Any] | None:
-    """Traces one step on every rank into ``out`` and says on rank 0 what it hides."""
-    choose()
+def _trace(engine: Any, ids: Tensor, out: Path, load: Workload, world: World) -> None:
+    """Traces one overlapped step on every rank into ``out``."""
+    variants(engine.module.model, load.layers)[OVERLAPPED]()
     engine.backward(engine(ids))
     engine.step()
     out.mkdir(parents=True, exist_ok=True)
@@ -183,27 +187,16 @@ def _trace(
         engine.step()
     profiler.export_chrome_trace(str(out / f"rank-{world.rank}.json.gz"))
     dist.barrier()
-    if world.rank or world.device.type != "cuda":
-        return None
-    traces = [trace.read(out / f"rank-{rank}.json.gz") for rank in range(world.size)]
-    _say(world, trace.to_text(traces))
-    _say(world, headline(traces, windows))
-    return trace.to_json(traces)
 
 
-def headline(traces: list[trace.Trace], windows: list[Window]) -> str:
+def headline(traces: list[trace.Trace], ceiling: dict[str, tuple[float, float]]) -> str:
     """The paper's percentage of each pass beside its ceiling, with and without the call that nothing can cover."""
-    lines = []
-    for passes in ceilings.passes_of(windows):
-        most, most_without = ceilings.both(windows, passes)
-        share, without = (
-            trace.overlaps(traces, without_last=trimmed)["all", passes].share for trimmed in (False, True)
-        )
-        lines.append(
-            f"{passes}: {share:.1%} hidden, at most {most:.1%} can be; "
-            f"without the last layer's combine {without:.1%} of at most {most_without:.1%}"
-        )
-    return "\n".join(lines)
+    found, trimmed = trace.overlaps(traces), trace.overlaps(traces, without_last=True)
+    return "\n".join(
+        f"{passes}: {found['all', passes].share:.1%} hidden, at most {most:.1%} can be; "
+        f"without the last layer's combine {trimmed['all', passes].share:.1%} of at most {most_without:.1%}"
+        for passes, (most, most_without) in ceiling.items()
+    )
 
 
 def table(measured: dict[str, dict[str, Any]]) -> str:

@@ -4,12 +4,14 @@ import math
 import re
 import sys
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 
 import datasets
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
+from fcsd import __version__
 from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe
 from fcsd.distill import run_dir, state
@@ -55,6 +57,7 @@ _FREE += ("early_stop.data_mirror", "sweep", "train.save_failures", "train.grace
 _FREE += ("train.sample_tokens", "train.stuck_seconds", "train.overlap", "objective.teacher_cache.path")
 # How far a run goes is free as well; where its schedule ends is not.
 _FREE += ("train.steps", "train.tokens", "train.horizon")
+_CODE = ("torch", "transformers", "deepspeed")  # whose other versions may compute other bits
 _SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template)")
 
 
@@ -236,7 +239,8 @@ def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[st
     fields = state.flat(recipe.model_dump())
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
     made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
-    return {**own, **made_of, "train.schedule_steps": recipe.train.schedule_steps, "processes": world.size}
+    code = {"version of fcsd": __version__} | {f"version of {name}": version(name) for name in _CODE}
+    return {**own, **made_of, **code, "train.schedule_steps": recipe.train.schedule_steps, "processes": world.size}
 
 
 def _due(step: int, every: int) -> bool:

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from fcsd.checkpoint import read_config, read_layout, resolve, sample_sha256
 from fcsd.config import Recipe
@@ -76,10 +77,24 @@ def expect_fingerprint(recipe: Recipe, found: str, what: str) -> None:
 def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """``[batch, seq, hidden]`` after the final norm.
 
-    Position ids that restart, no attention mask and no cache are what keeps attention inside documents.
+    Position ids that restart, no attention mask and no cache are what keeps attention inside documents; an architecture
+    whose code overlooks them is given its masks.
     """
-    decoder: Any = model.get_submodule(arch_of(model.config).classes["AutoModelForCausalLM"][1])
-    return decoder(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).last_hidden_state
+    arch = arch_of(model.config)
+    decoder: Any = model.get_submodule(arch.classes["AutoModelForCausalLM"][1])
+    ids, positions = batch["input_ids"], batch["position_ids"]
+    masks = None if arch.packs else _document_masks(decoder, ids, positions)
+    return decoder(input_ids=ids, attention_mask=masks, position_ids=positions, use_cache=False).last_hidden_state
+
+
+def _document_masks(decoder: Any, ids: Tensor, positions: Tensor) -> dict[str, Tensor | None]:
+    """By kind of attention, what a decoder makes of position ids that it does pass on."""
+    given = {"config": decoder.config, "inputs_embeds": decoder.embed_tokens(ids), "attention_mask": None}
+    given |= {"past_key_values": None, "position_ids": positions}
+    return {
+        "full_attention": create_causal_mask(**given),
+        "sliding_attention": create_sliding_window_causal_mask(**given),
+    }
 
 
 def output_head(model: PreTrainedModel) -> Tensor:

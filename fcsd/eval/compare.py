@@ -169,13 +169,17 @@ def _mean(estimates: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def _points(row: Row, baseline: Row, floor: Row | None) -> Difference:
     difference, stderr = paired_difference(row["items"], baseline["items"])
     # Models that agree on every question of a small set are not known to be equal: one answer is the resolution.
-    stderr = max(stderr, 1 / row["n"])
+    resolution = 1 / row["n"]
+    stderr = max(stderr, resolution)
     chance = 0.0 if row["chance"] is None else row["chance"] / 100
     if floor is not None and floor["value"] > chance:
         level, (lost, noise) = floor["items"], paired_difference(baseline["items"], floor["items"])
     else:
         level, lost, noise = chance, baseline["value"] - chance, baseline["stderr"]
-    recovery = share_recovered(row["items"], baseline["items"], level) if lost > 2 * noise else None
+    recovery = None
+    if lost > 2 * noise:
+        share, error = share_recovered(row["items"], baseline["items"], level)
+        recovery = share, max(error, resolution / lost)
     return Difference(row["column"], 100 * difference, 100 * stderr, recovery)
 
 

@@ -20,6 +20,7 @@ class Arch:
         dense: no layer has experts; only then can it be desynced.
         autoep: keys for DeepSpeed AutoEP, whose own detection goes by ``model_type``; None for dense types.
         no_ep: why expert parallelism is refused.
+        packs: its code keeps attention inside documents where position ids restart.
     """
 
     model_type: str
@@ -30,6 +31,7 @@ class Arch:
     dense: bool = False
     autoep: Mapping[str, Any] | None = None
     no_ep: str | None = None
+    packs: bool = True
 
     @property
     def wirings(self) -> tuple[str, ...]:
@@ -76,7 +78,7 @@ _ROWS = (
     _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v3"}),
     _row("deepseek_v2", "DeepseekV2", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v2"}),
     _row("deepseek_v3", "DeepseekV3", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v3"}),
-    _row("gpt_oss", "GptOss", no_ep="DeepSpeed AutoEP has no expert biases, which gpt_oss needs"),
+    _row("gpt_oss", "GptOss", no_ep="DeepSpeed AutoEP has no expert biases, which gpt_oss needs", packs=False),
     _row(
         "llama4_text",
         "Llama4Text",

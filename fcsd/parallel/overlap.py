@@ -58,7 +58,7 @@ DEFAULTS: dict[tuple[int, int], Schedule] = {
     (1, 1): Schedule("before_core"),
     (0, 1): Schedule("before_attn"),  # nothing covers combine but the shared experts; attention covers dispatch
     (1, 0): Schedule("after_attn", "dispatch"),  # the next attention covers combine
-    (0, 0): Schedule("after_attn"),  # dispatch stays exposed
+    (0, 0): Schedule("after_attn", "dispatch"),  # combine stays exposed; the split sizes arrive under shared experts
 }
 
 
