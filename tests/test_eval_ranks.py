@@ -180,4 +180,5 @@ def test_the_command_line_starts_ranks_and_a_second_run_repeats_no_answer(mirror
     assert len(files) == 2 and all("[" in file.read_text() for file in files), "both ranks worked"
     sizes = [len([line for line in file.read_text().splitlines() if line]) for file in files]
     assert run() == two
+    assert sorted((tmp_path / "out/answers").iterdir()) == files
     assert [len([line for line in file.read_text().splitlines() if line]) for file in files] == sizes

@@ -76,7 +76,7 @@ def evaluate(
         max_length=max_length,
         generation=generation,
         expert_parallel=expert_parallel,
-        gpus=gpus or 1,
+        gpus=gpus or 1 if backend == "vllm" else 1,  # answers do not depend on the number of processes
     )
     rows = run(
         models,
