@@ -305,7 +305,8 @@ def test_ctrl_c_ends_with_130_and_no_orphan(tmp_path: Path, import_first: str) -
     """The signal arrives while a library function runs, in a process of its own group."""
     ready = tmp_path / "ready"
     code = (
-        f"import sys, time, pathlib, subprocess, {import_first}\n"
+        f"import sys, time, pathlib, signal, subprocess, {import_first}\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "from fcsd import checkpoint, cli\n"
         "def slow(model, *, trust_remote_code=False):\n"
         f"    pathlib.Path({str(ready)!r}).touch()\n"

@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from fcsd.errors import ConfigError
 from fcsd.eval import adapter, tasks
 from fcsd.eval.harness import Loaded, evaluate
-from fcsd.eval.suite import EVALPLUS, SUITES, select
+from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SUITES, select
 from fcsd.eval.tables import table_1
 
 LONGEST = 8192  # the tests' tokenizer needs several tokens a word, and these suites show up to 25 examples
@@ -40,6 +40,16 @@ def punkt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def subject() -> Loaded:
     network = tiny.model("deepseek_v2", vocab_size=400, max_position_embeddings=LONGEST)
     return Loaded("tiny", network, eval_data.tokenizer())
+
+
+def test_a_task_defined_otherwise_than_the_suite_knows_is_said(mirror: Path, monkeypatch, caplog) -> None:
+    rows = [row for suite in SUITES.values() for row in suite if row.task in ("piqa", "arc_easy", "wikitext", "sciq")]
+    with tasks.load_tasks(rows, mirror) as loaded:
+        assert {task.definition_sha256 for task in loaded} <= set(DEFINITIONS.values())
+    assert "defines" not in caplog.text
+    monkeypatch.setitem(DEFINITIONS, "sciq", "0" * 64)
+    with tasks.load_tasks(rows, mirror):
+        assert "the installed lm-eval defines sciq otherwise" in caplog.text
 
 
 @pytest.mark.parametrize("suite", ["ladder", "pretrain-farskip", "pretrain-ladder"])

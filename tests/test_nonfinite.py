@@ -19,6 +19,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+TEACHERS = {"teacher": torch.nan, "infinite teacher": 3e38, "indifferent teacher": 0.0}
+
+
 def poisoned(recipe: Any, where: str, steps: tuple[int, ...]) -> None:
     """A run whose teacher's or gradients' numbers are broken in some steps, on the last rank only."""
     build, train_step, live_teacher = loop.build_engine, loop.train_step, loop.live_teacher
@@ -41,7 +44,8 @@ def poisoned(recipe: Any, where: str, steps: tuple[int, ...]) -> None:
 
         def spoilt(*batch: Any) -> Any:
             (hidden, head), streams = targets(*batch)
-            return type(targets(*batch))((hidden * torch.nan if broken("teacher") else hidden, head), streams)
+            factor = next((factor for place, factor in TEACHERS.items() if broken(place)), 1.0)
+            return type(targets(*batch))((hidden * factor, head), streams)
 
         return spoilt
 
@@ -78,6 +82,7 @@ nightly = pytest.mark.nightly
         pytest.param("gradient", 2, 2, "fp32", marks=nightly),
         pytest.param("teacher", 1, 0, "bf16", marks=nightly),
         pytest.param("gradient", 1, 0, "bf16", marks=nightly),
+        pytest.param("infinite teacher", 2, 1, "fp32", marks=nightly),
     ],
 )
 def test_a_skipped_step_changes_nothing_and_training_goes_on(
@@ -105,3 +110,12 @@ def test_one_too_many_ends_every_rank(folder: Path, tmp_path: Path) -> None:
     assert codes == [5, 5]
     assert "step 4, rows 24 to 31: loss nan, kl nan" in said and "step-2" in said
     assert [path.name for path in state.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-2"]
+
+
+@nightly
+def test_a_teacher_to_whom_all_words_are_equal_is_no_reason_to_stop(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    recipe = runs.resolved(folder, output_dir=str(run), train__steps=3)
+    assert runs.exit_codes(2, poisoned, recipe, "indifferent teacher", (2,))[0] == [0, 0]
+    one, other, _ = (record["kl"] for record in read_metrics(run))
+    assert other is not None and other >= 0 and other != one

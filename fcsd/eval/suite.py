@@ -132,6 +132,26 @@ SUITES: dict[str, tuple[Row, ...]] = {
     "pretrain-ladder": tuple(_bare(row) for row in (ARC_C, ARC_E, HS, PIQA, SCIQ, WG, WIKITEXT)),
 }
 
+# sha256 over lm-eval's task files that these settings were chosen for, by directory; where the installed ones differ,
+# a warning says so and the results carry the hash of what was used.
+DEFINITIONS = {
+    "arc": "64c694dbb3bda5a7533653cf48b4a88192152638ed64d39a741cec111daf521e",
+    "commonsense_qa": "067ad5df9e162b11dd2e96e7e8cb9583e11a17c45d8863a067c09308bb9a47ed",
+    "gsm8k": "19a762bcce1152822f273a4754fe7c1dacd97a3c9f8e8cfd3c2c048cfb20765c",
+    "hellaswag": "d66af7e53345271c2e8c3964066843b90f24ae68cc4eb11ee7276928c9757291",
+    "humaneval": "b6d088e042bbaba69c89f6a9c07669da7c0efbd8bbd17febcaadc7554aadc7a5",
+    "ifeval": "c2a24afd4c9980e517639265e00233508a193b1a78395d034d0907762f3c3b5d",
+    "mbpp": "b3441728faebd1af996ded4a08ca16876810b0e9af4804cdca9d6c3ee04ca2c5",
+    "mmlu/default": "cee971f6933a76f40458e550b5db9f4327548866cb5e764e30170d91a92c6fab",
+    "openbookqa": "432ce499f005367e9aebb5bb702b36815a993b3c11a8cf93323395b57c110d22",
+    "piqa": "8579dc0bba941b381db05439c7e3cfbaee92a959b8f95cc26c63115f1b12bba1",
+    "sciq": "075fa984b162416e439f4c8399942eed0f0f80891802006eb7c6a23c33038775",
+    "super_glue/boolq": "745f6b1fb389bdc5e719cf7ac1684ec70033dde0c4cdd620c425e9551b971615",
+    "truthfulqa": "ce8fb03b45af91879ce6987fe1146c44285c4a84e0f43a2f49b4c5c78a7906ed",
+    "wikitext": "48884247fec0001303039e80c9b88511f0a3f6755bec4551b18c850968777669",
+    "winogrande": "e9e51515c7e79c3372e0f56a7cd504b3055fd68fc874e8af7f4181a78cfa55c0",
+}
+
 
 def select(suite: str, tasks: Sequence[str] | None = None) -> list[Row]:
     """The rows of a suite, all or those named by column or task (case does not matter).

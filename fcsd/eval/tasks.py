@@ -8,6 +8,7 @@ to be called ``openai/gsm8k`` would be taken for the data, hence the change of d
 
 import contextlib
 import hashlib
+import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from fcsd.eval.evalplus_tasks import EvalPlusTask, load_evalplus_task
 from fcsd.eval.interface import Adapter
 from fcsd.eval.results import PERPLEXITIES, file_sha256, json_sha256
 from fcsd.eval.statistics import estimate
-from fcsd.eval.suite import EVALPLUS, SANDBOX, Row
+from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SANDBOX, Row
+
+log = logging.getLogger(__name__)
 
 # Few-shot examples are drawn with this seed, lm-eval's own default.
 FEWSHOT_SEED = 1234
@@ -105,7 +108,10 @@ def _load(row: Row, mirror: Path | None) -> LoadedTask:
         task.set_config("num_fewshot", row.shots)
         if row.generation:
             task.set_config("generation_kwargs", row.generation, update=True)
-    return LoadedTask(row, loaded, _tree_sha256(directory), files)
+    definition = _tree_sha256(directory)
+    if definition != DEFINITIONS[row.directory]:
+        log.warning(f"{row.column}: the installed lm-eval defines {row.task} otherwise than this suite was set up for")
+    return LoadedTask(row, loaded, definition, files)
 
 
 def _require_ifeval_tools() -> None:
