@@ -30,6 +30,15 @@ def repo() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own for a test that reads a mirror without fcsd: two mirrors' data sets have the same names."""
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets cache")
+    return tmp_path / "datasets cache"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--data", type=Path, default=None, help="directory with the real HumanEvalPlus and MbppPlus")
 

@@ -154,6 +154,7 @@ def test_solutions_pass_their_own_tests(repo):
         exec("\n".join([row["code"], *row["test_list"], row["test"]]), {})
 
 
+@pytest.mark.usefixtures("datasets_cache")
 def test_the_mirror_loads_by_the_public_names(repo, monkeypatch):
     from datasets import load_dataset
 

@@ -34,6 +34,7 @@ def loaded(name: str = "tiny", seed: int = 0) -> Loaded:
     return Loaded(name, network, eval_data.tokenizer())
 
 
+@pytest.mark.usefixtures("datasets_cache")
 def test_all_nine_tasks_equal_lm_eval_itself(mirror, tmp_path):
     subject = loaded()
     rows = evaluate([subject], tasks=NINE, data_mirror=mirror, limit=3, out=tmp_path / "out")

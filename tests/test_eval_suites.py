@@ -52,6 +52,7 @@ def test_a_task_defined_otherwise_than_the_suite_knows_is_said(mirror: Path, mon
         assert "the installed lm-eval defines sciq otherwise" in caplog.text
 
 
+@pytest.mark.usefixtures("datasets_cache")
 @pytest.mark.parametrize("suite", ["ladder", "pretrain-farskip", "pretrain-ladder"])
 def test_a_suite_runs_and_equals_lm_eval(suite: str, subject: Loaded, mirror: Path, monkeypatch) -> None:
     monkeypatch.setattr(
