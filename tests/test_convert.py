@@ -447,6 +447,8 @@ def test_an_interrupted_convert_leaves_no_half_directory(
 
     def interrupted(*arguments: object) -> None:
         real(*arguments)
+        if kind == signal.SIGINT:
+            signal.signal(kind, signal.default_int_handler)  # a shell's background jobs ignore it
         os.kill(os.getpid(), kind)
 
     before = snapshot(original)
