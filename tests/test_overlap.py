@@ -1,6 +1,7 @@
 """Overlapped expert parallelism is the blocking one to the last bit, leaks nothing, and runs in the paper's order."""
 
 import gc
+import os
 import random
 import time
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from file_window import FileWindow
 from ranks import on_ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -21,6 +23,7 @@ from fcsd.models.wiring import WiredLayer, Wiring
 from fcsd.parallel.autoep import allow_string_keys, expert_parallel_config, shard_experts
 from fcsd.parallel.deferred import Exchange
 from fcsd.parallel.overlap import Schedule, overlap
+from fcsd.parallel.puts import Puts
 
 MOE = [a for a in tiny.CONFIGS if ARCHS[a].autoep is not None]
 ALL = (0, 1, 2, 3)
@@ -144,6 +147,20 @@ def _every_schedule(rank: int) -> list[str]:
         for covers in ("dispatch", "combine"):
             choose = lambda plan, _, p=place, c=covers: Schedule(p, c)  # noqa: E731
             _compare(model, FARSKIP, [tiny.tokens(seed=rank)], f"{place} {covers}", problems, choose)
+    return problems
+
+
+def _by_copies(rank: int, folder: str) -> list[str]:
+    """Rows copied into the peers' memory; the second batch is too long for the first one's buffers."""
+    problems: list[str] = []
+    model = _sharded("deepseek_v2")
+    for number, wiring in enumerate((FARSKIP, Wiring("standard", ()))):
+        windows = f"{folder}/{number}"
+        os.makedirs(windows, exist_ok=True)
+        transport = Puts(lambda group, capacity, at=windows: FileWindow(group, capacity, at))
+        choose = lambda _, schedule, t=transport: replace(schedule, transport=t)  # noqa: E731
+        batches = [tiny.tokens(seed=rank, length=length) for length in (6, 40)]
+        _compare(model, wiring, batches, "by copies", problems, choose)
     return problems
 
 
@@ -341,13 +358,14 @@ def _zero_3(rank: int) -> str:
     return "not refused"
 
 
-def _two_ranks(rank: int) -> dict[str, Any]:
+def _two_ranks(rank: int, folder: str) -> dict[str, Any]:
     random.seed(rank)
     return {
         "wirings": _every_wiring(rank),
         "situations": _every_situation(rank, "deepseek_v2", WIRINGS),
         "situations without shared experts": _every_situation(rank, "qwen3_moe", WIRINGS[:1]),
         "schedules": _every_schedule(rank),
+        "by copies": _by_copies(rank, folder),
         "buffers": _alive_buffers(rank, recompute=False),
         "buffers recomputed": _alive_buffers(rank, recompute=True),
         "order": _executed(rank, FARSKIP, MODULES, recompute=False),
@@ -360,12 +378,12 @@ def _two_ranks(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
+def two_ranks(tmp_path_factory) -> list[dict[str, Any]]:
     """What two ranks found; starting them costs more than most of what they do."""
-    return on_ranks(2, _two_ranks)
+    return on_ranks(2, _two_ranks, str(tmp_path_factory.mktemp("windows")))
 
 
-EQUAL = ("wirings", "situations", "situations without shared experts", "schedules", "training", "fused")
+EQUAL = ("wirings", "situations", "situations without shared experts", "schedules", "by copies", "training", "fused")
 
 
 @pytest.mark.parametrize("what", EQUAL)

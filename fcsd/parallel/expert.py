@@ -72,11 +72,15 @@ def pack(moe: Any, flat: Tensor, choice: Choice) -> Tensor:
     return rows
 
 
-def run_experts(moe: Any, received: Tensor, plan: SplitPlan) -> Tensor:
-    """This rank's experts on the rows it received: ``[received, hidden] -> [received, hidden]``, order kept."""
-    rows, indices, counts, total = permute_by_local_expert(received, plan.local_counts_by_source)
+def run_experts(moe: Any, received: Tensor, counts: Tensor) -> Tensor:
+    """This rank's experts on the rows it received: ``[received, hidden] -> [received, hidden]``, order kept.
+
+    Args:
+        counts: ``[ranks, local experts]``, rows that came from each rank for each expert.
+    """
+    rows, indices, aligned, total = permute_by_local_expert(received, counts)
     del received  # not kept while the experts run
-    return unpermute_by_local_expert(moe.experts(rows, counts), indices, total)
+    return unpermute_by_local_expert(moe.experts(rows, aligned), indices, total)
 
 
 def weigh(moe: Any, rows: Tensor, choice: Choice, shape: tuple[int, int, int]) -> Tensor:
@@ -111,7 +115,7 @@ def blocking_parts(blocks: Blocks, layer: Any) -> Parts:
         choice = choose(moe, flat)
         plan = exchange_counts(moe, choice)
         received = exchange(moe, pack(moe, flat, choice), plan.input_splits, plan.output_splits)
-        outputs = run_experts(moe, received, plan)
+        outputs = run_experts(moe, received, plan.local_counts_by_source)
         rows = exchange(moe, outputs, plan.output_splits, plan.input_splits)
         return weigh(moe, rows, choice, (batch, seq, hidden))
 

@@ -27,9 +27,9 @@ from ..models.build import arch_of, decoder_layers
 from ..models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, _refuse_reentrant
 from . import order, settings
 from .attention import Around, after_projections, join_attention, split_attention
-from .deferred import Transport, all_to_all
 from .expert import wire_parallel
 from .moe_pass import InFlight, MoePass
+from .transport import Transport, all_to_all
 
 Place = Literal["before_attn", "before_rotary", "before_core", "after_core", "after_attn"]
 
