@@ -4,7 +4,6 @@ import gc
 import random
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,15 +147,20 @@ def _every_schedule(rank: int) -> list[str]:
 
 
 def _fused(rank: int) -> list[str]:
-    """Kernels that move rows, scores applied after the experts and before, against torch."""
+    """One kernel for each norm and move of rows, whichever side of the experts scores apply: torch's, in any mode."""
     problems = []
     ids = tiny.tokens(seed=rank, length=6)
     for arch in ("deepseek_v2", "llama4_text"):
         model = _sharded(arch)
         results = []
         for fused in (False, True):
-            overlap(model, FARSKIP, choose=lambda _, schedule, f=fused: replace(schedule, fused=f))
+            overlap(model, FARSKIP, fused=fused)
             results.append(_run(model, [ids]))
+        for mode in ("off", "eager-sync"):
+            overlap(model, FARSKIP, mode, fused=True)
+            if difference := _difference(results[1], _run(model, [ids])):
+                problems.append(f"{arch} {mode}: {difference}")
+        overlap(model, FARSKIP, fused=True)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if difference := _difference(results[1], _run(model, [ids])):
             problems.append(f"{arch} recomputed: {difference}")
