@@ -5,7 +5,6 @@ import os
 import random
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,15 +164,20 @@ def _by_copies(rank: int, folder: str) -> list[str]:
 
 
 def _fused(rank: int) -> list[str]:
-    """Kernels that move rows, scores applied after the experts and before, against torch."""
+    """One kernel for each norm and move of rows, whichever side of the experts scores apply: torch's, in any mode."""
     problems = []
     ids = tiny.tokens(seed=rank, length=6)
     for arch in ("deepseek_v2", "llama4_text"):
         model = _sharded(arch)
         results = []
         for fused in (False, True):
-            overlap(model, FARSKIP, choose=lambda _, schedule, f=fused: replace(schedule, fused=f))
+            overlap(model, FARSKIP, fused=fused)
             results.append(_run(model, [ids]))
+        for mode in ("off", "eager-sync"):
+            overlap(model, FARSKIP, mode, fused=True)
+            if difference := _difference(results[1], _run(model, [ids])):
+                problems.append(f"{arch} {mode}: {difference}")
+        overlap(model, FARSKIP, fused=True)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if difference := _difference(results[1], _run(model, [ids])):
             problems.append(f"{arch} recomputed: {difference}")
