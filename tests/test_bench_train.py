@@ -58,7 +58,7 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
     assert (tmp_path / "rank-1.json.gz").exists()
     assert list(result["routers"]) == ["initialised", "uniform"]
     for found in result["routers"].values():
-        assert found["equal"] and found["difference"] == 0.0  # gloo adds in a fixed order
+        assert found["equality"] == {"overlapped": {"difference": 0.0, "spread": 0.0, "equal": True}}  # gloo's order
         assert list(found["variants"]) == ["stock", "standard", "eager-sync", "overlapped", "comm-free"]
         assert {len(times["step"]) for times in found["variants"].values()} == {2}
         calls = {(window["kind"], window["passes"], window["layer"]) for window in found["windows"]}
@@ -70,11 +70,16 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
 
 
 def test_some_variants_of_a_recomputed_pass_without_an_engine():
-    options = ["--rounds", 1, "--steps", 1, "--variants", "overlapped", "--routers", "uniform", "--json"]
+    variants = ["standard-fused", "overlapped-fused"]
+    options = ["--rounds", 1, "--steps", 1, "--variants", ",".join(variants), "--routers", "uniform", "--json"]
     done = bench(*options, "--recompute", "--no-optimizer")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["routers"]["uniform"]
-    assert list(found["variants"]) == ["overlapped"]
+    assert list(found["variants"]) == variants
+    assert {name: held["difference"] for name, held in found["equality"].items()} == {
+        "overlapped": 0.0,
+        "overlapped-fused": 0.0,
+    }
 
 
 def test_one_command_takes_a_step_and_reads_its_traces(tmp_path):

@@ -34,7 +34,9 @@ def train(
     ] = "initialised,uniform",
     variants: Annotated[
         str,
-        typer.Option(help="Some of these, separated by commas; also fused (Triton moves the rows) and before-core."),
+        typer.Option(
+            help="Some of these, separated by commas; also before-core, and each but stock with -fused behind it."
+        ),
     ] = "stock,standard,eager-sync,overlapped,comm-free",
     recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Forward and backward alone.")] = False,

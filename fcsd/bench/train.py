@@ -3,7 +3,8 @@
 All variants run on one model, one DeepSpeed engine and one process group, interleaved, so that clocks and memory
 drift alike for all. The learning rate is zero: every variant routes the same tokens through the same weights. Before
 anything is timed, cover and wire time of every collective are printed, and with them the ceiling of what can be
-hidden; and the overlapped schedule is held against the loss and the gradients of its eager-sync self.
+hidden; and the overlapped schedule is held against the loss and the gradients of its eager-sync self, fused as well if
+a fused variant is asked for.
 """
 
 import json
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +74,14 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
         _say(world, trace.to_text(traces))
         _say(world, headline(traces, first["ceiling"]))
     _say(world, f"\nended {time.monotonic() - begun:.0f} s after the start")
-    wrong = [router for router, found in result["routers"].items() if not found["equal"]]
+    wrong = [
+        f"{name} under the {router} router"
+        for router, found in result["routers"].items()
+        for name, held in found["equality"].items()
+        if not held["equal"]
+    ]
     if wrong:
-        raise FcsdError(f"{', '.join(wrong)} router: the overlapped schedule computes something else")
+        raise FcsdError(f"{', '.join(wrong)}: the schedule computes something else than its eager-sync self")
     return result
 
 
@@ -85,47 +92,61 @@ def _under_one_router(engine: Any, ids: Tensor, load: Workload, world: World) ->
     windows = _windows(engine, ids, load)
     _say(world, ceilings.to_text(windows))
 
-    choices[EAGER]()
-    reference, again = fingerprint(engine, ids), fingerprint(engine, ids)
-    choices[OVERLAPPED]()
-    spread = worst_difference(reference, again, world)
-    error = worst_difference(reference, fingerprint(engine, ids), world)
-    _say(world, f"overlapped against eager-sync: {error:.2e} relative; eager-sync against itself: {spread:.2e}")
+    equality = {
+        OVERLAPPED + suffix: _held(engine, ids, choices[EAGER + suffix], choices[OVERLAPPED + suffix], world)
+        for suffix in ("", *([FUSED] if load.fused else []))
+    }
+    for name, held in equality.items():
+        own = f"eager-sync against itself: {held['spread']:.2e}"
+        _say(world, f"{name} against eager-sync: {held['difference']:.2e} relative; {own}")
 
     measured = _time(engine, ids, {name: choices[name] for name in load.variants}, load, world)
     _say(world, table(measured))
     return {
         "windows": [asdict(window) for window in windows],
         "ceiling": {passes: ceilings.both(windows, passes) for passes in ceilings.passes_of(windows)},
-        "difference": error,
-        "spread": spread,
-        "equal": error <= max(4 * spread, 1e-6),
+        "equality": equality,
         "variants": measured,
     }
 
 
+def _held(
+    engine: Any, ids: Tensor, eager: Callable[[], Any], overlapped: Callable[[], Any], world: World
+) -> dict[str, Any]:
+    """How far a schedule is from its eager-sync self, beside how far that is from itself."""
+    eager()
+    reference, again = fingerprint(engine, ids), fingerprint(engine, ids)
+    overlapped()
+    spread = worst_difference(reference, again, world)
+    error = worst_difference(reference, fingerprint(engine, ids), world)
+    return {"difference": error, "spread": spread, "equal": error <= max(4 * spread, 1e-6)}
+
+
 def variants(model: PreTrainedModel, layers: int) -> dict[str, Callable[[], Any]]:
-    """Name -> what turns the model into that variant; all but the first two are wired farskip."""
+    """Name -> what turns the model into that variant."""
     standard, farskip = unwired(), Wiring("farskip", tuple(range(layers)))
     no_wire = NoWire()
 
     def without_wire(_: LayerWiring, schedule: Schedule) -> Schedule:
         return replace(schedule, transport=no_wire)
 
-    return {
-        STOCK: lambda: wire(model, standard),
-        STANDARD: lambda: overlap(model, standard, "eager-sync"),
-        EAGER: lambda: overlap(model, farskip, "eager-sync"),
-        OVERLAPPED: lambda: overlap(model, farskip),
-        BOUND: lambda: overlap(model, farskip, choose=without_wire),
-        BEFORE_CORE: lambda: overlap(model, farskip, choose=lambda _, schedule: replace(schedule, start="before_core")),
-        FUSED: lambda: overlap(model, farskip, choose=lambda _, schedule: replace(schedule, fused=True)),
+    def before_core(_: LayerWiring, schedule: Schedule) -> Schedule:
+        return replace(schedule, start="before_core")
+
+    ours = {
+        STANDARD: partial(overlap, model, standard, "eager-sync"),
+        EAGER: partial(overlap, model, farskip, "eager-sync"),
+        OVERLAPPED: partial(overlap, model, farskip),
+        BOUND: partial(overlap, model, farskip, choose=without_wire),
+        BEFORE_CORE: partial(overlap, model, farskip, choose=before_core),
     }
+    fused = {name + FUSED: partial(make, fused=True) for name, make in ours.items()}
+    return {STOCK: partial(wire, model, standard), **ours, **fused}
 
 
 def _windows(engine: Any, ids: Tensor, load: Workload) -> list[Window]:
     meter = Meter()
-    overlap(engine.module.model, Wiring("farskip", tuple(range(load.layers))), choose=meter.choose)
+    overlap(engine.module.model, Wiring("farskip", tuple(range(load.layers))), choose=meter.choose, fused=load.fused)
     engine.backward(engine(ids))  # the first pass allocates and tunes
     engine.step()
     windows = meter.measure(lambda: engine.backward(engine(ids)))
@@ -174,7 +195,7 @@ def _timed_step(engine: Any, ids: Tensor, world: World) -> tuple[float, float]:
 
 def _trace(engine: Any, ids: Tensor, out: Path, load: Workload, world: World) -> None:
     """Traces one overlapped step on every rank into ``out``."""
-    variants(engine.module.model, load.layers)[OVERLAPPED]()
+    variants(engine.module.model, load.layers)[OVERLAPPED + FUSED if load.fused else OVERLAPPED]()
     engine.backward(engine(ids))
     engine.step()
     out.mkdir(parents=True, exist_ok=True)
@@ -198,16 +219,17 @@ def headline(traces: list[trace.Trace], ceiling: dict[str, tuple[float, float]])
 
 
 def table(measured: dict[str, dict[str, Any]]) -> str:
-    """A line per variant: medians ± half the distance between the quartiles, against stock and against the bound."""
+    """A line per variant: medians ± half the distance between the quartiles, against stock and against its bound."""
     steps = {name: statistics.median(found["step"]) for name, found in measured.items()}
-    lines = [f"{'':12s} {'fwd+bwd ms':>18s} {'step ms':>18s} {'x stock':>8s} {'of bound':>9s} {'peak GiB':>9s}"]
+    lines = [f"{'':16s} {'fwd+bwd ms':>18s} {'step ms':>18s} {'x stock':>8s} {'of bound':>9s} {'peak GiB':>9s}"]
     for name, found in measured.items():
         columns = [
             f"{statistics.median(found[k]):9.1f} ± {_spread(found[k]):6.1f}" for k in ("forward_backward", "step")
         ]
         faster = f"{steps[STOCK] / steps[name]:8.3f}" if STOCK in steps else f"{'-':>8s}"
-        bound = f"{steps[BOUND] / steps[name]:9.1%}" if BOUND in steps else f"{'-':>9s}"
-        lines.append(f"{name:12s} {columns[0]:>18s} {columns[1]:>18s} {faster} {bound} {found['peak_gib']:9.1f}")
+        fastest = BOUND + FUSED if name.endswith(FUSED) else BOUND
+        bound = f"{steps[fastest] / steps[name]:9.1%}" if fastest in steps else f"{'-':>9s}"
+        lines.append(f"{name:16s} {columns[0]:>18s} {columns[1]:>18s} {faster} {bound} {found['peak_gib']:9.1f}")
     return "\n".join(lines)
 
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from fcsd.errors import ConfigError
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
-FUSED = "fused"  # overlapped, with Triton moving the rows between tokens and experts
-USUAL = (STOCK, STANDARD, EAGER, OVERLAPPED, BOUND)
 BEFORE_CORE = "before-core"  # overlapped, with dispatch after rotary embeddings, not before
-VARIANTS = (*USUAL, FUSED, BEFORE_CORE)
+USUAL = (STOCK, STANDARD, EAGER, OVERLAPPED, BOUND)
+OURS = (STANDARD, EAGER, OVERLAPPED, BOUND, BEFORE_CORE)
+FUSED = "-fused"  # one kernel for each norm and each move of rows
+VARIANTS = (STOCK, *OURS, *(name + FUSED for name in OURS))
 ROUTERS = ("initialised", "uniform")
 
 
@@ -51,3 +52,8 @@ class Workload:
             for name in given:
                 if name not in known:
                     raise ConfigError(f"no {what} {name}", hint=f"known: {', '.join(known)}")
+
+    @property
+    def fused(self) -> bool:
+        """Whether a fused variant is timed: it is then what ceilings are measured of, and what is traced."""
+        return any(name.endswith(FUSED) for name in self.variants)
