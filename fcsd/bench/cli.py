@@ -34,9 +34,7 @@ def train(
     ] = "initialised,uniform",
     variants: Annotated[
         str,
-        typer.Option(
-            help="Some of these, separated by commas; also before-core, and each but stock with -fused behind it."
-        ),
+        typer.Option(help="Some of these, separated by commas; others are in docs/overlap.md."),
     ] = "stock,standard,eager-sync,overlapped,comm-free",
     recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Forward and backward alone.")] = False,
@@ -45,7 +43,8 @@ def train(
     gpus: Gpus = None,
     out: Annotated[Path | None, typer.Option(help="Directory for train.json and traces.")] = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Trace an overlapped step of every rank under the first router into --out.")
+        bool,
+        typer.Option("--trace", help="Trace a step of the last overlapped variant under the first router into --out."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what train.json holds to stdout.")] = False,
 ) -> None:
@@ -73,6 +72,8 @@ def _bench(load: "Workload", gpus: int | None, out: Path | None, *, traced: bool
     """What ``fcsd.bench.train.bench`` gives, in every process of a run that this starts."""
     if traced and out is None:
         raise ConfigError("traces are written into --out, which is missing")
+    if traced and not load.overlapped:
+        raise ConfigError("a step that overlaps is traced, and no variant does", hint="--variants overlapped,...")
     from fcsd.launch import ensure_world
 
     ensure_world(gpus)

@@ -29,13 +29,28 @@ from fcsd.bench.ceilings import Meter, NoWire, Window
 from fcsd.bench.equality import fingerprint, worst_difference
 from fcsd.bench.model import evenly_routed, make_engine
 from fcsd.bench.shapes import SHAPES
-from fcsd.bench.workload import BEFORE_CORE, BOUND, EAGER, FUSED, OVERLAPPED, STANDARD, STOCK, Workload
+from fcsd.bench.workload import (
+    BOUND,
+    COPIES,
+    EAGER,
+    FUSED,
+    OVERLAPPED,
+    SCHEDULES,
+    STANDARD,
+    STANDARD_COPIES,
+    STOCK,
+    Workload,
+)
 from fcsd.environment import snapshot
-from fcsd.errors import FcsdError
+from fcsd.errors import ConfigError, FcsdError
 from fcsd.launch import World, join_world
 from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import LayerWiring, Wiring
 from fcsd.parallel.overlap import Schedule, overlap
+from fcsd.parallel.puts import Puts
+from fcsd.parallel.symmetric import SymmetricWindow
+
+Choices = dict[str, Callable[[], Any]]  # name -> what turns the model into that variant
 
 
 def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> dict[str, Any]:
@@ -43,25 +58,29 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
 
     Args:
         out: directory for ``train.json``, written anew after each router, and with ``traced`` for a Chrome trace of
-            one overlapped step of each rank under the first router.
+            one step of each rank, of the last variant that overlaps, under the first router.
 
     Raises:
+        ConfigError: rows cannot be copied between processes without GPUs.
         FcsdError: the overlapped schedule computed something else than its eager-sync self.
     """
     begun = time.monotonic()
     world = join_world()
+    if world.device.type != "cuda" and any(COPIES in name for name in load.variants):
+        raise ConfigError("only GPUs copy rows into each other's memory", hint="leave out the variants named copies")
     config = SHAPES[load.shape](load.layers)
     engine = make_engine(config, load.micro_batch, world, recompute=load.recompute, optimizer=load.optimizer)
     model = engine.module.model
     generator = torch.Generator().manual_seed(world.rank)
     ids = torch.randint(0, model.config.vocab_size, (load.micro_batch, load.seq), generator=generator).to(world.device)
+    choices = variants(model, load.layers)
     result: dict[str, Any] = {"workload": asdict(load), "world": world.size, "environment": snapshot(), "routers": {}}
     for router in load.routers:
         _say(world, f"\n{router} router, {time.monotonic() - begun:.0f} s after the start")
         with evenly_routed(model) if router == "uniform" else nullcontext():
-            result["routers"][router] = _under_one_router(engine, ids, load, world)
+            result["routers"][router] = _under_one_router(engine, ids, choices, load, world)
             if out is not None and traced and router == load.routers[0]:
-                _trace(engine, ids, out, load, world)
+                _trace(engine, ids, choices[load.overlapped[-1]], out, world)
         if out is not None and world.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
             (out / "train.json").write_text(json.dumps(result, indent=1))
@@ -85,17 +104,15 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     return result
 
 
-def _under_one_router(engine: Any, ids: Tensor, load: Workload, world: World) -> dict[str, Any]:
+def _under_one_router(engine: Any, ids: Tensor, choices: Choices, load: Workload, world: World) -> dict[str, Any]:
     """Everything measured under one router."""
-    model = engine.module.model
-    choices = variants(model, load.layers)
     windows = _windows(engine, ids, load)
     _say(world, ceilings.to_text(windows))
 
-    equality = {
-        OVERLAPPED + suffix: _held(engine, ids, choices[EAGER + suffix], choices[OVERLAPPED + suffix], world)
-        for suffix in ("", *([FUSED] if load.fused else []))
-    }
+    equality = {}
+    for name in load.overlapped:
+        eager = EAGER + FUSED if name.endswith(FUSED) else EAGER
+        equality[name] = _held(engine, ids, choices[eager], choices[name], world)
     for name, held in equality.items():
         own = f"eager-sync against itself: {held['spread']:.2e}"
         _say(world, f"{name} against eager-sync: {held['difference']:.2e} relative; {own}")
@@ -122,23 +139,22 @@ def _held(
     return {"difference": error, "spread": spread, "equal": error <= max(4 * spread, 1e-6)}
 
 
-def variants(model: PreTrainedModel, layers: int) -> dict[str, Callable[[], Any]]:
+def variants(model: PreTrainedModel, layers: int) -> Choices:
     """Name -> what turns the model into that variant."""
     standard, farskip = unwired(), Wiring("farskip", tuple(range(layers)))
-    no_wire = NoWire()
 
-    def without_wire(_: LayerWiring, schedule: Schedule) -> Schedule:
-        return replace(schedule, transport=no_wire)
+    def by(change: dict[str, Any]) -> Callable[[LayerWiring, Schedule], Schedule]:
+        return lambda _, schedule: replace(schedule, **change)
 
-    def before_core(_: LayerWiring, schedule: Schedule) -> Schedule:
-        return replace(schedule, start="before_core")
-
+    copies = Puts(SymmetricWindow)
     ours = {
         STANDARD: partial(overlap, model, standard, "eager-sync"),
+        STANDARD_COPIES: partial(overlap, model, standard, "eager-sync", transport=copies),
         EAGER: partial(overlap, model, farskip, "eager-sync"),
         OVERLAPPED: partial(overlap, model, farskip),
-        BOUND: partial(overlap, model, farskip, choose=without_wire),
-        BEFORE_CORE: partial(overlap, model, farskip, choose=before_core),
+        COPIES: partial(overlap, model, farskip, transport=copies),
+        BOUND: partial(overlap, model, farskip, transport=NoWire()),
+        **{name: partial(overlap, model, farskip, choose=by(change)) for name, change in SCHEDULES.items()},
     }
     fused = {name + FUSED: partial(make, fused=True) for name, make in ours.items()}
     return {STOCK: partial(wire, model, standard), **ours, **fused}
@@ -154,9 +170,7 @@ def _windows(engine: Any, ids: Tensor, load: Workload) -> list[Window]:
     return windows
 
 
-def _time(
-    engine: Any, ids: Tensor, choices: dict[str, Callable[[], Any]], load: Workload, world: World
-) -> dict[str, dict[str, Any]]:
+def _time(engine: Any, ids: Tensor, choices: Choices, load: Workload, world: World) -> dict[str, dict[str, Any]]:
     """By variant: ms of forward and backward and of the whole step, of every timed step; peak memory in GiB."""
     on_cuda = world.device.type == "cuda"
     measured: dict[str, dict[str, Any]] = {
@@ -193,9 +207,9 @@ def _timed_step(engine: Any, ids: Tensor, world: World) -> tuple[float, float]:
     return (middle - start) * 1e3, (moment() - start) * 1e3
 
 
-def _trace(engine: Any, ids: Tensor, out: Path, load: Workload, world: World) -> None:
-    """Traces one overlapped step on every rank into ``out``."""
-    variants(engine.module.model, load.layers)[OVERLAPPED + FUSED if load.fused else OVERLAPPED]()
+def _trace(engine: Any, ids: Tensor, choose: Callable[[], Any], out: Path, world: World) -> None:
+    """Traces one step on every rank into ``out``."""
+    choose()
     engine.backward(engine(ids))
     engine.step()
     out.mkdir(parents=True, exist_ok=True)

@@ -202,6 +202,7 @@ def overlap(
     mode: Literal["on", "eager-sync", "off"] = "on",
     choose: Callable[[LayerWiring, Schedule], Schedule] = lambda _, schedule: schedule,
     fused: bool = False,
+    transport: Transport = all_to_all,
 ) -> None:
     """Wire a model whose experts AutoEP has sharded, with its all-to-alls in flight; reversible and repeatable.
 
@@ -210,6 +211,7 @@ def overlap(
             is ``wire_parallel``.
         choose: gives a layer another schedule than its default.
         fused: as ``wire_parallel``'s.
+        transport: how rows travel, unless ``choose`` says otherwise.
 
     Raises:
         ConfigError: the wiring, a schedule or the attention implementation does not allow it.
@@ -235,7 +237,7 @@ def overlap(
     mlp = arch_of(model.config).blocks.mlp
     for index, layer in enumerate(cast(Any, decoder_layers(model))):
         plan = layer.fcsd
-        schedule = choose(plan, DEFAULTS[plan.attn, plan.mlp])
+        schedule = choose(plan, replace(DEFAULTS[plan.attn, plan.mlp], transport=transport))
         if plan.mlp == 0 and schedule.start != "after_attn":
             raise ConfigError(f"layer {index}: its MLP reads its own attention and cannot start {schedule.start}")
         block = layer.get_submodule(mlp)
