@@ -29,26 +29,27 @@ FUSED = {"standard-fused": [240.0], "overlapped-fused": [200.0], "comm-free-fuse
 
 @pytest.fixture
 def runs(tmp_path):
-    """World size 8 comes first, and has timed fused variants beside the plain ones."""
-    eight = write(tmp_path / "8.json", 8, 2, {**PLAIN, **FUSED, "stock": [1.0], "fused": [1.0]})
+    """World size 8 comes first, and has timed fused variants beside the plain ones, and copies beside NCCL."""
+    others = {"stock": [1.0], "standard-copies": [280.0], "copies": [200.0]}
+    eight = write(tmp_path / "8.json", 8, 2, {**PLAIN, **FUSED, **others})
     return [eight, write(tmp_path / "4.json", 4, 4, PLAIN)]
 
 
 def test_a_stored_run_of_gpus_is_read():
     conditions, [point] = scaling.read([Path(__file__).parents[1] / "docs/results/train_v2lite_4xh200.json"])
     assert conditions["global batch"] == 16 and conditions["router"] == "initialised"
-    assert (point.suffix, point.world, point.micro_batch) == ("", 4, 4)
+    assert (point.variant, point.world, point.micro_batch) == ("overlapped", 4, 4)
     assert round(point.standard, 1) == 347.7 and round(point.overlapped, 1) == 332.7  # as docs/RESULTS.md has them
 
 
 def test_medians_and_speed_ups_by_world_size(runs):
     conditions, points = scaling.read(runs)
     assert conditions["global batch"] == 16
-    assert [(point.suffix, point.world) for point in points] == [("", 4), ("", 8), ("-fused", 8)]
-    assert [(point.standard, point.speed_up, point.most) for point in points] == [
-        (300.0, 1.2, 1.5),
-        (300.0, 1.2, 1.5),
-        (240.0, 1.2, 1.5),
+    assert [(point.variant, point.world, point.standard, point.speed_up, point.most) for point in points] == [
+        ("copies", 8, 280.0, 1.4, 1.4),
+        ("overlapped", 4, 300.0, 1.2, 1.5),
+        ("overlapped", 8, 280.0, 1.12, 1.4),  # over the faster of the two standard ones
+        ("overlapped-fused", 8, 240.0, 1.2, 1.5),
     ]
 
 
@@ -56,11 +57,11 @@ def test_the_command_prints_a_table_and_draws(runs, tmp_path):
     picture = tmp_path / "pictures" / "sizes.png"
     shown = CliRunner().invoke(app, ["bench", "scaling", *map(str, runs), "--picture", str(picture)])
     assert shown.exit_code == 0, shown.stderr
-    assert "deepseek-v2-lite" in shown.stdout and len(shown.stdout.splitlines()) == 5
+    assert "deepseek-v2-lite" in shown.stdout and len(shown.stdout.splitlines()) == 6
     assert " ".join(shown.stdout.splitlines()[-1].split()) == "overlapped-fused 8 2 240.0 200.0 160.0 1.200 1.500"
     assert picture.read_bytes().startswith(b"\x89PNG")
     as_json = json.loads(CliRunner().invoke(app, ["bench", "scaling", *map(str, runs), "--json"]).stdout)
-    assert [row["bound_speed_up"] for row in as_json["points"]] == [1.5, 1.5, 1.5]
+    assert [row["bound_speed_up"] for row in as_json["points"]] == [1.4, 1.5, 1.4, 1.5]
 
 
 @pytest.mark.parametrize(

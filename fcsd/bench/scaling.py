@@ -2,11 +2,12 @@
 
 import json
 import statistics
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fcsd.bench.workload import BOUND, OVERLAPPED, STANDARD
+from fcsd.bench.workload import BOUND, FUSED, OVERLAPPED, OVERLAPS, STANDARD, STANDARD_COPIES
 from fcsd.errors import BadInputError
 
 # What runs must share to be compared, as the workload in train.json calls it.
@@ -18,16 +19,22 @@ class Point:
     """Median ms of a step at one world size.
 
     Attributes:
-        suffix: what the variants' names have behind ``standard``, ``overlapped`` and ``comm-free``, such as ``-fused``.
+        variant: one that overlaps; ``standard`` and ``bound`` are fused if it is.
         micro_batch: sequences per rank.
+        standard: of the standard wiring by the fastest transport that was timed.
     """
 
-    suffix: str
+    variant: str
     world: int
     micro_batch: int
     standard: float
     overlapped: float
     bound: float
+
+    @property
+    def fused(self) -> str:
+        """What the names of comparable variants end in."""
+        return FUSED if self.variant.endswith(FUSED) else ""
 
     @property
     def speed_up(self) -> float:
@@ -44,7 +51,7 @@ def read(paths: list[Path]) -> tuple[dict[str, Any], list[Point]]:
     """What all runs share, and what they measured under their first router, by variants and world size.
 
     Raises:
-        BadInputError: a file is no train.json or has not timed the three variants, or the runs cannot be compared.
+        BadInputError: a file is no train.json or lacks a variant, or the runs cannot be compared.
     """
     conditions: dict[str, Any] = {}
     points: list[Point] = []
@@ -56,7 +63,7 @@ def read(paths: list[Path]) -> tuple[dict[str, Any], list[Point]]:
         if measured[0].world in {point.world for point in points}:
             raise BadInputError(f"{path}: another file has world size {measured[0].world}, too")
         points += measured
-    return conditions, sorted(points, key=lambda point: (point.suffix, point.world))
+    return conditions, sorted(points, key=lambda point: (point.variant, point.world))
 
 
 def _one(path: Path) -> tuple[dict[str, Any], list[Point]]:
@@ -71,12 +78,13 @@ def _one(path: Path) -> tuple[dict[str, Any], list[Point]]:
         conditions |= {"global batch": world * load["micro_batch"], "router": router}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise BadInputError(f"{path} is not a train.json of fcsd bench train") from error
-    suffixes = [name.removeprefix(OVERLAPPED) for name in steps if name.startswith(OVERLAPPED)]
-    points = [
-        Point(suffix, world, load["micro_batch"], *(steps[name + suffix] for name in (STANDARD, OVERLAPPED, BOUND)))
-        for suffix in suffixes
-        if {STANDARD + suffix, BOUND + suffix} <= steps.keys()
-    ]
+    points = []
+    for fused in ("", FUSED):
+        standard = [steps[name + fused] for name in (STANDARD, STANDARD_COPIES) if name + fused in steps]
+        if standard and BOUND + fused in steps:
+            timed = [name + fused for name in OVERLAPS if name + fused in steps]
+            size, best, bound = load["micro_batch"], min(standard), steps[BOUND + fused]
+            points += [Point(name, world, size, best, steps[name], bound) for name in timed]
     if not points:
         hint = f"fcsd bench train --variants {STANDARD},{OVERLAPPED},{BOUND}"
         raise BadInputError(f"{path} has not timed {STANDARD}, {OVERLAPPED} and {BOUND}", hint)
@@ -93,7 +101,7 @@ def to_text(conditions: dict[str, Any], points: list[Point]) -> str:
     for point in points:
         times = f"{point.standard:12.1f} {point.overlapped:14.1f} {point.bound:9.1f}"
         speeds = f"{point.speed_up:9.3f} {point.most:8.3f}"
-        lines.append(f"{OVERLAPPED + point.suffix:20s} {point.world:5d} {point.micro_batch:11d} {times} {speeds}")
+        lines.append(f"{point.variant:20s} {point.world:5d} {point.micro_batch:11d} {times} {speeds}")
     return "\n".join(lines)
 
 
@@ -104,7 +112,7 @@ def to_json(conditions: dict[str, Any], points: list[Point]) -> dict[str, Any]:
 
 
 def draw(conditions: dict[str, Any], points: list[Point], path: Path) -> None:
-    """Writes a PNG: the speed-up at each world size, the bound's beside it in the same colour, dashed."""
+    """Writes a PNG: the speed-up at each world size, the bound's beside it, dashed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -113,11 +121,14 @@ def draw(conditions: dict[str, Any], points: list[Point], path: Path) -> None:
     axes = figure.add_subplot()
     sizes = {point.world: point.micro_batch for point in sorted(points, key=lambda point: point.world)}
     places = {world: place for place, world in enumerate(sizes)}
-    for number, suffix in enumerate(dict.fromkeys(point.suffix for point in points)):
-        mine = [point for point in points if point.suffix == suffix]
-        at, colour = [places[point.world] for point in mine], f"C{number}"
-        axes.plot(at, [point.speed_up for point in mine], "o-", color=colour, label=OVERLAPPED + suffix)
-        axes.plot(at, [point.most for point in mine], "o--", color=colour, label=f"bound: {BOUND}{suffix}")
+    lines: dict[str, dict[int, float]] = defaultdict(dict)  # name -> place -> speed-up
+    for point in points:
+        lines[point.variant][places[point.world]] = point.speed_up
+    for point in points:
+        lines[BOUND + point.fused][places[point.world]] = point.most
+    for name, line in lines.items():
+        bound = name.removesuffix(FUSED) == BOUND
+        axes.plot(list(line), list(line.values()), "o--" if bound else "o-", label=f"bound: {name}" if bound else name)
     axes.axhline(1, color="#999999", linewidth=0.8)
     axes.margins(x=0.12)
     axes.set_xticks(list(places.values()), [f"{world}\nmicro-batch {size}" for world, size in sizes.items()])
