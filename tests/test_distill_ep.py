@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 import tiny
 import torch
@@ -72,7 +73,7 @@ def distill(recipes: list[ResolvedRecipe]) -> None:
 def run_all(folder: Path, out: Path, size: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Metrics, weights and first gradients of runs in ``size`` processes, by the name of the case."""
     recipes = [runs.resolved(folder, output_dir=str(out / name), **{**STEPS, **cases[name]}) for name in cases]
-    for result in runs.on_ranks(size, distill, recipes):
+    for result in ranks.on_ranks(size, distill, recipes):
         if isinstance(result, Exception):
             raise result
     found = {}
@@ -199,7 +200,7 @@ def resumed(folder: Path, run: Path, size: int, **changes: Any) -> Path:
 
 
 def train(recipe: ResolvedRecipe, size: int) -> None:
-    for result in runs.on_ranks(size, loop.distill, recipe):
+    for result in ranks.on_ranks(size, loop.distill, recipe):
         if isinstance(result, Exception):
             raise result
 
@@ -251,7 +252,7 @@ def test_every_checkpoint_is_an_export_and_a_start_and_belongs_to_its_processes(
     ):
         other = runs.resolved(folder, **{**trained, "train__expert_parallel": degree})
         expected = f"{run / 'checkpoints' / 'step-2'} belongs to another run: {difference}"
-        assert runs.on_ranks(size, refusal, other) == [expected] * size
+        assert ranks.on_ranks(size, refusal, other) == [expected] * size
     assert snapshot(run / "checkpoints") == before
 
 
@@ -275,7 +276,7 @@ def test_scores_and_the_best_checkpoint_are_those_of_one_process(
         cases["unwatched"] = {**STEPS, "train__expert_parallel": degree}
         found[size] = {name: out / name for name in cases}
         recipes = [runs.resolved(models["deepseek_v2"], output_dir=str(out / n), **case) for n, case in cases.items()]
-        for result in runs.on_ranks(size, scored, recipes):
+        for result in ranks.on_ranks(size, scored, recipes):
             assert result is None, result
     for name in watched:
         one, two = (read_metrics(found[size][name]) for size in (1, 2))

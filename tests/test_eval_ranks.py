@@ -64,7 +64,7 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(mirror: Path) -> list[Any]:
-    return ranks.on_ranks(2, both, mirror)
+    return ranks.in_group(2, both, mirror)
 
 
 def both(rank: int, mirror: Path) -> tuple[list[Any], list[Any]]:
@@ -155,7 +155,7 @@ def answered(lm: HFAdapter) -> list[Any]:
 
 
 def test_a_model_in_zero_3_answers_as_on_one_rank():
-    for (scores, texts), (expected_scores, expected_texts) in ranks.on_ranks(2, in_zero_3):
+    for (scores, texts), (expected_scores, expected_texts) in ranks.in_group(2, in_zero_3):
         assert texts == expected_texts
         torch.testing.assert_close(torch.tensor(scores), torch.tensor(expected_scores), rtol=1e-5, atol=1e-5)
 

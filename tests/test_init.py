@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 import texts
 import tiny
@@ -77,7 +78,7 @@ def test_pretraining_desync_from_a_config_to_an_export(folder: Path, tmp_path: P
 
 
 def distill(recipe: Any) -> None:
-    for result in runs.on_ranks(1, loop.distill, recipe):
+    for result in ranks.on_ranks(1, loop.distill, recipe):
         if isinstance(result, Exception):
             raise result
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 
 from fcsd import launch
@@ -65,7 +66,7 @@ def fail() -> int:
 
 
 def test_an_error_on_one_rank_is_raised_on_all() -> None:
-    assert runs.on_ranks(2, gather) == [[[0, 10], "from 0", ("bad", "fix it")]] * 2
+    assert ranks.on_ranks(2, gather) == [[[0, 10], "from 0", ("bad", "fix it")]] * 2
 
 
 def alone() -> tuple[Any, ...]:
@@ -76,7 +77,7 @@ def alone() -> tuple[Any, ...]:
 
 
 def test_one_process_needs_no_launcher() -> None:
-    assert runs.on_ranks(1, alone) == [(0, 1, "cpu", "cpu")]
+    assert ranks.on_ranks(1, alone) == [(0, 1, "cpu", "cpu")]
 
 
 def depart(code: int, marker: Path) -> None:
@@ -88,7 +89,7 @@ def depart(code: int, marker: Path) -> None:
 
 @pytest.mark.parametrize("code", [0, 5, 143])
 def test_a_process_leaves_its_world_with_its_own_exit_code_and_cleans_up(tmp_path: Path, code: int) -> None:
-    assert runs.exit_code(depart, code, tmp_path / "marker") == code
+    assert ranks.exit_code(depart, code, tmp_path / "marker") == code
     assert (tmp_path / "marker").exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import in_group
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fcsd.errors import ConfigError
@@ -362,7 +362,7 @@ def _two_ranks(rank: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
     """What two ranks found; starting them costs more than most of what they do."""
-    return on_ranks(2, _two_ranks)
+    return in_group(2, _two_ranks)
 
 
 EQUAL = ("wirings", "situations", "situations without shared experts", "schedules", "training", "fused")
@@ -375,12 +375,12 @@ def test_overlapped_is_blocking_to_the_last_bit(two_ranks, what):
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_on_one_rank_and_on_four(world):
-    assert [p for rank in on_ranks(world, _every_situation, "deepseek_v2", WIRINGS[:1]) for p in rank] == []
+    assert [p for rank in in_group(world, _every_situation, "deepseek_v2", WIRINGS[:1]) for p in rank] == []
 
 
 @pytest.mark.nightly
 def test_two_hundred_steps():
-    assert [p for rank in on_ranks(2, _train, 200) for p in rank] == []
+    assert [p for rank in in_group(2, _train, 200) for p in rank] == []
 
 
 @pytest.mark.parametrize("what", ["buffers", "buffers recomputed"])

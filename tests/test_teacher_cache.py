@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 import texts
 import tiny
@@ -38,7 +39,7 @@ def recipe(folder: Path, out: Path, top_k: int = 8, **changes: Any) -> Any:
 
 
 def on_ranks(size: int, function: Any, *arguments: Any) -> None:
-    for result in runs.on_ranks(size, function, *arguments):
+    for result in ranks.on_ranks(size, function, *arguments):
         if isinstance(result, Exception):
             raise result
 
@@ -138,7 +139,7 @@ def killed(resolved: Any) -> None:
 
 def test_a_killed_writer_goes_on_where_it_stopped(folder: Path, written: Path, tmp_path: Path) -> None:
     resolved = recipe(folder, tmp_path)
-    assert runs.exit_code(killed, resolved) == -signal.SIGKILL
+    assert ranks.exit_code(killed, resolved) == -signal.SIGKILL
     shards = sorted((tmp_path / "cache").glob("shard-*.safetensors"))
     assert len(shards) == 3 and not (tmp_path / "cache" / "MANIFEST.json").exists()
     with pytest.raises(BadInputError, match=r"MANIFEST.json: is missing"):
