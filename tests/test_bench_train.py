@@ -1,11 +1,10 @@
 """The benchmark of training steps runs on CPUs as it does on GPUs, and its ceilings follow from cover and wire."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from ranks import fcsd
 
 from fcsd.bench import trace
 from fcsd.bench.ceilings import Window, ceiling
@@ -15,8 +14,7 @@ from fcsd.errors import ConfigError
 
 
 def bench(*options):
-    command = [sys.executable, "-m", "fcsd", "bench", "train", "tiny", "--layers", "2", "--micro-batch", "1"]
-    return subprocess.run([*command, "--seq", "16", *map(str, options)], capture_output=True, text=True)
+    return fcsd("bench", "train", "tiny", "--layers", 2, "--micro-batch", 1, "--seq", 16, *options)
 
 
 def test_a_ceiling_counts_what_fits_under_the_cover():

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -319,8 +317,7 @@ def test_what_cannot_be_expert_parallel_is_refused_before_anything_is_written(
 
 def test_the_command_distils_on_two_processes_and_exports_what_loads_anywhere(repo: Path, tmp_path: Path) -> None:
     def fcsd(*arguments: str) -> None:
-        command = [sys.executable, "-m", "fcsd", *arguments]
-        done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=500, check=False)
+        done = ranks.fcsd(*arguments, cwd=repo)
         assert done.returncode == 0, done.stderr
 
     source = json.dumps([{"path": str(repo / "assets/corpus/held_out.jsonl")}])

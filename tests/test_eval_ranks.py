@@ -1,8 +1,5 @@
 """Two ranks give the answers of one: scores, resume, errors, and a model that must run on all ranks in step."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,9 +163,8 @@ def test_the_command_line_starts_ranks_and_a_second_run_repeats_no_answer(mirror
     eval_data.tokenizer().save_pretrained(directory)
 
     def run(*more: str) -> str:
-        command = [sys.executable, "-m", "fcsd", "eval", str(directory), "--tasks", "PIQA,ARC-E", "--device", "cpu"]
-        command += ["--data-mirror", str(mirror), "--batch-size", "3", "--out", str(tmp_path / "out"), *more]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=300)
+        asked = ["eval", directory, "--tasks", "PIQA,ARC-E", "--device", "cpu", "--batch-size", "3"]
+        done = ranks.fcsd(*asked, "--data-mirror", mirror, "--out", tmp_path / "out", *more)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

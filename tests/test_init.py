@@ -1,8 +1,6 @@
 """Where a student starts: random weights from a config alone, in any wiring; or an original, rewired on the way in."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +58,7 @@ def test_random_weights_are_the_configs_and_the_seeds(folder: Path, tmp_path: Pa
 
 
 def fcsd(*arguments: object) -> str:
-    done = subprocess.run([sys.executable, "-m", "fcsd", *map(str, arguments)], capture_output=True, text=True)
+    done = ranks.fcsd(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -33,14 +32,8 @@ def test_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_exit_code_of_a_process_is_that_of_the_command(repo: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fcsd", "distill", str(repo / "recipes/tiny.yaml"), "--gpus", "2"]
-    run = subprocess.run(
-        [*command, "--set", f"model={tmp_path}", "--output-dir", str(tmp_path / "run")],
-        cwd=repo,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    asked = ["distill", "recipes/tiny.yaml", "--gpus", "2", "--set", f"model={tmp_path}"]
+    run = ranks.fcsd(*asked, "--output-dir", tmp_path / "run", cwd=repo)
     assert run.returncode == 3, run.stderr
     assert "config.json" in run.stderr
 

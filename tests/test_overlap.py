@@ -354,7 +354,7 @@ def _two_ranks(rank: int) -> dict[str, Any]:
         "order recomputed": _executed(rank, FARSKIP, MODULES, recompute=True),
         "fused": _fused(rank),
         "hidden states": _states(rank),
-        "training": _train(rank, 20),
+        "training": _train(rank, 8),
         "ZeRO-3": _zero_3(rank),
     }
 

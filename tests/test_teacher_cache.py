@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +101,7 @@ def test_with_a_cache_no_teacher_is_loaded(folder: Path, written: Path, tmp_path
 def test_the_command_caches_a_teacher_whose_experts_are_divided(tmp_path: Path) -> None:
     runs.write_models(tmp_path, "qwen3_moe")
     recipe(tmp_path, tmp_path, top_k=VOCAB, train__expert_parallel=2)
-    command = [sys.executable, "-m", "fcsd", "cache-teacher", str(tmp_path / "recipe.yaml"), "--gpus", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = ranks.fcsd("cache-teacher", tmp_path / "recipe.yaml", "--gpus", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "cache")
     with pytest.raises(ConfigError, match="expert_parallel 2 does not divide the 1 processes"):
