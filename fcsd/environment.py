@@ -14,7 +14,7 @@ PACKAGES = [
 ]  # fmt: skip
 # Prefixes of environment variables that change results or communication; no other variable is read,
 # since some hold tokens.
-SETTINGS = ("NCCL_", "CUDA_", "OMP_", "TORCH_NCCL_", "HF_HOME", "HF_HUB_OFFLINE", "DS_")
+SETTINGS = ("NCCL_", "CUDA_", "OMP_", "TORCH_NCCL_", "TORCH_SYMM", "HF_HOME", "HF_HUB_OFFLINE", "DS_")
 
 
 def snapshot() -> dict[str, object]:

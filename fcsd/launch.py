@@ -113,7 +113,8 @@ def ensure_world(
     options = [*where, f"--nproc-per-node={gpus}", f"--signals-to-handle={_SIGNALS}"]
     if grace_seconds > _PATIENCE:
         options.append(f"--shutdown-timeout={math.ceil(grace_seconds)}")
-    _torchrun([*options, "-m", "fcsd", *sys.argv[1:]])
+    # Without `--` torchrun takes an option of fcsd's such as `--run` for an abbreviation of its own.
+    _torchrun([*options, "-m", "--", "fcsd", *sys.argv[1:]])
 
 
 def _torchrun(arguments: list[str]) -> NoReturn:

@@ -1,20 +1,23 @@
 """The benchmark of training steps runs on CPUs as it does on GPUs, and its ceilings follow from cover and wire."""
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 from ranks import fcsd
+from typer.testing import CliRunner
 
 from fcsd.bench import trace
 from fcsd.bench.ceilings import Window, ceiling
 from fcsd.bench.train import headline
 from fcsd.bench.workload import Workload
+from fcsd.cli import app
 from fcsd.errors import ConfigError
 
 
-def bench(*options):
-    return fcsd("bench", "train", "tiny", "--layers", 2, "--micro-batch", 1, "--seq", 16, *options)
+def bench(*options, command=("train", "tiny")):
+    return fcsd("bench", *command, "--layers", 2, "--micro-batch", 1, "--seq", 16, *options)
 
 
 def test_a_ceiling_counts_what_fits_under_the_cover():
@@ -38,15 +41,19 @@ def test_the_headline_names_the_ceiling_beside_the_share():
     assert "bwd: " in text and "of at most 85.0%" in text
 
 
-def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path):
+def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkeypatch):
+    settings = {"NCCL_MAX_CTAS": "8", "TORCH_NCCL_HIGH_PRIORITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
     done = bench("--rounds", 1, "--steps", 2, "--gpus", 2, "--out", tmp_path, "--trace", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "train.json").read_text())
+    assert settings.items() <= result["environment"]["settings"].items()
     assert (tmp_path / "rank-1.json.gz").exists()
     assert list(result["routers"]) == ["initialised", "uniform"]
     for found in result["routers"].values():
-        assert found["equal"] and found["difference"] == 0.0  # gloo adds in a fixed order
+        assert found["equality"] == {"overlapped": {"difference": 0.0, "spread": 0.0, "equal": True}}  # gloo's order
         assert list(found["variants"]) == ["stock", "standard", "eager-sync", "overlapped", "comm-free"]
         assert {len(times["step"]) for times in found["variants"].values()} == {2}
         calls = {(window["kind"], window["passes"], window["layer"]) for window in found["windows"]}
@@ -58,11 +65,40 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path):
 
 
 def test_some_variants_of_a_recomputed_pass_without_an_engine():
-    options = ["--rounds", 1, "--steps", 1, "--variants", "overlapped", "--routers", "uniform", "--json"]
+    variants = ["standard-fused", "overlapped-fused"]
+    options = ["--rounds", 1, "--steps", 1, "--variants", ",".join(variants), "--routers", "uniform", "--json"]
     done = bench(*options, "--recompute", "--no-optimizer")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["routers"]["uniform"]
+    assert list(found["variants"]) == variants
+    assert {name: held["difference"] for name, held in found["equality"].items()} == {"overlapped-fused": 0.0}
+
+
+def test_one_command_takes_a_step_and_reads_its_traces(tmp_path):
+    done = bench("--gpus", 2, "--out", tmp_path, command=("trace", "--run", "tiny"))
+    for rank in range(2):
+        events = json.loads(gzip.decompress((tmp_path / f"rank-{rank}.json.gz").read_bytes()))["traceEvents"]
+        ranges = {event["name"] for event in events if event["name"].startswith("fcsd::")}
+        assert ranges >= {f"fcsd::{kind}.{each}.L1" for kind in ("dispatch", "combine") for each in ("fwd", "bwd")}
+    [found] = json.loads((tmp_path / "train.json").read_text())["routers"].values()
     assert list(found["variants"]) == ["overlapped"]
+    # The report is the one that files get: a CPU's trace has nothing on a device.
+    assert done.returncode == 3, done.stderr
+    assert f"{tmp_path / 'rank-0.json.gz'}: no collective of fcsd ran on a device" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "name either traces or"),
+        (["t.json", "--run", "tiny"], "name either traces or"),
+        (["--run", "tiny", "--gpus", "2"], "written into --out, which is missing"),
+    ],
+)
+def test_a_trace_is_either_read_or_taken(words, message):
+    result = CliRunner().invoke(app, ["bench", "trace", *words])
+    assert result.exit_code == 2
+    assert message in result.stderr and result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("field, name", [("shape", "huge"), ("variants", "fast"), ("routers", "random")])

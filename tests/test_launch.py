@@ -24,7 +24,7 @@ def test_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPat
     launch.ensure_world(1)
     assert started == []
     launch.ensure_world(2)
-    assert started[0][-6:] == ["-m", "fcsd", "distill", "r.yaml", "--gpus", "2"]
+    assert started[0][-7:] == ["-m", "--", "fcsd", "distill", "r.yaml", "--gpus", "2"]
     assert "--nproc-per-node=2" in started[0]
     monkeypatch.setenv("WORLD_SIZE", "2")
     launch.ensure_world(2)

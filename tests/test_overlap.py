@@ -1,6 +1,7 @@
 """Overlapped expert parallelism is the blocking one to the last bit, leaks nothing, and runs in the paper's order."""
 
 import gc
+import os
 import random
 import time
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from file_window import FileWindow
 from ranks import in_group
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -21,6 +23,7 @@ from fcsd.models.wiring import WiredLayer, Wiring
 from fcsd.parallel.autoep import allow_string_keys, expert_parallel_config, shard_experts
 from fcsd.parallel.deferred import Exchange
 from fcsd.parallel.overlap import Schedule, overlap
+from fcsd.parallel.puts import Puts
 
 MOE = [a for a in tiny.CONFIGS if ARCHS[a].autoep is not None]
 ALL = (0, 1, 2, 3)
@@ -147,16 +150,35 @@ def _every_schedule(rank: int) -> list[str]:
     return problems
 
 
+def _by_copies(rank: int, folder: str) -> list[str]:
+    """Rows copied into the peers' memory; the second batch is too long for the first one's buffers."""
+    problems: list[str] = []
+    model = _sharded("deepseek_v2")
+    for number, wiring in enumerate((FARSKIP, Wiring("standard", ()))):
+        windows = f"{folder}/{number}"
+        os.makedirs(windows, exist_ok=True)
+        transport = Puts(lambda group, capacity, at=windows: FileWindow(group, capacity, at))
+        choose = lambda _, schedule, t=transport: replace(schedule, transport=t)  # noqa: E731
+        batches = [tiny.tokens(seed=rank, length=length) for length in (6, 40)]
+        _compare(model, wiring, batches, "by copies", problems, choose)
+    return problems
+
+
 def _fused(rank: int) -> list[str]:
-    """Kernels that move rows, scores applied after the experts and before, against torch."""
+    """One kernel for each norm and move of rows, whichever side of the experts scores apply: torch's, in any mode."""
     problems = []
     ids = tiny.tokens(seed=rank, length=6)
     for arch in ("deepseek_v2", "llama4_text"):
         model = _sharded(arch)
         results = []
         for fused in (False, True):
-            overlap(model, FARSKIP, choose=lambda _, schedule, f=fused: replace(schedule, fused=f))
+            overlap(model, FARSKIP, fused=fused)
             results.append(_run(model, [ids]))
+        for mode in ("off", "eager-sync"):
+            overlap(model, FARSKIP, mode, fused=True)
+            if difference := _difference(results[1], _run(model, [ids])):
+                problems.append(f"{arch} {mode}: {difference}")
+        overlap(model, FARSKIP, fused=True)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if difference := _difference(results[1], _run(model, [ids])):
             problems.append(f"{arch} recomputed: {difference}")
@@ -341,13 +363,14 @@ def _zero_3(rank: int) -> str:
     return "not refused"
 
 
-def _two_ranks(rank: int) -> dict[str, Any]:
+def _two_ranks(rank: int, folder: str) -> dict[str, Any]:
     random.seed(rank)
     return {
         "wirings": _every_wiring(rank),
         "situations": _every_situation(rank, "deepseek_v2", WIRINGS),
         "situations without shared experts": _every_situation(rank, "qwen3_moe", WIRINGS[:1]),
         "schedules": _every_schedule(rank),
+        "by copies": _by_copies(rank, folder),
         "buffers": _alive_buffers(rank, recompute=False),
         "buffers recomputed": _alive_buffers(rank, recompute=True),
         "order": _executed(rank, FARSKIP, MODULES, recompute=False),
@@ -360,12 +383,12 @@ def _two_ranks(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
+def two_ranks(tmp_path_factory) -> list[dict[str, Any]]:
     """What two ranks found; starting them costs more than most of what they do."""
-    return in_group(2, _two_ranks)
+    return in_group(2, _two_ranks, str(tmp_path_factory.mktemp("windows")))
 
 
-EQUAL = ("wirings", "situations", "situations without shared experts", "schedules", "training", "fused")
+EQUAL = ("wirings", "situations", "situations without shared experts", "schedules", "by copies", "training", "fused")
 
 
 @pytest.mark.parametrize("what", EQUAL)

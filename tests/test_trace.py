@@ -24,6 +24,28 @@ def call(name, launched, start, end, correlation):
     ]
 
 
+BARRIER = "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
+COPY = "Memcpy {} (Device -> Device)"
+
+
+def copied(name, launched, barriers, copies, correlation):
+    """A range whose rows copy engines put into the memory of peers, between two barriers of symmetric memory."""
+    (first, last), (own, peers) = barriers, copies
+    events = [event("user_annotation", name, launched, launched + 9)]
+    for number, (category, kind, launch, (start, end)) in enumerate(
+        [
+            ("kernel", BARRIER, "cudaLaunchKernel", first),
+            ("gpu_memcpy", COPY.format("DtoD"), "cudaMemcpyAsync", own),
+            ("gpu_memcpy", COPY.format("PtoP"), "cudaMemcpyAsync", peers),
+            ("kernel", BARRIER, "cudaLaunchKernel", last),
+        ],
+        correlation,
+    ):
+        events += [event("cuda_runtime", launch, launched + 1, launched + 2, correlation=number)]
+        events += [event(category, kind, start, end, correlation=number)]
+    return events
+
+
 def computed(start, end, correlation):
     return [
         event("cuda_runtime", "cudaLaunchKernel", start - 1, start - 0.5, correlation=correlation),
@@ -73,6 +95,22 @@ def test_waiting_for_a_late_rank_is_told_from_the_wire(tmp_path):
     second = trace.read(write(tmp_path / "1.json", late, rank=1))
     found = trace.overlaps([first, second])["dispatch", "fwd"]
     assert (found.calls, found.on_device, found.late) == (2, 0.050, 0.030)
+
+
+def test_copies_between_barriers_are_one_collective_and_no_computation(tmp_path):
+    def rank(number, arrives):
+        """Both ranks leave the first barrier at 121, whenever they came."""
+        events = copied("fcsd::dispatch.fwd.L0", 0, [(arrives, 121), (151, 160)], [(122, 130), (125, 150)], 10)
+        events += computed(140, 155, 1)
+        events += [event("gpu_memcpy", COPY.format("DtoD"), 100, 160, correlation=2)]  # no range's
+        events += [event("kernel", BARRIER, 100, 160, correlation=3)]  # such as that of an allocation
+        return trace.read(write(tmp_path / f"{number}.json", events, rank=number))
+
+    first, second = rank(0, arrives=100), rank(1, arrives=120)
+    assert first.calls == [trace.Call("dispatch", "fwd", 0, 100, 160)]
+    assert [kernel.name for kernel in first.computation] == ["gemm"]
+    found = trace.overlaps([first, second])["dispatch", "fwd"]
+    assert (found.calls, found.on_device, found.hidden, found.late) == (2, 0.100, 0.030, 0.020)
 
 
 def test_a_kernel_launched_from_another_thread_is_not_in_the_range(tmp_path):
@@ -129,6 +167,12 @@ def test_stored_traces_give_the_figure_of_hta_and_a_picture(tmp_path, name):
     assert round(trace.hta_overlap(found), 2) == HTA[name]
     assert {call.kind for call in found.calls} >= {"dispatch", "combine"}
     draw(found, tmp_path / "layer.png", middle_of(found))
+
+
+def test_a_stored_trace_of_a_gpu_keeps_its_figures():
+    found = trace.overlaps([trace.read(STORED / "h200.json.gz")])
+    shares = {key: round(overlap.share, 4) for key, overlap in found.items() if key[0] in ("all", "plan")}
+    assert shares == {("all", "fwd"): 0.5001, ("all", "bwd"): 0.6165, ("plan", "fwd"): 0.9908}
 
 
 def middle_of(found):

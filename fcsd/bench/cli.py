@@ -3,42 +3,52 @@
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fcsd.command import command, emit
+from fcsd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fcsd.bench.workload import Workload
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+# Options of every command that takes steps.
+Layers = Annotated[int, typer.Option(min=1, help="Decoder layers.")]
+MicroBatch = Annotated[int, typer.Option(min=1, help="Sequences per GPU and step.")]
+Seq = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
+Gpus = Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")]
 
 
 @command(app, "train")
 def train(
     shape: Annotated[str, typer.Argument(help="deepseek-v2-lite, deepseek-v3, qwen3-30b-a3b or tiny.")],
-    layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 8,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per GPU and step.")] = 4,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 4096,
+    layers: Layers = 8,
+    micro_batch: MicroBatch = 4,
+    seq: Seq = 4096,
     routers: Annotated[
         str, typer.Option(help="initialised, uniform (as many tokens for every expert), or both.")
     ] = "initialised,uniform",
     variants: Annotated[
         str,
-        typer.Option(help="Some of these, separated by commas; also fused (Triton moves the rows) and before-core."),
+        typer.Option(help="Some of these, separated by commas; others are in docs/overlap.md."),
     ] = "stock,standard,eager-sync,overlapped,comm-free",
     recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Forward and backward alone.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
+    gpus: Gpus = None,
     out: Annotated[Path | None, typer.Option(help="Directory for train.json and traces.")] = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Trace an overlapped step of every rank under the first router into --out.")
+        bool,
+        typer.Option("--trace", help="Trace a step of the last overlapped variant under the first router into --out."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what train.json holds to stdout.")] = False,
 ) -> None:
     """Time a training step of random weights: stock AutoEP, standard, eager-sync, overlapped, and without a wire."""
     from fcsd.bench.workload import Workload
-    from fcsd.launch import ensure_world
 
     load = Workload(
         shape,
@@ -52,25 +62,40 @@ def train(
         rounds=rounds,
         steps=steps,
     )
+    result = _bench(load, gpus, out, traced=trace)
+    if as_json and _first():
+        emit(json.dumps(result, indent=2))
+
+
+def _bench(load: "Workload", gpus: int | None, out: Path | None, *, traced: bool) -> dict[str, Any]:
+    """What ``fcsd.bench.train.bench`` gives, in every process of a run that this starts."""
+    if traced and out is None:
+        raise ConfigError("traces are written into --out, which is missing")
+    if traced and not load.overlapped:
+        raise ConfigError("a step that overlaps is traced, and no variant does", hint="--variants overlapped,...")
+    from fcsd.launch import ensure_world
+
     ensure_world(gpus)
 
     from fcsd.bench.train import bench
 
-    result = bench(load, out, traced=trace)
-    if as_json and os.environ.get("RANK", "0") == "0":
-        emit(json.dumps(result, indent=2))
+    return bench(load, out, traced=traced)
+
+
+def _first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 @command(app, "memory")
 def memory(
     shape: Annotated[str, typer.Argument(help="deepseek-v2-lite, qwen3-30b-a3b, llama4-scout, ... or tiny.")],
-    layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 4,
+    layers: Layers = 4,
     seq: Annotated[int, typer.Option(min=8, help="Tokens per row.")] = 4096,
     micro_batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass and GPU.")] = 1,
     accumulation: Annotated[int, typer.Option(min=1, help="Forward passes per step and GPU.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Steps to take; the last one counts.")] = 2,
     sets: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe; repeatable.")] = [],  # noqa: B006
-    gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
+    gpus: Gpus = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.")] = None,
 ) -> None:
     """Take distillation steps of random weights, and hold what `fcsd plan` says of them against what they take."""
@@ -81,23 +106,42 @@ def memory(
     from fcsd.bench.memory import bench
 
     found = bench(shape, layers, seq=seq, micro_batch=micro_batch, accumulation=accumulation, steps=steps, sets=sets)
-    if out is not None and os.environ.get("RANK", "0") == "0":
+    if out is not None and _first():
         out.write_text(json.dumps(found, indent=1))
 
 
 @command(app, "trace")
 def trace(
     files: Annotated[
-        list[Path], typer.Argument(metavar="TRACE...", help="Chrome traces, one of each rank, or their directory.")
-    ],
+        list[Path] | None, typer.Argument(metavar="TRACE...", help="Chrome traces, one of each rank, or a directory.")
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="SHAPE", help="Trace an overlapped step of this shape into --out, first.")
+    ] = None,
+    layers: Layers = 8,
+    micro_batch: MicroBatch = 4,
+    seq: Seq = 4096,
+    gpus: Gpus = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for train.json and the traces of --run.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw one layer's forward and backward into this PNG.")] = None,
     layer: Annotated[int | None, typer.Option(min=0, help="Which layer to draw; default: the middle one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Say how much dispatch and combine time lies under computation. FarSkip Table 3."""
+    """Say how much dispatch and combine time lies under computation, in traces or in a step that --run takes."""
+    if bool(files) == (run is not None):
+        raise ConfigError("name either traces or, with --run, the shape whose step to trace")
+    if run is not None:
+        from fcsd.bench.workload import OVERLAPPED, Workload
+
+        once = Workload(run, layers, micro_batch, seq, ("initialised",), (OVERLAPPED,), rounds=1, steps=1)
+        world = _bench(once, gpus, out, traced=True)["world"]
+        if out is None or not _first():
+            return
+        files = [out / f"rank-{rank}.json.gz" for rank in range(world)]
+
     from fcsd.bench import trace as tracing
 
-    traces = [tracing.read(path) for path in tracing.files(files)]
+    traces = [tracing.read(path) for path in tracing.files(files or [])]
     if picture is not None:
         from fcsd.bench.trace_picture import draw
 

@@ -147,7 +147,7 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
     sizes, targets = {"weights": since(), "teacher": 0}, None
     if needs_teacher(recipe):
         teacher = randomise(original, teacher_degree(train), **draw)
-        wire_sharded(teacher, teacher_degree(train), train.overlap)
+        wire_sharded(teacher, teacher_degree(train), train)
         targets = live_teacher(teacher.requires_grad_(False), recipe.objective)
         sizes["teacher"] = since()
     engine = _Watched(build_engine(model, recipe, world), world)

@@ -1,8 +1,10 @@
 """How much communication a profiler trace hides, by the ranges ``fcsd::{kind}.{pass}.L{layer}`` that fcsd records.
 
-A collective is every device event whose launch lies in such a range: autograd sequence numbers are altered on
-purpose, so the profiler's own links from backward to forward say nothing. Computation is every kernel of neither a
-range nor NCCL. Copies and fills outside a range are neither, as HolisticTraceAnalysis counts them.
+A collective is every device event whose launch lies in such a range, from the first one's start to the last one's end:
+one NCCL kernel, or copies into the memory of peers between barriers of symmetric memory. Autograd sequence numbers are
+altered on purpose, so the profiler's own links from backward to forward say nothing. Computation is every kernel of
+neither a range nor NCCL nor symmetric memory's signals. Copies and fills outside a range are neither, as
+HolisticTraceAnalysis counts them.
 """
 
 import gzip
@@ -22,10 +24,12 @@ from fcsd.errors import BadInputError
 RANGE = re.compile(r"fcsd::(?P<kind>\w+)\.(?P<passes>\w+)\.L(?P<layer>\d+)")
 ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
+# Kernels that compute nothing, whoever launches them: NCCL's, and those in which symmetric memory waits for peers.
+_COMMUNICATES = re.compile(r"^nccl|\b(barrier|put_signal|wait_signal)_kernel\b")
 
 
 class Call(NamedTuple):
-    """One collective on one rank: its times in µs on the device's clock."""
+    """One collective on one rank: from its first event on the device to the end of its last, in µs of that clock."""
 
     kind: str  # dispatch, combine, plan, reduce
     passes: str  # fwd, bwd, recompute
@@ -120,7 +124,7 @@ def read(path: Path) -> Trace:
         if (found := owner.get(event["args"].get("correlation"))) is not None:
             first, last = spans.get(found, (start, end))
             spans[found] = min(first, start), max(last, end)
-        elif event["cat"] == "kernel" and not is_nccl:
+        elif event["cat"] == "kernel" and not _COMMUNICATES.search(event["name"]):
             computation.append(Kernel(event["name"], start, end))
     if not spans:
         raise BadInputError(

@@ -3,7 +3,8 @@
 All variants run on one model, one DeepSpeed engine and one process group, interleaved, so that clocks and memory
 drift alike for all. The learning rate is zero: every variant routes the same tokens through the same weights. Before
 anything is timed, cover and wire time of every collective are printed, and with them the ceiling of what can be
-hidden; and the overlapped schedule is held against the loss and the gradients of its eager-sync self.
+hidden; and the overlapped schedule is held against the loss and the gradients of its eager-sync self, fused as well if
+a fused variant is asked for.
 """
 
 import json
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,28 @@ from fcsd.bench.ceilings import Meter, NoWire, Window
 from fcsd.bench.equality import fingerprint, worst_difference
 from fcsd.bench.model import evenly_routed, make_engine
 from fcsd.bench.shapes import SHAPES
-from fcsd.bench.workload import BEFORE_CORE, BOUND, EAGER, FUSED, OVERLAPPED, STANDARD, STOCK, Workload
+from fcsd.bench.workload import (
+    BOUND,
+    COPIES,
+    EAGER,
+    FUSED,
+    OVERLAPPED,
+    SCHEDULES,
+    STANDARD,
+    STANDARD_COPIES,
+    STOCK,
+    Workload,
+)
 from fcsd.environment import snapshot
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.launch import World, join_world
 from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import LayerWiring, Wiring
 from fcsd.parallel.overlap import Schedule, overlap
+from fcsd.parallel.puts import Puts
+from fcsd.parallel.symmetric import SymmetricWindow
+
+Choices = dict[str, Callable[[], Any]]  # name -> what turns the model into that variant
 
 
 def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> dict[str, Any]:
@@ -41,28 +58,29 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
 
     Args:
         out: directory for ``train.json``, written anew after each router, and with ``traced`` for a Chrome trace of
-            one overlapped step of each rank under the first router.
+            one step of each rank, of the last variant that overlaps, under the first router.
 
     Raises:
-        ConfigError: traces without ``out``.
+        ConfigError: rows cannot be copied between processes without GPUs.
         FcsdError: the overlapped schedule computed something else than its eager-sync self.
     """
-    if traced and out is None:
-        raise ConfigError("--trace writes into --out, which is missing")
     begun = time.monotonic()
     world = join_world()
+    if world.device.type != "cuda" and any(COPIES in name for name in load.variants):
+        raise ConfigError("only GPUs copy rows into each other's memory", hint="leave out the variants named copies")
     config = SHAPES[load.shape](load.layers)
     engine = make_engine(config, load.micro_batch, world, recompute=load.recompute, optimizer=load.optimizer)
     model = engine.module.model
     generator = torch.Generator().manual_seed(world.rank)
     ids = torch.randint(0, model.config.vocab_size, (load.micro_batch, load.seq), generator=generator).to(world.device)
+    choices = variants(model, load.layers)
     result: dict[str, Any] = {"workload": asdict(load), "world": world.size, "environment": snapshot(), "routers": {}}
     for router in load.routers:
         _say(world, f"\n{router} router, {time.monotonic() - begun:.0f} s after the start")
         with evenly_routed(model) if router == "uniform" else nullcontext():
-            result["routers"][router] = _under_one_router(engine, ids, load, world)
+            result["routers"][router] = _under_one_router(engine, ids, choices, load, world)
             if out is not None and traced and router == load.routers[0]:
-                _trace(engine, ids, out, load, world)
+                _trace(engine, ids, choices[load.overlapped[-1]], out, world)
         if out is not None and world.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
             (out / "train.json").write_text(json.dumps(result, indent=1))
@@ -75,60 +93,76 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
         _say(world, trace.to_text(traces))
         _say(world, headline(traces, first["ceiling"]))
     _say(world, f"\nended {time.monotonic() - begun:.0f} s after the start")
-    wrong = [router for router, found in result["routers"].items() if not found["equal"]]
+    wrong = [
+        f"{name} under the {router} router"
+        for router, found in result["routers"].items()
+        for name, held in found["equality"].items()
+        if not held["equal"]
+    ]
     if wrong:
-        raise FcsdError(f"{', '.join(wrong)} router: the overlapped schedule computes something else")
+        raise FcsdError(f"{', '.join(wrong)}: the schedule computes something else than its eager-sync self")
     return result
 
 
-def _under_one_router(engine: Any, ids: Tensor, load: Workload, world: World) -> dict[str, Any]:
+def _under_one_router(engine: Any, ids: Tensor, choices: Choices, load: Workload, world: World) -> dict[str, Any]:
     """Everything measured under one router."""
-    model = engine.module.model
-    choices = variants(model, load.layers)
     windows = _windows(engine, ids, load)
     _say(world, ceilings.to_text(windows))
 
-    choices[EAGER]()
-    reference, again = fingerprint(engine, ids), fingerprint(engine, ids)
-    choices[OVERLAPPED]()
-    spread = worst_difference(reference, again, world)
-    error = worst_difference(reference, fingerprint(engine, ids), world)
-    _say(world, f"overlapped against eager-sync: {error:.2e} relative; eager-sync against itself: {spread:.2e}")
+    equality = {}
+    for name in load.overlapped:
+        eager = EAGER + FUSED if name.endswith(FUSED) else EAGER
+        equality[name] = _held(engine, ids, choices[eager], choices[name], world)
+    for name, held in equality.items():
+        own = f"eager-sync against itself: {held['spread']:.2e}"
+        _say(world, f"{name} against eager-sync: {held['difference']:.2e} relative; {own}")
 
     measured = _time(engine, ids, {name: choices[name] for name in load.variants}, load, world)
     _say(world, table(measured))
     return {
         "windows": [asdict(window) for window in windows],
         "ceiling": {passes: ceilings.both(windows, passes) for passes in ceilings.passes_of(windows)},
-        "difference": error,
-        "spread": spread,
-        "equal": error <= max(4 * spread, 1e-6),
+        "equality": equality,
         "variants": measured,
     }
 
 
-def variants(model: PreTrainedModel, layers: int) -> dict[str, Callable[[], Any]]:
-    """Name -> what turns the model into that variant; all but the first two are wired farskip."""
+def _held(
+    engine: Any, ids: Tensor, eager: Callable[[], Any], overlapped: Callable[[], Any], world: World
+) -> dict[str, Any]:
+    """How far a schedule is from its eager-sync self, beside how far that is from itself."""
+    eager()
+    reference, again = fingerprint(engine, ids), fingerprint(engine, ids)
+    overlapped()
+    spread = worst_difference(reference, again, world)
+    error = worst_difference(reference, fingerprint(engine, ids), world)
+    return {"difference": error, "spread": spread, "equal": error <= max(4 * spread, 1e-6)}
+
+
+def variants(model: PreTrainedModel, layers: int) -> Choices:
+    """Name -> what turns the model into that variant."""
     standard, farskip = unwired(), Wiring("farskip", tuple(range(layers)))
-    no_wire = NoWire()
 
-    def without_wire(_: LayerWiring, schedule: Schedule) -> Schedule:
-        return replace(schedule, transport=no_wire)
+    def by(change: dict[str, Any]) -> Callable[[LayerWiring, Schedule], Schedule]:
+        return lambda _, schedule: replace(schedule, **change)
 
-    return {
-        STOCK: lambda: wire(model, standard),
-        STANDARD: lambda: overlap(model, standard, "eager-sync"),
-        EAGER: lambda: overlap(model, farskip, "eager-sync"),
-        OVERLAPPED: lambda: overlap(model, farskip),
-        BOUND: lambda: overlap(model, farskip, choose=without_wire),
-        BEFORE_CORE: lambda: overlap(model, farskip, choose=lambda _, schedule: replace(schedule, start="before_core")),
-        FUSED: lambda: overlap(model, farskip, choose=lambda _, schedule: replace(schedule, fused=True)),
+    copies = Puts(SymmetricWindow)
+    ours = {
+        STANDARD: partial(overlap, model, standard, "eager-sync"),
+        STANDARD_COPIES: partial(overlap, model, standard, "eager-sync", transport=copies),
+        EAGER: partial(overlap, model, farskip, "eager-sync"),
+        OVERLAPPED: partial(overlap, model, farskip),
+        COPIES: partial(overlap, model, farskip, transport=copies),
+        BOUND: partial(overlap, model, farskip, transport=NoWire()),
+        **{name: partial(overlap, model, farskip, choose=by(change)) for name, change in SCHEDULES.items()},
     }
+    fused = {name + FUSED: partial(make, fused=True) for name, make in ours.items()}
+    return {STOCK: partial(wire, model, standard), **ours, **fused}
 
 
 def _windows(engine: Any, ids: Tensor, load: Workload) -> list[Window]:
     meter = Meter()
-    overlap(engine.module.model, Wiring("farskip", tuple(range(load.layers))), choose=meter.choose)
+    overlap(engine.module.model, Wiring("farskip", tuple(range(load.layers))), choose=meter.choose, fused=load.fused)
     engine.backward(engine(ids))  # the first pass allocates and tunes
     engine.step()
     windows = meter.measure(lambda: engine.backward(engine(ids)))
@@ -136,9 +170,7 @@ def _windows(engine: Any, ids: Tensor, load: Workload) -> list[Window]:
     return windows
 
 
-def _time(
-    engine: Any, ids: Tensor, choices: dict[str, Callable[[], Any]], load: Workload, world: World
-) -> dict[str, dict[str, Any]]:
+def _time(engine: Any, ids: Tensor, choices: Choices, load: Workload, world: World) -> dict[str, dict[str, Any]]:
     """By variant: ms of forward and backward and of the whole step, of every timed step; peak memory in GiB."""
     on_cuda = world.device.type == "cuda"
     measured: dict[str, dict[str, Any]] = {
@@ -175,9 +207,9 @@ def _timed_step(engine: Any, ids: Tensor, world: World) -> tuple[float, float]:
     return (middle - start) * 1e3, (moment() - start) * 1e3
 
 
-def _trace(engine: Any, ids: Tensor, out: Path, load: Workload, world: World) -> None:
-    """Traces one overlapped step on every rank into ``out``."""
-    variants(engine.module.model, load.layers)[OVERLAPPED]()
+def _trace(engine: Any, ids: Tensor, choose: Callable[[], Any], out: Path, world: World) -> None:
+    """Traces one step on every rank into ``out``."""
+    choose()
     engine.backward(engine(ids))
     engine.step()
     out.mkdir(parents=True, exist_ok=True)
@@ -201,16 +233,17 @@ def headline(traces: list[trace.Trace], ceiling: dict[str, tuple[float, float]])
 
 
 def table(measured: dict[str, dict[str, Any]]) -> str:
-    """A line per variant: medians ± half the distance between the quartiles, against stock and against the bound."""
+    """A line per variant: medians ± half the distance between the quartiles, against stock and against its bound."""
     steps = {name: statistics.median(found["step"]) for name, found in measured.items()}
-    lines = [f"{'':12s} {'fwd+bwd ms':>18s} {'step ms':>18s} {'x stock':>8s} {'of bound':>9s} {'peak GiB':>9s}"]
+    lines = [f"{'':16s} {'fwd+bwd ms':>18s} {'step ms':>18s} {'x stock':>8s} {'of bound':>9s} {'peak GiB':>9s}"]
     for name, found in measured.items():
         columns = [
             f"{statistics.median(found[k]):9.1f} ± {_spread(found[k]):6.1f}" for k in ("forward_backward", "step")
         ]
         faster = f"{steps[STOCK] / steps[name]:8.3f}" if STOCK in steps else f"{'-':>8s}"
-        bound = f"{steps[BOUND] / steps[name]:9.1%}" if BOUND in steps else f"{'-':>9s}"
-        lines.append(f"{name:12s} {columns[0]:>18s} {columns[1]:>18s} {faster} {bound} {found['peak_gib']:9.1f}")
+        fastest = BOUND + FUSED if name.endswith(FUSED) else BOUND
+        bound = f"{steps[fastest] / steps[name]:9.1%}" if fastest in steps else f"{'-':>9s}"
+        lines.append(f"{name:16s} {columns[0]:>18s} {columns[1]:>18s} {faster} {bound} {found['peak_gib']:9.1f}")
     return "\n".join(lines)
 
 

@@ -1,14 +1,24 @@
 """What the benchmark of training steps times, checked before any process starts."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from fcsd.errors import ConfigError
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
-FUSED = "fused"  # overlapped, with Triton moving the rows between tokens and experts
 USUAL = (STOCK, STANDARD, EAGER, OVERLAPPED, BOUND)
-BEFORE_CORE = "before-core"  # overlapped, with dispatch after rotary embeddings, not before
-VARIANTS = (*USUAL, FUSED, BEFORE_CORE)
+# Rows copied into the peers' memory: overlapped, and under the standard wiring, awaited where they start.
+COPIES, STANDARD_COPIES = "copies", "standard-copies"
+# Overlapped by another schedule.
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "before-attn": {"start": "before_attn"},
+    "before-core": {"start": "before_core"},
+    "shared-under-dispatch": {"shared_covers": "dispatch"},
+}
+OVERLAPS = (OVERLAPPED, COPIES, *SCHEDULES)
+OURS = (STANDARD, STANDARD_COPIES, EAGER, BOUND, *OVERLAPS)
+FUSED = "-fused"  # one kernel for each norm and each move of rows
+VARIANTS = (STOCK, *OURS, *(name + FUSED for name in OURS))
 ROUTERS = ("initialised", "uniform")
 
 
@@ -51,3 +61,13 @@ class Workload:
             for name in given:
                 if name not in known:
                     raise ConfigError(f"no {what} {name}", hint=f"known: {', '.join(known)}")
+
+    @property
+    def fused(self) -> bool:
+        """Whether a fused variant is timed: ceilings are then measured of one."""
+        return any(name.endswith(FUSED) for name in self.variants)
+
+    @property
+    def overlapped(self) -> tuple[str, ...]:
+        """The variants that overlap: each is held against its eager-sync self, and the last is traced."""
+        return tuple(name for name in self.variants if name.removesuffix(FUSED) in OVERLAPS)

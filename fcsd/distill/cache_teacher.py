@@ -65,7 +65,7 @@ def _write(recipe: Recipe, settings: TeacherCache, folder: Path, world: World, s
     import_deepspeed()
     path, degree = resolve(teacher_name(recipe)).path, teacher_degree(recipe.train)
     model = load(path, degree, dtype=DTYPES[recipe.train.dtype], device=world.device).requires_grad_(False)
-    wire_sharded(model, degree, recipe.train.overlap)
+    wire_sharded(model, degree, recipe.train)
     vocab_size = len(output_head(model))
     if settings.top_k > vocab_size:
         raise ConfigError(f"objective.teacher_cache.top_k is {settings.top_k}, the vocabulary has {vocab_size} words")

@@ -130,7 +130,7 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
     engine, *_ = deepspeed.initialize(
         model=student, model_parameters=trainable, config=deepspeed_config(recipe, world.size)
     )
-    wire_sharded(model, recipe.train.expert_parallel, recipe.train.overlap)
+    wire_sharded(model, recipe.train.expert_parallel, recipe.train)
     return engine
 
 

@@ -7,7 +7,7 @@ kinds of gradient are divided by all processes, which ``train_step`` makes up fo
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,12 +85,12 @@ def teacher_degree(train: Train) -> int:
     return 1 if train.teacher_placement == "replicated" else train.expert_parallel
 
 
-def wire_sharded(model: PreTrainedModel, degree: int, mode: Literal["on", "eager-sync", "off"]) -> None:
-    """Lets a model whose experts are divided compute its own wiring, with its all-to-alls in flight."""
+def wire_sharded(model: PreTrainedModel, degree: int, train: Train) -> None:
+    """Lets a model whose experts ``degree`` divide compute its own wiring, overlapped and fused as the recipe says."""
     if degree > 1:
         from fcsd.parallel.overlap import overlap
 
-        overlap(model, wiring_of(model.config), mode)
+        overlap(model, wiring_of(model.config), train.overlap, fused=train.fused and model.device.type == "cuda")
 
 
 def clip_without_zero(engine: Any, train: Train, world: World) -> Tensor:

@@ -236,7 +236,7 @@ def _teacher(recipe: Recipe, model: PreTrainedModel, world: World) -> PreTrained
     degree = teacher_degree(recipe.train)
     teacher = load(resolve(name).path, degree, dtype=DTYPES[recipe.train.dtype], device=world.device)
     expect_comparable(model, teacher, recipe, name)
-    wire_sharded(teacher, degree, recipe.train.overlap)
+    wire_sharded(teacher, degree, recipe.train)
     return teacher.requires_grad_(False)
 
 

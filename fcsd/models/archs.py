@@ -21,6 +21,7 @@ class Arch:
         autoep: keys for DeepSpeed AutoEP, whose own detection goes by ``model_type``; None for dense types.
         no_ep: why expert parallelism is refused.
         packs: its code keeps attention inside documents where position ids restart.
+        norm_epsilon: attribute of its RMSNorms.
     """
 
     model_type: str
@@ -32,6 +33,7 @@ class Arch:
     autoep: Mapping[str, Any] | None = None
     no_ep: str | None = None
     packs: bool = True
+    norm_epsilon: str = "variance_epsilon"
 
     @property
     def wirings(self) -> tuple[str, ...]:
@@ -88,6 +90,7 @@ _ROWS = (
         },
         blocks=_LLAMA4_BLOCKS,
         autoep={"moe_layer_pattern": r"model\.layers\.\d+\.feed_forward", **_LLAMA4_AUTOEP},
+        norm_epsilon="eps",
     ),
     _row(
         "llama4",
@@ -97,6 +100,7 @@ _ROWS = (
         blocks=_LLAMA4_BLOCKS,
         text_config="text_config",
         autoep={"moe_layer_pattern": r"language_model\.model\.layers\.\d+\.feed_forward", **_LLAMA4_AUTOEP},
+        norm_epsilon="eps",
     ),
 )
 

@@ -18,6 +18,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..errors import BadInputError, ConfigError
 from .archs import ARCHS, Arch
+from .norms import fuse_norms
 from .wiring import DESYNC, WiredModel, Wiring, hf_parts, wire_layers
 
 PREFIX = "fcsd_"
@@ -56,6 +57,7 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
         wire_layers(layers, wiring, partial(hf_parts, arch.blocks))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    fuse_norms(model, arch, False)
     for layer in layers:
         if "_hf_hook" in vars(layer):  # accelerate's hook would go on calling the forward it found when attached
             layer._old_forward = MethodType(type(layer).forward, layer)

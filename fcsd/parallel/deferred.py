@@ -5,35 +5,17 @@ Two autograd nodes make one exchange. ``_Launch`` starts it in forward and await
 buffer that is still being written; no other node can read it or add to it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
 from . import order
-
-
-class Work(Protocol):
-    """A collective in flight; after ``wait`` its buffers may be read and freed on the current stream."""
-
-    def wait(self) -> Any: ...
-
-
-# (rows to send, rows for each rank, rows from each rank, group) -> (buffer being filled, work)
-Transport = Callable[[Tensor, list[int], list[int], Any], tuple[Tensor, Work]]
-
-
-def all_to_all(rows: Tensor, sends: list[int], receives: list[int], group: Any) -> tuple[Tensor, Work]:
-    """torch.distributed's own: NCCL or gloo."""
-    received = rows.new_empty(sum(receives), rows.shape[1])
-    work = dist.all_to_all_single(received, rows, receives, sends, group=group, async_op=True)
-    assert work is not None
-    return received, work
+from .transport import Route, Transport, Work, all_to_all
 
 
 @dataclass
@@ -43,8 +25,8 @@ class Exchange:
     Args:
         name: ``dispatch`` or ``combine``.
         layer: 0-based index of the decoder layer.
-        sends: rows for each rank.
-        receives: rows from each rank.
+        route: of the rows.
+        back: of their gradients.
         eager: await every collective where it starts.
         ready: CUDA event after which the rows to send are complete; with it the forward launch does not wait for
             what the compute stream was given since. ``side`` is the stream it is launched from.
@@ -53,19 +35,19 @@ class Exchange:
     name: str
     layer: int
     group: Any
-    sends: list[int]
-    receives: list[int]
+    route: Route
+    back: Route
     transport: Transport = all_to_all
     eager: bool = False
     ready: torch.Event | None = None
     side: torch.cuda.Stream | None = None
     in_flight: tuple[Work, Tensor, Tensor] | None = field(default=None, init=False)
 
-    def launch(self, rows: Tensor, sends: list[int], receives: list[int], passes: str) -> Tensor:
-        """Start sending ``rows [sum(sends), hidden]``; the buffer ``[sum(receives), hidden]`` fills until ``land``."""
+    def launch(self, rows: Tensor, route: Route, passes: str) -> Tensor:
+        """Start sending ``rows [sent, hidden]``; the buffer ``[received, hidden]`` fills until ``land``."""
         rows = rows.contiguous()
         with record_function(f"fcsd::{self.name}.{passes}.L{self.layer}"), self._stream() as early:
-            received, work = self.transport(rows, sends, receives, self.group)
+            received, work = self.transport(rows, route, self.group)
         if early:
             received.record_stream(torch.cuda.current_stream())
         if self.eager:
@@ -121,7 +103,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        exchange.launch(rows, exchange.sends, exchange.receives, "recompute" if order.in_backward() else "fwd")
+        exchange.launch(rows, exchange.route, "recompute" if order.in_backward() else "fwd")
         # Stands for the rows on the wire: the shape of their gradient, and no memory.
         return rows.new_empty(()).expand(rows.shape)
 
@@ -139,5 +121,4 @@ class _Await(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        exchange = ctx.exchange
-        return exchange.launch(grad, exchange.receives, exchange.sends, "bwd"), None
+        return ctx.exchange.launch(grad, ctx.exchange.back, "bwd"), None

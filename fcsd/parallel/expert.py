@@ -4,7 +4,6 @@ DeepSpeed AutoEP owns the experts; here is only the order of its steps. The part
 collective is awaited where it starts. They are the reference for any schedule that awaits later.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,10 +18,11 @@ from deepspeed.module_inject.auto_ep_layer import (
     permute_by_local_expert,
     unpermute_by_local_expert,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..models.build import arch_of, decoder_layers
+from ..models.norms import fuse_norms
 from ..models.wiring import Blocks, Parts, Wiring, wire_layers
 
 
@@ -39,7 +39,7 @@ def choose(moe: Any, flat: Tensor, fused: bool = False) -> Choice:
     """Choose experts for ``flat [tokens, hidden]``.
 
     Args:
-        fused: move the rows with ``fcsd.kernels.rows``, which no GPU has run yet.
+        fused: move the rows with ``fcsd.kernels.rows``.
     """
     scores, chosen, counts = RouterOutput(*moe.router(flat, moe.expert_bias))
     with torch.no_grad():
@@ -72,11 +72,15 @@ def pack(moe: Any, flat: Tensor, choice: Choice) -> Tensor:
     return rows
 
 
-def run_experts(moe: Any, received: Tensor, plan: SplitPlan) -> Tensor:
-    """This rank's experts on the rows it received: ``[received, hidden] -> [received, hidden]``, order kept."""
-    rows, indices, counts, total = permute_by_local_expert(received, plan.local_counts_by_source)
+def run_experts(moe: Any, received: Tensor, counts: Tensor) -> Tensor:
+    """This rank's experts on the rows it received: ``[received, hidden] -> [received, hidden]``, order kept.
+
+    Args:
+        counts: ``[ranks, local experts]``, rows that came from each rank for each expert.
+    """
+    rows, indices, aligned, total = permute_by_local_expert(received, counts)
     del received  # not kept while the experts run
-    return unpermute_by_local_expert(moe.experts(rows, counts), indices, total)
+    return unpermute_by_local_expert(moe.experts(rows, aligned), indices, total)
 
 
 def weigh(moe: Any, rows: Tensor, choice: Choice, shape: tuple[int, int, int]) -> Tensor:
@@ -95,8 +99,12 @@ def exchange(moe: Any, rows: Tensor, sends: list[int], receives: list[int]) -> T
     return _AllToAllV.apply(moe.ep_group, rows, sends, receives)
 
 
-def blocking_parts(blocks: Blocks, layer: Any) -> Parts:
-    """The parts of a decoder layer whose MoE block AutoEP replaced; a dense layer's are transformers' own."""
+def blocking_parts(blocks: Blocks, layer: Any, fused: bool = False) -> Parts:
+    """The parts of a decoder layer whose MoE block AutoEP replaced; a dense layer's are transformers' own.
+
+    Args:
+        fused: as ``choose``'s.
+    """
     moe = layer.get_submodule(blocks.mlp)
 
     def attn(x: Tensor, **kwargs: Any) -> Tensor:
@@ -108,10 +116,10 @@ def blocking_parts(blocks: Blocks, layer: Any) -> Parts:
     def routed(x: Tensor) -> Tensor:
         batch, seq, hidden = x.shape
         flat = x.reshape(-1, hidden)
-        choice = choose(moe, flat)
+        choice = choose(moe, flat, fused)
         plan = exchange_counts(moe, choice)
         received = exchange(moe, pack(moe, flat, choice), plan.input_splits, plan.output_splits)
-        outputs = run_experts(moe, received, plan)
+        outputs = run_experts(moe, received, plan.local_counts_by_source)
         rows = exchange(moe, outputs, plan.output_splits, plan.input_splits)
         return weigh(moe, rows, choice, (batch, seq, hidden))
 
@@ -125,9 +133,13 @@ def _shared(moe: Any, x: Tensor) -> Tensor:
     return out
 
 
-def wire_parallel(
-    model: PreTrainedModel, wiring: Wiring, parts: Callable[[Blocks, nn.Module], Parts] = blocking_parts
-) -> None:
-    """Wire a model whose experts AutoEP has sharded; every layer is taken apart, so one set of parts serves all."""
-    take_apart = partial(parts, arch_of(model.config).blocks)
-    wire_layers(decoder_layers(model), wiring, take_apart, every=True)
+def wire_parallel(model: PreTrainedModel, wiring: Wiring, fused: bool = False) -> None:
+    """Wire a model whose experts AutoEP has sharded; every layer is taken apart, so one set of parts serves all.
+
+    Args:
+        fused: one kernel for each RMSNorm and each move of rows between tokens and experts, on CUDA; results differ
+            in the last digit.
+    """
+    arch = arch_of(model.config)
+    wire_layers(decoder_layers(model), wiring, partial(blocking_parts, arch.blocks, fused=fused), every=True)
+    fuse_norms(model, arch, fused)

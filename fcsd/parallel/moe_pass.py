@@ -9,9 +9,10 @@ from torch import Tensor
 from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]
 
 from . import order
-from .deferred import Deferred, Exchange, Transport, launch
+from .deferred import Deferred, Exchange, launch
 from .expert import choose, pack, run_experts, weigh
 from .split_plan import start_plan
+from .transport import Route, Transport
 
 
 class MoePass:
@@ -45,7 +46,7 @@ class MoePass:
         if self._packed is None:
             return
         self._plan = self._sizes()
-        exchange = self._exchange("dispatch", self._plan.input_splits, self._plan.output_splits)
+        exchange = self._exchange("dispatch", self._plan.dispatch, self._plan.combine)
         exchange.ready, exchange.side = self._packed_event, self._side
         self._dispatch = self._send(self._packed, exchange, awaited_at)
         self._packed = None
@@ -53,9 +54,9 @@ class MoePass:
     def run_experts(self, awaited_at: int | None) -> None:
         """Await dispatch, run this rank's experts, send the outputs back."""
         assert self._dispatch is not None
-        outputs = run_experts(self._moe, self._dispatch.wait(), self._plan)
+        outputs = run_experts(self._moe, self._dispatch.wait(), self._plan.counts)
         self._dispatch = None
-        exchange = self._exchange("combine", self._plan.output_splits, self._plan.input_splits)
+        exchange = self._exchange("combine", self._plan.combine, self._plan.dispatch)
         self._combine = self._send(outputs, exchange, awaited_at)
 
     def land(self) -> Tensor:
@@ -65,8 +66,8 @@ class MoePass:
         self._combine = None
         return weigh(self._moe, rows, self._choice, self._shape)
 
-    def _exchange(self, name: str, sends: list[int], receives: list[int]) -> Exchange:
-        return Exchange(name, self._layer, self._moe.ep_group, sends, receives, self._transport, self._eager)
+    def _exchange(self, name: str, route: Route, back: Route) -> Exchange:
+        return Exchange(name, self._layer, self._moe.ep_group, route, back, self._transport, self._eager)
 
     def _send(self, rows: Tensor, exchange: Exchange, awaited_at: int | None) -> Deferred:
         return Deferred(rows, None) if self._moe.ep_size == 1 else launch(rows, exchange, awaited_at)

@@ -27,9 +27,9 @@ from ..models.build import arch_of, decoder_layers
 from ..models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, _refuse_reentrant
 from . import order, settings
 from .attention import Around, after_projections, join_attention, split_attention
-from .deferred import Transport, all_to_all
 from .expert import wire_parallel
 from .moe_pass import InFlight, MoePass
+from .transport import Transport, all_to_all
 
 Place = Literal["before_attn", "before_rotary", "before_core", "after_core", "after_attn"]
 
@@ -43,14 +43,12 @@ class Schedule:
         shared_covers: which collective the shared experts run under.
         transport: how rows travel.
         eager: await every collective where it starts: the same code, nothing hidden.
-        fused: move rows between tokens and experts with ``fcsd.kernels.rows``; no GPU has run it yet.
     """
 
     start: Place
     shared_covers: Literal["dispatch", "combine"] = "combine"
     transport: Transport = all_to_all
     eager: bool = False
-    fused: bool = False
 
 
 # (attention's, MLP's read depth) -> schedule. An MLP that reads its own layer's attention cannot start before it.
@@ -67,13 +65,15 @@ DEFAULTS: dict[tuple[int, int], Schedule] = {
 class LayerOverlap(LayerWiring):
     """How a layer reads, and how it overlaps: ``moe`` is None for a dense layer, ``side`` None without CUDA.
 
-    ``accumulations`` are autograd's nodes for the gradients of its experts.
+    ``fused`` is as ``choose``'s in ``expert.py``; ``accumulations`` are autograd's nodes for the gradients of its
+    experts.
     """
 
     index: int
     schedule: Schedule
     moe: AutoEPMoELayer | None
     side: torch.cuda.Stream | None
+    fused: bool
     accumulations: list[Any]
 
 
@@ -134,7 +134,7 @@ class _Mlp:
                 self.plan.side,
                 schedule.transport,
                 schedule.eager,
-                schedule.fused,
+                self.plan.fused,
             )
             if self.dispatch_awaited_at is None:
                 self.dispatch_awaited_at = order.mark()
@@ -201,6 +201,8 @@ def overlap(
     wiring: Wiring,
     mode: Literal["on", "eager-sync", "off"] = "on",
     choose: Callable[[LayerWiring, Schedule], Schedule] = lambda _, schedule: schedule,
+    fused: bool = False,
+    transport: Transport = all_to_all,
 ) -> None:
     """Wire a model whose experts AutoEP has sharded, with its all-to-alls in flight; reversible and repeatable.
 
@@ -208,6 +210,8 @@ def overlap(
         mode: ``eager-sync`` awaits every collective where it starts, to tell a wrong wait from a wrong sum; ``off``
             is ``wire_parallel``.
         choose: gives a layer another schedule than its default.
+        fused: as ``wire_parallel``'s.
+        transport: how rows travel, unless ``choose`` says otherwise.
 
     Raises:
         ConfigError: the wiring, a schedule or the attention implementation does not allow it.
@@ -222,7 +226,7 @@ def overlap(
             hint="use ZeRO-1 or 2, or overlap: off",
         )
     join_attention(model)
-    wire_parallel(model, wiring)
+    wire_parallel(model, wiring, fused)
     if mode == "off":
         return
     split_attention(model)
@@ -233,7 +237,7 @@ def overlap(
     mlp = arch_of(model.config).blocks.mlp
     for index, layer in enumerate(cast(Any, decoder_layers(model))):
         plan = layer.fcsd
-        schedule = choose(plan, DEFAULTS[plan.attn, plan.mlp])
+        schedule = choose(plan, replace(DEFAULTS[plan.attn, plan.mlp], transport=transport))
         if plan.mlp == 0 and schedule.start != "after_attn":
             raise ConfigError(f"layer {index}: its MLP reads its own attention and cannot start {schedule.start}")
         block = layer.get_submodule(mlp)
@@ -243,6 +247,7 @@ def overlap(
             schedule=replace(schedule, eager=schedule.eager or mode == "eager-sync"),
             moe=block if isinstance(block, AutoEPMoELayer) else None,
             side=side,
+            fused=fused,
             accumulations=order.accumulations(block.experts) if isinstance(block, AutoEPMoELayer) else [],
         )
         layer.__class__ = _overlapped_class(layer.unwired)

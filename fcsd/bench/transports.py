@@ -1,0 +1,172 @@
+"""The ways rows can travel between the GPUs of one host, alone and beside matrix products.
+
+    torchrun --nproc-per-node 4 -m fcsd.bench.transports [--symmetric-kernel] [--out FILE]
+
+``--symmetric-kernel`` measures ``torch.ops.symm_mem.all_to_all_vdev_2d``, which takes its sizes from the device, in
+place of the others: it needs the NVSHMEM backend, of which a process has one or none.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcsd.environment import snapshot
+from fcsd.errors import FcsdError
+from fcsd.launch import World, join_world, leave
+from fcsd.parallel.puts import Puts
+from fcsd.parallel.symmetric import SymmetricWindow
+from fcsd.parallel.transport import Route, Transport, all_to_all, route
+
+WIDTH = 2048
+SIZES = {"32 MiB": 2**13, "384 MiB": 98304}  # rows that a rank sends
+REPEATS = 10
+
+
+def uneven(world: int, rows: int) -> list[list[int]]:
+    """Rows from each rank to each: every rank sends ``rows``, half as many more to some as to others."""
+    shares = [[2 + (sender + 2 * receiver) % 3 for receiver in range(world)] for sender in range(world)]
+    matrix = [[rows * share // sum(row) for share in row] for row in shares]
+    for sender, row in enumerate(matrix):
+        row[sender] += rows - sum(row)
+    return matrix
+
+
+def check(transport: Transport, world: World) -> None:
+    """Exchanges of different sizes, one larger than the first one's buffers, bring what NCCL's bring.
+
+    Raises:
+        FcsdError: they do not.
+    """
+    last = [[0] * (world.size - 1) + [64] for _ in range(world.size)]
+    nothing = [[0] * world.size for _ in range(world.size)]
+    matrices = [uneven(world.size, 1000), nothing, last, uneven(world.size, 5000), uneven(world.size, 1100)]
+    for number, matrix in enumerate(matrices * 20):
+        way = route(matrix, world.rank)
+        rows = torch.randn(sum(way.sends), WIDTH, device=world.device, dtype=torch.bfloat16)
+        results = []
+        for send in (transport, all_to_all):
+            received, work = send(rows, way, dist.group.WORLD)
+            work.wait()
+            results.append(received)
+        if not torch.equal(*results):
+            raise FcsdError(f"exchange {number} on rank {world.rank} brought other rows than NCCL")
+
+
+def symmetric_kernel(way: Route, world: World) -> Callable[[], Any]:
+    """An exchange by ``all_to_all_vdev_2d`` with one expert per rank; buffers and splits are symmetric."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    group = dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
+    make = partial(symmetric.empty, device=world.device)
+    rows = make(2 * max(sum(way.sends), way.most), WIDTH, dtype=torch.bfloat16)
+    received = make(2 * max(sum(way.sends), way.most), WIDTH, dtype=torch.bfloat16)
+    splits = make(world.size, dtype=torch.int64)
+    told = make(2, world.size, dtype=torch.int64)
+    for tensor in (rows, received, splits, told):
+        symmetric.rendezvous(tensor, group)
+    rows.normal_()
+    splits.copy_(torch.tensor(way.sends))
+    return lambda: torch.ops.symm_mem.all_to_all_vdev_2d(rows, received, splits, told, group)
+
+
+def launching(transport: Transport, rows: Tensor, way: Route) -> Callable[[], Any]:
+    """An exchange; what it gives waits for it."""
+
+    def exchange() -> Callable[[], Any]:
+        kept, work = transport(rows, way, dist.group.WORLD)
+        return lambda: (work.wait(), kept)
+
+    return exchange
+
+
+def on_a_stream(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The same for an operation on the current stream."""
+    stream = torch.cuda.Stream(priority=-1)
+
+    def exchange() -> Callable[[], Any]:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+        return lambda: torch.cuda.current_stream().wait_stream(stream)
+
+    return exchange
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """Median, all ranks starting together."""
+    times = []
+    for _ in range(REPEATS + 2):
+        dist.barrier()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[2:])
+
+
+def measure(exchange: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of an exchange alone, of matrix products alone, and of both at once."""
+    a = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(4096, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def products() -> None:
+        for _ in range(6):
+            torch.matmul(a, b)
+
+    def both() -> None:
+        wait = exchange()
+        products()
+        wait()
+
+    alone = milliseconds(lambda: exchange()())
+    return {"alone": alone, "products": milliseconds(products), "both": milliseconds(both)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--symmetric-kernel", action="store_true")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.symmetric_kernel:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        symmetric.set_backend("NVSHMEM")
+    world = join_world()
+    found: dict[str, Any] = {"environment": snapshot(), "world": world.size, "rows": SIZES, "ms": {}}
+    if not arguments.symmetric_kernel:
+        check(Puts(SymmetricWindow), world)
+    for size, count in SIZES.items():
+        way = route(uneven(world.size, count), world.rank)
+        if arguments.symmetric_kernel:
+            exchanges = {"symmetric kernel": on_a_stream(symmetric_kernel(way, world))}
+        else:
+            rows = torch.randn(sum(way.sends), WIDTH, device=world.device, dtype=torch.bfloat16)
+            exchanges = {
+                "NCCL": launching(all_to_all, rows, way),
+                "copies": launching(Puts(SymmetricWindow), rows, way),
+            }
+        found["ms"][size] = {name: measure(exchange) for name, exchange in exchanges.items()}
+        for name, ms in found["ms"][size].items():
+            away = sum(way.sends) - way.sends[world.rank]
+            line = f"{size:8s} {name:16s} {ms['alone']:7.3f} ms = {away * WIDTH * 2 / ms['alone'] / 1e6:6.1f} GB/s out"
+            line += f"; products {ms['products']:.3f} ms, both {ms['both']:.3f} ms"
+            if world.rank == 0:
+                print(line, file=sys.stderr, flush=True)
+    if world.rank == 0 and arguments.out is not None:
+        arguments.out.write_text(json.dumps(found, indent=1))
+    leave(SystemExit(0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A window on CUDA: torch's symmetric memory, with flags that streams write and await without a kernel."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .transport import Work
+
+_FLAGS = 4096  # bytes before the buffer: a 32-bit number for each flag and rank
+
+
+class SymmetricWindow:
+    """See ``puts.Window``; collective over ``group``, whose ranks must be GPUs of one host that reach each other.
+
+    Raises:
+        RuntimeError: they do not.
+    """
+
+    def __init__(self, group: Any, capacity: int) -> None:
+        from cuda.bindings import driver  # pyright: ignore[reportMissingImports]: comes with torch for CUDA
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self._driver: Any = driver
+        device = torch.device("cuda", torch.cuda.current_device())
+        memory = symmetric.empty(_FLAGS + capacity, dtype=torch.uint8, device=device)
+        memory[:_FLAGS].zero_()
+        handle = symmetric.rendezvous(memory, group)
+        self.rank, self.size = handle.rank, handle.world_size
+        self.buffers = [handle.get_buffer(rank, (capacity,), torch.uint8, _FLAGS) for rank in range(self.size)]
+        self._addresses = handle.buffer_ptrs
+        self._kept = memory, handle
+        self._out, self._in = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        torch.cuda.synchronize()
+        dist.barrier(group)  # no flag is set before it was cleared
+
+    def sending(self) -> AbstractContextManager[Any]:
+        return self._after_current(self._out)
+
+    def receiving(self) -> AbstractContextManager[Any]:
+        return self._after_current(self._in)
+
+    def tell(self, peer: int, flag: int, number: int) -> None:
+        # Flags 0: after a fence for the whole system.
+        self._check(self._driver.cuStreamWriteValue32(_stream(), self._flag(peer, flag, self.rank), number, 0))
+
+    def hear(self, peer: int, flag: int, number: int) -> None:
+        # Flags 0: until the number there is this one or a later one.
+        self._check(self._driver.cuStreamWaitValue32(_stream(), self._flag(self.rank, flag, peer), number, 0))
+
+    def work(self) -> Work:
+        return _Done([self._out.record_event(), self._in.record_event()])
+
+    def _flag(self, at: int, flag: int, of: int) -> int:
+        """The address at one rank of another's flag."""
+        return self._addresses[at] + 4 * (flag * self.size + of)
+
+    def _check(self, answer: tuple[Any]) -> None:
+        if answer[0] != self._driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"CUDA: {answer[0].name}")
+
+    @staticmethod
+    def _after_current(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(stream)
+
+
+class _Done:
+    def __init__(self, events: list[Any]) -> None:
+        self._events = events
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.wait()
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
