@@ -5,6 +5,7 @@ import os
 import random
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
