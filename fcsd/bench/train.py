@@ -48,7 +48,7 @@ from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import LayerWiring, Wiring
 from fcsd.parallel.overlap import Schedule, overlap
 from fcsd.parallel.puts import Puts
-from fcsd.parallel.symmetric import SymmetricWindow
+from fcsd.parallel.symmetric import open_window
 
 Choices = dict[str, Callable[[], Any]]  # name -> what turns the model into that variant
 
@@ -146,7 +146,7 @@ def variants(model: PreTrainedModel, layers: int) -> Choices:
     def by(change: dict[str, Any]) -> Callable[[LayerWiring, Schedule], Schedule]:
         return lambda _, schedule: replace(schedule, **change)
 
-    copies = Puts(SymmetricWindow)
+    copies = Puts(open_window)
     ours = {
         STANDARD: partial(overlap, model, standard, "eager-sync"),
         STANDARD_COPIES: partial(overlap, model, standard, "eager-sync", transport=copies),
