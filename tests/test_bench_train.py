@@ -76,7 +76,7 @@ def test_some_variants_of_a_recomputed_pass_without_an_engine():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["routers"]["uniform"]
     assert list(found["variants"]) == variants
-    assert found["equality"] == {"overlapped-fused": {"difference": 0.0, "spread": 0.0, "equal": True}}
+    assert {name: held["difference"] for name, held in found["equality"].items()} == {"overlapped-fused": 0.0}
 
 
 def test_one_command_takes_a_step_and_reads_its_traces(tmp_path):

@@ -5,7 +5,6 @@ import os
 import random
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
