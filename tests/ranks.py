@@ -1,48 +1,138 @@
-"""Run a function on several gloo ranks, each a process of its own; a failure on any rank fails the test."""
+"""Processes of tests: the ranks of a world, and commands. Each is forked where the slow imports are made already."""
 
+import multiprocessing
 import os
+import pickle
 import socket
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.multiprocessing as mp
+from fcsd.command import report_error
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "matplotlib.figure",
+        "fcsd.distill.loop",
+        "fcsd.eval.harness",
+        "lm_eval.tasks",
+    ]
+)
 
 
-def _run(rank: int, world: int, port: int, function: Callable, args: tuple, out: str) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_SIZE=str(world),
-    )
-    torch.set_num_threads(1)
+def start(function: Callable[..., Any], *arguments: Any, **environment: str) -> BaseProcess:
+    """A fresh process that runs ``function(*arguments)`` in this environment and what is added to it."""
+    process = _context.Process(target=_enter, args=({**os.environ, **environment}, function, arguments))
+    process.start()
+    return process
+
+
+def exit_code(function: Callable[..., Any], *arguments: Any) -> int:
+    """How a process that runs ``function(*arguments)`` ends."""
+    return _end(start(function, *arguments))
+
+
+def exit_codes(size: int, function: Callable[..., Any], *arguments: Any) -> tuple[list[int], str]:
+    """How ``size`` ranks that run ``function(*arguments)`` end, and what they said on stderr."""
+    with tempfile.NamedTemporaryFile() as said:
+        ranks = [start(_as_command, said.name, function, arguments, **world) for world in _worlds(size)]
+        return [_end(rank) for rank in ranks], Path(said.name).read_text()
+
+
+def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Results of ``function(*arguments)`` by rank; an exception where one failed."""
+    results = _context.Queue()
+    ranks = [start(_answer, rank, results, function, arguments, **world) for rank, world in enumerate(_worlds(size))]
+    found = dict(results.get(timeout=300) for _ in ranks)
+    for rank in ranks:
+        _end(rank)
+    return [pickle.loads(found[rank]) for rank in range(size)]
+
+
+def in_group(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``function(rank, *arguments)`` by rank, in DeepSpeed's process group over gloo; a rank's error is raised."""
+    found = on_ranks(size, _joined, function, arguments)
+    for result in found:
+        if isinstance(result, Exception):
+            raise result
+    return found
+
+
+def fcsd(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What ``fcsd ARGUMENTS`` does."""
+    with tempfile.TemporaryDirectory() as told:
+        out, err = Path(told, "out"), Path(told, "err")
+        words = [str(argument) for argument in arguments]
+        code = _end(start(_command, cwd or Path.cwd(), out, err, words, **environment))
+        return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _worlds(size: int) -> list[dict[str, str]]:
+    """What torchrun would tell each rank."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    where |= {"WORLD_SIZE": str(size), "LOCAL_SIZE": str(size)}
+    return [{**where, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+
+
+def _end(process: BaseProcess) -> int:
+    process.join(300)
+    process.kill()  # or one that hangs would be waited for when the session ends
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _enter(environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    function(*arguments)
+
+
+def _answer(rank: int, results: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     try:
-        import deepspeed
-        from deepspeed.ops import __compatible_ops__
-        from deepspeed.utils import logger
-
-        logger.setLevel("ERROR")
-        __compatible_ops__["deepspeed_shm_comm"] = False  # it would compile C++ for half a minute
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-        torch.save(function(rank, *args), f"{out}/{rank}.pt")
-    except Exception:
+        answer = pickle.dumps(function(*arguments))
+    except Exception as error:
         traceback.print_exc()
-        os._exit(1)  # the others must not wait for a rank that failed
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    os._exit(0)  # see fcsd.launch.leave
+        answer = pickle.dumps(error)
+    results.put((rank, answer))  # as bytes: a tensor would be read from this process, which may be gone by then
 
 
-def on_ranks(world: int, function: Callable, *args: Any) -> list[Any]:
-    """``[function(rank, *args) for each rank]``, run at the same time on a gloo process group."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as out:
-        mp.start_processes(_run, (world, port, function, args, out), nprocs=world, start_method="spawn")
-        return [torch.load(f"{out}/{rank}.pt", weights_only=False) for rank in range(world)]
+def _joined(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    from fcsd.distill.engine import import_deepspeed
+    from fcsd.launch import join_world
+
+    rank = join_world().rank
+    import_deepspeed()
+    return function(rank, *arguments)
+
+
+def _as_command(said: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), 2)
+    try:
+        function(*arguments)
+    except Exception as error:
+        sys.exit(report_error(error))
+
+
+def _command(cwd: Path, out: Path, err: Path, arguments: list[str]) -> None:
+    from fcsd.cli import main
+
+    os.chdir(cwd)
+    for stream, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+    sys.argv = ["fcsd", *arguments]
+    main()

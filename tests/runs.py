@@ -1,21 +1,14 @@
-"""Small real runs: a random teacher, its farskip conversion, a corpus, a recipe; and processes to run them in."""
+"""Small real runs: a random teacher, its farskip conversion, a corpus, a recipe."""
 
 import hashlib
 import json
-import multiprocessing
-import os
-import socket
-import sys
-import tempfile
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import texts
 import tiny
+from ranks import on_ranks
 
-from fcsd.command import report_error
 from fcsd.config import ResolvedRecipe, load_recipe
 from fcsd.report import read_metrics
 
@@ -70,82 +63,6 @@ def resolved(folder: Path, **changes: Any) -> ResolvedRecipe:
         section[last] = value
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     return load_recipe(folder / "recipe.yaml")
-
-
-_context = multiprocessing.get_context("forkserver")
-# The slow imports, DeepSpeed's late ones among them, are made once for all processes.
-_context.set_forkserver_preload(
-    ["deepspeed.runtime.zero.muon.muon_optimizer", "matplotlib.figure", "fcsd.distill.loop"]
-)
-
-
-def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Results of ``function(*arguments)`` in ``size`` fresh processes, by rank; an exception where one failed."""
-    port = _free_port()
-    results = _context.Queue()
-    processes = [
-        _context.Process(target=_on_rank, args=(rank, size, port, results, function, arguments)) for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    found = dict(results.get(timeout=300) for _ in processes)
-    for process in processes:
-        process.join(60)
-    return [found[rank] for rank in range(size)]
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def _enter(rank: int, size: int, port: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-
-def _on_rank(rank: int, size: int, port: int, results: Any, function: Callable[..., Any], arguments: Any) -> None:
-    _enter(rank, size, port)
-    try:
-        results.put((rank, function(*arguments)))
-    except Exception as error:
-        traceback.print_exc()
-        results.put((rank, error))
-
-
-def exit_code(function: Callable[..., Any], *arguments: Any) -> int | None:
-    """How a single process that runs ``function(*arguments)`` ends."""
-    process = _context.Process(target=function, args=arguments)
-    process.start()
-    process.join(300)
-    return process.exitcode
-
-
-def exit_codes(size: int, function: Callable[..., Any], *arguments: Any) -> tuple[list[int | None], str]:
-    """How ``size`` fresh processes that run ``function(*arguments)`` end, by rank, and what they said on stderr."""
-    port = _free_port()
-    with tempfile.NamedTemporaryFile() as said:
-        processes = [
-            _context.Process(target=_as_command, args=(rank, size, port, said.name, function, arguments))
-            for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(300)
-        return [process.exitcode for process in processes], Path(said.name).read_text()
-
-
-def _as_command(
-    rank: int, size: int, port: int, said: str, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
-    _enter(rank, size, port)
-    os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), 2)
-    try:
-        function(*arguments)
-    except Exception as error:
-        sys.exit(report_error(error))
 
 
 def train(recipe: ResolvedRecipe, size: int = 1, resume: str = "auto") -> None:

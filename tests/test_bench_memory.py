@@ -1,11 +1,9 @@
 """The calibration of the planner runs where there is no GPU, and holds like against like."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from ranks import fcsd
 
 from fcsd.bench.memory import MOMENTS, predicted, random_corpus, to_text
 from fcsd.bench.shapes import SHAPES
@@ -16,18 +14,9 @@ from fcsd.plan.setup import GIB, Setup
 
 
 def test_steps_of_a_random_model_on_two_ranks(tmp_path):
-    command = [sys.executable, "-m", "fcsd", "bench", "memory", "tiny", "--layers", "2", "--seq", "64", "--gpus", "2"]
-    command += [
-        "--steps",
-        "4",
-        "--set",
-        "objective.sft=1.0",
-        "--set",
-        "train.lr=1e-2",
-        "--out",
-        tmp_path / "found.json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ})
+    asked = ["bench", "memory", "tiny", "--layers", 2, "--seq", 64, "--gpus", 2, "--steps", 4]
+    sets = ["--set", "objective.sft=1.0", "--set", "train.lr=1e-2"]
+    done = fcsd(*asked, *sets, "--out", tmp_path / "found.json")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("not measured") == 8 and "ZeRO-1, fp32, 256 tokens a step" in done.stderr
     found = json.loads((tmp_path / "found.json").read_text())

@@ -2,11 +2,10 @@
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from ranks import fcsd
 from typer.testing import CliRunner
 
 from fcsd.bench import scaling, trace
@@ -18,9 +17,7 @@ from fcsd.errors import ConfigError
 
 
 def bench(*options, command=("train", "tiny")):
-    size = ["--layers", "2", "--micro-batch", "1", "--seq", "16"]
-    words = [sys.executable, "-m", "fcsd", "bench", *command, *size, *map(str, options)]
-    return subprocess.run(words, capture_output=True, text=True)
+    return fcsd("bench", *command, "--layers", 2, "--micro-batch", 1, "--seq", 16, *options)
 
 
 def test_a_ceiling_counts_what_fits_under_the_cover():

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 import texts
 import torch
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, out: Path, size: int = 1, **changes: Any) -> list[dict[str, Any]]:
     """The metrics of a run in ``size`` fresh processes."""
     recipe = runs.resolved(folder, output_dir=str(out), **changes)
-    results = runs.on_ranks(size, loop.distill, recipe)
+    results = ranks.on_ranks(size, loop.distill, recipe)
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -110,7 +111,7 @@ def twice(*recipes: Any) -> None:
 
 def test_two_runs_in_one_process_are_the_same_run(folder: Path, tmp_path: Path) -> None:
     recipes = [runs.resolved(folder, output_dir=str(tmp_path / name)) for name in ("one", "two")]
-    assert runs.on_ranks(1, twice, *recipes) == [None]
+    assert ranks.on_ranks(1, twice, *recipes) == [None]
     one, two = (tmp_path / name / "final" / "model.safetensors" for name in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
 
@@ -150,7 +151,7 @@ def poisoned(recipe: Any) -> None:
 
 def test_a_loss_that_is_not_finite_stops_every_rank(folder: Path, tmp_path: Path) -> None:
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"))
-    results = runs.on_ranks(2, poisoned, recipe)
+    results = ranks.on_ranks(2, poisoned, recipe)
     assert all(isinstance(error, NonFiniteError) for error in results)
     assert all("step 3" in str(error) and "step-2" in error.hint for error in results)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]

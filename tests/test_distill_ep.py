@@ -3,13 +3,12 @@
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ranks
 import runs
 import tiny
 import torch
@@ -73,7 +72,7 @@ def distill(recipes: list[ResolvedRecipe]) -> None:
 def run_all(folder: Path, out: Path, size: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Metrics, weights and first gradients of runs in ``size`` processes, by the name of the case."""
     recipes = [runs.resolved(folder, output_dir=str(out / name), **{**STEPS, **cases[name]}) for name in cases]
-    for result in runs.on_ranks(size, distill, recipes):
+    for result in ranks.on_ranks(size, distill, recipes):
         if isinstance(result, Exception):
             raise result
     found = {}
@@ -215,7 +214,7 @@ def counted(recipe: ResolvedRecipe) -> int:
 
 def train(recipe: ResolvedRecipe, size: int) -> int:
     """Runs a recipe in ``size`` processes; ``counted`` of the first."""
-    results = runs.on_ranks(size, counted, recipe)
+    results = ranks.on_ranks(size, counted, recipe)
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -270,7 +269,7 @@ def test_every_checkpoint_is_an_export_and_a_start_and_belongs_to_its_processes(
     ):
         other = runs.resolved(folder, **{**trained, "train__expert_parallel": degree})
         expected = f"{run / 'checkpoints' / 'step-2'} belongs to another run: {difference}"
-        assert runs.on_ranks(size, refusal, other) == [expected] * size
+        assert ranks.on_ranks(size, refusal, other) == [expected] * size
     assert snapshot(run / "checkpoints") == before
 
 
@@ -294,7 +293,7 @@ def test_scores_and_the_best_checkpoint_are_those_of_one_process(
         cases["unwatched"] = {**STEPS, "train__expert_parallel": degree}
         found[size] = {name: out / name for name in cases}
         recipes = [runs.resolved(models["deepseek_v2"], output_dir=str(out / n), **case) for n, case in cases.items()]
-        for result in runs.on_ranks(size, scored, recipes):
+        for result in ranks.on_ranks(size, scored, recipes):
             assert result is None, result
     for name in watched:
         one, two = (read_metrics(found[size][name]) for size in (1, 2))
@@ -350,8 +349,7 @@ def test_what_cannot_be_expert_parallel_is_refused_before_anything_is_written(
 
 def test_the_command_distils_on_two_processes_and_exports_what_loads_anywhere(repo: Path, tmp_path: Path) -> None:
     def fcsd(*arguments: str) -> None:
-        command = [sys.executable, "-m", "fcsd", *arguments]
-        done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=500, check=False)
+        done = ranks.fcsd(*arguments, cwd=repo)
         assert done.returncode == 0, done.stderr
 
     source = json.dumps([{"path": str(repo / "assets/corpus/held_out.jsonl")}])

@@ -93,7 +93,7 @@ def broken_scorer(rank: int, repo: Path) -> list[tuple[str, float]]:
 
 
 def test_training_is_the_same_to_the_last_bit_and_every_rank_knows_the_score(repo, monkeypatch):
-    first, second = ranks.on_ranks(2, both, repo)
+    first, second = ranks.in_group(2, both, repo)
     assert first["with"] == first["without"] and second["with"] == second["without"]
     assert first["with"] != second["with"], "the ranks have random numbers of their own"
     assert first["scores"] == second["scores"] == [Score(1.0, 0.0, 3)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 
 from fcsd.config import EarlyStop, ResolvedRecipe, load_recipe
@@ -96,15 +97,15 @@ def weights(model: Path) -> str:
 
 def test_stops_at_the_exact_patience_and_delta_whether_killed_or_not(folder: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    assert runs.on_ranks(1, scripted, recipe(folder, whole)) == [None]
+    assert ranks.on_ranks(1, scripted, recipe(folder, whole)) == [None]
     # 0.612 is better than 0.60 by exactly 2 %: no improvement, but the best, so its checkpoint is kept.
     assert [line[2:] for line in outcome(whole)] == [
         (0.50, 1, 0), (0.51, 2, 1), (0.60, 3, 0), (0.61, 4, 1), (0.59, 4, 2), (0.612, 6, 3)
     ]  # fmt: skip
     killed = tmp_path / "killed"
-    assert runs.exit_code(scripted, recipe(folder, killed), 4) == -signal.SIGKILL
+    assert ranks.exit_code(scripted, recipe(folder, killed), 4) == -signal.SIGKILL
     assert names(killed) == ["step-3"], "an earlier best goes once there is a better one"
-    assert runs.on_ranks(1, scripted, recipe(folder, killed)) == [None]
+    assert ranks.on_ranks(1, scripted, recipe(folder, killed)) == [None]
     assert outcome(killed) == outcome(whole)
     assert names(killed) == names(whole) == ["step-6"]
     assert weights(killed / "final") == weights(whole / "final")
@@ -113,7 +114,7 @@ def test_stops_at_the_exact_patience_and_delta_whether_killed_or_not(folder: Pat
 def test_the_best_outlives_the_newest_and_is_what_is_published(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     changed = recipe(folder, run, early_stop=STOPPING | {"patience": 9}, train__save_every=1, train__steps=5)
-    assert runs.on_ranks(1, scripted, changed) == [None]
+    assert ranks.on_ranks(1, scripted, changed) == [None]
     assert names(run) == ["step-4", "step-5"]
     assert _model_of(run, "best") == run / "checkpoints" / "step-4" / "model"
     assert _model_of(run, "latest") == run / "checkpoints" / "step-5" / "model"
@@ -121,14 +122,14 @@ def test_the_best_outlives_the_newest_and_is_what_is_published(folder: Path, tmp
     assert weights(run / "final") == best != last
     # A finished run, started again with more patience, publishes again and does nothing else.
     shutil.rmtree(run / "final")
-    assert runs.on_ranks(1, scripted, changed) == [None]
+    assert ranks.on_ranks(1, scripted, changed) == [None]
     assert weights(run / "final") == best
 
     with (run / "checkpoints" / "step-4" / "model" / "model.safetensors").open("r+b") as file:
         file.write(b"damaged")
     with pytest.raises(CheckpointError, match=r"step-4: model/model.safetensors is damaged"):
         _model_of(run, "best")
-    (error,) = runs.on_ranks(1, scripted, changed)
+    (error,) = ranks.on_ranks(1, scripted, changed)
     assert isinstance(error, CheckpointError) and "step-4" in str(error)
 
 
@@ -137,7 +138,7 @@ def test_a_score_that_was_due_when_the_run_ended_is_made_up_for(folder: Path, tm
     run, every = tmp_path / "run", {"train__save_every": 1, "train__horizon": 6}
     for stopping, steps in [({"every": 3}, 4), ({"every": 2}, 6)]:
         changed = recipe(folder, run, early_stop=STOPPING | stopping, train__steps=steps, **every)
-        assert runs.on_ranks(1, scripted, changed) == [None]
+        assert ranks.on_ranks(1, scripted, changed) == [None]
     progress = state.read_manifest(run / "checkpoints" / "step-6")["progress"]
     assert [entry["step"] for entry in progress["scores"]] == [3, 4, 6]
 
@@ -158,7 +159,7 @@ def test_weights_are_the_same_with_and_without_it(folder: Path, tmp_path: Path, 
     }.items():
         run = tmp_path / name
         resolved = recipe(folder, run, early_stop=stopping, train__steps=4, train__save_every=4, train__keep=9)
-        assert runs.on_ranks(2, distilled, resolved) == [None, None]
+        assert ranks.on_ranks(2, distilled, resolved) == [None, None]
         found[name] = weights(run / "checkpoints" / "step-4" / "model")
         scores = [line["score"] for line in read_metrics(run) if "score" in line]
         assert len(scores) == (0 if name == "none" else 2)

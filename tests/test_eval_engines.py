@@ -124,7 +124,7 @@ def sharded(rank: int, model: Path, rewired: Path, mirror: Path, out: Path) -> l
 
 def test_experts_spread_over_two_ranks_score_the_same(model, mirror, tmp_path):
     convert(model, tmp_path / "rewired", check=False)
-    (first, again, engine), (second, _, _) = ranks.on_ranks(
+    (first, again, engine), (second, _, _) = ranks.in_group(
         2, sharded, model, tmp_path / "rewired", mirror, tmp_path / "out"
     )
     options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=3, engine=Engine(device="cpu"))

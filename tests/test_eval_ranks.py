@@ -1,8 +1,5 @@
 """Two ranks give the answers of one: scores, resume, errors, and a model that must run on all ranks in step."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,7 +61,7 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(mirror: Path) -> list[Any]:
-    return ranks.on_ranks(2, both, mirror)
+    return ranks.in_group(2, both, mirror)
 
 
 def both(rank: int, mirror: Path) -> tuple[list[Any], list[Any]]:
@@ -155,7 +152,7 @@ def answered(lm: HFAdapter) -> list[Any]:
 
 
 def test_a_model_in_zero_3_answers_as_on_one_rank():
-    for (scores, texts), (expected_scores, expected_texts) in ranks.on_ranks(2, in_zero_3):
+    for (scores, texts), (expected_scores, expected_texts) in ranks.in_group(2, in_zero_3):
         assert texts == expected_texts
         torch.testing.assert_close(torch.tensor(scores), torch.tensor(expected_scores), rtol=1e-5, atol=1e-5)
 
@@ -166,9 +163,8 @@ def test_the_command_line_starts_ranks_and_a_second_run_repeats_no_answer(mirror
     eval_data.tokenizer().save_pretrained(directory)
 
     def run(*more: str) -> str:
-        command = [sys.executable, "-m", "fcsd", "eval", str(directory), "--tasks", "PIQA,ARC-E", "--device", "cpu"]
-        command += ["--data-mirror", str(mirror), "--batch-size", "3", "--out", str(tmp_path / "out"), *more]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=300)
+        asked = ["eval", directory, "--tasks", "PIQA,ARC-E", "--device", "cpu", "--batch-size", "3"]
+        done = ranks.fcsd(*asked, "--data-mirror", mirror, "--out", tmp_path / "out", *more)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

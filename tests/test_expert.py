@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import in_group
 
 from fcsd.errors import ConfigError
 from fcsd.models.archs import ARCHS
@@ -72,7 +72,7 @@ def _fused(grads: dict[str, torch.Tensor], name: str, prescaled: bool) -> torch.
 @pytest.mark.parametrize("world", [2, 4])
 def test_blocking_expert_parallelism_is_plain_transformers(world):
     arches = MOE if world == 2 else ["qwen3_moe", "deepseek_v2", "llama4_text"]
-    ranks = on_ranks(world, _sharded, arches)
+    ranks = in_group(world, _sharded, arches)
     for arch in arches:
         for i, wiring in enumerate(WIRINGS):
             logits, grads = _reference(arch, wiring, world)

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import ranks
 import runs
 import torch
 from runs import outcome, train
@@ -81,7 +82,7 @@ def test_a_rank_killed_while_saving(
     folder: Path, whole: Whole, tmp_path: Path, size: int, point: str, rank: int
 ) -> None:
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"))
-    codes, said = runs.exit_codes(size, killed, recipe, point, rank)
+    codes, said = ranks.exit_codes(size, killed, recipe, point, rank)
     assert codes == [-signal.SIGKILL if one == rank else 6 for one in range(size)], said
     assert size == 1 or f"rank {rank} ended while the run was going on" in said
     survivors = [path.name for path in state.checkpoints(tmp_path / "run" / "checkpoints")]
@@ -112,7 +113,7 @@ def photographed(recipe: Any, album: Path) -> None:
 
 def test_at_every_moment_of_a_save_there_is_one_whole_checkpoint(folder: Path, tmp_path: Path) -> None:
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), train__keep=1)
-    assert runs.exit_code(photographed, recipe, tmp_path / "album") == 0
+    assert ranks.exit_code(photographed, recipe, tmp_path / "album") == 0
     found = []
     for shot in sorted((tmp_path / "album").iterdir(), key=lambda path: int(path.name)):
         said: list[str] = []
@@ -166,7 +167,7 @@ def dying(recipe: Any, phase: str, end: Callable[[], None]) -> None:
 def test_a_rank_that_dies_is_named_by_the_others(folder: Path, tmp_path: Path, phase: str, size: int) -> None:
     changes = {"train__batch_tokens": 128 * size, "train__eval_every": 3}
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), **changes)
-    codes, said = runs.exit_codes(size, dying, recipe, phase, die)
+    codes, said = ranks.exit_codes(size, dying, recipe, phase, die)
     assert codes == [6] * (size - 1) + [-signal.SIGKILL], said
     assert f"rank {size - 1}" in said and "ended while the run was going on" in said
 
@@ -177,7 +178,7 @@ def out_of_memory() -> None:
 
 def test_out_of_memory_says_what_to_lower_and_nobody_waits(folder: Path, tmp_path: Path) -> None:
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"))
-    codes, said = runs.exit_codes(2, dying, recipe, "forward", out_of_memory)
+    codes, said = ranks.exit_codes(2, dying, recipe, "forward", out_of_memory)
     assert codes == [6, 8], said
     assert "error: out of GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB." in said
     assert "lower train.micro_batch_size or set train.activation_checkpointing: true" in said
@@ -189,7 +190,7 @@ def different(recipes: list[Any]) -> None:
 
 def test_ranks_with_different_recipes_end_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
     recipes = [runs.resolved(folder, output_dir=str(tmp_path / "run"), seed=seed) for seed in (1, 2)]
-    for error in runs.on_ranks(2, different, recipes):
+    for error in ranks.on_ranks(2, different, recipes):
         assert isinstance(error, ConfigError) and "seed is 1 on rank 0 and 2 on rank 1" in str(error)
     assert not (tmp_path / "run").exists()
 
@@ -204,7 +205,7 @@ def test_killed_again_and_again_at_random_it_is_still_the_same_run(folder: Path,
     draw, kills = random.Random(0), 0
     while True:
         before = len(state.checkpoints(tmp_path / "run" / "checkpoints"))
-        process = runs._context.Process(target=loop.distill, args=(recipe,))
+        process = ranks.start(loop.distill, recipe)
         process.start()
         # Each attempt commits something, or there would be no end to them.
         while process.is_alive() and len(state.checkpoints(tmp_path / "run" / "checkpoints")) == before:

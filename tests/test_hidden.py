@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 import tiny
 import torch
-from ranks import on_ranks
+from ranks import in_group
 from torch import Tensor
 
 from fcsd.config import Hidden, Objective
@@ -151,7 +152,7 @@ def _overlapped(rank: int) -> list[str]:
 
 
 def test_streams_under_overlap_are_the_blocking_ones() -> None:
-    assert on_ranks(2, _overlapped) == [[], []]
+    assert in_group(2, _overlapped) == [[], []]
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def distilled(folder: Path, out: Path, size: int = 1, **changes: Any) -> list[dict[str, Any]]:
-    for result in runs.on_ranks(size, loop.distill, runs.resolved(folder, output_dir=str(out), **changes)):
+    for result in ranks.on_ranks(size, loop.distill, runs.resolved(folder, output_dir=str(out), **changes)):
         if isinstance(result, Exception):
             raise result
     return read_metrics(out)

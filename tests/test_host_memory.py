@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
+import ranks
 import torch
 from test_loading import join
 from transformers import AutoConfig, Qwen3MoeConfig
@@ -78,20 +78,20 @@ def largest_layer(checkpoint: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("shape", "ranks"), [(SMALL, 2), pytest.param(LARGE, 4, marks=pytest.mark.nightly)], ids=["small", "large"]
+    ("shape", "size"), [(SMALL, 2), pytest.param(LARGE, 4, marks=pytest.mark.nightly)], ids=["small", "large"]
 )
-def test_a_rank_never_holds_more_than_its_share_and_a_layer(shape: dict[str, int], ranks: int, tmp_path: Path) -> None:
+def test_a_rank_never_holds_more_than_its_share_and_a_layer(shape: dict[str, int], size: int, tmp_path: Path) -> None:
     fixed: Any = {"vocab_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
     Qwen3MoeConfig(**fixed, **shape).save_pretrained(tmp_path / "config")
-    (wrote,) = runs.on_ranks(1, written_at_random, tmp_path / "config", tmp_path / "in")
+    (wrote,) = ranks.on_ranks(1, written_at_random, tmp_path / "config", tmp_path / "in")
     whole = sum(info.end - info.start for info in read_layout(tmp_path / "in").tensors.values())
     layer = largest_layer(tmp_path / "in")
-    shares = runs.on_ranks(ranks, checkpointed, tmp_path / "in", tmp_path / "out", ranks)
-    made = runs.on_ranks(ranks, made_at_random, tmp_path / "config", ranks)
+    shares = ranks.on_ranks(size, checkpointed, tmp_path / "in", tmp_path / "out", size)
+    made = ranks.on_ranks(size, made_at_random, tmp_path / "config", size)
     print(f"MiB: whole {whole / MIB:.0f}, layer {layer / MIB:.0f}, writing it at random {wrote / MIB:.0f}")
     assert wrote <= 3 * layer + MARGIN < whole  # of a module drawn, the one before, and one that is taken apart
     for rank, random in zip(shares, made, strict=True):
-        print(", ".join(f"{name} {size / MIB:.0f}" for name, size in {**rank, "made at random": random}.items()))
+        print(", ".join(f"{name} {most / MIB:.0f}" for name, most in {**rank, "made at random": random}.items()))
         assert rank["share"] + layer + MARGIN < whole, "too small a model to show anything"
         assert max(rank["read"], random) <= rank["share"] + layer + MARGIN
         assert rank["written"] <= layer + MARGIN

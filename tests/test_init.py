@@ -1,12 +1,11 @@
 """Where a student starts: random weights from a config alone, in any wiring; or an original, rewired on the way in."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 import texts
 import tiny
@@ -59,7 +58,7 @@ def test_random_weights_are_the_configs_and_the_seeds(folder: Path, tmp_path: Pa
 
 
 def fcsd(*arguments: object) -> str:
-    done = subprocess.run([sys.executable, "-m", "fcsd", *map(str, arguments)], capture_output=True, text=True)
+    done = ranks.fcsd(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -77,7 +76,7 @@ def test_pretraining_desync_from_a_config_to_an_export(folder: Path, tmp_path: P
 
 
 def distill(recipe: Any) -> None:
-    for result in runs.on_ranks(1, loop.distill, recipe):
+    for result in ranks.on_ranks(1, loop.distill, recipe):
         if isinstance(result, Exception):
             raise result
 

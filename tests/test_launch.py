@@ -2,13 +2,13 @@
 
 import atexit
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 
 from fcsd import launch
@@ -32,14 +32,8 @@ def test_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_exit_code_of_a_process_is_that_of_the_command(repo: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fcsd", "distill", str(repo / "recipes/tiny.yaml"), "--gpus", "2"]
-    run = subprocess.run(
-        [*command, "--set", f"model={tmp_path}", "--output-dir", str(tmp_path / "run")],
-        cwd=repo,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    asked = ["distill", "recipes/tiny.yaml", "--gpus", "2", "--set", f"model={tmp_path}"]
+    run = ranks.fcsd(*asked, "--output-dir", tmp_path / "run", cwd=repo)
     assert run.returncode == 3, run.stderr
     assert "config.json" in run.stderr
 
@@ -65,7 +59,7 @@ def fail() -> int:
 
 
 def test_an_error_on_one_rank_is_raised_on_all() -> None:
-    assert runs.on_ranks(2, gather) == [[[0, 10], "from 0", ("bad", "fix it")]] * 2
+    assert ranks.on_ranks(2, gather) == [[[0, 10], "from 0", ("bad", "fix it")]] * 2
 
 
 def alone() -> tuple[Any, ...]:
@@ -76,7 +70,7 @@ def alone() -> tuple[Any, ...]:
 
 
 def test_one_process_needs_no_launcher() -> None:
-    assert runs.on_ranks(1, alone) == [(0, 1, "cpu", "cpu")]
+    assert ranks.on_ranks(1, alone) == [(0, 1, "cpu", "cpu")]
 
 
 def depart(code: int, marker: Path) -> None:
@@ -88,7 +82,7 @@ def depart(code: int, marker: Path) -> None:
 
 @pytest.mark.parametrize("code", [0, 5, 143])
 def test_a_process_leaves_its_world_with_its_own_exit_code_and_cleans_up(tmp_path: Path, code: int) -> None:
-    assert runs.exit_code(depart, code, tmp_path / "marker") == code
+    assert ranks.exit_code(depart, code, tmp_path / "marker") == code
     assert (tmp_path / "marker").exists()
 
 

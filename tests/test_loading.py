@@ -6,7 +6,7 @@ import pytest
 import quantised
 import tiny
 import torch
-from runs import on_ranks
+from ranks import on_ranks
 from safetensors.torch import load_file, save_file
 
 from fcsd.checkpoint import SINGLE

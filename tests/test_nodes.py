@@ -5,27 +5,16 @@ import os
 import shlex
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import runs
+from ranks import fcsd, free_port
 
 from fcsd import preflight
 from fcsd.config import load_recipe
 from fcsd.errors import ConfigError, PeerLostError
 from fcsd.nodes import node_commands, node_of, slurm_script
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def fcsd(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fcsd", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
 
 
 def test_two_nodes_run_what_the_command_prints(tmp_path: Path) -> None:

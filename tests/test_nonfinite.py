@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 import torch
 
@@ -91,7 +92,7 @@ def test_a_skipped_step_changes_nothing_and_training_goes_on(
     run = tmp_path / "run"
     changes = {"train__zero_stage": stage, "train__dtype": dtype, "train__save_every": 1, "train__keep": 9}
     recipe = runs.resolved(folder, output_dir=str(run), train__nonfinite={"skip": 1}, train__steps=5, **changes)
-    codes, said = runs.exit_codes(size, poisoned, recipe, where, (2, 4))  # not in a row
+    codes, said = ranks.exit_codes(size, poisoned, recipe, where, (2, 4))  # not in a row
     assert codes == [0] * size, said
     metrics = read_metrics(run)
     assert [m.get("skipped_steps") for m in metrics] == [None, 1, None, 2, None]
@@ -106,7 +107,7 @@ def test_a_skipped_step_changes_nothing_and_training_goes_on(
 
 def test_one_too_many_ends_every_rank(folder: Path, tmp_path: Path) -> None:
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), train__nonfinite={"skip": 1})
-    codes, said = runs.exit_codes(2, poisoned, recipe, "teacher", (3, 4))
+    codes, said = ranks.exit_codes(2, poisoned, recipe, "teacher", (3, 4))
     assert codes == [5, 5]
     assert "step 4, rows 24 to 31: loss nan, kl nan" in said and "step-2" in said
     assert [path.name for path in state.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-2"]
@@ -116,6 +117,6 @@ def test_one_too_many_ends_every_rank(folder: Path, tmp_path: Path) -> None:
 def test_a_teacher_to_whom_all_words_are_equal_is_no_reason_to_stop(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     recipe = runs.resolved(folder, output_dir=str(run), train__steps=3)
-    assert runs.exit_codes(2, poisoned, recipe, "indifferent teacher", (2,))[0] == [0, 0]
+    assert ranks.exit_codes(2, poisoned, recipe, "indifferent teacher", (2,))[0] == [0, 0]
     one, other, _ = (record["kl"] for record in read_metrics(run))
     assert other is not None and other >= 0 and other != one

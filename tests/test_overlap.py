@@ -12,7 +12,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from file_window import FileWindow
-from ranks import on_ranks
+from ranks import in_group
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fcsd.errors import ConfigError
@@ -372,7 +372,7 @@ def _two_ranks(rank: int, folder: str) -> dict[str, Any]:
         "order recomputed": _executed(rank, FARSKIP, MODULES, recompute=True),
         "fused": _fused(rank),
         "hidden states": _states(rank),
-        "training": _train(rank, 20),
+        "training": _train(rank, 8),
         "ZeRO-3": _zero_3(rank),
     }
 
@@ -380,7 +380,7 @@ def _two_ranks(rank: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory) -> list[dict[str, Any]]:
     """What two ranks found; starting them costs more than most of what they do."""
-    return on_ranks(2, _two_ranks, str(tmp_path_factory.mktemp("windows")))
+    return in_group(2, _two_ranks, str(tmp_path_factory.mktemp("windows")))
 
 
 EQUAL = ("wirings", "situations", "situations without shared experts", "schedules", "by copies", "training", "fused")
@@ -393,12 +393,12 @@ def test_overlapped_is_blocking_to_the_last_bit(two_ranks, what):
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_on_one_rank_and_on_four(world):
-    assert [p for rank in on_ranks(world, _every_situation, "deepseek_v2", WIRINGS[:1]) for p in rank] == []
+    assert [p for rank in in_group(world, _every_situation, "deepseek_v2", WIRINGS[:1]) for p in rank] == []
 
 
 @pytest.mark.nightly
 def test_two_hundred_steps():
-    assert [p for rank in on_ranks(2, _train, 200) for p in rank] == []
+    assert [p for rank in in_group(2, _train, 200) for p in rank] == []
 
 
 @pytest.mark.parametrize("what", ["buffers", "buffers recomputed"])

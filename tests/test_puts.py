@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from file_window import FileWindow
-from ranks import on_ranks
+from ranks import in_group
 
 from fcsd.parallel.puts import Puts
 from fcsd.parallel.transport import all_to_all, route
@@ -54,7 +54,7 @@ def _problems(rank, folder):
 @pytest.mark.parametrize("world", [2, 4])
 def test_copies_bring_what_all_to_all_brings(world):
     with tempfile.TemporaryDirectory() as folder:
-        found = on_ranks(world, _problems, folder)
+        found = in_group(world, _problems, folder)
     assert [problem for problems, _ in found for problem in problems] == []
     # What does not fit goes by torch, on all ranks; the next exchange finds buffers for it, and goes by copies.
     assert [by_torch for _, by_torch in found] == [["uneven", "overflow"]] * world

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from runs import on_ranks
+from ranks import on_ranks
 from test_loading import MOE, differences, join
 
 from fcsd.bench.random_checkpoint import write_random_checkpoint

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 
 from fcsd.distill import loop, saver, state
@@ -41,7 +42,7 @@ def names(run: Path) -> list[str]:
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_training_goes_on_when_a_save_finds_no_room(folder: Path, tmp_path: Path, rank: int) -> None:
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), train__save_every=1, train__keep=9)
-    codes, said = runs.exit_codes(2, limited, recipe, 2, 3, rank, 100_000)
+    codes, said = ranks.exit_codes(2, limited, recipe, 2, 3, rank, 100_000)
     assert codes == [0, 0], said
     assert names(tmp_path / "run") == ["step-1", "step-4"]
     assert said.count("the last checkpoint is " + str(tmp_path / "run/checkpoints/step-1") + "; training goes on") == 2
@@ -50,7 +51,7 @@ def test_training_goes_on_when_a_save_finds_no_room(folder: Path, tmp_path: Path
 def test_a_run_that_cannot_save_any_more_stops(folder: Path, tmp_path: Path) -> None:
     changes = {"train__save_every": 1, "train__save_failures": 1}
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), **changes)
-    codes, said = runs.exit_codes(1, limited, recipe, 2, 9, 0, 100_000)
+    codes, said = ranks.exit_codes(1, limited, recipe, 2, 9, 0, 100_000)
     assert codes == [7]
     assert names(tmp_path / "run") == ["step-1"]
     assert "step 3 is not saved, the last checkpoint is" in said and "is the disk full?" in said
@@ -58,7 +59,7 @@ def test_a_run_that_cannot_save_any_more_stops(folder: Path, tmp_path: Path) -> 
 
 def test_the_last_step_must_be_saved(folder: Path, tmp_path: Path) -> None:
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"))
-    assert runs.exit_codes(1, limited, recipe, 2, 9, 0, 100_000)[0] == [7]
+    assert ranks.exit_codes(1, limited, recipe, 2, 9, 0, 100_000)[0] == [7]
     assert names(tmp_path / "run") == ["step-2"]
 
 

@@ -4,7 +4,7 @@ import json
 
 import tiny
 import torch
-from runs import on_ranks
+from ranks import on_ranks
 from safetensors.torch import load_file, save_file
 from test_loading import MOE, join, write_checkpoint
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 
 from fcsd.distill import loop, signals, state
@@ -33,7 +34,7 @@ PHASES = {  # where the signal comes -> the function it comes in, and at which o
 }
 
 
-def signalled(recipe: Any, phase: str, ranks: tuple[int, ...], number: int) -> None:
+def signalled(recipe: Any, phase: str, told: tuple[int, ...], number: int) -> None:
     """A run in which some ranks get a signal in the given phase."""
     module, name, turn = PHASES[phase]
     real, calls = getattr(module, name), 0
@@ -41,7 +42,7 @@ def signalled(recipe: Any, phase: str, ranks: tuple[int, ...], number: int) -> N
     def reached(*arguments: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == turn and int(os.environ["RANK"]) in ranks:
+        if calls == turn and int(os.environ["RANK"]) in told:
             os.kill(os.getpid(), number)
         return real(*arguments, **named)
 
@@ -50,7 +51,7 @@ def signalled(recipe: Any, phase: str, ranks: tuple[int, ...], number: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("phase", "ranks", "committed"),
+    ("phase", "told", "committed"),
     [
         ("step", (1,), "step-3"),
         pytest.param("evaluation", (0, 1), "step-3", marks=pytest.mark.nightly),
@@ -59,11 +60,11 @@ def signalled(recipe: Any, phase: str, ranks: tuple[int, ...], number: int) -> N
     ],
 )
 def test_a_signal_ends_the_run_with_its_last_step_saved_once(
-    folder: Path, tmp_path: Path, phase: str, ranks: tuple[int, ...], committed: str | None
+    folder: Path, tmp_path: Path, phase: str, told: tuple[int, ...], committed: str | None
 ) -> None:
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), train__eval_every=3)
     number = signal.SIGUSR1 if phase == "save" else signal.SIGTERM
-    assert runs.exit_codes(2, signalled, recipe, phase, ranks, number)[0] == [143, 143]
+    assert ranks.exit_codes(2, signalled, recipe, phase, told, number)[0] == [143, 143]
     saved = [path.name for path in state.checkpoints(tmp_path / "run" / "checkpoints")]
     assert saved[-1:] == ([] if committed is None else [committed])
     assert not (tmp_path / "run" / "final").exists()
@@ -96,7 +97,7 @@ def slow_to_save(recipe: Any) -> None:
 
 def test_a_save_that_takes_too_long_is_not_begun(folder: Path, tmp_path: Path) -> None:
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"))
-    codes, said = runs.exit_codes(1, slow_to_save, recipe)
+    codes, said = ranks.exit_codes(1, slow_to_save, recipe)
     assert codes == [143]
     assert [path.name for path in state.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-2"]
     assert f"the last checkpoint is {tmp_path / 'run' / 'checkpoints' / 'step-2'}" in said
@@ -114,7 +115,7 @@ def stuck(echo: float, seconds: float) -> None:
 
 @pytest.mark.parametrize(("echo", "seconds", "reason"), [(0.0, 600, "a second signal"), (60, 0.5, "no time is left")])
 def test_a_step_that_does_not_end_is_left(echo: float, seconds: float, reason: str) -> None:
-    codes, said = runs.exit_codes(1, stuck, echo, seconds)
+    codes, said = ranks.exit_codes(1, stuck, echo, seconds)
     assert codes == [143]
     assert reason in said and "step-7" in said
 

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import ranks
 import runs
 import torch
 from runs import outcome, train
@@ -126,7 +127,7 @@ def newer(recipe: ResolvedRecipe) -> None:
 
 def test_other_code_does_not_continue_a_run(folder: Path, single: Path, tmp_path: Path) -> None:
     run = cut_short(single, tmp_path / "run")
-    (error,) = runs.on_ranks(1, newer, runs.resolved(folder, output_dir=str(run)))
+    (error,) = ranks.on_ranks(1, newer, runs.resolved(folder, output_dir=str(run)))
     assert isinstance(error, CheckpointError) and f"version of fcsd was '{__version__}' and is now '99'" in str(error)
 
 

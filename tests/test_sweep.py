@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 
 from fcsd.config import ResolvedRecipe, load_recipe
@@ -49,7 +50,7 @@ def distilled(path: Path) -> None:
 
 
 def launch(path: Path) -> Exit:
-    code = runs.exit_code(distilled, path)
+    code = ranks.exit_code(distilled, path)
     assert code is not None
     return Exit(code, f"exit code {code}" if code else "")
 
@@ -95,7 +96,7 @@ def test_two_stages_share_a_run_and_the_chosen_one_becomes_the_full_run(folder: 
         train__batch_tokens=values["train.batch_tokens"],
         train__lr=values["train.lr"],
     )
-    assert runs.on_ranks(1, loop.distill, alone) == [tmp_path / "alone"]
+    assert ranks.on_ranks(1, loop.distill, alone) == [tmp_path / "alone"]
     numbers = [[(m["step"], m["loss"], m["lr"]) for m in read_metrics(run)] for run in (full, tmp_path / "alone")]
     assert numbers[0] == numbers[1], "a trial and its continuation are one run of six steps"
     assert weights(full / "final") == weights(tmp_path / "alone" / "final")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 import texts
 import tiny
@@ -54,7 +55,7 @@ def test_a_changed_teacher_is_refused_by_both_hashes_and_can_be_accepted(folder:
     config = folder / "teacher" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 1e-3}))
     changed = fingerprint(read_layout(folder / "teacher"))
-    (result,) = runs.on_ranks(1, loop.distill, recipe(folder))
+    (result,) = ranks.on_ranks(1, loop.distill, recipe(folder))
     assert isinstance(result, BadInputError)
     assert original in str(result) and changed in str(result) and changed in str(result.hint)
     assert not (folder / "run").exists()
@@ -65,10 +66,10 @@ def test_a_changed_teacher_is_refused_by_both_hashes_and_can_be_accepted(folder:
 
 def test_new_weights_under_the_old_headers_are_noticed_on_resume(folder: Path) -> None:
     started = recipe(folder, train__steps=2)
-    assert runs.on_ranks(1, loop.distill, started) == [folder / "run"]
+    assert ranks.on_ranks(1, loop.distill, started) == [folder / "run"]
     before = sample_sha256(read_layout(folder / "teacher"))
     perturb(folder / "teacher")
     assert sample_sha256(read_layout(folder / "teacher")) != before
     shutil.rmtree(folder / "run" / "final")
-    (result,) = runs.on_ranks(1, loop.distill, started)
+    (result,) = ranks.on_ranks(1, loop.distill, started)
     assert isinstance(result, CheckpointError) and "teacher.sample was" in str(result)

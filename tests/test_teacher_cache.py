@@ -4,12 +4,11 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import runs
 import texts
 import tiny
@@ -38,7 +37,7 @@ def recipe(folder: Path, out: Path, top_k: int = 8, **changes: Any) -> Any:
 
 
 def on_ranks(size: int, function: Any, *arguments: Any) -> None:
-    for result in runs.on_ranks(size, function, *arguments):
+    for result in ranks.on_ranks(size, function, *arguments):
         if isinstance(result, Exception):
             raise result
 
@@ -102,8 +101,7 @@ def test_with_a_cache_no_teacher_is_loaded(folder: Path, written: Path, tmp_path
 def test_the_command_caches_a_teacher_whose_experts_are_divided(tmp_path: Path) -> None:
     runs.write_models(tmp_path, "qwen3_moe")
     recipe(tmp_path, tmp_path, top_k=VOCAB, train__expert_parallel=2)
-    command = [sys.executable, "-m", "fcsd", "cache-teacher", str(tmp_path / "recipe.yaml"), "--gpus", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = ranks.fcsd("cache-teacher", tmp_path / "recipe.yaml", "--gpus", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "cache")
     with pytest.raises(ConfigError, match="expert_parallel 2 does not divide the 1 processes"):
@@ -138,7 +136,7 @@ def killed(resolved: Any) -> None:
 
 def test_a_killed_writer_goes_on_where_it_stopped(folder: Path, written: Path, tmp_path: Path) -> None:
     resolved = recipe(folder, tmp_path)
-    assert runs.exit_code(killed, resolved) == -signal.SIGKILL
+    assert ranks.exit_code(killed, resolved) == -signal.SIGKILL
     shards = sorted((tmp_path / "cache").glob("shard-*.safetensors"))
     assert len(shards) == 3 and not (tmp_path / "cache" / "MANIFEST.json").exists()
     with pytest.raises(BadInputError, match=r"MANIFEST.json: is missing"):

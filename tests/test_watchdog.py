@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ranks
 import runs
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ def misbehave(trouble: str) -> None:
 def test_the_others_end_and_name_the_rank(
     trouble: str, limits: tuple[float, float], codes: list[int], message: str
 ) -> None:
-    found, said = runs.exit_codes(2, meet, trouble, *limits)
+    found, said = ranks.exit_codes(2, meet, trouble, *limits)
     assert found == codes, said
     assert message in said
     if trouble == "stuck":
@@ -65,7 +66,7 @@ def quiet() -> None:
 
 
 def test_an_orderly_end_is_no_loss() -> None:
-    assert runs.exit_codes(2, quiet) == ([0, 0], "")
+    assert ranks.exit_codes(2, quiet) == ([0, 0], "")
 
 
 def disagree() -> None:
@@ -75,26 +76,26 @@ def disagree() -> None:
 
 
 def test_processes_that_were_started_differently_end_at_once() -> None:
-    for error in runs.on_ranks(2, disagree):
+    for error in ranks.on_ranks(2, disagree):
         assert isinstance(error, ConfigError)
         assert str(error) == "the processes disagree: train.lr is 0.1 on rank 0 and 0.2 on rank 1"
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_killed_rank_ends_the_command(repo: Path, tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_killed_rank_ends_the_command(repo: Path, tmp_path: Path, size: int) -> None:
     runs.write_models(tmp_path)
     changes = {"train__steps": 100_000, "train__save_every": 5, "train__batch_tokens": 384}
     runs.resolved(tmp_path, output_dir=str(tmp_path / "run"), **changes)
-    command = [sys.executable, "-m", "fcsd", "distill", str(tmp_path / "recipe.yaml"), "--gpus", str(ranks)]
+    command = [sys.executable, "-m", "fcsd", "distill", str(tmp_path / "recipe.yaml"), "--gpus", str(size)]
     with subprocess.Popen(command, cwd=repo, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         while not process.stderr.readline().startswith("step 7 "):
             assert process.poll() is None
         workers = psutil.Process(process.pid).children(recursive=True)
-        victim = next(w for w in workers if w.environ().get("RANK") == str(ranks - 1))
+        victim = next(w for w in workers if w.environ().get("RANK") == str(size - 1))
         victim.kill()
         said = process.stderr.read()
     assert process.returncode == 6, said
-    assert f"rank {ranks - 1} was killed by SIGKILL" in said and f"rank {ranks - 1} ended while" in said
+    assert f"rank {size - 1} was killed by SIGKILL" in said and f"rank {size - 1} ended while" in said
     assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]

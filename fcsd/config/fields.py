@@ -1,0 +1,43 @@
+"""What all sections of a recipe share: strictness, and the types of their fields."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A mapping of a recipe; an unknown key, a wrong type or a number that is none is an error."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def _literal_path(value: str) -> str:
+    if value.startswith("~"):
+        raise ValueError("`~` is not expanded; write the path out")
+    if "$" in value:
+        raise ValueError("`$` is not expanded; write the path out")
+    if any(ord(c) < 32 or ord(c) == 127 for c in value):
+        raise ValueError("control character in a path")
+    return value
+
+
+def _stays_below(value: str) -> str:
+    if ".." in Path(value).parts:
+        raise ValueError("`..` is not allowed in a path that is written to; write an absolute path")
+    return value
+
+
+def whole(value: object) -> object:
+    """`500e6` is a whole number to people and a float to YAML."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_literal_path)]
+OutputPath = Annotated[PathText, AfterValidator(_stays_below)]
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, BeforeValidator(whole), Field(gt=0, lt=2**63)]
+NonNegative = Annotated[int, Field(ge=0)]
+Weight = Annotated[float, Field(ge=0)]

@@ -1,0 +1,133 @@
+"""Reading a recipe: its file, what overrides it, and where each value came from."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fcsd import recipes, strict_yaml
+from fcsd.config.recipe import Recipe
+from fcsd.errors import ConfigError
+from fcsd.explain import explain, nearest
+from fcsd.recipes import inherit
+
+
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """A complete recipe and, by dotted key, the origin of each value.
+
+    An origin is `default`, `recipe:LINE`, `BASE.yaml:LINE`, `--set` or `flag`; steps that follow from a budget have
+    `train.tokens`.
+    """
+
+    recipe: Recipe
+    origins: dict[str, str]
+
+    def to_yaml(self) -> str:
+        """The whole recipe with the origin of each value as a comment; loads to the same recipe."""
+        return strict_yaml.dump(self.recipe.model_dump(), self.origins)
+
+
+def load_recipe(
+    path_or_name: str | Path, overrides: list[str] | None = None, flags: Mapping[str, object] | None = None
+) -> ResolvedRecipe:
+    """Reads a recipe and resolves every value.
+
+    Args:
+        path_or_name: a YAML file, or the name of a packaged recipe.
+        overrides: `--set` arguments, `train.lr=1e-4`; values follow the recipe's YAML rules.
+        flags: values of command-line flags by dotted key; they win over everything.
+
+    Raises:
+        ConfigError: unreadable file, bad YAML, unknown key, wrong type or contradiction, with its place.
+    """
+    path = recipes.find(str(path_or_name))
+    raw, found = inherit.read(path)
+    places = {key: f"{file}:{line}" for key, (file, line) in found.items()}
+    origins = {key: f"{'recipe' if file == path else file.name}:{line}" for key, (file, line) in found.items()}
+    assignments = [("--set", *_split_override(text)) for text in overrides or []]
+    assignments += [("flag", key, value) for key, value in (flags or {}).items()]
+    for origin, key, value in assignments:
+        raw = _assign(raw, key.split("."), value)
+        for known in [k for k in origins if k == key or k.startswith(f"{key}.")]:
+            del origins[known], places[known]
+        origins[key], places[key] = origin, _written(origin, key)
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as error:
+        problems = [explain(problem, places, Recipe) for problem in error.errors()]
+        raise ConfigError("\n".join(problems)) from error
+    given = {key for key, _ in _leaves(raw)}
+    leaves = [key for key, _ in _leaves(recipe.model_dump())]
+    resolved = {k: nearest(k, origins) if k in given else "default" for k in leaves}
+    if recipe.train.tokens is not None and "train.steps" not in given:
+        resolved["train.steps"] = "train.tokens"
+    return ResolvedRecipe(recipe, resolved)
+
+
+def vary(resolved: ResolvedRecipe, values: Mapping[str, object]) -> ResolvedRecipe:
+    """The recipe with other values, by dotted key; their origin is `sweep`.
+
+    Raises:
+        ConfigError: unknown key, wrong type or contradiction.
+    """
+    raw: object = resolved.recipe.model_dump()
+    if resolved.recipe.train.tokens is not None:
+        raw = _assign(raw, ["train", "steps"], None)
+    for key, value in values.items():
+        raw = _assign(raw, key.split("."), value)
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as error:
+        places = {"": "sweep", **{key: f"sweep, {key} {value!r:.100}" for key, value in values.items()}}
+        raise ConfigError("\n".join(explain(problem, places, Recipe) for problem in error.errors())) from error
+    origins = {"": "default", **resolved.origins, **dict.fromkeys(values, "sweep")}
+    return ResolvedRecipe(recipe, {key: nearest(key, origins) for key, _ in _leaves(recipe.model_dump())})
+
+
+def value_of(recipe: Recipe, key: str) -> object:
+    """What a recipe says under a dotted key, a number picking a list item; None where it says nothing."""
+    found: Any = recipe.model_dump()
+    for part in key.split("."):
+        if isinstance(found, list):
+            found = {str(number): item for number, item in enumerate(found)}
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
+
+
+def _written(origin: str, key: str) -> str:
+    """How the user wrote an assignment, for messages."""
+    return f"--set {key}" if origin == "--set" else f"--{key.rpartition('.')[2].replace('_', '-')}"
+
+
+def _split_override(text: str) -> tuple[str, object]:
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")) or key.count(".") > strict_yaml.MAX_DEPTH:
+        raise ConfigError(f"--set {text}: expected KEY=VALUE", hint="for example --set train.lr=1e-4")
+    return key, strict_yaml.parse(value, f"--set {key}")[0]
+
+
+def _assign(current: object, parts: list[str], value: object) -> object:
+    """`current` with `value` at the dotted key `parts`; a number picks a list item, mappings are made."""
+    if not parts:
+        return value
+    head, *rest = parts
+    if isinstance(current, list) and head in map(str, range(len(current))):
+        return [_assign(item, rest, value) if str(i) == head else item for i, item in enumerate(current)]
+    if current is None or isinstance(current, dict):
+        known = current or {}
+        return {**known, head: _assign(known.get(head), rest, value)}
+    raise ConfigError(f"--set: nothing is called {'.'.join(parts)!r} inside {current!r:.100}")
+
+
+def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted key and value of everything that is not a mapping or a list of mappings."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        value = {str(i): item for i, item in enumerate(value)}
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}" if key else name)
+    else:
+        yield key, value
