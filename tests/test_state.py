@@ -13,6 +13,7 @@ from runs import outcome, train
 from fcsd import __version__
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import loop, run_dir, state
+from fcsd.distill.random_state import random_state, set_random_state
 from fcsd.errors import CheckpointError, ConfigError
 from fcsd.report import read_metrics
 
@@ -171,7 +172,7 @@ def test_random_state_goes_through_json() -> None:
 
     np.random.normal()
     random.gauss(0, 1)
-    saved = json.loads(json.dumps(state._random_state()))
+    saved = json.loads(json.dumps(random_state()))
     first = draw()
-    state._set_random_state(saved)
+    set_random_state(saved)
     assert draw() == first
