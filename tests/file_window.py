@@ -15,8 +15,8 @@ class FileWindow:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.buffers, self.flags = [], []
         for rank in range(self.size):
-            self.buffers.append(_mapped(f"{folder}/buffer{rank}", capacity, torch.uint8))
-            self.flags.append(_mapped(f"{folder}/flags{rank}", 2 * self.size, torch.int32))
+            self.buffers.append(_mapped(f"{folder}/{capacity}-buffer{rank}", capacity, torch.uint8))
+            self.flags.append(_mapped(f"{folder}/{capacity}-flags{rank}", 2 * self.size, torch.int32))
         dist.barrier(group)
 
     sending = receiving = nullcontext

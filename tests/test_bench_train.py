@@ -8,7 +8,7 @@ import pytest
 from ranks import fcsd
 from typer.testing import CliRunner
 
-from fcsd.bench import trace
+from fcsd.bench import scaling, trace
 from fcsd.bench.ceilings import Window, ceiling
 from fcsd.bench.train import headline
 from fcsd.bench.workload import Workload
@@ -49,6 +49,8 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "train.json").read_text())
+    [point] = scaling.read([tmp_path / "train.json"])[1]
+    assert (point.world, point.micro_batch) == (2, 1)
     assert settings.items() <= result["environment"]["settings"].items()
     assert (tmp_path / "rank-1.json.gz").exists()
     assert list(result["routers"]) == ["initialised", "uniform"]

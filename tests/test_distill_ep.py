@@ -185,22 +185,39 @@ def test_four_ranks_equal_one_process(models: dict[str, Path], tmp_path: Path, a
         assert_same(result, reference[name.split(",")[0]], name)
 
 
-def resumed(folder: Path, run: Path, size: int, **changes: Any) -> Path:
-    """A run of four steps, and the directory of its copy that was resumed after two."""
+def resumed(folder: Path, run: Path, size: int, **changes: Any) -> tuple[Path, int, int]:
+    """A run of four steps: the directory of its copy that was resumed after two, and what ``train`` gave for both."""
     recipe = {"train__expert_parallel": 2, **changes}
     copy = run.with_name("resumed")
-    train(runs.resolved(folder, output_dir=str(run), **recipe), size)
+    whole = train(runs.resolved(folder, output_dir=str(run), **recipe), size)
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "final")
     shutil.rmtree(copy / "checkpoints" / "step-4")
-    train(runs.resolved(folder, output_dir=str(copy), **{**recipe, "train__overlap": "off"}), size)
-    return copy
+    half = train(runs.resolved(folder, output_dir=str(copy), **{**recipe, "train__overlap": "off"}), size)
+    return copy, whole, half
 
 
-def train(recipe: ResolvedRecipe, size: int) -> None:
-    for result in ranks.on_ranks(size, loop.distill, recipe):
+def counted(recipe: ResolvedRecipe) -> int:
+    """Runs a recipe; how many groups of parameters torch's fused AdamW has stepped."""
+    private: Any = torch
+    kernel, calls = private._fused_adamw_, []
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        kernel(*args, **kwargs)
+
+    private._fused_adamw_ = watched
+    loop.distill(recipe)
+    return len(calls)
+
+
+def train(recipe: ResolvedRecipe, size: int) -> int:
+    """Runs a recipe in ``size`` processes; ``counted`` of the first."""
+    results = ranks.on_ranks(size, counted, recipe)
+    for result in results:
         if isinstance(result, Exception):
             raise result
+    return results[0]
 
 
 def outcome(run: Path) -> tuple[list[tuple[str, ...]], str]:
@@ -214,8 +231,9 @@ def outcome(run: Path) -> tuple[list[tuple[str, ...]], str]:
 )
 def test_two_steps_and_a_resume_are_four_steps(models: dict[str, Path], tmp_path: Path, size: int, stage: int) -> None:
     run = tmp_path / "run"
-    copy = resumed(models["deepseek_v2"], run, size, train__zero_stage=stage)
+    copy, whole, half = resumed(models["deepseek_v2"], run, size, train__zero_stage=stage)
     assert outcome(copy) == outcome(run)
+    assert whole == 2 * half and half >= 2 * 2  # experts are a group of their own, before and after the resume
     assert len(list(run.glob("checkpoints/step-4/engine/layer_*_expert_*"))) == 3 * 8
 
 

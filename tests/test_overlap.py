@@ -5,7 +5,6 @@ import os
 import random
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,12 +98,12 @@ def _difference(one, other) -> str | None:
     return next((name for name in one[1] if not torch.equal(one[1][name], other[1][name])), None)
 
 
-def _compare(model, wiring, batches, case, problems, choose=None):
+def _compare(model, wiring, batches, case, problems, **options):
     """Overlapped and eager-sync against blocking, collectives arriving as late as they may."""
     overlap(model, wiring, "off")
     blocking = _run(model, batches)
     for mode in ("on", "eager-sync"):
-        overlap(model, wiring, mode, *([] if choose is None else [choose]))
+        overlap(model, wiring, mode, **options)
         with _late_collectives():
             difference = _difference(blocking, _run(model, batches))
         if difference:
@@ -146,21 +145,20 @@ def _every_schedule(rank: int) -> list[str]:
     for place in ("before_attn", "before_core", "after_core", "after_attn"):
         for covers in ("dispatch", "combine"):
             choose = lambda plan, _, p=place, c=covers: Schedule(p, c)  # noqa: E731
-            _compare(model, FARSKIP, [tiny.tokens(seed=rank)], f"{place} {covers}", problems, choose)
+            _compare(model, FARSKIP, [tiny.tokens(seed=rank)], f"{place} {covers}", problems, choose=choose)
     return problems
 
 
 def _by_copies(rank: int, folder: str) -> list[str]:
-    """Rows copied into the peers' memory; the second batch is too long for the first one's buffers."""
+    """Rows copied into the peers' memory; the second batch does not fit the buffers of the first."""
     problems: list[str] = []
     model = _sharded("deepseek_v2")
     for number, wiring in enumerate((FARSKIP, Wiring("standard", ()))):
         windows = f"{folder}/{number}"
         os.makedirs(windows, exist_ok=True)
         transport = Puts(lambda group, capacity, at=windows: FileWindow(group, capacity, at))
-        choose = lambda _, schedule, t=transport: replace(schedule, transport=t)  # noqa: E731
-        batches = [tiny.tokens(seed=rank, length=length) for length in (6, 40)]
-        _compare(model, wiring, batches, "by copies", problems, choose)
+        batches = [tiny.tokens(seed=rank, length=length) for length in (6, 40, 40)]
+        _compare(model, wiring, batches, "by copies", problems, transport=transport)
     return problems
 
 

@@ -12,7 +12,7 @@ from runs import outcome, train
 
 from fcsd import __version__
 from fcsd.config import ResolvedRecipe
-from fcsd.distill import loop, run_dir, state
+from fcsd.distill import identity, loop, run_dir, state
 from fcsd.distill.random_state import random_state, set_random_state
 from fcsd.errors import CheckpointError, ConfigError
 from fcsd.report import read_metrics
@@ -122,7 +122,7 @@ def test_a_changed_run_is_refused_by_name(folder: Path, single: Path, tmp_path: 
 
 
 def newer(recipe: ResolvedRecipe) -> None:
-    loop.__version__ = "99"
+    identity.__version__ = "99"
     loop.distill(recipe)
 
 

@@ -24,25 +24,12 @@ def call(name, launched, start, end, correlation):
     ]
 
 
-BARRIER = "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
-COPY = "Memcpy {} (Device -> Device)"
-
-
-def copied(name, launched, barriers, copies, correlation):
-    """A range whose rows copy engines put into the memory of peers, between two barriers of symmetric memory."""
-    (first, last), (own, peers) = barriers, copies
+def copied(name, launched, times, correlation):
+    """A range whose rows are copied: the own ones, then to a peer and, on another stream, out of the buffer."""
     events = [event("user_annotation", name, launched, launched + 9)]
-    for number, (category, kind, launch, (start, end)) in enumerate(
-        [
-            ("kernel", BARRIER, "cudaLaunchKernel", first),
-            ("gpu_memcpy", COPY.format("DtoD"), "cudaMemcpyAsync", own),
-            ("gpu_memcpy", COPY.format("PtoP"), "cudaMemcpyAsync", peers),
-            ("kernel", BARRIER, "cudaLaunchKernel", last),
-        ],
-        correlation,
-    ):
-        events += [event("cuda_runtime", launch, launched + 1, launched + 2, correlation=number)]
-        events += [event(category, kind, start, end, correlation=number)]
+    for number, (kind, (start, end)) in enumerate(zip(("DtoD", "PtoP", "DtoD"), times, strict=True), correlation):
+        events += [event("cuda_runtime", "cudaMemcpyAsync", launched + 1, launched + 2, correlation=number)]
+        events += [event("gpu_memcpy", f"Memcpy {kind} (Device -> Device)", start, end, correlation=number)]
     return events
 
 
@@ -97,20 +84,16 @@ def test_waiting_for_a_late_rank_is_told_from_the_wire(tmp_path):
     assert (found.calls, found.on_device, found.late) == (2, 0.050, 0.030)
 
 
-def test_copies_between_barriers_are_one_collective_and_no_computation(tmp_path):
-    def rank(number, arrives):
-        """Both ranks leave the first barrier at 121, whenever they came."""
-        events = copied("fcsd::dispatch.fwd.L0", 0, [(arrives, 121), (151, 160)], [(122, 130), (125, 150)], 10)
-        events += computed(140, 155, 1)
-        events += [event("gpu_memcpy", COPY.format("DtoD"), 100, 160, correlation=2)]  # no range's
-        events += [event("kernel", BARRIER, 100, 160, correlation=3)]  # such as that of an allocation
-        return trace.read(write(tmp_path / f"{number}.json", events, rank=number))
-
-    first, second = rank(0, arrives=100), rank(1, arrives=120)
-    assert first.calls == [trace.Call("dispatch", "fwd", 0, 100, 160)]
-    assert [kernel.name for kernel in first.computation] == ["gemm"]
-    found = trace.overlaps([first, second])["dispatch", "fwd"]
-    assert (found.calls, found.on_device, found.hidden, found.late) == (2, 0.100, 0.030, 0.020)
+def test_copies_to_peers_are_one_collective_and_no_computation(tmp_path):
+    first = copied("fcsd::dispatch.fwd.L0", 0, [(100, 104), (102, 112), (140, 150)], 10) + computed(140, 155, 1)
+    first += [event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 100, 160, correlation=2)]  # no range's
+    second = copied("fcsd::dispatch.fwd.L0", 0, [(120, 124), (122, 132), (133, 143)], 10)
+    traces = [trace.read(write(tmp_path / f"{rank}.json", e, rank=rank)) for rank, e in enumerate((first, second))]
+    assert [(call.start, call.end) for found in traces for call in found.calls] == [(100, 150), (120, 143)]
+    assert [kernel.name for kernel in traces[0].computation] == ["gemm"]
+    found = trace.overlaps(traces)["dispatch", "fwd"]
+    assert (found.calls, found.on_device, found.hidden) == (2, 0.073, 0.010)
+    assert found.late == 0.008  # from 100 to 120, without the copies until 112
 
 
 def test_a_kernel_launched_from_another_thread_is_not_in_the_range(tmp_path):

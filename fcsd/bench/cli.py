@@ -9,7 +9,7 @@ import typer
 
 from fcsd.command import command, emit
 from fcsd.errors import ConfigError
-from fcsd.options import Gpus
+from fcsd.options import AsJson, Gpus
 
 if TYPE_CHECKING:
     from fcsd.bench.workload import Workload
@@ -125,7 +125,7 @@ def trace(
     out: Annotated[Path | None, typer.Option(help="Directory for train.json and the traces of --run.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw one layer's forward and backward into this PNG.")] = None,
     layer: Annotated[int | None, typer.Option(min=0, help="Which layer to draw; default: the middle one.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say how much dispatch and combine time lies under computation, in traces or in a step that --run takes."""
     if bool(files) == (run is not None):
@@ -147,3 +147,18 @@ def trace(
 
         draw(traces[0], picture, layer)
     emit(json.dumps(tracing.to_json(traces), indent=2) if as_json else tracing.to_text(traces))
+
+
+@command(app, "scaling")
+def scaling(
+    files: Annotated[list[Path], typer.Argument(metavar="TRAIN_JSON...", help="What `train` wrote, by world size.")],
+    picture: Annotated[Path | None, typer.Option(help="Draw speed-up over world size into this PNG.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the speed-up of several world sizes at one global batch. FarSkip Figure 5."""
+    from fcsd.bench import scaling as sizes
+
+    conditions, points = sizes.read(files)
+    emit(json.dumps(sizes.to_json(conditions, points), indent=2) if as_json else sizes.to_text(conditions, points))
+    if picture is not None:
+        sizes.draw(conditions, points, picture)

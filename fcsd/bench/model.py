@@ -65,7 +65,7 @@ def make_engine(config: PretrainedConfig, micro_batch: int, world: World, *, rec
         "train_micro_batch_size_per_gpu": micro_batch,
         "bf16": {"enabled": on_cuda},
         "zero_optimization": {"stage": 1, "overlap_comm": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0, "torch_adam": True, "fused": True}},
     }
     parameters: Any = list(decoder.parameters())
     return deepspeed.initialize(model=decoder, model_parameters=parameters, config=settings)[0]

@@ -1,10 +1,9 @@
 """How much communication a profiler trace hides, by the ranges ``fcsd::{kind}.{pass}.L{layer}`` that fcsd records.
 
 A collective is every device event whose launch lies in such a range, from the first one's start to the last one's end:
-one NCCL kernel, or copies into the memory of peers between barriers of symmetric memory. Autograd sequence numbers are
-altered on purpose, so the profiler's own links from backward to forward say nothing. Computation is every kernel of
-neither a range nor NCCL nor symmetric memory's signals. Copies and fills outside a range are neither, as
-HolisticTraceAnalysis counts them.
+one NCCL kernel, or the copies into the memory of peers and out of the own. Autograd sequence numbers are altered on
+purpose, so the profiler's own links from backward to forward say nothing. Computation is every kernel of neither a
+range nor NCCL. Copies and fills outside a range are neither, as HolisticTraceAnalysis counts them.
 """
 
 import gzip
@@ -24,8 +23,6 @@ from fcsd.errors import BadInputError
 RANGE = re.compile(r"fcsd::(?P<kind>\w+)\.(?P<passes>\w+)\.L(?P<layer>\d+)")
 ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
-# Kernels that compute nothing, whoever launches them: NCCL's, and those in which symmetric memory waits for peers.
-_COMMUNICATES = re.compile(r"^nccl|\b(barrier|put_signal|wait_signal)_kernel\b")
 
 
 class Call(NamedTuple):
@@ -36,6 +33,12 @@ class Call(NamedTuple):
     layer: int
     start: float
     end: float
+    copies: tuple[tuple[float, float], ...] = ()  # start and end of each copy: what an NCCL kernel does is not seen
+
+    def waits(self, until: float) -> float:
+        """For how long nothing moves before ``until``, when the last rank starts."""
+        before = max(self.start, min(until, self.end))
+        return before - self.start - covered(self.start, before, union(list(self.copies)))
 
 
 class Kernel(NamedTuple):
@@ -65,7 +68,7 @@ class Overlap:
     calls: int
     on_device: float  # from the start of a call to its end, waiting for late ranks included
     hidden: float  # of it, while something is computed
-    late: float | None  # of it, before the last rank's start; None with one trace
+    late: float | None  # of it, before the last rank's start, while this one copies nothing; None with one trace
 
     @property
     def share(self) -> float:
@@ -110,7 +113,7 @@ def read(path: Path) -> Trace:
         for event in events
         if event.get("cat") in LAUNCHES and (found := _enclosing(ranges, event)) is not None
     }
-    spans: dict[tuple[int, str], tuple[float, float]] = {}
+    parts: dict[tuple[int, str], list[tuple[float, float, bool]]] = defaultdict(list)
     computation: list[Kernel] = []
     nccl, not_nccl = [], []
     for event in events:
@@ -122,20 +125,21 @@ def read(path: Path) -> Trace:
         if event["cat"] == "kernel" and whole[0] < whole[1]:
             (nccl if is_nccl else not_nccl).append(whole)
         if (found := owner.get(event["args"].get("correlation"))) is not None:
-            first, last = spans.get(found, (start, end))
-            spans[found] = min(first, start), max(last, end)
-        elif event["cat"] == "kernel" and not _COMMUNICATES.search(event["name"]):
+            parts[found].append((start, end, event["cat"] == "gpu_memcpy"))
+        elif event["cat"] == "kernel" and not is_nccl:
             computation.append(Kernel(event["name"], start, end))
-    if not spans:
+    if not parts:
         raise BadInputError(
             f"{path}: no collective of fcsd ran on a device in it",
             hint="profile CPU and CUDA activities of a model under fcsd.parallel.overlap",
         )
     calls = []
-    for (_, name), (start, end) in spans.items():
+    for (_, name), mine in parts.items():
         match = RANGE.fullmatch(name)
         assert match is not None
-        calls.append(Call(match["kind"], match["passes"], int(match["layer"]), start, end))
+        starts, ends, _ = zip(*mine, strict=True)
+        copies = tuple((start, end) for start, end, is_copy in mine if is_copy)
+        calls.append(Call(match["kind"], match["passes"], int(match["layer"]), min(starts), max(ends), copies))
     calls.sort(key=lambda call: call.start)
     rank = content.get("distributedInfo", {}).get("rank", 0)
     computation.sort(key=lambda kernel: kernel.start)
@@ -192,8 +196,7 @@ def overlaps(traces: list[Trace], *, without_last: bool = False) -> dict[tuple[s
         for key, call in _numbered(trace.calls):
             if without_last and (call.kind, call.layer) == ("combine", last):
                 continue
-            late = min(max(0.0, starts[key] - call.start), call.end - call.start)
-            values = 1, call.end - call.start, covered(call.start, call.end, trace.busy), late
+            values = 1, call.end - call.start, covered(call.start, call.end, trace.busy), call.waits(starts[key])
             kinds = [call.kind, "all"] if call.kind in ("dispatch", "combine") else [call.kind]
             for kind in kinds:
                 sums[kind, call.passes] = [a + b for a, b in zip(sums[kind, call.passes], values, strict=True)]

@@ -48,7 +48,8 @@ from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import LayerWiring, Wiring
 from fcsd.parallel.overlap import Schedule, overlap
 from fcsd.parallel.puts import Puts
-from fcsd.parallel.symmetric import SymmetricWindow
+from fcsd.parallel.symmetric import open_window
+from fcsd.parallel.transport import all_to_all
 
 Choices = dict[str, Callable[[], Any]]  # name -> what turns the model into that variant
 
@@ -146,7 +147,7 @@ def variants(model: PreTrainedModel, layers: int) -> Choices:
     def by(change: dict[str, Any]) -> Callable[[LayerWiring, Schedule], Schedule]:
         return lambda _, schedule: replace(schedule, **change)
 
-    copies = Puts(SymmetricWindow)
+    copies = Puts(open_window)
     ours = {
         STANDARD: partial(overlap, model, standard, "eager-sync"),
         STANDARD_COPIES: partial(overlap, model, standard, "eager-sync", transport=copies),
@@ -154,7 +155,12 @@ def variants(model: PreTrainedModel, layers: int) -> Choices:
         OVERLAPPED: partial(overlap, model, farskip),
         COPIES: partial(overlap, model, farskip, transport=copies),
         BOUND: partial(overlap, model, farskip, transport=NoWire()),
-        **{name: partial(overlap, model, farskip, choose=by(change)) for name, change in SCHEDULES.items()},
+        **{
+            name: partial(
+                overlap, model, farskip, choose=by(change), transport=copies if COPIES in name else all_to_all
+            )
+            for name, change in SCHEDULES.items()
+        },
     }
     fused = {name + FUSED: partial(make, fused=True) for name, make in ours.items()}
     return {STOCK: partial(wire, model, standard), **ours, **fused}

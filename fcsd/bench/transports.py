@@ -23,7 +23,7 @@ from fcsd.environment import snapshot
 from fcsd.errors import FcsdError
 from fcsd.launch import World, join_world, leave
 from fcsd.parallel.puts import Puts
-from fcsd.parallel.symmetric import SymmetricWindow
+from fcsd.parallel.symmetric import open_window
 from fcsd.parallel.transport import Route, Transport, all_to_all, route
 
 WIDTH = 2048
@@ -145,7 +145,7 @@ def main() -> None:
     world = join_world()
     found: dict[str, Any] = {"environment": snapshot(), "world": world.size, "rows": SIZES, "ms": {}}
     if not arguments.symmetric_kernel:
-        check(Puts(SymmetricWindow), world)
+        check(Puts(open_window), world)
     for size, count in SIZES.items():
         way = route(uneven(world.size, count), world.rank)
         if arguments.symmetric_kernel:
@@ -154,7 +154,7 @@ def main() -> None:
             rows = torch.randn(sum(way.sends), WIDTH, device=world.device, dtype=torch.bfloat16)
             exchanges = {
                 "NCCL": launching(all_to_all, rows, way),
-                "copies": launching(Puts(SymmetricWindow), rows, way),
+                "copies": launching(Puts(open_window), rows, way),
             }
         found["ms"][size] = {name: measure(exchange) for name, exchange in exchanges.items()}
         for name, ms in found["ms"][size].items():

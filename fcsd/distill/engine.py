@@ -113,8 +113,8 @@ def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "gradient_clipping": train.grad_clip if train.zero_stage else 0.0,  # see clip_without_zero
         "bf16": {"enabled": train.dtype == "bf16"},
         "zero_optimization": {"stage": train.zero_stage},
-        # torch's AdamW: DeepSpeed's own is compiled on first use, for a minute, and needs a compiler.
-        "optimizer": {"type": "AdamW", "params": {**adamw, "torch_adam": True}},
+        # torch's AdamW in its one kernel: DeepSpeed's own is compiled on first use, for a minute, and needs a compiler.
+        "optimizer": {"type": "AdamW", "params": {**adamw, "torch_adam": True, "fused": True}},
         "steps_per_print": None,
     }
 

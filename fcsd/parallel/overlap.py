@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
@@ -32,6 +32,7 @@ from .moe_pass import InFlight, MoePass
 from .transport import Transport, all_to_all
 
 Place = Literal["before_attn", "before_rotary", "before_core", "after_core", "after_attn"]
+_ORDER: tuple[Place, ...] = get_args(Place)
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Schedule:
     """When the MoE of a layer starts, and what covers its collectives.
 
     Args:
-        start: where in the layer the last combine is awaited, the gate runs and dispatch is launched.
+        start: where in the layer the last combine is awaited and the gate runs; dispatch follows.
+        launch: where the host waits for the split sizes at the earliest, to launch dispatch.
         shared_covers: which collective the shared experts run under.
         transport: how rows travel.
         eager: await every collective where it starts: the same code, nothing hidden.
@@ -49,6 +51,7 @@ class Schedule:
     shared_covers: Literal["dispatch", "combine"] = "combine"
     transport: Transport = all_to_all
     eager: bool = False
+    launch: Place = "before_core"
 
 
 # (attention's, MLP's read depth) -> schedule. An MLP that reads its own layer's attention cannot start before it.
@@ -93,7 +96,8 @@ class OverlappedLayer(WiredLayer):
         mlp = _Mlp(self, dispatch_awaited_at=order.mark() if plan.mlp else None)
 
         def reach(place: Place) -> None:
-            mlp.launch()
+            if _ORDER.index(place) >= _ORDER.index(plan.schedule.launch):
+                mlp.launch()
             if plan.schedule.start == place and plan.mlp:
                 mlp.start(_private(_landed(streams[0])))
 

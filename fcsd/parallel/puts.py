@@ -9,8 +9,8 @@ Every rank has one buffer that the others write into, shared by all layers. For 
 each line on a stream of its own, so that rows leave the buffer while others still arrive. The copies run on copy
 engines, and the flags are written and awaited by the streams themselves.
 
-A buffer has room for ``slack`` times the rows of the first exchange. When any rank would receive more, all ranks know
-it from their routes, and all send that exchange's rows by ``all_to_all``: nothing is ever dropped.
+When any rank would receive more than its buffer holds, all ranks know it from their routes, and all send the rows of
+that exchange by ``all_to_all``: nothing is ever dropped. The next exchange finds larger buffers.
 """
 
 from collections.abc import Callable
@@ -60,24 +60,27 @@ class Window(Protocol):
 
 
 class Puts:
-    """The transport, for one process group; the first exchange makes the buffers, on all ranks together.
+    """The transport, for one process group.
 
     Args:
-        open_window: makes the window of a group with a capacity in bytes.
-        slack: room for how many times the rows of the first exchange.
+        open_window: makes the window of a group with a capacity in bytes, on all ranks together; None where there
+            can be none.
+        slack: room for how many times the rows of the largest exchange so far.
     """
 
-    def __init__(self, open_window: Callable[[Any, int], Window], slack: float = 1.5) -> None:
+    def __init__(self, open_window: Callable[[Any, int], Window | None], slack: float = 1.5) -> None:
         self._open, self._slack = open_window, slack
         self._window: Window | None = None
-        self._exchanges = 0
+        self._capacity = self._largest = self._exchanges = 0
 
     def __call__(self, rows: Tensor, route: Route, group: Any) -> tuple[Tensor, Work]:
         """As ``transport.all_to_all``."""
+        if self._largest > self._capacity:
+            self._capacity = int(self._slack * self._largest)
+            self._window, self._exchanges = self._open(group, self._capacity), 0
         needed = route.most * rows.shape[1] * rows.element_size()
-        if self._window is None:
-            self._window = self._open(group, int(self._slack * needed))
-        if needed > len(self._window.buffers[0]):
+        self._largest = max(self._largest, needed)
+        if self._window is None or needed > self._capacity:
             return all_to_all(rows, route, group)
         received = rows.new_empty(sum(route.receives), rows.shape[1])
         self._exchanges += 1

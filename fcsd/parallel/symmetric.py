@@ -1,21 +1,55 @@
 """A window on CUDA: torch's symmetric memory, with flags that streams write and await without a kernel."""
 
+import os
+import platform
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .puts import Window
+from .settings import OverlapWarning
 from .transport import Work
 
 _FLAGS = 4096  # bytes before the buffer: a 32-bit number for each flag and rank
 
 
+def open_window(group: Any, capacity: int) -> Window | None:
+    """A window for a group whose GPUs are of one host and reach each other; None for any other, on all ranks.
+
+    What the device was given before is complete on all ranks when this returns, so an older window may go.
+    """
+    torch.cuda.synchronize()
+    # Without peer-to-peer copies NCCL goes through the host's memory; whoever asks it to means all traffic.
+    places = _everywhere((platform.node(), os.environ.get("NCCL_P2P_DISABLE", "0")), group)
+    if len({host for host, _ in places}) > 1 or any(disabled != "0" for _, disabled in places):
+        return None
+    window, problem = None, None
+    try:
+        window = SymmetricWindow(group, capacity)
+    except RuntimeError as error:
+        problem = str(error)
+    # No flag is set before all were cleared.
+    problems = [found for found in _everywhere(problem, group) if found]
+    if problems:
+        warnings.warn(f"rows travel by NCCL, GPUs cannot copy them: {problems[0]}", OverlapWarning, stacklevel=2)
+        return None
+    return window
+
+
+def _everywhere(value: Any, group: Any) -> list[Any]:
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 class SymmetricWindow:
-    """See ``puts.Window``; collective over ``group``, whose ranks must be GPUs of one host that reach each other.
+    """See ``puts.Window``.
 
     Raises:
-        RuntimeError: they do not.
+        RuntimeError: the GPUs of ``group`` do not reach each other.
     """
 
     def __init__(self, group: Any, capacity: int) -> None:
@@ -33,7 +67,6 @@ class SymmetricWindow:
         self._kept = memory, handle
         self._out, self._in = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         torch.cuda.synchronize()
-        dist.barrier(group)  # no flag is set before it was cleared
 
     def sending(self) -> AbstractContextManager[Any]:
         return self._after_current(self._out)

@@ -136,16 +136,17 @@ def step_bytes(model: ModelNumbers, own: Shard, setup: Setup) -> int:
     """Beyond weights and states while the optimizer steps, group after group.
 
     ZeRO holds all averaged gradients in the weights' dtype and makes a group's flat and, for bf16, an fp32 copy of it;
-    torch's AdamW takes one more buffer for square roots. Dense parameters are one group; experts are cut into groups
-    of at most ``EXPERT_GROUP`` or of one tensor that is larger. Without ZeRO all groups are one.
+    torch's fused AdamW takes nothing more. Dense parameters are one group; experts are cut into groups of at most
+    ``EXPERT_GROUP`` or of one tensor that is larger. Without ZeRO all groups are one.
     """
+    copy = 4 if setup.dtype == "bf16" else 0
     if not setup.zero_stage:
-        return sum(own.partition) * ((4 if setup.dtype == "bf16" else 0) + 4)
+        return copy * sum(own.partition)
     dense, experts = own.partition
     # the largest tensor holds two of an expert's three matrices, of all experts in a layer
     tensor = 2 * max(layer.routed for layer in model.layers) // (3 * setup.expert_parallel)
     group = min(experts, max(EXPERT_GROUP, tensor) * setup.expert_parallel // setup.world)
-    return setup.width * (dense + experts) + 8 * max(dense, group)
+    return setup.width * (dense + experts) + (setup.width + copy) * max(dense, group)
 
 
 def moments(
