@@ -88,7 +88,7 @@ def _model_of(run: Path, checkpoint: str) -> Path:
         BadInputError: the run has no checkpoint yet.
         CheckpointError: the checkpoint is damaged.
     """
-    from fcsd.distill import run_dir, state
+    from fcsd.distill import manifest, run_dir, state
 
     committed = state.checkpoints(run / run_dir.CHECKPOINTS)
     if not committed:
@@ -96,14 +96,14 @@ def _model_of(run: Path, checkpoint: str) -> Path:
     named = {path.name: path for path in committed} | {"latest": committed[-1]}
     if checkpoint not in (*named, "best"):
         raise ConfigError(f"checkpoint {checkpoint!r}: there are best, {', '.join(reversed(named))}")
-    return state.verified_model(_best(run, committed) if checkpoint == "best" else named[checkpoint])
+    return manifest.verified_model(_best(run, committed) if checkpoint == "best" else named[checkpoint])
 
 
 def _best(run: Path, committed: list[Path]) -> Path:
-    from fcsd.distill import state
+    from fcsd.distill import manifest, state
     from fcsd.report import read_metrics
 
-    if scored := state.best(committed[0].parent, state.read_manifest(committed[-1])["progress"].get("best")):
+    if scored := state.best(committed[0].parent, manifest.read_manifest(committed[-1])["progress"].get("best")):
         return scored
     steps = {int(path.name.removeprefix("step-")): path for path in committed}
     losses = {line["step"]: line["held_out_sft"] for line in read_metrics(run) if "held_out_sft" in line}

@@ -12,7 +12,7 @@ import ranks
 import runs
 
 from fcsd.config import EarlyStop, ResolvedRecipe, load_recipe
-from fcsd.distill import loop, state
+from fcsd.distill import loop, manifest, state
 from fcsd.distill.early_stop import Score, Scorer, judge
 from fcsd.errors import CheckpointError, ConfigError
 from fcsd.export import _model_of
@@ -139,7 +139,7 @@ def test_a_score_that_was_due_when_the_run_ended_is_made_up_for(folder: Path, tm
     for stopping, steps in [({"every": 3}, 4), ({"every": 2}, 6)]:
         changed = recipe(folder, run, early_stop=STOPPING | stopping, train__steps=steps, **every)
         assert ranks.on_ranks(1, scripted, changed) == [None]
-    progress = state.read_manifest(run / "checkpoints" / "step-6")["progress"]
+    progress = manifest.read_manifest(run / "checkpoints" / "step-6")["progress"]
     assert [entry["step"] for entry in progress["scores"]] == [3, 4, 6]
 
 
@@ -163,7 +163,7 @@ def test_weights_are_the_same_with_and_without_it(folder: Path, tmp_path: Path, 
         found[name] = weights(run / "checkpoints" / "step-4" / "model")
         scores = [line["score"] for line in read_metrics(run) if "score" in line]
         assert len(scores) == (0 if name == "none" else 2)
-        progress = state.read_manifest(run / "checkpoints" / "step-4")["progress"]
+        progress = manifest.read_manifest(run / "checkpoints" / "step-4")["progress"]
         assert [entry["value"] for entry in progress.get("scores", [])] == scores
         if name == "held_out":
             assert scores == [line["held_out_sft"] for line in read_metrics(run) if "score" in line]

@@ -19,7 +19,7 @@ from fcsd import parity, reload
 from fcsd.card import SENTENCES, model_card
 from fcsd.checkpoint import Layout
 from fcsd.convert import convert
-from fcsd.distill import state
+from fcsd.distill.manifest import write_manifest
 from fcsd.errors import BadInputError, CheckpointError, ConfigError, DoesNotFitError, FcsdError
 from fcsd.export import export
 from fcsd.models import build
@@ -55,8 +55,7 @@ def run(converted: Path, tmp_path: Path) -> Path:
             if not (folder / "model" / file.name).exists() and "safetensors" not in file.name:
                 (folder / "model" / file.name).write_bytes(file.read_bytes())
         files = {name: {"sha256": digest} for name, digest in snapshot(folder).items()}
-        manifest = {"version": state._VERSION, "step": step, "files": files, "progress": {"step": step}}
-        (folder / state.MANIFEST).write_text(json.dumps({**manifest, "seal": state._seal_of(manifest)}))
+        write_manifest(folder, {"step": step, "files": files, "progress": {"step": step}})
         records.append({"step": step, "kl": loss / 2, "held_out_sft": loss})
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     row = {"task": "piqa_task", "column": "PIQA", "metric": "acc_norm", "stderr": 0.01, "n": 100, "items": []}

@@ -19,7 +19,7 @@ import runs
 import torch
 from runs import outcome, train
 
-from fcsd.distill import engine, loop, run_dir, state
+from fcsd.distill import engine, loop, manifest, run_dir, state
 from fcsd.errors import ConfigError
 
 nightly = pytest.mark.nightly
@@ -65,9 +65,10 @@ def killed(recipe: Any, point: str, rank: int) -> None:
 
 
 # What a save calls, in order -> the ranks that call it
-SAVE = {"_fresh": (0,), "_save_engine": (0, 1), "_write_json": (0, 1), "write_model": (0, 1), "_record": (0, 1)}
-SAVE |= {"_sync": (0, 1), "_rename": (0,), "retain": (0,), "publish": (0,)}
+SAVE = {"_fresh": (0,), "_save_engine": (0, 1), "write_json": (0, 1), "write_model": (0, 1), "_record": (0, 1)}
+SAVE |= {"sync": (0, 1), "_rename": (0,), "retain": (0,), "publish": (0,)}
 MODULES: dict[str, ModuleType] = {"write_model": loop, "publish": run_dir}
+MODULES |= dict.fromkeys(("write_json", "_record", "sync"), manifest)
 KILLS = [
     pytest.param(size, point, rank, marks=() if (size, point) == (1, "_rename") else nightly)
     for size in (1, 2)

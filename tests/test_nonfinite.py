@@ -9,7 +9,7 @@ import ranks
 import runs
 import torch
 
-from fcsd.distill import loop, state
+from fcsd.distill import loop, manifest, state
 from fcsd.report import read_metrics
 
 
@@ -102,7 +102,7 @@ def test_a_skipped_step_changes_nothing_and_training_goes_on(
     assert len(before) > 3 and before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not all(torch.equal(before[name], later[name]) for name in before)
-    assert state.read_manifest(run / "checkpoints" / "step-4")["progress"]["skipped"] == [2, 1]
+    assert manifest.read_manifest(run / "checkpoints" / "step-4")["progress"]["skipped"] == [2, 1]
 
 
 def test_one_too_many_ends_every_rank(folder: Path, tmp_path: Path) -> None:

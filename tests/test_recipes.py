@@ -7,7 +7,7 @@ import pytest
 from fcsd import recipes
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import load_recipe
-from fcsd.distill.state import flat
+from fcsd.distill.identity import flat
 from fcsd.distill.sweep_plan import all_trials
 from fcsd.errors import ConfigError
 from fcsd.plan import Hardware, plan

@@ -9,7 +9,7 @@ import pytest
 import ranks
 import runs
 
-from fcsd.distill import loop, saver, state
+from fcsd.distill import loop, manifest, saver, state
 from fcsd.errors import DiskError
 
 
@@ -66,9 +66,9 @@ def test_the_last_step_must_be_saved(folder: Path, tmp_path: Path) -> None:
 def test_room_is_looked_for_before_a_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    monkeypatch.setattr(state, "size", lambda _: 909)
+    monkeypatch.setattr(manifest, "size", lambda _: 909)
     room = saver.Saver(tmp_path, None, None, {}, None, keep=1, failures=0, checkpoint=tmp_path)  # type: ignore[arg-type]
     room._require_room()
-    monkeypatch.setattr(state, "size", lambda _: 910)
+    monkeypatch.setattr(manifest, "size", lambda _: 910)
     with pytest.raises(DiskError, match="a checkpoint needs"):
         room._require_room()

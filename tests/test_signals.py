@@ -13,7 +13,7 @@ import pytest
 import ranks
 import runs
 
-from fcsd.distill import loop, signals, state
+from fcsd.distill import loop, manifest, signals, state
 from fcsd.report import read_metrics
 
 
@@ -30,7 +30,7 @@ PHASES = {  # where the signal comes -> the function it comes in, and at which o
     "load": (loop, "build_engine", 1),
     "step": (loop, "train_step", 3),
     "evaluation": (loop, "measure", 1),
-    "save": (state, "_sync", 3),
+    "save": (manifest, "sync", 3),
 }
 
 

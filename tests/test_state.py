@@ -12,7 +12,8 @@ from runs import outcome, train
 
 from fcsd import __version__
 from fcsd.config import ResolvedRecipe
-from fcsd.distill import loop, run_dir, state
+from fcsd.distill import identity, loop, run_dir, state
+from fcsd.distill.random_state import random_state, set_random_state
 from fcsd.errors import CheckpointError, ConfigError
 from fcsd.report import read_metrics
 
@@ -121,7 +122,7 @@ def test_a_changed_run_is_refused_by_name(folder: Path, single: Path, tmp_path: 
 
 
 def newer(recipe: ResolvedRecipe) -> None:
-    loop.__version__ = "99"
+    identity.__version__ = "99"
     loop.distill(recipe)
 
 
@@ -171,7 +172,7 @@ def test_random_state_goes_through_json() -> None:
 
     np.random.normal()
     random.gauss(0, 1)
-    saved = json.loads(json.dumps(state._random_state()))
+    saved = json.loads(json.dumps(random_state()))
     first = draw()
-    state._set_random_state(saved)
+    set_random_state(saved)
     assert draw() == first

@@ -9,7 +9,7 @@ import typer
 
 from fcsd.command import command, emit
 from fcsd.errors import ConfigError
-from fcsd.options import AsJson
+from fcsd.options import AsJson, Gpus
 
 if TYPE_CHECKING:
     from fcsd.bench.workload import Workload
@@ -20,7 +20,6 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 Layers = Annotated[int, typer.Option(min=1, help="Decoder layers.")]
 MicroBatch = Annotated[int, typer.Option(min=1, help="Sequences per GPU and step.")]
 Seq = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
-Gpus = Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")]
 
 
 @command(app, "train")

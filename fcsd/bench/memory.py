@@ -55,7 +55,7 @@ def bench(
         accumulation: micro-batches of ``micro_batch`` rows of ``seq`` tokens in a step, on each process.
         sets: ``--set`` assignments to the recipe, by default KL with ZeRO-1, experts spread over all processes.
 
-    Returns: the recipe, and sizes in bytes, speeds and losses, predicted and measured.
+    Returns: the recipe without its directories, and sizes in bytes, speeds and losses, predicted and measured.
 
     Raises:
         ConfigError: no such shape, or a recipe that cannot be.
@@ -76,7 +76,8 @@ def bench(
         check(recipe, world.size)
         planned = plan(recipe, Hardware(world.size))
     measured = _measure(recipe, rewired, original, world)
-    result = {"shape": shape, "layers": layers, "processes": world.size, "recipe": recipe.model_dump()}
+    settings = recipe.model_dump(exclude={"model", "teacher", "output_dir"})  # their directory is gone
+    result = {"shape": shape, "layers": layers, "processes": world.size, "recipe": settings}
     result |= {"predicted": predicted(planned), "measured": measured}
     if world.rank == 0:
         print(to_text(result), file=sys.stderr, flush=True)

@@ -18,7 +18,8 @@ from fcsd.distill.corpus import load_tokenizer
 from fcsd.distill.data import Mixture, batch
 from fcsd.distill.engine import DTYPES, import_deepspeed
 from fcsd.distill.expert_parallel import check, load, teacher_degree, wire_sharded
-from fcsd.distill.loop import read_data, run_identity
+from fcsd.distill.identity import run_identity
+from fcsd.distill.loop import read_data
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.student import student_source
 from fcsd.distill.teacher import final_hidden, identify_teacher, output_head, teacher_name

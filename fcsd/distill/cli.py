@@ -9,7 +9,7 @@ import typer
 
 from fcsd.command import emit
 from fcsd.errors import ConfigError
-from fcsd.options import AsJson, DryRun, Sets, UnsafeExec
+from fcsd.options import AsJson, DryRun, Gpus, Sets, UnsafeExec
 
 
 def distill(
@@ -19,7 +19,7 @@ def distill(
         str | None, typer.Option(metavar="NAME|FILE", help="A recipe with a sweep: try its values, then run the best.")
     ] = None,
     sets: Sets = [],  # noqa: B006 (typer reads the default and never changes it)
-    gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
+    gpus: Gpus = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines; prints what each must run, unless one is named.")] = 1,
     node_rank: Annotated[int | None, typer.Option(min=0, help="Which of the nodes this is, from 0.")] = None,
     rendezvous: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where nodes meet, on node 0.")] = None,
@@ -92,7 +92,7 @@ def distill(
 def cache_teacher(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")],
     sets: Sets = [],  # noqa: B006
-    gpus: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
+    gpus: Gpus = None,
 ) -> None:
     """Write the teacher cache of a recipe. What is there already stays; prints its directory."""
     from fcsd.config import load_recipe

@@ -1,20 +1,17 @@
 """Distillation: the student follows the frozen teacher over packed text, from the recipe to a finished run."""
 
 import math
-import re
 import sys
 from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 
 import datasets
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
-from fcsd import __version__
 from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe
-from fcsd.distill import run_dir, state
+from fcsd.distill import manifest, run_dir, state
 from fcsd.distill.agreement import require_agreement
 from fcsd.distill.corpora import load_corpora
 from fcsd.distill.corpus import Corpus, load_tokenizer
@@ -22,6 +19,7 @@ from fcsd.distill.data import Mixture, Rows
 from fcsd.distill.early_stop import Scorer, Watch, require_scorer
 from fcsd.distill.engine import DTYPES, accumulation, build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, load, teacher_degree, wire_sharded
+from fcsd.distill.identity import flat, run_identity
 from fcsd.distill.meter import Meter
 from fcsd.distill.nonfinite import Skips
 from fcsd.distill.preview import preview
@@ -41,30 +39,6 @@ from fcsd.plan.report import to_text
 from fcsd.preflight import TIMEOUT
 from fcsd.report import reporting
 from fcsd.trackers import require_tracker
-
-# Recipe fields that the parts of a resumed run need not share: they do not change what is computed, or, for the
-# data, its hashes stand for it.
-_FREE = ("name", "output_dir", "report", "data.held_out", "train.log_every", "train.save_every")
-_FREE += (
-    "train.eval_every",
-    "train.keep",
-    "train.sample_tokens",
-    "early_stop.every",
-    "early_stop.patience",
-    "early_stop.delta",
-)
-_FREE += ("early_stop.data_mirror", "sweep", "train.save_failures", "train.grace_seconds", "train.nonfinite")
-_FREE += (
-    "train.sample_tokens",
-    "train.trace_every",
-    "train.stuck_seconds",
-    "train.overlap",
-    "objective.teacher_cache.path",
-)
-# How far a run goes is free as well; where its schedule ends is not.
-_FREE += ("train.steps", "train.tokens", "train.horizon")
-_CODE = ("torch", "transformers", "deepspeed")  # whose other versions may compute other bits
-_SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template)")
 
 
 def distill(
@@ -114,7 +88,7 @@ def distill(
             transformers.utils.logging.disable_progress_bar()
         preemption = held.enter_context(preemptible(resolved.recipe.train.grace_seconds))
         dog = held.enter_context(watched(world, resolved.recipe.train.stuck_seconds))
-        require_agreement(world, state.flat(resolved.recipe.model_dump()))
+        require_agreement(world, flat(resolved.recipe.model_dump()))
         world.on_first(lambda: held.enter_context(run_dir.claim(run)))
         _distill(resolved, resume, run, world, scorer, preemption, dog)
     return run
@@ -206,8 +180,8 @@ def _distill(
             if time_left < math.inf and not last:
                 raise preempted(f"step {step} was the last", saver.checkpoint)
         if saver.checkpoint:
-            last_model, best = saver.checkpoint / state.MODEL, state.best(folder, watch.verdict.best)
-            world.on_first(lambda: run_dir.publish(state.verified_model(best) if best else last_model, run))
+            last_model, best = saver.checkpoint / manifest.MODEL, state.best(folder, watch.verdict.best)
+            world.on_first(lambda: run_dir.publish(manifest.verified_model(best) if best else last_model, run))
 
 
 def read_data(
@@ -238,15 +212,6 @@ def _teacher(recipe: Recipe, model: PreTrainedModel, world: World) -> PreTrained
     expect_comparable(model, teacher, recipe, name)
     wire_sharded(teacher, degree, recipe.train)
     return teacher.requires_grad_(False)
-
-
-def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
-    """What a run must have in common with the checkpoints it resumes from."""
-    fields = state.flat(recipe.model_dump())
-    own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
-    made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
-    code = {"version of fcsd": __version__} | {f"version of {name}": version(name) for name in _CODE}
-    return {**own, **made_of, **code, "train.schedule_steps": recipe.train.schedule_steps, "processes": world.size}
 
 
 def _due(step: int, every: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fcsd.distill import state
+from fcsd.distill import manifest, state
 from fcsd.errors import DiskError
 from fcsd.foreign_errors import translate
 from fcsd.launch import World
@@ -82,7 +82,7 @@ class Saver:
         self._folder.mkdir(parents=True, exist_ok=True)
         if self.checkpoint is None:
             return
-        need, free = _ROOM * state.size(self.checkpoint), shutil.disk_usage(self._folder).free
+        need, free = _ROOM * manifest.size(self.checkpoint), shutil.disk_usage(self._folder).free
         if free < need:
             raise DiskError(
                 f"{self._folder}: a checkpoint needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} are free",

@@ -164,7 +164,7 @@ def _launched(launch: Launch, recipe: Path) -> Exit:
 
 def _require_same(out: Path, trial: Trial) -> None:
     """What ran in this directory under this name must have been this very trial."""
-    from fcsd.distill.state import differences, flat
+    from fcsd.distill.identity import differences, flat
 
     path = out / TRIALS / f"{trial.name}.yaml"
     if not path.exists():

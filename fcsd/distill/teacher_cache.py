@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fcsd.config import Recipe, TeacherCache
-from fcsd.distill.state import differences
+from fcsd.distill.identity import differences
 from fcsd.distill.targets import Targets, Teacher
 from fcsd.distill.teacher import expect_fingerprint, identify_teacher, teacher_name
 from fcsd.distill.top_k import TopK

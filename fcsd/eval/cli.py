@@ -10,7 +10,19 @@ import typer
 
 from fcsd.command import emit
 from fcsd.errors import ConfigError
-from fcsd.options import AsJson, Model, Rewiring, UnsafeExec, Variant
+from fcsd.options import (
+    AsJson,
+    BatchSize,
+    DataMirror,
+    Device,
+    HeldOut,
+    Model,
+    Rewiring,
+    Suite,
+    Tasks,
+    UnsafeExec,
+    Variant,
+)
 
 
 def evaluate(
@@ -23,12 +35,12 @@ def evaluate(
     require: Annotated[
         str | None, typer.Option(metavar='"within POINTS"', help="Exit 9 unless every MODEL is so close.")
     ] = None,
-    suite: Annotated[str, typer.Option(help="Which settings of the benchmarks.")] = "paper",
-    tasks: Annotated[str | None, typer.Option(help="Some of the suite, separated by commas.")] = None,
-    data_mirror: Annotated[Path | None, typer.Option(help="Data sets on disk, instead of the hub.")] = None,
-    held_out: Annotated[Path | None, typer.Option(help="Text file for the held-out loss.")] = None,
+    suite: Suite = "paper",
+    tasks: Tasks = None,
+    data_mirror: DataMirror = None,
+    held_out: HeldOut = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N documents of a task.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences in one forward.")] = None,
+    batch_size: BatchSize = None,
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Longest input in tokens; default: the model's.")
     ] = None,
@@ -117,13 +129,13 @@ def sweep_layers(
     wiring: Rewiring = "farskip",
     variant: Variant = "full",
     points: Annotated[str | None, typer.Option(metavar="N,N,...", help="Numbers of layers; default: evenly.")] = None,
-    suite: Annotated[str, typer.Option(help="Which settings of the benchmarks.")] = "paper",
-    tasks: Annotated[str | None, typer.Option(help="Some of the suite, separated by commas.")] = None,
-    data_mirror: Annotated[Path | None, typer.Option(help="Data sets on disk, instead of the hub.")] = None,
-    held_out: Annotated[Path | None, typer.Option(help="Text file for the held-out loss.")] = None,
+    suite: Suite = "paper",
+    tasks: Tasks = None,
+    data_mirror: DataMirror = None,
+    held_out: HeldOut = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N documents of a task or text.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences in one forward.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
+    batch_size: BatchSize = None,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Score untrained conversions of the first N and the last N layers of MODEL, over N. FarSkip Figure 3."""
@@ -157,7 +169,7 @@ def choose_layers(
     wiring: Rewiring = "farskip",
     variant: Variant = "full",
     tokens: Annotated[int, typer.Option(min=1, help="How much of each text one measurement reads.")] = 16384,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
+    device: Device = None,
     out: Annotated[Path | None, typer.Option(help="Directory for results; a killed search resumes.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -185,7 +197,7 @@ def chat(
     prompts: Annotated[Path | None, typer.Option(help='A prompt per line, or .jsonl with a "prompt" each.')] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling, the same for every answer.")] = 0,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if there is one.")] = None,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Let MODEL answer prompts: those of a file, those you type, or a fixed few."""

@@ -1,0 +1,127 @@
+"""What a checkpoint consists of: the size and sha256 of every file, in a manifest that is sealed itself."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fcsd.errors import CheckpointError
+
+T = TypeVar("T")
+
+MANIFEST = "MANIFEST.json"
+MODEL = "model"
+_VERSION = 1
+
+
+def write_manifest(checkpoint: Path, content: dict[str, Any]) -> None:
+    """Writes the manifest of a checkpoint; its ``files`` are ``described``."""
+    content = {"version": _VERSION, **content}
+    write_json(checkpoint / MANIFEST, {**content, "seal": _seal_of(content)})
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, not yet held against its files.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint}: {MANIFEST} is missing or unreadable") from error
+    if not isinstance(manifest, dict) or manifest.pop("seal", None) != _seal_of(manifest):
+        raise CheckpointError(f"{checkpoint}: {MANIFEST} is damaged")
+    if manifest["version"] != _VERSION:
+        raise CheckpointError(f"{checkpoint}: {MANIFEST} is of version {manifest['version']}, not {_VERSION}")
+    return manifest
+
+
+def size(checkpoint: Path) -> int:
+    """Bytes of a checkpoint's files."""
+    return sum(entry["size"] for entry in read_manifest(checkpoint)["files"].values())
+
+
+def verify(checkpoint: Path) -> None:
+    """Holds every file against the manifest.
+
+    Raises:
+        CheckpointError: a file is missing, of another size or content, or not in the manifest.
+    """
+    expected = read_manifest(checkpoint)["files"]
+    found = set(files(checkpoint)) - {MANIFEST}
+    if strays := sorted(found ^ expected.keys()):
+        state = "missing" if strays[0] in expected else "not part of it"
+        raise CheckpointError(f"{checkpoint}: {strays[0]} is {state}")
+    for name, entry in expected.items():
+        if (checkpoint / name).stat().st_size != entry["size"]:
+            raise CheckpointError(f"{checkpoint}: {name} has the wrong size")
+    for name, sha256 in _each(_sha256, checkpoint, expected).items():
+        if sha256 != expected[name]["sha256"]:
+            raise CheckpointError(f"{checkpoint}: {name} is damaged, its sha256 differs")
+
+
+def verified_model(checkpoint: Path) -> Path:
+    """The model directory of a checkpoint, its files held against the manifest.
+
+    Raises:
+        CheckpointError: one is damaged or missing.
+    """
+    recorded = read_manifest(checkpoint)["files"]
+    expected = {name: entry["sha256"] for name, entry in recorded.items() if name.startswith(f"{MODEL}/")}
+    found = _each(_sha256, checkpoint, (name for name in expected if (checkpoint / name).is_file()))
+    for name, sha256 in expected.items():
+        if found.get(name) != sha256:
+            raise CheckpointError(f"{checkpoint}: {name} is damaged or missing, its sha256 differs")
+    return checkpoint / MODEL
+
+
+def described(directory: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Size and sha256 of files, which are synced to disk, by name."""
+    return _each(_record, directory, names)
+
+
+def files(directory: Path) -> list[str]:
+    """Names of the files in and below a directory."""
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir())
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """Syncs a file to disk and describes it."""
+    sync(path)
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def sync(path: Path) -> None:
+    """Waits until a file or directory is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A JSON file that is on disk when this returns."""
+    path.write_text(json.dumps(value, indent=1, sort_keys=True))
+    sync(path)
+
+
+def _each(function: Callable[[Path], T], directory: Path, names: Iterable[str]) -> dict[str, T]:
+    """``function`` of every file by name, several at a time: hashing is slower than a disk, and releases the lock."""
+    names = list(names)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(lambda name: function(directory / name), names), strict=True))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _seal_of(manifest: dict[str, Any]) -> str:
+    """sha256 of a manifest, so that damage to the manifest itself is found as well."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
