@@ -4,6 +4,7 @@ The same function, rounded once: transformers rounds the normalised input before
 """
 
 from functools import cache
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,8 +32,9 @@ def _fused_class(cls: type[nn.Module], epsilon: str) -> type[nn.Module]:
 
 def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:
     """Let torch's kernel compute every RMSNorm of a model, or transformers' code again; repeatable."""
+    module: Any
     for module in model.modules():
         if isinstance(module, FusedNorm):
-            module.__class__ = module.unfused  # pyright: ignore[reportAttributeAccessIssue]
+            module.__class__ = module.unfused
         if fused and type(module).__name__.endswith("RMSNorm"):
-            module.__class__ = _fused_class(type(module), arch.norm_epsilon)  # pyright: ignore
+            module.__class__ = _fused_class(type(module), arch.norm_epsilon)
