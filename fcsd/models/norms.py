@@ -4,7 +4,6 @@ The same function, rounded once: transformers rounds the normalised input before
 """
 
 from functools import cache
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -32,9 +31,8 @@ def _fused_class(cls: type[nn.Module], epsilon: str) -> type[nn.Module]:
 
 def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:
     """Let torch's kernel compute every RMSNorm of a model, or transformers' code again; repeatable."""
-    module: Any
     for module in model.modules():
         if isinstance(module, FusedNorm):
-            module.__class__ = module.unfused
+            module.__class__ = module.unfused  # pyright: ignore[reportAttributeAccessIssue]
         if fused and type(module).__name__.endswith("RMSNorm"):
-            module.__class__ = _fused_class(type(module), arch.norm_epsilon)
+            module.__class__ = _fused_class(type(module), arch.norm_epsilon)  # pyright: ignore[reportAttributeAccessIssue]
