@@ -61,7 +61,7 @@ class Train(Section):
     overlap: Literal["on", "eager-sync", "off"] = "on"
     """Under expert_parallel: hide the all-to-alls, await each where it starts, or run the blocking parts."""
     transport: Literal["auto", "nccl"] = "auto"
-    """Under expert_parallel, on GPUs of one host: rows are copied into each other's memory, or go by NCCL as elsewhere."""
+    """Under expert_parallel: GPUs of one host copy rows into each other's memory, or NCCL sends them as elsewhere."""
     fused: bool = True
     """Under expert_parallel, on GPUs: one kernel for each norm and each move of rows; rounds otherwise."""
     teacher_placement: Literal["auto", "sharded", "replicated"] = "auto"
