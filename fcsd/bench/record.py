@@ -25,7 +25,7 @@ from fcsd.launch import World
 
 def record(run: Callable[[], Any], path: Path, world: World) -> None:
     """Run, and write the gzipped trace of this rank's device to ``path``."""
-    settings = profiler.profile(use_device=world.device.type if world.device.type == "cuda" else None)
+    settings = profiler.profile(use_device=world.device.type if world.device.type == "cuda" else None, use_kineto=True)
     _prepare_profiler(settings.config(), settings.kineto_activities)
     enable: Any = _enable_profiler  # its type lacks the third argument
     enable(settings.config(), settings.kineto_activities, {RecordScope.USER_SCOPE})
