@@ -3,6 +3,7 @@
 import random
 import time
 from contextlib import nullcontext
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,12 @@ import torch.distributed as dist
 class FileWindow:
     """See ``fcsd.parallel.puts.Window``."""
 
-    def __init__(self, group, capacity, folder):
+    def __init__(self, group, capacity, prefix):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.buffers, self.flags = [], []
         for rank in range(self.size):
-            self.buffers.append(_mapped(f"{folder}/{capacity}-buffer{rank}", capacity, torch.uint8))
-            self.flags.append(_mapped(f"{folder}/{capacity}-flags{rank}", 2 * self.size, torch.int32))
+            self.buffers.append(_mapped(f"{prefix}-buffer{rank}", capacity, torch.uint8))
+            self.flags.append(_mapped(f"{prefix}-flags{rank}", 2 * self.size, torch.int32))
         dist.barrier(group)
 
     sending = receiving = nullcontext
@@ -40,3 +41,9 @@ class FileWindow:
 
 def _mapped(path, count, dtype):
     return torch.from_file(path, shared=True, size=max(count, 1), dtype=dtype)[:count]
+
+
+def opener(folder):
+    """What ``Puts`` opens windows with; every window has files of its own."""
+    numbers = count()
+    return lambda group, capacity: FileWindow(group, capacity, f"{folder}/{next(numbers)}")

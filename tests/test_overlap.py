@@ -1,7 +1,6 @@
 """Overlapped expert parallelism is the blocking one to the last bit, leaks nothing, and runs in the paper's order."""
 
 import gc
-import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from file_window import FileWindow
+from file_window import opener
 from ranks import in_group
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -160,12 +159,18 @@ def _by_copies(rank: int, folder: str) -> list[str]:
     """Rows copied into the peers' memory; the second batch does not fit the buffers of the first."""
     problems: list[str] = []
     model = _sharded("deepseek_v2")
-    for number, wiring in enumerate((FARSKIP, Wiring("standard", ()))):
-        windows = f"{folder}/{number}"
-        os.makedirs(windows, exist_ok=True)
-        transport = Puts(lambda group, capacity, at=windows: FileWindow(group, capacity, at))
-        batches = [tiny.tokens(seed=rank, length=length) for length in (6, 40, 40)]
+    transport = Puts(opener(folder))
+    batches = [tiny.tokens(seed=rank, length=length) for length in (6, 40, 40)]
+    for wiring in WIRINGS:
         _compare(model, wiring, batches, "by copies", problems, transport=transport)
+    overlap(model, FARSKIP, fused=True)
+    fused = _run(model, batches[:1])
+    overlap(model, FARSKIP, fused=True, transport=transport)
+    if difference := _difference(fused, _run(model, batches[:1])):
+        problems.append(f"fused, by copies: {difference}")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for wiring in WIRINGS[:3]:
+        _compare(model, wiring, batches[1:], "recomputed, by copies", problems, transport=transport)
     return problems
 
 

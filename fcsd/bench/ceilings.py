@@ -48,7 +48,7 @@ class NoWire:
     def __init__(self) -> None:
         self._rows: Tensor | None = None
 
-    def __call__(self, rows: Tensor, route: Route, group: Any) -> tuple[Tensor, Work]:
+    def __call__(self, rows: Tensor, route: Route, group: Any, keep: bool) -> tuple[Tensor, Work]:
         count = sum(route.receives)
         if self._rows is None or self._rows.shape[0] < count:
             self._rows = torch.randn(2 * count, rows.shape[1], dtype=rows.dtype, device=rows.device)
@@ -90,8 +90,8 @@ class Meter:
         self._layers += 1
         return replace(schedule, transport=partial(self._note, self._layers - 1))
 
-    def _note(self, layer: int, rows: Tensor, route: Route, group: Any) -> tuple[Tensor, Work]:
-        received, _ = self._no_wire(rows, route, group)
+    def _note(self, layer: int, rows: Tensor, route: Route, group: Any, keep: bool) -> tuple[Tensor, Work]:
+        received, _ = self._no_wire(rows, route, group, keep)
         call = _Call(route, rows.shape[1], rows.dtype, group, now(rows.device), rows.device)
         self._calls[layer].append(call)
         return received, call
@@ -133,7 +133,7 @@ def _on_the_wire(call: _Call, repeats: int = 3) -> float:
     for _ in range(repeats):
         dist.barrier()
         start = now(call.device)
-        _, work = all_to_all(rows, call.route, call.group)
+        _, work = all_to_all(rows, call.route, call.group, True)
         work.wait()
         end = now(call.device)
         if call.device.type == "cuda":

@@ -27,6 +27,7 @@ class Exchange:
         layer: 0-based index of the decoder layer.
         route: of the rows.
         back: of their gradients.
+        kept: whether what arrives is saved for the backward pass.
         eager: await every collective where it starts.
         ready: CUDA event after which the rows to send are complete; with it the forward launch does not wait for
             what the compute stream was given since. ``side`` is the stream it is launched from.
@@ -37,6 +38,7 @@ class Exchange:
     group: Any
     route: Route
     back: Route
+    kept: bool
     transport: Transport = all_to_all
     eager: bool = False
     ready: torch.Event | None = None
@@ -46,8 +48,10 @@ class Exchange:
     def launch(self, rows: Tensor, route: Route, passes: str) -> Tensor:
         """Start sending ``rows [sent, hidden]``; the buffer ``[received, hidden]`` fills until ``land``."""
         rows = rows.contiguous()
+        # Layers that are recomputed take turns with the backward pass of others.
+        keep = (self.kept and passes == "fwd") or passes == "recompute"
         with record_function(f"fcsd::{self.name}.{passes}.L{self.layer}"), self._stream() as early:
-            received, work = self.transport(rows, route, self.group)
+            received, work = self.transport(rows, route, self.group, keep)
         if early:
             received.record_stream(torch.cuda.current_stream())
         if self.eager:

@@ -46,7 +46,7 @@ class MoePass:
         if self._packed is None:
             return
         self._plan = self._sizes()
-        exchange = self._exchange("dispatch", self._plan.dispatch, self._plan.combine)
+        exchange = self._exchange("dispatch", self._plan.dispatch, self._plan.combine, kept=False)
         exchange.ready, exchange.side = self._packed_event, self._side
         self._dispatch = self._send(self._packed, exchange, awaited_at)
         self._packed = None
@@ -56,7 +56,7 @@ class MoePass:
         assert self._dispatch is not None
         outputs = run_experts(self._moe, self._dispatch.wait(), self._plan.counts)
         self._dispatch = None
-        exchange = self._exchange("combine", self._plan.combine, self._plan.dispatch)
+        exchange = self._exchange("combine", self._plan.combine, self._plan.dispatch, kept=True)
         self._combine = self._send(outputs, exchange, awaited_at)
 
     def land(self) -> Tensor:
@@ -66,8 +66,8 @@ class MoePass:
         self._combine = None
         return weigh(self._moe, rows, self._choice, self._shape)
 
-    def _exchange(self, name: str, route: Route, back: Route) -> Exchange:
-        return Exchange(name, self._layer, self._moe.ep_group, route, back, self._transport, self._eager)
+    def _exchange(self, name: str, route: Route, back: Route, kept: bool) -> Exchange:
+        return Exchange(name, self._layer, self._moe.ep_group, route, back, kept, self._transport, self._eager)
 
     def _send(self, rows: Tensor, exchange: Exchange, awaited_at: int | None) -> Deferred:
         return Deferred(rows, None) if self._moe.ep_size == 1 else launch(rows, exchange, awaited_at)

@@ -41,12 +41,13 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
-# (rows to send, route, group) -> (buffer being filled, work)
-Transport = Callable[[Tensor, Route, Any], tuple[Tensor, Work]]
+# (rows to send, route, group, whether the caller keeps what arrives) -> (buffer being filled, work)
+Transport = Callable[[Tensor, Route, Any, bool], tuple[Tensor, Work]]
 
 
-def all_to_all(rows: Tensor, route: Route, group: Any) -> tuple[Tensor, Work]:
+def all_to_all(rows: Tensor, route: Route, group: Any, keep: bool) -> tuple[Tensor, Work]:
     """torch.distributed's own: NCCL or gloo."""
+    del keep  # the caller owns what arrives
     received = rows.new_empty(sum(route.receives), rows.shape[1])
     work = dist.all_to_all_single(received, rows, route.receives, route.sends, group=group, async_op=True)
     assert work is not None
