@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ import torch
 from files import snapshot
 from safetensors.torch import load_file, save_file
 
-from fcsd.config import ResolvedRecipe
+from fcsd.config import ResolvedRecipe, Train
 from fcsd.distill import loop, step
-from fcsd.distill.expert_parallel import check
+from fcsd.distill.expert_parallel import check, wire_sharded
 from fcsd.errors import CheckpointError, ConfigError
 from fcsd.export import export
 from fcsd.parallel.pieces import pieces, take
@@ -300,6 +301,19 @@ def test_scores_and_the_best_checkpoint_are_those_of_one_process(
         assert all(line["score"] > 0 for line in one)
         assert [line["best_step"] for line in two] == [line["best_step"] for line in one]
         assert [line["loss"] for line in two] == [line["loss"] for line in read_metrics(found[2]["unwatched"])]
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "fused"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_norms_and_rows_are_fused_on_gpus_if_the_recipe_says_so(
+    monkeypatch: pytest.MonkeyPatch, device: str, wanted: bool, fused: bool
+) -> None:
+    given = {}
+    monkeypatch.setattr("fcsd.parallel.overlap.overlap", lambda *_, **options: given.update(options))
+    model: Any = SimpleNamespace(config=tiny.config("qwen3_moe"), device=torch.device(device))
+    wire_sharded(model, 2, Train(expert_parallel=2, fused=wanted))
+    assert given["fused"] == fused
 
 
 @pytest.mark.nightly

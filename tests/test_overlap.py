@@ -100,7 +100,7 @@ def _difference(one, other) -> str | None:
 
 def _compare(model, wiring, batches, case, problems, **options):
     """Overlapped and eager-sync against blocking, collectives arriving as late as they may."""
-    overlap(model, wiring, "off")
+    overlap(model, wiring, "off", **options)
     blocking = _run(model, batches)
     for mode in ("on", "eager-sync"):
         overlap(model, wiring, mode, **options)
@@ -163,7 +163,7 @@ def _by_copies(rank: int, folder: str) -> list[str]:
 
 
 def _fused(rank: int) -> list[str]:
-    """One kernel for each norm and move of rows, whichever side of the experts scores apply: torch's, in any mode."""
+    """One kernel for each norm and move of rows, scores applied after the experts and before: torch's, in any mode."""
     problems = []
     ids = tiny.tokens(seed=rank, length=6)
     for arch in ("deepseek_v2", "llama4_text"):
@@ -172,11 +172,8 @@ def _fused(rank: int) -> list[str]:
         for fused in (False, True):
             overlap(model, FARSKIP, fused=fused)
             results.append(_run(model, [ids]))
-        for mode in ("off", "eager-sync"):
-            overlap(model, FARSKIP, mode, fused=True)
-            if difference := _difference(results[1], _run(model, [ids])):
-                problems.append(f"{arch} {mode}: {difference}")
-        overlap(model, FARSKIP, fused=True)
+        for wiring in (WIRINGS[-1], FARSKIP):
+            _compare(model, wiring, [ids], f"{arch} fused", problems, fused=True)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if difference := _difference(results[1], _run(model, [ids])):
             problems.append(f"{arch} recomputed: {difference}")
