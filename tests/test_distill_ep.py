@@ -25,6 +25,7 @@ from fcsd.report import read_metrics
 
 ARCHES = ("qwen3_moe", "deepseek_v2", "llama4_text")
 STEPS = {"train__steps": 3, "train__lr": 1e-4, "train__schedule": "constant", "train__warmup_steps": 0}
+STEPS |= {"train__save_every": 0}
 SHARDED = {"train__expert_parallel": 2}
 BF16 = {"train__dtype": "bf16", "train__grad_clip": 0.5}
 
