@@ -2,8 +2,8 @@
 
 A collective is every device event whose launch lies in such a range, from the first one's start to the last one's end:
 one NCCL kernel, or the copies into the memory of peers and out of the own. Autograd sequence numbers are altered on
-purpose, so the profiler's own links from backward to forward say nothing. Computation is every kernel of neither a
-range nor NCCL. Copies and fills outside a range are neither, as HolisticTraceAnalysis counts them.
+purpose, so the profiler's own links from backward to forward say nothing. Computation is everything else but NCCL:
+every kernel, fill, and copy within the device. HolisticTraceAnalysis counts kernels alone; its figure stands beside.
 """
 
 import gzip
@@ -23,6 +23,7 @@ from fcsd.errors import BadInputError
 RANGE = re.compile(r"fcsd::(?P<kind>\w+)\.(?P<passes>\w+)\.L(?P<layer>\d+)")
 ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
+_LEAVES = re.compile(r"Memcpy (?!DtoD)")  # copies from or to the host, or another device
 
 
 class Call(NamedTuple):
@@ -42,7 +43,7 @@ class Call(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One kernel of computation, in µs."""
+    """One kernel of computation, fill or copy within the device, in µs."""
 
     name: str
     start: float
@@ -126,7 +127,7 @@ def read(path: Path) -> Trace:
             (nccl if is_nccl else not_nccl).append(whole)
         if (found := owner.get(event["args"].get("correlation"))) is not None:
             parts[found].append((start, end, event["cat"] == "gpu_memcpy"))
-        elif event["cat"] == "kernel" and not is_nccl:
+        elif not is_nccl and not _LEAVES.match(event["name"]):
             computation.append(Kernel(event["name"], start, end))
     if not parts:
         raise BadInputError(

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from fcsd.bench import ceilings, trace
 from fcsd.bench.ceilings import Meter, NoWire, Window
 from fcsd.bench.equality import fingerprint, worst_difference
 from fcsd.bench.model import evenly_routed, make_engine
+from fcsd.bench.record import record
 from fcsd.bench.shapes import SHAPES
 from fcsd.bench.workload import (
     BOUND,
@@ -219,12 +219,8 @@ def _trace(engine: Any, ids: Tensor, choose: Callable[[], Any], out: Path, world
     engine.backward(engine(ids))
     engine.step()
     out.mkdir(parents=True, exist_ok=True)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if world.device.type == "cuda" else [])]
     dist.barrier()
-    with profile(activities=activities) as profiler:
-        engine.backward(engine(ids))
-        engine.step()
-    profiler.export_chrome_trace(str(out / f"rank-{world.rank}.json.gz"))
+    record(lambda: (engine.backward(engine(ids)), engine.step()), out / f"rank-{world.rank}.json.gz", world)
     dist.barrier()
 
 

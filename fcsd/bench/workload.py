@@ -14,7 +14,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "before-attn": {"start": "before_attn"},
     "before-core": {"start": "before_core"},
     "shared-under-dispatch": {"shared_covers": "dispatch"},
-    "copies-after-core": {"launch": "after_core"},
+    "copies-before-core": {"launch": "before_core"},
 }
 OVERLAPS = (OVERLAPPED, COPIES, *SCHEDULES)
 OURS = (STANDARD, STANDARD_COPIES, EAGER, BOUND, *OVERLAPS)

@@ -60,7 +60,9 @@ class Train(Section):
     """Processes that divide the experts of each MoE layer among them; 1 leaves all experts on every process."""
     overlap: Literal["on", "eager-sync", "off"] = "on"
     """Under expert_parallel: hide the all-to-alls, await each where it starts, or run the blocking parts."""
-    fused: bool = False
+    transport: Literal["auto", "nccl"] = "auto"
+    """Under expert_parallel: GPUs of one host copy rows into each other's memory, or NCCL sends them as elsewhere."""
+    fused: bool = True
     """Under expert_parallel, on GPUs: one kernel for each norm and each move of rows; rounds otherwise."""
     teacher_placement: Literal["auto", "sharded", "replicated"] = "auto"
     """Whether expert_parallel holds for the teacher, too; `auto` shards it with the student."""

@@ -89,8 +89,13 @@ def wire_sharded(model: PreTrainedModel, degree: int, train: Train) -> None:
     """Lets a model whose experts ``degree`` divide compute its own wiring, overlapped and fused as the recipe says."""
     if degree > 1:
         from fcsd.parallel.overlap import overlap
+        from fcsd.parallel.puts import Puts
+        from fcsd.parallel.symmetric import open_window
+        from fcsd.parallel.transport import all_to_all
 
-        overlap(model, wiring_of(model.config), train.overlap, fused=train.fused and model.device.type == "cuda")
+        on_cuda = model.device.type == "cuda"
+        transport = Puts(open_window) if on_cuda and train.transport == "auto" else all_to_all
+        overlap(model, wiring_of(model.config), train.overlap, fused=train.fused and on_cuda, transport=transport)
 
 
 def clip_without_zero(engine: Any, train: Train, world: World) -> Tensor:

@@ -23,6 +23,7 @@ _FREE = (
     "train.tokens",
     "train.horizon",
     "train.overlap",
+    "train.transport",
     "train.log_every",
     "train.save_every",
     "train.eval_every",

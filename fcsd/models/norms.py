@@ -35,4 +35,4 @@ def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:
         if isinstance(module, FusedNorm):
             module.__class__ = module.unfused  # pyright: ignore[reportAttributeAccessIssue]
         if fused and type(module).__name__.endswith("RMSNorm"):
-            module.__class__ = _fused_class(type(module), arch.norm_epsilon)  # pyright: ignore
+            module.__class__ = _fused_class(type(module), arch.norm_epsilon)  # pyright: ignore[reportAttributeAccessIssue]

@@ -29,6 +29,7 @@ from . import order, settings
 from .attention import Around, after_projections, join_attention, split_attention
 from .expert import wire_parallel
 from .moe_pass import InFlight, MoePass
+from .puts import Puts
 from .transport import Transport, all_to_all
 
 Place = Literal["before_attn", "before_rotary", "before_core", "after_core", "after_attn"]
@@ -241,7 +242,9 @@ def overlap(
     mlp = arch_of(model.config).blocks.mlp
     for index, layer in enumerate(cast(Any, decoder_layers(model))):
         plan = layer.fcsd
-        schedule = choose(plan, replace(DEFAULTS[plan.attn, plan.mlp], transport=transport))
+        # Copies need no multiprocessor: core attention goes first, and the device computes while the host gives them.
+        launch: Place = "after_core" if isinstance(transport, Puts) else "before_core"
+        schedule = choose(plan, replace(DEFAULTS[plan.attn, plan.mlp], transport=transport, launch=launch))
         if plan.mlp == 0 and schedule.start != "after_attn":
             raise ConfigError(f"layer {index}: its MLP reads its own attention and cannot start {schedule.start}")
         block = layer.get_submodule(mlp)
