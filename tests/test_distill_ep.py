@@ -362,6 +362,7 @@ def test_the_command_distils_on_two_processes_and_exports_what_loads_anywhere(re
         "train.batch_tokens": "512",
         "train.steps": "3",
         "train.warmup_steps": "1",
+        "train.sample_tokens": "4",
         "train.expert_parallel": "2",
     }
     fcsd("convert", "assets/teacher", str(tmp_path / "student"), "--wiring", "farskip", "--no-check")
