@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,13 +80,19 @@ def _sharded(arch: str, **changes):
     return model.train()
 
 
+def _backward(loss):
+    """As on CUDA: in a thread of its own, which has its own sequence numbers."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(loss.backward).result()
+
+
 def _run(model, batches, **forward):
     """Logits and gradients of every parameter after one backward pass per batch."""
     model.zero_grad()
     logits = []
     for ids in batches:
         out = model(ids, labels=ids, use_cache=False, **forward)
-        out.loss.backward()
+        _backward(out.loss)
         logits.append(out.logits.detach().clone())
     return logits, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -232,7 +239,7 @@ def _executed(rank: int, wiring: Wiring, modules: dict[str, str], recompute: boo
         loss = model(ids, labels=ids, use_cache=False).loss
         forward = list(events)
         events.clear()
-        loss.backward()
+        _backward(loss)
     return forward, events
 
 
@@ -283,7 +290,7 @@ def _alive_buffers(rank: int, recompute: bool) -> list[str]:
         with _watched(see):
             loss = model(ids, labels=ids, use_cache=False).loss
             leaks.extend(f"{what} after forward" for _, what, ref in landed if alive(ref))
-            loss.backward()
+            _backward(loss)
             leaks.extend(f"{what} after backward" for _, what, ref in landed if alive(ref))
     finally:
         gc.enable()
@@ -440,6 +447,14 @@ def test_hooks_on_the_experts_gradients_run_once_their_inputs_gradients_are_sent
         for k in range(4):
             place = _between(backward, f"launch dispatch{k}", f"land dispatch{k}").index
             assert place(f"gradient experts{k}") > 0
+
+
+def test_a_recompute_leaves_the_experts_gradients_where_they_were(two_ranks):
+    for rank in two_ranks:
+        _, backward = rank["order recomputed"]
+        for k in range(3, 0, -1):
+            sent = len(backward) - 1 - backward[::-1].index(f"launch dispatch{k}")
+            assert sent < backward.index(f"gradient experts{k}") < backward.index(f"launch dispatch{k - 1}")
 
 
 def test_captured_hidden_states_are_full_streams(two_ranks):

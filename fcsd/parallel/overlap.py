@@ -160,9 +160,11 @@ class _Mlp:
         if moe is not None:
             self.launch()
             # The experts' gradients are accumulated, and ZeRO's hooks run, once dispatch's gradient is on the wire.
+            # A recompute's numbers are those of another thread; the nodes are the first pass's, and keep theirs.
             assert self.dispatch_awaited_at is not None
-            for node in self.plan.accumulations:
-                node._set_sequence_nr(self.dispatch_awaited_at + 1)
+            if not order.in_backward():
+                for node in self.plan.accumulations:
+                    node._set_sequence_nr(self.dispatch_awaited_at + 1)
             moe.run_experts(self.combine_awaited_at)
             if shared is not None and settled is None:
                 settled = shared(self.x)
