@@ -2,10 +2,15 @@
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from fcsd.eval.adapter import HFAdapter
 
 WORDS = ["river", "stone", "lamp", "garden", "window", "bread", "music", "winter", "paper", "silver", "apple"]
 
@@ -200,3 +205,20 @@ def write_mirror(root: Path, rows: int = 8, seed: int = 0) -> Path:
     mmlu = {s: splits(_mmlu, "test", n=2) | splits(_mmlu, "dev", n=5) for s in mmlu_subjects()}
     _dataset(root, "cais/mmlu", mmlu)
     return root
+
+
+@contextmanager
+def short_answers() -> Iterator[list[tuple[int, str]]]:
+    """Models that write 24 tokens at the most; their answers are put into the list."""
+    answers, real = [], HFAdapter._generate
+
+    def short(self: HFAdapter, prompts: Any, stops: Any, max_new_tokens: int) -> Iterator[tuple[int, str]]:
+        for answer in real(self, prompts, stops, min(max_new_tokens, 24)):
+            answers.append(answer)
+            yield answer
+
+    HFAdapter._generate = short
+    try:
+        yield answers
+    finally:
+        HFAdapter._generate = real

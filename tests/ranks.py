@@ -1,5 +1,6 @@
 """Processes of tests: the ranks of a world, and commands. Each is forked where the slow imports are made already."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -19,7 +20,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "deepspeed.runtime.zero.muon.muon_optimizer",
-        "matplotlib.figure",
+        "matplotlib.backends.backend_agg",
         "fcsd.distill.loop",
         "fcsd.eval.harness",
         "lm_eval.tasks",
@@ -97,6 +98,7 @@ def _end(process: BaseProcess) -> int:
 
 
 def _enter(environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    gc.freeze()  # the collector has no need to look at what was imported
     os.environ.clear()
     os.environ.update(environment)
     function(*arguments)

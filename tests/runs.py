@@ -44,14 +44,16 @@ def write_models(folder: Path, arch: str = "deepseek_v2") -> tuple[Path, Path]:
 
 def resolved(folder: Path, **changes: Any) -> ResolvedRecipe:
     """A recipe over ``folder/student`` and a corpus; ``changes`` by dotted key with ``__`` for the dot."""
-    corpus = folder / "corpus.jsonl"
+    corpus, held_out = folder / "corpus.jsonl", folder / "held_out.jsonl"
     if not corpus.exists():
-        texts.write_jsonl(corpus, [f"line {n}: " + "the quick brown fox " * (n % 5) for n in range(60)])
+        lines = [f"line {n}: " + "the quick brown fox " * (n % 5) for n in range(60)]
+        texts.write_jsonl(corpus, lines)
+        texts.write_jsonl(held_out, lines[:10])
     recipe: dict[str, Any] = {
         "name": "test",
         "model": str(folder / "student"),
         "output_dir": str(folder / "run"),
-        "data": {"sources": [{"path": str(corpus)}], "seq_len": 32, "held_out": {"path": str(corpus)}},
+        "data": {"sources": [{"path": str(corpus)}], "seq_len": 32, "held_out": {"path": str(held_out)}},
         "objective": {"kl": 1.0, "sft": 0.5, "chunk_tokens": 16},
         "train": dict(TRAIN),
     }

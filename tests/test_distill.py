@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from fcsd.distill import loop, step, targets
 from fcsd.distill.corpus import load_corpus, load_tokenizer
 from fcsd.distill.data import batch
+from fcsd.distill.identity import differences, run_identity
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.preview import preview
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
@@ -186,7 +187,7 @@ def test_a_resumed_run_must_have_the_same_data_rendered_the_same_way(folder: Pat
             (place / name).write_text(more + (place / name).read_text())
         recipe = runs.resolved(folder, data__sources=[source]).recipe
         corpus = load_corpus(recipe.data.sources[0], texts.tokenizer(), 256)
-        return identity.run_identity(recipe, [corpus], World(0, 1, torch.device("cpu")))
+        return run_identity(recipe, [corpus], World(0, 1, torch.device("cpu")))
 
     first = identity(tmp_path / "first")
     for number, (changes, differing) in enumerate(
@@ -198,7 +199,7 @@ def test_a_resumed_run_must_have_the_same_data_rendered_the_same_way(folder: Pat
         ]
     ):
         other = identity(tmp_path / str(number), **changes)
-        assert [line.partition(" was ")[0] for line in identity.differences(first, other)] == differing
+        assert [line.partition(" was ")[0] for line in differences(first, other)] == differing
 
 
 def test_learning_rate_rises_then_falls_to_the_minimum() -> None:

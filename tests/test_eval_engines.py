@@ -107,9 +107,10 @@ def test_a_model_larger_than_memory_scores_the_same(model, mirror, monkeypatch):
         return network
 
     options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=2)
-    expected = evaluate([str(model)], **options)
-    monkeypatch.setattr(build, "load_model", crowded)
-    rows = evaluate([str(model)], engine=Engine(device="auto", dtype="float32"), **options)
+    with eval_data.short_answers():
+        expected = evaluate([str(model)], **options)
+        monkeypatch.setattr(build, "load_model", crowded)
+        rows = evaluate([str(model)], engine=Engine(device="auto", dtype="float32"), **options)
     assert scores(rows) == scores(expected)
     assert rows[0]["engine"]["devices"] == ["cpu", "disk"] and set(used[0].values()) == {"cpu", "disk"}
 
@@ -117,8 +118,9 @@ def test_a_model_larger_than_memory_scores_the_same(model, mirror, monkeypatch):
 def sharded(rank: int, model: Path, rewired: Path, mirror: Path, out: Path) -> list[Any]:
     engine = Engine(expert_parallel=2, batch_size=3, device="cpu")
     options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=3)
-    rows = evaluate([str(model), str(rewired)], engine=engine, out=out, **options)
-    again = evaluate([str(model)], engine=engine, out=out, **options)
+    with eval_data.short_answers():
+        rows = evaluate([str(model), str(rewired)], engine=engine, out=out, **options)
+        again = evaluate([str(model)], engine=engine, out=out, **options)
     return [scores(rows), scores(again), rows[0]["engine"]]
 
 
@@ -128,7 +130,8 @@ def test_experts_spread_over_two_ranks_score_the_same(model, mirror, tmp_path):
         2, sharded, model, tmp_path / "rewired", mirror, tmp_path / "out"
     )
     options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=3, engine=Engine(device="cpu"))
-    assert first == second == scores(evaluate([str(model), str(tmp_path / "rewired")], **options))
+    with eval_data.short_answers():
+        assert first == second == scores(evaluate([str(model), str(tmp_path / "rewired")], **options))
     assert again == first[: len(TASKS)]
     assert engine["ranks"] == 2 and engine["expert_parallel"] == 2
 

@@ -1,6 +1,5 @@
 """Two ranks give the answers of one: scores, resume, errors, and a model that must run on all ranks in step."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from lm_eval.api.instance import Instance
 
 from fcsd.errors import NonFiniteError
-from fcsd.eval import adapter, logprobs
+from fcsd.eval import logprobs
 from fcsd.eval.adapter import HFAdapter
 from fcsd.eval.harness import Loaded, evaluate
 from fcsd.eval.opening import Engine
@@ -33,24 +32,13 @@ def team(rank: int, size: int, lockstep: bool = False) -> Team:
 
 
 def scored(rank: int, mirror: Path) -> list[dict[str, Any]]:
-    """Rows of four tasks, answers cut at 24 tokens, and how many answers this rank generated."""
-    texts = []
-    real = adapter.HFAdapter._generate
-
-    def short(self: HFAdapter, prompts: Any, stops: Any, most: int) -> Iterator[tuple[int, str]]:
-        for answer in real(self, prompts, stops, min(most, 24)):
-            texts.append(answer)
-            yield answer
-
-    adapter.HFAdapter._generate = short
-    try:
+    """Rows of four tasks, short answers, and how many answers this rank generated."""
+    with eval_data.short_answers() as texts:
         subject = Loaded("tiny", model(), eval_data.tokenizer())
         shared = team(rank, 2) if dist.is_initialized() else None
         options = dict(data_mirror=mirror, engine=Engine(batch_size=2), team=shared)
         rows = evaluate([subject], tasks=TASKS, limit=5, **options)
         rows += evaluate([subject], tasks=["GSM-8K"], limit=1, **options)  # fewer documents than ranks
-    finally:
-        adapter.HFAdapter._generate = real
     return [*rows, {"generated": len(texts)}]
 
 

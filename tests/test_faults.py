@@ -207,7 +207,6 @@ def test_killed_again_and_again_at_random_it_is_still_the_same_run(folder: Path,
     while True:
         before = len(state.checkpoints(tmp_path / "run" / "checkpoints"))
         process = ranks.start(loop.distill, recipe)
-        process.start()
         # Each attempt commits something, or there would be no end to them.
         while process.is_alive() and len(state.checkpoints(tmp_path / "run" / "checkpoints")) == before:
             time.sleep(0.01)

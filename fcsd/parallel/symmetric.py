@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import _profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
 
 from .puts import Window
 from .settings import OverlapWarning
@@ -85,7 +86,7 @@ class SymmetricWindow:
         self._check(self._driver.cuStreamWaitValue32(_stream(), self._flag(self.rank, flag, peer), number, 0))
 
     def work(self) -> Work:
-        if torch._C._autograd._profiler_enabled():
+        if _profiler_enabled():
             # A trace shows copies, and no waits: this one, of a byte, shows when the last rows have arrived.
             with torch.cuda.stream(self._in):
                 self._mark_there.copy_(self._mark)
