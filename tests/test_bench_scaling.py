@@ -11,7 +11,7 @@ from fcsd.cli import app
 from fcsd.errors import BadInputError
 
 # A run of four GPUs, micro-batch 4, from which the tests make the others.
-MEASURED = json.loads((Path(__file__).parents[1] / "docs/results/train_v2lite_4xh200.json").read_text())
+MEASURED = json.loads((Path(__file__).parents[1] / "docs/results/train_v2lite_world_4_h200.json").read_text())
 
 
 def write(path, world, micro_batch, times, **workload):
@@ -69,7 +69,7 @@ def test_the_command_prints_a_table_and_draws(runs, tmp_path):
     "world, micro_batch, workload, message",
     [
         (2, 8, {"shape": "tiny"}, "shape is tiny in .* and deepseek-v2-lite in .*8.json"),
-        (2, 8, {"layers": 6}, "layers is 6"),
+        (2, 8, {"layers": 4}, "layers is 4"),
         (2, 8, {"seq": 2048}, "seq is 2048"),
         (2, 8, {"optimizer": False}, "optimizer is False"),
         (2, 4, {}, "global batch is 8 in .* and 16"),
