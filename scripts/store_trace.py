@@ -1,6 +1,6 @@
 """Cut a trace of `fcsd bench train --trace` down to a few layers and store it with HolisticTraceAnalysis's figure.
 
-    python scripts/store_trace.py OUT/rank-0.json.gz tests/data/h200.json.gz [--layer 4] [--picture docs/layer.png]
+    python scripts/store_trace.py OUT/rank-0.json.gz tests/data/h200.json.gz [--layer 4] [--picture PNG]
 
 Kept are the kernels and copies from the collective that begins one layer to the one that begins the next, in forward
 and in backward, with their launches and fcsd's ranges: some ten kilobytes. HTA's percentage of the cut trace goes into

@@ -136,6 +136,6 @@ def draw(conditions: dict[str, Any], points: list[Point], path: Path) -> None:
     axes.set_ylabel("step speed-up over the standard wiring")
     title = "{shape}, {layers} layers, {global batch} sequences of {seq}, {router} router".format_map(conditions)
     axes.set_title(title, loc="left", fontsize=10)
-    axes.legend(frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=len(lines), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

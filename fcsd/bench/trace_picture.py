@@ -21,6 +21,8 @@ _PASSES = {"fwd": ("dispatch", 1), "bwd": ("combine", -1)}
 def draw(trace: Trace, path: Path, layer: int | None = None) -> None:
     """Writes a PNG: for each pass the computation stream above, dispatch and combine below, time in ms.
 
+    Of a collective by copies what lies between them is pale: waiting for a late rank, or for rows.
+
     Args:
         layer: 0-based; None for the middle one of the trace.
 
@@ -71,9 +73,10 @@ def _start(calls: list[Call], kind: str, passes: str, layer: int) -> float:
 
 
 def _lanes(axes: Any, trace: Trace, passes: str, start: float, end: float) -> None:
-    def bar(lane: int, first: float, last: float, colour: str) -> tuple[float, float]:
+    def bar(lane: int, first: float, last: float, colour: str, alpha: float = 1) -> tuple[float, float]:
         left, right = max(first, start), min(last, end)
-        axes.broken_barh([((left - start) / 1e3, (right - left) / 1e3)], (lane - 0.4, 0.8), facecolors=colour)
+        where = [((left - start) / 1e3, (right - left) / 1e3)]
+        axes.broken_barh(where, (lane - 0.4, 0.8), facecolors=colour, alpha=alpha)
         return left, right
 
     for kernel in trace.computation:
@@ -81,9 +84,13 @@ def _lanes(axes: Any, trace: Trace, passes: str, start: float, end: float) -> No
             bar(1, kernel.start, kernel.end, _colour(kernel))
     for call in trace.calls:
         if call.kind in _WIRE and call.passes == passes and call.start < end and call.end > start:
-            left, right = bar(0, call.start, call.end, _WIRE[call.kind])
+            colour = _WIRE[call.kind]
+            left, right = bar(0, call.start, call.end, colour, 0.5 if call.copies else 1)
+            for first, last in call.copies:
+                if first < end and last > start:
+                    bar(0, first, last, colour)
             middle = ((left + right) / 2 - start) / 1e3
-            axes.text(middle, 0, f"{call.kind} {call.layer}", ha="center", va="center", fontsize=8, color="white")
+            axes.text(middle, 0, f"{call.kind} {call.layer}", ha="center", va="center", fontsize=8)
     axes.set_yticks([0, 1], ["wire", "computation"])
     axes.set_xlim(0, (end - start) / 1e3)
     for side in ("top", "right"):
