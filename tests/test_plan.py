@@ -135,7 +135,7 @@ def test_each_knob_saves_memory(tmp_path):
         {"recompute": True},
         {"micro_batch_size": 1},
         {"zero_stage": 2},
-        {"expert_parallel": 2},
+        {"expert_parallel": 4},
         {"freeze_lm_head": True, "freeze_embeddings": True},
         {"teacher": "none", "terms": ("sft",)},
     ):

@@ -1,6 +1,8 @@
 """Rows copied into the peers' memory are the rows that torch's all-to-all brings, whatever arrives late."""
 
 import random
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -68,3 +70,10 @@ def test_a_route_and_its_reverse():
     assert (there.sends, there.receives, there.places, there.most) == ([4, 5, 6], [2, 5, 8], [1, 2, 3], 18)
     back = route([list(column) for column in zip(*matrix, strict=True)], 1)
     assert (back.sends, back.receives, back.places, back.most) == (there.receives, there.sends, [1, 4, 7], 24)
+
+
+@pytest.mark.multi_gpu
+def test_gpus_bring_what_nccl_brings():
+    # Compares a hundred exchanges before it times any.
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "fcsd.bench.transports"]
+    subprocess.run(command, check=True, timeout=300)
