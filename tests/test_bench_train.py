@@ -2,13 +2,16 @@
 
 import gzip
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
+import typer
 from ranks import fcsd
 from typer.testing import CliRunner
 
-from fcsd.bench import scaling, trace
+from fcsd.bench import cli, scaling, trace
 from fcsd.bench.ceilings import Window, ceiling
 from fcsd.bench.train import headline
 from fcsd.bench.workload import Workload
@@ -108,3 +111,18 @@ def test_what_it_does_not_know_is_refused(field, name):
     given = {"shape": "tiny", "layers": 2, "micro_batch": 1, "seq": 16}
     with pytest.raises(ConfigError, match=f"no {field.removesuffix('s')} {name}"):
         Workload(**given | {field: name if field == "shape" else (name,)})
+
+
+def test_the_script_of_all_cases_gives_commands_that_are_taken(tmp_path):
+    stand_in = tmp_path / "python3"
+    stand_in.write_text('#!/bin/sh\nshift 4\necho "$@"\n')
+    stand_in.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
+    script = Path(__file__).parent.parent / "scripts/h200_overlap.sh"
+    said = subprocess.run([script, "4"], env=environment, capture_output=True, text=True, check=True).stdout
+    train = typer.main.get_group(cli.app).commands["train"]
+    for line in said.splitlines():
+        given = train.make_context("train", line.split()).params
+        load = Workload(given["shape"], given["layers"], 1, 1, variants=tuple(given["variants"].split(",")))
+        assert (given["gpus"], given["trace"]) == (4, "slow_link" not in line) and load.overlapped[-1:] != ()
+    assert len(said.splitlines()) == 7

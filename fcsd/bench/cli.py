@@ -116,8 +116,9 @@ def trace(
         list[Path] | None, typer.Argument(metavar="TRACE...", help="Chrome traces, one of each rank, or a directory.")
     ] = None,
     run: Annotated[
-        str | None, typer.Option(metavar="SHAPE", help="Trace an overlapped step of this shape into --out, first.")
+        str | None, typer.Option(metavar="SHAPE", help="Trace a step of this shape into --out, first.")
     ] = None,
+    variant: Annotated[str, typer.Option(help="Of `train`, for --run: one that overlaps.")] = "overlapped",
     layers: Layers = 8,
     micro_batch: MicroBatch = 4,
     seq: Seq = 4096,
@@ -131,9 +132,9 @@ def trace(
     if bool(files) == (run is not None):
         raise ConfigError("name either traces or, with --run, the shape whose step to trace")
     if run is not None:
-        from fcsd.bench.workload import OVERLAPPED, Workload
+        from fcsd.bench.workload import Workload
 
-        once = Workload(run, layers, micro_batch, seq, ("initialised",), (OVERLAPPED,), rounds=1, steps=1)
+        once = Workload(run, layers, micro_batch, seq, ("initialised",), (variant,), rounds=1, steps=1)
         world = _bench(once, gpus, out, traced=True)["world"]
         if out is None or not _first():
             return

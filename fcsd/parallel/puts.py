@@ -74,23 +74,23 @@ class Puts:
     """
 
     def __init__(self, open_window: Callable[[Any, int], Window | None], slack: float = 1.25) -> None:
-        self._lent, self._kept = _Lane(open_window, slack, slots=2), _Lane(open_window, slack, slots=1)
+        self._lent, self._kept = _Lane(open_window, slack, keep=False), _Lane(open_window, slack, keep=True)
 
     def __call__(self, rows: Tensor, route: Route, group: Any, keep: bool) -> tuple[Tensor, Work]:
         """As ``transport.all_to_all``; rows that are not kept are to be read before the next such exchange starts."""
-        return (self._kept if keep else self._lent)(rows, route, group, keep)
+        return (self._kept if keep else self._lent)(rows, route, group)
 
 
 class _Lane:
-    """Exchanges one after the other, through as many buffers, in turn, as there are slots."""
+    """Exchanges one after the other whose rows are kept, through one buffer, or are not, through two in turn."""
 
-    def __init__(self, open_window: Callable[[Any, int], Window | None], slack: float, slots: int) -> None:
-        self._open, self._slack, self._slots = open_window, slack, slots
+    def __init__(self, open_window: Callable[[Any, int], Window | None], slack: float, keep: bool) -> None:
+        self._open, self._slack, self._keep, self._slots = open_window, slack, keep, 1 if keep else 2
         self._window: Window | None = None
         self._capacity = self._largest = self._exchanges = 0
         self._last: _Awaited | None = None
 
-    def __call__(self, rows: Tensor, route: Route, group: Any, keep: bool) -> tuple[Tensor, Work]:
+    def __call__(self, rows: Tensor, route: Route, group: Any) -> tuple[Tensor, Work]:
         assert self._last is None or self._last.awaited, "the rows of the exchange before were never awaited"
         if self._largest > self._capacity:
             self._capacity = math.ceil(self._slack * self._largest / _ALIGNMENT) * _ALIGNMENT
@@ -98,27 +98,27 @@ class _Lane:
         needed = route.most * rows.shape[1] * rows.element_size()
         self._largest = max(self._largest, needed)
         if self._window is None or needed > self._capacity:
-            return all_to_all(rows, route, group, keep)
+            return all_to_all(rows, route, group, self._keep)
         self._exchanges += 1
-        received = self._exchange(self._window, rows, route, keep)
+        received = self._exchange(self._window, rows, route)
         work = _Awaited(self._window.work())
-        if not keep:
+        if not self._keep:
             self._last = work
         return received, work
 
-    def _exchange(self, window: Window, rows: Tensor, route: Route, keep: bool) -> Tensor:
+    def _exchange(self, window: Window, rows: Tensor, route: Route) -> Tensor:
         row = rows.shape[1] * rows.element_size()
         outgoing, incoming = _spans(route.sends, row), _spans(route.receives, row)
         number, me, others = self._exchanges, window.rank, range(1, window.size)
         start = number % self._slots * self._capacity
         arriving = window.buffers[me][start : start + sum(route.receives) * row]
         shape = sum(route.receives), rows.shape[1]
-        received = rows.new_empty(shape) if keep else arriving.view(rows.dtype).view(shape)
+        received = rows.new_empty(shape) if self._keep else arriving.view(rows.dtype).view(shape)
         source, target = rows.view(torch.uint8).view(-1), received.view(torch.uint8).view(-1)
         with window.sending():
             for step in others:  # at every moment each rank sends to another one
                 peer = (me + step) % window.size
-                if keep:
+                if self._keep:
                     window.hear(peer, FREE, number - 1)
                 part = source[outgoing[peer]]
                 window.buffers[peer].narrow(0, start + route.places[peer] * row, len(part)).copy_(part)
@@ -128,9 +128,9 @@ class _Lane:
             for step in others:
                 peer = (me - step) % window.size
                 window.hear(peer, ARRIVED, number)
-                if keep:
+                if self._keep:
                     target[incoming[peer]].copy_(arriving[incoming[peer]])
-            if keep:
+            if self._keep:
                 for step in others:
                     window.tell((me - step) % window.size, FREE, number)
         return received
