@@ -42,9 +42,11 @@ def exit_code(function: Callable[..., Any], *arguments: Any) -> int:
 
 def exit_codes(size: int, function: Callable[..., Any], *arguments: Any) -> tuple[list[int], str]:
     """How ``size`` ranks that run ``function(*arguments)`` end, and what they said on stderr."""
-    with tempfile.NamedTemporaryFile() as said:
-        ranks = [start(_as_command, said.name, function, arguments, **world) for world in _worlds(size)]
-        return [_end(rank) for rank in ranks], Path(said.name).read_text()
+    with tempfile.TemporaryDirectory() as told:
+        said = [Path(told, str(rank)) for rank in range(size)]  # a file each: stacks are written letter by letter
+        worlds = zip(said, _worlds(size), strict=True)
+        ranks = [start(_as_command, path, function, arguments, **world) for path, world in worlds]
+        return [_end(rank) for rank in ranks], "".join(path.read_text() for path in said)
 
 
 def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -122,8 +124,8 @@ def _joined(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     return function(rank, *arguments)
 
 
-def _as_command(said: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), 2)
+def _as_command(said: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
     try:
         function(*arguments)
     except Exception as error:
