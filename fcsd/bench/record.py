@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._autograd import (  # pyright: ignore[reportMissingModuleSource]
-    _disable_profiler,
-    _enable_profiler,
-    _prepare_profiler,
-)
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
 from torch._C._profiler import RecordScope
 from torch.autograd import _add_metadata_json, profiler  # pyright: ignore[reportPrivateImportUsage]
 
