@@ -24,7 +24,7 @@ EXAMPLES = """\b
 Examples:
   fcsd inspect org/model
   fcsd convert org/model model-farskip --wiring farskip --layers all
-  fcsd distill recipe.yaml --set train.lr=1e-5 --gpus 8
+  fcsd distill recipe.yaml --set optim.lr=1e-5 --gpus 8
   fcsd distill --sweep qwen3-30b-a3b-sweep --gpus 8
   fcsd eval model-farskip runs/mine/final --baseline org/model --tasks piqa,arc_easy
   fcsd choose-layers org/model --text sample.jsonl --budget 2%
@@ -45,7 +45,7 @@ app = typer.Typer(
     epilog=EXAMPLES,
 )
 recipes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes.")
+app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes; migrate old ones.")
 app.add_typer(bench_app, name="bench", help="Measure training steps, their memory and traces.")
 
 
@@ -195,6 +195,18 @@ def recipes_copy(
     from fcsd import recipes
 
     emit(recipes.copy(name, out))
+
+
+@command(recipes_app, "migrate")
+def recipes_migrate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recipe with keys of an earlier version.")],
+    out: Annotated[Path | None, typer.Option(help="File or directory to write; default: FILE itself.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Rewrite a recipe of an earlier version with today's keys. Keeps values and comments; prints the path."""
+    from fcsd import config
+
+    emit(config.migrate(file, out, force=force))
 
 
 @command(app, "env")
