@@ -14,7 +14,7 @@ def explain(problem: ErrorDetails, places: Mapping[str, str], schema: type[BaseM
 
     Args:
         problem: an entry of `ValidationError.errors()`. The message of a validator that compares several
-            keys starts with the first one's full name.
+            keys starts with the full name of one of them.
         places: where keys were written, `recipe.yaml:12`, by dotted key; `""` is the whole file.
         schema: the model that was validated.
     """
@@ -29,9 +29,11 @@ def explain(problem: ErrorDetails, places: Mapping[str, str], schema: type[BaseM
         return f"{place}: {key!r} is a section: expected `key: value` lines below it"
     if kind == "value_error":
         message = message.removeprefix("Value error, ")
-        first = message.split(" ")[0]
-        if first in _keys(schema):
-            return f"{nearest(first, places)}: {message}"
+        known = set(_keys(schema))
+        named = [word for word in re.findall(r"[\w.]+", message) if word in known]
+        if message.split(" ")[0] in known:  # several keys contradict each other: show where one of them was written
+            written = next((name for name in named if name in places), named[0])
+            return f"{nearest(written, places)}: {message}"
     given = problem["input"]
     shown = "" if isinstance(given, dict | list) else f", got {given!r:.200}"
     meant = _meant_value(problem) if kind == "literal_error" else ""
