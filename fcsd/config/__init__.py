@@ -4,10 +4,11 @@ Precedence: default < base recipe < recipe < --set < flag. Paths are relative to
 literally. Each file here holds one section; other packages import everything from this one.
 """
 
+from fcsd.config.batch import accumulation
 from fcsd.config.checkpoint import Checkpoint
 from fcsd.config.data import Data, Source
 from fcsd.config.faults import Faults
-from fcsd.config.migrate import migrate
+from fcsd.config.migration import migrate
 from fcsd.config.objective import Hidden, Objective, TeacherCache
 from fcsd.config.optim import Optim
 from fcsd.config.parallel import Parallel
@@ -33,6 +34,7 @@ __all__ = [
     "Sweep",
     "TeacherCache",
     "Train",
+    "accumulation",
     "load_recipe",
     "migrate",
     "translated",

@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fcsd import recipes, strict_yaml
+from fcsd import recipes
+from fcsd.config.explain import explain, nearest
 from fcsd.config.recipe import Recipe
 from fcsd.config.renamed import renames
 from fcsd.errors import ConfigError
-from fcsd.explain import explain, nearest
-from fcsd.recipes import inherit
+from fcsd.recipes import inherit, strict_yaml
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,9 @@ def _one_length(raw: object, given: Mapping[str, object]) -> object:
     Both say how long the run is. An override replaces what the recipe says, whichever of the two the recipe uses.
     """
     chosen = {name for name in ("steps", "tokens") if given.get(f"train.{name}") is not None}
-    train = raw.get("train") if isinstance(raw, dict) else None
-    if len(chosen) != 1 or not isinstance(train, dict):
+    if len(chosen) != 1 or not isinstance(raw, dict) or not isinstance(raw.get("train"), dict):
         return raw
-    kept = {name: value for name, value in train.items() if name in chosen or name not in ("steps", "tokens")}
+    kept = {key: value for key, value in raw["train"].items() if key in chosen or key not in ("steps", "tokens")}
     return {**raw, "train": kept}
 
 
