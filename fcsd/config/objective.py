@@ -38,7 +38,8 @@ class Objective(Section):
     hidden: Hidden = Hidden()
     """The distance between the hidden states of student and teacher, as a third term of the loss."""
     teacher_cache: TeacherCache | None = None
-    """Use stored log probabilities of the teacher, which give a lower bound of the divergence; null runs the teacher."""
+    """Use stored log probabilities of the teacher, which give a lower bound of the divergence; null runs the teacher
+    itself."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The temperature of the teacher's and the student's softmax in the divergence."""
     reduction: Literal["mean", "sum"] = "mean"
