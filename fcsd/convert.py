@@ -95,7 +95,7 @@ class ConvertReport:
         return "\n".join(f"{name:<8} {value}" for name, value in lines.items())
 
 
-def convert(
+def convert_checkpoint(
     model: str,
     out: str | Path,
     *,

@@ -30,7 +30,7 @@ from fcsd.errors import ConfigError
 from fcsd.launch.world import World, join_world
 from fcsd.models.build import converted_config, register
 from fcsd.models.wiring import Wiring
-from fcsd.plan import Hardware, Plan, plan
+from fcsd.plan import Hardware, Plan, plan_run
 from fcsd.plan.setup import GIB
 
 _DOCUMENTS = 4  # in a row, so that attention runs with the mask of packed rows
@@ -74,7 +74,7 @@ def bench(
         rows = world.size * micro_batch * accumulation
         recipe = random_recipe(Path(folder), shape, seq, micro_batch, rows * seq, steps, world, sets)
         check(recipe, world.size)
-        planned = plan(recipe, Hardware(world.size))
+        planned = plan_run(recipe, Hardware(world.size))
     measured = _measure(recipe, rewired, original, world)
     settings = recipe.model_dump(exclude={"model", "teacher", "output_dir"})  # their directory is gone
     result = {"shape": shape, "layers": layers, "processes": world.size, "recipe": settings}

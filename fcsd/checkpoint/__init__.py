@@ -3,7 +3,7 @@
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import contained, open_regular, read_object
 from fcsd.checkpoint.headers import TensorInfo, read_header
-from fcsd.checkpoint.inspection import Inspection, inspect
+from fcsd.checkpoint.inspection import Inspection, inspect_checkpoint
 from fcsd.checkpoint.kind import expect_checkpoint, expect_directory
 from fcsd.checkpoint.layout import INDEX, SINGLE, Layout, read_layout
 from fcsd.checkpoint.sample import sample_sha256
@@ -23,7 +23,7 @@ __all__ = [
     "contained",
     "expect_checkpoint",
     "expect_directory",
-    "inspect",
+    "inspect_checkpoint",
     "open_regular",
     "read_config",
     "read_header",

@@ -77,7 +77,7 @@ class Inspection:
         return "\n".join([*text, *(f"{'problem':<13} {problem}" for problem in self.problems)])
 
 
-def inspect(model: str, *, trust_remote_code: bool = False) -> Inspection:
+def inspect_checkpoint(model: str, *, trust_remote_code: bool = False) -> Inspection:
     """Look at a model; of one on the hub only small files and the headers of its weights are fetched.
 
     Args:

@@ -79,7 +79,7 @@ def distill(
 
         scorer = benchmark(resolved.recipe.early_stop, accept_unsafe_exec=accept_unsafe_exec)
 
-    from fcsd.distill.loop import distill as run
+    from fcsd.distill.loop import distill_model as run
 
     processes = (gpus or 1) * nodes
     directory = run(
@@ -125,7 +125,7 @@ def plan(
     """Say whether a recipe fits, how long it takes and what it costs. Reads no weight; exit 8 if it does not fit."""
     from fcsd.config import load_recipe
     from fcsd.plan import Hardware
-    from fcsd.plan import plan as run
+    from fcsd.plan import plan_run as run
     from fcsd.plan.report import to_json, to_text
 
     planned = run(load_recipe(recipe, sets).recipe, Hardware(gpus, nodes, gpu_mem, price), mfu)

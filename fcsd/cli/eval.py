@@ -73,7 +73,7 @@ def evaluate(
 
     from fcsd.eval import compare, tables
     from fcsd.eval.engines.engine import Engine
-    from fcsd.eval.harness import evaluate as run
+    from fcsd.eval.harness import evaluate_models as run
     from fcsd.eval.harness import names_of
 
     if require is not None:
@@ -108,7 +108,7 @@ def evaluate(
     if baseline:
         names = dict(zip(others, names_of([*others, baseline]), strict=False))
         name = names.get(untrained) if untrained else None
-        comparisons = compare.compare(rows, untrained=name)
+        comparisons = compare.compare_models(rows, untrained=name)
         if out:
             tables.report(rows, out, untrained=name, margin=margin)
     if as_json:  # per-question results are long; they are in --out

@@ -13,7 +13,7 @@ def inspect(model: Model, trust_remote_code: Trust = False, as_json: AsJson = Fa
     """Say what MODEL is. Reads headers only: layers, experts, size, possible wirings, what is missing."""
     from fcsd import checkpoint
 
-    found = checkpoint.inspect(model, trust_remote_code=trust_remote_code)
+    found = checkpoint.inspect_checkpoint(model, trust_remote_code=trust_remote_code)
     emit(found.to_json() if as_json else found.to_text())
 
 
@@ -36,7 +36,7 @@ def convert(
     """Rewire MODEL into OUT. Links the weights, writes config and code, proves parity with the original."""
     from fcsd import convert as conversion
 
-    done = conversion.convert(
+    done = conversion.convert_checkpoint(
         model,
         out,
         wiring=wiring,
@@ -66,7 +66,7 @@ def export(
     from fcsd.export import final as exporting
 
     target = {"private": private, "create_pr": create_pr, "revision": revision}
-    emit(exporting.export(run, out, checkpoint=checkpoint, force=force, push=push, **target))
+    emit(exporting.export_model(run, out, checkpoint=checkpoint, force=force, push=push, **target))
 
 
 def push(
@@ -79,4 +79,4 @@ def push(
     """Upload an exported directory to the hub. Prints its address."""
     from fcsd.export import push as pushing
 
-    emit(pushing.push(directory, repo, private=private, create_pr=create_pr, revision=revision))
+    emit(pushing.push_model(directory, repo, private=private, create_pr=create_pr, revision=revision))

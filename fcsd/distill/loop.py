@@ -38,11 +38,11 @@ from fcsd.distill.teacher.targets import expect_comparable, live_teacher
 from fcsd.eval.score import Scorer
 from fcsd.launch.preflight import TIMEOUT
 from fcsd.launch.world import World, join_world
-from fcsd.plan import Hardware, plan
+from fcsd.plan import Hardware, plan_run
 from fcsd.plan.report import to_text
 
 
-def distill(
+def distill_model(
     resolved: ResolvedRecipe,
     *,
     resume: str = "auto",
@@ -76,7 +76,7 @@ def distill(
     run = Path(resolved.recipe.output_dir)
     if dry_run:
         print(preview(resolved.recipe, processes), file=sys.stderr)
-        planned = plan(resolved.recipe, Hardware(processes))
+        planned = plan_run(resolved.recipe, Hardware(processes))
         print(to_text(planned), file=sys.stderr)
         planned.check()
         return run

@@ -88,7 +88,7 @@ class Comparison:
         }
 
 
-def compare(rows: Sequence[Row], *, untrained: str | None = None) -> list[Comparison]:
+def compare_models(rows: Sequence[Row], *, untrained: str | None = None) -> list[Comparison]:
     """Compare every model with the one whose rows are marked as baseline.
 
     Args:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.config import EarlyStop
 from fcsd.eval.code.sandbox import find_sandbox
 from fcsd.eval.engines.engine import Engine
-from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.results import PERPLEXITIES
 from fcsd.eval.score import Score, Scorer
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select
@@ -86,7 +86,7 @@ def score(
         members = tuple(dist.get_process_group_ranks(group))
         channel = _channel(dist.group.WORLD, members, timeout_s)
         team = Team(World(dist.get_rank(group), len(members), model.device, channel), lockstep=True)
-    (row,) = evaluate(
+    (row,) = evaluate_models(
         [Loaded(f"step {step}", model, tokenizer)],
         suite=suite,
         tasks=[task],

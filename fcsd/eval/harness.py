@@ -39,7 +39,7 @@ class Loaded(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-def evaluate(
+def evaluate_models(
     models: Sequence[str | Loaded],
     *,
     suite: str = "paper",

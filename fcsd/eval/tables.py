@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from fcsd.eval.compare import Comparison, compare
+from fcsd.eval.compare import Comparison, compare_models
 from fcsd.eval.perplexity import HELD_OUT
 from fcsd.eval.results import Row, is_accuracy, shown, write_text
 
@@ -15,7 +15,7 @@ def report(rows: Sequence[Row], out: Path, *, untrained: str | None = None, marg
     Raises:
         ConfigError: see ``compare``.
     """
-    comparisons = compare(rows, untrained=untrained)
+    comparisons = compare_models(rows, untrained=untrained)
     verdicts = [comparison.sentence(margin) for comparison in comparisons]
     out.mkdir(parents=True, exist_ok=True)
     data = json.dumps([comparison.to_json(margin) for comparison in comparisons], indent=2)

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 _CARD = "README.md"
 
 
-def export(
+def export_model(
     run_or_model: str,
     out: str | Path,
     *,
@@ -74,7 +74,7 @@ def export(
         write(stage / RECORD, json.dumps(record, indent=2) + "\n")
     log.info("reloaded without fcsd: logits of the first %d of %d layers equal", record["layers"], record["of"])
     if push:
-        from fcsd.export.push import push as upload
+        from fcsd.export.push import push_model as upload
 
         log.info("pushed to %s", upload(out, push, private=private, create_pr=create_pr, revision=revision))
     return out

@@ -20,7 +20,7 @@ _AGAIN = "Run it again; what has arrived is not sent twice."
 _REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
 
 
-def push(
+def push_model(
     directory: str | Path,
     repo: str,
     *,

@@ -55,7 +55,7 @@ class Plan:
         return f"cheapest change that fits: {' '.join(written)} ({total / GIB:.1f} GiB)"
 
 
-def plan(recipe: Recipe, hardware: Hardware, utilisation: float | None = None) -> Plan:
+def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = None) -> Plan:
     """Plans a recipe; seconds at most, for a model of any size.
 
     Args:
@@ -86,7 +86,7 @@ def plan_setup(
     hardware: Hardware,
     utilisation: float | None = None,
 ) -> Plan:
-    """As :func:`plan`, of what was read already."""
+    """As :func:`plan_run`, of what was read already."""
 
     def memory_of(setup: Setup, hardware: Hardware) -> Memory:
         return memory(model.numbers, teacher, model.layer_bytes(setup), setup, hardware)

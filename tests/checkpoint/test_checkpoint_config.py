@@ -12,7 +12,7 @@ import sparse_checkpoint
 import tiny
 from gate import edit, open_base, refused, shards
 
-from fcsd.checkpoint import INDEX, inspect, read_layout
+from fcsd.checkpoint import INDEX, inspect_checkpoint, read_layout
 from fcsd.errors import BadInputError
 
 
@@ -65,7 +65,7 @@ ROUTER = "model.layers.1.mlp.gate.weight"
 def test_tensors_that_do_not_match(model, change, reasons):
     rewrite(model, change)
     refused(model, *reasons)
-    assert inspect(str(model)).problems if reasons[0][0] != "4" else True
+    assert inspect_checkpoint(str(model)).problems if reasons[0][0] != "4" else True
 
 
 def test_unexpected_tensors_can_be_allowed(model):
@@ -194,7 +194,7 @@ def check_config_values(model: Path, cases: list[tuple[str, Any]]) -> int:
     opened = 0
     for key, value in cases:
         (model / "config.json").write_text(json.dumps({**json.loads(text), key: value}))
-        for call in (open_base, inspect):
+        for call in (open_base, inspect_checkpoint):
             try:
                 call(str(model))
                 opened += 1

@@ -324,7 +324,7 @@ def test_ctrl_c_ends_with_130_and_no_orphan(tmp_path: Path, import_first: str) -
         "def slow(model, *, trust_remote_code=False):\n"
         f"    pathlib.Path({str(ready)!r}).touch()\n"
         "    time.sleep(600)\n"
-        "checkpoint.inspect = slow\n"
+        "checkpoint.inspect_checkpoint = slow\n"
         "sys.argv = ['fcsd', 'inspect', 'm']\n"
         "main()\n"
     )

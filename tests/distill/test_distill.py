@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, out: Path, size: int = 1, **changes: Any) -> list[dict[str, Any]]:
     """The metrics of a run in ``size`` fresh processes."""
     recipe = runs.resolved(folder, output_dir=str(out), **changes)
-    results = ranks.on_ranks(size, loop.distill, recipe)
+    results = ranks.on_ranks(size, loop.distill_model, recipe)
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -110,7 +110,7 @@ def test_a_run_leaves_what_the_next_command_needs(folder: Path, tmp_path: Path) 
 
 def twice(*recipes: Any) -> None:
     for recipe in recipes:
-        loop.distill(recipe)
+        loop.distill_model(recipe)
 
 
 def test_two_runs_in_one_process_are_the_same_run(folder: Path, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def poisoned(recipe: Any) -> None:
         return hidden * torch.nan if not model.training and calls > 4 and os.environ["RANK"] == "1" else hidden
 
     targets.final_hidden = final_hidden
-    loop.distill(recipe)
+    loop.distill_model(recipe)
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank(folder: Path, tmp_path: Path) -> None:

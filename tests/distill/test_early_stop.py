@@ -81,7 +81,9 @@ def scripted(resolved: ResolvedRecipe, killed_before: int | None = None) -> None
         rename(partial, final)
 
     checkpoints._rename = deadly
-    loop.distill(resolved, scorer=Scorer(lambda model, tokenizer, step, group: Score(SCRIPT[step - 1], 0.01, 100)))
+    loop.distill_model(
+        resolved, scorer=Scorer(lambda model, tokenizer, step, group: Score(SCRIPT[step - 1], 0.01, 100))
+    )
 
 
 def outcome(run: Path) -> list[tuple[Any, ...]]:
@@ -148,7 +150,7 @@ def test_a_score_that_was_due_when_the_run_ended_is_made_up_for(folder: Path, tm
 def distilled(resolved: ResolvedRecipe, mirror: str | None = None) -> None:
     from fcsd.eval.early_score import scorer
 
-    loop.distill(resolved, scorer=scorer(resolved.recipe.early_stop))
+    loop.distill_model(resolved, scorer=scorer(resolved.recipe.early_stop))
 
 
 def test_weights_are_the_same_with_and_without_it(folder: Path, tmp_path: Path, repo: Path) -> None:
@@ -181,7 +183,7 @@ def test_what_cannot_be_scored_is_refused_before_anything_is_written(folder: Pat
 
     run = tmp_path / "run"
     with pytest.raises(ConfigError, match="scripted needs a scorer"):
-        loop.distill(recipe(folder, run))
+        loop.distill_model(recipe(folder, run))
     assert not run.exists()
     with pytest.raises(ConfigError, match="suite 'strict' has no task 'scripted'"):
         scorer(EarlyStop(metric="scripted"))

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from fcsd.errors import ConfigError, VerdictError
-from fcsd.eval.compare import NO, UNDECIDED, YES, Difference, compare, require
+from fcsd.eval.compare import NO, UNDECIDED, YES, Difference, compare_models, require
 from fcsd.eval.statistics import estimate, paired_difference, share_recovered
 from fcsd.eval.tables import difference_table, plain_table, report, table_1
 
@@ -77,7 +77,7 @@ def table(n: int = 1000, drop: int = 0) -> list[dict]:
 
 
 def test_comparison_numbers():
-    student = next(c for c in compare(table(drop=40), untrained="untrained") if c.model == "student")
+    student = next(c for c in compare_models(table(drop=40), untrained="untrained") if c.model == "student")
     assert student.overall is not None and student.loss is not None
     assert [t.points for t in student.tasks] == pytest.approx([-4.0, -4.0])
     assert student.overall.points == pytest.approx(-4.0)
@@ -93,14 +93,14 @@ def test_comparison_numbers():
 
 def test_recovery_is_measured_from_chance_where_the_untrained_model_is_below_it():
     rows = [row("teacher", "A", [1.0] * 75 + [0.0] * 25), row("untrained", "A", [1.0] * 10 + [0.0] * 90)]
-    (student,) = compare([*rows, row("student", "A", [1.0] * 50 + [0.0] * 50)][::1], untrained="untrained")[1:]
+    (student,) = compare_models([*rows, row("student", "A", [1.0] * 50 + [0.0] * 50)][::1], untrained="untrained")[1:]
     assert student.tasks[0].recovery is not None
     assert student.tasks[0].recovery[0] == pytest.approx(0.5)
 
 
 def test_nothing_to_win_back_where_the_teacher_guesses():
     rows = [row("teacher", "A", [1.0] * 26 + [0.0] * 74), row("student", "A", [1.0] * 25 + [0.0] * 75)]
-    assert compare(rows)[0].tasks[0].recovery is None
+    assert compare_models(rows)[0].tasks[0].recovery is None
 
 
 def test_verdicts():
@@ -108,7 +108,7 @@ def test_verdicts():
     assert Difference("A", -2.0, 0.3).verdict(1.0) == NO
     assert Difference("A", -0.8, 0.3).verdict(1.0) == UNDECIDED
     assert Difference("A", 0.0, math.nan).verdict(1.0) == UNDECIDED
-    few, many = compare(table(n=20)), compare(table(n=2000))
+    few, many = compare_models(table(n=20)), compare_models(table(n=2000))
     assert few[1].tasks[0].points == 0.0 and few[1].tasks[0].verdict(1.0) == UNDECIDED
     assert many[1].tasks[0].verdict(1.0) == YES
     require("within 1.0", [many[1]])
@@ -119,7 +119,9 @@ def test_verdicts():
 
 
 def test_differences_as_a_table():
-    header, _, *tasks, overall = difference_table(compare(table(drop=40), untrained="untrained"), 1.0).splitlines()
+    header, _, *tasks, overall = difference_table(
+        compare_models(table(drop=40), untrained="untrained"), 1.0
+    ).splitlines()
     assert [cell.strip() for cell in header.split("|")[1:-1]] == [
         "Minus teacher",
         "untrained",
@@ -130,20 +132,20 @@ def test_differences_as_a_table():
     cells = [cell.strip() for cell in overall.split("|")[1:-1]]
     assert len(tasks) == 2 and cells[0] == "Avg" and cells[3].startswith("-4.0 ± 0.4: no") and "90.0 ±" in cells[4]
     only_loss = [row for row in table() if row["column"] == "Held-out loss"]
-    assert difference_table(compare(only_loss), 1.0) == ""
+    assert difference_table(compare_models(only_loss), 1.0) == ""
 
 
 def test_unequal_evaluations_are_not_compared():
     for change in ({"data_sha256": "x"}, {"settings_sha256": "x"}, {"engine": {"dtype": "bfloat16"}}):
         rows = [row("teacher", "A", [1.0, 0.0]), row("student", "A", [1.0, 0.0], **change)]
         with pytest.raises(ConfigError, match="differ in"):
-            compare(rows)
+            compare_models(rows)
     with pytest.raises(ConfigError, match="same tasks"):
-        compare([row("teacher", "A", [1.0]), row("student", "B", [1.0])])
+        compare_models([row("teacher", "A", [1.0]), row("student", "B", [1.0])])
     with pytest.raises(ConfigError, match="no baseline"):
-        compare([row("student", "B", [1.0])])
+        compare_models([row("student", "B", [1.0])])
     with pytest.raises(ConfigError, match="no model 'x'"):
-        compare(table(), untrained="x")
+        compare_models(table(), untrained="x")
 
 
 def test_report_writes_tables_and_a_picture(tmp_path):

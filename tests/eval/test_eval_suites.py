@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from fcsd.errors import ConfigError
 from fcsd.eval import tasks
 from fcsd.eval.engines import adapter
-from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SUITES, select
 from fcsd.eval.tables import table_1
 
@@ -59,7 +59,7 @@ def test_a_suite_runs_and_equals_lm_eval(suite: str, subject: Loaded, mirror: Pa
     monkeypatch.setattr(
         adapter.HFAdapter, "generate_until", lambda self, requests: ["a river, a stone" for _ in requests]
     )
-    rows = evaluate([subject], suite=suite, data_mirror=mirror, limit=1)
+    rows = evaluate_models([subject], suite=suite, data_mirror=mirror, limit=1)
     assert [row["column"] for row in rows] == [row.column for row in SUITES[suite]]
     assert all(row["n"] == len(row["items"]) == (57 if row["task"] == "mmlu" else 1) for row in rows)
     assert table_1(rows).splitlines()[0].count("|") == len(rows) + 3
@@ -80,7 +80,7 @@ def test_a_suite_runs_and_equals_lm_eval(suite: str, subject: Loaded, mirror: Pa
 
 
 def test_wikitext_is_a_perplexity_over_words(subject: Loaded, mirror: Path) -> None:
-    (row,) = evaluate([subject], suite="pretrain-ladder", tasks=["wikitext"], data_mirror=mirror)
+    (row,) = evaluate_models([subject], suite="pretrain-ladder", tasks=["wikitext"], data_mirror=mirror)
     assert row["n"] == 3 and [words for _, words in row["items"]] == [40, 40, 40]
     assert row["value"] > 40 and 0 < row["stderr"] < row["value"]
     assert table_1([row]).splitlines()[-1].split("|")[3].strip() == "-", "no part of an average of accuracies"
@@ -95,7 +95,7 @@ def test_ifeval_judges_by_its_rules(subject: Loaded, mirror: Path, monkeypatch: 
         "THE RIVER RUNS PAST THE GARDEN.",
     ]
     monkeypatch.setattr(adapter.HFAdapter, "generate_until", lambda self, requests: answers)
-    (row,) = evaluate([subject], suite="ladder", tasks=["IFEval"], data_mirror=mirror, limit=4)
+    (row,) = evaluate_models([subject], suite="ladder", tasks=["IFEval"], data_mirror=mirror, limit=4)
     assert row["items"] == [True, True, False, False] and row["value"] == 0.5
 
 
@@ -103,7 +103,7 @@ def test_ifeval_without_its_tools_is_refused_before_anything_runs(
     subject: Loaded, mirror: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask() -> None:
-        evaluate([subject], suite="ladder", tasks=["IFEval"], data_mirror=mirror)
+        evaluate_models([subject], suite="ladder", tasks=["IFEval"], data_mirror=mirror)
 
     with monkeypatch.context() as without:
         without.setattr(nltk.data, "path", [os.devnull])

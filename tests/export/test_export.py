@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from fcsd import parity
 from fcsd.checkpoint import Layout
-from fcsd.convert import convert
+from fcsd.convert import convert_checkpoint
 from fcsd.distill.run.manifest import write_manifest
 from fcsd.errors import BadInputError, CheckpointError, ConfigError, DoesNotFitError, FcsdError
 from fcsd.export import final as exporting
 from fcsd.export import reload
 from fcsd.export.card import SENTENCES, model_card
-from fcsd.export.final import export
+from fcsd.export.final import export_model
 from fcsd.models import build
 from fcsd.models.archs import ARCHS
 from fcsd.models.wiring import NAMES
@@ -36,7 +36,7 @@ def converted(tmp_path: Path) -> Path:
     (tmp_path / "base" / "README.md").write_text(README)
     (tmp_path / "base" / "LICENSE").write_text("A licence.")
     (tmp_path / "base" / "chat_template.jinja").write_text("{{ messages }}")
-    convert(str(tmp_path / "base"), tmp_path / "converted", layers="1-3", check=False)
+    convert_checkpoint(str(tmp_path / "base"), tmp_path / "converted", layers="1-3", check=False)
     return tmp_path / "converted"
 
 
@@ -68,7 +68,7 @@ def run(converted: Path, tmp_path: Path) -> Path:
 
 def test_a_converted_model_is_exported_and_proven(converted: Path, tmp_path: Path) -> None:
     before = snapshot(tmp_path)
-    assert export(str(converted), tmp_path / "out") == tmp_path / "out"
+    assert export_model(str(converted), tmp_path / "out") == tmp_path / "out"
     after = snapshot(tmp_path)
     assert {name: after[name] for name in before} == before
     assert list(tmp_path.glob(".*")) == []
@@ -135,8 +135,8 @@ def test_a_run_exports_its_latest_or_best_checkpoint(run: Path, tmp_path: Path, 
     before = snapshot(run)
     with monkeypatch.context() as patch:
         patch.setattr(exporting, "prove_reload", lambda *args: {"layers": 4, "of": 4})
-        best = export(str(run), tmp_path / "best", checkpoint="best")
-    latest = export(str(run), tmp_path / "latest")
+        best = export_model(str(run), tmp_path / "best", checkpoint="best")
+    latest = export_model(str(run), tmp_path / "latest")
     assert exporting._model_of(run, "step-10") == run / "checkpoints" / "step-10" / "model"
     assert snapshot(run) == before
     for out, step in ((latest, 20), (best, 10)):
@@ -156,44 +156,44 @@ def test_a_run_exports_its_latest_or_best_checkpoint(run: Path, tmp_path: Path, 
 def test_what_cannot_be_exported_is_refused(run: Path, converted: Path, tmp_path: Path) -> None:
     before = snapshot(tmp_path)
     with pytest.raises(BadInputError, match="is not converted by fcsd"):
-        export(str(tmp_path / "base"), tmp_path / "out")
+        export_model(str(tmp_path / "base"), tmp_path / "out")
     with pytest.raises(ConfigError, match="there are best, latest, step-20, step-10"):
-        export(str(run), tmp_path / "out", checkpoint="step-30")
+        export_model(str(run), tmp_path / "out", checkpoint="step-30")
     with pytest.raises(ConfigError, match="is not empty"):
-        export(str(converted), tmp_path / "base")
+        export_model(str(converted), tmp_path / "base")
     with pytest.raises(ConfigError, match="overlaps"):
-        export(str(converted), converted, force=True)
+        export_model(str(converted), converted, force=True)
     assert snapshot(tmp_path) == before
     (run / "checkpoints" / "step-20" / "model" / "chat_template.jinja").write_text("{{ other }}")
     with pytest.raises(CheckpointError, match=r"model/chat_template\.jinja is damaged"):
-        export(str(run), tmp_path / "out")
+        export_model(str(run), tmp_path / "out")
     for committed in ("step-10", "step-20"):
         (run / "checkpoints" / committed).rename(run / committed)
     with pytest.raises(BadInputError, match="has no checkpoint yet"):
-        export(str(run), tmp_path / "out")
+        export_model(str(run), tmp_path / "out")
 
 
 def test_a_run_without_held_out_loss_has_no_best(run: Path, tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text('{"step": 20, "kl": 1.0}\n')
     with pytest.raises(ConfigError, match="was measured"):
-        export(str(run), tmp_path / "out", checkpoint="best")
+        export_model(str(run), tmp_path / "out", checkpoint="best")
 
 
 def test_of_a_large_model_the_first_layers_are_reloaded(converted: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(parity, "free_memory", lambda: 1_500_000)
-    out = export(str(converted), tmp_path / "out")
+    out = export_model(str(converted), tmp_path / "out")
     record = json.loads((out / reload.RECORD).read_text())
     assert 0 < record["layers"] < record["of"] == 4
     monkeypatch.setattr(parity, "free_memory", lambda: 1000)
     with pytest.raises(DoesNotFitError):
-        export(str(converted), tmp_path / "none")
+        export_model(str(converted), tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
 def test_a_quantised_model_is_dequantised_for_its_proof(tmp_path: Path) -> None:
     base = quantised.write("deepseek_v3", tmp_path / "base")
-    convert(str(base), tmp_path / "converted", check=False)
-    out = export(str(tmp_path / "converted"), tmp_path / "out")
+    convert_checkpoint(str(base), tmp_path / "converted", check=False)
+    out = export_model(str(tmp_path / "converted"), tmp_path / "out")
     assert (out / "model.safetensors").samefile(base / "model.safetensors")
 
 
@@ -233,6 +233,6 @@ def test_without_proof_there_is_no_directory(converted: Path, tmp_path: Path, mo
     monkeypatch.setattr(exporting, "prove_reload", spoilt)
     before = snapshot(converted)
     with pytest.raises(FcsdError, match=message):
-        export(str(converted), tmp_path / "out")
+        export_model(str(converted), tmp_path / "out")
     assert not (tmp_path / "out").exists() and list(tmp_path.glob(".*")) == []
     assert snapshot(converted) == before

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from fcsd.bench.shapes import deepseek_v2_lite
 from fcsd.cli.main import app
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
-from fcsd.plan import Hardware, Setup, plan, plan_setup
+from fcsd.plan import Hardware, Setup, plan_run, plan_setup
 from fcsd.plan.memory import BUCKET, loss_bytes, optimizer_bytes, shard
 from fcsd.plan.model import MetaModel, ModelNumbers
 from fcsd.plan.search import candidates
@@ -203,21 +203,21 @@ def test_bad_models_and_batches(tmp_path):
     runs.write_models(tmp_path)
     recipe = runs.resolved(tmp_path).recipe
     with pytest.raises(BadInputError):
-        plan(recipe.model_copy(update={"model": str(tmp_path / "nothing")}), Hardware(2))
+        plan_run(recipe.model_copy(update={"model": str(tmp_path / "nothing")}), Hardware(2))
     with pytest.raises(ConfigError, match="no multiple"):
-        plan(recipe, Hardware(3))
+        plan_run(recipe, Hardware(3))
     for factor in (2, 3):  # of the GPUs, of the experts
         parallel = recipe.parallel.model_copy(update={"ep_size": 2 * factor})
         changed = recipe.model_copy(update={"parallel": parallel})
         with pytest.raises(ConfigError, match=f"ep_size {2 * factor} must divide both: 2 GPUs and 8 experts"):
-            plan(changed, Hardware(2))
+            plan_run(changed, Hardware(2))
 
 
 def test_a_model_rewired_on_the_way_in_has_two_streams(tmp_path):
     runs.write_models(tmp_path)
     original = {"model": str(tmp_path / "teacher"), "train__activation_checkpointing": True}
     recomputed = [
-        plan(runs.resolved(tmp_path, **changes).recipe, Hardware(2)).numbers.streams
+        plan_run(runs.resolved(tmp_path, **changes).recipe, Hardware(2)).numbers.streams
         for changes in ({}, original, original | {"init": {"wiring": "farskip"}})
     ]
     assert recomputed == [2, 1, 2]

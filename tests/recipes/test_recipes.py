@@ -10,7 +10,7 @@ from fcsd.config import load_recipe
 from fcsd.distill.run.identity import flat
 from fcsd.distill.sweep.trials import all_trials
 from fcsd.errors import ConfigError
-from fcsd.plan import Hardware, plan
+from fcsd.plan import Hardware, plan_run
 from fcsd.plan.setup import setup_of
 
 NAMES = recipes.names()
@@ -100,7 +100,7 @@ def test_it_fits_the_hardware_it_names(name: str, layers: int, nodes: int, tmp_p
     SHAPES[name](layers).save_pretrained(tmp_path)
     numbers = {1: "eight", 4: "32"}
     assert f"# Hardware: {numbers[nodes]} GPUs of 141 GB" in recipes.read(name)
-    planned = plan(load_recipe(name, [f"model={tmp_path}"]).recipe, Hardware(8, nodes, 141))
+    planned = plan_run(load_recipe(name, [f"model={tmp_path}"]).recipe, Hardware(8, nodes, 141))
     assert planned.memory.fits and planned.setup.accumulation.is_integer()
     for sweep in (f"{name}-sweep", f"{name}-sft-sweep"):
         trials = all_trials(load_recipe(sweep))

@@ -10,7 +10,7 @@ from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.engine import Engine
-from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.layers.rewiring import Subject, layers_text, load_subject, reads_in_flight
 from fcsd.eval.perplexity import HeldOut, held_out_result
 from fcsd.eval.results import Row, file_sha256, is_accuracy, json_sha256, shown, write_text
@@ -81,7 +81,7 @@ def sweep_layers(
         if tasks:
             loaded = Loaded(subject.name, subject.model, subject.tokenizer)
             options: dict[str, Any] = {"data_mirror": data_mirror, "limit": limit}
-            rows += evaluate([loaded], suite=suite, tasks=tasks, engine=Engine(batch_size=batch_size), **options)
+            rows += evaluate_models([loaded], suite=suite, tasks=tasks, engine=Engine(batch_size=batch_size), **options)
         if text is not None:
             rows.append(held_out_result(text, HFAdapter(subject.model, subject.tokenizer, batch_size=batch_size)))
         return rows

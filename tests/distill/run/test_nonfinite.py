@@ -52,7 +52,7 @@ def poisoned(recipe: Any, where: str, steps: tuple[int, ...]) -> None:
         return spoilt
 
     loop.build_engine, loop.train_step, loop.live_teacher = built, counted, teaching
-    loop.distill(recipe)
+    loop.distill_model(recipe)
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:

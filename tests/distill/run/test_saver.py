@@ -33,7 +33,7 @@ def limited(recipe: Any, first: int, last: int, rank: int, size: int) -> None:
         return real(*arguments, **named)
 
     checkpoints.save = save
-    loop.distill(recipe)
+    loop.distill_model(recipe)
 
 
 def names(run: Path) -> list[str]:

@@ -126,7 +126,7 @@ def test_a_changed_run_is_refused_by_name(folder: Path, single: Path, tmp_path: 
 
 def newer(recipe: ResolvedRecipe) -> None:
     identity.__version__ = "99"
-    loop.distill(recipe)
+    loop.distill_model(recipe)
 
 
 def test_other_code_does_not_continue_a_run(folder: Path, single: Path, tmp_path: Path) -> None:
