@@ -19,15 +19,15 @@ from transformers import PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe, load_recipe
-from fcsd.distill.corpus import Corpus
+from fcsd.distill.data.corpus import Corpus
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, randomise, teacher_degree, wire_sharded
 from fcsd.distill.loop import training_rows
 from fcsd.distill.step import train_step
-from fcsd.distill.targets import live_teacher
-from fcsd.distill.teacher import needs_teacher
+from fcsd.distill.teacher.original import needs_teacher
+from fcsd.distill.teacher.targets import live_teacher
 from fcsd.errors import ConfigError
-from fcsd.launch import World, join_world
+from fcsd.launch.world import World, join_world
 from fcsd.models.build import converted_config, register
 from fcsd.models.wiring import Wiring
 from fcsd.plan import Hardware, Plan, plan
