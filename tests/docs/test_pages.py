@@ -135,7 +135,7 @@ def written(node: ast.AST) -> str:
 
 def test_messages_in_troubleshooting_are_those_of_the_code(repo, messages):
     text = (repo / "docs/troubleshooting.md").read_text()
-    entries = re.findall(r'^((?:\*\*"[^*]+"\*\*(?:,? and |, )?)+)(?: \(exit (\d+)\))?', text, re.MULTILINE)
+    entries = re.findall(r'^((?:\*\*"[^*]+"\*\*(?:,?\s+and\s+|,\s+)?)+)(?:\s+\(exit (\d+)\))?', text, re.MULTILINE)
     assert len(entries) > 40
     wrong = []
     for quoted, code in entries:
