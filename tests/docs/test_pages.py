@@ -60,8 +60,8 @@ def test_keys_of_recipes_exist(page, repo):
     known = keys_of(Recipe)
     sections = "|".join({key.partition(".")[0] for key in known if "." in key})
     keys = rf"(?<![\w/.])(?:{sections})\.[a-z_]+(?:\.[a-z_]+)*(?!\.?\w|\()"
-    named = {name for name in re.findall(keys, (repo / page).read_text()) if not (repo / "docs" / name).exists()}
-    assert named - {"train.json", "train.parquet", "train.py"} <= known
+    files = (".json", ".md", ".parquet", ".png", ".py")
+    assert {name for name in re.findall(keys, (repo / page).read_text()) if not name.endswith(files)} <= known
 
 
 def commands(command, name="fcsd"):
