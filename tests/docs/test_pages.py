@@ -12,7 +12,7 @@ import typer
 
 import fcsd.errors
 from fcsd.cli.main import app
-from fcsd.config import Recipe
+from fcsd.config import Recipe, load_recipe
 
 _REPO = Path(__file__).resolve().parents[2]
 PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), Path("assets/README.md")]
@@ -62,6 +62,23 @@ def test_keys_of_recipes_exist(page, repo):
     keys = rf"(?<![\w/.])(?:{sections})\.[a-z_]+(?:\.[a-z_]+)*(?!\.?\w|\()"
     files = (".json", ".md", ".parquet", ".png", ".py")
     assert {name for name in re.findall(keys, (repo / page).read_text()) if not name.endswith(files)} <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_recipes_load(page, repo, tmp_path):
+    """What a YAML block leaves out is added where a recipe must have it."""
+    for block in re.findall(r"```yaml\n(.*?)```", (repo / page).read_text(), re.DOTALL):
+        needed = {
+            "name": "name: a",
+            "model": "model: a",
+            "output_dir": "output_dir: a",
+            "data": "data: {sources: [path: a]}",
+        }
+        keys = re.findall(r"^(\w+):", block, re.MULTILINE)
+        missing = [line for key, line in needed.items() if key not in keys and "base" not in keys]
+        path = tmp_path / "recipe.yaml"
+        path.write_text("\n".join([*missing, block, ""]))
+        assert set(keys) <= load_recipe(path).recipe.model_dump().keys() | {"base"}
 
 
 def commands(command, name="fcsd"):
