@@ -50,8 +50,7 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
         ConfigError: the wiring does not fit the model.
     """
     arch = arch_of(model.config)
-    if wiring.name in DESYNC and not arch.dense:
-        raise ConfigError(f"{wiring.name} needs a dense architecture; {arch.model_type} has experts")
+    check_desync(model.config, wiring)
     layers: Any = decoder_layers(model)
     try:
         wire_layers(layers, wiring, partial(hf_parts, arch.blocks))
@@ -62,6 +61,28 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
         if "_hf_hook" in vars(layer):  # accelerate's hook would go on calling the forward it found when attached
             layer._old_forward = MethodType(type(layer).forward, layer)
     return model
+
+
+def check_desync(config: PretrainedConfig, wiring: Wiring) -> None:
+    """Refuse a Desync wiring that a model of this config cannot have.
+
+    A rank owns whole key-value heads, as in the code of the Ladder authors, which cannot run otherwise either. Only
+    new conversions are checked: a directory that was converted before keeps loading.
+
+    Raises:
+        ConfigError: the architecture has experts, or the degree does not divide its key-value heads.
+    """
+    if wiring.name not in DESYNC:
+        return
+    arch = arch_of(config)
+    if not arch.dense:
+        raise ConfigError(f"{wiring.name} needs a dense architecture; {arch.model_type} has experts")
+    heads = config.get_text_config().num_key_value_heads
+    if heads % wiring.tp_degree:
+        raise ConfigError(
+            f"tp_degree {wiring.tp_degree} does not divide the {heads} key-value heads of the model",
+            hint="Choose a tensor-parallel degree that divides them.",
+        )
 
 
 def unwired() -> Wiring:
