@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__version__ = "0.1.0"
+from fcsd.version import __version__ as __version__
 
 _CONFIGS = "transformers.models.auto.configuration_auto"
 
@@ -27,7 +27,7 @@ class _Registered(dict[str, Any]):
     def __contains__(self, model_type: object) -> bool:
         if not self._made and isinstance(model_type, str) and model_type.startswith("fcsd_"):
             self._made = True
-            from .models.build import register
+            from fcsd.models.build import register
 
             register()
         return super().__contains__(model_type)

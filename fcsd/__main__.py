@@ -1,5 +1,5 @@
 """`python -m fcsd`, which is also what torchrun starts."""
 
-from fcsd.cli import main
+from fcsd.cli.main import main
 
 main()

@@ -28,9 +28,9 @@ from fcsd.checkpoint import (
 )
 from fcsd.checkpoint.rewired import describe
 from fcsd.checkpoint.source import SMALL_FILES
+from fcsd.checkpoint.staging import check_out, staged, take_over, write
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.parity import Proof, plan_proof, prove_parity
-from fcsd.staging import check_out, staged, take_over, write
 
 if TYPE_CHECKING:
     from fcsd.models.archs import Arch

@@ -4,7 +4,7 @@
 
 Kept are the kernels and copies from the collective that begins one layer to the one that begins the next, in forward
 and in backward, with their launches and fcsd's ranges: some ten kilobytes. HTA's percentage of the cut trace goes into
-`hta.json` beside it, under the file's name, where tests/test_trace.py finds both. HTA (`pip install
+`hta.json` beside it, under the file's name, where tests/parallel/test_trace.py finds both. HTA (`pip install
 HolisticTraceAnalysis`) is needed here alone. With `--picture` the layer is drawn as FarSkip Figures 9
 and 10 are, from the cut trace.
 """
@@ -15,8 +15,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fcsd.bench import trace
-from fcsd.bench.trace_picture import draw, period
+from fcsd.bench.training.trace_picture import draw, period
+from fcsd.parallel import trace
 
 _ARGUMENTS = ("correlation", "device", "stream")
 

@@ -12,5 +12,5 @@ if [ ! -e "$overlay/complete" ]; then
 fi
 export OMP_NUM_THREADS=1 PYTHONPATH="$overlay"
 python -c 'import transformers; print("transformers", transformers.__version__); assert transformers.__version__.startswith("5.17.")'
-[ $# -gt 0 ] || set -- tests/test_wiring.py tests/test_build.py tests/test_desync.py tests/test_export_template.py
+[ $# -gt 0 ] || set -- tests/models/test_{wiring,build,desync,export_template}.py
 python -m pytest "$@"

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fcsd.eval.adapter import HFAdapter
+from fcsd.eval.engines.adapter import HFAdapter
 
 WORDS = ["river", "stone", "lamp", "garden", "window", "bread", "music", "winter", "paper", "silver", "apple"]
 

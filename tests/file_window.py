@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 class FileWindow:
-    """See ``fcsd.parallel.puts.Window``."""
+    """See ``fcsd.parallel.transports.copies.Window``."""
 
     def __init__(self, group, capacity, prefix):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from fcsd.command import report_error
+from fcsd.cli.command import report_error
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -117,7 +117,7 @@ def _answer(rank: int, results: Any, function: Callable[..., Any], arguments: tu
 
 def _joined(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     from fcsd.distill.engine import import_deepspeed
-    from fcsd.launch import join_world
+    from fcsd.launch.world import join_world
 
     rank = join_world().rank
     import_deepspeed()
@@ -133,7 +133,7 @@ def _as_command(said: Path, function: Callable[..., Any], arguments: tuple[Any, 
 
 
 def _command(cwd: Path, out: Path, err: Path, arguments: list[str]) -> None:
-    from fcsd.cli import main
+    from fcsd.cli.main import main
 
     os.chdir(cwd)
     for stream, file in ((1, out), (2, err)):

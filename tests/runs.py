@@ -10,7 +10,7 @@ import tiny
 from ranks import on_ranks
 
 from fcsd.config import ResolvedRecipe, load_recipe
-from fcsd.report import read_metrics
+from fcsd.distill.run.report import read_metrics
 
 TRAIN = {
     "batch_tokens": 256,

@@ -20,8 +20,8 @@ from files import snapshot
 from safetensors.torch import load_file, save_file
 
 from fcsd import convert as conversion
-from fcsd import parity, staging
-from fcsd.checkpoint import read_config, read_layout
+from fcsd import parity
+from fcsd.checkpoint import read_config, read_layout, staging
 from fcsd.convert import convert, fingerprint
 from fcsd.errors import BadInputError, ConfigError, DiskError, FcsdError
 from fcsd.models import build

@@ -15,7 +15,11 @@ from packaging.utils import canonicalize_name
 from fcsd import __version__
 
 # Programs of their own, which are run and not imported.
-NOT_IMPORTED = {"fcsd.__main__", "fcsd.fresh_process", "fcsd.eval.vllm_adapter"}  # two scripts, and what needs vLLM
+NOT_IMPORTED = {
+    "fcsd.__main__",
+    "fcsd.export.fresh_process",
+    "fcsd.eval.engines.vllm_adapter",
+}  # two scripts, and what needs vLLM
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-"""Benchmarks, each runnable as ``python -m fcsd.bench.<name>``."""
+"""Measurements beside their baselines: `fcsd bench NAME`, or `python -m fcsd.bench.NAME` where no command exists."""

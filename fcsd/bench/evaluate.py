@@ -23,7 +23,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
-from fcsd.eval.adapter import HFAdapter
+from fcsd.eval.engines.adapter import HFAdapter
 
 # task -> (choices, tokens of the context, tokens of a choice); one token is a letter, negative: WinoGrande's way,
 # where the choice stands in the context and what follows is scored.

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 from fcsd.bench.evaluate import HFLM_BATCH, PROMPTS, Items, answers, build, flips, lm_eval_model, prompt_items
-from fcsd.eval.adapter import BATCHES, GRAPHS, SLOTS, HFAdapter
+from fcsd.eval.engines.adapter import BATCHES, GRAPHS, SLOTS, HFAdapter
 
 SHORT = next(iter(PROMPTS))
 

@@ -19,15 +19,15 @@ from transformers import PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe, load_recipe
-from fcsd.distill.corpus import Corpus
+from fcsd.distill.data.corpus import Corpus
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, randomise, teacher_degree, wire_sharded
 from fcsd.distill.loop import training_rows
 from fcsd.distill.step import train_step
-from fcsd.distill.targets import live_teacher
-from fcsd.distill.teacher import needs_teacher
+from fcsd.distill.teacher.original import needs_teacher
+from fcsd.distill.teacher.targets import live_teacher
 from fcsd.errors import ConfigError
-from fcsd.launch import World, join_world
+from fcsd.launch.world import World, join_world
 from fcsd.models.build import converted_config, register
 from fcsd.models.wiring import Wiring
 from fcsd.plan import Hardware, Plan, plan
@@ -72,7 +72,7 @@ def bench(
         rewired.save_pretrained(f"{folder}/student")
         original.save_pretrained(f"{folder}/teacher")
         rows = world.size * micro_batch * accumulation
-        recipe = _recipe(Path(folder), shape, seq, micro_batch, rows * seq, steps, world, sets)
+        recipe = random_recipe(Path(folder), shape, seq, micro_batch, rows * seq, steps, world, sets)
         check(recipe, world.size)
         planned = plan(recipe, Hardware(world.size))
     measured = _measure(recipe, rewired, original, world)
@@ -84,9 +84,10 @@ def bench(
     return result
 
 
-def _recipe(
+def random_recipe(
     folder: Path, shape: str, seq: int, micro_batch: int, batch_tokens: int, steps: int, world: World, sets: Any
 ) -> Recipe:
+    """The recipe of a benchmark: ``folder/student`` after ``folder/teacher`` on random tokens; ``sets`` change it."""
     values = {
         "name": shape,
         "model": f"{folder}/student",

@@ -4,7 +4,7 @@
     python -m fcsd.bench.random_checkpoint deepseek-v2-lite OUT --layers 8 --tokenizer assets/teacher
 
 CONFIG_DIR holds a config.json and, if the checkpoint is to have them, tokenizer files; instead of it goes a name in
-``fcsd.bench.shapes``. The weights are those of ``fcsd.parallel.random_init`` with the same seed.
+``fcsd.bench.shapes``. The weights are those of ``fcsd.parallel.weights.random_init`` with the same seed.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fcsd.checkpoint import contained
+from fcsd.checkpoint.staging import check_out, staged
 from fcsd.convert import other_files
-from fcsd.staging import check_out, staged
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +35,9 @@ def write_random_checkpoint(
 
     from fcsd.checkpoint.weights import Writer
     from fcsd.models.build import register
-    from fcsd.parallel.loading import empty_model
-    from fcsd.parallel.random_init import drawn
-    from fcsd.parallel.saving import specs_of, write_configs
+    from fcsd.parallel.weights.loading import empty_model
+    from fcsd.parallel.weights.random_init import drawn
+    from fcsd.parallel.weights.saving import specs_of, write_configs
 
     check_out(out, [source], force=False)
     contained(source, "config.json")

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcsd.environment import snapshot
 from fcsd.errors import FcsdError
-from fcsd.launch import World, join_world, leave
-from fcsd.parallel.puts import Puts
-from fcsd.parallel.symmetric import open_window
-from fcsd.parallel.transport import Route, Transport, all_to_all, route
+from fcsd.launch.environment import snapshot
+from fcsd.launch.world import World, join_world, leave
+from fcsd.parallel.transports.copies import Puts
+from fcsd.parallel.transports.symmetric_memory import open_window
+from fcsd.parallel.transports.transport import Route, Transport, all_to_all, route
 
 WIDTH = 2048
 SIZES = {"32 MiB": 2**13, "384 MiB": 98304}  # rows that a rank sends

@@ -4,6 +4,7 @@ Precedence: default < base recipe < recipe < --set < flag. Paths are relative to
 literally. A file holds a section; everything is imported from here.
 """
 
+from fcsd.config.batch import accumulation
 from fcsd.config.data import Data, Source
 from fcsd.config.objective import Hidden, Objective, TeacherCache
 from fcsd.config.recipe import HELD_OUT, NO_METRIC, EarlyStop, Recipe, Sweep
@@ -23,6 +24,7 @@ __all__ = [
     "Sweep",
     "TeacherCache",
     "Train",
+    "accumulation",
     "load_recipe",
     "value_of",
     "vary",

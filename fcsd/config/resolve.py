@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fcsd import recipes, strict_yaml
+from fcsd import recipes
+from fcsd.config.explain import explain, nearest
 from fcsd.config.recipe import Recipe
 from fcsd.errors import ConfigError
-from fcsd.explain import explain, nearest
-from fcsd.recipes import inherit
+from fcsd.recipes import inherit, strict_yaml
 
 
 @dataclass(frozen=True)

@@ -3,51 +3,26 @@
 FarSkip section 3.1: a converted model may collapse late in training, so its authors stop early by MBPP+, every 1000
 steps with a patience of 20 scores and a delta of 2 %, the defaults here. Whether that is relative they leave open.
 
-This module says what a score is and what follows from a history of scores. Benchmarks are run by ``fcsd.eval``,
-which imports ``distill`` and not the other way round: the command that starts a run hands it a ``Scorer``.
+This module says what follows from a history of scores. Benchmarks are run by ``fcsd.eval``; the command that starts a
+run hands it a ``Scorer``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fcsd.config import HELD_OUT, NO_METRIC, EarlyStop
 from fcsd.errors import ConfigError
+from fcsd.eval.score import Scorer
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    ScoreFunction = Callable[[PreTrainedModel, PreTrainedTokenizerBase, int, dist.ProcessGroup | None], "Score"]
 
 # 0.51 is not better than 0.50 by more than 0.01, whatever the last bit of the difference says.
 _ROUNDING = 1e-9
 
 # One entry a score, as it is kept in checkpoints: ``step`` and ``value``, for benchmarks ``stderr`` and ``n`` too.
 History = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Score:
-    """A fraction or a perplexity, its standard error, and the number of items it was measured on."""
-
-    value: float
-    stderr: float
-    n: int
-
-
-@dataclass(frozen=True)
-class Scorer:
-    """A benchmark for a model in training.
-
-    Attributes:
-        score: ``score(model, tokenizer, step, group)``, called on all ranks with the same result. It leaves random
-            numbers, modes and the placement of the weights as found, and does not take for ever.
-        mode: whether the largest or the smallest score is the best.
-    """
-
-    score: "ScoreFunction"
-    mode: Literal["max", "min"] = "max"
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.config import Objective, Recipe
+from fcsd.config import Objective, Recipe, accumulation
 from fcsd.distill.expert_parallel import wire_sharded
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
-from fcsd.distill.targets import Targets, captured
-from fcsd.distill.teacher import final_hidden, output_head
+from fcsd.distill.teacher.original import final_hidden, output_head
+from fcsd.distill.teacher.targets import Targets, captured
 from fcsd.distill.top_k import TopK, kl_from_top_k
 from fcsd.errors import ConfigError
-from fcsd.launch import World
+from fcsd.launch.world import World
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -85,22 +85,6 @@ def freeze(model: PreTrainedModel, objective: Objective) -> None:
         )
     inputs.weight.requires_grad_(not objective.freeze_embeddings)
     output_head(model).requires_grad_(not objective.freeze_lm_head)
-
-
-def accumulation(recipe: Recipe, world_size: int) -> int:
-    """Micro-batches per process and optimizer step.
-
-    Raises:
-        ConfigError: the batch cannot be split evenly.
-    """
-    together = recipe.train.micro_batch_size * recipe.data.seq_len * world_size
-    if recipe.train.batch_tokens % together:
-        raise ConfigError(
-            f"train.batch_tokens {recipe.train.batch_tokens} is no multiple of train.micro_batch_size * "
-            f"data.seq_len * processes = {together}",
-            hint=f"for example {max(together, recipe.train.batch_tokens // together * together)}",
-        )
-    return recipe.train.batch_tokens // together
 
 
 def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:

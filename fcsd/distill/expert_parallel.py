@@ -16,9 +16,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, Train
-from fcsd.distill.teacher import needs_teacher, teacher_name
+from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import ConfigError
-from fcsd.launch import World
+from fcsd.launch.world import World
 from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
 
 
@@ -43,7 +43,7 @@ def check(recipe: Recipe, processes: int) -> None:
 
 
 def _check_model(name: str, degree: int, hint: str) -> None:
-    from fcsd.parallel.autoep import expert_parallel_config
+    from fcsd.parallel.expert.autoep import expert_parallel_config
 
     config = AutoConfig.from_pretrained(resolve(name, weights=False).path, trust_remote_code=False)
     try:
@@ -64,7 +64,7 @@ def load(
     """
     if degree == 1:
         return load_model(path, dtype=dtype, device=device, config=config)
-    from fcsd.parallel.loading import load_expert_parallel
+    from fcsd.parallel.weights.loading import load_expert_parallel
 
     return load_expert_parallel(path, dtype=dtype, device=device, ep_size=degree, config=config)
 
@@ -73,7 +73,7 @@ def randomise(
     config: PretrainedConfig, degree: int, *, dtype: torch.dtype, device: torch.device, seed: int
 ) -> PreTrainedModel:
     """As ``load``, with random weights: the same ones whatever ``degree``."""
-    from fcsd.parallel.random_init import random_expert_parallel, random_model
+    from fcsd.parallel.weights.random_init import random_expert_parallel, random_model
 
     if degree == 1:
         return random_model(config, dtype=dtype, device=device, seed=seed)
@@ -89,9 +89,9 @@ def wire_sharded(model: PreTrainedModel, degree: int, train: Train) -> None:
     """Lets a model whose experts ``degree`` divide compute its own wiring, overlapped and fused as the recipe says."""
     if degree > 1:
         from fcsd.parallel.overlap import overlap
-        from fcsd.parallel.puts import Puts
-        from fcsd.parallel.symmetric import open_window
-        from fcsd.parallel.transport import all_to_all
+        from fcsd.parallel.transports.copies import Puts
+        from fcsd.parallel.transports.symmetric_memory import open_window
+        from fcsd.parallel.transports.transport import all_to_all
 
         on_cuda = model.device.type == "cuda"
         transport = Puts(open_window) if on_cuda and train.transport == "auto" else all_to_all

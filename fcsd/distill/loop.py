@@ -10,35 +10,36 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
 from fcsd.checkpoint import resolve
-from fcsd.config import Recipe, ResolvedRecipe
-from fcsd.distill import manifest, run_dir, state
-from fcsd.distill.agreement import require_agreement
-from fcsd.distill.corpora import load_corpora
-from fcsd.distill.corpus import Corpus, load_tokenizer
-from fcsd.distill.data import Mixture, Rows
-from fcsd.distill.early_stop import Scorer, Watch, require_scorer
-from fcsd.distill.engine import DTYPES, accumulation, build_engine, import_deepspeed
+from fcsd.config import Recipe, ResolvedRecipe, accumulation
+from fcsd.distill.data.corpus import Corpus, load_tokenizer
+from fcsd.distill.data.rows import Mixture, Rows
+from fcsd.distill.data.shared_corpora import load_corpora
+from fcsd.distill.early_stop import Watch, require_scorer
+from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, load, teacher_degree, wire_sharded
-from fcsd.distill.identity import flat, run_identity
-from fcsd.distill.meter import Meter
-from fcsd.distill.nonfinite import Skips
+from fcsd.distill.metrics import Meter
 from fcsd.distill.preview import preview
+from fcsd.distill.run import checkpoints, manifest, run_dir
+from fcsd.distill.run.agreement import require_agreement
+from fcsd.distill.run.identity import flat, run_identity
+from fcsd.distill.run.nonfinite import Skips
+from fcsd.distill.run.report import reporting
+from fcsd.distill.run.saver import Saver
+from fcsd.distill.run.signals import Preemption, preempted, preemptible
+from fcsd.distill.run.trackers import require_tracker
+from fcsd.distill.run.watchdog import Watchdog, watched
+from fcsd.distill.run.write_model import write_model
 from fcsd.distill.samples import Samples
-from fcsd.distill.saver import Saver
-from fcsd.distill.signals import Preemption, preempted, preemptible
 from fcsd.distill.step import measure, train_step
 from fcsd.distill.student import load_student, student_source
-from fcsd.distill.targets import expect_comparable, live_teacher
-from fcsd.distill.teacher import identify_teacher, needs_teacher, output_head, teacher_name
-from fcsd.distill.teacher_cache import read_teacher_cache
-from fcsd.distill.watchdog import Watchdog, watched
-from fcsd.distill.write_model import write_model
-from fcsd.launch import World, join_world
+from fcsd.distill.teacher.cache import read_teacher_cache
+from fcsd.distill.teacher.original import identify_teacher, needs_teacher, output_head, teacher_name
+from fcsd.distill.teacher.targets import expect_comparable, live_teacher
+from fcsd.eval.score import Scorer
+from fcsd.launch.preflight import TIMEOUT
+from fcsd.launch.world import World, join_world
 from fcsd.plan import Hardware, plan
 from fcsd.plan.report import to_text
-from fcsd.preflight import TIMEOUT
-from fcsd.report import reporting
-from fcsd.trackers import require_tracker
 
 
 def distill(
@@ -109,7 +110,7 @@ def _distill(
     import_deepspeed()
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
     folder = run / run_dir.CHECKPOINTS
-    checkpoint = world.on_first(lambda: state.find(folder, resume, _say))
+    checkpoint = world.on_first(lambda: checkpoints.find(folder, resume, _say))
     student_dir = student_source(recipe).path
     model = load_student(recipe, dtype=DTYPES[train.dtype], device=world.device)
     hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
@@ -122,7 +123,7 @@ def _distill(
         targets, hashes = read_teacher_cache(recipe, cache, identity, vocab_size, world)
     identity |= hashes
     engine = build_engine(model, recipe, world)
-    progress = state.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
+    progress = checkpoints.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     done, watch = progress["step"], Watch(recipe.early_stop, scorer, progress)
     skips = Skips(recipe, world, progress)
     require_agreement(world, {**identity, "vocabulary": vocab_size, "first step": done + 1})
@@ -180,7 +181,7 @@ def _distill(
             if time_left < math.inf and not last:
                 raise preempted(f"step {step} was the last", saver.checkpoint)
         if saver.checkpoint:
-            last_model, best = saver.checkpoint / manifest.MODEL, state.best(folder, watch.verdict.best)
+            last_model, best = saver.checkpoint / manifest.MODEL, checkpoints.best(folder, watch.verdict.best)
             world.on_first(lambda: run_dir.publish(manifest.verified_model(best) if best else last_model, run))
 
 

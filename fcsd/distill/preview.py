@@ -1,13 +1,12 @@
 """What a recipe would do, without doing it."""
 
-from fcsd.config import Recipe
-from fcsd.distill.corpus import listed, load_corpus, load_tokenizer
-from fcsd.distill.data import Rows
-from fcsd.distill.engine import accumulation
+from fcsd.config import Recipe, accumulation
+from fcsd.distill.data.corpus import listed, load_corpus, load_tokenizer
+from fcsd.distill.data.rows import Rows
+from fcsd.distill.data.shown_row import show_first_row
 from fcsd.distill.expert_parallel import check
-from fcsd.distill.shown_row import show_first_row
 from fcsd.distill.student import meta_student, student_source
-from fcsd.distill.teacher import needs_teacher, output_head, teacher_name
+from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_name
 
 
 def preview(recipe: Recipe, world_size: int = 1) -> str:

@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.chat import PROMPTS, Speaker, answer
 from fcsd.config import Train
-from fcsd.distill.run_dir import write
+from fcsd.distill.run.run_dir import write
 from fcsd.errors import BadInputError
-from fcsd.launch import World
+from fcsd.launch.world import World
+from fcsd.serve.chat import PROMPTS, Speaker, answer
 
 SAMPLES = "samples.jsonl"
 

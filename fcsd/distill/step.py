@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcsd.config import Recipe, Train
-from fcsd.distill.data import Mixture, Rows, batch
+from fcsd.distill.data.rows import Mixture, Rows, batch
 from fcsd.distill.expert_parallel import clip_without_zero
 from fcsd.distill.losses import IGNORE
-from fcsd.distill.targets import Teacher
-from fcsd.launch import World
+from fcsd.distill.teacher.targets import Teacher
+from fcsd.launch.world import World
 
 
 def loss_weights(recipe: Recipe) -> dict[str, float]:

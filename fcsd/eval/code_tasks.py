@@ -1,7 +1,7 @@
 """HumanEval+ and MBPP+ through lm-eval: its prompts, examples and tests, but no program runs outside a sandbox.
 
 lm-eval would execute generated programs in a fork of this very process. Its executor is replaced by one that
-executes nothing; the programs and the tests they were asked to pass go to ``fcsd.eval.code`` instead.
+executes nothing; the programs and the tests they were asked to pass go to ``fcsd.eval.code.judge`` instead.
 """
 
 import contextlib
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fcsd.errors import FcsdError
-from fcsd.eval.code import Form, Problem, Verdict, pass_at_1, score
-from fcsd.eval.code_data import problem_from_tests
+from fcsd.eval.code.judge import Form, Problem, Verdict, pass_at_1, score
+from fcsd.eval.code.problems import problem_from_tests
 
 # CPU seconds a program may take; lm-eval gives three of wall time, in which a busy machine loses points.
 TIMEOUT_S = 10

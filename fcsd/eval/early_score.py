@@ -9,15 +9,15 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config import EarlyStop
-from fcsd.distill.early_stop import Score, Scorer
+from fcsd.eval.code.sandbox import find_sandbox
+from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import Loaded, evaluate
-from fcsd.eval.opening import Engine
 from fcsd.eval.results import PERPLEXITIES
-from fcsd.eval.sandbox import find_sandbox
+from fcsd.eval.score import Score, Scorer
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select
 from fcsd.eval.tasks import load_tasks
-from fcsd.eval.team import Team
-from fcsd.launch import World
+from fcsd.launch.shared_work import Team
+from fcsd.launch.world import World
 
 TASK = "MBPP+"
 # Names of the code benchmarks that hold in every suite.

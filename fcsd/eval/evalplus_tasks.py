@@ -1,7 +1,7 @@
 """HumanEval+ and MBPP+ as EvalPlus asks and scores them: its prompts, sanitizer, base and plus tests.
 
 A model with a chat template is asked in chat, one without continues the code. Generation is batched like every
-other task's; programs are judged by ``fcsd.eval.code``, whose oracle does not fail right answers to HumanEval/32
+other task's; programs are judged by ``fcsd.eval.code.judge``, whose oracle does not fail right answers to HumanEval/32
 as EvalPlus 0.3.1 does.
 """
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.errors import BadInputError
-from fcsd.eval.code import Problem, pass_at_1
-from fcsd.eval.code_data import load_evalplus
+from fcsd.eval.code.judge import Problem, pass_at_1
+from fcsd.eval.code.problems import load_evalplus
 from fcsd.eval.code_tasks import TIMEOUT_S, judged
-from fcsd.eval.interface import Adapter
+from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.results import file_sha256, json_sha256
 from fcsd.eval.statistics import estimate
 from fcsd.eval.suite import Row

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.errors import ConfigError
-from fcsd.eval.adapter import HFAdapter
+from fcsd.eval.code.sandbox import find_sandbox
+from fcsd.eval.engines.adapter import HFAdapter
+from fcsd.eval.engines.engine import Engine, opened, versions
+from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
-from fcsd.eval.interface import Adapter
 from fcsd.eval.isolate import eval_mode, preserved_rng
-from fcsd.eval.opening import Engine, opened, versions
 from fcsd.eval.perplexity import HeldOut, held_out_result
 from fcsd.eval.results import ResultFile, shown
-from fcsd.eval.sandbox import find_sandbox
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select
 from fcsd.eval.tasks import LoadedTask, load_tasks, task_result
-from fcsd.eval.team import ALONE, Team
+from fcsd.launch.shared_work import ALONE, Team
 
 # How long a rank waits for the others: they may be judging programs or still be generating.
 PATIENCE = timedelta(hours=2)
@@ -131,7 +131,7 @@ def _torchrun_team(lockstep: bool) -> Team:
         return ALONE
     import torch.distributed as dist
 
-    from fcsd.launch import join_world
+    from fcsd.launch.world import join_world
 
     world = join_world()
     return Team(replace(world, group=dist.new_group(backend="gloo", timeout=PATIENCE)), lockstep)

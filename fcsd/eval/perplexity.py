@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.errors import BadInputError
-from fcsd.eval.interface import Adapter
+from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.results import file_sha256, json_sha256
 from fcsd.eval.statistics import estimate
 

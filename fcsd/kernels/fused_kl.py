@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .vocabulary import Launch, divergence, multiply_, negative_log_likelihood
+from fcsd.kernels.vocabulary import Launch, divergence, multiply_, negative_log_likelihood
 
 IGNORE = -100  # label of a position that predicts nothing
 

@@ -4,8 +4,8 @@
     collect:  tokens[t] = sum over k of weight[t, k] * rows[place[t, k]]
 
 Either is the other's gradient. Products and sums are fp32, rounded once, in the order of k; there are no atomics, so
-results do not change from run to run. ``fcsd.parallel.expert`` has the same in torch, with the copies and the fp32
-tensor of ``[tokens, top_k, width]`` that are saved here.
+results do not change from run to run. ``fcsd.parallel.expert.block`` has the same in torch, with the copies and the
+fp32 tensor of ``[tokens, top_k, width]`` that are saved here.
 """
 
 from typing import Any

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..errors import ConfigError
+from fcsd.errors import ConfigError
 
 PREFIX = "fcsd_"
 SPLIT = ("sdpa", "eager")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from . import order
-from .transport import Route, Transport, Work, all_to_all
+from fcsd.parallel import order
+from fcsd.parallel.transports.transport import Route, Transport, Work, all_to_all
 
 
 @dataclass

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
-from ..errors import ConfigError
-from ..models.build import arch_of, decoder_layers
-from ..models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, _refuse_reentrant
-from . import order, settings
-from .attention import Around, after_projections, join_attention, split_attention
-from .expert import wire_parallel
-from .moe_pass import InFlight, MoePass
-from .puts import Puts
-from .transport import Transport, all_to_all
+from fcsd.errors import ConfigError
+from fcsd.models.build import arch_of, decoder_layers
+from fcsd.models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, _refuse_reentrant
+from fcsd.parallel import order, process_settings
+from fcsd.parallel.attention import Around, after_projections, join_attention, split_attention
+from fcsd.parallel.expert.block import wire_parallel
+from fcsd.parallel.expert.moe_pass import InFlight, MoePass
+from fcsd.parallel.transports.copies import Puts
+from fcsd.parallel.transports.transport import Transport, all_to_all
 
 Place = Literal["before_attn", "before_rotary", "before_core", "after_core", "after_attn"]
 _ORDER: tuple[Place, ...] = get_args(Place)
@@ -240,7 +240,7 @@ def overlap(
     device = next(model.parameters()).device
     side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
     if side is not None and mode == "on":
-        settings.warn(os.environ)
+        process_settings.warn(os.environ)
     mlp = arch_of(model.config).blocks.mlp
     for index, layer in enumerate(cast(Any, decoder_layers(model))):
         plan = layer.fcsd

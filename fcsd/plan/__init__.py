@@ -6,7 +6,7 @@ No weight is read. ``setup`` is the recipe, ``model`` the architecture in number
 
 from dataclasses import dataclass
 
-from fcsd.config import Recipe
+from fcsd.config import Recipe, accumulation
 from fcsd.errors import ConfigError, DoesNotFitError
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
 from fcsd.plan.model import MetaModel, ModelNumbers
@@ -65,8 +65,6 @@ def plan(recipe: Recipe, hardware: Hardware, utilisation: float | None = None) -
         BadInputError: the student or the teacher is not a model.
         ConfigError: the batch cannot be split evenly over the GPUs, or the experts cannot.
     """
-    from fcsd.distill.engine import accumulation
-
     accumulation(recipe, hardware.world)
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
     teacher = model.numbers if recipe.teacher is None else MetaModel(recipe.teacher).numbers

@@ -7,7 +7,7 @@ of MLA) is in the figure, for all architectures alike. Two pieces differ from wh
 - attention: a stand-in keeps what sdpa's kernels keep: q, k, v, the output and an fp32 log-sum-exp per row.
   Packed rows need a mask; then sdpa keeps a bias ``[batch, 1, seq, seq]`` per layer, and transformers repeats keys and
   values to all heads, because no fused kernel takes a mask and grouped heads together.
-- routed experts under expert parallelism: a stand-in with the steps of ``fcsd.parallel.expert``, whose rows
+- routed experts under expert parallelism: a stand-in with the steps of ``fcsd.parallel.expert.block``, whose rows
   (``tokens * top_k * imbalance``) are known beforehand.
 """
 
@@ -163,7 +163,7 @@ class _Gated(torch.autograd.Function):
 
 
 class RoutedExperts(nn.Module):
-    """The routed experts of an expert-parallel rank, for counting: the steps of ``fcsd.parallel.expert``.
+    """The routed experts of an expert-parallel rank, for counting: the steps of ``fcsd.parallel.expert.block``.
 
     Args:
         hidden, inner: width of the stream and of one expert.

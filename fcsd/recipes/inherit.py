@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from fcsd import recipes, strict_yaml
+from fcsd import recipes
 from fcsd.errors import ConfigError
+from fcsd.recipes import strict_yaml
 
 Place = tuple[Path, int]
 

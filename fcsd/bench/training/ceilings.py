@@ -1,0 +1,182 @@
+"""How much of each dispatch and combine can be hidden at all: the cover it has, beside its time on the wire.
+
+FarSkip equation 9: a collective is hidden while the computation between its launch and its await lasts. Cover is
+measured in a pass that sends nothing, as the time of the compute stream from the one to the other; the wire is
+measured by sending rows of the same sizes with nothing beside them.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcsd.models.wiring import LayerWiring
+from fcsd.parallel.overlap import Schedule
+from fcsd.parallel.transports.transport import Route, Work, all_to_all
+
+# What a layer launches, in order: forward, backward; and forward, recompute, backward.
+_ORDER = [("dispatch", "fwd"), ("combine", "fwd"), ("combine", "bwd"), ("dispatch", "bwd")]
+_RECOMPUTED = [*_ORDER[:2], ("dispatch", "recompute"), ("combine", "recompute"), *_ORDER[2:]]
+
+Moment = Any  # a CUDA event, or seconds where there is no CUDA
+
+
+def now(device: torch.device) -> Moment:
+    """This moment of the current stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(start: Moment, end: Moment) -> float:
+    """From one moment to the other; the device must be done with both."""
+    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+
+
+class NoWire:
+    """A transport that sends nothing: the rows it hands out have the right shape and finite values, at no cost."""
+
+    def __init__(self) -> None:
+        self._rows: Tensor | None = None
+
+    def __call__(self, rows: Tensor, route: Route, group: Any, keep: bool) -> tuple[Tensor, Work]:
+        count = sum(route.receives)
+        if self._rows is None or self._rows.shape[0] < count:
+            self._rows = torch.randn(2 * count, rows.shape[1], dtype=rows.dtype, device=rows.device)
+        return self._rows[:count], _Arrived()
+
+
+class _Arrived:
+    """Work that is done."""
+
+    def wait(self) -> None: ...
+
+
+@dataclass
+class _Call:
+    """One collective that was not sent: what it would have sent, and when it was launched and awaited."""
+
+    route: Route
+    width: int
+    dtype: torch.dtype
+    group: Any
+    launched: Moment
+    device: torch.device
+    awaited: Moment = None
+
+    def wait(self) -> None:
+        self.awaited = now(self.device)
+
+
+class Meter:
+    """Schedules whose collectives are noted instead of sent; ``choose`` is for ``overlap``, once per wiring."""
+
+    def __init__(self) -> None:
+        self._no_wire = NoWire()
+        self._layers = 0
+        self._calls: dict[int, list[_Call]] = defaultdict(list)
+
+    def choose(self, _: LayerWiring, schedule: Schedule) -> Schedule:
+        """The schedule with this meter in place of the wire."""
+        self._layers += 1
+        return replace(schedule, transport=partial(self._note, self._layers - 1))
+
+    def _note(self, layer: int, rows: Tensor, route: Route, group: Any, keep: bool) -> tuple[Tensor, Work]:
+        received, _ = self._no_wire(rows, route, group, keep)
+        call = _Call(route, rows.shape[1], rows.dtype, group, now(rows.device), rows.device)
+        self._calls[layer].append(call)
+        return received, call
+
+    def measure(self, run: Callable[[], None]) -> list["Window"]:
+        """The windows of one forward and backward pass, ``run``; every rank calls it."""
+        self._calls.clear()
+        run()
+        windows = []
+        for layer, calls in sorted(self._calls.items()):
+            if calls[0].device.type == "cuda":
+                torch.cuda.synchronize()
+            names = _ORDER if len(calls) == len(_ORDER) else _RECOMPUTED
+            for (kind, passes), call in zip(names, calls, strict=True):
+                cover = milliseconds(call.launched, call.awaited)
+                windows.append(Window(kind, passes, layer, cover, _on_the_wire(call)))
+        return windows
+
+
+@dataclass(frozen=True)
+class Window:
+    """One collective: the computation it has to hide under and its time on the wire, in ms."""
+
+    kind: str
+    passes: str
+    layer: int
+    cover: float
+    wire: float
+
+    @property
+    def hideable(self) -> float:
+        return min(self.cover, self.wire)
+
+
+def _on_the_wire(call: _Call, repeats: int = 3) -> float:
+    """Median milliseconds of the exchange alone, all ranks starting together."""
+    rows = torch.zeros(sum(call.route.sends), call.width, dtype=call.dtype, device=call.device)
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        start = now(call.device)
+        _, work = all_to_all(rows, call.route, call.group, True)
+        work.wait()
+        end = now(call.device)
+        if call.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(milliseconds(start, end))
+    return statistics.median(times)
+
+
+def ceiling(windows: list[Window], passes: str, *, without_last: bool = False) -> float:
+    """The largest share of dispatch and combine time of a pass that can lie under computation, 0..1.
+
+    Args:
+        without_last: leave out the last layer's combine, or its gradient, which has nothing to hide under.
+    """
+    last = max(window.layer for window in windows)
+    counted = [
+        window
+        for window in windows
+        if window.passes == passes and not (without_last and (window.kind, window.layer) == ("combine", last))
+    ]
+    wire = sum(window.wire for window in counted)
+    return sum(window.hideable for window in counted) / wire if wire else 0.0
+
+
+def both(windows: list[Window], passes: str) -> tuple[float, float]:
+    """The ceiling of a pass, and the one without the last layer's combine."""
+    return ceiling(windows, passes), ceiling(windows, passes, without_last=True)
+
+
+def passes_of(windows: list[Window]) -> list[str]:
+    """The passes of a step, in order: fwd, bwd, and recompute if there is one."""
+    return list(dict.fromkeys(window.passes for window in windows))
+
+
+def to_text(windows: list[Window]) -> str:
+    """A line for each collective and pass, medians over the layers, and the ceiling of each pass."""
+    lines = [f"{'':20s} {'cover ms':>9s} {'wire ms':>9s}"]
+    for kind, passes in dict.fromkeys((window.kind, window.passes) for window in windows):
+        mine = [window for window in windows if (window.kind, window.passes) == (kind, passes)]
+        cover = statistics.median(window.cover for window in mine)
+        wire = statistics.median(window.wire for window in mine)
+        lines.append(f"{kind + ' ' + passes:20s} {cover:9.3f} {wire:9.3f}")
+    for passes in passes_of(windows):
+        most, trimmed = both(windows, passes)
+        lines.append(f"at most {most:.1%} can be hidden in {passes}, {trimmed:.1%} without the last layer's combine")
+    return "\n".join(lines)

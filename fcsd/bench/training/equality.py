@@ -1,0 +1,33 @@
+"""Whether two variants of a training step compute the same: the loss, and the norm of every gradient."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcsd.launch.world import World
+
+
+def fingerprint(engine: Any, ids: Tensor) -> dict[str, float]:
+    """The loss and the norm of every gradient of this rank, before ranks are averaged."""
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        parameter.register_hook(lambda grad, name=name: seen.update({name: grad.double().norm()}))
+        for name, parameter in engine.module.named_parameters()
+    ]
+    loss = engine(ids)
+    engine.backward(loss)
+    engine.step()
+    for hook in hooks:
+        hook.remove()
+    return {"loss": loss.item(), **{name: norm.item() for name, norm in seen.items()}}
+
+
+def worst_difference(one: dict[str, float], other: dict[str, float], world: World) -> float:
+    """The largest relative difference of two fingerprints, over all ranks."""
+    assert one.keys() == other.keys()
+    worst = max(abs(one[k] - other[k]) / max(abs(one[k]), 1e-30) for k in one)
+    gathered = torch.tensor(worst, device=world.device)
+    dist.all_reduce(gathered, dist.ReduceOp.MAX)
+    return gathered.item()

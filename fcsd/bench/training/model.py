@@ -1,0 +1,93 @@
+"""The model that the training benchmark steps: random weights, experts over all ranks, and a router made even."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fcsd.distill.engine import import_deepspeed
+from fcsd.distill.losses import cross_entropy
+from fcsd.launch.world import World
+from fcsd.parallel.weights.random_init import random_expert_parallel
+
+
+class Decoder(nn.Module):
+    """Token ids ``[batch, seq]`` to the mean next-token loss."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.config = model.config
+
+    def forward(self, ids: Tensor) -> Tensor:
+        model: Any = self.model
+        hidden = model.model(ids, use_cache=False).last_hidden_state
+        denominator = torch.tensor(float(ids.numel()), device=ids.device)
+        return cross_entropy(hidden, model.lm_head.weight, ids, denominator=denominator, chunk_tokens=4096)
+
+
+class _Bare:
+    """A model without an engine: forward and backward, and a step that only drops the gradients."""
+
+    def __init__(self, module: Decoder) -> None:
+        self.module = module
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return self.module(ids)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+
+
+def make_engine(config: PretrainedConfig, micro_batch: int, world: World, *, recompute: bool, optimizer: bool) -> Any:
+    """Random weights, the same for any number of ranks, under AdamW with a learning rate of 0 and ZeRO-1.
+
+    Args:
+        optimizer: without it there is no DeepSpeed engine, only forward and backward.
+    """
+    deepspeed = import_deepspeed()
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    on_cuda = world.device.type == "cuda"
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    model = random_expert_parallel(config, dtype=dtype, device=world.device, ep_size=world.size, seed=0).train()
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    decoder = Decoder(model)
+    if not optimizer:
+        return _Bare(decoder)
+    settings = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "bf16": {"enabled": on_cuda},
+        "zero_optimization": {"stage": 1, "overlap_comm": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0, "torch_adam": True, "fused": True}},
+    }
+    parameters: Any = list(decoder.parameters())
+    return deepspeed.initialize(model=decoder, model_parameters=parameters, config=settings)[0]
+
+
+@contextmanager
+def evenly_routed(model: nn.Module) -> Iterator[None]:
+    """Let every router choose experts in turn, so that all get as many tokens; scores and their cost stay."""
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, RouterOutput
+
+    def in_turn(_module: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        scores, chosen, counts = output
+        experts = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % len(counts)
+        rounds, rest = divmod(chosen.numel(), len(counts))
+        # From the host's numbers alone: counting on the device would wait for it.
+        even = rounds + (torch.arange(len(counts), device=counts.device) < rest).to(counts.dtype)
+        return RouterOutput(scores, experts, even)
+
+    routers = [module.router for module in model.modules() if isinstance(module, AutoEPMoELayer)]
+    hooks = [router.register_forward_hook(in_turn) for router in routers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,35 @@
+"""A Chrome trace of the device and of fcsd's ranges, without the operators between them.
+
+``torch.profiler`` notes every operator as well, and the host, slowed down by that, lets the device wait where it would
+not wait otherwise.
+"""
+
+import gzip
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._profiler import RecordScope
+from torch.autograd import _add_metadata_json, profiler  # pyright: ignore[reportPrivateImportUsage]
+
+from fcsd.launch.world import World
+
+
+def record(run: Callable[[], Any], path: Path, world: World) -> None:
+    """Run, and write the gzipped trace of this rank's device to ``path``."""
+    settings = profiler.profile(use_device=world.device.type if world.device.type == "cuda" else None, use_kineto=True)
+    _prepare_profiler(settings.config(), settings.kineto_activities)
+    enable: Any = _enable_profiler  # its type lacks the third argument
+    enable(settings.config(), settings.kineto_activities, {RecordScope.USER_SCOPE})
+    run()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    _add_metadata_json("distributedInfo", json.dumps({"rank": world.rank}))
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder, "trace.json")
+        _disable_profiler().save(str(plain))
+        path.write_bytes(gzip.compress(plain.read_bytes()))

@@ -1,0 +1,263 @@
+"""Training step of an expert-parallel MoE: stock, standard, blocking, overlapped, and the bound without communication.
+
+All variants run on one model, one DeepSpeed engine and one process group, interleaved, so that clocks and memory
+drift alike for all. The learning rate is zero: every variant routes the same tokens through the same weights. Before
+anything is timed, cover and wire time of every collective are printed, and with them the ceiling of what can be
+hidden; and the overlapped schedule is held against the loss and the gradients of its eager-sync self, fused as well if
+a fused variant is asked for.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fcsd.bench.shapes import SHAPES
+from fcsd.bench.training import ceilings
+from fcsd.bench.training.ceilings import Meter, NoWire, Window
+from fcsd.bench.training.equality import fingerprint, worst_difference
+from fcsd.bench.training.model import evenly_routed, make_engine
+from fcsd.bench.training.record import record
+from fcsd.bench.training.workload import (
+    BOUND,
+    COPIES,
+    EAGER,
+    FUSED,
+    OVERLAPPED,
+    SCHEDULES,
+    STANDARD,
+    STANDARD_COPIES,
+    STOCK,
+    Workload,
+)
+from fcsd.errors import ConfigError, FcsdError
+from fcsd.launch.environment import snapshot
+from fcsd.launch.world import World, join_world
+from fcsd.models.build import unwired, wire
+from fcsd.models.wiring import LayerWiring, Wiring
+from fcsd.parallel import trace
+from fcsd.parallel.overlap import Schedule, overlap
+from fcsd.parallel.transports.copies import Puts
+from fcsd.parallel.transports.symmetric_memory import open_window
+from fcsd.parallel.transports.transport import all_to_all
+
+Choices = dict[str, Callable[[], Any]]  # name -> what turns the model into that variant
+
+
+def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> dict[str, Any]:
+    """Measures, prints to stderr on rank 0, and gives what ``train.json`` holds; every process of the run calls it.
+
+    Args:
+        out: directory for ``train.json``, written anew after each router, and with ``traced`` for a Chrome trace of
+            one step of each rank, of the last variant that overlaps, under the first router.
+
+    Raises:
+        ConfigError: rows cannot be copied between processes without GPUs.
+        FcsdError: the overlapped schedule computed something else than its eager-sync self.
+    """
+    begun = time.monotonic()
+    world = join_world()
+    if world.device.type != "cuda" and any(COPIES in name for name in load.variants):
+        raise ConfigError("only GPUs copy rows into each other's memory", hint="leave out the variants named copies")
+    config = SHAPES[load.shape](load.layers)
+    engine = make_engine(config, load.micro_batch, world, recompute=load.recompute, optimizer=load.optimizer)
+    model = engine.module.model
+    generator = torch.Generator().manual_seed(world.rank)
+    ids = torch.randint(0, model.config.vocab_size, (load.micro_batch, load.seq), generator=generator).to(world.device)
+    choices = variants(model, load.layers)
+    result: dict[str, Any] = {"workload": asdict(load), "world": world.size, "environment": snapshot(), "routers": {}}
+    for router in load.routers:
+        _say(world, f"\n{router} router, {time.monotonic() - begun:.0f} s after the start")
+        with evenly_routed(model) if router == "uniform" else nullcontext():
+            result["routers"][router] = _under_one_router(engine, ids, choices, load, world)
+            if out is not None and traced and router == load.routers[0]:
+                _trace(engine, ids, choices[load.overlapped[-1]], out, world)
+        if out is not None and world.rank == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "train.json").write_text(json.dumps(result, indent=1))
+    if out is not None and traced and world.rank == 0 and world.device.type == "cuda":
+        # Last, so that whatever a trace holds, what was measured is written.
+        first = result["routers"][load.routers[0]]
+        traces = [trace.read(out / f"rank-{rank}.json.gz") for rank in range(world.size)]
+        first["trace"] = trace.to_json(traces)
+        (out / "train.json").write_text(json.dumps(result, indent=1))
+        _say(world, trace.to_text(traces))
+        _say(world, headline(traces, first["ceiling"]))
+    _say(world, f"\nended {time.monotonic() - begun:.0f} s after the start")
+    wrong = [
+        f"{name} under the {router} router"
+        for router, found in result["routers"].items()
+        for name, held in found["equality"].items()
+        if not held["equal"]
+    ]
+    if wrong:
+        raise FcsdError(f"{', '.join(wrong)}: the schedule computes something else than its eager-sync self")
+    return result
+
+
+def _under_one_router(engine: Any, ids: Tensor, choices: Choices, load: Workload, world: World) -> dict[str, Any]:
+    """Everything measured under one router."""
+    windows = _windows(engine, ids, load)
+    _say(world, ceilings.to_text(windows))
+
+    equality = {}
+    for name in load.overlapped:
+        eager = EAGER + FUSED if name.endswith(FUSED) else EAGER
+        equality[name] = _held(engine, ids, choices[eager], choices[name], world)
+    for name, held in equality.items():
+        own = f"eager-sync against itself: {held['spread']:.2e}"
+        _say(world, f"{name} against eager-sync: {held['difference']:.2e} relative; {own}")
+
+    measured = _time(engine, ids, {name: choices[name] for name in load.variants}, load, world)
+    _say(world, table(measured))
+    return {
+        "windows": [asdict(window) for window in windows],
+        "ceiling": {passes: ceilings.both(windows, passes) for passes in ceilings.passes_of(windows)},
+        "equality": equality,
+        "variants": measured,
+    }
+
+
+def _held(
+    engine: Any, ids: Tensor, eager: Callable[[], Any], overlapped: Callable[[], Any], world: World
+) -> dict[str, Any]:
+    """How far a schedule is from its eager-sync self, beside how far that is from itself."""
+    eager()
+    reference, again = fingerprint(engine, ids), fingerprint(engine, ids)
+    overlapped()
+    spread = worst_difference(reference, again, world)
+    error = worst_difference(reference, fingerprint(engine, ids), world)
+    return {"difference": error, "spread": spread, "equal": error <= max(4 * spread, 1e-6)}
+
+
+def variants(model: PreTrainedModel, layers: int) -> Choices:
+    """Name -> what turns the model into that variant."""
+    standard, farskip = unwired(), Wiring("farskip", tuple(range(layers)))
+
+    def by(change: dict[str, Any]) -> Callable[[LayerWiring, Schedule], Schedule]:
+        return lambda _, schedule: replace(schedule, **change)
+
+    copies = Puts(open_window)
+    ours = {
+        STANDARD: partial(overlap, model, standard, "eager-sync"),
+        STANDARD_COPIES: partial(overlap, model, standard, "eager-sync", transport=copies),
+        EAGER: partial(overlap, model, farskip, "eager-sync"),
+        OVERLAPPED: partial(overlap, model, farskip),
+        COPIES: partial(overlap, model, farskip, transport=copies),
+        BOUND: partial(overlap, model, farskip, transport=NoWire()),
+        **{
+            name: partial(
+                overlap, model, farskip, choose=by(change), transport=copies if COPIES in name else all_to_all
+            )
+            for name, change in SCHEDULES.items()
+        },
+    }
+    fused = {name + FUSED: partial(make, fused=True) for name, make in ours.items()}
+    return {STOCK: partial(wire, model, standard), **ours, **fused}
+
+
+def _windows(engine: Any, ids: Tensor, load: Workload) -> list[Window]:
+    meter = Meter()
+    overlap(engine.module.model, Wiring("farskip", tuple(range(load.layers))), choose=meter.choose, fused=load.fused)
+    engine.backward(engine(ids))  # the first pass allocates and tunes
+    engine.step()
+    windows = meter.measure(lambda: engine.backward(engine(ids)))
+    engine.step()
+    return windows
+
+
+def _time(engine: Any, ids: Tensor, choices: Choices, load: Workload, world: World) -> dict[str, dict[str, Any]]:
+    """By variant: ms of forward and backward and of the whole step, of every timed step; peak memory in GiB."""
+    on_cuda = world.device.type == "cuda"
+    measured: dict[str, dict[str, Any]] = {
+        name: {"forward_backward": [], "step": [], "peak_gib": 0.0} for name in choices
+    }
+    for _ in range(load.rounds):
+        for name, choose in choices.items():
+            choose()
+            _timed_step(engine, ids, world)
+            if on_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            for _ in range(load.steps):
+                both, whole = _timed_step(engine, ids, world)
+                measured[name]["forward_backward"].append(both)
+                measured[name]["step"].append(whole)
+            if on_cuda:
+                measured[name]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return measured
+
+
+def _timed_step(engine: Any, ids: Tensor, world: World) -> tuple[float, float]:
+    """Milliseconds of forward and backward, and of the whole step."""
+
+    def moment() -> float:
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    dist.barrier()
+    start = moment()
+    engine.backward(engine(ids))
+    middle = moment()
+    engine.step()
+    return (middle - start) * 1e3, (moment() - start) * 1e3
+
+
+def _trace(engine: Any, ids: Tensor, choose: Callable[[], Any], out: Path, world: World) -> None:
+    """Traces one step on every rank into ``out``."""
+    choose()
+    engine.backward(engine(ids))
+    engine.step()
+    out.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    record(lambda: (engine.backward(engine(ids)), engine.step()), out / f"rank-{world.rank}.json.gz", world)
+    dist.barrier()
+
+
+def headline(traces: list[trace.Trace], ceiling: dict[str, tuple[float, float]]) -> str:
+    """The paper's percentage of each pass beside its ceiling, with and without the call that nothing can cover."""
+    found, trimmed = trace.overlaps(traces), trace.overlaps(traces, without_last=True)
+    return "\n".join(
+        f"{passes}: {found['all', passes].share:.1%} hidden, at most {most:.1%} can be; "
+        f"without the last layer's combine {trimmed['all', passes].share:.1%} of at most {most_without:.1%}"
+        for passes, (most, most_without) in ceiling.items()
+    )
+
+
+def table(measured: dict[str, dict[str, Any]]) -> str:
+    """A line per variant: medians ± half the distance between the quartiles, against stock and against its bound."""
+    steps = {name: statistics.median(found["step"]) for name, found in measured.items()}
+    lines = [f"{'':16s} {'fwd+bwd ms':>18s} {'step ms':>18s} {'x stock':>8s} {'of bound':>9s} {'peak GiB':>9s}"]
+    for name, found in measured.items():
+        columns = [
+            f"{statistics.median(found[k]):9.1f} ± {_spread(found[k]):6.1f}" for k in ("forward_backward", "step")
+        ]
+        faster = f"{steps[STOCK] / steps[name]:8.3f}" if STOCK in steps else f"{'-':>8s}"
+        fastest = BOUND + FUSED if name.endswith(FUSED) else BOUND
+        bound = f"{steps[fastest] / steps[name]:9.1%}" if fastest in steps else f"{'-':>9s}"
+        lines.append(f"{name:16s} {columns[0]:>18s} {columns[1]:>18s} {faster} {bound} {found['peak_gib']:9.1f}")
+    return "\n".join(lines)
+
+
+def _spread(values: list[float]) -> float:
+    """Half the distance between the quartiles."""
+    if len(values) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(values, n=4)
+    return (third - first) / 2
+
+
+def _say(world: World, text: str) -> None:
+    if world.rank == 0:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,101 @@
+"""One layer's forward and backward on two streams, drawn from a trace as FarSkip Figures 9 and 10 are."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from fcsd.errors import BadInputError
+from fcsd.parallel.trace import Call, Kernel, Trace
+
+# What a kernel's name says of it; the first that matches.
+_CLASSES = {
+    "core attention": (re.compile(r"flash|fmha|sdpa|attention|softmax_warp", re.IGNORECASE), "#4C72B0"),
+    "matrix products": (re.compile(r"gemm|nvjet|cutlass|matmul|xmma|grouped", re.IGNORECASE), "#55A868"),
+    "all else": (re.compile(""), "#C7C7C7"),
+}
+_WIRE = {"dispatch": "#DD8452", "combine": "#C44E52"}
+# pass -> the collective that begins a layer there, and the layer whose beginning ends it, relative to that one
+_PASSES = {"fwd": ("dispatch", 1), "bwd": ("combine", -1)}
+
+
+def draw(trace: Trace, path: Path, layer: int | None = None) -> None:
+    """Writes a PNG: for each pass the computation stream above, dispatch and combine below, time in ms.
+
+    Of a collective by copies what lies between them is pale: waiting for a late rank, or for rows.
+
+    Args:
+        layer: 0-based; None for the middle one of the trace.
+
+    Raises:
+        BadInputError: the trace has no such layer between two others.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    chosen = _middle(trace.calls) if layer is None else layer
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, passes in enumerate(_PASSES, 1):
+        start, end = period(trace.calls, passes, chosen)
+        axes = figure.add_subplot(2, 1, place)
+        _lanes(axes, trace, passes, start, end)
+        axes.set_title(f"layer {chosen}, {'forward' if passes == 'fwd' else 'backward'}", loc="left", fontsize=10)
+    figure.axes[-1].set_xlabel("ms")
+    colours = {**{name: colour for name, (_, colour) in _CLASSES.items()}, **_WIRE}
+    handles: Any = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(colours), frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def period(calls: list[Call], passes: str, layer: int | None = None) -> tuple[float, float]:
+    """When the collective that begins a layer in ``fwd`` or ``bwd`` starts, and the next layer's, in µs.
+
+    Raises:
+        BadInputError: the trace has no such layer between two others.
+    """
+    chosen = _middle(calls) if layer is None else layer
+    kind, step = _PASSES[passes]
+    return _start(calls, kind, passes, chosen), _start(calls, kind, passes, chosen + step)
+
+
+def _middle(calls: list[Call]) -> int:
+    layers = sorted({call.layer for call in calls})
+    return layers[len(layers) // 2]
+
+
+def _start(calls: list[Call], kind: str, passes: str, layer: int) -> float:
+    for call in calls:
+        if call[:3] == (kind, passes, layer):
+            return call.start
+    raise BadInputError(f"the trace has no {kind} of layer {layer} in {passes}", "choose a layer between two others")
+
+
+def _lanes(axes: Any, trace: Trace, passes: str, start: float, end: float) -> None:
+    def bar(lane: int, first: float, last: float, colour: str, alpha: float = 1) -> tuple[float, float]:
+        left, right = max(first, start), min(last, end)
+        where = [((left - start) / 1e3, (right - left) / 1e3)]
+        axes.broken_barh(where, (lane - 0.4, 0.8), facecolors=colour, alpha=alpha)
+        return left, right
+
+    for kernel in trace.computation:
+        if kernel.start < end and kernel.end > start:
+            bar(1, kernel.start, kernel.end, _colour(kernel))
+    for call in trace.calls:
+        if call.kind in _WIRE and call.passes == passes and call.start < end and call.end > start:
+            colour = _WIRE[call.kind]
+            left, right = bar(0, call.start, call.end, colour, 0.5 if call.copies else 1)
+            for first, last in call.copies:
+                if first < end and last > start:
+                    bar(0, first, last, colour)
+            middle = ((left + right) / 2 - start) / 1e3
+            axes.text(middle, 0, f"{call.kind} {call.layer}", ha="center", va="center", fontsize=8)
+    axes.set_yticks([0, 1], ["wire", "computation"])
+    axes.set_xlim(0, (end - start) / 1e3)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _colour(kernel: Kernel) -> str:
+    return next(colour for pattern, colour in _CLASSES.values() if pattern.search(kernel.name))

@@ -1,0 +1,198 @@
+"""`fcsd bench`: where the time and the memory of a training step go."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fcsd.cli.command import command, emit
+from fcsd.cli.options import AsJson, Gpus
+from fcsd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fcsd.bench.training.workload import Workload
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+# Options of every command that takes steps.
+Layers = Annotated[int, typer.Option(min=1, help="Decoder layers.")]
+MicroBatch = Annotated[int, typer.Option(min=1, help="Sequences per GPU and step.")]
+Seq = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
+
+
+@command(app, "train")
+def train(
+    shape: Annotated[str, typer.Argument(help="deepseek-v2-lite, deepseek-v3, qwen3-30b-a3b or tiny.")],
+    layers: Layers = 8,
+    micro_batch: MicroBatch = 4,
+    seq: Seq = 4096,
+    routers: Annotated[
+        str, typer.Option(help="initialised, uniform (as many tokens for every expert), or both.")
+    ] = "initialised,uniform",
+    variants: Annotated[
+        str,
+        typer.Option(help="Some of these, separated by commas; others are in docs/overlap.md."),
+    ] = "stock,standard,eager-sync,overlapped,comm-free",
+    recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
+    no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Forward and backward alone.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
+    gpus: Gpus = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for train.json and traces.")] = None,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="Trace a step of the last overlapped variant under the first router into --out."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what train.json holds to stdout.")] = False,
+) -> None:
+    """Time a training step of random weights: stock AutoEP, standard, eager-sync, overlapped, and without a wire."""
+    from fcsd.bench.training.workload import Workload
+
+    load = Workload(
+        shape,
+        layers,
+        micro_batch,
+        seq,
+        routers=tuple(routers.split(",")),
+        variants=tuple(variants.split(",")),
+        recompute=recompute,
+        optimizer=not no_optimizer,
+        rounds=rounds,
+        steps=steps,
+    )
+    result = _bench(load, gpus, out, traced=trace)
+    if as_json and _first():
+        emit(json.dumps(result, indent=2))
+
+
+def _bench(load: "Workload", gpus: int | None, out: Path | None, *, traced: bool) -> dict[str, Any]:
+    """What ``fcsd.bench.training.step.bench`` gives, in every process of a run that this starts."""
+    if traced and out is None:
+        raise ConfigError("traces are written into --out, which is missing")
+    if traced and not load.overlapped:
+        raise ConfigError("a step that overlaps is traced, and no variant does", hint="--variants overlapped,...")
+    from fcsd.launch.world import ensure_world
+
+    ensure_world(gpus)
+
+    from fcsd.bench.training.step import bench
+
+    return bench(load, out, traced=traced)
+
+
+def _first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+@command(app, "memory")
+def memory(
+    shape: Annotated[str, typer.Argument(help="deepseek-v2-lite, qwen3-30b-a3b, llama4-scout, ... or tiny.")],
+    layers: Layers = 4,
+    seq: Annotated[int, typer.Option(min=8, help="Tokens per row.")] = 4096,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass and GPU.")] = 1,
+    accumulation: Annotated[int, typer.Option(min=1, help="Forward passes per step and GPU.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to take; the last one counts.")] = 2,
+    sets: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe; repeatable.")] = [],  # noqa: B006
+    gpus: Gpus = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.")] = None,
+) -> None:
+    """Take distillation steps of random weights, and hold what `fcsd plan` says of them against what they take."""
+    from fcsd.launch.world import ensure_world
+
+    ensure_world(gpus)
+
+    from fcsd.bench.memory import bench
+
+    found = bench(shape, layers, seq=seq, micro_batch=micro_batch, accumulation=accumulation, steps=steps, sets=sets)
+    if out is not None and _first():
+        out.write_text(json.dumps(found, indent=1))
+
+
+@command(app, "distill")
+def distill(
+    shape: Annotated[str, typer.Argument(help="deepseek-v2-lite, qwen3-30b-a3b, llama4-scout, ... or tiny.")],
+    layers: Layers = 8,
+    micro_batch: MicroBatch = 4,
+    seq: Seq = 4096,
+    accumulation: Annotated[int, typer.Option(min=1, help="Forward passes per step and GPU.")] = 1,
+    router: Annotated[str, typer.Option(help="initialised, or uniform: as many tokens for every expert.")] = "uniform",
+    rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
+    sets: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe; repeatable.")] = [],  # noqa: B006
+    gpus: Gpus = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for distill.json and traces.")] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Trace a step of each variant and account for its time.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Time the whole distillation step of random weights: overlapped, blocking, and without communication."""
+    if trace and out is None:
+        raise ConfigError("traces are written into --out, which is missing")
+    from fcsd.launch.world import ensure_world
+
+    ensure_world(gpus)
+
+    from fcsd.bench.distill import Load, bench
+
+    load = Load(shape, layers, micro_batch, seq, accumulation, router, tuple(sets), rounds, steps)
+    found = bench(load, out, traced=trace)
+    if as_json and _first():
+        emit(json.dumps(found, indent=2))
+
+
+@command(app, "trace")
+def trace(
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="TRACE...", help="Chrome traces, one of each rank, or a directory.")
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="SHAPE", help="Trace a step of this shape into --out, first.")
+    ] = None,
+    variant: Annotated[str, typer.Option(help="Of `train`, for --run: one that overlaps.")] = "overlapped",
+    layers: Layers = 8,
+    micro_batch: MicroBatch = 4,
+    seq: Seq = 4096,
+    gpus: Gpus = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for train.json and the traces of --run.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw one layer's forward and backward into this PNG.")] = None,
+    layer: Annotated[int | None, typer.Option(min=0, help="Which layer to draw; default: the middle one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how much dispatch and combine time lies under computation, in traces or in a step that --run takes."""
+    if bool(files) == (run is not None):
+        raise ConfigError("name either traces or, with --run, the shape whose step to trace")
+    if run is not None:
+        from fcsd.bench.training.workload import Workload
+
+        once = Workload(run, layers, micro_batch, seq, ("initialised",), (variant,), rounds=1, steps=1)
+        world = _bench(once, gpus, out, traced=True)["world"]
+        if out is None or not _first():
+            return
+        files = [out / f"rank-{rank}.json.gz" for rank in range(world)]
+
+    from fcsd.parallel import trace as tracing
+
+    traces = [tracing.read(path) for path in tracing.files(files or [])]
+    if picture is not None:
+        from fcsd.bench.training.trace_picture import draw
+
+        draw(traces[0], picture, layer)
+    emit(json.dumps(tracing.to_json(traces), indent=2) if as_json else tracing.to_text(traces))
+
+
+@command(app, "scaling")
+def scaling(
+    files: Annotated[list[Path], typer.Argument(metavar="TRAIN_JSON...", help="What `train` wrote, by world size.")],
+    picture: Annotated[Path | None, typer.Option(help="Draw speed-up over world size into this PNG.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the speed-up of several world sizes at one global batch. FarSkip Figure 5."""
+    from fcsd.bench.training import scaling as sizes
+
+    conditions, points = sizes.read(files)
+    emit(json.dumps(sizes.to_json(conditions, points), indent=2) if as_json else sizes.to_text(conditions, points))
+    if picture is not None:
+        sizes.draw(conditions, points, picture)

@@ -1,0 +1,133 @@
+"""`fcsd distill`, `cache-teacher` and `plan`."""
+
+import json
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from fcsd.cli.command import emit
+from fcsd.cli.options import AsJson, DryRun, Gpus, Sets, UnsafeExec
+from fcsd.errors import ConfigError
+
+
+def distill(
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")] = None,
+    recipe_name: Annotated[str | None, typer.Option("--recipe", metavar="NAME", help="A packaged recipe.")] = None,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="A recipe with a sweep: try its values, then run the best.")
+    ] = None,
+    sets: Sets = [],  # noqa: B006 (typer reads the default and never changes it)
+    gpus: Gpus = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines; prints what each must run, unless one is named.")] = 1,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Which of the nodes this is, from 0.")] = None,
+    rendezvous: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where nodes meet, on node 0.")] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Print a script for sbatch instead of running.")] = False,
+    join_timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the other processes.")] = 300,
+    resume: Annotated[str, typer.Option(metavar="auto|never|PATH", help="Where to continue from.")] = "auto",
+    output_dir: Annotated[str | None, typer.Option(help="Overrides output_dir.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Overrides seed.")] = None,
+    accept_unsafe_exec: UnsafeExec = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Heal a converted checkpoint by self-distillation. Prints the run directory, of a sweep the table."""
+    from fcsd.config import load_recipe
+
+    if [recipe, recipe_name, sweep].count(None) != 2:
+        raise ConfigError("give one of RECIPE, --recipe NAME and --sweep NAME", "`fcsd recipes list` shows the names")
+    flags = {"output_dir": output_dir, "seed": seed}
+    given = {key: value for key, value in flags.items() if value is not None}
+    resolved = load_recipe(recipe or recipe_name or sweep or "", sets, given)
+    if resolved.recipe.sweep is not None and sweep is None:
+        raise ConfigError(f"{recipe or recipe_name} is a sweep", f"fcsd distill --sweep {recipe or recipe_name}")
+
+    from fcsd.distill.sweep.trials import plan_of
+    from fcsd.launch import nodes as several
+
+    if sweep is not None:
+        plan_of(resolved)
+    if slurm:
+        options = ["--resume", resume, *(["--accept-unsafe-exec"] if accept_unsafe_exec else [])]
+        emit(several.slurm_script(resolved, nodes=nodes, gpus=gpus or 1, options=options))
+        print("save it and hand it to sbatch, where output_dir is shared by all nodes", file=sys.stderr)
+        return
+    if sweep is not None:
+        from fcsd.distill.sweep import search as sweeping
+        from fcsd.distill.sweep.process import launcher
+        from fcsd.distill.sweep.report_table import to_text
+
+        launch = launcher(gpus, accept_unsafe_exec, 1 if dry_run else nodes)
+        found = sweeping.sweep(resolved, launch, dry_run=dry_run)
+        emit(json.dumps(found, indent=2) if as_json else to_text(found))
+        sweeping.require_complete(found)
+        return
+
+    from fcsd.launch.world import ensure_world
+
+    if nodes > 1 and node_rank is None and not dry_run:
+        emit(several.node_commands(sys.argv[1:], nodes, rendezvous))
+        return
+    if not dry_run:
+        node = None if node_rank is None else several.node_of(nodes, node_rank, rendezvous)
+        ensure_world(gpus, node, timeout=join_timeout, grace_seconds=resolved.recipe.train.grace_seconds)
+
+    scorer = None
+    if resolved.recipe.early_stop.benchmark:
+        from fcsd.eval.early_score import scorer as benchmark
+
+        scorer = benchmark(resolved.recipe.early_stop, accept_unsafe_exec=accept_unsafe_exec)
+
+    from fcsd.distill.loop import distill as run
+
+    processes = (gpus or 1) * nodes
+    directory = run(
+        resolved, resume=resume, dry_run=dry_run, processes=processes, scorer=scorer, join_timeout=join_timeout
+    )
+    if os.environ.get("RANK", "0") == "0":
+        emit(json.dumps({"run": str(directory)}) if as_json else directory)
+
+
+def cache_teacher(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")],
+    sets: Sets = [],  # noqa: B006
+    gpus: Gpus = None,
+) -> None:
+    """Write the teacher cache of a recipe. What is there already stays; prints its directory."""
+    from fcsd.config import load_recipe
+
+    resolved = load_recipe(recipe, sets)
+
+    from fcsd.launch.world import ensure_world
+
+    ensure_world(gpus)
+
+    from fcsd.distill.teacher_pass import cache_teacher as run
+
+    directory = run(resolved)
+    if os.environ.get("RANK", "0") == "0":
+        emit(directory)
+
+
+def plan(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")],
+    sets: Sets = [],  # noqa: B006
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
+    gpu_mem: Annotated[float, typer.Option(min=1, metavar="GIB", help="Memory of a GPU, as sold.")] = 141.0,
+    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour.")] = None,
+    mfu: Annotated[
+        float | None, typer.Option(min=0.001, max=1, help="Share of the GPUs' peak reached; default: as measured.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a recipe fits, how long it takes and what it costs. Reads no weight; exit 8 if it does not fit."""
+    from fcsd.config import load_recipe
+    from fcsd.plan import Hardware
+    from fcsd.plan import plan as run
+    from fcsd.plan.report import to_json, to_text
+
+    planned = run(load_recipe(recipe, sets).recipe, Hardware(gpus, nodes, gpu_mem, price), mfu)
+    emit(json.dumps(to_json(planned), indent=2) if as_json else to_text(planned))
+    planned.check()

@@ -1,0 +1,99 @@
+"""The command line: parse, call one library function, print.
+
+Data goes to stdout, people's text to stderr. Library functions are imported when their command runs, so that
+`fcsd --help` answers at once.
+"""
+
+import json
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from fcsd.cli.bench import app as bench_app
+from fcsd.cli.command import command, emit
+from fcsd.cli.distill import cache_teacher, distill, plan
+from fcsd.cli.eval import chat, choose_layers, evaluate, sweep_layers
+from fcsd.cli.models import convert, export, inspect, push
+from fcsd.cli.options import AsJson
+from fcsd.cli.recipes import app as recipes_app
+from fcsd.launch.world import leave
+from fcsd.version import __version__
+
+EXAMPLES = """\b
+Examples:
+  fcsd inspect org/model
+  fcsd convert org/model model-farskip --wiring farskip --layers all
+  fcsd distill recipe.yaml --set train.lr=1e-5 --gpus 8
+  fcsd distill --sweep qwen3-30b-a3b-sweep --gpus 8
+  fcsd eval model-farskip runs/mine/final --baseline org/model --tasks piqa,arc_easy
+  fcsd choose-layers org/model --text sample.jsonl --budget 2%
+  fcsd export runs/mine final
+  fcsd chat final --baseline org/model
+  fcsd push final org/model-farskip --private
+
+\b
+Exit codes: 0 ok, 1 failure, 2 usage or recipe, 3 bad input, 4 checkpoint, 5 non-finite, 6 peer lost,
+7 disk, 8 does not fit, 9 verdict not met, 130 interrupted, 143 preempted.
+"""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    epilog=EXAMPLES,
+)
+app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes.")
+app.add_typer(bench_app, name="bench", help="Measure training steps, their memory and traces.")
+
+
+def main() -> None:
+    """The console script."""
+    if sys.argv[1:3] == ["eval", "sweep-layers"]:  # the same command; a model of that name is ./sweep-layers
+        del sys.argv[1]
+    if not sys.stderr.isatty():  # the libraries draw their bars into files, too
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    try:
+        app()
+    except SystemExit as end:
+        leave(end)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Rewire a Hugging Face checkpoint so that communication no longer blocks; heal, prove and export it."""
+
+
+command(app, "inspect")(inspect)
+command(app, "convert")(convert)
+command(app, "distill")(distill)
+command(app, "cache-teacher")(cache_teacher)
+command(app, "plan")(plan)
+command(app, "eval")(evaluate)
+command(app, "sweep-layers")(sweep_layers)
+command(app, "choose-layers")(choose_layers)
+command(app, "chat")(chat)
+command(app, "export")(export)
+command(app, "push")(push)
+
+
+@command(app, "env")
+def env(as_json: AsJson = False) -> None:
+    """Print what a bug report needs. Versions, processors, memory, settings."""
+    from fcsd.launch import environment
+
+    facts = environment.snapshot()
+    emit(json.dumps(facts, indent=2) if as_json else environment.to_text(facts))

@@ -1,0 +1,46 @@
+"""`fcsd recipes`: list, show or copy the packaged recipes."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fcsd.cli.command import command, emit
+from fcsd.cli.options import AsJson, RecipeName, Sets
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@command(app, "list")
+def recipes_list(as_json: AsJson = False) -> None:
+    """Name the packaged recipes."""
+    from fcsd import recipes
+
+    summaries = {name: recipes.summary(name) for name in recipes.names()}
+    width = max(map(len, summaries))
+    lines = [f"{name:<{width}}  {text}" for name, text in summaries.items()]
+    emit(json.dumps(summaries, indent=2) if as_json else "\n".join(lines))
+
+
+@command(app, "show")
+def recipes_show(
+    name: Annotated[str, typer.Argument(metavar="RECIPE", help="A packaged recipe's name or a YAML file.")],
+    sets: Sets = [],  # noqa: B006
+    as_json: AsJson = False,
+) -> None:
+    """Print a recipe in full. Every default is filled in, the origin of each value noted."""
+    from fcsd.config import load_recipe
+
+    resolved = load_recipe(name, sets)
+    emit(resolved.recipe.model_dump_json(indent=2) if as_json else resolved.to_yaml(), end="")
+
+
+@command(app, "copy")
+def recipes_copy(
+    name: RecipeName, out: Annotated[Path, typer.Option(help="File or directory to write.")] = Path(".")
+) -> None:
+    """Write a packaged recipe to a file. Prints its path."""
+    from fcsd import recipes
+
+    emit(recipes.copy(name, out))

@@ -1,0 +1,20 @@
+"""How a batch of tokens is divided over processes and micro-batches."""
+
+from fcsd.config.recipe import Recipe
+from fcsd.errors import ConfigError
+
+
+def accumulation(recipe: Recipe, world_size: int) -> int:
+    """Micro-batches per process and optimizer step.
+
+    Raises:
+        ConfigError: the batch cannot be split evenly.
+    """
+    together = recipe.train.micro_batch_size * recipe.data.seq_len * world_size
+    if recipe.train.batch_tokens % together:
+        raise ConfigError(
+            f"train.batch_tokens {recipe.train.batch_tokens} is no multiple of train.micro_batch_size * "
+            f"data.seq_len * processes = {together}",
+            hint=f"for example {max(together, recipe.train.batch_tokens // together * together)}",
+        )
+    return recipe.train.batch_tokens // together

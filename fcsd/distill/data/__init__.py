@@ -1,0 +1,1 @@
+"""From the sources of a recipe to packed rows of token ids."""

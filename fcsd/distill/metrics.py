@@ -1,0 +1,103 @@
+"""How fast a run is, and what it takes: tokens per second, share of the GPUs' peak, memory of the fullest process, and
+in steps that are profiled the communication that nothing hides.
+"""
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fcsd.config import Recipe
+from fcsd.distill.teacher.original import needs_teacher, teacher_name
+from fcsd.errors import BadInputError
+from fcsd.launch.world import World
+from fcsd.parallel.trace import overlaps, read
+from fcsd.plan.model import MetaModel
+from fcsd.plan.setup import GIB, setup_of
+from fcsd.plan.speed import PEAK, flops_per_token
+
+_SAME_PEAK = ("H200", "H100 80GB HBM3")  # in the names torch has for GPUs: both SXM, with the same arithmetic
+
+
+class Meter:
+    """The steps of this process; every rank has one, and they read it together."""
+
+    def __init__(self, run: Path, recipe: Recipe, world: World, start: int) -> None:
+        self._traces, self._recipe, self._world = run / "traces", recipe, world
+        self._exposed: dict[str, float] = {}
+        on_gpu = world.device.type == "cuda"
+        peak = gpu_peak(torch.cuda.get_device_name(world.device), recipe.train.dtype) if on_gpu else None
+        self._full = None if peak is None else full_speed(recipe, world.size, peak)
+        self._seconds, self._read = 0.0, (start, 0.0)
+
+    def traces(self, step: int) -> bool:
+        """Whether this step is profiled, which makes it slower."""
+        every = self._recipe.train.trace_every
+        return every > 0 and step % every == 0
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Times the block, which is step 1, 2, ... and nothing else."""
+        profiler = torch.profiler.profile() if self.traces(step) else None
+        with profiler or nullcontext():
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+        if profiler is not None:
+            trace = self._traces / f"step-{step}" / f"rank-{self._world.rank}.json.gz"
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(trace))
+            self._exposed = exposed_communication(trace) if self._world.rank == 0 else {}
+
+    def read(self, step: int) -> dict[str, float]:
+        """Since the last reading ``tokens_per_second`` over all processes and, on a known GPU, ``mfu``; since the start
+        ``seconds`` in steps, and of the fullest process the peaks ``peak_host_memory_gib`` (resident) and
+        ``peak_memory_gib`` (allocated by torch). After a profiled step see ``exposed_communication`` as well.
+        """
+        before, seconds = self._read
+        speed = (step - before) * self._recipe.train.batch_tokens / (self._seconds - seconds)
+        self._read = (step, self._seconds)
+        found = {"tokens_per_second": speed, "seconds": self._seconds}
+        if self._full is not None:
+            found["mfu"] = speed / self._full
+        found, self._exposed = found | self._exposed, {}
+        everyone = self._world.everywhere(self._memory)
+        return found | {name: max(one[name] for one in everyone) for name in everyone[0]}
+
+    def _memory(self) -> dict[str, float]:
+        found = {"peak_host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+        if self._world.device.type == "cuda":
+            found["peak_memory_gib"] = torch.cuda.max_memory_allocated(self._world.device) / GIB
+        return found
+
+
+def exposed_communication(path: Path) -> dict[str, float]:
+    """Of a profiled step on one rank ``exposed_communication_ms``, in which dispatch or combine ran and no kernel of
+    computation, and ``hidden_communication``, the share of their time that was hidden; nothing if there is neither,
+    as on a CPU.
+    """
+    try:
+        found = [overlap for (kind, _), overlap in overlaps([read(path)]).items() if kind == "all"]
+    except BadInputError:
+        return {}
+    shown, whole = sum(one.exposed for one in found), sum(one.on_device for one in found)
+    return {"exposed_communication_ms": shown, "hidden_communication": 1 - shown / whole}
+
+
+def gpu_peak(name: str, dtype: str) -> float | None:
+    """FLOP/s of a GPU by the name torch has for it; None if it is not known."""
+    return PEAK[dtype] if any(part in name for part in _SAME_PEAK) else None
+
+
+def full_speed(recipe: Recipe, processes: int, peak: float) -> float:
+    """Tokens per second of a run that does nothing but the student's forward and backward and the teacher's forward,
+    at ``peak`` FLOP/s a process. Recomputed layers do not count (PaLM, appendix B: model FLOPs utilization).
+    """
+    student = MetaModel(recipe.model).numbers
+    teacher = MetaModel(teacher_name(recipe)).numbers if needs_teacher(recipe) else student
+    setup = replace(setup_of(recipe, processes, len(student.layers)), recompute=False)
+    return processes * peak / flops_per_token(student, teacher, setup)

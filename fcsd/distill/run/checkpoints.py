@@ -1,0 +1,184 @@
+"""Checkpoints that exist as a whole or not at all.
+
+``checkpoints/step-N/`` holds ``model/`` (an ordinary Hugging Face directory), ``engine/`` (DeepSpeed's files), one
+``rank-R.json`` of random state for each process, and ``MANIFEST.json``: the size and sha256 of every file, the
+position of the run, and what the run depends on. All of it is written to a temporary directory, synced to disk, and
+renamed, so a directory without a manifest that matches it was never complete or was damaged since. Nothing in a
+checkpoint, DeepSpeed's pickles above all, is loaded before its hashes match.
+"""
+
+import json
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fcsd.distill.run import manifest
+from fcsd.distill.run.identity import differences
+from fcsd.distill.run.random_state import random_state, set_random_state
+from fcsd.errors import CheckpointError, ConfigError, DiskError
+from fcsd.launch.world import World
+
+_ENGINE = "engine"
+
+
+def save(
+    folder: Path,
+    world: World,
+    engine: Any,
+    *,
+    step: int,
+    identity: dict[str, Any],
+    progress: dict[str, Any],
+    write_model: Callable[[Path], None],
+) -> Path:
+    """Commits ``step-{step}`` below ``folder``; called by every rank.
+
+    Args:
+        identity: what a resumed run must share, flat: see ``differences``.
+        progress: where the run stands; comes back from ``load``.
+        write_model: writes an ordinary model directory; called by every rank, fails on all or none.
+    """
+    final = folder / f"step-{step}"
+    partial = world.on_first(lambda: _fresh(folder, final.name))
+    _save_engine(engine, partial, world)
+
+    world.everywhere(lambda: manifest.write_json(partial / f"rank-{world.rank}.json", random_state()))
+    write_model(partial / manifest.MODEL)
+    # Every rank hashes its share, whoever wrote it: the pages are in the cache of the host or of the shared disk.
+    parts = world.everywhere(lambda: manifest.described(partial, manifest.files(partial)[world.rank :: world.size]))
+    files = {name: entry for part in parts for name, entry in sorted(part.items())}
+
+    def commit() -> Path:
+        content = {"step": step, "identity": identity, "progress": progress, "files": files}
+        manifest.write_manifest(partial, content)
+        for directory in [partial, *filter(Path.is_dir, partial.rglob("*"))]:
+            manifest.sync(directory)
+        _rename(partial, final)
+        return final
+
+    return world.on_first(commit)
+
+
+def load(checkpoint: Path, world: World, engine: Any, identity: dict[str, Any]) -> dict[str, Any]:
+    """Puts a checkpoint from ``find`` into the engine and the random generators, and returns its ``progress``.
+
+    Raises:
+        CheckpointError: it belongs to another run; the message names what differs.
+    """
+    content = world.everywhere(lambda: manifest.read_manifest(checkpoint))[0]
+    if changed := differences(content["identity"], identity):
+        raise CheckpointError(
+            f"{checkpoint} belongs to another run: {'; '.join(changed)}",
+            hint="undo the change, or start anew in another output_dir",
+        )
+    engine.load_checkpoint(str(checkpoint), tag=_ENGINE)
+    set_random_state(json.loads((checkpoint / f"rank-{world.rank}.json").read_text()))
+    return content["progress"]
+
+
+def find(folder: Path, resume: str, report: Callable[[str], None]) -> Path | None:
+    """The checkpoint to start from, verified; None to start anew.
+
+    Args:
+        resume: ``auto`` for the newest in ``folder`` that is whole, ``never`` for none, or the path of one.
+
+    Raises:
+        CheckpointError: the one asked for is damaged, or none in ``folder`` is whole.
+        ConfigError: ``never``, but ``folder`` has checkpoints that a new run would replace.
+    """
+    if resume == "auto":
+        return _newest(folder, report)
+    if resume == "never":
+        if checkpoints(folder):
+            raise ConfigError(
+                f"{folder} has checkpoints of an earlier run", hint="use --resume auto or another output_dir"
+            )
+        return None
+    manifest.verify(Path(resume))
+    return Path(resume)
+
+
+def _newest(folder: Path, report: Callable[[str], None]) -> Path | None:
+    """The newest whole checkpoint; damaged ones on the way to it are set aside, unfinished ones removed."""
+    remove_unfinished(folder)
+    for checkpoint in reversed(checkpoints(folder)):
+        try:
+            manifest.verify(checkpoint)
+        except CheckpointError as error:
+            report(f"{error}; set aside")
+            checkpoint.rename(checkpoint.with_name(f"{checkpoint.name}.corrupt-{uuid.uuid4().hex[:8]}"))
+        else:
+            return checkpoint
+    if damaged := sorted(folder.glob("step-*.corrupt-*")):
+        raise CheckpointError(
+            f"{folder}: no checkpoint is whole, {len(damaged)} are damaged",
+            hint="nothing was deleted; to start anew, use another output_dir",
+        )
+    return None
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Deletes what a save that did not come to its end has left."""
+    for partial in folder.glob("step-*.tmp-*"):
+        shutil.rmtree(partial)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The committed checkpoints in ``folder``, oldest first; not verified."""
+    names = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+    return sorted(names, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def best(folder: Path, step: int | None) -> Path | None:
+    """The checkpoint of the best step, if that is known and still there."""
+    return next((path for path in checkpoints(folder) if path.name == f"step-{step}"), None)
+
+
+def retain(folder: Path, keep: int, best_step: int | None = None) -> None:
+    """Deletes all but the newest ``keep`` checkpoints and the best, after a new one has been committed."""
+    for old in checkpoints(folder)[:-keep]:
+        if old == best(folder, best_step):
+            continue
+        doomed = old.with_name(f"{old.name}.tmp-{uuid.uuid4().hex[:8]}")
+        old.rename(doomed)  # a half-deleted checkpoint must not look like a damaged one
+        shutil.rmtree(doomed)
+
+
+def _fresh(folder: Path, name: str) -> Path:
+    partial = folder / f"{name}.tmp-{uuid.uuid4().hex[:8]}"
+    partial.mkdir(parents=True)
+    return partial
+
+
+def _save_engine(engine: Any, partial: Path, world: World) -> None:
+    """DeepSpeed's part. A rank that cannot write still meets the others in the barriers; then all raise its error."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    failed: list[Exception] = []
+
+    class Writer(TorchCheckpointEngine):
+        def save(self, state_dict: Any, path: str) -> None:
+            try:
+                torch.save(state_dict, path)
+            except Exception as error:
+                # torch's file writer does not say why it could not write
+                writing = "iostream" in f"{error}{error.__context__}" or "unexpected pos" in str(error)
+                failed.append(DiskError(f"{path} cannot be written", "is the disk full?") if writing else error)
+
+    def report() -> None:
+        for error in failed:
+            raise error
+
+    engine.checkpoint_engine = Writer()
+    engine.save_checkpoint(str(partial), tag=_ENGINE, save_latest=False)
+    world.everywhere(report)
+
+
+def _rename(partial: Path, final: Path) -> None:
+    """The moment a checkpoint comes to be."""
+    partial.rename(final)
+    manifest.sync(final.parent)

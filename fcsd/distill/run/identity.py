@@ -1,0 +1,74 @@
+"""What two runs must have in common for one to go on from the checkpoints of the other."""
+
+import re
+from collections.abc import Iterable
+from importlib.metadata import version
+from typing import Any
+
+from fcsd.config import Recipe
+from fcsd.distill.data.corpus import Corpus
+from fcsd.launch.world import World
+from fcsd.version import __version__
+
+# Beginnings of recipe fields that they need not share: these do not change what is computed, or, for the data, its
+# hashes stand for it. How far a run goes is free as well; where its schedule ends is not.
+_FREE = (
+    "name",
+    "output_dir",
+    "report",
+    "sweep",
+    "data.held_out",
+    "objective.teacher_cache.path",
+    "train.steps",
+    "train.tokens",
+    "train.horizon",
+    "train.overlap",
+    "train.transport",
+    "train.log_every",
+    "train.save_every",
+    "train.eval_every",
+    "train.trace_every",
+    "train.sample_tokens",
+    "train.keep",
+    "train.nonfinite",
+    "train.save_failures",
+    "train.stuck_seconds",
+    "train.grace_seconds",
+    "early_stop.every",
+    "early_stop.patience",
+    "early_stop.delta",
+    "early_stop.data_mirror",
+)
+_SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template)")
+_CODE = ("torch", "transformers", "deepspeed")  # whose other versions may compute other bits
+
+
+def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
+    """What a run must have in common with the checkpoints it resumes from."""
+    fields = flat(recipe.model_dump())
+    own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
+    made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
+    code = {"version of fcsd": __version__} | {f"version of {name}": version(name) for name in _CODE}
+    return {**own, **made_of, **code, "train.schedule_steps": recipe.train.schedule_steps, "processes": world.size}
+
+
+def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One line for each key whose value is not the same in both."""
+    absent = "nothing"
+    return [
+        f"{key} was {then.get(key, absent)!r} and is now {now.get(key, absent)!r}"
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key, absent) != now.get(key, absent)
+    ]
+
+
+def flat(value: Any, key: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one mapping of dotted keys."""
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    else:
+        return {key: value}
+    return {k: v for name, item in items for k, v in flat(item, f"{key}.{name}" if key else str(name)).items()}

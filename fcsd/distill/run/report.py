@@ -1,0 +1,111 @@
+"""What a run shows: a line for people, a line of ``metrics.jsonl`` for programs, curves for both."""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from fcsd.config import ResolvedRecipe
+from fcsd.distill.run.trackers import Log, tracking
+
+METRICS = "metrics.jsonl"
+CURVES = "curves.png"
+# Metrics that are drawn, in this order, if the run has them -> the axis label
+_PANELS = {"kl": "KL(teacher || student)", "sft": "cross-entropy", "hidden": "hidden L2", "held_out_kl": "held-out KL"}
+_PANELS |= {"held_out_sft": "held-out cross-entropy", "score": "early-stopping score"}
+_PANELS |= {"grad_norm": "gradient norm", "lr": "learning rate"}
+_PANELS |= {"tokens_per_second": "tokens/s", "mfu": "model FLOPs utilization"}
+
+
+class Reporter:
+    """Writes metrics as they come. On a terminal a progress bar stays below the lines."""
+
+    def __init__(self, path: Path, track: Log, progress: Progress, task: TaskID) -> None:
+        self._path, self._track, self._progress, self._task = path, track, progress, task
+
+    def say(self, text: str) -> None:
+        """A line for people, on stderr."""
+        self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def advance(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Appends one record, which has a ``step``; what is not finite is ``null`` in it."""
+        record = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in metrics.items()}
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self._track({k: v for k, v in metrics.items() if k != "step"}, metrics["step"])
+        self.say("  ".join(f"{name} {_short(value)}" for name, value in metrics.items()))
+
+
+@contextmanager
+def reporting(run: Path, resolved: ResolvedRecipe, *, start: int) -> Iterator[Reporter]:
+    """A reporter for a run that begins after step ``start``; later records of an earlier attempt are dropped.
+
+    However the run ends, its curves are drawn.
+    """
+    recipe = resolved.recipe
+    path = run / METRICS
+    kept = [line for line in read_metrics(run) if line["step"] <= start] if path.exists() else []
+    part = path.with_suffix(".part")
+    part.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    part.replace(path)
+    console = Console(file=sys.stderr)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    try:
+        with tracking(run, recipe, start=start) as track, bar as progress:
+            task = progress.add_task(recipe.name, total=recipe.train.steps, completed=start)
+            yield Reporter(path, track, progress, task)
+    finally:
+        with suppress(OSError):  # of a full disk the run says more
+            draw_curves(run)
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The records of a run; a last line cut off by a crash is left out."""
+    records = []
+    for line in (run / METRICS).read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+def draw_curves(run: Path) -> Path:
+    """``curves.png`` from ``metrics.jsonl``: one panel for each metric over the steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = read_metrics(run)
+    names = [name for name in _PANELS if any(name in record for record in records)]
+    figure = Figure(figsize=(4.2 * max(1, len(names)), 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, name in enumerate(names, 1):
+        axes = figure.add_subplot(1, len(names), place)
+        points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+        axes.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None)
+        axes.set_xlabel("step")
+        axes.set_title(_PANELS[name])
+        axes.grid(alpha=0.3)
+        if name in ("kl", "held_out_kl") and all(value > 0 for _, value in points):
+            axes.set_yscale("log")
+    figure.savefig(run / CURVES, dpi=120)
+    return run / CURVES
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,90 @@
+"""When a run saves, and what becomes of it when the disk is full."""
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fcsd.distill.run import checkpoints, manifest
+from fcsd.errors import DiskError
+from fcsd.foreign_errors import translate
+from fcsd.launch.world import World
+
+_ROOM = 1.1  # free space a save wants, in sizes of the checkpoint before
+
+
+class Saver:
+    """The checkpoints of a run in progress; every rank has one and they agree.
+
+    Attributes:
+        checkpoint: the last one committed; None before the first.
+        seconds: what the last save of this process took on the slowest rank; 0 before the first.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        engine: Any,
+        identity: dict[str, Any],
+        write_model: Callable[[Path], None],
+        *,
+        keep: int,
+        failures: int,
+        checkpoint: Path | None,
+    ) -> None:
+        self._folder, self._world, self._engine, self._identity = folder, world, engine, identity
+        self._write_model, self._keep, self._failures = write_model, keep, failures
+        self._failed = 0
+        self.checkpoint = checkpoint
+        self.seconds = 0.0
+
+    def save(self, step: int, progress: dict[str, Any], *, last: bool, best: int | None = None) -> None:
+        """Commits ``step-{step}``. Without room for it training goes on, until ``failures`` in a row or the last step.
+
+        Args:
+            best: the step whose checkpoint is kept besides the newest.
+
+        Raises:
+            DiskError: the disk is full, and there is no later save to wait for.
+        """
+        began = time.perf_counter()
+        try:
+            self._world.on_first(self._require_room)
+            self.checkpoint = checkpoints.save(
+                self._folder,
+                self._world,
+                self._engine,
+                step=step,
+                identity=self._identity,
+                progress=progress,
+                write_model=self._write_model,
+            )
+        except Exception as error:
+            self._world.on_first(lambda: checkpoints.remove_unfinished(self._folder))
+            full = translate(error)
+            if not isinstance(full, DiskError):
+                raise
+            self._failed += 1
+            kept = f"step {step} is not saved, the last checkpoint is {self.checkpoint or 'none yet'}"
+            if last or self._failed > self._failures:
+                raise DiskError(f"{full}; {kept}", full.hint) from error
+            if self._world.rank == 0:
+                print(f"warning: {full}; {kept}; training goes on", file=sys.stderr)
+        else:
+            self._failed = 0
+            self._world.on_first(lambda: checkpoints.retain(self._folder, self._keep, best))
+            self.seconds = max(self._world.everywhere(lambda: time.perf_counter() - began))
+
+    def _require_room(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self.checkpoint is None:
+            return
+        need, free = _ROOM * manifest.size(self.checkpoint), shutil.disk_usage(self._folder).free
+        if free < need:
+            raise DiskError(
+                f"{self._folder}: a checkpoint needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} are free",
+                "free some space; the next save tries again",
+            )

@@ -1,0 +1,88 @@
+"""SIGTERM and SIGUSR1: the run finishes its step, saves if there is time, and ends with exit code 143."""
+
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from fcsd.errors import PreemptedError
+from fcsd.launch.world import World
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_MARGIN = 0.1  # share of the grace period that is left for ending
+_ECHO = 1.0  # seconds in which a second signal is the first once more: one sent to the group, one by the launcher
+
+
+class Preemption:
+    """Whether this run was asked to end, and how long it still has.
+
+    Until ``defer`` a signal ends the process at once; afterwards the main thread asks for ``time_left``. A second
+    signal ends the process on the spot, and so does the end of the time, wherever the main thread is then.
+    """
+
+    def __init__(self, grace_seconds: float) -> None:
+        self._grace = grace_seconds * (1 - _MARGIN)
+        self._asked: float | None = None
+        self._timer: threading.Timer | None = None
+        self._checkpoint: Callable[[], Path | None] | None = None
+
+    def defer(self, checkpoint: Callable[[], Path | None]) -> None:
+        """From now on a signal waits for the end of the step; ``checkpoint`` gives the last one committed."""
+        self._checkpoint = checkpoint
+
+    def time_left(self, world: World) -> float:
+        """Seconds until the first rank has to be gone, the same on all; infinity if none was asked to."""
+        own = math.inf if self._asked is None else self._asked + self._grace - time.monotonic()
+        return world.lowest(own)
+
+    def notice(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        now = time.monotonic()
+        if self._asked is None:
+            self._asked = now
+            if self._checkpoint is None:
+                # no Exception: a library that is loading something might take it for its own
+                print(f"{signal.Signals(number).name}: ended before the first step; nothing is lost", file=sys.stderr)
+                raise SystemExit(PreemptedError.exit_code)
+            self._timer = threading.Timer(self._grace, self._end, ("no time is left to finish the step and save",))
+            self._timer.daemon = True
+            self._timer.start()
+        elif now - self._asked > _ECHO:
+            self._end("a second signal")
+
+    def close(self) -> None:
+        """The run has ended in time."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end(self, reason: str) -> None:
+        if self._checkpoint is not None and os.environ.get("RANK", "0") == "0":
+            error = preempted(reason, self._checkpoint())
+            print(f"error: {error}\nhint: {error.hint}", file=sys.stderr, flush=True)
+        os._exit(PreemptedError.exit_code)
+
+
+@contextmanager
+def preemptible(grace_seconds: float) -> Iterator[Preemption]:
+    """Takes the signals over; only the main thread may."""
+    preemption = Preemption(grace_seconds)
+    before = {number: signal.signal(number, preemption.notice) for number in _SIGNALS}
+    try:
+        yield preemption
+    finally:
+        preemption.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def preempted(reason: str, checkpoint: Path | None) -> PreemptedError:
+    """The end of a run that was asked to stop."""
+    if checkpoint is None:
+        return PreemptedError(f"preempted: {reason}; there is no checkpoint yet", "the same command starts anew")
+    return PreemptedError(f"preempted: {reason}; the last checkpoint is {checkpoint}", "the same command resumes it")

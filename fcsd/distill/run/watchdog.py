@@ -1,0 +1,168 @@
+"""A rank that is lost or stuck ends the run on every rank, whatever the communication library would wait for.
+
+Once a second a thread of each rank tells the others, through a store, that it lives, where its main thread is and for
+how long that has made no step. It needs the interpreter only, so it goes on while the main thread waits in a
+collective. It counts its own rounds, not time: a job that is suspended as a whole and goes on later has lost nobody.
+"""
+
+import faulthandler
+import json
+import math
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from fcsd.errors import PeerLostError
+from fcsd.foreign_errors import translate
+from fcsd.launch.world import World
+
+_ROUND = 1.0  # seconds between two signs of life
+_SILENCE = 120.0  # seconds without one after which a rank is lost; no call holds the interpreter for so long
+_MOMENT = 3.0  # for the main thread to come forward with an error of its own, which says more
+_WAITING = ("/torch/distributed/", "/deepspeed/comm/", "/fcsd/parallel/deferred.py")
+_HINT = "the first error in that rank's output is the cause; the same command resumes from the last checkpoint"
+
+
+class Watchdog:
+    """This rank's signs of life, and its view of the others'; made by ``watched``."""
+
+    def __init__(self, world: World, stuck_seconds: float, silence: float) -> None:
+        self._rank, self._stuck, self._silence = world.rank, stuck_seconds, silence
+        self._main = threading.get_ident()
+        self._rounds, self._idle = 0, -math.inf  # nothing is expected before the first beat
+        self._store = _store(world)
+        self._tell()
+        here = _host()
+        everyone = world.everywhere(lambda: (here, os.getpid()))  # all have told something from here on
+        self._keys = [str(rank) for rank in range(world.size)]
+        self._signs: list[Any] = [None] * world.size
+        self._heard = [0] * world.size  # the round in which each rank's last sign came
+        self._handles: dict[int, int] = {}  # pidfd -> rank on this host; it can be read once the process has ended
+        self._ends = select.poll()
+        for rank, (host, pid) in enumerate(everyone):
+            with suppress(OSError):  # a sandbox without them: what is left is silence
+                if host == here and rank != world.rank:
+                    handle = os.pidfd_open(pid)
+                    self._handles[handle] = rank
+                    self._ends.register(handle, select.POLLIN)
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def beat(self) -> None:
+        """The main thread has come a step further."""
+        self._idle = 0
+
+    def leave(self) -> None:
+        """Nothing more is expected of any rank: they come here together, or one has failed."""
+        self._left.set()
+        self._thread.join()
+
+    def ended(self, wait: float = 0.0) -> str | None:
+        """Which ranks on this host are gone, if any within ``wait`` seconds."""
+        ranks = [self._handles[handle] for handle, _ in self._ends.poll(wait * 1000)] if self._handles else []
+        return f"{_named(ranks)} ended while the run was going on" if ranks else None
+
+    def _watch(self) -> None:
+        while not self._left.wait(_ROUND):
+            self._rounds, self._idle = self._rounds + 1, self._idle + 1
+            problem = self._problem()
+            if problem and not self._left.wait(_MOMENT):
+                self._end(problem)
+
+    def _problem(self) -> str | None:
+        if ended := self.ended():
+            return ended
+        try:
+            self._tell()
+            signs = [json.loads(text) for text in self._store.multi_get(self._keys)]
+        except RuntimeError:
+            return self.ended(_MOMENT) or "the process that holds the run together is gone"
+        self._heard = [
+            heard if new == old else self._rounds
+            for heard, new, old in zip(self._heard, signs, self._signs, strict=True)
+        ]
+        self._signs = signs
+        if silent := self._silent():
+            return f"{_named(silent)} gave no sign of life for {self._silence:g} seconds"
+        if max(sign["idle"] for sign in signs) * _ROUND <= self._stuck:
+            return None
+        blamed = [rank for rank, sign in enumerate(signs) if not sign["waits"]] or range(len(signs))
+        places = "; ".join(f"rank {rank} in {sign['place']}" for rank, sign in enumerate(signs))
+        return f"no step for {self._stuck:g} seconds, because of {_named(blamed)}: {places}"
+
+    def _tell(self) -> None:
+        place, waits = _whereabouts(self._main)
+        sign = {"round": self._rounds, "idle": self._idle, "place": place, "waits": waits}
+        self._store.set(str(self._rank), json.dumps(sign))
+
+    def _silent(self) -> list[int]:
+        return [rank for rank, heard in enumerate(self._heard) if (self._rounds - heard) * _ROUND > self._silence]
+
+    def _end(self, problem: str) -> None:
+        rank = f"[rank {self._rank}] " if len(self._keys) > 1 else ""
+        print(f"{rank}error: {problem}\n{rank}hint: {_HINT}\n{rank}stacks:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=2)
+        for handle, peer in self._handles.items():
+            if peer in self._silent():  # stopped, it cannot end by itself
+                with suppress(OSError):
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+        os._exit(PeerLostError.exit_code)
+
+
+@contextmanager
+def watched(world: World, stuck_seconds: float, silence: float = _SILENCE) -> Iterator[Watchdog]:
+    """A watchdog over the block, which all ranks enter.
+
+    Args:
+        stuck_seconds: longest time between two ``beat``s of any rank.
+        silence: longest time without a sign of life of any rank.
+
+    Raises:
+        PeerLostError: a collective failed because a rank is gone; the message names it.
+    """
+    dog = Watchdog(world, stuck_seconds, silence)
+    try:
+        yield dog
+    except RuntimeError as error:
+        dog.leave()
+        known = translate(error)
+        # A peer's end may be seen a moment after the collective that it broke.
+        if (known is None or isinstance(known, PeerLostError)) and (ended := dog.ended(_MOMENT)):
+            raise PeerLostError(ended, _HINT) from error
+        raise
+    finally:
+        dog.leave()
+
+
+def _store(world: World) -> Any:
+    """A connection of its own to the store of the run: the main thread may be waiting on the other."""
+    from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    if world.size == 1:
+        return HashStore()
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    return PrefixStore("fcsd/signs of life", store)
+
+
+def _host() -> str:
+    """Processes with the same answer see each other's process ids."""
+    return f"{os.uname().nodename} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _named(ranks: Any) -> str:
+    return ", ".join(f"rank {rank}" for rank in ranks)
+
+
+def _whereabouts(thread: int) -> tuple[str, bool]:
+    """The innermost line of a thread, and whether it waits for other ranks."""
+    frame = sys._current_frames()[thread]
+    file = frame.f_code.co_filename
+    return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})", any(part in file for part in _WAITING)

@@ -1,0 +1,1 @@
+"""Choosing hyperparameters by short runs before the full run."""

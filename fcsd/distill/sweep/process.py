@@ -1,0 +1,78 @@
+"""A run of a sweep is a process of its own: DeepSpeed keeps process groups and memory until a process exits."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from fcsd.errors import ConfigError
+from fcsd.launch.nodes import srun
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended: exit code, negative for a signal, and why if it failed."""
+
+    code: int
+    error: str = ""
+
+    @property
+    def interrupted(self) -> bool:
+        """By Ctrl-C."""
+        return self.code in (130, -signal.SIGINT)
+
+    @property
+    def terminated(self) -> bool:
+        """By SIGTERM."""
+        return self.code in (128 + signal.SIGTERM, -signal.SIGTERM)
+
+
+Launch = Callable[[Path], Exit]
+
+
+def launcher(gpus: int | None = None, accept_unsafe_exec: bool = False, nodes: int = 1) -> Launch:
+    """What runs a recipe on so many processes of each node.
+
+    Raises:
+        ConfigError: this is one of torchrun's processes; or several nodes, and not the job of ``fcsd.launch.nodes``.
+    """
+    if "WORLD_SIZE" in os.environ:
+        raise ConfigError("a sweep starts its own processes", "start it once, with --gpus N instead of torchrun")
+    options = ["--accept-unsafe-exec"] if accept_unsafe_exec else []
+    if nodes > 1:
+        if not {"SLURM_JOB_ID", "host", "port"} <= os.environ.keys():
+            raise ConfigError("a sweep over several nodes is a Slurm job", hint="--slurm prints its script")
+        return partial(_run, command=srun(nodes, gpus or 1, options, logs=[]))
+    options += ["--gpus", str(gpus)] if gpus else []
+    return partial(_run, command=[sys.executable, "-m", "fcsd", "distill", *options])
+
+
+def _run(recipe: Path, command: list[str]) -> Exit:
+    """``fcsd distill OPTIONS RECIPE``, its messages passed on to stderr as they come.
+
+    SIGTERM is passed on to the run, which ends as it would alone. Ctrl-C reaches it from the terminal.
+    """
+    error = ""
+    with subprocess.Popen(
+        [*command, str(recipe)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as child:
+        handlers = {
+            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: child.terminate()),
+            signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        }
+        try:
+            assert child.stderr is not None
+            for line in child.stderr:
+                sys.stderr.write(line)
+                if found := re.match(r"(?:\[rank \d+\] )?error: (.+)", line):
+                    error = error or found[1]
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    code = child.returncode
+    return Exit(code, error or (f"killed by signal {-code}" if code < 0 else f"exit code {code}" if code else ""))

@@ -1,0 +1,181 @@
+"""Choosing values by short runs: a grid for each stage, then the full run with what did best.
+
+FarSkip section 5.1 chooses the batch size first and the learning rate after it, by the training loss of runs of 2000
+steps. A run that two stages have in common is made once. Every trial is an ordinary run by an ordinary recipe,
+``OUT/trials/NAME.yaml``, in the directory ``OUT/trials/NAME``, so that a killed sweep continues where it was. With
+``horizon: full`` a trial follows the schedule of the full run, which later continues from the trial's checkpoint in
+the trial's directory; with ``horizon: trial`` each trial has a whole schedule to itself, and the full run starts anew
+in ``OUT/full``.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from fcsd.config import ResolvedRecipe, Sweep, load_recipe
+from fcsd.distill.run import run_dir
+from fcsd.distill.run.report import read_metrics
+from fcsd.distill.sweep.process import Exit, Launch
+from fcsd.distill.sweep.report_table import write_report
+from fcsd.distill.sweep.trials import TRIALS, Trial, all_trials, plan_of, points, starting_values, trial_of
+from fcsd.errors import ConfigError, FcsdError, NonFiniteError, PreemptedError
+
+RECORD = "sweep.json"
+FULL = "full.yaml"
+
+
+def sweep(resolved: ResolvedRecipe, launch: Launch, *, dry_run: bool = False) -> dict[str, Any]:
+    """Runs the trials one after the other, and the full run with the chosen values.
+
+    A trial whose loss is not finite has lost. One that fails otherwise leaves its stage undecided: the others of the
+    stage run, then the sweep ends; started again, it repeats what failed.
+
+    Args:
+        resolved: a recipe with a ``sweep`` section; its ``output_dir`` is the sweep's.
+        launch: runs a recipe as ``fcsd distill`` does, in a process of its own.
+        dry_run: check every trial there could be and plan the first stage; nothing is written.
+
+    Returns:
+        What ``OUT/sweep.json`` says: ``trials`` by name, the choice of each of the ``stages``, the directory of the
+        full ``run`` or None, and the ``error`` that ended the sweep or None; see ``require_complete``.
+        ``OUT/table.md`` and ``OUT/sweep.png`` show the same.
+
+    Raises:
+        ConfigError: no sweep section, values that make no recipe, or a directory with other trials; before any run.
+        PreemptedError, KeyboardInterrupt: a run was ended from outside.
+    """
+    plan, out = plan_of(resolved), Path(resolved.recipe.output_dir)
+    for trial in all_trials(resolved):
+        _require_same(out, trial)
+    settings = plan.model_dump(include={"metric", "window", "steps", "horizon"})
+    record = {"name": resolved.recipe.name, **settings, "trials": {}, "stages": [], "run": None, "error": None}
+    values = starting_values(resolved)
+    if dry_run:
+        first = [trial_of(resolved, values | point) for point in points(plan.stages[0])]
+        record["trials"] = {trial.name: _entry(trial, out) | {"status": "planned"} for trial in first}
+        record["stages"] = [{"trials": list(record["trials"]), "chosen": None}]
+        return record
+    with run_dir.claim(out):
+        (out / TRIALS).mkdir(exist_ok=True)
+        if (out / RECORD).exists():
+            record["trials"] = json.loads((out / RECORD).read_text())["trials"]
+        try:
+            for stage in plan.stages:
+                trials = [trial_of(resolved, values | point) for point in points(stage)]
+                values = _decide(trials, record, out, plan, launch)
+            if plan.then == "continue":
+                record["run"] = _continue(trial_of(resolved, values), out, launch)
+        except PreemptedError:
+            raise
+        except FcsdError as error:
+            record["error"] = {"message": str(error), "hint": error.hint, "exit_code": error.exit_code}
+        _write(out, record)
+    return record
+
+
+def require_complete(record: dict[str, Any]) -> None:
+    """Raises what ended a sweep before its end.
+
+    Raises:
+        FcsdError: with the exit code of the cause.
+    """
+    if record["error"] is not None:
+        failure = FcsdError(record["error"]["message"], record["error"]["hint"])
+        failure.exit_code = record["error"]["exit_code"]
+        raise failure
+
+
+def _decide(trials: list[Trial], record: dict[str, Any], out: Path, plan: Sweep, launch: Launch) -> dict[str, Any]:
+    """Runs what is not done of a stage, in ``record`` as it goes, and gives the values that did best.
+
+    Raises:
+        FcsdError: trials failed, or all diverged.
+    """
+    done = record["trials"]
+    record["stages"].append({"trials": [trial.name for trial in trials], "chosen": None})
+    for trial in trials:
+        if done.get(trial.name, {}).get("status") not in ("done", "diverged"):
+            done[trial.name] = _run(trial, out, plan, launch)
+        _write(out, record)
+    if failed := [
+        f"{trial.name}: {done[trial.name]['error']}" for trial in trials if done[trial.name]["status"] == "failed"
+    ]:
+        message = f"{len(failed)} of {len(trials)} trials failed: {'; '.join(failed)}"
+        raise FcsdError(message, "the same command repeats what failed, and nothing else")
+    finite = [trial for trial in trials if done[trial.name]["status"] == "done"]
+    if not finite:
+        raise NonFiniteError("no trial of the stage has a finite loss", "sweep smaller learning rates")
+    chosen = min(finite, key=lambda trial: done[trial.name]["value"])
+    record["stages"][-1]["chosen"] = chosen.name
+    _write(out, record)
+    return chosen.values
+
+
+def _run(trial: Trial, out: Path, plan: Sweep, launch: Launch) -> dict[str, Any]:
+    """Makes or resumes a trial; gives its entry of the record."""
+    entry = _entry(trial, out)
+    recipe = Path(entry["recipe"])
+    if not recipe.exists():
+        run_dir.write(recipe, trial.resolved.to_yaml())
+    print(f"trial {trial.name}", file=sys.stderr)
+    ended = _launched(launch, recipe)
+    if ended.code == NonFiniteError.exit_code:
+        return {**entry, "status": "diverged", "error": ended.error}
+    if ended.code:
+        return {**entry, "status": "failed", "error": ended.error}
+    return {**entry, "status": "done", **outcome(Path(entry["run"]), plan)}
+
+
+def _entry(trial: Trial, out: Path) -> dict[str, Any]:
+    recipe = out / TRIALS / f"{trial.name}.yaml"
+    return {"values": trial.values, "recipe": str(recipe), "run": trial.resolved.recipe.output_dir}
+
+
+def outcome(run: Path, plan: Sweep) -> dict[str, Any]:
+    """Where a trial ended: ``step``, ``tokens``, and ``value``, the mean of the metric over its last steps."""
+    records = [line for line in read_metrics(run) if line["step"] <= plan.steps]
+    first = records[-1]["step"] - plan.window + 1
+    values = [line[plan.metric] for line in records if line["step"] >= first and plan.metric in line]
+    return {"step": records[-1]["step"], "tokens": records[-1]["tokens"], "value": sum(values) / len(values)}
+
+
+def _continue(chosen: Trial, out: Path, launch: Launch) -> str:
+    """The full run with the chosen values; gives its directory."""
+    run_dir.write(out / FULL, chosen.full.to_yaml())
+    print(f"full run with {chosen.name}", file=sys.stderr)
+    ended = _launched(launch, out / FULL)
+    if ended.code:
+        failure = FcsdError(f"the full run failed: {ended.error}", "the same command continues it")
+        failure.exit_code = ended.code if ended.code > 0 else 1
+        raise failure
+    return chosen.full.recipe.output_dir
+
+
+def _launched(launch: Launch, recipe: Path) -> Exit:
+    """Runs a recipe; what ends a run from outside ends the sweep, too."""
+    ended = launch(recipe)
+    if ended.interrupted:
+        raise KeyboardInterrupt
+    if ended.terminated:
+        raise PreemptedError(f"{recipe}: ended by SIGTERM", "the same command continues the sweep")
+    return ended
+
+
+def _require_same(out: Path, trial: Trial) -> None:
+    """What ran in this directory under this name must have been this very trial."""
+    from fcsd.distill.run.identity import differences, flat
+
+    path = out / TRIALS / f"{trial.name}.yaml"
+    if not path.exists():
+        return
+    if changed := differences(*(flat(r.recipe.model_dump()) for r in (load_recipe(path), trial.resolved))):
+        raise ConfigError(
+            f"{out} holds another sweep: in trial {trial.name}, {'; '.join(changed)}",
+            hint="undo the change, or set another output_dir",
+        )
+
+
+def _write(out: Path, record: dict[str, Any]) -> None:
+    run_dir.write(out / RECORD, json.dumps(record, indent=2) + "\n")
+    write_report(out, record)

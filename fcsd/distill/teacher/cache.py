@@ -1,0 +1,230 @@
+"""What the teacher says of every row of a run, on disk: top-k log-probabilities and the mass of the rest.
+
+``shard-N.safetensors`` holds a range of rows; ``shard-N.json`` beside it, its range, size and sha256, is written when
+the shard is on disk, so a killed writer goes on where it stopped. ``KEY.json`` says what all of it depends on;
+``MANIFEST.json``, written last, lists the shards. A reader checks the key, the hash of each shard when it opens it,
+and, row by row, that the tokens are those the teacher saw.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fcsd.config import Recipe, TeacherCache
+from fcsd.distill.run.identity import differences
+from fcsd.distill.teacher.original import expect_fingerprint, identify_teacher, teacher_name
+from fcsd.distill.teacher.targets import Targets, Teacher
+from fcsd.distill.top_k import TopK
+from fcsd.errors import BadInputError
+from fcsd.launch.world import World
+
+KEY, MANIFEST = "KEY.json", "MANIFEST.json"
+_POSITION = 8  # bytes a word takes: fp32 log-probability, int32 id
+
+
+class Shard(NamedTuple):
+    """One file and the rows in it."""
+
+    name: str
+    rows: range
+
+
+def read_teacher_cache(
+    recipe: Recipe, settings: TeacherCache, identity: dict[str, object], vocab_size: int, world: World
+) -> tuple[Teacher, dict[str, Any]]:
+    """The targets of a run from its cache, and the hashes of the teacher that wrote it.
+
+    Args:
+        identity: what the run depends on; the data's part must be the cache's.
+
+    Raises:
+        BadInputError: there is none, or it is of another teacher or text; the message names what differs.
+    """
+    folder = Path(settings.path)
+    recorded = read_key(folder)
+    teacher = {name: sha for name, sha in recorded.items() if name.startswith("teacher.")}
+    if Path(teacher_name(recipe)).is_dir():
+        teacher = identify_teacher(recipe)
+    else:
+        expect_fingerprint(recipe, teacher["teacher.fingerprint"], f"the teacher of {folder}")
+    expect_key(folder, key_of(recipe, settings, identity, teacher, vocab_size))
+    return _from_shards(folder, rows_needed(recipe), world.device), teacher
+
+
+def key_of(
+    recipe: Recipe, settings: TeacherCache, identity: dict[str, object], teacher: dict[str, str], vocab_size: int
+) -> dict[str, Any]:
+    """What a cache depends on, flat."""
+    data = {key: value for key, value in identity.items() if key.startswith("data.") or key == "seed"}
+    own = {
+        "objective.temperature": recipe.objective.temperature,
+        "objective.teacher_cache.top_k": settings.top_k,
+        "train.dtype": recipe.train.dtype,
+        "vocabulary": vocab_size,
+    }
+    return {**data, **own, **teacher}
+
+
+def rows_needed(recipe: Recipe) -> int:
+    """The rows that the steps of a run take, from row 0 on."""
+    return recipe.train.steps * (recipe.train.batch_tokens // recipe.data.seq_len)
+
+
+def plan(rows: int, seq_len: int, k: int, shard_bytes: int) -> list[Shard]:
+    """``rows`` cut into shards of about ``shard_bytes``, every position of a row counted."""
+    per_shard = max(1, shard_bytes // (seq_len * k * _POSITION))
+    starts = range(0, rows, per_shard)
+    return [Shard(f"shard-{n:06d}.safetensors", range(s, min(s + per_shard, rows))) for n, s in enumerate(starts)]
+
+
+def begin(folder: Path, key: dict[str, Any], shards: list[Shard]) -> list[Shard]:
+    """Prepares ``folder`` for shards under ``key`` and returns those that are not there yet.
+
+    Raises:
+        BadInputError: it holds another key's.
+    """
+    if (folder / KEY).exists():
+        expect_key(folder, key)
+    else:
+        commit_json(folder / KEY, key)
+    for part in folder.glob("*.part"):
+        part.unlink()
+    return [shard for shard in shards if not _is_written(folder, shard)]
+
+
+def write_shard(folder: Path, shard: Shard, digests: list[bytes], counts: list[int], kept: TopK) -> None:
+    """Commits a shard.
+
+    Args:
+        digests: of each row, see ``row_digest``.
+        counts: the positions of each row that count.
+        kept: of all these positions, row after row.
+    """
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in kept._asdict().items()}
+    tensors["counts"] = torch.tensor(counts)
+    tensors["digests"] = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(len(digests), -1)
+    data = safetensors.torch.save(tensors)
+    _commit(folder / shard.name, data)
+    entry = {"rows": [shard.rows.start, shard.rows.stop], "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    commit_json(_record(folder, shard), entry)
+
+
+def finish(folder: Path, shards: list[Shard]) -> None:
+    """Writes the manifest: from here on the cache can be read."""
+    commit_json(folder / MANIFEST, {shard.name: json.loads(_record(folder, shard).read_text()) for shard in shards})
+
+
+def read_key(folder: Path) -> dict[str, Any]:
+    """What a cache depends on.
+
+    Raises:
+        BadInputError: there is none.
+    """
+    return _read(folder / KEY)
+
+
+def expect_key(folder: Path, key: dict[str, Any]) -> None:
+    """Check that a cache is of ``key``.
+
+    Raises:
+        BadInputError: it is not; the message names what differs.
+    """
+    if changed := differences(read_key(folder), key):
+        raise BadInputError(
+            f"{folder} is the cache of another teacher or text: {'; '.join(changed)}",
+            hint="undo the change, or write another one with fcsd cache-teacher",
+        )
+
+
+def _from_shards(folder: Path, rows: int, device: torch.device) -> Teacher:
+    """The targets from a cache of at least ``rows`` rows; its key was checked.
+
+    Raises:
+        BadInputError: it is not complete or too short; later, a shard is damaged, or a row is not the one cached.
+    """
+    manifest = _read(folder / MANIFEST)
+    starts = [entry["rows"][0] for entry in manifest.values()]
+    held = max(entry["rows"][1] for entry in manifest.values())
+    if held < rows:
+        raise BadInputError(f"{folder} holds {held} rows, the run needs {rows}", "Run fcsd cache-teacher on it.")
+    names = list(manifest)
+    load = lru_cache(maxsize=2)(lambda name: _load(folder / name, manifest[name]))
+
+    def targets(micro: dict[str, Tensor], numbers: Sequence[int]) -> Targets:
+        found = []
+        for at, number in enumerate(numbers):
+            which = int(np.searchsorted(starts, number, side="right")) - 1
+            kept, ends, digests = load(names[which])
+            row = number - starts[which]
+            if digests[row] != row_digest(micro, at):
+                raise BadInputError(
+                    f"{folder}: row {number} of the run is not the text that the teacher saw",
+                    hint="the data, the tokenizer or the packing changed: write the cache again",
+                )
+            found.append(TopK(*(column[ends[row] : ends[row + 1]] for column in kept)))
+        return Targets(TopK(*(torch.cat(column).to(device) for column in zip(*found, strict=True))), {})
+
+    return targets
+
+
+def row_digest(micro: dict[str, Tensor], at: int) -> bytes:
+    """sha256 of a row of a micro-batch: its tokens, where its documents start, what counts."""
+    columns = [micro[name][at].cpu().numpy().tobytes() for name in ("input_ids", "position_ids", "labels")]
+    return hashlib.sha256(b"".join(columns)).digest()
+
+
+def _load(path: Path, entry: dict[str, Any]) -> tuple[TopK, list[int], list[bytes]]:
+    """A shard: its positions, where each row's begin and end among them, and the rows' digests."""
+    data = path.read_bytes() if path.exists() else b""
+    if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+        raise BadInputError(
+            f"{path}: is missing or damaged, its sha256 differs",
+            f"Delete {path.stem}.json and run fcsd cache-teacher again; it writes that shard alone.",
+        )
+    tensors = safetensors.torch.load(data)
+    ends = [0, *tensors["counts"].cumsum(0).tolist()]
+    return TopK(*(tensors[name] for name in TopK._fields)), ends, [bytes(row) for row in tensors["digests"].numpy()]
+
+
+def _is_written(folder: Path, shard: Shard) -> bool:
+    record = _record(folder, shard)
+    if not record.exists():
+        return False
+    entry, file = json.loads(record.read_text()), folder / shard.name
+    same = entry["rows"] == [shard.rows.start, shard.rows.stop]
+    return same and file.exists() and file.stat().st_size == entry["size"]
+
+
+def _record(folder: Path, shard: Shard) -> Path:
+    return (folder / shard.name).with_suffix(".json")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        hint = "fcsd cache-teacher writes it, or what is left of it"
+        raise BadInputError(f"{path}: is missing or unreadable", hint) from None
+
+
+def commit_json(path: Path, value: Any) -> None:
+    _commit(path, json.dumps(value, indent=1).encode())
+
+
+def _commit(path: Path, data: bytes) -> None:
+    """A file that is there as a whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

@@ -1,0 +1,135 @@
+"""``fcsd cache-teacher``: run the teacher once over the rows of a recipe, and keep what it says of them."""
+
+import logging
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import datasets
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fcsd.checkpoint import resolve
+from fcsd.config import Recipe, ResolvedRecipe, TeacherCache
+from fcsd.distill.data.corpus import load_tokenizer
+from fcsd.distill.data.rows import Mixture, batch
+from fcsd.distill.engine import DTYPES, import_deepspeed
+from fcsd.distill.expert_parallel import check, load, teacher_degree, wire_sharded
+from fcsd.distill.loop import read_data
+from fcsd.distill.losses import IGNORE
+from fcsd.distill.run import run_dir
+from fcsd.distill.run.identity import run_identity
+from fcsd.distill.student import student_source
+from fcsd.distill.teacher import cache as teacher_cache
+from fcsd.distill.teacher.cache import Shard, row_digest
+from fcsd.distill.teacher.original import final_hidden, identify_teacher, output_head, teacher_name
+from fcsd.distill.top_k import TopK, top_k
+from fcsd.errors import ConfigError, NonFiniteError
+from fcsd.launch.world import World, join_world
+
+log = logging.getLogger(__name__)
+
+_SHARD_BYTES = 256 << 20
+
+
+def cache_teacher(resolved: ResolvedRecipe, *, shard_bytes: int = _SHARD_BYTES) -> Path:
+    """Writes the cache that ``objective.teacher_cache`` names, or the rest of one; every process calls it.
+
+    Returns: its directory.
+
+    Raises:
+        ConfigError: the recipe names no cache, or more words than the vocabulary has; see
+            ``fcsd.distill.expert_parallel.check``.
+        BadInputError: the directory holds the cache of another teacher or text.
+        NonFiniteError: the teacher gives NaN or infinity for a row.
+    """
+    recipe = resolved.recipe
+    settings = recipe.objective.teacher_cache
+    if settings is None:
+        raise ConfigError("the recipe names no teacher cache", hint="set objective.teacher_cache.path")
+    folder = Path(settings.path)
+    world = join_world()
+    with ExitStack() as held:
+        if world.rank or not sys.stderr.isatty():
+            datasets.disable_progress_bars()
+            transformers.utils.logging.disable_progress_bar()
+        world.on_first(lambda: held.enter_context(run_dir.claim(folder)))
+        _write(recipe, settings, folder, world, shard_bytes)
+    return folder
+
+
+def _write(recipe: Recipe, settings: TeacherCache, folder: Path, world: World, shard_bytes: int) -> None:
+    hashes = world.on_first(lambda: identify_teacher(recipe))
+    live = recipe.objective.model_copy(update={"teacher_cache": None})
+    check(recipe.model_copy(update={"objective": live}), world.size)
+    import_deepspeed()
+    path, degree = resolve(teacher_name(recipe)).path, teacher_degree(recipe.train)
+    model = load(path, degree, dtype=DTYPES[recipe.train.dtype], device=world.device).requires_grad_(False)
+    wire_sharded(model, degree, recipe.train)
+    vocab_size = len(output_head(model))
+    if settings.top_k > vocab_size:
+        raise ConfigError(f"objective.teacher_cache.top_k is {settings.top_k}, the vocabulary has {vocab_size} words")
+    corpora, rows, _ = read_data(recipe, load_tokenizer(student_source(recipe).path), vocab_size, world)
+    key = teacher_cache.key_of(recipe, settings, run_identity(recipe, corpora, world), hashes, vocab_size)
+    shards = teacher_cache.plan(teacher_cache.rows_needed(recipe), recipe.data.seq_len, settings.top_k, shard_bytes)
+    missing = world.on_first(lambda: teacher_cache.begin(folder, key, shards))
+    if world.rank == 0:
+        log.info("%s: %d of %d shards to write", folder, len(missing), len(shards))
+    for first in range(0, len(missing), world.size):
+        # All ranks run the model equally often, as an expert-parallel one must be.
+        together = missing[first : first + world.size]
+        longest = max(len(shard.rows) for shard in together)
+        own = together[world.rank] if world.rank < len(together) else None
+        _write_shard(model, rows, recipe, settings, folder, own, longest, world)
+    world.on_first(lambda: teacher_cache.finish(folder, shards))
+
+
+def _write_shard(
+    model: PreTrainedModel,
+    rows: Mixture,
+    recipe: Recipe,
+    settings: TeacherCache,
+    folder: Path,
+    shard: Shard | None,
+    longest: int,
+    world: World,
+) -> None:
+    """Runs the model over ``longest`` rows; those of ``shard`` are kept."""
+    numbers = [] if shard is None else list(shard.rows)
+    digests: list[bytes] = []
+    counts: list[int] = []
+    kept: list[TopK] = []
+    for first in range(0, longest, recipe.train.micro_batch_size):
+        own = numbers[first : first + recipe.train.micro_batch_size]
+        micro = {name: tensor.to(world.device) for name, tensor in batch(rows, own or [0]).items()}
+        told = _told(model, micro, recipe, settings)
+        if own:
+            digests += [row_digest(micro, at) for at in range(len(own))]
+            counts += (micro["labels"] != IGNORE).sum(1).tolist()
+            kept.append(TopK(*(column.cpu() for column in told)))
+
+    def commit() -> None:
+        if shard is None:
+            return
+        whole = TopK(*(torch.cat(column) for column in zip(*kept, strict=True)))
+        if whole.log_probs.isnan().any():
+            raise NonFiniteError(f"the teacher gives NaN for rows {shard.rows.start} to {shard.rows.stop}")
+        teacher_cache.write_shard(folder, shard, digests, counts, whole)
+
+    world.everywhere(commit)
+
+
+@torch.no_grad()
+def _told(model: PreTrainedModel, micro: dict[str, Tensor], recipe: Recipe, settings: TeacherCache) -> TopK:
+    """What the model says of the positions that count."""
+    hidden = final_hidden(model, micro)[micro["labels"] != IGNORE]
+    objective = recipe.objective
+    return top_k(
+        hidden,
+        output_head(model),
+        settings.top_k,
+        temperature=objective.temperature,
+        chunk_tokens=objective.chunk_tokens,
+    )

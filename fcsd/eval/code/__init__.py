@@ -1,0 +1,1 @@
+"""Code benchmarks: extracting programs from answers, running them in a sandbox, judging their outputs."""

@@ -1,0 +1,200 @@
+"""Rows of code benchmarks as problems.
+
+EvalPlus rows carry inputs and a canonical solution; expected values are what that solution returns in the
+sandbox. lm-eval's rows are test *programs* with the expected values written into them. Running such a program
+beside untrusted code would hand over the answers, so it is taken apart instead: calls go into the sandbox,
+expected values stay outside. A test of a shape not known here is refused (`BadInputError`), never run.
+"""
+
+import ast
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fcsd.errors import BadInputError
+from fcsd.eval.code.judge import Problem
+from fcsd.eval.code.oracles import Case, oracle_name
+
+_CONSTRUCTORS = {"set": set, "frozenset": frozenset, "tuple": tuple, "list": list, "dict": dict}
+_CONSTRUCTORS |= {"float": float, "complex": complex}
+_NAMES = {"inf": float("inf"), "nan": float("nan")}
+
+
+def load_evalplus(path: Path) -> list[Problem]:
+    """HumanEvalPlus or MbppPlus from EvalPlus' `.jsonl` or `.jsonl.gz`.
+
+    Raises:
+        BadInputError: no rows, or a row that is not one of theirs.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file if line.strip()]
+    if not rows:
+        raise BadInputError(f"{path} holds no problems")
+    return [evalplus_problem(row) for row in rows]
+
+
+def evalplus_problem(row: dict[str, Any]) -> Problem:
+    """One EvalPlus row (task_id, prompt, entry_point, canonical_solution, base_input, plus_input, atol)."""
+    from evalplus.data.mbpp import mbpp_deserialize_inputs
+
+    try:
+        dataset = row["task_id"].split("/")[0]
+        oracle = oracle_name(dataset, row["entry_point"])
+        cases = {
+            tests: [
+                Case(list(arguments), oracle=oracle, atol=row["atol"])
+                for arguments in (
+                    mbpp_deserialize_inputs(row["task_id"], row[tests]) if dataset == "Mbpp" else row[tests]
+                )
+            ]
+            for tests in ("base_input", "plus_input")
+        }
+        return Problem(
+            task_id=row["task_id"],
+            entry_point=row["entry_point"],
+            base=cases["base_input"],
+            plus=cases["plus_input"],
+            prefix=row["prompt"],
+            reference=row["prompt"] + row["canonical_solution"],
+        )
+    except KeyError as error:
+        raise BadInputError(f"not an EvalPlus row: {row.get('task_id')} has no {error}") from error
+
+
+def problem_from_tests(task_id: str, tests: str, *, prefix: str = "") -> Problem:
+    """A problem from lm-eval's test program: `check(candidate)` of HumanEval+, or asserts as of MBPP+.
+
+    Args:
+        tests: what lm-eval gives as target: `test` and the final `check(entry_point)`, or the asserts.
+
+    Raises:
+        BadInputError: the program has another shape.
+    """
+    try:
+        module = ast.parse(tests)
+        for node in module.body:
+            if isinstance(node, ast.FunctionDef) and node.name == "check":
+                return _from_check(task_id, module, node, prefix)
+        imports, asserts = _split(module.body, (ast.Import, ast.ImportFrom))
+        cases = [_from_assert(statement) for statement in asserts]
+    except (SyntaxError, ValueError, TypeError, RecursionError) as error:
+        raise BadInputError(f"{task_id}: tests of a shape that cannot be scored safely: {error}") from error
+    if not cases:
+        raise BadInputError(f"{task_id}: no tests")
+    return Problem(task_id, None, cases, [], prefix=prefix, suffix="\n".join(map(ast.unparse, imports)))
+
+
+def _from_check(task_id: str, module: ast.Module, check: ast.FunctionDef, prefix: str) -> Problem:
+    """EvalPlus' generated `check`: `inputs`, `results` or a `ref_func`, and one assertion in a loop."""
+    if all(isinstance(statement, ast.Assert) for statement in check.body):
+        return _from_plain_check(task_id, module, check, prefix)
+    *assignments, loop = check.body
+    values = dict(_assigned(statement) for statement in assignments)
+    call = module.body[-1]
+    if not (isinstance(call, ast.Expr) and isinstance(call.value, ast.Call) and isinstance(loop, ast.For)):
+        raise ValueError("check() is not a loop that is called at the end")
+    entry_point = ast.unparse(call.value.args[0])
+    (assertion,) = loop.body
+    form = ast.unparse(assertion)
+    oracle, atol = _assertion(assertion)
+    reference = None
+    if "ref_func(" in form:
+        helpers = [node for node in module.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        functions = [node for node in module.body if isinstance(node, ast.FunctionDef) and node is not check]
+        lines = ["from typing import *", "import math", *map(ast.unparse, [*helpers, *functions])]
+        reference = "\n".join([*lines, f"{entry_point} = ref_func"])
+    results = values.get("results", [None] * len(values["inputs"]))
+    if len(results) != len(values["inputs"]) or ("results" not in values and reference is None):
+        raise ValueError("inputs and results do not pair up")
+    cases = [
+        Case(list(arguments), expected, oracle, atol)
+        for arguments, expected in zip(values["inputs"], results, strict=True)
+    ]
+    return Problem(task_id, entry_point, cases, [], prefix=prefix, reference=reference)
+
+
+def _from_plain_check(task_id: str, module: ast.Module, check: ast.FunctionDef, prefix: str) -> Problem:
+    """HumanEval's original `check`: plain asserts about `candidate`, called with the function at the end."""
+    call = module.body[-1]
+    if not (isinstance(call, ast.Expr) and isinstance(call.value, ast.Call)):
+        raise ValueError("check() is not called at the end")
+    cases = [_from_assert(statement) for statement in check.body]
+    suffix = f"candidate = {ast.unparse(call.value.args[0])}"
+    return Problem(task_id, None, cases, [], prefix=prefix, suffix=suffix)
+
+
+def _assertion(statement: ast.stmt) -> tuple[str, float]:
+    """Oracle and tolerance of `assertion(candidate(*inp), ..., atol)` or `assert ..._poly(...) <= atol`."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        called = statement.value
+        if ast.unparse(called.func) == "assertion" and ast.unparse(called.args[0]) == "candidate(*inp)":
+            return "evalplus", float(literal(called.args[2]))
+    test = statement.test if isinstance(statement, ast.Assert) else None
+    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.LtE) and "_poly(" in ast.unparse(test.left):
+        return "root", float(literal(test.comparators[0]))
+    raise ValueError(f"unknown assertion {ast.unparse(statement)!r}")
+
+
+def _from_assert(statement: ast.stmt) -> Case:
+    """`assert CALL == VALUE`, `assert math.isclose(CALL, VALUE, ...)`, `assert CALL`, `assert not CALL`."""
+    if not isinstance(statement, ast.Assert):
+        raise ValueError(f"not an assert: {ast.unparse(statement)[:60]!r}")
+    test = statement.test
+    if isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Eq, ast.Is)) and len(test.ops) == 1:
+        call, expected = _call_and_value(test.left, test.comparators[0])
+        return Case(call, expected, "exact")
+    if isinstance(test, ast.Call) and ast.unparse(test.func) in ("math.isclose", "isclose"):
+        call, expected = _call_and_value(*test.args)
+        options = {keyword.arg: float(literal(keyword.value)) for keyword in test.keywords}
+        return Case(call, expected, "isclose", options.get("abs_tol", 0.0), options.get("rel_tol", 1e-9))
+    negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    subject = test.operand if isinstance(test, ast.UnaryOp) and negated else test
+    if isinstance(subject, ast.Call) and not any(isinstance(node, ast.Compare) for node in ast.walk(subject)):
+        return Case(f"bool({ast.unparse(subject)})", not negated, "exact")
+    raise ValueError(f"unknown assertion {ast.unparse(test)[:60]!r}")
+
+
+def _call_and_value(left: ast.expr, right: ast.expr) -> tuple[str, Any]:
+    """The side to evaluate inside, as source, and the value of the other."""
+    for call, value in ((left, right), (right, left)):
+        try:
+            return ast.unparse(call), literal(value)
+        except ValueError:
+            continue
+    raise ValueError("neither side is a plain value")
+
+
+def literal(node: ast.expr | None) -> Any:
+    """`ast.literal_eval` that also knows `inf`, `nan` and the builtin constructors.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(node, ast.Name) and node.id in _NAMES:
+        return _NAMES[node.id]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CONSTRUCTORS:
+        return _CONSTRUCTORS[node.func.id](*(literal(argument) for argument in node.args))
+    if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+        kind = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
+        return kind(literal(item) for item in node.elts)
+    if isinstance(node, ast.Dict):
+        return {literal(key): literal(value) for key, value in zip(node.keys, node.values, strict=True)}
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -literal(node.operand)
+    if node is None:
+        raise ValueError("unpacking in a dict")
+    return ast.literal_eval(node)
+
+
+def _assigned(statement: ast.stmt) -> tuple[str, Any]:
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        return statement.targets[0].id, literal(statement.value)
+    raise ValueError(f"not an assignment: {ast.unparse(statement)[:60]!r}")
+
+
+def _split(body: list[ast.stmt], kinds: tuple[type, ...]) -> Iterator[list[ast.stmt]]:
+    yield [node for node in body if isinstance(node, kinds)]
+    yield [node for node in body if not isinstance(node, kinds)]

@@ -1,0 +1,245 @@
+"""A Hugging Face model as lm-eval sees it: texts in, log-probabilities or generated texts out."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from lm_eval.models.utils import resolve_max_length
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fcsd.errors import BadInputError
+from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.engines.interface import Adapter
+from fcsd.launch.shared_work import ALONE, Team
+from fcsd.serve.answer_end import ending
+from fcsd.serve.decode import generate_in_slots, plan_slots
+from fcsd.serve.generate import CACHE_TOKENS, generate_greedy
+from fcsd.serve.logprobs import batches, check_head, continuation_logprobs
+from fcsd.serve.slots import why_no_slots
+
+log = logging.getLogger(__name__)
+
+# How answers are generated: in batches over a growing cache, in slots of a fixed one, in slots by CUDA graphs.
+BATCHES, SLOTS, GRAPHS = "batches", "slots", "graphs"
+GENERATION = (BATCHES, SLOTS, GRAPHS)
+
+
+class HFAdapter(Adapter):
+    """Scores and generates as lm-eval's HFLM does, faster, and refuses what HFLM lets through.
+
+    HFLM reports a score for NaN logits and silently cuts prompts that are too long; here both are errors.
+
+    Args:
+        model: a causal LM in eval mode.
+        tokenizer: its tokenizer.
+        batch_size: most sequences in one forward; None for as many as the token limits allow.
+        max_length: longest input in tokens, if shorter than the model's own.
+        cache: where answers are kept for a later resume.
+        team: the ranks that share the work, all of them making the same calls and getting the same answers.
+        generation: one of ``GENERATION``; None for ``graphs`` on a GPU unless the ranks run in step, else ``batches``.
+            A model that cannot be run that way generates in batches, and the log says why.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int | None = None,
+        max_length: int | None = None,
+        cache: AnswerCache | None = None,
+        team: Team = ALONE,
+        generation: str | None = None,
+    ) -> None:
+        super().__init__()
+        check_head(model)
+        self.model = model
+        self.tokenizer: Any = tokenizer
+        self.batch_size = batch_size
+        self.cache = cache
+        self.team = team
+        self.generation = generation or (GRAPHS if model.device.type == "cuda" and not team.lockstep else BATCHES)
+        self._longest = max_length
+        self._device = model.device
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that stands before the first one: BOS, or EOS for models without."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def max_length(self) -> int:
+        own = resolve_max_length(self.model.config, self.tokenizer)
+        return own if self._longest is None else min(own, self._longest)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self._encode_all([string], add_special_tokens)[0]
+
+    def _encode_all(self, strings: list[str], add_special_tokens: bool | None = None) -> list[list[int]]:
+        """Token ids of each string; the tokenizer adds its own special tokens unless the text has its BOS."""
+        prefix = self.tokenizer.decode(self.prefix_token_id)
+        ids: list[list[int]] = [[]] * len(strings)
+        groups: dict[bool, list[int]] = defaultdict(list)
+        for index, string in enumerate(strings):
+            special = not string.startswith(prefix) if add_special_tokens is None else add_special_tokens
+            groups[special].append(index)
+        for special, members in groups.items():
+            encoded = self.tokenizer([strings[i] for i in members], add_special_tokens=special)["input_ids"]
+            for index, tokens in zip(members, encoded, strict=True):
+                ids[index] = tokens
+        return ids
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """As the base class, but whole batches go through the tokenizer at once, each context once."""
+        texts = [request.args for request in requests]
+        # Trailing spaces belong to the continuation: tokenizers join them with the next word.
+        stripped = [context.rstrip() for context, _ in texts]
+        split = [(left, c[len(left) :] + rest) for left, (c, rest) in zip(stripped, texts, strict=True)]
+        lefts = list(dict.fromkeys(left for left in stripped if left))
+        encoded = dict(zip(lefts, self._encode_all(lefts), strict=True))
+        wholes = self._encode_all([left + right for left, right in split])
+        bare = [i for i, (left, _) in enumerate(split) if not left]
+        for i, tokens in zip(bare, self._encode_all([split[i][1] for i in bare], False), strict=True):
+            wholes[i] = tokens
+        pairs = []
+        for (context, continuation), (left, _), whole in zip(texts, split, wholes, strict=True):
+            if left:
+                cut = len(encoded[left])
+            else:  # nothing to condition on: the prefix token takes the context's place
+                whole = whole if whole[:1] == [self.prefix_token_id] else [self.prefix_token_id, *whole]
+                cut = 1
+            pairs.append(((context, continuation), whole[:cut], whole[cut:]))
+        return self._loglikelihood_tokens(pairs)
+
+    def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
+        for (context, continuation), context_ids, ids in requests:
+            if not context_ids or not ids:
+                raise BadInputError(f"a request has no tokens to score: {(context + continuation)[-80:]!r}")
+            self.require_fits(len(context_ids) + len(ids) - 1, context)
+        answers: list[Any] = [self.cached(["loglikelihood", *texts]) for texts, _, _ in requests]
+        open_ = [i for i, answer in enumerate(answers) if answer is None]
+        with self._bar("scoring", len(open_)) as bar:
+
+            def done(index: int, answer: tuple[float, bool]) -> None:
+                self.store(["loglikelihood", *requests[open_[index]][0]], answer)
+                bar.update()
+
+            todo = [(requests[i][1], requests[i][2]) for i in open_]
+            scored = self.team.together(
+                lambda: continuation_logprobs(self.model, todo, batch_size=self.batch_size, done=done, team=self.team)
+            )
+        for index, answer in scored.items():
+            answers[open_[index]] = answer
+            self.remember(["loglikelihood", *requests[open_[index]][0]], answer)
+        return [(float(logprob), bool(greedy)) for logprob, greedy in answers]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of each whole text, in disjoint windows of ``max_length`` tokens."""
+        return [sum(parts) for parts in self._rolling([request.args[0] for request in requests])]
+
+    def text_loglikelihoods(self, texts: list[str]) -> list[tuple[float, int]]:
+        counts = [len(tokens) for tokens in self._encode_all(texts)]
+        return list(zip(map(sum, self._rolling(texts)), counts, strict=True))
+
+    def _rolling(self, texts: list[str]) -> list[list[float]]:
+        owners, requests = [], []
+        for owner, tokens in enumerate(self._encode_all(texts)):
+            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
+            for number, window in enumerate(windows):
+                owners.append(owner)
+                context, continuation = make_disjoint_window(window)
+                requests.append(((f"window {number}", texts[owner]), context, continuation))
+        totals: list[list[float]] = [[] for _ in texts]
+        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(requests), strict=True):
+            totals[owner].append(logprob)
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Greedy answers, cut before the first stop string; sampling is refused."""
+        answers: list[Any] = [self.cached(["generate_until", *request.args]) for request in requests]
+        groups: dict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            settings = self.greedy_settings(request)
+            if answers[index] is None:
+                groups[settings].append(index)
+        prompts = dict(enumerate(self._encode_all([request.args[0] for request in requests])))
+        for (_, max_new_tokens), members in groups.items():
+            for index in members:
+                if not prompts[index]:
+                    raise BadInputError("a prompt has no tokens")
+                self.require_fits(len(prompts[index]) + max_new_tokens - 1, requests[index].args[0])
+        with self._bar("generating", sum(map(len, groups.values()))) as bar:
+
+            def generate() -> dict[int, str]:
+                new: dict[int, str] = {}
+                for (stops, max_new_tokens), members in groups.items():
+                    for place, text in self._generate([prompts[i] for i in members], stops, max_new_tokens):
+                        new[members[place]] = text
+                        self.store(["generate_until", *requests[members[place]].args], text)
+                        bar.update()
+                return new
+
+            for index, text in self.team.together(generate).items():
+                answers[index] = text
+                self.remember(["generate_until", *requests[index].args], text)
+        return answers
+
+    def _generate(
+        self, prompts: list[list[int]], stops: tuple[str, ...], max_new_tokens: int
+    ) -> Iterator[tuple[int, str]]:
+        """The texts this rank's share of the prompts is continued with, each with its prompt's index."""
+        end = ending(self.model, self.tokenizer, stops)
+        sizes = [len(prompt) + max_new_tokens for prompt in prompts]
+        settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ended": end.of}
+        if self.generation == BATCHES or not self._takes_slots(max(sizes)):
+            for batch in self.team.share(batches(sizes, CACHE_TOKENS, self.batch_size)):
+                rows = generate_greedy(self.model, [prompts[i] for i in batch], team=self.team, **settings)
+                yield from ((index, end.text(tokens)) for index, tokens in zip(batch, rows, strict=True))
+            return
+        count, length, groups = plan_slots(sizes, [len(prompt) for prompt in prompts], self.batch_size)
+        settings |= {"count": count, "length": length, "graphs": self.generation == GRAPHS}
+        for index, tokens in generate_in_slots(self.model, prompts, self.team.share(groups), **settings):
+            yield index, end.text(tokens)
+
+    def _takes_slots(self, tokens: int) -> bool:
+        reason = "its ranks run in step" if self.team.lockstep else why_no_slots(self.model, tokens)
+        if reason is not None:
+            log.warning("the model cannot generate in %s: %s", self.generation, reason)
+        return reason is None
+
+    def engine(self) -> dict[str, Any]:
+        places = vars(self.model).get("hf_device_map", {})  # accelerate's
+        return {
+            "name": "hf",
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.model.device.type,
+            "devices": sorted({str(place) for place in places.values()}) or None,
+            "attention": self.model.config._attn_implementation,
+            "generation": self.generation,
+            "batch_size": self.batch_size,
+            "ranks": 1 if self.team.world is None else self.team.world.size,
+            "max_length": self.max_length,
+        }
+
+    def _bar(self, what: str, total: int) -> Any:
+        return tqdm(total=total, desc=what, disable=None if self.team.leads else True, leave=False)

@@ -1,0 +1,60 @@
+"""Answers already computed, one JSON line each, so that a killed evaluation resumes without repeating any."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fcsd.launch.world import World
+
+
+class AnswerCache:
+    """Answers by request, appended to ``path`` as they come.
+
+    One cache belongs to one model under one set of engine settings: the caller puts both into the path. Several
+    ranks write a file each, know the same answers from the start, and tell each other about new ones by
+    ``remember``: they must agree on what is left to do.
+    """
+
+    def __init__(self, path: Path, world: World | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files = [path, *path.parent.glob(f"{path.stem}.*{path.suffix}")]
+        self._answers: dict[str, Any] = {}
+        for stored in [_read(files)] if world is None else world.everywhere(lambda: _read(files)):
+            self._answers |= stored
+        rank = 0 if world is None else world.rank
+        self._file = (path.with_suffix(f".{rank}{path.suffix}") if rank else path).open("a")
+        self._file.write("\n")  # ends a line that a killed process left unfinished
+
+    def get(self, request: Any) -> Any:
+        """The stored answer to a JSON-like request, or None."""
+        return self._answers.get(_key(request))
+
+    def add(self, request: Any, answer: Any) -> None:
+        """Store an answer; it survives the death of this process."""
+        self.remember(request, answer)
+        self._file.write(json.dumps([_key(request), answer]) + "\n")
+        self._file.flush()
+
+    def remember(self, request: Any, answer: Any) -> None:
+        """Know an answer that another rank has stored."""
+        self._answers[_key(request)] = answer
+
+    def close(self) -> None:
+        """Close the file; the cache cannot be used afterwards."""
+        self._file.close()
+
+
+def _key(request: Any) -> str:
+    return hashlib.sha256(json.dumps(request).encode()).hexdigest()
+
+
+def _read(files: Sequence[Path]) -> dict[str, Any]:
+    answers = {}
+    for line in "\n".join(path.read_text() for path in files if path.exists()).splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # empty, or being written when the process died
+            key, answer = json.loads(line)
+            answers[key] = answer
+    return answers

@@ -1,0 +1,191 @@
+"""From a name on the command line to a model that can be scored: which engine, where, on how many ranks."""
+
+import contextlib
+import gc
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fcsd.errors import ConfigError
+from fcsd.eval.engines.adapter import GENERATION, HFAdapter
+from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.engines.interface import Adapter
+from fcsd.eval.results import json_sha256
+from fcsd.launch.shared_work import Team
+
+HF, VLLM = "hf", "vllm"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How models are run, the same for all models of a comparison.
+
+    Attributes:
+        backend: ``hf`` for transformers, ``vllm``.
+        device: ``cuda``, ``cpu``, or ``auto`` to let accelerate spread each model over the GPUs, host memory and the
+            disk, in this order. None for ``cuda`` where there is one, else ``cpu``.
+        dtype: of the weights; None for float32 on the CPU and bfloat16 on a GPU.
+        batch_size: most sequences in one forward; None for as many as fit fixed token limits.
+        max_length: longest input in tokens; None for the model's own.
+        generation: one of ``adapter.GENERATION``; None for the fastest that the device knows.
+        expert_parallel: ranks among which the experts of every layer are spread.
+        gpus: tensor-parallel degree under vLLM.
+    """
+
+    backend: str = HF
+    device: str | None = None
+    dtype: str | None = None
+    batch_size: int | None = None
+    max_length: int | None = None
+    generation: str | None = None
+    expert_parallel: int = 1
+    gpus: int = 1
+
+    def check(self, ranks: int) -> None:
+        """Refuse settings that do not go together, before anything is loaded.
+
+        Raises:
+            ConfigError: with what to change.
+        """
+        if self.backend not in (HF, VLLM):
+            raise ConfigError(f"unknown backend {self.backend!r}", f"backends: {HF}, {VLLM}")
+        if self.generation is not None and self.generation not in GENERATION:
+            raise ConfigError(f"unknown generation {self.generation!r}", f"one of {', '.join(GENERATION)}")
+        if self.backend == VLLM:
+            self._check_vllm()
+        if self.expert_parallel > 1 and self.device == "auto":
+            raise ConfigError("--device auto spreads one process's model; --expert-parallel has ranks of its own")
+        if ranks % self.expert_parallel:
+            raise ConfigError(
+                f"--expert-parallel {self.expert_parallel} does not divide {ranks} processes",
+                f"add --gpus {self.expert_parallel}, or a multiple of it",
+            )
+        if ranks > 1 and self.device == "auto":
+            raise ConfigError("--device auto uses all GPUs in one process; leave --gpus out")
+
+    def _check_vllm(self) -> None:
+        if find_spec("vllm") is None:
+            raise ConfigError("--backend vllm: vLLM is not installed", "pip install 'fcsd[vllm]'")
+        wrong = [name for name in ("device", "generation") if getattr(self, name) is not None]
+        if wrong or self.expert_parallel > 1:
+            name = wrong[0] if wrong else "expert-parallel"
+            raise ConfigError(f"--{name} is for --backend hf", "vLLM spreads a model over --gpus by tensor parallelism")
+
+
+@contextlib.contextmanager
+def opened(model: str, engine: Engine, out: Path | None, team: Team) -> Iterator[Adapter]:
+    """A model by path or hub id behind lm-eval's interface, with its answers kept below ``out``; freed afterwards.
+
+    Raises:
+        BadInputError: the model cannot be loaded.
+        ConfigError: the engine cannot run it.
+    """
+    import torch
+
+    from fcsd.checkpoint import resolve
+
+    path = resolve(model).path
+    device = engine.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    dtype = engine.dtype or ("float32" if on_cpu and engine.backend == HF else "bfloat16")
+    with contextlib.ExitStack() as stack:
+        cache = None
+        if out is not None:
+            key = json_sha256([_fingerprint(path), asdict(engine), dtype, device, versions(engine)])
+            cache = AnswerCache(out / "answers" / f"{key[:16]}.jsonl", team.world)
+            stack.callback(cache.close)
+        if engine.backend == VLLM:
+            adapter = _in_vllm(path, engine, dtype, cache)
+        else:
+            adapter = _in_transformers(path, engine, dtype, device, cache, team, stack)
+        try:
+            yield adapter
+        finally:
+            del adapter
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+def _in_transformers(
+    path: Path,
+    engine: Engine,
+    dtype: str,
+    device: str,
+    cache: AnswerCache | None,
+    team: Team,
+    stack: contextlib.ExitStack,
+) -> HFAdapter:
+    import torch
+    from transformers import AutoTokenizer
+
+    from fcsd.models.build import load_model
+
+    kind = getattr(torch, dtype)
+    if engine.expert_parallel > 1:
+        network = _expert_parallel(path, kind, device, engine.expert_parallel)
+    elif device == "auto":
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fcsd-offload-"))
+        network = load_model(path, dtype=kind, device_map="auto", offload_folder=folder)
+    else:
+        network = load_model(path, dtype=kind, device=device)
+    return HFAdapter(
+        network.eval(),
+        AutoTokenizer.from_pretrained(path),
+        batch_size=engine.batch_size,
+        max_length=engine.max_length,
+        generation=engine.generation,
+        cache=cache,
+        team=team,
+    )
+
+
+def _expert_parallel(path: Path, dtype: Any, device: str, ranks: int) -> Any:
+    """A model whose routed experts are spread over the ranks, all else being on each of them."""
+    from fcsd.models.build import arch_of, load_model, unwired
+    from fcsd.models.wiring import Wiring
+    from fcsd.parallel.expert.autoep import shard_experts
+    from fcsd.parallel.expert.block import wire_parallel
+
+    network: Any = load_model(path, dtype=dtype)
+    block = network.config.to_dict().get("fcsd")
+    shard_experts(network, arch_of(network.config), ranks)
+    wire_parallel(network, Wiring.from_block(block) if block else unwired())
+    return network.to(device)
+
+
+def _in_vllm(path: Path, engine: Engine, dtype: str, cache: AnswerCache | None) -> Adapter:
+    from fcsd.checkpoint import read_config
+
+    plugins = entry_points(group="vllm.general_plugins")
+    if read_config(path).rewired is not None and not any(plugin.value.startswith("fcsd") for plugin in plugins):
+        raise ConfigError(
+            f"{path}: vLLM does not know rewired models unless fcsd's plugin is installed", "use --backend hf"
+        )
+    from fcsd.eval.engines.vllm_adapter import VLLMAdapter
+
+    adapter: Any = VLLMAdapter  # pyright takes it for abstract: its base has no type
+    return adapter(
+        path,
+        dtype=dtype,
+        gpus=engine.gpus,
+        max_length=engine.max_length,
+        batch_size=engine.batch_size,
+        cache=cache,
+    )
+
+
+def versions(engine: Engine) -> dict[str, str]:
+    """The libraries that a score depends on."""
+    names = ["lm_eval", "transformers", "torch", "datasets", *(["vllm"] if engine.backend == VLLM else [])]
+    return {name: version(name) for name in names}
+
+
+def _fingerprint(path: Path) -> list[tuple[str, int, int]]:
+    """What tells this directory's model from another without reading its weights."""
+    files = sorted(p for p in path.iterdir() if p.is_file())
+    return [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]

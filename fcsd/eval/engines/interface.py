@@ -1,0 +1,78 @@
+"""What an evaluation asks of a model beyond lm-eval's own interface, whichever engine runs it."""
+
+import abc
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+
+from fcsd.errors import BadInputError, ConfigError
+from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.launch.shared_work import Team
+
+# lm-eval's default for tasks that do not say how long an answer may be.
+MAX_NEW_TOKENS = 256
+
+
+class Adapter(TemplateLM):
+    """A model in some engine; what it cannot do right it refuses.
+
+    Attributes:
+        tokenizer: the model's.
+        cache: where answers are kept for a later resume; None for nowhere.
+        team: the ranks that share the work, all of them making the same calls and getting the same answers.
+    """
+
+    tokenizer: Any
+    cache: AnswerCache | None
+    team: Team
+
+    @property
+    @abc.abstractmethod
+    def max_length(self) -> int:
+        """The longest input in tokens."""
+
+    @abc.abstractmethod
+    def text_loglikelihoods(self, texts: list[str]) -> list[tuple[float, int]]:
+        """``(log-likelihood in nats, tokens)`` of each text, in disjoint windows of ``max_length`` tokens."""
+
+    @abc.abstractmethod
+    def engine(self) -> dict[str, Any]:
+        """What runs the model and how, for the result row."""
+
+    def greedy_settings(self, request: Any) -> tuple[tuple[str, ...], int]:
+        """Stop strings and the most new tokens of a ``generate_until`` request.
+
+        Raises:
+            ConfigError: the task asks for sampling.
+        """
+        settings: Any = normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS)
+        if settings["do_sample"]:
+            raise ConfigError("the task asks for sampling", "only greedy generation is comparable between models")
+        return tuple(settings["until"]), settings["max_gen_toks"]
+
+    def require_fits(self, tokens: int, text: str) -> None:
+        """Refuse an input that would have to be cut.
+
+        Raises:
+            BadInputError: the model takes fewer tokens.
+        """
+        if tokens > self.max_length:
+            raise BadInputError(
+                f"a prompt needs {tokens} tokens, the model takes {self.max_length}: {text[:60]!r}...",
+                "leave the task out, or lower its shots or answer length; a cut prompt would be a false score",
+            )
+
+    def cached(self, request: list[Any]) -> Any:
+        """The answer an earlier run gave, or None."""
+        return None if self.cache is None else self.cache.get(request)
+
+    def store(self, request: list[Any], answer: Any) -> None:
+        """Keep an answer that this rank computed."""
+        if self.cache is not None:
+            self.cache.add(request, answer)
+
+    def remember(self, request: list[Any], answer: Any) -> None:
+        """Know an answer that another rank keeps."""
+        if self.cache is not None:
+            self.cache.remember(request, answer)

@@ -1,0 +1,118 @@
+"""A model in vLLM, through lm-eval's own ``vllm`` model; importing this needs vLLM.
+
+lm-eval cuts prompts that are too long and passes NaN on; here both are errors, as for the Hugging Face adapter. Log
+probabilities of the two engines differ in their last bits, so a comparison uses one engine for all its models.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lm_eval.api.instance import Instance
+from lm_eval.models import vllm_causallms
+
+from fcsd.errors import BadInputError, NonFiniteError
+from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.engines.interface import MAX_NEW_TOKENS, Adapter
+from fcsd.launch.shared_work import ALONE
+
+# Requests given to vLLM at once: enough to keep it busy, few enough to lose little when killed.
+CHUNK = 1024
+SEED = 0
+
+_VLLM: Any = vllm_causallms.VLLM  # registering it hid its type
+T = TypeVar("T")
+
+
+class VLLMAdapter(_VLLM, Adapter):
+    """A checkpoint in vLLM.
+
+    Args:
+        path: its directory.
+        dtype: ``bfloat16``, ``float16`` or ``float32``.
+        gpus: the tensor-parallel degree.
+        max_length: longest input in tokens; None for the model's own.
+        batch_size: most sequences at once; None for as many as vLLM finds room for.
+        cache: where answers are kept for a later resume.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dtype: str,
+        gpus: int,
+        max_length: int | None,
+        batch_size: int | None,
+        cache: AnswerCache | None,
+    ) -> None:
+        super().__init__(
+            pretrained=str(path),
+            dtype=dtype,
+            tensor_parallel_size=gpus,
+            max_model_len=max_length,
+            max_batch_size=batch_size,
+            max_gen_toks=MAX_NEW_TOKENS,
+            seed=SEED,
+        )
+        self.cache = cache
+        self.team = ALONE
+        self._settings = {"dtype": dtype, "tensor_parallel": gpus, "batch_size": batch_size, "seed": SEED}
+
+    def engine(self) -> dict[str, Any]:
+        return {
+            "name": "vllm",
+            "version": version("vllm"),
+            "device": "cuda",
+            **self._settings,
+            "ranks": 1,
+            "max_length": self.max_length,
+        }
+
+    def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        for texts, context_ids, ids in requests:
+            if not context_ids or not ids:
+                raise BadInputError(f"a request has no tokens to score: {texts!r:.80}")
+            self.require_fits(len(context_ids) + len(ids) + 1, str(texts))  # vLLM always generates one token
+
+        def score(chosen: list[Any]) -> list[tuple[float, bool]]:
+            answers = _VLLM._loglikelihood_tokens(self, chosen, disable_tqdm=True)
+            if not all(math.isfinite(logprob) for logprob, _ in answers):
+                raise NonFiniteError("vLLM gives log-probabilities that are NaN or infinite", "no score is reported")
+            return answers
+
+        found = self._through_cache(requests, lambda r: ["loglikelihood", list(r[1]), list(r[2])], score)
+        return [(float(logprob), bool(greedy)) for logprob, greedy in found]
+
+    def text_loglikelihoods(self, texts: list[str]) -> list[tuple[float, int]]:
+        requests = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
+        counts = [len(self.tok_encode(text)) for text in texts]
+        return list(zip(self.loglikelihood_rolling(requests, disable_tqdm=True), counts, strict=True))
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        for request in requests:
+            _, most = self.greedy_settings(request)
+            tokens = len(self.tok_encode(request.args[0]))
+            if not tokens:
+                raise BadInputError("a prompt has no tokens")
+            self.require_fits(tokens + most, request.args[0])
+
+        def generate(chosen: list[Any]) -> list[str]:
+            return _VLLM.generate_until(self, chosen, disable_tqdm=True)
+
+        return self._through_cache(requests, lambda r: ["generate_until", *r.args], generate)
+
+    def _through_cache(
+        self, requests: Sequence[T], key: Callable[[T], list[Any]], compute: Callable[[list[T]], list[Any]]
+    ) -> list[Any]:
+        """Answers to all requests, chunk by chunk; those known from an earlier run are not computed again."""
+        answers = [self.cached(key(request)) for request in requests]
+        missing = [index for index, answer in enumerate(answers) if answer is None]
+        for start in range(0, len(missing), CHUNK):
+            chunk = missing[start : start + CHUNK]
+            for index, answer in zip(chunk, compute([requests[i] for i in chunk]), strict=True):
+                answers[index] = answer
+                self.store(key(requests[index]), answer)
+        return answers

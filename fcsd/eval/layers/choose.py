@@ -1,0 +1,246 @@
+"""Choose which layers to convert: by what they cost together on a text, not one by one.
+
+Layers interact. A converted layer whose predecessor is converted too misses more than one that stands alone, and
+an error early in the model reaches every later layer. So the costs of single layers do not add up, and the search
+measures sets: it adds one layer after the other, each time the one that then costs least.
+"""
+
+import heapq
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fcsd.errors import ConfigError
+from fcsd.eval.engines.adapter import HFAdapter
+from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.layers.compare_choice import draw, rivals, table
+from fcsd.eval.layers.rewiring import Subject, layers_text, load_subject, reads_in_flight
+from fcsd.eval.perplexity import read_texts
+from fcsd.eval.results import json_sha256, write_text
+from fcsd.eval.statistics import estimate
+
+log = logging.getLogger(__name__)
+
+Layers = tuple[int, ...]
+# (negative log-likelihood in nats, tokens) of each document with these layers converted
+Measure = Callable[[Layers], list[tuple[float, int]]]
+
+# Tokens of text that one measurement reads.
+TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class Step:
+    """A chosen set, and how it was reached.
+
+    Attributes:
+        layers: the set.
+        found_by: ``greedy``, or ``first`` or ``last`` where that plain set costs less.
+        loss: in nats per token on the search text; ``increase`` relative to the unconverted model.
+        measured: how many sets the search had measured by then.
+    """
+
+    layers: Layers
+    found_by: str
+    loss: float
+    increase: float
+    measured: int
+
+
+def choose_layers(
+    model: str,
+    *,
+    text: str | Path,
+    layers: Sequence[int] | None = None,
+    budget: str | None = None,
+    check: str | Path | None = None,
+    wiring: str = "farskip",
+    variant: str = "full",
+    tokens: int = TOKENS,
+    device: str | None = None,
+    out: str | Path | None = None,
+) -> dict[str, Any]:
+    """Choose the layers whose untrained conversion raises the loss on a text least.
+
+    Args:
+        model: directory or hub id of an original.
+        text: what to search on: ``.jsonl``, ``.jsonl.gz`` or ``.parquet``.
+        layers: how many to convert, one choice for each number; or
+        budget: convert as many as the loss allows, ``2%`` for a relative increase of at most that.
+        check: text to compare the choices on with the first, the last and random layers, as many of each;
+            documents that the search may have read are left out.
+        tokens: read whole documents of each text until it has given so many tokens.
+        out: directory for ``choice.json``, with ``check`` also ``comparison.md`` and ``comparison.png``. What was
+            measured is kept there, so that a killed search repeats none of it.
+
+    Returns:
+        The content of ``choice.json``: for every choice its ``layers`` as a list and ``spec``, the same as
+        ``fcsd convert --layers`` takes it; the search's ``path``; and the ``comparison``.
+
+    Raises:
+        ConfigError: not exactly one of ``layers`` and ``budget``, or one that the model cannot have.
+        BadInputError: the checkpoint or a text cannot be used.
+        NonFiniteError: NaN or infinite logits.
+    """
+    if (layers is None) == (budget is None):
+        raise ConfigError("say how many layers, or how much loss: one of --layers and --budget")
+    allowed = None if budget is None else _share(budget)
+    seen = read_texts(Path(text))
+    unseen = None if check is None else [t for t in read_texts(Path(check)) if t not in set(seen)]
+    if unseen is not None and not unseen:
+        raise ConfigError(f"{check} has no document that is not in {text}", "give a text that the search cannot see")
+    subject = load_subject(model, wiring=wiring, variant=variant, device=device)
+    depth = subject.depth
+    if wrong := [n for n in layers or [] if not 0 < n < depth]:
+        raise ConfigError(f"cannot choose {wrong[0]} of {depth} layers", f"a number from 1 to {depth - 1}")
+
+    answers = None if out is None else AnswerCache(Path(out) / "measured.jsonl")
+    try:
+        measure = measuring(subject, take(seen, tokens, subject), answers)
+        steps, path = search(measure, depth, sizes=layers, allowed=allowed)
+        choice = {
+            "model": subject.name,
+            "depth": depth,
+            **subject.identity(),
+            "tokens": sum(count for _, count in measure(())),
+            "unconverted_loss": estimate(measure(()))[0],
+            "budget": allowed,
+            "choices": [_plain(step, subject) for step in steps],
+            "path": [_plain(step, subject) for step in path],
+        }
+        if unseen is not None:
+            unseen_measure = measuring(subject, take(unseen, tokens, subject), answers)
+            choice["comparison"] = [rivals(unseen_measure, step.layers, subject) for step in steps if step.layers]
+    finally:
+        if answers is not None:
+            answers.close()
+    compared = choice.get("comparison")
+    if compared:
+        log.info("\n%s\n", table(compared))
+    if out is not None:
+        write_text(Path(out) / "choice.json", json.dumps(choice, indent=1) + "\n")
+        if compared:
+            write_text(Path(out) / "comparison.md", table(compared) + "\n")
+            draw(compared, Path(out) / "comparison.png")
+    return choice
+
+
+def search(
+    measure: Measure, depth: int, *, sizes: Sequence[int] | None = None, allowed: float | None = None
+) -> tuple[list[Step], list[Step]]:
+    """The chosen set for each size, or the largest whose relative loss increase is ``allowed``; and all steps.
+
+    The first and the last N layers are candidates as well: what is chosen never costs more than they do on the
+    search text.
+    """
+    measured = set()
+
+    @cache
+    def loss(layers: Layers) -> float:
+        measured.add(layers)
+        return estimate(measure(layers))[0]
+
+    def step(layers: Layers, found_by: str) -> Step:
+        found = Step(layers, found_by, loss(layers), loss(layers) / loss(()) - 1, len(measured))
+        log.info("%3d: %s  %+.2f %% (%s)", len(layers), layers_text(layers), 100 * found.increase, found_by)
+        return found
+
+    def best(greedy: Step) -> Step:
+        n = len(greedy.layers)
+        ends = [step(tuple(range(n)), "first"), step(tuple(range(depth - n, depth)), "last")]
+        return min([greedy, *ends], key=lambda candidate: candidate.loss)
+
+    path: list[Step] = []
+    chosen: dict[int, Step] = {}
+    for layers in greedy_path(loss, depth):
+        path.append(step(layers, "greedy"))
+        n = len(layers)
+        if allowed is not None:
+            found = best(path[-1]) if n else path[-1]
+            if found.increase > allowed:
+                return [chosen[n - 1]], path
+            chosen[n] = found
+        elif n in (sizes or ()):
+            chosen[n] = best(path[-1])
+            if n == max(sizes or ()):
+                break
+    return [chosen[n] for n in sizes or [depth]], path
+
+
+def greedy_path(loss: Callable[[Layers], float], depth: int) -> Iterator[Layers]:
+    """Sets of 0, 1, ... ``depth`` layers, each the one before and the layer that then costs least.
+
+    A layer is measured again only when what it last cost is the lowest known (lazy greedy, Minoux 1978). This finds
+    what measuring every layer at every step would, as long as converting more layers makes none of the others
+    cheaper; neighbours mostly make each other dearer.
+    """
+    chosen: Layers = ()
+    yield chosen
+    costs = [(-math.inf, layer) for layer in range(depth)]  # last known; a heap
+    while costs:
+        fresh = set()
+        while costs[0][1] not in fresh:
+            layer = costs[0][1]
+            heapq.heapreplace(costs, (loss(_with(chosen, layer)) - loss(chosen), layer))
+            fresh.add(layer)
+        chosen = _with(chosen, heapq.heappop(costs)[1])
+        yield chosen
+
+
+def _with(layers: Layers, layer: int) -> Layers:
+    return tuple(sorted((*layers, layer)))
+
+
+def measuring(subject: Subject, texts: list[str], answers: AnswerCache | None) -> Measure:
+    """Measures sets of layers on texts, each set once."""
+    key = json_sha256([subject.identity(), texts])
+    adapter = HFAdapter(subject.model, subject.tokenizer)
+
+    @cache
+    def measure(layers: Layers) -> list[tuple[float, int]]:
+        known = None if answers is None else answers.get([key, layers])
+        if known is not None:
+            return known
+        with subject.converted(layers):
+            items = [(-loglikelihood, count) for loglikelihood, count in adapter.text_loglikelihoods(texts)]
+        if answers is not None:
+            answers.add([key, layers], items)
+        return items
+
+    return measure
+
+
+def take(texts: list[str], tokens: int, subject: Subject) -> list[str]:
+    """Documents, each once, until they have ``tokens`` tokens: a sample that does not depend on their order."""
+    taken, total = [], 0
+    for text in sorted(set(texts), key=json_sha256):
+        if total >= tokens:
+            break
+        taken.append(text)
+        total += len(subject.tokenizer(text)["input_ids"])
+    return taken
+
+
+def to_text(choice: dict[str, Any]) -> str:
+    """What ``fcsd convert --layers`` takes, one line per choice."""
+    return "\n".join(found["spec"] for found in choice["choices"])
+
+
+def _share(budget: str) -> float:
+    try:
+        share = float(budget.removesuffix("%")) / 100
+    except ValueError:
+        share = math.nan
+    if not budget.endswith("%") or not 0 <= share < math.inf:
+        raise ConfigError(f"budget {budget!r} is not a percentage", "e.g. --budget 2%")
+    return share
+
+
+def _plain(step: Step, subject: Subject) -> dict[str, Any]:
+    reads = reads_in_flight(subject.wired(step.layers), subject.depth)
+    return {"n": len(step.layers), "spec": layers_text(step.layers), **asdict(step), "reads_in_flight": reads}

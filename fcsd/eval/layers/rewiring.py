@@ -1,0 +1,125 @@
+"""One original model in memory, wired in place again and again: what a sweep and a search over layers measure."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from fcsd.errors import BadInputError, ConfigError
+from fcsd.eval.results import file_sha256
+from fcsd.models.build import decoder_layers, load_model, unwired, wire
+from fcsd.models.wiring import Blocks, Wiring, hf_parts, plan_layers
+from fcsd.version import __version__
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An original model, and the wiring whose layers are to be varied.
+
+    Attributes:
+        sha256: over all its configuration and weights.
+        wiring: the wiring with no layer chosen yet.
+    """
+
+    name: str
+    sha256: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    wiring: Wiring
+
+    @property
+    def depth(self) -> int:
+        """The number of decoder layers."""
+        return len(decoder_layers(self.model))
+
+    def wired(self, layers: tuple[int, ...]) -> Wiring:
+        """The wiring that converts exactly these layers."""
+        return replace(self.wiring, layers=layers)
+
+    @contextmanager
+    def converted(self, layers: tuple[int, ...]) -> Iterator[PreTrainedModel]:
+        """The model with exactly these layers converted; afterwards with none.
+
+        Raises:
+            ConfigError: the wiring does not fit the model.
+        """
+        try:
+            yield wire(self.model, self.wired(layers))
+        finally:
+            wire(self.model, unwired())
+
+    def identity(self) -> dict[str, Any]:
+        """Everything but the layers and the data that decides what is measured, as JSON-like data."""
+        block = self.wiring.to_block()
+        return {
+            "model_sha256": self.sha256,
+            **{key: block[key] for key in ("wiring", "variant", "border", "distance")},
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.model.device.type,
+            "versions": {"fcsd": __version__, **{name: version(name) for name in ("lm_eval", "transformers", "torch")}},
+        }
+
+
+def load_subject(model: str, *, wiring: str = "farskip", variant: str = "full", device: str | None = None) -> Subject:
+    """Load an original for rewiring: float32 on the CPU, bfloat16 spread by accelerate over what GPUs there are.
+
+    Raises:
+        ConfigError: no such wiring or variant, or it does not fit the model.
+        BadInputError: the checkpoint cannot be used, or is converted already.
+    """
+    import torch
+
+    from fcsd.checkpoint import read_config, resolve
+
+    try:
+        template = Wiring(wiring, (), variant=variant)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    path = resolve(model).path
+    if read_config(path).rewired is not None:
+        raise BadInputError(f"{path}: is converted already", "name the original that it was converted from")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu":
+        network = load_model(path, dtype=torch.float32, device=device)
+    else:
+        network = load_model(path, dtype=torch.bfloat16, device_map="auto")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return Subject(path.resolve().name, model_sha256(path), network.eval(), tokenizer, template)
+
+
+def model_sha256(path: Path) -> str:
+    """One hash over name and content of a model directory's JSON and safetensors files."""
+    digest = hashlib.sha256()
+    for file in sorted([*path.glob("*.json"), *path.glob("*.safetensors")]):
+        digest.update(f"{file.name} {file_sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def reads_in_flight(wiring: Wiring, depth: int) -> int:
+    """How many of a model's ``2 * depth`` reads do not wait for the sub-block just before them.
+
+    This is what a conversion buys. A layer converted alone gets one (its MLP does not wait for its attention); its
+    own attention gets one too only where the layer before hands on a partial stream. A dense layer's MLP is taken
+    for a MoE.
+    """
+    plans = plan_layers(wiring, depth, partial(hf_parts, Blocks()))
+    mlps = sum(plan.mlp > 0 for plan in plans.values())
+    attns = sum(plan.attn > 0 and plans[i - 1].hands_on > 1 for i, plan in plans.items() if i - 1 in plans)
+    return mlps + attns
+
+
+def layers_text(layers: tuple[int, ...]) -> str:
+    """Layers as ``fcsd convert --layers`` takes them: ``0,2,5-7``, or ``none``."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"

@@ -1,0 +1,201 @@
+"""FarSkip Figure 3: what an untrained conversion of the first N, and of the last N, layers costs, over N."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fcsd.errors import ConfigError
+from fcsd.eval.engines.adapter import HFAdapter
+from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.engines.engine import Engine
+from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.layers.rewiring import Subject, layers_text, load_subject, reads_in_flight
+from fcsd.eval.perplexity import HeldOut, held_out_result
+from fcsd.eval.results import Row, file_sha256, is_accuracy, json_sha256, shown, write_text
+from fcsd.eval.statistics import paired_difference
+from fcsd.eval.tables import markdown
+
+log = logging.getLogger(__name__)
+
+# Most values of N on a curve unless the caller names them.
+POINTS = 13
+# End of the model that is converted -> its colour in Figure 3.
+ENDS = {"first": "tab:red", "last": "tab:blue"}
+
+
+def sweep_layers(
+    model: str,
+    *,
+    out: str | Path,
+    wiring: str = "farskip",
+    variant: str = "full",
+    points: Sequence[int] | None = None,
+    suite: str = "paper",
+    tasks: Sequence[str] | None = None,
+    data_mirror: str | Path | None = None,
+    held_out: str | Path | None = None,
+    limit: int | None = None,
+    batch_size: int | None = None,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Measure both curves on one model in memory; write ``sweep.json``, ``sweep.md`` and ``sweep.png`` into ``out``.
+
+    Args:
+        model: directory or hub id of an original.
+        out: directory for results. Finished points are kept there: a killed sweep, started again with the same
+            model and settings, repeats none of them.
+        points: values of N; None for at most ``POINTS`` from 0 to all layers. 0 is always measured.
+        tasks: rows of ``suite``; None for none, then only the held-out loss is measured.
+        limit: use only the first ``limit`` documents of every task and of the held-out text.
+        data_mirror, held_out: see ``harness.evaluate``; batch_size: see ``opening.Engine``.
+        device: ``cpu``, or a GPU's name for all of them; None for the GPUs where there are any.
+
+    Returns:
+        The content of ``sweep.json``. Each point has a score per column with its ``change`` from the unconverted
+        model as ``[difference, paired standard error]``.
+
+    Raises:
+        ConfigError: nothing to measure, a point outside the model, or as ``harness.evaluate``.
+        BadInputError, NonFiniteError: as ``harness.evaluate``; finished points stay.
+    """
+    if not tasks and held_out is None:
+        raise ConfigError("a sweep needs something to measure", "give --tasks, --held-out or both")
+    text = None if held_out is None else HeldOut(Path(held_out))
+    if text is not None:
+        text.texts = text.texts[:limit]
+    subject = load_subject(model, wiring=wiring, variant=variant, device=device)
+    numbers = _points(points, subject.depth)
+    settings = {
+        "suite": suite,
+        "tasks": list(tasks or []),
+        "limit": limit,
+        "batch_size": batch_size,
+        "data_mirror": None if data_mirror is None else _content(Path(data_mirror)),
+        "held_out_sha256": None if text is None else json_sha256(text.texts),
+    }
+
+    def measure() -> list[Row]:
+        rows = []
+        if tasks:
+            loaded = Loaded(subject.name, subject.model, subject.tokenizer)
+            options: dict[str, Any] = {"data_mirror": data_mirror, "limit": limit}
+            rows += evaluate([loaded], suite=suite, tasks=tasks, engine=Engine(batch_size=batch_size), **options)
+        if text is not None:
+            rows.append(held_out_result(text, HFAdapter(subject.model, subject.tokenizer, batch_size=batch_size)))
+        return rows
+
+    out = Path(out)
+    cache = AnswerCache(out / "points.jsonl")
+    identity = json_sha256([subject.identity(), settings])
+    measured: dict[tuple[int, ...], list[Row]] = {}
+    try:
+        for layers in dict.fromkeys(_layers(end, n, subject.depth) for n in numbers for end in ENDS):
+            rows = cache.get([identity, layers])
+            if rows is None:
+                with subject.converted(layers):
+                    rows = measure()
+                cache.add([identity, layers], rows)
+            measured[layers] = rows
+            scores = "  ".join(f"{row['column']} {shown(row)[0]}" for row in rows)
+            log.info("layers %s converted: %s", layers_text(layers), scores)
+    finally:
+        cache.close()
+    sweep = _sweep(subject, settings, numbers, measured)
+    write_text(out / "sweep.json", json.dumps(sweep, indent=1) + "\n")
+    write_text(out / "sweep.md", to_text(sweep) + "\n")
+    draw(sweep, out / "sweep.png")
+    return sweep
+
+
+def _points(points: Sequence[int] | None, depth: int) -> list[int]:
+    if points is None:
+        steps = min(POINTS, depth + 1) - 1
+        return [round(depth * step / steps) for step in range(steps + 1)]
+    if wrong := [n for n in points if not 0 <= n <= depth]:
+        raise ConfigError(f"point {wrong[0]} is outside of the model, which has {depth} layers")
+    return sorted({0, *points})
+
+
+def _layers(end: str, n: int, depth: int) -> tuple[int, ...]:
+    return tuple(range(n)) if end == "first" else tuple(range(depth - n, depth))
+
+
+def _content(mirror: Path) -> dict[str, str]:
+    """Hash of every file of a data mirror by its path there."""
+    files = sorted(path for path in mirror.rglob("*") if path.is_file())
+    return {path.relative_to(mirror).as_posix(): file_sha256(path) for path in files}
+
+
+def _sweep(
+    subject: Subject, settings: dict[str, Any], numbers: list[int], measured: dict[tuple[int, ...], list[Row]]
+) -> dict[str, Any]:
+    """The content of ``sweep.json``: everything but the answers to single questions."""
+    reference = {row["column"]: row for row in measured[()]}
+    points = []
+    for end in ENDS:
+        for n in numbers:
+            layers = _layers(end, n, subject.depth)
+            scores = {
+                row["column"]: {
+                    "value": row["value"],
+                    "stderr": row["stderr"],
+                    "change": paired_difference(row["items"], reference[row["column"]]["items"]),
+                }
+                for row in measured[layers]
+            }
+            point = {"end": end, "n": n, "layers": layers_text(layers)}
+            reads = reads_in_flight(subject.wired(layers), subject.depth)
+            points.append({**point, "reads_in_flight": reads, "scores": scores})
+    keys = ("column", "task", "metric", "n", "chance", "settings_sha256", "data_sha256")
+    return {
+        "model": subject.name,
+        "depth": subject.depth,
+        **subject.identity(),
+        **{key: settings[key] for key in ("suite", "limit", "batch_size")},
+        "columns": [{key: row[key] for key in keys} for row in measured[()]],
+        "points": points,
+    }
+
+
+def to_text(sweep: dict[str, Any]) -> str:
+    """The points as a Markdown table: accuracies in points, the held-out loss in nats per token."""
+    columns = sweep["columns"]
+    head = ["Converted", "N", *(column["column"] for column in columns)]
+    body = []
+    for point in sweep["points"]:
+        cells = [" ± ".join(shown({**column, **point["scores"][column["column"]]})) for column in columns]
+        body.append([point["end"], str(point["n"]), *cells])
+    return markdown(head, body)
+
+
+def draw(sweep: dict[str, Any], path: Path) -> None:
+    """A PNG with one panel per column: both curves over N, chance as a dotted line.
+
+    Whiskers are the paired standard errors of the change from the unconverted model.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = sweep["columns"]
+    figure = Figure(figsize=(3.4 * len(columns), 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, column in enumerate(columns, 1):
+        axes = figure.add_subplot(1, len(columns), place)
+        scale = 100 if is_accuracy(column) else 1
+        for end, colour in ENDS.items():
+            points = [point for point in sweep["points"] if point["end"] == end]
+            scores = [point["scores"][column["column"]] for point in points]
+            values = [scale * score["value"] for score in scores]
+            errors = [scale * score["change"][1] for score in scores]
+            numbers = [point["n"] for point in points]
+            axes.errorbar(numbers, values, errors, color=colour, marker="o", markersize=3, label=f"{end} N layers")
+        if column["chance"] is not None:
+            axes.axhline(column["chance"], color="black", linestyle="dotted", linewidth=1)
+        axes.set_title(column["column"])
+        axes.set_xlabel(f"N converted layers of {sweep['depth']}, untrained")
+        axes.set_ylabel("points" if scale == 100 else "nats per token")
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize="small")
+    figure.savefig(path, dpi=110)

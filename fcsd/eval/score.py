@@ -1,0 +1,34 @@
+"""What a score of a model in training is, and what computes one. This module is light: it imports no model code."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    ScoreFunction = Callable[[PreTrainedModel, PreTrainedTokenizerBase, int, dist.ProcessGroup | None], "Score"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A fraction or a perplexity, its standard error, and the number of items it was measured on."""
+
+    value: float
+    stderr: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A benchmark for a model in training.
+
+    Attributes:
+        score: ``score(model, tokenizer, step, group)``, called on all ranks with the same result. It leaves random
+            numbers, modes and the placement of the weights as found, and does not take for ever.
+        mode: whether the largest or the smallest score is the best.
+    """
+
+    score: "ScoreFunction"
+    mode: Literal["max", "min"] = "max"

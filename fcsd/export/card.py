@@ -1,0 +1,138 @@
+"""The model card of an exported directory: what it is, how it came about, how to load it."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fcsd.checkpoint.rewired import describe
+from fcsd.distill.run.report import METRICS, read_metrics
+from fcsd.eval.results import Row, is_accuracy, read_rows, shown
+
+if TYPE_CHECKING:
+    from fcsd.models.archs import Arch
+
+log = logging.getLogger(__name__)
+
+_INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+
+# wiring -> what it does to a decoder layer, in a sentence
+SENTENCES = {
+    "standard": "Every sub-block reads the full residual stream, as in the base model.",
+    "farskip": "Attention reads the residual stream without the routed experts of the layer before, and each MLP or "
+    "MoE block reads it without its own layer's attention, so dispatch, combine and all-reduce overlap with "
+    "computation (FarSkip-Collective).",
+    "ladder": "Each sub-block reads the residual stream without the output of the sub-block right before it, so the "
+    "all-reduce of that output overlaps with computation (Ladder-Residual).",
+    "parallel": "Attention and MLP of a layer read the same residual stream, so one reduction serves both (PaLM).",
+    "desync-2x": "With tensor parallelism, only every second all-reduce is kept; in between, each rank extends a "
+    "residual stream of its own (Desync, Ladder-Residual §5).",
+    "desync-4x": "With tensor parallelism, only every fourth all-reduce is kept; in between, each rank extends a "
+    "residual stream of its own (Desync, Ladder-Residual §5).",
+    "desync": "With tensor parallelism, only some all-reduces are kept; in between, each rank extends a residual "
+    "stream of its own (Desync, Ladder-Residual §5).",
+}
+
+_CARD = """# {title}
+
+{base} with a rewired residual stream: {wiring}. {sentence}
+
+## Load
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{title}", trust_remote_code=True)
+```
+
+The code in this directory needs torch and transformers (>=5.17,<6) only; with `import fcsd` before, no remote code
+is needed. The model type, `{model_type}`, is its own: an engine that does not know it stops with an error, none runs
+the base model's graph on these weights without saying so.
+{sections}"""
+
+
+def model_card(raw: dict[str, Any], arch: "Arch", former: Path | None, run: Path | None, title: str) -> str:
+    """The text of README.md.
+
+    Args:
+        raw: the exported config.json.
+        former: README.md of the base, from which licence and language are inherited.
+        run: the run directory that trained the model, if one did.
+        title: what to call it.
+    """
+    from huggingface_hub import ModelCardData
+
+    block = raw["fcsd"]
+    rows = _results(run)
+    base = block["base_model"] if block["base_revision"] else None  # a directory here means nothing elsewhere
+    data = ModelCardData(
+        base_model=base,
+        base_model_relation="finetune" if base else None,
+        library_name="transformers",
+        tags=[block["wiring"], "fcsd", "custom_code"],
+        **({"model_name": title, "eval_results": _eval_results(rows)} if rows else {}),
+        **_inherited(former),
+    )
+    sections = _training(run) + _evaluation(rows)
+    text = _CARD.format(
+        title=title,
+        base=f"{base} (revision {block['base_revision']})" if base else f"A {arch.model_type} model",
+        wiring=describe({"by": "fcsd", **block}).removesuffix(", by fcsd"),
+        sentence=SENTENCES[block["wiring"]],
+        model_type=raw["model_type"],
+        sections=sections,
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n{text}"
+
+
+def _inherited(former: Path | None) -> dict[str, Any]:
+    from huggingface_hub import metadata_load
+    from yaml import YAMLError
+
+    if former is None:
+        return {}
+    try:
+        found = metadata_load(former) or {}
+    except (ValueError, YAMLError, UnicodeDecodeError):
+        log.warning("%s: its front matter cannot be read; no licence was inherited", former)
+        return {}
+    return {key: found[key] for key in _INHERITED if key in found}
+
+
+def _training(run: Path | None) -> str:
+    if run is None:
+        return ""
+    text = f"\n## Training\n\n```yaml\n{(run / 'config.resolved.yaml').read_text().strip()}\n```\n"
+    if (run / METRICS).is_file() and (lines := read_metrics(run)):
+        text += f"\nLast record: {', '.join(f'{key} {value:.6g}' for key, value in lines[-1].items())}.\n"
+    return text
+
+
+def _results(run: Path | None) -> list[Row]:
+    files = sorted((run / "eval").glob("*.json")) if run else []
+    return [row for file in files for row in read_rows(file)]
+
+
+def _evaluation(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    lines = ["| model | task | metric | value | n |", "|---|---|---|---|---|"]
+    for row in rows:
+        lines.append(f"| {row['model']} | {row['column']} | {row['metric']} | {' ± '.join(shown(row))} | {row['n']} |")
+    return "\n## Evaluation\n\n" + "\n".join(lines) + "\n"
+
+
+def _eval_results(rows: list[Row]) -> list[Any]:
+    """The accuracies of the model itself, in the form that the hub indexes."""
+    from huggingface_hub import EvalResult
+
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=row["task"],
+            dataset_name=row["column"],
+            metric_type=row["metric"],
+            metric_value=round(row["value"], 4),
+        )
+        for row in rows
+        if is_accuracy(row) and not row["baseline"]
+    ]

@@ -1,0 +1,60 @@
+"""What a result depends on besides the recipe: versions, processors, memory, settings."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+
+from fcsd.version import __version__
+
+PACKAGES = [
+    "torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers", "safetensors", "huggingface_hub",
+    "lm_eval", "evalplus", "numpy", "triton", "vllm", "wandb", "typer", "pydantic",
+]  # fmt: skip
+# Prefixes of environment variables that change results or communication; no other variable is read,
+# since some hold tokens.
+SETTINGS = ("NCCL_", "CUDA_", "OMP_", "TORCH_NCCL_", "TORCH_SYMM", "HF_HOME", "HF_HUB_OFFLINE", "DS_")
+
+
+def snapshot() -> dict[str, object]:
+    """Everything a bug report needs, as plain JSON values. Imports torch."""
+    import torch
+    import torch.cuda.nccl
+
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    cuda = torch.cuda.is_available()
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count() if cuda else 0)]
+    return {
+        "fcsd": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "executable": sys.executable,
+        "packages": versions,
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "cuda": torch.version.cuda if cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "gpus": [{"name": d.name, "memory_gib": round(d.total_memory / 2**30, 1)} for d in devices],
+        "bubblewrap": shutil.which("bwrap"),
+        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
+    }
+
+
+def to_text(facts: dict[str, object]) -> str:
+    """A snapshot as aligned `key  value` lines."""
+    lines = []
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            lines += [f"{name:<18} {'not installed' if item is None else item}" for name, item in value.items()]
+        elif isinstance(value, list):
+            lines += [f"{key:<18} {len(value)}"]
+            lines += [f"  {', '.join(str(field) for field in item.values())} GiB" for item in value]
+        else:
+            lines.append(f"{key:<18} {'none' if value is None else value}")
+    return "\n".join(lines)

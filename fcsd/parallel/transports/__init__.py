@@ -1,0 +1,1 @@
+"""How rows travel between ranks: NCCL or gloo, or copies into symmetric memory."""

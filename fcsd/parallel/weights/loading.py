@@ -1,0 +1,126 @@
+"""Expert-parallel models made rank by rank: each process holds its own experts and never the whole model.
+
+The model is built without memory, AutoEP shards it while it is still empty, and then every tensor is made where it
+will live, one after the other.
+"""
+
+from pathlib import Path
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from fcsd.checkpoint import Layout, read_config, read_layout, verify_tensors
+from fcsd.checkpoint.weights import Reader
+from fcsd.errors import BadInputError
+from fcsd.models.build import PREFIX, arch_of, model_classes, register, unwired
+from fcsd.models.wiring import Wiring
+from fcsd.parallel.expert.autoep import shard_experts
+from fcsd.parallel.expert.block import wire_parallel
+from fcsd.parallel.weights.tensor_map import on_disk, pieces, put, state
+
+_AUTO = "AutoModelForCausalLM"
+
+
+def load_expert_parallel(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ep_size: int,
+    config: PretrainedConfig | None = None,
+) -> PreTrainedModel:
+    """Load a checkpoint directory, converted or not, of which this rank reads its own experts only.
+
+    Bit for bit ``load_model``, then ``shard_experts``, then ``wire_parallel`` with the checkpoint's own wiring; in
+    eval mode. In host memory are, besides what lives on ``device``, one tensor of the checkpoint at a time. An engine
+    takes the model as it is: ``deepspeed.initialize`` without an ``expert_parallel`` section.
+
+    Args:
+        ep_size: ranks among which the experts of a layer are spread; divides the world and the experts.
+        config: replaces the directory's own.
+
+    Raises:
+        BadInputError: the architecture is not supported, the checkpoint is quantised, or its tensors do not match
+            its config; nothing has been read then but headers.
+        ConfigError: see ``shard_experts``.
+    """
+    path = Path(path)
+    layout = _verified(path)
+    register()
+    config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
+    model = empty_model(config, dtype)
+    shard_empty(model, ep_size)
+    give_memory(model, torch.device(device))
+    tensors = state(model)
+    with Reader(layout) as reader:
+        for piece in on_disk(model, pieces(model)):
+            if piece.here:
+                put(tensors, piece, reader.tensor(piece.name, piece.row))
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+def _verified(path: Path) -> Layout:
+    config = read_config(path)
+    if config.quantization is not None:
+        raise BadInputError(
+            f"{path}: is quantised ({config.quantization}), which expert parallelism does not load",
+            "Save a dequantised copy in bf16 first.",
+        )
+    layout = read_layout(path)
+    verify_tensors(layout, config)
+    return layout
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal LM in eval mode whose parameters are on the meta device and whose buffers are real.
+
+    Raises:
+        BadInputError: the architecture is not supported.
+    """
+    arch = arch_of(config)
+    cls = getattr(transformers, arch.classes[_AUTO][0])
+    if config.model_type.startswith(PREFIX):
+        cls = model_classes(arch.model_type)[_AUTO]
+    with init_empty_weights(include_buffers=False):
+        model = cls._from_config(config, dtype=dtype)
+    model.tie_weights()
+    if dtype in (torch.bfloat16, torch.float16):
+        _keep_in_fp32(model)
+    return model.eval()
+
+
+def _keep_in_fp32(model: PreTrainedModel) -> None:
+    """Make tensors fp32 that the family keeps so in any model of half precision, as ``from_pretrained`` does."""
+    kept = tuple(model._keep_in_fp32_modules_strict or ())
+    for path, module in model.named_modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if any(key in f"{path}.{name}" for key in kept):
+                tensor.data = tensor.data.float()
+
+
+def shard_empty(model: PreTrainedModel, ep_size: int) -> None:
+    """Leave an empty model this rank's experts, and wire it as its config says."""
+    shard_experts(model, arch_of(model.config), ep_size)
+    block = model.config.to_dict().get("fcsd")
+    wire_parallel(model, Wiring.from_block(block) if block else unwired())
+
+
+def give_memory(model: PreTrainedModel, device: torch.device) -> None:
+    """Put an empty model's parameters on ``device``, with whatever was there, and its buffers."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:
+                real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                vars(real).update(vars(parameter))  # AutoEP's marks, which DeepSpeed reads
+                made[parameter] = real
+            setattr(module, name, made[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            # What AutoEP adds are counters, at zero.
+            real = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+            setattr(module, name, real)

@@ -1,0 +1,117 @@
+"""Randomly initialised models of full size, whole or divided among ranks, and then never whole in one memory.
+
+Every module draws from a generator of its own, and so does every expert, so the weights are the same on any number of
+ranks. Distributions are the family's own: transformers initialises each module, and an expert as a layer of one.
+"""
+
+import copy
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fcsd.models.build import register
+from fcsd.parallel.weights.loading import empty_model, give_memory, shard_empty
+from fcsd.parallel.weights.tensor_map import Piece, pieces, put, state
+
+# Path -> module, and the innermost model around it, whose rules initialise it.
+Owned = dict[str, tuple[nn.Module, PreTrainedModel]]
+
+
+def random_model(
+    config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device | str, seed: int
+) -> PreTrainedModel:
+    """A random causal LM with all its experts, wired as its config says, in eval mode.
+
+    The weights are ``random_expert_parallel``'s.
+    """
+    register()
+    model = empty_model(config, dtype)
+    give_memory(model, torch.device(device))
+    tensors = state(model)
+    for values in drawn(model, seed, torch.device(device)):
+        for name, value in values.items():
+            tensors[name].data.copy_(value)
+    return model
+
+
+def random_expert_parallel(
+    config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device | str, ep_size: int, seed: int = 0
+) -> PreTrainedModel:
+    """A random causal LM with this rank's experts, wired as its config says, in eval mode.
+
+    The same weights for the same seed, kind of device and version of torch, whatever ``ep_size``.
+
+    Args:
+        config: transformers', or a converted model's.
+        ep_size: as in ``load_expert_parallel``.
+
+    Raises:
+        ConfigError: see ``shard_experts``.
+    """
+    register()
+    model = empty_model(config, dtype)
+    original = _owned(model)
+    shard_empty(model, ep_size)
+    give_memory(model, torch.device(device))
+    tensors = state(model)
+    groups: dict[tuple[str, int | None], dict[str, Piece]] = {}
+    for piece in pieces(model):
+        path, _, name = piece.name.rpartition(".")
+        if piece.here:
+            groups.setdefault((path, piece.expert), {})[name] = piece
+    for (path, expert), members in groups.items():
+        values = _initial(path, original[path], seed, torch.device(device), expert)
+        for name, piece in members.items():
+            put(tensors, piece, values[name])
+    return model
+
+
+def drawn(model: PreTrainedModel, seed: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """The weights of a model that is not sharded and may be empty, module by module, under the names of its state."""
+    names = state(model).keys()
+    for path, (module, owner) in _owned(model).items():
+        prefix = f"{path}." if path else ""
+        if not any(f"{prefix}{name}" in names for name in module.state_dict(keep_vars=True) if "." not in name):
+            continue
+        if path.endswith(".experts"):
+            values = {name: torch.empty_like(p, device=device).detach() for name, p in module.named_parameters()}
+            for expert in range(len(next(module.parameters()))):
+                for name, value in _initial(path, (module, owner), seed, device, expert).items():
+                    values[name][expert] = value
+        else:
+            values = _initial(path, (module, owner), seed, device)
+        yield {f"{prefix}{name}": value for name, value in values.items() if f"{prefix}{name}" in names}
+
+
+def _owned(model: PreTrainedModel) -> Owned:
+    """All modules of a model, before AutoEP replaces some."""
+    models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+
+    def owner(path: str) -> PreTrainedModel:
+        return models[max((outer for outer in models if f"{path}.".startswith(f"{outer}." if outer else "")), key=len)]
+
+    return {path: (module, owner(path)) for path, module in model.named_modules()}
+
+
+@torch.no_grad()
+def _initial(
+    path: str, module: tuple[nn.Module, PreTrainedModel], seed: int, device: torch.device, expert: int | None = None
+) -> dict[str, Tensor]:
+    """A module's own parameters and buffers by name, as its family initialises them; of one expert with ``expert``.
+
+    What the family leaves alone is NaN, so that it shows.
+    """
+    twin = copy.copy(module[0])
+    twin._parameters = dict(twin._parameters)
+    for name, p in module[0].named_parameters(recurse=False):
+        unset = torch.full_like(p if expert is None else p[:1], float("nan"), device=device)
+        twin._parameters[name] = nn.Parameter(unset)
+    digest = hashlib.sha256(f"{seed} {path} {expert}".encode()).digest()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int.from_bytes(digest[:7], "little"))
+        module[1]._init_weights(twin)
+    made = {name: p.data if expert is None else p.data[0] for name, p in twin.named_parameters(recurse=False)}
+    return {**made, **dict(twin.named_buffers(recurse=False))}

@@ -1,0 +1,103 @@
+"""A model written as an ordinary directory: every rank writes what it has, nothing is gathered.
+
+Where each tensor lies in which file follows from names and shapes alone, so ranks need not talk; an expert of a fused
+tensor is a range of bytes in it. A rank's extra memory is what transformers makes one tensor on disk of.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch.distributed as dist
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from fcsd.checkpoint import compare_tensors, read_config, read_layout
+from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
+from fcsd.parallel.weights.tensor_map import Piece, State, on_disk, pieces, shape, state, take
+
+Specs = dict[str, tuple[str, Shape]]  # name on disk -> dtype and shape, of all ranks' tensors
+
+
+def save_model(model: PreTrainedModel, directory: Path, source: Path | None = None, max_shard: int = MAX_SHARD) -> None:
+    """Write weights under their original names, and the configs, as ``save_pretrained`` of the whole model would.
+
+    For models whose experts AutoEP has sharded and for models that every rank has. Every rank calls it, and it does
+    not communicate: the directory is whole when all have returned, each with its own part on the disk.
+
+    Args:
+        directory: empty, on a disk that all ranks see, and not yet a checkpoint to anybody.
+        source: the checkpoint that the model came from; tensors in it that transformers does not load (layers of
+            multi-token prediction) are copied.
+        max_shard: bytes in a file, but for a single larger tensor.
+    """
+    experts = next((module for module in model.modules() if isinstance(module, AutoEPMoELayer)), None)
+    found = list(on_disk(model, pieces(model))) if experts else []
+    specs = _of_pieces(state(model), found) if experts else specs_of(model)
+    with ExitStack() as held:
+        carried: Specs = {}
+        if source is not None:
+            layout = read_layout(source)
+            reader = held.enter_context(Reader(layout))
+            names = compare_tensors(layout, read_config(source)).carried
+            carried = {name: (layout.tensors[name].dtype, layout.tensors[name].shape) for name in names}
+        writer = held.enter_context(Writer(directory, {**specs, **carried}, max_shard))
+        for name, value, row in _own_pieces(model, found, experts.ep_size) if experts else _own_part(model):
+            writer.write(name, value, row)
+        for turn, name in enumerate(carried):
+            if _my_turn(turn):
+                writer.write(name, reader.raw(name))
+        if dist.get_rank() == 0:
+            writer.describe()
+            write_configs(model, directory)
+
+
+def _of_pieces(tensors: State, found: list[Piece]) -> Specs:
+    rows = Counter(piece.name for piece in found if piece.row is not None)
+    specs: Specs = {}
+    for piece in found:
+        whole = shape(tensors, piece) if piece.row is None else (rows[piece.name], *shape(tensors, piece))
+        specs[piece.name] = (NAMES[tensors[piece.parts[0]].dtype], whole)
+    return specs
+
+
+def _own_pieces(model: PreTrainedModel, found: list[Piece], ep_size: int) -> Iterator[tuple[str, Tensor, int | None]]:
+    """What this rank writes: of the ranks that have a tensor one does, by turns."""
+    tensors = state(model)
+    replica, replicas = dist.get_rank() // ep_size, dist.get_world_size() // ep_size
+    for turn, piece in enumerate(found):
+        if _my_turn(turn) if piece.expert is None else piece.here and turn % replicas == replica:
+            yield piece.name, take(tensors, piece), piece.row
+
+
+def specs_of(model: PreTrainedModel) -> Specs:
+    """The tensors on disk of a model that is not sharded, which may be on the meta device."""
+    empty = {name: tensor.detach().to("meta") for name, tensor in state(model).items()}
+    return {
+        name: (NAMES[tensor.dtype], tuple(tensor.shape))
+        for name, tensor in revert_weight_conversion(model, empty).items()
+    }
+
+
+def _own_part(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, int | None]]:
+    """This rank's share of a model that all have."""
+    for turn, (name, tensor) in enumerate(state(model).items()):
+        if _my_turn(turn):
+            for on_disk_name, value in revert_weight_conversion(model, {name: tensor.detach()}).items():
+                yield on_disk_name, value, None
+
+
+def _my_turn(turn: int) -> bool:
+    return turn % dist.get_world_size() == dist.get_rank()
+
+
+def write_configs(model: PreTrainedModel, directory: Path) -> None:
+    """The JSON files that ``save_pretrained`` writes beside the weights."""
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)

@@ -1,0 +1,1 @@
+"""Generation and scoring with a model in memory: caches, decoding, log-probabilities, chat."""

@@ -1,0 +1,130 @@
+"""The benchmark of training steps runs on CPUs as it does on GPUs, and its ceilings follow from cover and wire."""
+
+import gzip
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+from ranks import fcsd
+from typer.testing import CliRunner
+
+from fcsd.bench.training import scaling
+from fcsd.bench.training.ceilings import Window, ceiling
+from fcsd.bench.training.step import headline
+from fcsd.bench.training.workload import Workload
+from fcsd.cli import bench as cli
+from fcsd.cli.main import app
+from fcsd.errors import ConfigError
+from fcsd.parallel import trace
+
+
+def bench(*options, command=("train", "tiny")):
+    return fcsd("bench", *command, "--layers", 2, "--micro-batch", 1, "--seq", 16, *options)
+
+
+def test_a_ceiling_counts_what_fits_under_the_cover():
+    windows = [
+        Window("dispatch", "fwd", 0, cover=2.0, wire=1.0),  # hidden whole
+        Window("combine", "fwd", 0, cover=0.5, wire=1.0),  # by half
+        Window("dispatch", "fwd", 1, cover=2.0, wire=1.0),
+        Window("combine", "fwd", 1, cover=0.0, wire=1.0),  # nothing follows it
+        Window("combine", "bwd", 1, cover=0.0, wire=4.0),
+    ]
+    assert ceiling(windows, "fwd") == 2.5 / 4
+    assert ceiling(windows, "fwd", without_last=True) == 2.5 / 3
+    assert ceiling(windows, "bwd") == 0.0
+
+
+def test_the_headline_names_the_ceiling_beside_the_share():
+    found = trace.read(Path(__file__).parents[1] / "data" / "random.json.gz")
+    text = headline([found], {"fwd": (0.9, 0.95), "bwd": (0.8, 0.85)})
+    share = trace.overlaps([found])["all", "fwd"].share
+    assert text.startswith(f"fwd: {share:.1%} hidden, at most 90.0% can be")
+    assert "bwd: " in text and "of at most 85.0%" in text
+
+
+def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkeypatch):
+    settings = {"NCCL_MAX_CTAS": "8", "TORCH_NCCL_HIGH_PRIORITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    done = bench("--rounds", 1, "--steps", 2, "--gpus", 2, "--out", tmp_path, "--trace", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result == json.loads((tmp_path / "train.json").read_text())
+    [point] = scaling.read([tmp_path / "train.json"])[1]
+    assert (point.world, point.micro_batch) == (2, 1)
+    assert settings.items() <= result["environment"]["settings"].items()
+    assert (tmp_path / "rank-1.json.gz").exists()
+    assert list(result["routers"]) == ["initialised", "uniform"]
+    for found in result["routers"].values():
+        assert found["equality"] == {"overlapped": {"difference": 0.0, "spread": 0.0, "equal": True}}  # gloo's order
+        assert list(found["variants"]) == ["stock", "standard", "eager-sync", "overlapped", "comm-free"]
+        assert {len(times["step"]) for times in found["variants"].values()} == {2}
+        calls = {(window["kind"], window["passes"], window["layer"]) for window in found["windows"]}
+        kinds, passes = ("dispatch", "combine"), ("fwd", "bwd")
+        assert calls == {(kind, each, k) for kind in kinds for each in passes for k in (0, 1)}
+        assert set(found["ceiling"]) == set(passes)
+    printed = done.stderr
+    assert printed.index("can be hidden in fwd") < printed.index("of bound")
+
+
+def test_some_variants_of_a_recomputed_pass_without_an_engine():
+    variants = ["standard-fused", "overlapped-fused"]
+    options = ["--rounds", 1, "--steps", 1, "--variants", ",".join(variants), "--routers", "uniform", "--json"]
+    done = bench(*options, "--recompute", "--no-optimizer")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["routers"]["uniform"]
+    assert list(found["variants"]) == variants
+    assert {name: held["difference"] for name, held in found["equality"].items()} == {"overlapped-fused": 0.0}
+
+
+def test_one_command_takes_a_step_and_reads_its_traces(tmp_path):
+    done = bench("--gpus", 2, "--out", tmp_path, command=("trace", "--run", "tiny"))
+    for rank in range(2):
+        events = json.loads(gzip.decompress((tmp_path / f"rank-{rank}.json.gz").read_bytes()))["traceEvents"]
+        ranges = {event["name"] for event in events if event["name"].startswith("fcsd::")}
+        assert ranges >= {f"fcsd::{kind}.{each}.L1" for kind in ("dispatch", "combine") for each in ("fwd", "bwd")}
+    [found] = json.loads((tmp_path / "train.json").read_text())["routers"].values()
+    assert list(found["variants"]) == ["overlapped"]
+    # The report is the one that files get: a CPU's trace has nothing on a device.
+    assert done.returncode == 3, done.stderr
+    assert f"{tmp_path / 'rank-0.json.gz'}: no collective of fcsd ran on a device" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "name either traces or"),
+        (["t.json", "--run", "tiny"], "name either traces or"),
+        (["--run", "tiny", "--gpus", "2"], "written into --out, which is missing"),
+    ],
+)
+def test_a_trace_is_either_read_or_taken(words, message):
+    result = CliRunner().invoke(app, ["bench", "trace", *words])
+    assert result.exit_code == 2
+    assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("field, name", [("shape", "huge"), ("variants", "fast"), ("routers", "random")])
+def test_what_it_does_not_know_is_refused(field, name):
+    given = {"shape": "tiny", "layers": 2, "micro_batch": 1, "seq": 16}
+    with pytest.raises(ConfigError, match=f"no {field.removesuffix('s')} {name}"):
+        Workload(**given | {field: name if field == "shape" else (name,)})
+
+
+def test_the_script_of_all_cases_gives_commands_that_are_taken(tmp_path):
+    stand_in = tmp_path / "python3"
+    stand_in.write_text('#!/bin/sh\nshift 4\necho "$@"\n')
+    stand_in.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
+    script = Path(__file__).parents[2] / "scripts/h200_overlap.sh"
+    said = subprocess.run([script, "4"], env=environment, capture_output=True, text=True, check=True).stdout
+    train = typer.main.get_group(cli.app).commands["train"]
+    for line in said.splitlines():
+        given = train.make_context("train", line.split()).params
+        load = Workload(given["shape"], given["layers"], 1, 1, variants=tuple(given["variants"].split(",")))
+        assert (given["gpus"], given["trace"]) == (4, "slow_link" not in line) and load.overlapped[-1:] != ()
+    assert len(said.splitlines()) == 7

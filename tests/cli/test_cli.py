@@ -1,0 +1,381 @@
+"""The command line: what each command calls, what it prints where, and how it fails."""
+
+import errno
+import importlib
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest.mock import create_autospec
+
+import huggingface_hub.errors
+import psutil
+import pytest
+import safetensors
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from fcsd import __version__, errors
+from fcsd.cli.main import app
+from fcsd.foreign_errors import _TABLE, translate
+
+COMMANDS = ["inspect", "convert", "distill", "eval", "export", "push", "env"]
+RECIPES = [["recipes", "list"], ["recipes", "show"], ["recipes", "copy"]]
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args), prog_name="fcsd")
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Replaces a library function by one that records its call, with the real one's signature."""
+
+    def replace(module: str, name: str, returns: object = None, raises: BaseException | None = None):
+        loaded = importlib.import_module(module)
+        fake = create_autospec(getattr(loaded, name), return_value=returns, side_effect=raises)
+        monkeypatch.setattr(loaded, name, fake)
+        return fake
+
+    return replace
+
+
+class Shown:
+    def to_json(self) -> str:
+        return '{"a": 1}'
+
+    def to_text(self) -> str:
+        return "a 1"
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"{__version__}\n")
+
+
+@pytest.mark.parametrize("args", [[], *[[name] for name in COMMANDS], *RECIPES], ids=" ".join)
+def test_help_loads_no_heavy_library(args: list[str]) -> None:
+    """A subprocess, since this one has torch loaded already."""
+    code = (
+        "import sys; from fcsd.cli.main import app\n"
+        f"try: app({[*args, '--help']!r})\n"
+        "finally: print('LOADED', sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Usage:" in done.stdout
+    assert done.stdout.endswith("LOADED []\n")
+
+
+def test_help_has_examples_and_exit_codes() -> None:
+    text = run("--help").stdout
+    assert "fcsd convert org/model model-farskip --wiring farskip --layers all" in text
+    for cls in [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.FcsdError)]:
+        assert f" {cls.exit_code} " in text.partition("Exit codes:")[2]
+
+
+def test_inspect(library) -> None:
+    fake = library("fcsd.checkpoint", "inspect", Shown())
+    assert run("inspect", "some/model").stdout == "a 1\n"
+    fake.assert_called_with("some/model", trust_remote_code=False)
+    assert json.loads(run("inspect", "some/model", "--json", "--trust-remote-code").stdout) == {"a": 1}
+    fake.assert_called_with("some/model", trust_remote_code=True)
+
+
+def test_convert(library) -> None:
+    fake = library("fcsd.convert", "convert", Shown())
+    assert run("convert", "m", "out").stdout == "a 1\n"
+    defaults = {"wiring": "farskip", "layers": "all", "variant": "full", "tp_degree": 1, "distance": 1, "check": True}
+    defaults |= {"border": None, "reduce": None, "dry_run": False, "force": False, "trust_remote_code": False}
+    fake.assert_called_with("m", Path("out"), **defaults)
+    run(
+        "convert", "m", "out", "--wiring", "desync-2x", "--tp-degree", "4", "--layers", "50%", "--no-check", "--dry-run"
+    )
+    changed = {"wiring": "desync-2x", "tp_degree": 4, "layers": "50%", "check": False, "dry_run": True}
+    fake.assert_called_with("m", Path("out"), **(defaults | changed))
+    run("convert", "m", "out", "--wiring", "desync", "--tp-degree", "2", "--reduce", "-,m", "--border", "full")
+    changed = {"wiring": "desync", "tp_degree": 2, "reduce": "-,m", "border": "full"}
+    fake.assert_called_with("m", Path("out"), **(defaults | changed))
+
+
+def test_distill(library) -> None:
+    world = library("fcsd.launch.world", "ensure_world")
+    loop = library("fcsd.distill.loop", "distill", Path("runs/x"))
+    done = run("distill", "--recipe", "tiny", "--set", "train.lr=1e-3", "--set", "name=x", "--seed", "7", "--gpus", "2")
+    assert (done.exit_code, done.stdout) == (0, "runs/x\n"), done.stderr
+    world.assert_called_once_with(2, None, timeout=300, grace_seconds=30)
+    resolved = loop.call_args.args[0]
+    assert (resolved.recipe.train.lr, resolved.recipe.name, resolved.recipe.seed) == (1e-3, "x", 7)
+    assert (resolved.origins["train.lr"], resolved.origins["seed"]) == ("--set", "flag")
+    told = {"resume": "auto", "dry_run": False, "processes": 2, "scorer": None, "join_timeout": 300}
+    assert loop.call_args.kwargs == told
+
+
+def test_distill_prints_its_directory_once_over_all_processes(library, monkeypatch) -> None:
+    library("fcsd.launch.world", "ensure_world")
+    library("fcsd.distill.loop", "distill", Path("runs/x"))
+    monkeypatch.setenv("RANK", "1")
+    assert run("distill", "tiny").stdout == ""
+
+
+def test_distill_checks_the_recipe_before_it_starts_processes(library) -> None:
+    world = library("fcsd.launch.world", "ensure_world")
+    done = run("distill", "tiny", "--gpus", "2", "--set", "train.lrr=1")
+    assert done.exit_code == 2
+    assert "did you mean 'train.lr'?" in done.stderr
+    world.assert_not_called()
+
+
+@pytest.mark.parametrize("args", [["distill"], ["distill", "tiny", "--recipe", "tiny"], ["distill", "no-such-recipe"]])
+def test_distill_wants_one_recipe(args: list[str]) -> None:
+    assert run(*args).exit_code == 2
+
+
+def test_eval(library) -> None:
+    row = {"model": "m", "suite": "paper", "column": "PIQA", "task": "piqa", "metric": "acc_norm", "filter": "none"}
+    row |= {"value": 0.5, "stderr": 0.02, "n": 100, "items": [1], "seconds": 1.0, "baseline": False, "chance": 50.0}
+    fake = library("fcsd.eval.harness", "evaluate", [row])
+    done = run("eval", "m", "n", "--tasks", "piqa,arc_easy", "--data-mirror", "d", "--limit", "3", "--json")
+    assert done.exit_code == 0, done.output
+    (shown,) = json.loads(done.stdout)["rows"]
+    assert shown == {key: value for key, value in row.items() if key != "items"}
+    assert fake.call_args.args == (["m", "n"],)
+    wanted = {"tasks": ["piqa", "arc_easy"], "data_mirror": Path("d"), "limit": 3, "baseline": None, "suite": "paper"}
+    assert wanted.items() <= fake.call_args.kwargs.items()
+    assert fake.call_args.kwargs["accept_unsafe_exec"] is False
+    run("eval", "m", "--accept-unsafe-exec")
+    assert fake.call_args.kwargs["accept_unsafe_exec"] is True
+
+
+def test_eval_refuses_a_verdict_it_could_not_give_before_it_runs(library) -> None:
+    fake = library("fcsd.eval.harness", "evaluate", [])
+    for options in (["--require", "about 1"], ["--untrained", "runs/u"]):
+        assert run("eval", "runs/m", "--baseline", "teacher", *options).exit_code == 2
+        assert run("eval", "runs/m", *options).exit_code == 2, "nothing to compare with"
+    fake.assert_not_called()
+
+
+def test_eval_exits_9_unless_the_verdict_is_met(library) -> None:
+    row = {"column": "PIQA", "metric": "acc", "value": 1.0, "stderr": 0.0, "n": 4000, "chance": 50.0, "engine": {}}
+    row |= {"settings_sha256": "s", "data_sha256": "d", "items": [1.0] * 4000}
+    worse = {**row, "items": [0.0] * 400 + [1.0] * 3600, "value": 0.9}
+    rows = [{**row, "model": "teacher", "baseline": True}, {**worse, "model": "runs--a--final", "baseline": False}]
+    rows += [{**worse, "model": "runs--b--final", "baseline": False}]
+    library("fcsd.eval.harness", "evaluate", rows)
+    models = ["runs/a/final", "runs/b/final", "--baseline", "teacher", "--untrained", "runs/b/final"]
+    met, missed = (run("eval", *models, "--require", f"within {points}") for points in (12, 1))
+    assert (met.exit_code, missed.exit_code) == (0, 9)
+    assert "runs--a--final within 1 points of teacher: no (-10.0 ± 0.5)" in missed.stdout
+
+
+def test_export_and_push(library) -> None:
+    export = library("fcsd.export.final", "export", Path("final"))
+    assert run("export", "runs/x", "final", "--push", "org/name", "--private").stdout == "final\n"
+    wanted = {"checkpoint": "latest", "force": False, "push": "org/name", "private": True, "create_pr": False}
+    export.assert_called_once_with("runs/x", Path("final"), **wanted, revision=None)
+    push = library("fcsd.export.push", "push", "address")
+    assert run("push", "final", "org/name", "--create-pr", "--revision", "b").stdout == "address\n"
+    push.assert_called_once_with(Path("final"), "org/name", private=False, create_pr=True, revision="b")
+
+
+def test_recipes(tmp_path: Path) -> None:
+    assert "tiny-sft" in run("recipes", "list").stdout
+    assert set(json.loads(run("recipes", "list", "--json").stdout)) >= {"tiny", "tiny-sft"}
+    assert "# --set" in run("recipes", "show", "tiny", "--set", "seed=3").stdout
+    assert json.loads(run("recipes", "show", "tiny", "--json").stdout)["name"] == "tiny"
+    target = tmp_path / "mine.yaml"
+    assert run("recipes", "copy", "tiny", "--out", str(target)).stdout == f"{target}\n"
+    target.write_text("edited")
+    again = run("recipes", "copy", "tiny", "--out", str(target))
+    assert (again.exit_code, target.read_text()) == (2, "edited")
+    nowhere = run("recipes", "copy", "tiny", "--out", str(tmp_path / "none" / "x.yaml"))
+    assert nowhere.exit_code == 7
+
+
+def test_env_keeps_secrets(monkeypatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    facts = json.loads(run("env", "--json").stdout)
+    assert facts["packages"]["torch"] == torch.__version__
+    assert facts["settings"]["NCCL_DEBUG"] == "INFO"
+    assert "secret" not in run("env").stdout + json.dumps(facts)
+
+
+@pytest.mark.parametrize("cls", [c for _, c in inspect.getmembers(errors, inspect.isclass)])
+def test_own_errors_end_in_one_line_a_hint_and_their_code(library, cls) -> None:
+    library("fcsd.checkpoint", "inspect", raises=cls("what is wrong", "what to do"))
+    done = run("inspect", "m")
+    assert done.exit_code == cls.exit_code
+    assert (done.stdout, done.stderr) == ("", "error: what is wrong\nhint: what to do\n")
+    loud = run("inspect", "m", "-v")
+    assert loud.exit_code == cls.exit_code
+    assert "Traceback" in loud.stderr
+    assert loud.stderr.endswith("error: what is wrong\nhint: what to do\n")
+
+
+def test_unexpected_error(library) -> None:
+    library("fcsd.checkpoint", "inspect", raises=ZeroDivisionError("first\nsecond"))
+    done = run("inspect", "m")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == "error: ZeroDivisionError: first\nhint: -v shows the traceback\n"
+    assert "Traceback" in run("inspect", "m", "--verbose").stderr
+
+
+def test_interrupt_and_rank(library, monkeypatch) -> None:
+    library("fcsd.checkpoint", "inspect", raises=KeyboardInterrupt())
+    monkeypatch.setenv("RANK", "3")
+    done = run("inspect", "m")
+    assert (done.exit_code, done.stderr) == (130, "[rank 3] error: interrupted\n")
+
+
+def hub_error(name: str) -> BaseException:
+    cls = getattr(huggingface_hub.errors, name)
+    return cls.__new__(cls, "the hub's words")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (hub_error("GatedRepoError"), 3, "gated"),
+        (hub_error("RepositoryNotFoundError"), 3, "no such repository"),
+        (hub_error("RevisionNotFoundError"), 3, "no such revision"),
+        (hub_error("LocalEntryNotFoundError"), 3, "not cached"),
+        (hub_error("OfflineModeIsEnabled"), 3, "offline mode"),
+        (hub_error("HFValidationError"), 2, "hub id"),
+        (hub_error("HfHubHTTPError"), 1, "the hub refused"),
+        (safetensors.SafetensorError("header too large"), 3, "damaged: header too large"),
+        (safetensors.SafetensorError("I/O error: No space left on device (os error 28)"), 7, "disk is full"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), 8, "out of GPU memory: CUDA out of memory. Tried"),
+        (MemoryError(), 8, "out of memory"),
+        (torch.distributed.DistBackendError("NCCL error"), 6, "another process"),
+        (OSError(errno.ENOSPC, "No space left on device", "x/y"), 7, "the disk is full: x/y"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 7, "quota"),
+        (OSError(errno.EROFS, "Read-only file system", "x"), 7, "read-only: x"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_errors_of_other_libraries(error: BaseException, code: int, says: str) -> None:
+    found = translate(error)
+    assert found is not None
+    assert found.exit_code == code
+    assert says in str(found)
+    assert "\n" not in str(found)
+    wrapped = OSError("transformers' own words")  # transformers wraps the hub's errors
+    wrapped.__cause__ = error
+    assert str(translate(wrapped)) == str(found)
+
+
+def test_error_table_names_classes_that_exist() -> None:
+    import httpx
+    import httpx2
+
+    places = [huggingface_hub.errors, httpx, httpx2, safetensors, torch, torch.distributed, __builtins__]
+    for package, name, *_ in _TABLE:
+        assert any((vars(place) if inspect.ismodule(place) else place).get(name) is not None for place in places), (
+            f"{package}.{name}"
+        )
+    assert translate(ValueError("unknown")) is None
+
+
+def test_errors_in_a_real_process(tmp_path: Path) -> None:
+    def fcsd(*args: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "fcsd", *args]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    bad = tmp_path / "r.yaml"
+    bad.write_text("name: x\nname: y\n")
+    done = fcsd("recipes", "show", str(bad))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {bad}:2: duplicate key 'name', first on line 1\n"
+    assert fcsd("distil").returncode == 2
+    piped = subprocess.run(
+        f"{sys.executable} -m fcsd recipes show tiny | head -1; exit ${{PIPESTATUS[0]}}",
+        shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert piped.stdout.startswith("name: ")
+    assert "Traceback" not in piped.stderr
+
+
+@pytest.mark.parametrize("import_first", ["time", "torch"])
+def test_ctrl_c_ends_with_130_and_no_orphan(tmp_path: Path, import_first: str) -> None:
+    """The signal arrives while a library function runs, in a process of its own group."""
+    ready = tmp_path / "ready"
+    code = (
+        f"import sys, time, pathlib, signal, subprocess, {import_first}\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
+        "from fcsd import checkpoint\nfrom fcsd.cli.main import main\n"
+        "def slow(model, *, trust_remote_code=False):\n"
+        f"    pathlib.Path({str(ready)!r}).touch()\n"
+        "    time.sleep(600)\n"
+        "checkpoint.inspect = slow\n"
+        "sys.argv = ['fcsd', 'inspect', 'm']\n"
+        "main()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not ready.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ready.exists(), process.communicate(timeout=120)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    assert stderr == "error: interrupted\n"
+    assert not [child for child in children if child.is_running()]
+
+
+OPTIONS = ["--set", "--gpus", "--seed", "--resume", "--output-dir", "--json", "--dry-run", "--layers", "--wiring", "-v"]
+WORDS = st.one_of(
+    st.sampled_from([*COMMANDS, "recipes", "list", "show", "copy", *OPTIONS, "tiny", "train.lr=1", "--", "-"]),
+    st.integers(-(10**30), 10**30).map(str),
+    st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=20),
+)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch) -> None:
+    """`recipes copy` writes to the current directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def every_library_function(library) -> None:
+    for module, name in [
+        ("fcsd.checkpoint", "inspect"),
+        ("fcsd.convert", "convert"),
+        ("fcsd.launch.world", "ensure_world"),
+        ("fcsd.distill.loop", "distill"),
+        ("fcsd.eval.harness", "evaluate"),
+        ("fcsd.export.final", "export"),
+        ("fcsd.export.push", "push"),
+        ("fcsd.launch.environment", "snapshot"),
+    ]:
+        library(module, name, raises=errors.BadInputError("reached"))
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(args=st.lists(WORDS, max_size=6))
+def test_any_command_line_ends_without_a_traceback(args: list[str], every_library_function, elsewhere) -> None:
+    """Whatever is typed, library functions are called with arguments they take, and errors are lines."""
+    done = run(*args)
+    assert done.exit_code in (0, 2, 3, 7)
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    if "-v" not in args and "--verbose" not in args:
+        assert "Traceback" not in done.output
+
+
+def test_stdout_holds_the_data_alone(library) -> None:
+    def noisy(*_: object, **__: object) -> object:
+        print("a library's chatter")
+        return type("Found", (), {"to_json": lambda self: "{}"})()
+
+    library("fcsd.checkpoint", "inspect").side_effect = noisy
+    done = run("inspect", "m", "--json")
+    assert done.stdout == "{}\n" and "chatter" in done.stderr

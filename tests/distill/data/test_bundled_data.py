@@ -1,0 +1,203 @@
+"""The bundled data: real schemas, stock prompts, even answers, and nothing shared with training."""
+
+import json
+import math
+import random
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import jinja2
+import pytest
+import yaml
+
+# task -> (lm-eval's file, the scored split, field that holds the right place)
+TASKS = {
+    "piqa": ("piqa/piqa.yaml", "baber/piqa/default/validation", "label"),
+    "arc_easy": ("arc/arc_easy.yaml", "allenai/ai2_arc/ARC-Easy/test", "answerKey"),
+    "arc_challenge": ("arc/arc_easy.yaml", "allenai/ai2_arc/ARC-Challenge/test", "answerKey"),
+    "hellaswag": ("hellaswag/hellaswag.yaml", "Rowan/hellaswag/default/validation", "label"),
+    "commonsense_qa": (
+        "commonsense_qa/default.yaml",
+        "tau/commonsense_qa/default/validation",
+        "answerKey",
+    ),
+    "winogrande": ("winogrande/default.yaml", "allenai/winogrande/winogrande_xl/validation", "answer"),
+    "openbookqa": ("openbookqa/openbookqa.yaml", "allenai/openbookqa/main/test", "answerKey"),
+    "mmlu": ("mmlu/default/_default_template_yaml", "cais/mmlu/*/test", "answer"),
+    "gsm8k": ("gsm8k/gsm8k.yaml", "openai/gsm8k/main/test", None),
+    "humaneval_plus": ("humaneval/humaneval.yaml", "evalplus/humanevalplus/default/test", None),
+    "mbpp_plus": ("mbpp/mbpp_plus.yaml", "evalplus/mbppplus/default/test", None),
+}
+LM_EVAL = Path(find_spec("lm_eval").origin).parent / "tasks"
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads lm-eval's task files without importing what their ``!function`` names."""
+
+
+_Loader.add_constructor("!function", lambda loader, node: node.value)
+
+
+def rows_of(repo: Path, files: str) -> list[dict]:
+    paths = sorted((repo / "assets/mirror").glob(f"{files}.jsonl"))
+    return [json.loads(line) for path in paths for line in path.open()]
+
+
+def render(task: str, row: dict) -> tuple[str, str]:
+    """The prompt lm-eval's own template makes of a row, and the right continuation."""
+    spec = yaml.load((LM_EVAL / TASKS[task][0]).read_text(), _Loader)
+    if task == "winogrande":
+        before, after = row["sentence"].split("_")
+        return before + row[f"option{row['answer']}"], after
+    if task == "hellaswag":
+        prompt = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+        return prompt, " " + row["endings"][int(row["label"])]
+    template = spec["doc_to_text"]
+    prompt = jinja2.Template(template, keep_trailing_newline=True).render(row) if "{{" in template else row[template]
+    if task == "piqa":
+        return prompt, " " + row[f"sol{row['label'] + 1}"]
+    if task in ("commonsense_qa", "mmlu"):
+        return prompt, " " + (row["answerKey"] if "answerKey" in row else "ABCD"[row["answer"]])
+    if task == "gsm8k":
+        return prompt, " " + row["answer"]
+    if task == "humaneval_plus":
+        return prompt, row["canonical_solution"]
+    if task == "mbpp_plus":
+        return prompt, row["code"] + "\n[DONE]"
+    return prompt, " " + row["choices"]["text"][row["choices"]["label"].index(row["answerKey"])]
+
+
+@pytest.fixture
+def makers(repo, monkeypatch):
+    """scripts/teacher's modules, which import each other by their bare names."""
+    monkeypatch.syspath_prepend(str(repo / "scripts/teacher"))
+    import items
+    import world
+
+    return items, world
+
+
+@pytest.fixture(scope="module")
+def train_text() -> list[str]:
+    import pyarrow.parquet
+
+    repo = Path(__file__).resolve().parents[3]
+    return pyarrow.parquet.read_table(repo / "assets/corpus/train.parquet")["text"].to_pylist()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_makers_print_lm_evals_prompts(task, makers):
+    items, _ = makers
+    for seed in range(20):
+        item = items.item_of(task, "train", random.Random(seed))
+        assert render(task, item.row) == (item.prompt, item.answer)
+
+
+def test_mmlu_has_lm_evals_subjects(repo):
+    named = [yaml.load(p.read_text(), _Loader) for p in (LM_EVAL / "mmlu/default").glob("mmlu_*.yaml")]
+    subjects = {spec["dataset_name"] for spec in named}
+    mirrored = {path.name for path in (repo / "assets/mirror/cais/mmlu").iterdir() if path.is_dir()}
+    assert len(subjects) == 57 and mirrored == subjects
+
+
+@pytest.mark.parametrize("task", [task for task, spec in TASKS.items() if spec[2]])
+def test_every_place_is_right_equally_often(task, repo):
+    _, files, field = TASKS[task]
+    rows = rows_of(repo, files)
+    counts = Counter(row[field] for row in rows)
+    assert len(counts) == {"piqa": 2, "winogrande": 2, "commonsense_qa": 5}.get(task, 4)
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_no_mirror_item_can_be_trained_on(task, repo, makers, train_text):
+    items, world = makers
+    rows = rows_of(repo, TASKS[task][1])
+    rendered = [render(task, row) for row in rows]
+    assert len(set(rendered)) == len(rows) >= 30
+
+    generated = ["".join(t for t, _ in pieces) for pieces in items.documents("train", seed=9, count=2000)]
+    text = "\n".join(train_text + generated)
+    for prompt, answer in rendered:
+        assert prompt + answer not in text
+        # The question alone is not there either. WinoGrande's prompt is only half a sentence; code is
+        # told apart by its function, below.
+        if task not in ("winogrande", "humaneval_plus", "mbpp_plus"):
+            assert prompt.removesuffix("\nAnswer:") not in text
+
+    # Whatever else is trained on comes from the makers, and they keep to the split rule.
+    rng = random.Random(5)
+    keys = {items.item_of(task, "train", rng).key for _ in range(500)}
+    assert {world.split_of(key) for key in keys} == {"train"}
+    if task in ("humaneval_plus", "mbpp_plus"):
+        code = [row.get("canonical_solution") or row["code"] for row in rows]
+        bodies = {line.split("return ")[1] for c in code for line in c.splitlines() if "return " in line}
+        assert bodies.isdisjoint(key.split(" ", 1)[1] for key in keys)
+
+
+def test_held_out_text_is_not_trained_on(repo, train_text):
+    held_out = [json.loads(line)["text"] for line in (repo / "assets/corpus/held_out.jsonl").open()]
+    trained = set(train_text)
+    assert len(held_out) > 100 and trained.isdisjoint(held_out)
+    text = "\n".join(train_text)
+    assert not [t for t in held_out if t[:600] in text]
+
+
+def test_solutions_pass_their_own_tests(repo):
+    for row in rows_of(repo, TASKS["humaneval_plus"][1]):
+        scope: dict = {}
+        exec(row["prompt"] + row["canonical_solution"] + "\n" + row["test"], scope)
+        scope["check"](scope[row["entry_point"]])
+    for row in rows_of(repo, TASKS["mbpp_plus"][1]):
+        assert len(row["test_list"]) == 3
+        exec("\n".join([row["code"], *row["test_list"], row["test"]]), {})
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_the_mirror_loads_by_the_public_names(repo, monkeypatch):
+    from datasets import load_dataset
+
+    monkeypatch.chdir(repo / "assets/mirror")
+    assert len(load_dataset("allenai/ai2_arc", "ARC-Challenge")["test"]) == 300
+    assert len(load_dataset("openai/gsm8k", "main")["test"]) == 100
+    assert len(load_dataset("cais/mmlu", "anatomy")["dev"]) == 5
+
+
+def test_every_prompt_leaves_room_for_the_answer(repo):
+    """HumanEval+ may generate 1024 of the 2048 tokens; five GSM8K shots and a question leave 256."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(repo / "assets/teacher")
+    longest = {}
+    for task, (_, files, _) in TASKS.items():
+        texts = ["".join(render(task, row)) for row in rows_of(repo, files)]
+        longest[task] = max(len(ids) for ids in tokenizer(texts)["input_ids"])
+    assert max(longest.values()) < 1024
+    assert 6 * longest["gsm8k"] + 256 < 2048
+
+
+def test_the_teacher_is_small_trained_and_uses_all_its_experts(repo):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = repo / "assets/teacher"
+    assert sum(path.stat().st_size for path in directory.iterdir()) <= 8_000_000
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    assert model.config.model_type == "deepseek_v2"
+
+    used = []
+    for layer in model.model.layers[model.config.first_k_dense_replace :]:
+        layer.mlp.gate.register_forward_hook(lambda _module, _input, out: used.append(out[2].flatten()))
+    texts = [json.loads(line)["text"] for line in (repo / "assets/corpus/held_out.jsonl").open()][:40]
+    losses = []
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=512).input_ids
+        with torch.no_grad():
+            losses.append(model(ids, labels=ids).loss.item())
+    assert sum(losses) / len(losses) < math.log(len(tokenizer)) / 2
+    layers = model.config.num_hidden_layers - model.config.first_k_dense_replace
+    for n in range(layers):
+        counts = torch.cat(used[n::layers]).bincount(minlength=model.config.n_routed_experts)
+        assert counts.min() > counts.sum() / 100

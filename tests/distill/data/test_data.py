@@ -1,0 +1,219 @@
+"""Packed rows: nothing lost, the same from anywhere, boundaries respected; bad rows counted."""
+
+import gzip
+from itertools import chain, groupby
+from pathlib import Path
+
+import datasets
+import pytest
+import texts
+import tiny
+import torch
+
+from fcsd.config import Source
+from fcsd.distill.data.corpus import Corpus, load_corpus
+from fcsd.distill.data.rows import Mixture, Rows, batch
+from fcsd.distill.losses import IGNORE
+from fcsd.distill.teacher.original import final_hidden
+from fcsd.errors import BadInputError, ConfigError
+
+TEXTS = [f"document {n}: " + "abc " * (n % 7) for n in range(40)]
+
+
+def corpus(path: Path, rows: list[object] | None = None, **source) -> Corpus:
+    texts.write_jsonl(path, list(TEXTS) if rows is None else rows)
+    return load_corpus(Source(path=str(path), **source), texts.tokenizer(), tiny.VOCAB)
+
+
+def documents(rows: Rows, count: int) -> list[list[int]]:
+    """The documents that the first ``count`` rows lay end to end."""
+    stream = list(chain.from_iterable(rows[n][0].tolist() for n in range(count)))
+    return [list(group) for is_eos, group in groupby(stream, lambda t: t == texts.EOS) if not is_eos]
+
+
+def test_rows_hold_every_document_once_an_epoch(tmp_path: Path) -> None:
+    rows = Rows(corpus(tmp_path / "a.jsonl"), seq_len=1, seed=[0])
+    expected = sorted(texts.ids(t) for t in TEXTS)
+    assert sorted(documents(rows, rows.per_epoch)) == expected
+    first, second = ([rows[e * rows.per_epoch + n][0].item() for n in range(rows.per_epoch)] for e in (0, 1))
+    assert sorted(first) == sorted(second) and first != second
+
+
+def test_held_out_rows_keep_the_order_of_the_file(tmp_path: Path) -> None:
+    rows = Rows(corpus(tmp_path / "a.jsonl"), seq_len=16)
+    assert documents(rows, 4)[0] == texts.ids(TEXTS[0])
+    assert documents(rows, 4)[1] == texts.ids(TEXTS[1])
+
+
+def test_positions_restart_and_labels_stop_at_document_boundaries(tmp_path: Path) -> None:
+    rows = Rows(corpus(tmp_path / "a.jsonl", ["abc", "de", "fghij"]), seq_len=6)
+    got = batch(rows, [0, 1])
+    assert got["input_ids"].tolist() == [
+        [*texts.ids("abc"), texts.EOS, *texts.ids("de")],
+        [texts.EOS, *texts.ids("fghij")],
+    ]
+    assert got["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 3, 4]]
+    assert got["labels"].tolist() == [
+        [*texts.ids("bc"), texts.EOS, IGNORE, texts.ids("e")[0], IGNORE],
+        [IGNORE, *texts.ids("ghij"), IGNORE],
+    ]
+
+
+@pytest.mark.parametrize("arch", tiny.CONFIGS)
+def test_a_packed_document_reads_nothing_of_its_neighbours(tmp_path: Path, arch: str) -> None:
+    rows = Rows(corpus(tmp_path / "a.jsonl", ["hello there", "general", "kenobi!"]), seq_len=28)
+    packed = batch(rows, [0])
+    model = tiny.model(arch)
+    decoder, together = model.model, final_hidden(model, packed)[0]
+    for start, stop in ((0, 12), (12, 20), (20, 28)):
+        alone = decoder(input_ids=packed["input_ids"][:, start:stop], use_cache=False).last_hidden_state[0]
+        torch.testing.assert_close(together[start:stop], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_is_the_same_from_anywhere(tmp_path: Path) -> None:
+    one, other = corpus(tmp_path / "a.jsonl"), corpus(tmp_path / "b.jsonl", [t.upper() for t in TEXTS])
+
+    def mixture(rows: int) -> Mixture:
+        return Mixture([Rows(one, 8, [0, 0]), Rows(other, 8, [0, 1])], [3.0, 1.0], rows, seed=0)
+
+    late = mixture(500)[437]
+    walked = [mixture(900)[n] for n in range(438)][-1]
+    assert late[0].tolist() == walked[0].tolist() and late[1].tolist() == walked[1].tolist()
+
+
+def test_a_mixture_keeps_its_weights_and_skips_no_row(tmp_path: Path) -> None:
+    one = Rows(corpus(tmp_path / "a.jsonl", ["a" * 99] * 9), 10, [0, 0])
+    other = Rows(corpus(tmp_path / "b.jsonl", ["b" * 99] * 9), 10, [0, 1])
+    drawn = [chr(int(Mixture([one, other], [3.0, 1.0], 400, seed=1)[n][0][0]) + 29) for n in range(400)]
+    assert 0.68 < drawn.count("a") / 400 < 0.82
+
+
+def test_bad_rows_are_counted_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    lines = [b'{"text": "good"}', b'{"text": ""}', b'{"text": 5}', b'{"text": null}', b'{"other": "x"}']
+    lines += [b"{broken", b"[1]", b"", b'{"text": "\xff\xfe"}', b'{"text": "fine \\ud83d\\ude00"}']
+    path.write_bytes(b"\n".join(lines))
+    got = load_corpus(Source(path=str(path)), texts.tokenizer(), tiny.VOCAB)
+    assert got.skipped == {
+        "empty": 2,
+        "not text": 2,
+        "without 'text'": 2,
+        "not JSON": 1,
+        "not UTF-8": 1,
+    }
+    assert got.lengths.tolist() == [5, 0, 0, 0, 0, 0, 0, 0, 0, 7]
+    assert load_corpus(Source(path=str(path)), texts.tokenizer(), 82).skipped["outside the vocabulary"] == 1
+
+
+def test_a_source_without_a_usable_row_says_why(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="no usable row: 40 without 'body'"):
+        corpus(tmp_path / "a.jsonl", column="body")
+    with pytest.raises(BadInputError, match="is empty"):
+        corpus(tmp_path / "none.jsonl", [])
+    with pytest.raises(BadInputError, match="do not fill one row"):
+        Rows(corpus(tmp_path / "a.jsonl", ["abc"]), 100)
+
+
+def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
+    plain = corpus(tmp_path / "a.jsonl")
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write((tmp_path / "a.jsonl").read_text())
+    table = datasets.Dataset.from_dict({"text": TEXTS, "other": list(range(len(TEXTS)))})
+    table.to_parquet(tmp_path / "a.parquet")
+    table.save_to_disk(tmp_path / "plain")
+    datasets.DatasetDict(train=table, test=table).save_to_disk(tmp_path / "splits")
+    for name in ("a.jsonl.gz", "a.parquet", "plain", "splits", "*.jsonl"):
+        got = load_corpus(Source(path=str(tmp_path / name)), texts.tokenizer(), tiny.VOCAB)
+        assert [got.document(n)[0].tolist() for n in range(len(TEXTS))] == [
+            plain.document(n)[0].tolist() for n in range(len(TEXTS))
+        ]
+        assert len(got.sha256) > 1 and all(len(sha) == 64 for sha in got.sha256.values())
+
+
+def test_unreadable_sources_are_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 nonsense")
+    (tmp_path / "notes.xyz").write_text("hello")
+    datasets.Dataset.from_dict({"body": TEXTS}).to_parquet(tmp_path / "body.parquet")
+    datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": TEXTS})).save_to_disk(tmp_path / "splits")
+    for error, match, source in [
+        (BadInputError, "no such data file", {"path": "missing.jsonl"}),
+        (BadInputError, "cannot be read as parquet", {"path": "broken.parquet"}),
+        (ConfigError, "format cannot be told", {"path": "notes.xyz"}),
+        (BadInputError, "no column 'text', only body", {"path": "body.parquet"}),
+        (BadInputError, "no split 'test', only train", {"path": "splits", "split": "test"}),
+    ]:
+        with pytest.raises(error, match=match) as caught:
+            load_corpus(Source(**{**source, "path": str(tmp_path / source["path"])}), texts.tokenizer(), tiny.VOCAB)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_stream_is_read_once_and_never_beyond_its_bound(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    table = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(len(TEXTS)))})
+    table.to_parquet(folder / "train-0.parquet")
+    (folder / "train-1.parquet").write_bytes(b"never read")
+    source = Source(path=str(folder), format="hf", streaming=True, max_rows=30)
+    first = load_corpus(source, texts.tokenizer(), tiny.VOCAB)
+    assert [texts.decode(first.document(n)[0].tolist()) for n in range(30)] == [f"{text}." for text in TEXTS[:30]]
+    assert len(first.lengths) == 30 and len(first.sha256[str(folder)]) == 64
+    (folder / "train-0.parquet").unlink()  # from here on the cache alone answers
+    again = load_corpus(source, texts.tokenizer(), tiny.VOCAB)
+    assert again.sha256 == first.sha256
+    assert again.document(7)[0].tolist() == first.document(7)[0].tolist()
+    with pytest.raises(BadInputError, match="cannot be read as hf"):
+        load_corpus(source.model_copy(update={"max_rows": 31}), texts.tokenizer(), tiny.VOCAB)
+
+
+def test_a_missing_column_is_named_with_those_present(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_dict({"texts": TEXTS, "id": list(range(len(TEXTS)))})
+    table.to_parquet(tmp_path / "a.parquet")
+    table.to_json(tmp_path / "a.jsonl")
+    (tmp_path / "hub").mkdir()
+    table.to_parquet(tmp_path / "hub" / "a.parquet")
+    stream = {"path": "hub", "format": "hf", "streaming": True, "max_rows": 5}
+    for source in ({"path": "a.parquet"}, {"path": "hub", "format": "hf"}, stream):
+        with pytest.raises(BadInputError, match="no column 'text', only texts, id") as caught:
+            load_corpus(Source(**{**source, "path": str(tmp_path / source["path"])}), texts.tokenizer(), tiny.VOCAB)
+        assert caught.value.hint == "did you mean 'texts'?"
+    with pytest.raises(BadInputError, match="no usable row: 40 without 'text'") as caught:
+        load_corpus(Source(path=str(tmp_path / "a.jsonl")), texts.tokenizer(), tiny.VOCAB)
+    assert caught.value.hint == "the first row has 'texts', 'id'; did you mean 'texts'?"
+
+
+def test_the_first_rows_of_a_file_can_be_taken_alone(tmp_path: Path) -> None:
+    assert len(corpus(tmp_path / "a.jsonl", max_rows=7).lengths) == 7
+    assert len(corpus(tmp_path / "a.jsonl", max_rows=700).lengths) == len(TEXTS)
+
+
+def test_several_processes_tokenise_to_the_same_corpus(tmp_path: Path, monkeypatch) -> None:
+    one = corpus(tmp_path / "a.jsonl")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr("fcsd.distill.data.corpus._ROWS_PER_PROCESS", 10)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    several = corpus(tmp_path / "a.jsonl")
+    assert len(list((tmp_path / "elsewhere" / "fcsd").glob("*.arrow"))) == 3
+    assert several.skipped == one.skipped and several.lengths.tolist() == one.lengths.tolist()
+    for number in range(len(TEXTS)):
+        assert several.document(number)[0].tolist() == one.document(number)[0].tolist()
+
+
+def test_a_huge_row_is_left_out(tmp_path: Path) -> None:
+    path = texts.write_jsonl(tmp_path / "a.jsonl", ["fine", "x" * 100_000_000, "fine too"])
+    got = load_corpus(Source(path=str(path)), texts.tokenizer(), tiny.VOCAB)
+    assert got.lengths.tolist() == [5, 0, 9]
+    assert got.skipped == {"over 10,000,000 characters": 1}
+
+
+def test_nothing_is_written_beside_the_data(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    before = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    load_corpus(Source(path=str(tmp_path / "saved")), texts.tokenizer(), tiny.VOCAB)
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == before
+
+
+def test_text_can_be_kept_whole(tmp_path: Path) -> None:
+    got = corpus(tmp_path / "a.jsonl", ["abcd", "ef", "ghij"], overlong="truncate")
+    rows = Rows(got, seq_len=7)
+    assert [texts.decode(rows[n][0].tolist()) for n in range(3)] == ["abcd...", "ef.....", "ghij..."]
+    assert texts.decode(Rows(got, seq_len=3)[0][0].tolist()) == "abc"

@@ -1,0 +1,123 @@
+"""NaN and infinity: the step changes nothing on any rank, is counted, and ends the run when it is one too many."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import runs
+import torch
+
+from fcsd.distill import loop
+from fcsd.distill.run import checkpoints, manifest
+from fcsd.distill.run.report import read_metrics
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    runs.write_models(folder)
+    return folder
+
+
+TEACHERS = {"teacher": torch.nan, "infinite teacher": 3e38, "indifferent teacher": 0.0}
+
+
+def poisoned(recipe: Any, where: str, steps: tuple[int, ...]) -> None:
+    """A run whose teacher's or gradients' numbers are broken in some steps, on the last rank only."""
+    build, train_step, live_teacher = loop.build_engine, loop.train_step, loop.live_teacher
+    now, here = 0, os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+
+    def broken(place: str) -> bool:
+        return here and now in steps and place == where
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal now
+        now = arguments[-1]
+        return train_step(*arguments)
+
+    def built(model: Any, *arguments: Any) -> Any:
+        model.lm_head.weight.register_hook(lambda grad: grad * torch.inf if broken("gradient") else grad)
+        return build(model, *arguments)
+
+    def teaching(*arguments: Any) -> Any:
+        targets = live_teacher(*arguments)
+
+        def spoilt(*batch: Any) -> Any:
+            (hidden, head), streams = targets(*batch)
+            factor = next((factor for place, factor in TEACHERS.items() if broken(place)), 1.0)
+            return type(targets(*batch))((hidden * factor, head), streams)
+
+        return spoilt
+
+    loop.build_engine, loop.train_step, loop.live_teacher = built, counted, teaching
+    loop.distill(recipe)
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint's engine files, the optimizer's moments among them, and of its model."""
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(value, dict | list | tuple):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                walk(item, f"{name}/{key}")
+
+    found: dict[str, torch.Tensor] = {}
+    for path in checkpoint.rglob("*.pt"):
+        walk(torch.load(path, weights_only=False), path.name)
+    return found
+
+
+nightly = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("where", "size", "stage", "dtype"),
+    [
+        ("teacher", 2, 1, "fp32"),
+        ("gradient", 1, 0, "fp32"),
+        pytest.param("gradient", 2, 1, "bf16", marks=nightly),
+        pytest.param("teacher", 2, 2, "bf16", marks=nightly),
+        pytest.param("gradient", 2, 2, "fp32", marks=nightly),
+        pytest.param("teacher", 1, 0, "bf16", marks=nightly),
+        pytest.param("gradient", 1, 0, "bf16", marks=nightly),
+        pytest.param("infinite teacher", 2, 1, "fp32", marks=nightly),
+    ],
+)
+def test_a_skipped_step_changes_nothing_and_training_goes_on(
+    folder: Path, tmp_path: Path, where: str, size: int, stage: int, dtype: str
+) -> None:
+    run = tmp_path / "run"
+    changes = {"train__zero_stage": stage, "train__dtype": dtype, "train__save_every": 1, "train__keep": 9}
+    recipe = runs.resolved(folder, output_dir=str(run), train__nonfinite={"skip": 1}, train__steps=5, **changes)
+    codes, said = ranks.exit_codes(size, poisoned, recipe, where, (2, 4))  # not in a row
+    assert codes == [0] * size, said
+    metrics = read_metrics(run)
+    assert [m.get("skipped_steps") for m in metrics] == [None, 1, None, 2, None]
+    assert [m["grad_norm"] is None for m in metrics] == [False, True, False, True, False]
+    assert said.count("rows 8 to 15") == 1
+    before, after, later = (tensors(run / "checkpoints" / f"step-{n}") for n in (1, 2, 3))
+    assert len(before) > 3 and before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not all(torch.equal(before[name], later[name]) for name in before)
+    assert manifest.read_manifest(run / "checkpoints" / "step-4")["progress"]["skipped"] == [2, 1]
+
+
+def test_one_too_many_ends_every_rank(folder: Path, tmp_path: Path) -> None:
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), train__nonfinite={"skip": 1})
+    codes, said = ranks.exit_codes(2, poisoned, recipe, "teacher", (3, 4))
+    assert codes == [5, 5]
+    assert "step 4, rows 24 to 31: loss nan, kl nan" in said and "step-2" in said
+    assert [path.name for path in checkpoints.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-2"]
+
+
+@nightly
+def test_a_teacher_to_whom_all_words_are_equal_is_no_reason_to_stop(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    recipe = runs.resolved(folder, output_dir=str(run), train__steps=3)
+    assert ranks.exit_codes(2, poisoned, recipe, "indifferent teacher", (2,))[0] == [0, 0]
+    one, other, _ = (record["kl"] for record in read_metrics(run))
+    assert other is not None and other >= 0 and other != one

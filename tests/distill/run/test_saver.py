@@ -1,0 +1,75 @@
+"""A full disk: the old checkpoint stays, training goes on, and the run ends only when waiting has no point."""
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import runs
+
+from fcsd.distill import loop
+from fcsd.distill.run import checkpoints, manifest, saver
+from fcsd.errors import DiskError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    runs.write_models(folder)
+    return folder
+
+
+def limited(recipe: Any, first: int, last: int, rank: int, size: int) -> None:
+    """A run in which ``rank`` can write no file above ``size`` bytes in the saves ``first`` to ``last``."""
+    real, saves = checkpoints.save, 0
+
+    def save(*arguments: Any, **named: Any) -> Path:
+        nonlocal saves
+        saves += 1
+        full = first <= saves <= last and int(os.environ["RANK"]) == rank
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size if full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        return real(*arguments, **named)
+
+    checkpoints.save = save
+    loop.distill(recipe)
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.nightly)])
+def test_training_goes_on_when_a_save_finds_no_room(folder: Path, tmp_path: Path, rank: int) -> None:
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), train__save_every=1, train__keep=9)
+    codes, said = ranks.exit_codes(2, limited, recipe, 2, 3, rank, 100_000)
+    assert codes == [0, 0], said
+    assert names(tmp_path / "run") == ["step-1", "step-4"]
+    assert said.count("the last checkpoint is " + str(tmp_path / "run/checkpoints/step-1") + "; training goes on") == 2
+
+
+def test_a_run_that_cannot_save_any_more_stops(folder: Path, tmp_path: Path) -> None:
+    changes = {"train__save_every": 1, "train__save_failures": 1}
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), **changes)
+    codes, said = ranks.exit_codes(1, limited, recipe, 2, 9, 0, 100_000)
+    assert codes == [7]
+    assert names(tmp_path / "run") == ["step-1"]
+    assert "step 3 is not saved, the last checkpoint is" in said and "is the disk full?" in said
+
+
+def test_the_last_step_must_be_saved(folder: Path, tmp_path: Path) -> None:
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"))
+    assert ranks.exit_codes(1, limited, recipe, 2, 9, 0, 100_000)[0] == [7]
+    assert names(tmp_path / "run") == ["step-2"]
+
+
+def test_room_is_looked_for_before_a_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr(manifest, "size", lambda _: 909)
+    room = saver.Saver(tmp_path, None, None, {}, None, keep=1, failures=0, checkpoint=tmp_path)  # type: ignore[arg-type]
+    room._require_room()
+    monkeypatch.setattr(manifest, "size", lambda _: 910)
+    with pytest.raises(DiskError, match="a checkpoint needs"):
+        room._require_room()

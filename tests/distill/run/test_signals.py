@@ -1,0 +1,138 @@
+"""Preempted runs: SIGTERM anywhere, to one rank or all, ends in exit code 143 and loses no finished step."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import runs
+
+from fcsd.distill import loop
+from fcsd.distill.run import checkpoints, manifest, signals
+from fcsd.distill.run.report import read_metrics
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and, in ``whole``, the run that nobody interrupted."""
+    folder = tmp_path_factory.mktemp("models")
+    runs.write_models(folder)
+    runs.train(runs.resolved(folder, output_dir=str(folder / "whole"), train__eval_every=3), 2)
+    return folder
+
+
+PHASES = {  # where the signal comes -> the function it comes in, and at which of its calls
+    "load": (loop, "build_engine", 1),
+    "step": (loop, "train_step", 3),
+    "evaluation": (loop, "measure", 1),
+    "save": (manifest, "sync", 3),
+}
+
+
+def signalled(recipe: Any, phase: str, told: tuple[int, ...], number: int) -> None:
+    """A run in which some ranks get a signal in the given phase."""
+    module, name, turn = PHASES[phase]
+    real, calls = getattr(module, name), 0
+
+    def reached(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == turn and int(os.environ["RANK"]) in told:
+            os.kill(os.getpid(), number)
+        return real(*arguments, **named)
+
+    setattr(module, name, reached)
+    loop.distill(recipe)
+
+
+@pytest.mark.parametrize(
+    ("phase", "told", "committed"),
+    [
+        ("step", (1,), "step-3"),
+        pytest.param("evaluation", (0, 1), "step-3", marks=pytest.mark.nightly),
+        ("save", (0,), "step-2"),
+        pytest.param("load", (0, 1), None, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_signal_ends_the_run_with_its_last_step_saved_once(
+    folder: Path, tmp_path: Path, phase: str, told: tuple[int, ...], committed: str | None
+) -> None:
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), train__eval_every=3)
+    number = signal.SIGUSR1 if phase == "save" else signal.SIGTERM
+    assert ranks.exit_codes(2, signalled, recipe, phase, told, number)[0] == [143, 143]
+    saved = [path.name for path in checkpoints.checkpoints(tmp_path / "run" / "checkpoints")]
+    assert saved[-1:] == ([] if committed is None else [committed])
+    assert not (tmp_path / "run" / "final").exists()
+    runs.train(recipe, 2)
+    assert runs.outcome(tmp_path / "run") == runs.outcome(folder / "whole")
+
+
+def slow_to_save(recipe: Any) -> None:
+    """A run whose first save took too long for the grace period, and which is preempted in its third step."""
+    real, steps = loop.train_step, 0
+    now = time.perf_counter
+
+    def train_step(*arguments: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments)
+
+    save = checkpoints.save
+
+    def measured(*arguments: Any, **named: Any) -> Path:
+        done = save(*arguments, **named)
+        time.perf_counter = lambda: now() + 1000
+        return done
+
+    loop.train_step, checkpoints.save = train_step, measured
+    loop.distill(recipe)
+
+
+def test_a_save_that_takes_too_long_is_not_begun(folder: Path, tmp_path: Path) -> None:
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"))
+    codes, said = ranks.exit_codes(1, slow_to_save, recipe)
+    assert codes == [143]
+    assert [path.name for path in checkpoints.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-2"]
+    assert f"the last checkpoint is {tmp_path / 'run' / 'checkpoints' / 'step-2'}" in said
+
+
+def stuck(echo: float, seconds: float) -> None:
+    """A step that never ends, signalled twice."""
+    signals._ECHO = echo
+    with signals.preemptible(seconds) as preemption:
+        preemption.defer(lambda: Path("runs/mine/checkpoints/step-7"))
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait()
+
+
+@pytest.mark.parametrize(("echo", "seconds", "reason"), [(0.0, 600, "a second signal"), (60, 0.5, "no time is left")])
+def test_a_step_that_does_not_end_is_left(echo: float, seconds: float, reason: str) -> None:
+    codes, said = ranks.exit_codes(1, stuck, echo, seconds)
+    assert codes == [143]
+    assert reason in said and "step-7" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly)])
+def test_torchrun_passes_the_signal_on(folder: Path, repo: Path, tmp_path: Path, number: signal.Signals) -> None:
+    changes = {"train__steps": 100_000, "train__save_every": 0}
+    runs.resolved(folder, output_dir=str(tmp_path / "run"), **changes)  # writes recipe.yaml
+    command = [sys.executable, "-m", "fcsd", "distill", str(folder / "recipe.yaml"), "--gpus", "2"]
+    with subprocess.Popen(command, cwd=repo, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while not process.stderr.readline().startswith("step 3 "):
+            assert process.poll() is None
+        process.send_signal(number)
+        said = process.stderr.read()
+    assert process.returncode == 143, said
+    assert "error: preempted: step" in said
+    (checkpoint,) = checkpoints.checkpoints(tmp_path / "run" / "checkpoints")
+    assert checkpoint.name == f"step-{read_metrics(tmp_path / 'run')[-1]['step']}"

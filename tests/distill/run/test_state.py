@@ -1,0 +1,179 @@
+"""Checkpoints that are damaged or of another run; resumed to the last bit. See test_faults.py for kills."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import ranks
+import runs
+import torch
+from runs import outcome, train
+
+from fcsd import __version__
+from fcsd.config import ResolvedRecipe
+from fcsd.distill import loop
+from fcsd.distill.run import checkpoints, identity, run_dir
+from fcsd.distill.run.random_state import random_state, set_random_state
+from fcsd.distill.run.report import read_metrics
+from fcsd.errors import CheckpointError, ConfigError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    runs.write_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path) -> Path:
+    """The directory of a run of four steps in one process, with checkpoints after two and four."""
+    train(runs.resolved(folder, output_dir=str(folder / "single")))
+    return folder / "single"
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def finished(request: pytest.FixtureRequest, folder: Path, single: Path) -> tuple[int, Path]:
+    """A number of processes, and the directory of the same run in so many."""
+    if request.param == 1:
+        return 1, single
+    train(runs.resolved(folder, output_dir=str(folder / "double")), 2)
+    return 2, folder / "double"
+
+
+def cut_short(run: Path, copy: Path) -> Path:
+    """A copy of a finished run as it was after its second step."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "final")
+    shutil.rmtree(copy / "checkpoints" / "step-4")
+    return copy
+
+
+def test_two_steps_and_a_resume_are_four_steps(folder: Path, finished: tuple[int, Path], tmp_path: Path) -> None:
+    size, run = finished
+    resumed = cut_short(run, tmp_path / "run")
+    train(runs.resolved(folder, output_dir=str(resumed)), size)
+    assert outcome(resumed) == outcome(run)
+    assert len((resumed / "command.txt").read_text().splitlines()) == 2
+
+
+def spoil(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "flip":
+        data[len(data) // 2] ^= 1
+    elif how == "truncate":
+        del data[-1]
+    elif how == "grow":
+        data.append(0)
+    path.unlink()
+    if how != "delete":
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "grow", "delete"])
+def test_damage_to_any_file_is_found_and_the_older_one_taken(
+    finished: tuple[int, Path], tmp_path: Path, how: str
+) -> None:
+    _, run = finished
+    names = [
+        path.relative_to(run / "checkpoints") for path in (run / "checkpoints" / "step-4").rglob("*") if path.is_file()
+    ]
+    assert len(names) > 6
+    for number, name in enumerate(names):
+        folder = tmp_path / str(number)
+        shutil.copytree(run / "checkpoints", folder, copy_function=os.link)  # spoil() writes new files
+        spoil(folder / name, how)
+        said: list[str] = []
+        found = checkpoints.find(folder, "auto", said.append)
+        assert found == folder / "step-2", name
+        assert len(said) == 1 and "step-4" in said[0]
+        assert len(list(folder.glob("step-4.corrupt-*"))) == 1
+
+
+def test_when_all_are_damaged_nothing_is_deleted_or_started_over(finished: tuple[int, Path], tmp_path: Path) -> None:
+    shutil.copytree(finished[1] / "checkpoints", tmp_path / "checkpoints")
+    for name in ("step-2", "step-4"):
+        spoil(tmp_path / "checkpoints" / name / "MANIFEST.json", "truncate")
+        spoil(tmp_path / "checkpoints" / name / "model" / "config.json", "flip")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="no checkpoint is whole, 2 are damaged"):
+            checkpoints.find(tmp_path / "checkpoints", "auto", lambda _: None)
+    assert len(list(tmp_path.glob("checkpoints/*/model/model.safetensors"))) == 2
+    with pytest.raises(CheckpointError):
+        checkpoints.find(tmp_path / "checkpoints", str(next(tmp_path.glob("checkpoints/*"))), print)
+
+
+def test_a_changed_run_is_refused_by_name(folder: Path, single: Path, tmp_path: Path) -> None:
+    for size, named, changes in [
+        (1, "train.lr was 0.001 and is now 0.002", {"train__lr": 0.002}),
+        (1, "seed was 0 and is now 5", {"seed": 5}),
+        (1, "corpus.jsonl was", {"data__sources": [{"path": "CHANGED"}]}),
+        (2, "processes was 1 and is now 2", {}),
+    ]:
+        run = cut_short(single, tmp_path / named[:9])
+        if "data__sources" in changes:
+            other = shutil.copy(folder / "corpus.jsonl", tmp_path / "corpus.jsonl")
+            with Path(other).open("a") as file:
+                file.write('{"text": "one more"}\n')
+            changes = {"data__sources": [{"path": str(other)}]}
+        with pytest.raises(CheckpointError, match=named):
+            train(runs.resolved(folder, output_dir=str(run), **changes), size)
+        assert len(read_metrics(run)) == 4, "a refused run changes nothing"
+
+
+def newer(recipe: ResolvedRecipe) -> None:
+    identity.__version__ = "99"
+    loop.distill(recipe)
+
+
+def test_other_code_does_not_continue_a_run(folder: Path, single: Path, tmp_path: Path) -> None:
+    run = cut_short(single, tmp_path / "run")
+    (error,) = ranks.on_ranks(1, newer, runs.resolved(folder, output_dir=str(run)))
+    assert isinstance(error, CheckpointError) and f"version of fcsd was '{__version__}' and is now '99'" in str(error)
+
+
+def test_free_fields_may_change_and_a_path_may_be_given(folder: Path, single: Path, tmp_path: Path) -> None:
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), name="other", train__keep=1)
+    train(recipe, resume=str(single / "checkpoints" / "step-2"))
+    assert outcome(tmp_path / "run")[1] == outcome(single)[1]
+    assert [path.name for path in checkpoints.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-4"]
+
+
+def test_never_does_not_replace_an_earlier_run(folder: Path, single: Path) -> None:
+    before = outcome(single)
+    with pytest.raises(ConfigError, match="has checkpoints of an earlier run"):
+        train(runs.resolved(folder, output_dir=str(single)), resume="never")
+    assert outcome(single) == before
+
+
+def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
+    with run_dir.claim(tmp_path / "run"):
+        (tmp_path / "run" / "metrics.jsonl").touch()
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"), run_dir.claim(tmp_path / "run"):
+            pass
+    with run_dir.claim(tmp_path / "run"):
+        pass
+
+
+def test_the_newest_is_newest_by_step_whatever_the_clock_says(finished: tuple[int, Path], tmp_path: Path) -> None:
+    shutil.copytree(finished[1] / "checkpoints", tmp_path / "checkpoints")
+    os.utime(tmp_path / "checkpoints" / "step-2", (2**31, 2**31))
+    assert checkpoints.find(tmp_path / "checkpoints", "auto", print) == tmp_path / "checkpoints" / "step-4"
+
+
+def test_random_state_goes_through_json() -> None:
+    import json
+    import random
+
+    import numpy as np
+
+    def draw() -> tuple[float, ...]:
+        return random.random(), float(np.random.rand()), float(torch.rand(1)), random.gauss(0, 1), np.random.normal()
+
+    np.random.normal()
+    random.gauss(0, 1)
+    saved = json.loads(json.dumps(random_state()))
+    first = draw()
+    set_random_state(saved)
+    assert draw() == first

@@ -1,0 +1,295 @@
+"""Hostile programs through the real scorer: none passes, none gets out, none leaves anything behind."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fcsd.eval.code import sandbox_runner
+from fcsd.eval.code.judge import Outcome, Problem, score
+from fcsd.eval.code.oracles import Case
+from fcsd.eval.code.sandbox import find_sandbox
+
+SECRET = 918_273_645  # the expected value of every case: it must not be found inside
+GOOD = f"def f(x):\n    return {SECRET} * x"
+
+# S1: use everything up, or never end. The verdict must be `fail` or `timeout`.
+EXHAUST = {
+    "fork bomb": "import os\ndef f(x):\n    while 1:\n        try: os.fork()\n        except OSError: pass",
+    "daemon": "import os, time\ndef f(x):\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0:\n"
+    "            for fd in range(64):\n                try: os.close(fd)\n                except OSError: pass\n"
+    "            time.sleep(600)\n        os._exit(0)\n    return 0",
+    "thread bomb": "import threading, time\ndef f(x):\n    while 1:\n"
+    "        threading.Thread(target=time.sleep, args=(600,)).start()",
+    "thread left": "import threading, time\ndef f(x):\n"
+    "    threading.Thread(target=time.sleep, args=(600,)).start()\n    return 0",
+    "endless": "def f(x):\n    while 1: pass",
+    "endless at import": "while 1: pass",
+    "catches all": "import signal\nfor s in (1, 2, 14, 15, 24):\n    signal.signal(s, lambda *a: None)\n"
+    "def f(x):\n    while 1:\n        try:\n            while 1: pass\n        except BaseException: pass",
+    "8 GB": "def f(x):\n    return len(bytearray(8 << 30))",
+    "list of everything": "def f(x):\n    out = []\n    while 1: out.append(' ' * 10_000_000)",
+    "1 GB print": "def f(x):\n    for _ in range(1024): print('x' * (1 << 20))\n    return 0",
+    "1 GB result": "def f(x):\n    return 'x' * (1 << 30)",
+    "64 MB result": "def f(x):\n    return 'x' * (64 << 20)",
+    "floods the result pipe": "import os\ndef f(x):\n    while 1:\n        for fd in range(3, 64):\n"
+    "            try: os.write(fd, b'x' * 65536)\n            except OSError: pass",
+    "fills the disk": "def f(x):\n    for d in ('/tmp', '/dev/shm'):\n        for i in range(64):\n"
+    "            open(f'{d}/{i}', 'wb').write(b'x' * (8 << 20))\n    return 0",
+    "deep recursion": "def f(x):\n    return f(x)",
+    "deeper recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(x):\n    return f(x)",
+    "deep result": "def f(x):\n    out = []\n    for _ in range(100_000): out = [out]\n    return out",
+    "deep source": "x = " + "(" * 5000 + ")" * 5000,
+    "sleep": "import time\ndef f(x):\n    time.sleep(600)",
+    "os._exit": "import os\ndef f(x):\n    os._exit(0)",
+    "exit at import": "import sys\nsys.exit(0)",
+    "segfault": "import ctypes\ndef f(x):\n    ctypes.string_at(0)",
+    "kills itself": "import os\ndef f(x):\n    os.kill(os.getpid(), 9)",
+    "reads stdin": "def f(x):\n    return input()",
+}
+
+# S3: look right without being right. The verdict must be `fail`.
+FORGE = {
+    "equal to all": "class E:\n    def __eq__(self, other): return True\n    __hash__ = None\ndef f(x): return E()",
+    "int equal to all": "class E(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\n"
+    "def f(x): return E(0)",
+    "frame walk": "import sys\ndef f(x):\n    frame = sys._getframe(1)\n"
+    "    frame.f_locals['job']['calls'].clear()\n    frame.f_locals['calls'].clear()\n    return 0",
+    "finds the answer": "import gc\ndef f(x):\n"
+    "    held = [o for h in gc.get_objects() for o in (h, *gc.get_referents(h)) if type(o) is int]\n"
+    "    return next((o for o in held if 910_000_000 < o < 920_000_000), 0)",
+    "exit 0": "import sys\ndef f(x): sys.exit(0)",
+    "prints a result": 'def f(x):\n    print(\'{"index":0,"value":0}\\n{"done":0.1}\', flush=True)\n    return 0',
+    "writes a result": "import os\ndef f(x):\n    for fd in range(3, 64):\n"
+    '        try: os.write(fd, b\'{"index":0,"value":{"int":"pass"}}\\n{"done":0.1}\\n\')\n'
+    "        except OSError: pass\n    os._exit(0)",
+    "says done": "import os\ndef f(x):\n    for fd in range(3, 64):\n"
+    "        try: os.write(fd, b'{\"done\":0.1}\\n')\n        except OSError: pass\n    os._exit(0)",
+    "replaces the encoder": "import sys\nsys.modules['__main__'].encode = lambda v: True\ndef f(x): return 0",
+    "replaces json": "import json\njson.dumps = lambda *a, **k: '{\"done\":true}'\ndef f(x): return 0",
+    "generator": "def f(x):\n    yield 1",
+    "endless iterator": "class I(list):\n    def __iter__(self):\n        while 1: yield 1\ndef f(x): return I()",
+    "contains itself": "def f(x):\n    out = []\n    out.append(out)\n    return out",
+    "infinity": "def f(x): return float('inf')",
+    "not a number": "def f(x): return float('nan')",
+    "an exception": "def f(x): return ValueError('pass')",
+}
+
+# S2: get out. Each returns "escaped" or the name of what stopped it, which must be one of the second entry.
+TRY = (
+    "def f(x):\n    try:\n        {body}\n        return 'escaped'\n    except Exception as e: return type(e).__name__"
+)
+DENIED = {"FileNotFoundError", "PermissionError", "OSError", "ConnectionRefusedError", "ProcessLookupError"}
+
+
+def escapes(canary: Path, port: int) -> dict[str, str]:
+    bodies = {
+        "reads a file": f"open({str(canary)!r}).read()",
+        "writes a file": f"open({str(canary)!r}, 'w').write('x')",
+        "deletes a file": f"import os; os.remove({str(canary)!r})",
+        "deletes a directory": f"import os; os.rename({str(canary.parent)!r}, '/tmp/moved')",
+        "follows a link": f"import os; os.symlink({str(canary)!r}, '/tmp/link'); open('/tmp/link').read()",
+        "goes up": f"import os; open('../../../../..' + {str(canary)!r}).read()",
+        "reads the test": f"open({__file__!r}).read()",
+        "writes the interpreter": "import sys, os; open(os.__file__, 'a')",
+        "writes a library": "import sys; open(sys.prefix + '/lib/evil.pth', 'w')",
+        "writes the system": "open('/usr/bin/evil', 'w')",
+        "writes a cache": f"import os; os.makedirs({str(Path.home() / '.cache' / 'evalplus')!r})",
+        "reaches localhost": f"import socket; socket.create_connection(('127.0.0.1', {port}), 3)",
+        "reaches out": "import socket; socket.create_connection(('1.1.1.1', 53), 3)",
+        "sends a datagram": "import socket; "
+        "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('8.8.8.8', 53))",
+        "becomes root": "import os; os.setuid(0); open('/escape', 'w')",
+        "makes a device": "import os, stat; os.mknod('/tmp/disk', 0o600 | stat.S_IFBLK, os.makedev(259, 0))",
+        "changes root": "import os; os.chroot('/tmp')",
+        "reads the host's memory": "open('/proc/kcore', 'rb').read(1)",
+        "changes the kernel": "open('/proc/sys/kernel/hostname', 'w').write('evil')",
+        "reads the first process": "open('/proc/1/mem', 'rb').read(1)",
+        "mounts": "import ctypes; libc = ctypes.CDLL(None, use_errno=True); "
+        "r = libc.mount(b'none', b'/tmp', b'tmpfs', 0, None)\n        if r: raise PermissionError",
+        "sees us": f"import os; os.kill({os.getpid()}, 0)",
+        "traces us": "import ctypes, os; libc = ctypes.CDLL(None)\n"
+        f"        if libc.ptrace(16, {os.getpid()}, 0, 0): raise PermissionError",
+    }  # fmt: skip
+    return {name: TRY.format(body=body) for name, body in bodies.items()}
+
+
+# Programs that return what they saw; the second entry is what a contained one sees.
+LOOK = {
+    "tokens": (
+        "import os\ndef f(x):\n    seen = ' '.join(os.environ.values())\n    for p in os.listdir('/proc'):\n"
+        "        try: seen += open(f'/proc/{p}/environ').read()\n        except OSError: pass\n"
+        "    return 'FCSD-CANARY' in seen",
+        False,
+    ),
+    "processes of the host": (
+        "import os\ndef f(x): return sum(p.isdigit() for p in os.listdir('/proc')) > 6",
+        False,
+    ),
+    "kills its parents": (
+        "import os\ndef f(x):\n    for p in (1, os.getppid(), -os.getppid()):\n        try: os.kill(p, 9)\n"
+        "        except OSError: pass\n    return 'alive'",
+        "alive",
+    ),
+}
+
+
+def verdicts(
+    programs: dict[str, str], expected: object = SECRET, *, accept_unsafe_exec: bool = False
+) -> dict[str, Outcome]:
+    """Verdicts on programs whose `f(1)` should be `expected`."""
+    problems = [Problem(name, "f", [Case([1], expected)], []) for name in programs]
+    results = score(problems, list(programs.values()), workers=4, timeout_s=1, accept_unsafe_exec=accept_unsafe_exec)
+    return {verdict.task_id: verdict.base for verdict in results}
+
+
+def left_behind() -> list[psutil.Process]:
+    """Every process on this machine that runs our runner or a sandbox around it."""
+    text = sandbox_runner.__doc__ or ""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = " ".join(process.info["cmdline"] or [])
+        if text[:60] in command:
+            found.append(process)
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    yield
+    _, alive = psutil.wait_procs(left_behind(), timeout=60)  # other sessions' runs are seen too, and end
+    assert alive == []
+
+
+@pytest.fixture(scope="module")
+def exhausted() -> dict[str, Outcome]:
+    return verdicts({**EXHAUST, "good": GOOD})
+
+
+@pytest.mark.parametrize("name", EXHAUST)
+def test_exhausting_programs_end_without_passing(exhausted: dict[str, Outcome], name: str):
+    assert exhausted[name].status in ("fail", "timeout"), exhausted[name]
+
+
+def test_a_good_program_passes_beside_them(exhausted: dict[str, Outcome]):
+    assert exhausted["good"] == Outcome("pass")
+    assert exhausted["8 GB"].detail.startswith("MemoryError")
+    assert exhausted["sleep"].status == exhausted["endless"].status == "timeout"
+
+
+@pytest.fixture(scope="module")
+def forged() -> dict[str, Outcome]:
+    return verdicts({**FORGE, "good": GOOD})
+
+
+@pytest.mark.parametrize("name", FORGE)
+def test_forged_results_fail(forged: dict[str, Outcome], name: str):
+    assert forged[name].status == "fail", forged[name]
+    assert forged["good"] == Outcome("pass")
+
+
+def test_expected_values_are_not_inside(forged: dict[str, Outcome]):
+    assert forged["finds the answer"].detail == f"case 0: got 0, expected {SECRET}"
+
+
+@pytest.fixture(scope="module")
+def canary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("canary") / "file"
+    file.write_text("untouched")
+    return file
+
+
+def test_nothing_gets_out(canary: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "FCSD-CANARY")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        programs = escapes(canary, listener.getsockname()[1])
+        tried = verdicts(programs, "escaped")
+    allowed = {f"case 0: got {kind!r}, expected 'escaped'" for kind in DENIED}
+    assert {name: outcome for name, outcome in tried.items() if outcome.detail not in allowed} == {}
+    assert canary.read_text() == "untouched"
+    for name, (program, contained) in LOOK.items():
+        assert verdicts({name: program}, contained) == {name: Outcome("pass")}
+
+
+def test_those_attacks_work_without_a_sandbox(canary: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The control: what the tests above see stopped does get out when nothing stops it."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        programs = escapes(canary, listener.getsockname()[1])
+        harmless = {name: programs[name] for name in ("reads a file", "reaches localhost", "reads the test")}
+        tried = verdicts(harmless, "escaped", accept_unsafe_exec=True)
+    assert set(tried.values()) == {Outcome("pass")}
+
+
+CHECK = """
+import json, sys
+from fcsd.eval.code.judge import Problem, score
+from fcsd.eval.code.oracles import Case
+programs = json.load(sys.stdin)
+problems = [Problem(name, "f", [Case([1], "escaped")], []) for name in programs]
+found = score(problems, list(programs.values()), workers=2, timeout_s=1)
+print(json.dumps({v.task_id: [v.base.status, v.base.detail, v.sandbox] for v in found}))
+"""
+
+
+def as_ordinary_user(repo: Path) -> list[str]:
+    """A command prefix that becomes uid 4242 (if root), for whom the interpreter and `repo` are readable."""
+    if os.geteuid() != 0:
+        return []
+    needed = [Path(path) for path in (sys.prefix, sys.base_prefix, repo)]
+    options: list[str] = []
+    for path in needed:
+        closed = [parent for parent in reversed(path.parents) if not parent.stat().st_mode & 0o001]
+        for parent in closed[:1]:
+            between = [p for p in reversed(path.parents) if parent in p.parents]
+            options += ["--perms", "0755", "--tmpfs", str(parent)]
+            options += [part for p in between for part in ("--perms", "0755", "--dir", str(p))]
+            options += ["--ro-bind", str(path), str(path)]
+    drop = ["setpriv", "--reuid=4242", "--regid=4242", "--clear-groups", "--inh-caps=-all", "--"]
+    keep = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
+    return ["bwrap", "--dev-bind", "/", "/", "--die-with-parent", *keep, *options, "--", *drop]
+
+
+@pytest.mark.parametrize("user", ["same", "ordinary"])
+@pytest.mark.parametrize("level", ["bwrap", "unshare"])
+def test_every_level_holds_for_root_and_for_others(repo: Path, canary: Path, tmp_path: Path, level: str, user: str):
+    assert shutil.which("bwrap"), "bubblewrap is missing: apt-get install bubblewrap"
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for directory in ("/usr/sbin", "/usr/bin"):
+        for tool in Path(directory).iterdir():
+            if not (tool.name == "bwrap" and level == "unshare") and not (tools / tool.name).exists():
+                (tools / tool.name).symlink_to(tool)
+    for directory in (tools, *tools.parents[:-2]):  # pytest makes them for one user; /tmp itself is for all
+        directory.chmod(0o755)
+    prefix = as_ordinary_user(repo) if user == "ordinary" else []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        programs = escapes(canary, listener.getsockname()[1])
+        good = "def f(x):\n    import numpy\n    return 'esc' + 'aped' * int(numpy.ones(1)[0])"
+        done = subprocess.run(
+            [*prefix, "env", f"PATH={tools}", f"PYTHONPATH={repo}", "HOME=/tmp", sys.executable, "-c", CHECK],
+            input=json.dumps({**programs, "good": good}),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {row[2] for row in found.values()} == {level}
+    assert found.pop("good")[0] == "pass"
+    allowed = {f"case 0: got {kind!r}, expected 'escaped'" for kind in DENIED}
+    assert {name: row for name, row in found.items() if row[1] not in allowed} == {}
+    assert canary.read_text() == "untouched"
+
+
+def test_this_machine_has_a_real_sandbox():
+    assert find_sandbox(accept_unsafe_exec=True).level == "bwrap", (
+        "bubblewrap is missing or may not create namespaces: apt-get install bubblewrap"
+    )

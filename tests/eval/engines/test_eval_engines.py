@@ -1,0 +1,159 @@
+"""Other ways to run a model give the same scores: vLLM, a device map, experts spread over ranks; or say why not."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import eval_data
+import pytest
+import ranks
+import tiny
+import torch
+
+from fcsd.convert import convert
+from fcsd.errors import BadInputError, ConfigError, NonFiniteError
+from fcsd.eval.engines.engine import Engine
+from fcsd.eval.harness import evaluate
+from fcsd.models import build
+
+TASKS = ["PIQA", "CSQa", "GSM-8K"]
+VLLM = Engine(backend="vllm")
+
+
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return eval_data.write_mirror(tmp_path_factory.mktemp("mirror"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("models") / "tiny", tiny.model("deepseek_v2", **SIZES))
+
+
+SIZES: dict[str, Any] = dict(vocab_size=400, max_position_embeddings=1024)
+
+
+def write(path: Path, network: Any) -> Path:
+    network.save_pretrained(path)
+    eval_data.tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The stand-in of ``tests/doubles``, below lm-eval's own code; afterwards it is not installed again."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "doubles"))
+    if _loaded:
+        monkeypatch.setitem(sys.modules, "vllm", _loaded[0])
+    else:
+        import vllm  # pyright: ignore[reportMissingImports]
+
+        _loaded.append(vllm)
+    _loaded[0].made.clear()
+    yield _loaded[0]
+    monkeypatch.undo()
+    sys.modules.pop("vllm", None)
+
+
+_loaded: list[Any] = []  # lm-eval's module keeps the first one it saw
+
+
+def scores(rows: list[dict[str, Any]]) -> list[Any]:
+    return [(row["column"], row["value"], row["items"]) for row in rows]
+
+
+def test_vllm_scores_as_transformers_and_resumes(vllm, model, mirror, tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "river stone lamp"}\n{"text": "garden window bread music"}\n')
+    options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=2, held_out=text)
+    expected = evaluate([str(model)], **options)
+    engine = Engine(backend="vllm", gpus=2, max_length=900, dtype="float32", batch_size=8)
+    rows = evaluate([str(model)], engine=engine, out=tmp_path / "out", **options)
+    assert scores(rows[:3]) == scores(expected[:3])
+    assert rows[3]["value"] == pytest.approx(expected[3]["value"], rel=1e-5)
+    assert rows[0]["engine"]["name"] == "vllm" and rows[0]["engine"]["version"] == "0.18.0"
+    assert rows[0]["versions"]["vllm"] == "0.18.0" and rows[0]["engine"]["tensor_parallel"] == 2
+    (made,) = vllm.made
+    wanted = {"dtype": "float32", "tensor_parallel_size": 2, "max_model_len": 900, "max_num_seqs": 8, "seed": 0}
+    assert {key: made.arguments[key] for key in wanted} == wanted and made.asked > 0
+    again = evaluate([str(model)], engine=engine, out=tmp_path / "out", **options)
+    assert scores(again) == scores(rows) and vllm.made[1].asked == 0, "every answer was kept"
+
+
+def test_vllm_gives_no_false_score(vllm, model, mirror, tmp_path):
+    with pytest.raises(BadInputError, match="GSM-8K: a prompt needs"):
+        evaluate([str(model)], tasks=["GSM-8K"], data_mirror=mirror, engine=Engine(backend="vllm", max_length=64))
+    network = tiny.model("deepseek_v2", **SIZES)
+    with torch.no_grad():
+        network.get_decoder().norm.weight.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="NaN"):
+        evaluate([str(write(tmp_path / "nan", network))], tasks=["PIQA"], data_mirror=mirror, engine=VLLM)
+    convert(model, tmp_path / "rewired", check=False)
+    with pytest.raises(ConfigError, match="rewired models unless fcsd's plugin"):
+        evaluate([str(tmp_path / "rewired")], tasks=["PIQA"], data_mirror=mirror, engine=VLLM)
+    assert len(vllm.made) == 2
+
+
+def test_a_model_larger_than_memory_scores_the_same(model, mirror, monkeypatch):
+    """``--device auto``, where accelerate finds room for the embeddings and two layers only; the rest is on disk."""
+    places: dict[str, Any] = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "disk"}
+    places |= {"lm_head": "disk", **{f"model.layers.{n}": "cpu" if n < 2 else "disk" for n in range(4)}}
+    used, real = [], build.load_model
+
+    def crowded(path: Path, *, device_map: str, **options: Any) -> Any:
+        assert device_map == "auto"
+        network = real(path, device_map=places, **options)
+        used.append(network.hf_device_map)
+        return network
+
+    options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=2)
+    with eval_data.short_answers():
+        expected = evaluate([str(model)], **options)
+        monkeypatch.setattr(build, "load_model", crowded)
+        rows = evaluate([str(model)], engine=Engine(device="auto", dtype="float32"), **options)
+    assert scores(rows) == scores(expected)
+    assert rows[0]["engine"]["devices"] == ["cpu", "disk"] and set(used[0].values()) == {"cpu", "disk"}
+
+
+def sharded(rank: int, model: Path, rewired: Path, mirror: Path, out: Path) -> list[Any]:
+    engine = Engine(expert_parallel=2, batch_size=3, device="cpu")
+    options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=3)
+    with eval_data.short_answers():
+        rows = evaluate([str(model), str(rewired)], engine=engine, out=out, **options)
+        again = evaluate([str(model)], engine=engine, out=out, **options)
+    return [scores(rows), scores(again), rows[0]["engine"]]
+
+
+def test_experts_spread_over_two_ranks_score_the_same(model, mirror, tmp_path):
+    convert(model, tmp_path / "rewired", check=False)
+    (first, again, engine), (second, _, _) = ranks.in_group(
+        2, sharded, model, tmp_path / "rewired", mirror, tmp_path / "out"
+    )
+    options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=3, engine=Engine(device="cpu"))
+    with eval_data.short_answers():
+        assert first == second == scores(evaluate([str(model), str(tmp_path / "rewired")], **options))
+    assert again == first[: len(TASKS)]
+    assert engine["ranks"] == 2 and engine["expert_parallel"] == 2
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (VLLM, r"vLLM is not installed"),
+        (Engine(backend="tpu"), "unknown backend"),
+        (Engine(generation="fast"), "unknown generation"),
+        (Engine(expert_parallel=2), "does not divide 1 processes"),
+        (Engine(expert_parallel=2, device="auto"), "--expert-parallel has ranks of its own"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused(engine, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        evaluate(["nowhere"], tasks=["PIQA"], engine=engine)
+    if engine is VLLM:
+        assert caught.value.hint == "pip install 'fcsd[vllm]'"
+
+
+def test_options_of_the_other_backend_are_refused(vllm):
+    for engine in (Engine(backend="vllm", device="cpu"), Engine(backend="vllm", expert_parallel=2)):
+        with pytest.raises(ConfigError, match="is for --backend hf"):
+            evaluate(["nowhere"], tasks=["PIQA"], engine=engine)

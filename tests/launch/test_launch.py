@@ -1,0 +1,100 @@
+"""Processes: torchrun only when it is needed, errors that reach every rank, the engine's configuration."""
+
+import atexit
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import runs
+
+from fcsd.distill.engine import accumulation, deepspeed_config
+from fcsd.errors import BadInputError, ConfigError
+from fcsd.launch import world as launch
+
+
+def test_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch, "_torchrun", started.append)
+    monkeypatch.setattr(sys, "argv", ["fcsd", "distill", "r.yaml", "--gpus", "2"])
+    launch.ensure_world(None)
+    launch.ensure_world(1)
+    assert started == []
+    launch.ensure_world(2)
+    assert started[0][-7:] == ["-m", "--", "fcsd", "distill", "r.yaml", "--gpus", "2"]
+    assert "--nproc-per-node=2" in started[0]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    launch.ensure_world(2)
+    assert len(started) == 1
+
+
+def test_the_exit_code_of_a_process_is_that_of_the_command(repo: Path, tmp_path: Path) -> None:
+    asked = ["distill", "recipes/tiny.yaml", "--gpus", "2", "--set", f"model={tmp_path}"]
+    run = ranks.fcsd(*asked, "--output-dir", tmp_path / "run", cwd=repo)
+    assert run.returncode == 3, run.stderr
+    assert "config.json" in run.stderr
+
+
+def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="this machine has 2"):
+        launch.ensure_world(3)
+
+
+def gather() -> list[Any]:
+    world = launch.join_world()
+    seen = [world.everywhere(lambda: world.rank * 10), world.on_first(lambda: f"from {world.rank}")]
+    try:
+        world.everywhere(fail if world.rank == 1 else int)
+    except BadInputError as error:
+        seen.append((str(error), error.hint))
+    return seen
+
+
+def fail() -> int:
+    raise BadInputError("bad", hint="fix it")
+
+
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
+    assert ranks.on_ranks(2, gather) == [[[0, 10], "from 0", ("bad", "fix it")]] * 2
+
+
+def alone() -> tuple[Any, ...]:
+    del os.environ["WORLD_SIZE"], os.environ["RANK"], os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    world = launch.join_world()
+    assert launch.join_world() == world
+    return world.rank, world.size, world.device.type, os.environ["DS_ACCELERATOR"]
+
+
+def test_one_process_needs_no_launcher() -> None:
+    assert ranks.on_ranks(1, alone) == [(0, 1, "cpu", "cpu")]
+
+
+def depart(code: int, marker: Path) -> None:
+    launch.join_world()
+    atexit.register(marker.touch)
+    threading.Thread(target=threading.Event().wait).start()  # an interpreter that finalises waits for it
+    launch.leave(SystemExit(code))
+
+
+@pytest.mark.parametrize("code", [0, 5, 143])
+def test_a_process_leaves_its_world_with_its_own_exit_code_and_cleans_up(tmp_path: Path, code: int) -> None:
+    assert ranks.exit_code(depart, code, tmp_path / "marker") == code
+    assert (tmp_path / "marker").exists()
+
+
+def test_without_a_world_the_interpreter_ends_as_usual() -> None:
+    with pytest.raises(SystemExit, match="7"):
+        launch.leave(SystemExit(7))
+
+
+def test_accumulation_follows_from_the_batch_in_tokens(tmp_path: Path) -> None:
+    recipe = runs.resolved(tmp_path).recipe
+    assert [accumulation(recipe, size) for size in (1, 2, 4)] == [4, 2, 1]
+    with pytest.raises(ConfigError, match="processes = 192"):
+        accumulation(recipe, 3)
+    config = deepspeed_config(recipe, 2)
+    assert config["gradient_accumulation_steps"] == 2 and config["zero_optimization"] == {"stage": 1}

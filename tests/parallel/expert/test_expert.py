@@ -1,0 +1,100 @@
+"""Blocking expert parallelism equals plain transformers: outputs and every gradient, for every architecture."""
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from ranks import in_group
+
+from fcsd.errors import ConfigError
+from fcsd.models.archs import ARCHS
+from fcsd.models.build import arch_of, wire
+from fcsd.models.wiring import Wiring
+from fcsd.parallel.expert.autoep import expert_parallel_config, shard_experts
+from fcsd.parallel.expert.block import wire_parallel
+
+MOE = [a for a in tiny.CONFIGS if ARCHS[a].autoep is not None]
+WIRINGS = [Wiring("farskip", (0, 1, 2, 3)), Wiring("ladder", (2, 3)), Wiring("standard", ())]
+
+
+def _batch(rank: int) -> torch.Tensor:
+    return tiny.tokens(seed=10 + rank, length=8 + 4 * rank)  # ranks hold different numbers of tokens
+
+
+def _full_gradients(model) -> dict[str, torch.Tensor]:
+    """Gradients by transformers' names; experts as ``[experts, ...]`` gathered from all ranks."""
+    grads = {}
+    for name, parameter in model.named_parameters():
+        if ".experts.w" in name:
+            parts = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, parameter.grad)
+            grads[name] = torch.cat(parts)
+        else:
+            grads[name] = parameter.grad.clone()
+            dist.all_reduce(grads[name])
+    return grads
+
+
+def _reference(arch: str, wiring: Wiring, world: int):
+    model = wire(tiny.model(arch), wiring)
+    logits = []
+    for rank in range(world):
+        ids = _batch(rank)
+        out = model(ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        logits.append(out.logits.detach())
+    return logits, {name: p.grad for name, p in model.named_parameters()}
+
+
+def _sharded(rank: int, arches: list[str]):
+    results = {}
+    for arch in arches:
+        for i, wiring in enumerate(WIRINGS):
+            model = tiny.model(arch)
+            shard_experts(model, arch_of(model.config), dist.get_world_size())
+            wire_parallel(model, wiring)
+            ids = _batch(rank)
+            out = model(ids, labels=ids, use_cache=False)
+            out.loss.backward()
+            results[arch, i] = out.logits.detach(), _full_gradients(model)
+    return results
+
+
+def _fused(grads: dict[str, torch.Tensor], name: str, prescaled: bool) -> torch.Tensor:
+    """AutoEP keeps gate, down and up apart as w1, w2, w3; transformers fuses gate and up (llama4: transposed)."""
+    if not name.endswith("gate_up_proj"):
+        down = grads[name.replace("down_proj", "w2")]
+        return down.transpose(1, 2) if prescaled else down
+    gate, up = grads[name.replace("gate_up_proj", "w1")], grads[name.replace("gate_up_proj", "w3")]
+    return torch.cat([gate, up], dim=1).transpose(1, 2) if prescaled else torch.cat([gate, up], dim=1)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_blocking_expert_parallelism_is_plain_transformers(world):
+    arches = MOE if world == 2 else ["qwen3_moe", "deepseek_v2", "llama4_text"]
+    ranks = in_group(world, _sharded, arches)
+    for arch in arches:
+        for i, wiring in enumerate(WIRINGS):
+            logits, grads = _reference(arch, wiring, world)
+            for rank in range(world):
+                torch.testing.assert_close(ranks[rank][arch, i][0], logits[rank], rtol=1e-5, atol=1e-6)
+            sharded = ranks[0][arch, i][1]
+            for name, grad in grads.items():
+                if ".experts." in name:
+                    mine = _fused(sharded, name, ARCHS[arch].blocks.prescaled)
+                else:
+                    router = name.replace(".gate.weight", ".router.gate.weight")
+                    router = router.replace(".router.weight", ".router.gate.weight")
+                    mine = sharded[router if router in sharded else _shared_name(name)]
+                torch.testing.assert_close(mine, grad, rtol=1e-4, atol=1e-6, msg=lambda m: f"{arch} {name}: {m}")  # noqa: B023
+
+
+def _shared_name(name: str) -> str:
+    return name.replace("shared_expert.", "shared_experts.").replace("shared_expert_gate", "shared_experts_gate")
+
+
+def test_what_cannot_be_expert_parallel_says_why():
+    with pytest.raises(ConfigError, match="expert biases"):
+        expert_parallel_config(ARCHS["gpt_oss"], 2)
+    with pytest.raises(ConfigError, match="no experts"):
+        expert_parallel_config(ARCHS["llama"], 2)

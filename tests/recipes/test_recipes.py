@@ -1,0 +1,141 @@
+"""Every packaged recipe loads, says what it is for, and stays where it was found."""
+
+from pathlib import Path
+
+import pytest
+
+from fcsd import recipes
+from fcsd.bench.shapes import SHAPES
+from fcsd.config import load_recipe
+from fcsd.distill.run.identity import flat
+from fcsd.distill.sweep.trials import all_trials
+from fcsd.errors import ConfigError
+from fcsd.plan import Hardware, plan
+from fcsd.plan.setup import setup_of
+
+NAMES = recipes.names()
+
+
+def test_names_are_the_files(repo: Path) -> None:
+    assert sorted(path.stem for path in (repo / "recipes").iterdir()) == NAMES
+    assert {"tiny", "tiny-sft"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipe_loads_and_says_what_it_is_for(name: str) -> None:
+    recipe = load_recipe(name).recipe
+    assert recipe.name == name
+    assert recipes.read(name).startswith("# ")
+    assert "# Hardware: " in recipes.read(name)
+    assert recipes.summary(name).endswith(".")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("tiny")])
+def test_every_value_says_where_it_is_from(name: str) -> None:
+    ours, papers = "not published; ours", ("FarSkip §", "FarSkip eq.", "FarSkip Table", "FarSkip App", "Ladder §")
+    columns = ("format", "messages", "message_keys", "column")  # what the dataset's own fields are called
+    for line in recipes.read(name).split("\noutput_dir:")[1].splitlines()[1:]:
+        key, _, rest = line.strip().removeprefix("- ").partition(": ")
+        if rest and not rest.startswith("#") and key not in columns:
+            assert any(source in rest.partition(" # ")[2] for source in (ours, *papers)), line
+
+
+STEPS = {
+    "deepseek-v2-lite": 76294,  # 10 B tokens of 2^17
+    "qwen3-30b-a3b-table2": 3815,  # 500 M tokens of 2^17
+    "qwen3-30b-a3b-table2-quarter-batch": 3815,
+    "qwen3-30b-a3b-table2-4x-batch": 3815,
+    "llama3.1-8b-ladder": 45777,  # 6 B tokens of 2^17
+    "pretrain-farskip": 11921,  # 50 B tokens of 2^22
+    "pretrain-desync-4x-1b": 23842,  # 100 B tokens of 2^22
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_budgets_are_the_papers(name: str) -> None:
+    assert load_recipe(name).recipe.train.steps == STEPS[name]
+
+
+@pytest.mark.parametrize("name", ["llama4-scout", "llama4-scout-sft", "qwen3-30b-a3b-table2-sft"])
+def test_early_stopping_is_the_papers(name: str) -> None:
+    stop = load_recipe(name).recipe.early_stop
+    assert (stop.metric, stop.every, stop.patience, stop.delta) == ("mbpp_plus", 1000, 20, 0.02)
+
+
+def test_table_2_is_one_change_each() -> None:
+    base = flat(load_recipe("qwen3-30b-a3b-table2").recipe.model_dump())
+    assert (base["train.lr"], base["train.min_lr"], base["init.layers"]) == (2e-5, 1e-5, "all")
+    for variant, changes in {
+        "frozen": {"objective.freeze_embeddings": True, "objective.freeze_lm_head": True},
+        "sft": {"objective.kl": 0.0, "objective.sft": 1.0},
+        "quarter-batch": {"train.batch_tokens": 2**15, "train.tokens": None},
+        "4x-batch": {"train.batch_tokens": 2**19, "train.tokens": None},
+        "last50": {"init.layers": "50%"},
+        "last75": {"init.layers": "75%"},
+        "last90": {"init.layers": "90%"},
+    }.items():
+        recipe = flat(load_recipe(f"qwen3-30b-a3b-table2-{variant}").recipe.model_dump())
+        found = {key: value for key, value in recipe.items() if value != base[key]}
+        assert {key: found[key] for key in found if key not in ("name", "output_dir")} == changes
+
+
+def test_the_sweep_is_the_papers() -> None:
+    sweep = load_recipe("llama4-scout-sft-sweep").recipe.sweep
+    assert sweep is not None and sweep.steps == 2000 and sweep.metric == "loss"
+    assert sweep.stages == [{"train.batch_tokens": [2**16, 2**17, 2**18]}, {"train.lr": [2e-5, 4e-5, 8e-5]}]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if load_recipe(name).recipe.sweep])
+def test_every_trial_of_a_sweep_is_a_recipe(name: str) -> None:
+    assert name.endswith("-sweep") and f"fcsd distill --sweep {name}" in recipes.read(name)
+    assert len(all_trials(load_recipe(name))) > 1
+
+
+# layers, nodes
+FITTING = [("deepseek-v2-lite", 27, 1), ("qwen3-30b-a3b", 48, 1), ("llama4-scout", 48, 4)]
+
+
+@pytest.mark.parametrize(("name", "layers", "nodes"), FITTING)
+def test_it_fits_the_hardware_it_names(name: str, layers: int, nodes: int, tmp_path: Path) -> None:
+    SHAPES[name](layers).save_pretrained(tmp_path)
+    numbers = {1: "eight", 4: "32"}
+    assert f"# Hardware: {numbers[nodes]} GPUs of 141 GB" in recipes.read(name)
+    planned = plan(load_recipe(name, [f"model={tmp_path}"]).recipe, Hardware(8, nodes, 141))
+    assert planned.memory.fits and planned.setup.accumulation.is_integer()
+    for sweep in (f"{name}-sweep", f"{name}-sft-sweep"):
+        trials = all_trials(load_recipe(sweep))
+        assert len(trials) == 9, "whatever the first stage chooses; five of them run"
+        assert all(setup_of(trial.full.recipe, 8 * nodes, layers).accumulation.is_integer() for trial in trials)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bundled_files_a_recipe_names_exist(name: str, repo: Path) -> None:
+    data = load_recipe(name).recipe.data
+    paths = [source.path for source in [*data.sources, *([data.held_out] if data.held_out else [])]]
+    assert all((repo / path).is_file() for path in paths if path.startswith("assets/"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_copy_is_the_same_recipe(name: str, tmp_path: Path) -> None:
+    written = recipes.copy(name, tmp_path)
+    assert written == tmp_path / f"{name}.yaml"
+    assert written.read_text(encoding="utf-8") == recipes.read(name)
+    assert load_recipe(str(written)).recipe == load_recipe(name).recipe
+
+
+def test_tiny_and_its_control_differ_in_the_objective_alone() -> None:
+    kl, sft = (load_recipe(name).recipe.model_dump() for name in ("tiny", "tiny-sft"))
+    assert {key for key in kl if kl[key] != sft[key]} == {"name", "output_dir", "objective"}
+
+
+def test_unknown_name_suggests_the_closest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipes.find("tinny")
+    assert caught.value.hint is not None
+    assert "did you mean 'tiny'?" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["../tiny", "", ".", "..", "\0"])
+def test_a_name_never_leaves_the_folder(name: str) -> None:
+    with pytest.raises(ConfigError):
+        recipes.copy(name, Path("unused"))

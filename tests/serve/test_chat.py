@@ -1,0 +1,122 @@
+"""Answers side by side: the model's own generation settings and chat template, the same every time."""
+
+import json
+from pathlib import Path
+
+import eval_data
+import pytest
+import tiny
+import torch
+from typer.testing import CliRunner
+
+from fcsd.cli.main import app
+from fcsd.convert import convert
+from fcsd.errors import BadInputError
+from fcsd.serve import chat as chatting
+from fcsd.serve.chat import PROMPTS, Answer, answer, chat, load_speaker, read_prompts, side_by_side
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, Path]:
+    """A teacher that samples at most eight tokens, and its untrained conversion."""
+    root = tmp_path_factory.mktemp("models")
+    network = tiny.model("deepseek_v2", vocab_size=400)
+    network.generation_config.update(do_sample=True, temperature=0.7, top_p=0.95, max_new_tokens=8)
+    network.save_pretrained(root / "teacher")
+    eval_data.tokenizer().save_pretrained(root / "teacher")
+    convert(str(root / "teacher"), root / "converted", check=False)
+    return root / "teacher", root / "converted"
+
+
+def test_each_model_answers_by_its_own_generation_settings(models, tmp_path):
+    teacher, converted = models
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("river and stone\n\nthe lamp\n")
+    found = list(chat(str(converted), baseline=str(teacher), prompts=prompts))
+    assert [[(a.model, a.prompt) for a in answers] for answers in found] == [
+        [(str(teacher), prompt), (str(converted), prompt)] for prompt in ("river and stone", "the lamp")
+    ]
+    for name, answers in zip(models, zip(*found, strict=True), strict=True):
+        speaker = load_speaker(str(name))
+        for given in answers:
+            ids = speaker.tokenizer(given.prompt, return_tensors="pt")["input_ids"]
+            torch.manual_seed(0)
+            whole = speaker.model.generate(ids, do_sample=True, temperature=0.7, top_p=0.95, max_new_tokens=8)
+            assert given.text == speaker.tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True).strip()
+    again = list(chat(str(converted), baseline=str(teacher), prompts=prompts))
+    assert again == found
+    assert list(chat(str(converted), baseline=str(teacher), prompts=prompts, seed=1)) != found
+
+
+def test_the_answers_of_a_conversion_are_the_rewired_ones(models):
+    teacher, converted = (load_speaker(str(path)) for path in models)
+    turn = [{"role": "user", "content": "river and stone"}]
+    assert answer(teacher, turn, max_new_tokens=30) != answer(converted, turn, max_new_tokens=30)
+
+
+def test_a_typed_conversation_keeps_its_turns(models, monkeypatch):
+    seen, typed = [], iter(["river", " ", "stone"])
+
+    def ask(_: str) -> str:
+        for line in typed:
+            return line
+        raise EOFError
+
+    real = chatting.load_speaker
+
+    def with_template(model: str, **options):
+        speaker = real(model, **options)
+        tokenizer: type = type(speaker.tokenizer)
+        speaker.tokenizer.chat_template = TEMPLATE
+        original = tokenizer.apply_chat_template
+        monkeypatch.setattr(
+            tokenizer,
+            "apply_chat_template",
+            lambda self, turns, **o: (seen.append(turns), original(self, turns, **o))[1],
+        )
+        return speaker
+
+    monkeypatch.setattr(chatting, "load_speaker", with_template)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", ask)
+    first, second = (answers[0] for answers in chat(str(models[0])))
+    assert seen[0] == [{"role": "user", "content": "river"}]
+    assert [turn["content"] for turn in seen[1]] == ["river", first.text, "stone"]
+    assert second.prompt == "stone"
+
+
+def test_bad_prompts_are_refused(models, tmp_path):
+    for name, content in (("a.txt", ""), ("b.jsonl", '{"text": "x"}'), ("c.jsonl", '{"prompt": 3}'), ("d.jsonl", "x")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(BadInputError):
+            read_prompts(tmp_path / name)
+    with pytest.raises(BadInputError):
+        read_prompts(tmp_path / "missing.txt")
+    (tmp_path / "e.jsonl").write_text('{"prompt": "two\\nlines"}\n')
+    assert read_prompts(tmp_path / "e.jsonl") == ["two\nlines"]
+    with pytest.raises(BadInputError, match="no room"):
+        answer(load_speaker(str(models[0])), [{"role": "user", "content": "river " * 300}])
+
+
+def test_columns_keep_lines_and_indentation():
+    answers = [
+        Answer("teacher", "?", "def f():\n    return 1"),
+        Answer("a/very/long/name/of/a/model", "?", "word " * 9),
+    ]
+    lines = side_by_side(answers, 43).splitlines()
+    assert lines[0] == "Prompt: ?" and max(map(len, lines)) <= 43
+    assert lines[1] == "teacher              | long/name/of/a/model"
+    assert lines[3].startswith("def f():") and lines[4].startswith("    return 1")
+    assert " ".join(line.split("|")[1].strip() for line in lines[3:] if "|" in line).split() == ["word"] * 9
+
+
+def test_command_line_answers_the_fixed_prompts(models):
+    result = CliRunner().invoke(app, ["chat", str(models[1]), "--baseline", str(models[0]), "--json"])
+    assert result.exit_code == 0, result.stderr
+    pairs = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [[a["prompt"] for a in pair] for pair in pairs] == [[prompt] * 2 for prompt in PROMPTS]

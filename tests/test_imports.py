@@ -1,0 +1,125 @@
+"""Imports point one way: down the list of rooms, and never in a circle."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+# From the top down; a module may import from its own room and from rooms below it. `fcsd/__init__.py` is the Python
+# API above all rooms but the command line; `__main__` starts the command line.
+ROOMS = [
+    "__main__",
+    "cli",
+    "__init__",
+    "bench",
+    "export",
+    "distill",
+    "eval",
+    "serve",
+    "plan",
+    "launch",
+    "convert",
+    "parity",
+    "parallel",
+    "config",
+    "recipes",
+    "checkpoint",
+    "models",
+    "kernels",
+    "foreign_errors",
+    "errors",
+    "version",
+]
+
+
+def module_name(path: Path, package: Path) -> str:
+    """`fcsd.eval.suite` of `fcsd/eval/suite.py`; a package's name is that of its `__init__`."""
+    parts = path.relative_to(package.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+
+
+def read_imports(package: Path) -> dict[str, set[str]]:
+    """Every module of a package -> the modules of the package that it imports, wherever in its text it does."""
+    paths = {module_name(path, package): path for path in package.rglob("*.py")}
+    names = paths.keys() | {package.name}
+    found: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        found[name] = set()
+        inside = ".".join(path.relative_to(package.parent).parent.parts)  # where a relative import starts
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported: list[str] = []
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = inside.rsplit(".", node.level - 1)[0] if node.level else ""
+                source = ".".join(filter(None, [base, node.module]))
+                imported = [f"{source}.{alias.name}" for alias in node.names]
+                imported = [full if full in names else source for full in imported]
+            found[name] |= {known for known in imported if known.split(".")[0] == package.name} - {name}
+    return found
+
+
+def room(module: str) -> str:
+    """The room of a module, `eval` of `fcsd.eval.suite`; the package itself is its `__init__`."""
+    return [*module.split("."), "__init__"][1]
+
+
+def unit(module: str, folders: set[str]) -> str:
+    """What may not import itself by a detour: a folder inside a room, or a file at the top of one."""
+    parts = module.split(".")
+    inner = ".".join(parts[:3])
+    return inner if inner in folders else module
+
+
+def upward(imports: dict[str, set[str]]) -> list[str]:
+    """The imports that point up, a line each."""
+    rank = {name: number for number, name in enumerate(ROOMS)}
+    return [
+        f"{module} imports {target}, which lies above it"
+        for module, targets in sorted(imports.items())
+        for target in sorted(targets)
+        if rank[room(target)] < rank[room(module)]
+    ]
+
+
+def test_every_room_is_listed(repo: Path) -> None:
+    assert {room(module) for module in read_imports(repo / "fcsd")} == set(ROOMS)
+
+
+def test_no_import_points_up(repo: Path) -> None:
+    assert upward(read_imports(repo / "fcsd")) == []
+
+
+def test_folders_do_not_import_in_a_circle(repo: Path) -> None:
+    imports = read_imports(repo / "fcsd")
+    folders = {".".join(path.relative_to(repo).parts) for path in (repo / "fcsd").glob("*/*/") if path.is_dir()}
+    graph: dict[str, set[str]] = {}
+    for module, targets in imports.items():
+        here = unit(module, folders)
+        graph.setdefault(here, set()).update(there for target in targets if (there := unit(target, folders)) != here)
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:
+    package = tmp_path / "fcsd"
+    (package / "models").mkdir(parents=True)
+    (package / "eval").mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "eval" / "__init__.py").write_text("")
+    (package / "eval" / "suite.py").write_text("")
+    (package / "models" / "wiring.py").write_text(
+        "def late():\n    from ..eval import suite\n    from .archs import X\n"
+    )
+    (package / "models" / "archs.py").write_text("import fcsd.eval.suite\n")
+    imports = read_imports(package)
+    assert imports["fcsd.models.wiring"] == {"fcsd.eval.suite", "fcsd.models.archs"}
+    assert upward(imports) == [
+        "fcsd.models.archs imports fcsd.eval.suite, which lies above it",
+        "fcsd.models.wiring imports fcsd.eval.suite, which lies above it",
+    ]
+
+
+@pytest.mark.parametrize("folder", ["bench", "cli", "distill", "distill/run", "eval", "parallel", "checkpoint"])
+def test_every_folder_says_what_it_is_for(repo: Path, folder: str) -> None:
+    assert ast.get_docstring(ast.parse((repo / "fcsd" / folder / "__init__.py").read_text()))
