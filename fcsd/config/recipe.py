@@ -22,7 +22,7 @@ class Init(Section):
     layers: str = "all"
     """Which layers to rewire: all, last:24, first:8, 50%, 12-27 or 0,2,5-7."""
     variant: Literal["full", "attn-only", "mlp-only"] = "full"
-    """As in `fcsd convert`."""
+    """Which of the two sub-blocks are rewired: both (`full`), only the attention, or only the MLP."""
     border: Literal["full", "partial"] | None = None
     """The stream that a converted layer reads after one that is not converted; null is the wiring's default."""
     distance: Positive = 1
@@ -36,7 +36,7 @@ class Init(Section):
     def _nothing_without_a_wiring(self) -> Self:
         how = self.model_dump(exclude={"weights", "wiring"}, exclude_defaults=True)
         if self.wiring is None and how:
-            raise ValueError("init.wiring is null, so nothing is rewired, but other fields of init say how")
+            raise ValueError(f"init.wiring is null, so nothing is rewired, but init.{next(iter(how))} is set")
         return self
 
 

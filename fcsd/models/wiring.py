@@ -1,16 +1,16 @@
 """The wiring: for each read of the residual stream, which outputs may still be in flight.
 
 A decoder layer has two sub-blocks, attention and MLP/MoE, and each adds its output to the stream. Communication
-blocks because a sub-block reads every output before it, the one still on the wire included. Here a sub-block that
-reads at depth ``d`` does not see what the last ``d`` sub-blocks still have in flight:
+blocks because a sub-block reads all outputs before it, including the one that is still being communicated. Here a
+sub-block that reads at depth ``d`` does not see what the last ``d`` sub-blocks still have in flight:
 
     stream 0 = everything                                    (the full stream, ``o_k``)
     stream d = everything but what the last d outputs have in flight    (a partial stream)
 
 When a sub-block adds an output made of a settled part ``s`` (computed locally) and a part in flight ``f``, the
-streams become ``(x_0 + s) + f, x_0 + s, x_1 + s, ...``. That one rule, with the table ``READS`` and the choice of
-what a MoE settles, is every published wiring but Desync (``desync.py``). A partial stream is always built by
-adding, never by subtracting, so a runtime can hold it before the part in flight arrives.
+streams become ``(x_0 + s) + f, x_0 + s, x_1 + s, ...``. This rule, together with the table ``READS`` and
+the choice of what a MoE settles, gives every published wiring but Desync (``desync.py``). A partial stream is always
+built by adding, never by subtracting, so a runtime can hold it before the part in flight arrives.
 
 This file needs torch only and is shipped verbatim in exported checkpoints.
 """
@@ -121,7 +121,11 @@ class Wiring:
 
     @classmethod
     def from_block(cls, block: dict[str, Any]) -> "Wiring":
-        """Read an ``fcsd`` block; an unknown version, a missing or an unknown key is a ``ValueError``."""
+        """Read an ``fcsd`` block of ``config.json``.
+
+        Raises:
+            ValueError: the version or a key is unknown, a key is missing, or a value does not fit.
+        """
         if block.get("version") != VERSION:
             raise ValueError(f"fcsd block version {block.get('version')!r}; this code reads {VERSION}")
         fields = {k: v for k, v in block.items() if k not in ("version", *ORIGIN)}
@@ -141,7 +145,8 @@ class Wiring:
 class Parts(NamedTuple):
     """The sub-blocks of one layer, each ``[batch, seq, hidden] -> [batch, seq, hidden]`` on normalised input.
 
-    ``shared`` is what needs no expert communication: shared experts, or a whole dense MLP; ``routed`` is the rest.
+    ``shared`` needs no communication between experts: it is the shared experts, or the whole of a dense MLP.
+    ``routed`` is the routed experts.
     """
 
     attn: Callable[..., Tensor]
@@ -151,7 +156,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Names and habits of a decoder layer's children in one architecture of transformers.
+    """Names of a decoder layer's children in one architecture of transformers, and how it computes its MoE.
 
     ``shared_gate`` scales the shared expert by a sigmoid; ``flattens`` says that the MoE block flattens its input
     once for all its children; ``prescaled`` that the router's scores multiply the experts' inputs (llama4) instead
@@ -167,9 +172,10 @@ class Blocks:
 
 
 def hf_parts(blocks: Blocks, layer: Any) -> Parts:
-    """The parts of a transformers decoder layer, in its own arithmetic and, ``routed`` called first, its own order.
+    """The parts of a transformers decoder layer, computed with its own modules.
 
-    The order matters to the last bit of the gradients: contributions to one tensor are summed as they arrive.
+    Results and gradients are bit-identical to the layer's own if ``routed`` is called before ``shared``, because
+    autograd sums the contributions to a tensor in the order in which they arrive.
     """
     mlp = layer.get_submodule(blocks.mlp)
 
@@ -217,7 +223,15 @@ def _prescaled(router: nn.Module, experts: nn.Module, flat: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerWiring:
-    """What one layer reads and hands on: read depths, number of streams, and what its MLP settles at once."""
+    """What one layer reads and hands on.
+
+    Attributes:
+        attn: depth at which the attention reads.
+        mlp: depth at which the MLP reads.
+        hands_on: how many streams the next layer receives.
+        settles_shared: whether the output of ``Parts.shared`` is settled at once or in flight like the routed one.
+        parts: takes a layer apart.
+    """
 
     attn: int
     mlp: int
@@ -259,9 +273,9 @@ def add(streams: Sequence[S], settled: S | None, in_flight: S | None, keep: int)
 
 
 class WiredLayer(nn.Module):
-    """A decoder layer taken apart and read as its ``LayerWiring`` says; mixed in front of transformers' own class.
+    """A decoder layer whose sub-blocks read as its ``LayerWiring`` says; mixed in front of transformers' own class.
 
-    Streams travel through transformers' untouched loop as a tuple in ``hidden_states``, the full one first.
+    Streams travel through transformers' unchanged loop as a tuple in ``hidden_states``, the full stream first.
     """
 
     fcsd: LayerWiring
@@ -289,7 +303,7 @@ class WiredLayer(nn.Module):
 
 
 def _refuse_reentrant(layer: Any) -> None:
-    # Reentrant checkpointing does not trace tensors inside a tuple: gradients would be dropped without a word.
+    # Reentrant checkpointing does not trace tensors inside a tuple: their gradients would be lost silently.
     checkpointed = layer.gradient_checkpointing and layer.training
     if checkpointed and layer._gradient_checkpointing_func.keywords.get("use_reentrant"):
         raise ValueError("a rewired model needs gradient checkpointing with use_reentrant=False")
@@ -304,7 +318,14 @@ def _wired_class(cls: type[nn.Module]) -> type[nn.Module]:
 def plan_layers(
     wiring: Wiring, count: int, parts: Callable[[nn.Module], Parts], every: bool = False
 ) -> dict[int, LayerWiring]:
-    """The layers to take apart, of ``count``, and how each reads; the others stay transformers' own."""
+    """The layers to take apart and how each of them reads; the other layers stay transformers' own.
+
+    Args:
+        wiring: any wiring but Desync.
+        count: number of decoder layers.
+        parts: takes a layer apart.
+        every: also take apart the layers that read and hand on as in transformers.
+    """
     attn, mlp = wiring.reads
     settles = wiring.name == "farskip"
     plans = {}
@@ -327,7 +348,7 @@ def wire_layers(
         layers: the decoder's layers, as transformers built them or wired before.
         wiring: what to wire; with no layers every layer is transformers' own again.
         parts: takes a layer apart (``hf_parts`` with an architecture's ``Blocks``, or a parallel runtime's).
-        every: take layers apart that the wiring leaves alone, too, so that ``parts`` computes all of them.
+        every: also take apart the layers that the wiring does not change, so that ``parts`` computes all of them.
 
     Raises:
         ValueError: the wiring names a layer that does not exist, or Desync does not fit the architecture.
@@ -354,7 +375,7 @@ def unwire_layers(layers: Any) -> None:
 
 
 class WiredModel(nn.Module):
-    """Mixin for a transformers model class: built as ever, then wired as ``config.fcsd`` says."""
+    """Mixin for a transformers model class: the model is built as usual and then wired as ``config.fcsd`` says."""
 
     fcsd_decoder = ""  # path of the module that holds ``layers``; empty for the model itself
     fcsd_blocks = Blocks()
