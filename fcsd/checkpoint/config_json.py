@@ -1,4 +1,4 @@
-"""config.json, read as a stranger's file: what it may say, before any class is built from it."""
+"""Reads config.json and checks what it says before any class is built from it; the file is not trusted."""
 
 import math
 import re
