@@ -61,8 +61,8 @@ else:  # a type checker that saw __getattr__ would accept any name
         return getattr(import_module(_MODULES[name]), name)
 
     def __dir__() -> list[str]:
-        """What completion offers: the API, and what is loaded already."""
-        return sorted({*globals(), *_MODULES})
+        """What completion offers."""
+        return [*__all__, "__version__"]
 
 
 auto_classes.prepare_transformers()

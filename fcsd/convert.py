@@ -96,7 +96,7 @@ class ConvertReport:
 
 
 def convert_checkpoint(
-    model: str,
+    model: str | Path,
     out: str | Path,
     *,
     wiring: str = "farskip",

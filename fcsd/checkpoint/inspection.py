@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
@@ -78,7 +79,7 @@ class Inspection:
         return "\n".join([*text, *(f"{'problem':<13} {problem}" for problem in self.problems)])
 
 
-def inspect_checkpoint(model: str, *, trust_remote_code: bool = False) -> Inspection:
+def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) -> Inspection:
     """Describe a model. Of a model on the hub only small files and the headers of its weights are fetched.
 
     Args:
@@ -89,7 +90,7 @@ def inspect_checkpoint(model: str, *, trust_remote_code: bool = False) -> Inspec
         BadInputError: not a checkpoint, malformed, or of an unsupported type. Missing and damaged shards and tensors
             are reported and raise nothing.
     """
-    source = resolve(model, allow_patterns=SMALL_FILES)
+    source = resolve(str(model), allow_patterns=SMALL_FILES)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
     layout = read_layout(source.path, strict=False, remote=remote_headers(source))
     comparison = None if config.foreign else compare_tensors(layout, config)

@@ -73,8 +73,7 @@ def evaluate(
 
     from fcsd.eval import compare, tables
     from fcsd.eval.engines.engine import Engine
-    from fcsd.eval.harness import evaluate_models as run
-    from fcsd.eval.harness import names_of
+    from fcsd.eval.harness import evaluate_models, names_of
 
     if require is not None:
         compare.margin_of(require)  # better refused now than after hours
@@ -90,7 +89,7 @@ def evaluate(
         ep_size=ep_size,
         gpus=gpus or 1 if backend == "vllm" else 1,  # answers do not depend on the number of processes
     )
-    rows = run(
+    rows = evaluate_models(
         models,
         suite=suite,
         tasks=tasks.split(",") if tasks else None,

@@ -11,9 +11,9 @@ from fcsd.cli.options import AsJson, CreatePr, DryRun, Force, Model, Out, Privat
 
 def inspect(model: Model, trust_remote_code: Trust = False, as_json: AsJson = False) -> None:
     """Say what MODEL is. Reads headers only: layers, experts, size, possible wirings, what is missing."""
-    from fcsd import checkpoint
+    from fcsd.checkpoint import inspect_checkpoint
 
-    found = checkpoint.inspect_checkpoint(model, trust_remote_code=trust_remote_code)
+    found = inspect_checkpoint(model, trust_remote_code=trust_remote_code)
     emit(found.to_json() if as_json else found.to_text())
 
 
@@ -49,9 +49,9 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Rewire MODEL into OUT. Links the weights, writes config and code, proves parity with the original."""
-    from fcsd import convert as conversion
+    from fcsd.convert import convert_checkpoint
 
-    done = conversion.convert_checkpoint(
+    done = convert_checkpoint(
         model,
         out,
         wiring=wiring,
@@ -80,10 +80,10 @@ def export(
     revision: Revision = None,
 ) -> None:
     """Write the final directory. With its card, and proof that a fresh process reloads it. Prints OUT."""
-    from fcsd.export import final as exporting
+    from fcsd.export.final import export_model
 
     target = {"private": private, "create_pr": create_pr, "revision": revision}
-    emit(exporting.export_model(run, out, checkpoint=checkpoint, force=force, push=push, **target))
+    emit(export_model(run, out, checkpoint=checkpoint, force=force, push=push, **target))
 
 
 def push(
@@ -94,6 +94,6 @@ def push(
     revision: Revision = None,
 ) -> None:
     """Upload an exported directory to the hub. Prints its address."""
-    from fcsd.export import push as pushing
+    from fcsd.export.push import push_model
 
-    emit(pushing.push_model(directory, repo, private=private, create_pr=create_pr, revision=revision))
+    emit(push_model(directory, repo, private=private, create_pr=create_pr, revision=revision))

@@ -92,7 +92,7 @@ def compare_models(rows: Sequence[Row], *, untrained: str | None = None) -> list
     """Compare every model with the one whose rows are marked as baseline.
 
     Args:
-        rows: as ``harness.evaluate`` returns them.
+        rows: as ``evaluate_models`` returns them.
         untrained: the name of the untrained conversion among the models, for the recoveries.
 
     Raises:

@@ -72,7 +72,7 @@ def score(
         group: the ranks; None for all of the default process group, or for this process where there is none.
         suite: ``strict`` for EvalPlus' base and plus tests, ``paper`` for lm-eval's three base asserts.
         task: a row of the suite, by column.
-        data_mirror, limit, accept_unsafe_exec: as for ``harness.evaluate``; batch_size: as for ``opening.Engine``.
+        data_mirror, limit, accept_unsafe_exec: as for ``evaluate_models``; batch_size: as for ``Engine``.
         timeout_s: how long a rank waits for any other, seconds.
 
     Raises:

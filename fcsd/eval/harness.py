@@ -40,11 +40,11 @@ class Loaded(NamedTuple):
 
 
 def evaluate_models(
-    models: Sequence[str | Loaded],
+    models: Sequence[str | Path | Loaded],
     *,
     suite: str = "paper",
     tasks: Sequence[str] | None = None,
-    baseline: str | Loaded | None = None,
+    baseline: str | Path | Loaded | None = None,
     data_mirror: str | Path | None = None,
     held_out: str | Path | None = None,
     limit: int | None = None,
@@ -84,6 +84,7 @@ def evaluate_models(
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be at least 1, not {limit}")
+    models, baseline = [_spelled(m) for m in models], None if baseline is None else _spelled(baseline)
     ordered = [*([] if baseline is None else [baseline]), *(m for m in models if m != baseline)]
     names = names_of([m.name if isinstance(m, Loaded) else m for m in ordered])
     text = None if held_out is None else HeldOut(Path(held_out))
@@ -115,6 +116,10 @@ def evaluate_models(
                     start = time.perf_counter()
                 del lm  # or it would live on beside the next model
     return results
+
+
+def _spelled(model: str | Path | Loaded) -> str | Loaded:
+    return str(model) if isinstance(model, Path) else model
 
 
 @contextlib.contextmanager

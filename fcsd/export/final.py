@@ -18,7 +18,7 @@ _CARD = "README.md"
 
 
 def export_model(
-    run_or_model: str,
+    run_or_model: str | Path,
     out: str | Path,
     *,
     checkpoint: str = "latest",
@@ -35,7 +35,7 @@ def export_model(
         out: directory to write.
         checkpoint: of a run: ``latest``, ``step-N``, or ``best`` by its early-stopping score, else its held-out loss.
         force: replace an ``out`` that fcsd wrote.
-        push: hub repository to upload it to; the other arguments are those of ``fcsd.export.push.push``.
+        push: hub repository to upload it to; the other arguments are those of ``push_model``.
 
     Returns:
         ``out``.
@@ -50,7 +50,7 @@ def export_model(
 
     out = Path(out)
     run = Path(run_or_model) if (Path(run_or_model) / "config.resolved.yaml").is_file() else None
-    source = resolve(str(_model_of(run, checkpoint)) if run else run_or_model)
+    source = resolve(str(_model_of(run, checkpoint)) if run else str(run_or_model))
     check_out(out, [source.path], force=force)
     config = read_config(source.path)
     if config.rewired is None or config.foreign:
@@ -74,9 +74,9 @@ def export_model(
         write(stage / RECORD, json.dumps(record, indent=2) + "\n")
     log.info("reloaded without fcsd: logits of the first %d of %d layers equal", record["layers"], record["of"])
     if push:
-        from fcsd.export.push import push_model as upload
+        from fcsd.export.push import push_model
 
-        log.info("pushed to %s", upload(out, push, private=private, create_pr=create_pr, revision=revision))
+        log.info("pushed to %s", push_model(out, push, private=private, create_pr=create_pr, revision=revision))
     return out
 
 
