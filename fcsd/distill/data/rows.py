@@ -27,6 +27,7 @@ class Rows:
 
     def __init__(self, corpus: Corpus, seq_len: int, seed: Sequence[int] | None = None) -> None:
         self._corpus, self._seq_len = corpus, seq_len
+        self._count_up = np.arange(seq_len)
         if corpus.overlong == "split":
             self._layout = Stream(corpus.lengths, seq_len, seed)
         else:
@@ -40,17 +41,17 @@ class Rows:
             )
 
     def __getitem__(self, number: int) -> Row:
-        ids, positions, counts = [], [], []
+        ids = np.full(self._seq_len, self._corpus.padding, dtype=np.int64)
+        counts = np.zeros(self._seq_len, dtype=np.bool_)
+        positions = np.empty(self._seq_len, dtype=np.int64)
+        filled = 0
         for document, first, last in self._layout.pieces(number):
-            tokens, counted = self._corpus.document(document)
-            ids.append(tokens[first:last])
-            counts.append(counted[first:last])
-            positions.append(np.arange(last - first))
-        padding = self._seq_len - sum(map(len, ids))
-        ids.append(np.full(padding, self._corpus.padding))
-        counts.append(np.zeros(padding, dtype=bool))
-        positions.append(np.arange(padding))
-        return np.concatenate(ids, dtype=np.int64), np.concatenate(positions), np.concatenate(counts)
+            until = filled + last - first
+            ids[filled:until], counts[filled:until] = self._corpus.piece(document, first, last)
+            positions[filled:until] = self._count_up[: last - first]
+            filled = until
+        positions[filled:] = self._count_up[: self._seq_len - filled]
+        return ids, positions, counts
 
 
 class Mixture:
