@@ -4,9 +4,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from fcsd.config.checkpoint import Checkpoint
 from fcsd.config.data import Data
+from fcsd.config.faults import Faults
 from fcsd.config.fields import OutputPath, PathText, Positive, Section, Weight
 from fcsd.config.objective import Objective
+from fcsd.config.optim import Optim
+from fcsd.config.parallel import Parallel
 from fcsd.config.train import Train
 
 NO_METRIC, HELD_OUT = "none", "held_out"
@@ -102,7 +106,15 @@ class Recipe(Section):
     objective: Objective = Objective()
     """What it is asked to match."""
     train: Train = Train()
-    """The optimizer's side of the run."""
+    """Batches, length and precision of the run, and what it logs."""
+    optim: Optim = Optim()
+    """The optimizer and the schedule of its learning rate."""
+    parallel: Parallel = Parallel()
+    """How the run is divided among processes, and how they communicate."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When the run saves, and how many checkpoints it keeps."""
+    faults: Faults = Faults()
+    """What the run tolerates before it ends itself."""
     early_stop: EarlyStop = EarlyStop()
     """When to stop before the last step."""
     sweep: Sweep | None = None
@@ -118,8 +130,23 @@ class Recipe(Section):
                 f"train.batch_tokens ({self.train.batch_tokens}) is not a multiple of "
                 f"train.micro_batch_size * data.seq_len ({micro})"
             )
+        if self.optim.min_lr > self.optim.lr:
+            raise ValueError(f"optim.min_lr ({self.optim.min_lr}) is above optim.lr ({self.optim.lr})")
+        if self.optim.warmup_steps >= self.schedule_steps:
+            raise ValueError(
+                f"optim.warmup_steps ({self.optim.warmup_steps}) leaves none of {self.schedule_steps} steps"
+            )
+        if self.train.steps > self.schedule_steps:
+            raise ValueError(f"train.steps ({self.train.steps}) go beyond optim.horizon ({self.optim.horizon})")
+        if self.train.trace_every and self.parallel.ep_size == 1:
+            raise ValueError("train.trace_every needs parallel.ep_size above 1: otherwise no communication is exposed")
         if self.train.eval_every and self.data.held_out is None:
             raise ValueError("train.eval_every needs data.held_out, the text to measure on")
         if self.early_stop.metric == HELD_OUT and self.data.held_out is None:
             raise ValueError("early_stop.metric held_out needs data.held_out, the text to measure on")
         return self
+
+    @property
+    def schedule_steps(self) -> int:
+        """The optimizer steps of the whole learning-rate schedule, of which the run takes the first `train.steps`."""
+        return self.optim.horizon or self.train.steps
