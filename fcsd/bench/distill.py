@@ -29,7 +29,7 @@ from fcsd.bench.training.record import record
 from fcsd.config import Recipe
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, randomise, teacher_degree, wire_sharded
-from fcsd.distill.loop import training_rows
+from fcsd.distill.prepare import training_rows
 from fcsd.distill.step import train_step
 from fcsd.distill.teacher.original import needs_teacher
 from fcsd.distill.teacher.targets import live_teacher

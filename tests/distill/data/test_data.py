@@ -45,8 +45,12 @@ def test_slices_of_the_buffers_are_what_datasets_formats() -> None:
     """Documents of all lengths, an empty one among them, in several chunks that begin anywhere in their buffers."""
     lists = [list(range(100 * n, 100 * n + n % 23)) for n in range(200)]
     columns = {"ids": lists, "counts": [[bool(i % 3) for i in ids] for ids in lists]}
-    features = datasets.Features(ids=datasets.List(datasets.Value("int32")), counts=datasets.List(datasets.Value("bool")))
-    parts = [datasets.Dataset.from_dict(columns, features).select(range(*span)) for span in ((0, 70), (70, 71), (71, 200))]
+    features = datasets.Features(
+        ids=datasets.List(datasets.Value("int32")), counts=datasets.List(datasets.Value("bool"))
+    )
+    parts = [
+        datasets.Dataset.from_dict(columns, features).select(range(*span)) for span in ((0, 70), (70, 71), (71, 200))
+    ]
     table = datasets.concatenate_datasets([*parts, datasets.Dataset.from_dict(columns, features)])
     found, reference = Documents(table), table.with_format("numpy")
     assert found.counted() == 2 * sum(map(sum, columns["counts"]))
