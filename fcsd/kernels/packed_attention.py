@@ -1,9 +1,9 @@
 """Causal attention inside the documents of packed rows, without a mask.
 
 transformers turns position ids that restart into a mask ``[batch, 1, seq, seq]``. With a mask, attention computes all
-of the ``seq * seq`` scores, and its backward pass is several times slower than the causal one. Here the documents of all
-rows are laid end to end and handed to FlashAttention's kernel for sequences of different lengths, which computes the
-scores inside documents alone; rows of one document each are plain causal attention.
+of the ``seq * seq`` scores, and its backward pass is several times slower than the causal one. Here the documents of
+all rows are laid end to end and handed to FlashAttention's kernel for sequences of different lengths, which computes
+the scores inside documents alone; rows of one document each are plain causal attention.
 
 The borders of documents reach the attention function through the keyword arguments that every decoder of transformers
 passes on, so that a layer that is recomputed in the backward pass finds them, too. Without borders the function is
@@ -51,7 +51,7 @@ def document_borders(position_ids: Tensor) -> Tensor:
     return torch.cat([starts, starts.new_tensor([position_ids.numel()])]).to(torch.int32)
 
 
-def packed_arguments(model: PreTrainedModel, borders: Tensor) -> dict[str, Any]:
+def packed_arguments(borders: Tensor) -> dict[str, Any]:
     """What a decoder is called with besides token ids and position ids.
 
     The attention mask is not read. A mask of four dimensions is one that transformers passes on as it is; without it,

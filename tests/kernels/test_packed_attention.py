@@ -61,7 +61,7 @@ def test_decoders_take_borders(arch: str) -> None:
     decoder = model.base_model
     ids = torch.randint(0, model.config.get_text_config().vocab_size, POSITIONS.shape)
     found, expected = [], []
-    for results, arguments in ((expected, {}), (found, packed_arguments(model, document_borders(POSITIONS)))):
+    for results, arguments in ((expected, {}), (found, packed_arguments(document_borders(POSITIONS)))):
         model.zero_grad()
         hidden = decoder(input_ids=ids, position_ids=POSITIONS, use_cache=False, **arguments).last_hidden_state
         hidden.square().sum().backward()
@@ -80,7 +80,7 @@ def test_recomputed_layers_find_the_borders() -> None:
         if recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.zero_grad()
-        arguments = packed_arguments(model, document_borders(POSITIONS))
+        arguments = packed_arguments(document_borders(POSITIONS))
         model.base_model(input_ids=ids, position_ids=POSITIONS, use_cache=False, **arguments)[0].sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert torch.equal(*gradients)
