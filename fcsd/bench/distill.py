@@ -280,17 +280,16 @@ def _accounts(steps: _Steps, load: Load, out: Path, world: World) -> dict[str, A
 def table(result: dict[str, Any]) -> str:
     """A line for each variant: the median step, tokens per second, MFU, and the share of the bound's speed."""
     medians = {name: statistics.median(found["seconds"]) for name, found in result["variants"].items()}
-    lines = [
-        f"{'':12s} {'step ms':>9s} {'± ms':>6s} {'tokens/s':>11s} {'of bound':>9s} {'MFU':>6s} {'data':>6s} {'peak GiB':>9s}"
-    ]
+    titles = ("step ms", "± ms", "tokens/s", "of bound", "MFU", "data", "peak GiB")
+    lines = [f"{'':12s} " + " ".join(f"{title:>9s}" for title in titles)]
     for name, found in result["variants"].items():
         bound = f"{medians[BOUND] / medians[name]:9.1%}" if BOUND in medians else f"{'-':>9s}"
         speed = result["batch_tokens"] / medians[name]
         spread = (max(found["seconds"]) - min(found["seconds"])) / 2 * 1e3
-        mfu = f"{speed / result['full_speed']:6.1%}" if result["full_speed"] else f"{'-':>6s}"
+        mfu = f"{speed / result['full_speed']:9.1%}" if result["full_speed"] else f"{'-':>9s}"
         data = statistics.median(found["data_wait"])
         peak = f"{found['peak_gib']:9.1f}" if "peak_gib" in found else f"{'-':>9s}"
         lines.append(
-            f"{name:12s} {medians[name] * 1e3:9.1f} {spread:6.1f} {speed:11,.0f} {bound} {mfu} {data:6.1%} {peak}"
+            f"{name:12s} {medians[name] * 1e3:9.1f} {spread:9.1f} {speed:9,.0f} {bound} {mfu} {data:9.1%} {peak}"
         )
     return "\n".join(lines)

@@ -75,8 +75,9 @@ class Mixture:
 def batch(rows: Rows | Mixture, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
     """``input_ids``, ``position_ids``, ``labels`` of the rows so numbered, each ``[batch, seq_len]`` int64.
 
-    ``borders``, ``[documents + 1]`` int32, says where documents begin when the rows are laid end to end. A label is the token its position predicts; ``IGNORE`` where that token does not count, and at the last position
-    of a document or row.
+    ``borders``, ``[documents + 1]`` int32, says where documents begin when the rows are laid end to end. A label is
+    the token its position predicts; ``IGNORE`` where that token does not count, and at the last position of a document
+    or row.
     """
     packed = [rows[number] for number in numbers]
     input_ids, position_ids, counts = (torch.from_numpy(np.stack(column)) for column in zip(*packed, strict=True))

@@ -79,8 +79,8 @@ def expect_fingerprint(recipe: Recipe, found: str, what: str) -> None:
 def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """``[batch, seq, hidden]`` after the final norm.
 
-    Position ids that restart, no attention mask and no cache keep attention inside documents. An architecture whose code
-    ignores them is given its masks; a model with packed attention is given the borders of the documents.
+    Position ids that restart, no attention mask and no cache keep attention inside documents. An architecture whose
+    code ignores them is given its masks; a model with packed attention is given the borders of the documents.
     """
     arch = arch_of(model.config)
     decoder: Any = model.get_submodule(arch.classes["AutoModelForCausalLM"][1])
