@@ -56,10 +56,15 @@ class Plan:
 
 
 def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = None) -> Plan:
-    """Plans a recipe; seconds at most, for a model of any size.
+    """Plans a recipe within seconds, for a model of any size; no weight is read.
 
     Args:
-        utilisation: share of the GPUs' peak to reckon with instead of the measured or assumed one.
+        recipe: a complete recipe, such as ``load_recipe(...).recipe``.
+        hardware: the GPUs that it would run on.
+        utilisation: the share of the GPUs' peak that the run reaches, from 0 to 1; None for the measured or assumed one.
+
+    Returns:
+        The plan, whether the recipe fits or not; ``Plan.check`` raises if it does not.
 
     Raises:
         BadInputError: the student or the teacher is not a model.
