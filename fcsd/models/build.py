@@ -46,7 +46,15 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
     """Rewire a model in place. A former wiring is undone first; ``unwired()`` restores transformers' own graph.
 
+    No weight changes, and inputs and outputs keep their shapes: token ids ``[batch, seq]`` give logits
+    ``[batch, seq, vocab]``. The config does not change either, so ``save_pretrained`` does not record the new wiring;
+    ``convert_checkpoint`` does.
+
+    Returns:
+        ``model`` itself.
+
     Raises:
+        BadInputError: the architecture is not supported.
         ConfigError: the wiring does not fit the model.
     """
     arch = arch_of(model.config)
@@ -179,6 +187,9 @@ def load_model(
         config: replaces the directory's own.
         auto: transformers Auto class to load through.
         kwargs: further arguments of ``from_pretrained``.
+
+    Returns:
+        A transformers model: token ids ``[batch, seq]`` give logits ``[batch, seq, vocab]``.
 
     Raises:
         BadInputError: the architecture is not supported, or tensors and config do not match.

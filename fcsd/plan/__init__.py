@@ -61,7 +61,7 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     Args:
         recipe: a complete recipe, such as ``load_recipe(...).recipe``.
         hardware: the GPUs that it would run on.
-        utilisation: the share of the GPUs' peak that the run reaches, from 0 to 1; None for the measured or assumed one.
+        utilisation: the share of the GPUs' peak that is reached, from 0 to 1; None for the measured or assumed one.
 
     Returns:
         The plan, whether the recipe fits or not; ``Plan.check`` raises if it does not.
