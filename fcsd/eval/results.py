@@ -1,28 +1,16 @@
 """Result rows on disk: one JSON list per model, replaced as a whole, earlier rows of other settings kept."""
 
-import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import write_text
 from fcsd.errors import BadInputError
 
 Row = dict[str, Any]
 
 # The metrics whose items are (log-likelihood, words or bytes): reported as exp(-ratio).
 PERPLEXITIES = ("word_perplexity", "byte_perplexity")
-
-
-def json_sha256(value: Any) -> str:
-    """Hash of a JSON-like value, independent of the order of keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    """Hash of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -68,10 +56,3 @@ class ResultFile:
 
 def _key(row: Row) -> tuple[str, ...]:
     return (row["suite"], row["column"], row["settings_sha256"], row["data_sha256"])
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step: readers see the old or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)

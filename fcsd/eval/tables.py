@@ -4,9 +4,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from fcsd.disk import write_text
 from fcsd.eval.compare import Comparison, compare
 from fcsd.eval.perplexity import HELD_OUT
-from fcsd.eval.results import Row, is_accuracy, shown, write_text
+from fcsd.eval.results import Row, is_accuracy, shown
 
 
 def report(rows: Sequence[Row], out: Path, *, untrained: str | None = None, margin: float = 1.0) -> list[Comparison]:

@@ -16,11 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import file_sha256, json_sha256
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.code_tasks import TIMEOUT_S, no_execution, run_programs
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.evalplus_tasks import EvalPlusTask, load_evalplus_task
-from fcsd.eval.results import PERPLEXITIES, file_sha256, json_sha256
+from fcsd.eval.results import PERPLEXITIES
 from fcsd.eval.statistics import estimate
 from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SANDBOX, Row
 

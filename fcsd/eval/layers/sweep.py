@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import file_sha256, json_sha256, write_text
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
@@ -13,7 +14,7 @@ from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import Loaded, evaluate
 from fcsd.eval.layers.rewiring import Subject, layers_text, load_subject, reads_in_flight
 from fcsd.eval.perplexity import HeldOut, held_out_result
-from fcsd.eval.results import Row, file_sha256, is_accuracy, json_sha256, shown, write_text
+from fcsd.eval.results import Row, is_accuracy, shown
 from fcsd.eval.statistics import paired_difference
 from fcsd.eval.tables import markdown
 
