@@ -29,6 +29,7 @@ ROOMS = [
     "kernels",
     "foreign_errors",
     "errors",
+    "disk",
     "version",
 ]
 

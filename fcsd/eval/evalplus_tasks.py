@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import file_sha256, json_sha256
 from fcsd.errors import BadInputError
 from fcsd.eval.code.judge import Problem, pass_at_1
 from fcsd.eval.code.problems import load_evalplus
 from fcsd.eval.code_tasks import TIMEOUT_S, judged
 from fcsd.eval.engines.interface import Adapter
-from fcsd.eval.results import file_sha256, json_sha256
 from fcsd.eval.statistics import estimate
-from fcsd.eval.suite import Row
+from fcsd.eval.suite import Benchmark
 
 # EvalPlus' own words and limit, in evalplus/codegen.py and evalplus/provider/base.py.
 INSTRUCTION = (
@@ -41,12 +41,12 @@ FILES = {
 class EvalPlusTask:
     """A suite row with EvalPlus' problems, and the sha256 of the file they came from by its name."""
 
-    row: Row
+    row: Benchmark
     problems: list[Problem]
     data_files: dict[str, str]
 
 
-def load_evalplus_task(row: Row, mirror: Path | None) -> EvalPlusTask:
+def load_evalplus_task(row: Benchmark, mirror: Path | None) -> EvalPlusTask:
     """The problems of ``evalplus/HumanEvalPlus.jsonl`` or ``MbppPlus.jsonl`` (or ``.gz``) in a mirror.
 
     Without a mirror they come from where EvalPlus keeps them: ``HUMANEVAL_OVERRIDE_PATH`` and
@@ -59,7 +59,7 @@ def load_evalplus_task(row: Row, mirror: Path | None) -> EvalPlusTask:
     return EvalPlusTask(row, load_evalplus(path), {path.name: file_sha256(path)})
 
 
-def _mirrored(row: Row, mirror: Path) -> Path:
+def _mirrored(row: Benchmark, mirror: Path) -> Path:
     name = f"evalplus/{FILES[row.task][0]}.jsonl"
     for path in (mirror / name, mirror / f"{name}.gz"):
         if path.is_file():
@@ -67,7 +67,7 @@ def _mirrored(row: Row, mirror: Path) -> Path:
     raise BadInputError(f"{row.column}: the data mirror has no file {name}")
 
 
-def _published(row: Row) -> Path:
+def _published(row: Benchmark) -> Path:
     from evalplus.data.utils import get_dataset_metadata, make_cache
 
     name, variable = FILES[row.task]

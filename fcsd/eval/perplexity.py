@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import file_sha256, json_sha256
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.interface import Adapter
-from fcsd.eval.results import file_sha256, json_sha256
 from fcsd.eval.statistics import estimate
 
 HELD_OUT = "Held-out loss"

@@ -4,12 +4,11 @@ A directory of results also holds ``comparison.json``, which is not a list of re
 directory calls ``read_directory``.
 """
 
-import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import write_text
 from fcsd.errors import BadInputError
 
 # One model's score on one task, as ``harness.evaluate`` describes it.
@@ -20,17 +19,6 @@ COMPARISON = "comparison.json"
 
 # Metrics whose items are (log-likelihood, units), and the unit. Their value is exp(-log-likelihood per unit).
 PERPLEXITIES = {"word_perplexity": "word", "byte_perplexity": "byte"}
-
-
-def json_sha256(value: Any) -> str:
-    """Hash of a JSON-like value, independent of the order of keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    """Hash of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_results(path: Path) -> list[Result]:
@@ -95,10 +83,3 @@ class ResultFile:
 
 def _key(result: Result) -> tuple[str, ...]:
     return (result["suite"], result["column"], result["settings_sha256"], result["data_sha256"])
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step: readers see the old or the new one, never a part of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)

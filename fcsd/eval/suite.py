@@ -21,7 +21,7 @@ TEACHERS = ("DeepSeek-V2-Lite", "Qwen-3-30B MoE", "Llama-4-Scout")
 
 
 @dataclass(frozen=True)
-class Row:
+class Benchmark:
     """One benchmark column and everything that fixes its number.
 
     Attributes:
@@ -52,8 +52,8 @@ class Row:
     published: tuple[float, float, float] | None = None
 
 
-def _lm(column: str, task: str, directory: str, version: float | None, metric: str, **more) -> Row:
-    return Row(column, LM_EVAL, task, directory, version, more.pop("shots", 0), metric, **more)
+def _lm(column: str, task: str, directory: str, version: float | None, metric: str, **more) -> Benchmark:
+    return Benchmark(column, LM_EVAL, task, directory, version, more.pop("shots", 0), metric, **more)
 
 
 PIQA = _lm("PIQA", "piqa", "piqa", 1.0, "acc_norm", chance=50.0, published=(80.1, 80.5, 81.1))
@@ -75,7 +75,7 @@ GSM8K = _lm(
     chance=0.0,
     published=(70.1, 86.9, 88.6),
 )
-HEVAL = Row(
+HEVAL = Benchmark(
     "HEval+",
     SANDBOX,
     "humaneval_plus",
@@ -88,11 +88,11 @@ HEVAL = Row(
     published=(40.2, 73.8, 62.2),
 )
 # The published MBPP+ numbers fit lm-eval's task, which scores the three base asserts and not the plus tests.
-MBPP = Row("MBPP+", SANDBOX, "mbpp_plus", "mbpp", 1.0, 3, "pass_at_1", chance=0.0, published=(60.8, 84.4, 83.6))
+MBPP = Benchmark("MBPP+", SANDBOX, "mbpp_plus", "mbpp", 1.0, 3, "pass_at_1", chance=0.0, published=(60.8, 84.4, 83.6))
 
 # EvalPlus numbers its data sets; chat mode, sanitised answers, base and plus tests, a repaired oracle.
-HEVAL_STRICT = Row("HEval+", EVALPLUS, "humaneval", "", "v0.1.10", 0, "pass@1", "plus", chat=True, chance=0.0)
-MBPP_STRICT = Row("MBPP+", EVALPLUS, "mbpp", "", "v0.2.0", 0, "pass@1", "plus", chat=True, chance=0.0)
+HEVAL_STRICT = Benchmark("HEval+", EVALPLUS, "humaneval", "", "v0.1.10", 0, "pass@1", "plus", chat=True, chance=0.0)
+MBPP_STRICT = Benchmark("MBPP+", EVALPLUS, "mbpp", "", "v0.2.0", 0, "pass@1", "plus", chat=True, chance=0.0)
 
 BOOLQ = _lm("BoolQ", "boolq", "super_glue/boolq", 2.0, "acc", chance=50.0)
 SCIQ = _lm("SciQ", "sciq", "sciq", 1.0, "acc_norm", chance=25.0)
@@ -103,7 +103,7 @@ WIKITEXT = _lm("Wikitext PPL", "wikitext", "wikitext", 2.0, "word_perplexity")
 _TABLE_1 = (PIQA, ARC_E, ARC_C, HS, CSQA, WG, HEVAL, MMLU, OBOOK, GSM8K, MBPP)
 
 
-def _bare(row: Row, **changes) -> Row:
+def _bare(row: Benchmark, **changes) -> Benchmark:
     """The row with other settings; Table 1 says nothing about it then."""
     return replace(row, published=None, **changes)
 
@@ -111,7 +111,7 @@ def _bare(row: Row, **changes) -> Row:
 # The bundled model's answers to GSM8K take at most 74 tokens, and two examples show it the form.
 _SHORT = {"max_gen_toks": 96}
 
-SUITES: dict[str, tuple[Row, ...]] = {
+SUITES: dict[str, tuple[Benchmark, ...]] = {
     "paper": _TABLE_1,
     "strict": tuple({HEVAL: HEVAL_STRICT, MBPP: MBPP_STRICT}.get(row, row) for row in _TABLE_1),
     "quickstart": (
@@ -153,7 +153,7 @@ DEFINITIONS = {
 }
 
 
-def select(suite: str, tasks: Sequence[str] | None = None) -> list[Row]:
+def select(suite: str, tasks: Sequence[str] | None = None) -> list[Benchmark]:
     """The rows of a suite, all or those named by column or task (case does not matter).
 
     Raises:

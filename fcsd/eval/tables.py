@@ -4,12 +4,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from fcsd.disk import write_text
 from fcsd.eval.compare import Comparison, compare
 from fcsd.eval.perplexity import HELD_OUT
-from fcsd.eval.results import Row, is_accuracy, shown, write_text
+from fcsd.eval.results import Result, is_accuracy, shown
 
 
-def report(rows: Sequence[Row], out: Path, *, untrained: str | None = None, margin: float = 1.0) -> list[Comparison]:
+def report(rows: Sequence[Result], out: Path, *, untrained: str | None = None, margin: float = 1.0) -> list[Comparison]:
     """Write ``comparison.json``, ``table.md`` and ``bars.png`` into ``out`` and return the comparisons.
 
     Raises:
@@ -26,7 +27,7 @@ def report(rows: Sequence[Row], out: Path, *, untrained: str | None = None, marg
     return comparisons
 
 
-def table_1(rows: Sequence[Row]) -> str:
+def table_1(rows: Sequence[Result]) -> str:
     """Markdown in the layout of FarSkip Table 1: a row per model, a column per benchmark, points."""
     columns, models = _axes(rows)
     cells = {(row["model"], row["column"]): shown(row)[0] for row in rows}
@@ -41,7 +42,7 @@ def table_1(rows: Sequence[Row]) -> str:
     return markdown(head, body)
 
 
-def plain_table(rows: Sequence[Row], comparisons: Sequence[Comparison] = ()) -> str:
+def plain_table(rows: Sequence[Result], comparisons: Sequence[Comparison] = ()) -> str:
     """Markdown with a row per benchmark and a column per model, each value with its standard error.
 
     The last row says which share of the held-out loss that the untrained conversion lost was won back.
@@ -81,7 +82,7 @@ def difference_table(comparisons: Sequence[Comparison], margin: float) -> str:
     return markdown(head, list(zip(*columns, strict=True)))
 
 
-def draw_bars(rows: Sequence[Row], path: Path) -> None:
+def draw_bars(rows: Sequence[Result], path: Path) -> None:
     """A PNG of bars grouped by benchmark, standard errors as whiskers, chance as a short line."""
     import matplotlib
 
@@ -114,7 +115,7 @@ def _percent(share: float, stderr: float) -> str:
     return f"{100 * share:.1f} ± {100 * stderr:.1f} %"
 
 
-def _axes(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+def _axes(rows: Sequence[Result]) -> tuple[list[str], list[str]]:
     """Columns (held-out loss last) and models, in order of appearance."""
     columns = list(dict.fromkeys(row["column"] for row in rows))
     return sorted(columns, key=lambda c: c == HELD_OUT), list(dict.fromkeys(row["model"] for row in rows))

@@ -16,13 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import file_sha256, json_sha256
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.code_tasks import TIMEOUT_S, no_execution, run_programs
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.evalplus_tasks import EvalPlusTask, load_evalplus_task
-from fcsd.eval.results import PERPLEXITIES, file_sha256, json_sha256
+from fcsd.eval.results import PERPLEXITIES
 from fcsd.eval.statistics import estimate
-from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SANDBOX, Row
+from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SANDBOX, Benchmark
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +42,14 @@ class LoadedTask:
         data_files: sha256 of each file of a mirror by its path there; empty for hub data.
     """
 
-    row: Row
+    row: Benchmark
     lm_eval: dict[str, Any]
     definition_sha256: str
     data_files: dict[str, str]
 
 
 @contextlib.contextmanager
-def load_tasks(rows: Sequence[Row], mirror: Path | None) -> Iterator[list[LoadedTask | EvalPlusTask]]:
+def load_tasks(rows: Sequence[Benchmark], mirror: Path | None) -> Iterator[list[LoadedTask | EvalPlusTask]]:
     """The tasks of all rows; their data live until the context ends.
 
     Nothing read from a mirror reaches the user's dataset cache: it goes to a temporary one.
@@ -73,7 +74,7 @@ def load_tasks(rows: Sequence[Row], mirror: Path | None) -> Iterator[list[Loaded
         yield loaded
 
 
-def _load(row: Row, mirror: Path | None) -> LoadedTask:
+def _load(row: Benchmark, mirror: Path | None) -> LoadedTask:
     import lm_eval.tasks
 
     if row.task == "ifeval":
@@ -138,7 +139,7 @@ def _is_leaf_of(entry: Any, group: Any) -> bool:
     return group.kind.name == "GROUP" and entry.kind.name == "TASK"
 
 
-def _mirror_files(row: Row, mirror: Path, names: set[str]) -> dict[str, str]:
+def _mirror_files(row: Benchmark, mirror: Path, names: set[str]) -> dict[str, str]:
     """sha256 of every file of the data sets; missing ones must never be looked for on the hub instead."""
     files = {}
     for name in sorted(names):

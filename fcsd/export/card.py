@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fcsd.checkpoint.rewired import describe
 from fcsd.distill.run.report import METRICS, read_metrics
-from fcsd.eval.results import Row, is_accuracy, read_rows, shown
+from fcsd.eval.results import Result, is_accuracy, read_results, shown
 
 if TYPE_CHECKING:
     from fcsd.models.archs import Arch
@@ -105,12 +105,12 @@ def _training(run: Path | None) -> str:
     return text
 
 
-def _results(run: Path | None) -> list[Row]:
+def _results(run: Path | None) -> list[Result]:
     files = sorted((run / "eval").glob("*.json")) if run else []
-    return [row for file in files for row in read_rows(file)]
+    return [row for file in files for row in read_results(file)]
 
 
-def _evaluation(rows: list[Row]) -> str:
+def _evaluation(rows: list[Result]) -> str:
     if not rows:
         return ""
     lines = ["| model | task | metric | value | n |", "|---|---|---|---|---|"]
@@ -119,7 +119,7 @@ def _evaluation(rows: list[Row]) -> str:
     return "\n## Evaluation\n\n" + "\n".join(lines) + "\n"
 
 
-def _eval_results(rows: list[Row]) -> list[Any]:
+def _eval_results(rows: list[Result]) -> list[Any]:
     """The accuracies of the model itself, in the form that the hub indexes."""
     from huggingface_hub import EvalResult
 

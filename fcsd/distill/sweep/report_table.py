@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fcsd.distill.run import run_dir
+from fcsd.disk import write_text
 from fcsd.distill.run.report import read_metrics
 
 TABLE = "table.md"
@@ -15,7 +15,7 @@ def write_report(out: Path, record: dict[str, Any]) -> None:
     rows = table(record)
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, f"|{'---|' * len(rows[0])}")
-    run_dir.write(out / TABLE, "\n".join([*lines, "", f"![loss over tokens]({PICTURE})", ""]))
+    write_text(out / TABLE, "\n".join([*lines, "", f"![loss over tokens]({PICTURE})", ""]))
     draw(out, record)
 
 

@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import json_sha256
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import GENERATION, HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
-from fcsd.eval.results import json_sha256
 from fcsd.launch.shared_work import Team
 
 HF, VLLM = "hf", "vllm"

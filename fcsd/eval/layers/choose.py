@@ -15,13 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import json_sha256, write_text
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.layers.compare_choice import draw, rivals, table
 from fcsd.eval.layers.rewiring import Subject, layers_text, load_subject, reads_in_flight
 from fcsd.eval.perplexity import read_texts
-from fcsd.eval.results import json_sha256, write_text
 from fcsd.eval.statistics import estimate
 
 log = logging.getLogger(__name__)

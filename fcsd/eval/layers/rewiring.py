@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from fcsd.disk import file_sha256
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.eval.results import file_sha256
 from fcsd.models.build import decoder_layers, load_model, unwired, wire
 from fcsd.models.wiring import Blocks, Wiring, hf_parts, plan_layers
 from fcsd.version import __version__

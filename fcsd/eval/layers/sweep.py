@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import file_sha256, json_sha256, write_text
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
@@ -13,7 +14,7 @@ from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import Loaded, evaluate
 from fcsd.eval.layers.rewiring import Subject, layers_text, load_subject, reads_in_flight
 from fcsd.eval.perplexity import HeldOut, held_out_result
-from fcsd.eval.results import Row, file_sha256, is_accuracy, json_sha256, shown, write_text
+from fcsd.eval.results import Result, is_accuracy, shown
 from fcsd.eval.statistics import paired_difference
 from fcsd.eval.tables import markdown
 
@@ -76,7 +77,7 @@ def sweep_layers(
         "held_out_sha256": None if text is None else json_sha256(text.texts),
     }
 
-    def measure() -> list[Row]:
+    def measure() -> list[Result]:
         rows = []
         if tasks:
             loaded = Loaded(subject.name, subject.model, subject.tokenizer)
@@ -89,7 +90,7 @@ def sweep_layers(
     out = Path(out)
     cache = AnswerCache(out / "points.jsonl")
     identity = json_sha256([subject.identity(), settings])
-    measured: dict[tuple[int, ...], list[Row]] = {}
+    measured: dict[tuple[int, ...], list[Result]] = {}
     try:
         for layers in dict.fromkeys(_layers(end, n, subject.depth) for n in numbers for end in ENDS):
             rows = cache.get([identity, layers])
@@ -129,7 +130,7 @@ def _content(mirror: Path) -> dict[str, str]:
 
 
 def _sweep(
-    subject: Subject, settings: dict[str, Any], numbers: list[int], measured: dict[tuple[int, ...], list[Row]]
+    subject: Subject, settings: dict[str, Any], numbers: list[int], measured: dict[tuple[int, ...], list[Result]]
 ) -> dict[str, Any]:
     """The content of ``sweep.json``: everything but the answers to single questions."""
     reference = {row["column"]: row for row in measured[()]}
