@@ -153,7 +153,7 @@ def mean_low(gains: Array, losses: Array, n: Array, scale: Array) -> Array:
     observed = ((gains - losses) / n * scale).mean(-1)
     low, high = np.zeros_like(observed), np.full_like(observed, 1e6 * float(n.max()))
     level = observed
-    for _ in range(60):
+    for _ in range(36):
         middle = np.sqrt((low + 1e-6) * high)
         gained, lost = _shares(gains, losses, n, middle[..., None] * scale)
         level = ((gained - lost) * scale).mean(-1)
@@ -174,7 +174,7 @@ def _shares(gains: Array, losses: Array, n: Array, pull: Array) -> tuple[Array, 
     """
     agreements = n - gains - losses
     low, high = pull, pull + n
-    for _ in range(45):
+    for _ in range(36):
         m = (low + high) / 2
         with np.errstate(divide="ignore", invalid="ignore"):
             total = agreements / m + gains / (m + pull) + np.where(losses > 0, losses / (m - pull), 0.0)

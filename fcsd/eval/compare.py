@@ -101,13 +101,11 @@ class Comparison:
             return f"{self.model}: no benchmark to compare on"
         overall = self.overall
         verdict = overall.verdict(margin)
-        bounds = {
-            YES: f"at least {overall.low:+.2f}",
-            NO: f"at most {overall.high:+.2f}",
-            UNDECIDED: f"at least {overall.low:+.2f}, at most {overall.high:+.2f}",
-        }
-        text = f"{self.model} within {margin:g} points of {self.baseline}: {verdict}"
-        text += f" ({overall.points:+.2f} ± {overall.stderr:.2f}; with 95 % confidence {bounds[verdict]})"
+        points = f"{overall.points:+.1f} ± {overall.stderr:.1f}"
+        bounds = {YES: [f"at least {overall.low:+.2f}"], NO: [f"at most {overall.high:+.2f}"]}
+        bound = " and ".join(bounds.get(verdict, [*bounds[YES], *bounds[NO]]))
+        text = f"{self.model} within {margin:g} points of {self.baseline}: {verdict} ({points})"
+        text += f", {bound} with 95 % confidence"
         if below := self.further_below(margin):
             named = ", ".join(f"{task.column} ({task.points:+.1f})" for task in below)
             text += f"; further below on {named}"
@@ -190,9 +188,7 @@ def compare(results: Sequence[Result], *, untrained: str | None = None) -> list[
         raise ConfigError("there is no baseline to compare with", "name one with --baseline")
     if untrained is not None and untrained not in models:
         raise ConfigError(f"no model {untrained!r} was evaluated", f"there are: {', '.join(models)}")
-    by_model = {
-        model: {result["column"]: result for result in results if result["model"] == model} for model in models
-    }
+    by_model = {model: {result["column"]: result for result in results if result["model"] == model} for model in models}
     floor = by_model[untrained] if untrained is not None else {}
     return [
         _compare(by_model[model], by_model[baseline], {} if model == untrained else floor)

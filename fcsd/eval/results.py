@@ -47,11 +47,13 @@ def read_directory(directory: Path) -> list[Result]:
 
 
 def run_of(model: str) -> Path | None:
-    """The run directory that a model directory lies in; None if it lies in none.
+    """The run directory that a model directory lies in; None if it lies in none, or is not a directory here.
 
     A run's scores belong into its folder ``eval``, where ``fcsd export`` takes the model card's from.
     """
     path = Path(model).resolve()
+    if not path.is_dir():
+        return None
     return next((parent for parent in path.parents if (parent / "config.resolved.yaml").is_file()), None)
 
 

@@ -1,18 +1,19 @@
-"""A Hugging Face model as lm-eval sees it: texts in, log-probabilities or generated texts out."""
+"""A Hugging Face model behind lm-eval's interface: texts in, log-probabilities or generated texts out."""
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lm_eval.models.utils import resolve_max_length
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
+from fcsd.eval.progress import progress
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.serve.answer_end import ending
 from fcsd.serve.decode import generate_in_slots, plan_slots
@@ -28,9 +29,10 @@ GENERATION = (BATCHES, SLOTS, GRAPHS)
 
 
 class HFAdapter(Adapter):
-    """Scores and generates as lm-eval's HFLM does, faster, and refuses what HFLM lets through.
+    """Scores and generates as lm-eval's HFLM does, but faster, and with two errors that HFLM does not have.
 
-    HFLM reports a score for NaN logits and silently cuts prompts that are too long; here both are errors.
+    HFLM reports a score for a model whose logits are NaN, and it cuts prompts that are too long without saying so;
+    here both are errors.
 
     Args:
         model: a causal LM in eval mode.
@@ -138,11 +140,11 @@ class HFAdapter(Adapter):
             self.require_fits(len(context_ids) + len(ids) - 1, context)
         answers: list[Any] = [self.cached(["loglikelihood", *texts]) for texts, _, _ in requests]
         open_ = [i for i, answer in enumerate(answers) if answer is None]
-        with self._bar("scoring", len(open_)) as bar:
+        with self._progress("scoring", len(open_)) as advance:
 
             def done(index: int, answer: tuple[float, bool]) -> None:
                 self.store(["loglikelihood", *requests[open_[index]][0]], answer)
-                bar.update()
+                advance()
 
             todo = [(requests[i][1], requests[i][2]) for i in open_]
             scored = self.team.together(
@@ -188,7 +190,7 @@ class HFAdapter(Adapter):
                 if not prompts[index]:
                     raise BadInputError("a prompt has no tokens")
                 self.require_fits(len(prompts[index]) + max_new_tokens - 1, requests[index].args[0])
-        with self._bar("generating", sum(map(len, groups.values()))) as bar:
+        with self._progress("generating", sum(map(len, groups.values()))) as advance:
 
             def generate() -> dict[int, str]:
                 new: dict[int, str] = {}
@@ -196,7 +198,7 @@ class HFAdapter(Adapter):
                     for place, text in self._generate([prompts[i] for i in members], stops, max_new_tokens):
                         new[members[place]] = text
                         self.store(["generate_until", *requests[members[place]].args], text)
-                        bar.update()
+                        advance()
                 return new
 
             for index, text in self.team.together(generate).items():
@@ -241,5 +243,7 @@ class HFAdapter(Adapter):
             "max_length": self.max_length,
         }
 
-    def _bar(self, what: str, total: int) -> Any:
-        return tqdm(total=total, desc=what, disable=None if self.team.leads else True, leave=False)
+    def _progress(self, what: str, requests: int) -> AbstractContextManager[Callable[[], None]]:
+        """The first rank shows its own progress, which stands for that of all."""
+        ranks = 1 if self.team.world is None or self.team.lockstep else self.team.world.size
+        return progress(what, -(-requests // ranks), quiet=not self.team.leads)

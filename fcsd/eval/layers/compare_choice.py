@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
+from fcsd import markdown
 from fcsd.eval.layers.rewiring import Subject, layers_text, reads_in_flight
 from fcsd.eval.statistics import estimate, paired_difference
-from fcsd.eval.tables import markdown
 
 Layers = tuple[int, ...]
 Items = list[tuple[float, int]]
@@ -83,7 +83,7 @@ def table(comparison: Sequence[dict[str, Any]]) -> str:
         beaten = f"{mean['better']} of them better"
         increase = f"{100 * mean['increase']:.1f} %"
         body.append([size, label, beaten, f"{mean['reads_in_flight']:.1f}", increase, _signed(mean["difference"])])
-    return markdown(["N", "Set", "Layers", "Reads in flight", "Loss increase", "Loss minus the choice's"], body)
+    return markdown.table(["N", "Set", "Layers", "Reads in flight", "Loss increase", "Loss minus the choice's"], body)
 
 
 def _signed(difference: Sequence[float]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fcsd import markdown
 from fcsd.disk import file_sha256, json_sha256, write_text
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import HFAdapter
@@ -16,7 +17,6 @@ from fcsd.eval.layers.rewiring import Subject, layers_text, load_subject, reads_
 from fcsd.eval.perplexity import HeldOut, held_out_result
 from fcsd.eval.results import Result, is_accuracy, shown
 from fcsd.eval.statistics import paired_difference
-from fcsd.eval.tables import markdown
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ def to_text(sweep: dict[str, Any]) -> str:
     for point in sweep["points"]:
         cells = [" ± ".join(shown({**column, **point["scores"][column["column"]]})) for column in columns]
         body.append([point["end"], str(point["n"]), *cells])
-    return markdown(head, body)
+    return markdown.table(head, body)
 
 
 def draw(sweep: dict[str, Any], path: Path) -> None:
