@@ -73,7 +73,7 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="The number of processes, one per GPU; under vLLM, the tensor-parallel degree."),
     ] = None,
-    expert_parallel: Annotated[
+    ep_size: Annotated[
         int, typer.Option(min=1, metavar="N", help="Divide the experts of every layer among N of the processes.")
     ] = 1,
     generation: Annotated[
@@ -119,7 +119,7 @@ def evaluate(
         batch_size=batch_size,
         max_length=max_length,
         generation=generation,
-        expert_parallel=expert_parallel,
+        ep_size=ep_size,
         gpus=gpus or 1 if backend == "vllm" else 1,  # answers do not depend on the number of processes
     )
     results = run(

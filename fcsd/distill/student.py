@@ -54,17 +54,17 @@ def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) ->
     """The student in eval mode, the same on every rank but for the experts that expert parallelism divides.
 
     Random weights follow the architecture's own rules (``initializer_range`` of the config) and the recipe's seed;
-    each module and each expert draws on its own, so they are the same at any ``train.expert_parallel``.
+    each module and each expert draws on its own, so they are the same at any ``parallel.ep_size``.
 
     Raises:
         BadInputError, ConfigError: see ``student_config``; weights that do not match it.
     """
     source = student_source(recipe)
     config = student_config(recipe, source)
-    degree = recipe.train.expert_parallel
+    ep_size = recipe.parallel.ep_size
     if recipe.init.weights == "loaded":
-        return load(source.path, degree, dtype=dtype, device=device, config=config)
-    return randomise(config, degree, dtype=dtype, device=device, seed=recipe.seed)
+        return load(source.path, ep_size, dtype=dtype, device=device, config=config)
+    return randomise(config, ep_size, dtype=dtype, device=device, seed=recipe.seed)
 
 
 def meta_student(recipe: Recipe, source: Source) -> PreTrainedModel:

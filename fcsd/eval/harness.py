@@ -101,7 +101,7 @@ def evaluate(
     chosen = select_any(suite, tasks, num_fewshot=num_fewshot, apply_chat_template=apply_chat_template)
     engine = engine or Engine()
     engine.check(int(os.environ.get("WORLD_SIZE", "1")) if team is None else 1)
-    team = team or _torchrun_team(lockstep=engine.expert_parallel > 1)
+    team = team or _torchrun_team(lockstep=engine.ep_size > 1)
     with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
         if any(benchmark.harness in (SANDBOX, EVALPLUS) for benchmark in chosen):  # refused now, not after hours
             team.on_first(lambda: find_sandbox(accept_unsafe_exec=accept_unsafe_exec))
@@ -114,7 +114,7 @@ def evaluate(
                 for scored in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
                     result = {"model": name, "path": _path(model), "suite": suite, "baseline": model == baseline}
                     result |= scored
-                    result |= {"engine": {**lm.engine(), "expert_parallel": engine.expert_parallel}}
+                    result |= {"engine": {**lm.engine(), "ep_size": engine.ep_size}}
                     result |= {"versions": versions(engine)}
                     result |= {"seconds": round(time.perf_counter() - start, 2)}
                     results.append(result)
