@@ -5,6 +5,7 @@ from typing import Any
 
 from fcsd.checkpoint.files import quoted
 from fcsd.errors import BadInputError
+from fcsd.models.selection import layers_text
 
 PREFIX = "fcsd_"  # of a converted checkpoint's model_type
 _AMD_FLAGS = ("farskip", "attn_only_farskip", "mlp_only_farskip")
@@ -39,7 +40,7 @@ def describe(rewiring: dict[str, Any]) -> str:
     variant = f" ({rewiring['variant']})" if rewiring["variant"] != "full" else ""
     if rewiring["by"] == "amd":
         return f"farskip{variant}, layers from {rewiring['start']} up to {rewiring['end']}, by AMD"
-    return f"{rewiring['wiring']}{variant}, layers {_ranges(rewiring['layers'])}, by fcsd"
+    return f"{rewiring['wiring']}{variant}, layers {layers_text(rewiring['layers'])}, by fcsd"
 
 
 def _amd(raw: dict[str, Any], where: str | Path) -> dict[str, Any] | None:
@@ -51,11 +52,3 @@ def _amd(raw: dict[str, Any], where: str | Path) -> dict[str, Any] | None:
         return None
     variant = "attn-only" if flags["attn_only_farskip"] else "mlp-only" if flags["mlp_only_farskip"] else "full"
     return {"by": "amd", "wiring": "farskip", "variant": variant, "start": int(start), "end": int(end)}
-
-
-def _ranges(layers: list[int]) -> str:
-    """``0-3,7`` for ``[0, 1, 2, 3, 7]``."""
-    chosen = set(layers)
-    starts = [i for i in layers if i - 1 not in chosen]
-    ends = [i for i in layers if i + 1 not in chosen]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"

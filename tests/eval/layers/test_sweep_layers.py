@@ -14,11 +14,11 @@ from fcsd.cli.main import app
 from fcsd.convert import convert
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.layers import sweep as sweeping
-from fcsd.eval.layers.rewiring import layers_text, load_subject, reads_in_flight
+from fcsd.eval.layers.rewiring import load_subject, reads_in_flight
 from fcsd.eval.layers.sweep import sweep_layers
 from fcsd.eval.statistics import paired_difference
 from fcsd.models.build import unwired, wire
-from fcsd.models.selection import select_layers
+from fcsd.models.selection import layers_text, select_layers
 from fcsd.models.wiring import Wiring
 
 TEXTS = [" ".join(eval_data.WORDS[i:]) for i in range(5)]
