@@ -149,14 +149,15 @@ def test_no_score_for_a_broken_model_or_a_cut_prompt(mirror, tmp_path):
 
 
 def test_refusals():
-    with pytest.raises(ConfigError, match="no task 'boolq'"):
-        evaluate([loaded()], tasks=["boolq"])
+    with pytest.raises(ConfigError, match="has no task 'boolq'"):
+        select("paper", ["boolq"])
     with pytest.raises(ConfigError, match="unknown suite"):
         evaluate([loaded()], suite="papers")
     with pytest.raises(ConfigError, match="limit"):
         evaluate([loaded()], tasks=["piqa"], limit=0)
     with pytest.raises(ConfigError, match="twice"):
         names_of(["runs/a", "runs/a"])
+    assert names_of(["comparison", "org/base"]) == [str(Path("comparison").resolve())[1:].replace("/", "--"), "base"]
     assert names_of(["runs/a/final", "/runs/b/final", "org/base"]) == [
         "runs--a--final",
         "runs--b--final",
