@@ -113,7 +113,7 @@ def false_yes(n: list[int], discordance: list[float], difference: list[float], m
     """How often the mean is found to be within ``margin`` although it is just at it."""
     assert np.mean(difference) == pytest.approx(-margin)
     settings = zip(n, discordance, difference, strict=True)
-    tasks = [drawn(*task, trials=2000, seed=seed) for seed, task in enumerate(settings)]
+    tasks = [drawn(*task, trials=1000, seed=seed) for seed, task in enumerate(settings)]
     gains, losses = (np.stack([task[:, which] for task in tasks], axis=-1).astype(float) for which in (0, 1))
     low = mean_low(gains, losses, np.array(n, float), np.ones(len(n)))
     return float((low >= -margin).mean())
