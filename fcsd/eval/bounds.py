@@ -98,7 +98,7 @@ def p_above(gains: int, losses: int, n: int, level: float) -> float:
     # The arc sine of a share has the standard error 0.5 / sqrt(n); the p-value of few questions is the more uneven.
     ends = np.arcsin(np.sqrt([lowest, highest]))
     steps = math.ceil((16 if n < 1000 else 4) * math.sqrt(n) * (ends[1] - ends[0]))
-    discordance = np.sin(np.linspace(*ends, steps + 2))[:, None] ** 2
+    discordance = np.sin(np.linspace(ends[0], ends[1], steps + 2))[:, None] ** 2
     spread = 7 * math.sqrt(n * highest) + 25
     disagreements = np.arange(max(0.0, n * lowest - spread), min(n, n * highest + spread) + 1).round()
     critical = _fewest_gains(disagreements, n, level, float(_tango(gains, losses, n, level)))

@@ -1,9 +1,9 @@
-"""Load stock lm-eval task definitions and their data: from the hub's cache, or from a mirror directory.
+"""Tasks of lm-eval: load their stock definitions and data, from the hub's cache or a mirror directory, and run them.
 
-A mirror holds data sets under their hub names with the same columns, ``allenai/ai2_arc/README.md`` naming the
-files of each configuration. ``datasets`` prefers such a relative directory to the hub, so that real and mirrored
-data take the same path through the same task definitions. It also means that a directory that merely happens
-to be called ``openai/gsm8k`` would be taken for the data, hence the change of directory in both cases.
+A mirror holds data sets under their hub names with the same columns; ``allenai/ai2_arc/README.md`` names the files of
+each configuration. ``datasets`` prefers a relative directory of that name to the hub, so that the same task
+definitions read real and mirrored data. It would also take any directory for the data that is called, say,
+``openai/gsm8k``. Tasks are therefore loaded in the mirror, or in an empty directory if there is no mirror.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from fcsd.eval.task_files import definition_sha256, mirror_files, task_manager
 
 log = logging.getLogger(__name__)
 
-# Few-shot examples are drawn with this seed, lm-eval's own default.
+# The seed by which few-shot examples are drawn; lm-eval's own default.
 FEWSHOT_SEED = 1234
 
 
@@ -37,9 +37,9 @@ class LoadedTask:
 
     Attributes:
         benchmark: the settings.
-        lm_eval: what ``TaskManager.load`` returned; a group holds many leaf tasks.
-        definition_sha256: hash of the files that define the task.
-        data_files: sha256 of each file of a mirror by its path there; empty for hub data.
+        lm_eval: the return value of ``TaskManager.load``; a group has many leaf tasks.
+        definition_sha256: SHA-256 of the files that define the task.
+        data_files: SHA-256 of each file of a mirror, by its path there; empty for data from the hub.
     """
 
     benchmark: Benchmark
@@ -215,7 +215,7 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
             bootstrap_iters=0,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
-            confirm_run_unsafe_code=True,  # it runs none: see code_tasks
+            confirm_run_unsafe_code=True,  # no program runs here: see code_tasks
         )
     except BadInputError as error:
         raise BadInputError(f"{benchmark.column}: {error}", error.hint) from error

@@ -23,7 +23,7 @@ from fcsd.serve.slots import why_no_slots
 
 log = logging.getLogger(__name__)
 
-# How answers are generated: in batches over a growing cache, in slots of a fixed one, in slots by CUDA graphs.
+# How answers are generated: in batches over a growing cache, in slots of a fixed cache, or in slots by CUDA graphs.
 BATCHES, SLOTS, GRAPHS = "batches", "slots", "graphs"
 GENERATION = (BATCHES, SLOTS, GRAPHS)
 
@@ -37,12 +37,12 @@ class HFAdapter(Adapter):
     Args:
         model: a causal LM in eval mode.
         tokenizer: its tokenizer.
-        batch_size: most sequences in one forward; None for as many as the token limits allow.
-        max_length: longest input in tokens, if shorter than the model's own.
-        cache: where answers are kept for a later resume.
-        team: the ranks that share the work, all of them making the same calls and getting the same answers.
+        batch_size: the most sequences in one forward pass; None for as many as the token limits allow.
+        max_length: the longest input in tokens, if shorter than the model's own limit.
+        cache: where answers are kept, so that a killed evaluation can resume.
+        team: the ranks that share the work; all of them make the same calls and get the same answers.
         generation: one of ``GENERATION``; None for ``graphs`` on a GPU unless the ranks run in step, else ``batches``.
-            A model that cannot be run that way generates in batches, and the log says why.
+            A model that cannot generate in slots does so in batches, and the reason is logged.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class HFAdapter(Adapter):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands before the first one: BOS, or EOS for models without."""
+        """The token before the first one: BOS, or EOS for models without BOS."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -98,7 +98,7 @@ class HFAdapter(Adapter):
         return self._encode_all([string], add_special_tokens)[0]
 
     def _encode_all(self, strings: list[str], add_special_tokens: bool | None = None) -> list[list[int]]:
-        """Token ids of each string; the tokenizer adds its own special tokens unless the text has its BOS."""
+        """Token ids of each string. The tokenizer adds its special tokens unless the text begins with BOS."""
         prefix = self.tokenizer.decode(self.prefix_token_id)
         ids: list[list[int]] = [[]] * len(strings)
         groups: dict[bool, list[int]] = defaultdict(list)
@@ -112,9 +112,9 @@ class HFAdapter(Adapter):
         return ids
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """As the base class, but whole batches go through the tokenizer at once, each context once."""
+        """As the base class does, but the tokenizer gets whole batches, and each context once."""
         texts = [request.args for request in requests]
-        # Trailing spaces belong to the continuation: tokenizers join them with the next word.
+        # Spaces at the end belong to the continuation, since tokenizers join them with the next word.
         stripped = [context.rstrip() for context, _ in texts]
         split = [(left, c[len(left) :] + rest) for left, (c, rest) in zip(stripped, texts, strict=True)]
         lefts = list(dict.fromkeys(left for left in stripped if left))
@@ -127,7 +127,7 @@ class HFAdapter(Adapter):
         for (context, continuation), (left, _), whole in zip(texts, split, wholes, strict=True):
             if left:
                 cut = len(encoded[left])
-            else:  # nothing to condition on: the prefix token takes the context's place
+            else:  # an empty context is replaced by the prefix token
                 whole = whole if whole[:1] == [self.prefix_token_id] else [self.prefix_token_id, *whole]
                 cut = 1
             pairs.append(((context, continuation), whole[:cut], whole[cut:]))
@@ -177,7 +177,7 @@ class HFAdapter(Adapter):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy answers, cut before the first stop string; sampling is refused."""
+        """Greedy answers, cut before the first stop string. A task that asks for sampling is refused."""
         answers: list[Any] = [self.cached(["generate_until", *request.args]) for request in requests]
         groups: dict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
@@ -209,7 +209,7 @@ class HFAdapter(Adapter):
     def _generate(
         self, prompts: list[list[int]], stops: tuple[str, ...], max_new_tokens: int
     ) -> Iterator[tuple[int, str]]:
-        """The texts this rank's share of the prompts is continued with, each with its prompt's index."""
+        """The answers to this rank's share of the prompts, each with its prompt's index."""
         end = ending(self.model, self.tokenizer, stops)
         sizes = [len(prompt) + max_new_tokens for prompt in prompts]
         settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ended": end.of}
