@@ -183,10 +183,7 @@ def _save_engine(engine: Any, partial: Path, world: World) -> None:
 def _rename(partial: Path, final: Path) -> None:
     """The moment a checkpoint comes to be."""
     partial.rename(final)
-<<<<<<< HEAD
     sync(final.parent)
-=======
-    manifest.sync(final.parent)
 
 
 def random_state() -> dict[str, Any]:
@@ -218,4 +215,3 @@ def _state_text(state: torch.Tensor) -> str:
 
 def _state_tensor(text: str) -> torch.Tensor:
     return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
->>>>>>> main
