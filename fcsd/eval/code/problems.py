@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.errors import BadInputError
+from fcsd.eval.code.comparison import Case, rule_name
 from fcsd.eval.code.judge import Problem
-from fcsd.eval.code.oracles import Case, oracle_name
 
 _CONSTRUCTORS = {"set": set, "frozenset": frozenset, "tuple": tuple, "list": list, "dict": dict}
 _CONSTRUCTORS |= {"float": float, "complex": complex}
@@ -42,10 +42,10 @@ def evalplus_problem(row: dict[str, Any]) -> Problem:
 
     try:
         dataset = row["task_id"].split("/")[0]
-        oracle = oracle_name(dataset, row["entry_point"])
+        rule = rule_name(dataset, row["entry_point"])
         cases = {
             tests: [
-                Case(list(arguments), oracle=oracle, atol=row["atol"])
+                Case(list(arguments), rule=rule, atol=row["atol"])
                 for arguments in (
                     mbpp_deserialize_inputs(row["task_id"], row[tests]) if dataset == "Mbpp" else row[tests]
                 )
@@ -99,7 +99,7 @@ def _from_check(task_id: str, module: ast.Module, check: ast.FunctionDef, prefix
     entry_point = ast.unparse(call.value.args[0])
     (assertion,) = loop.body
     form = ast.unparse(assertion)
-    oracle, atol = _assertion(assertion)
+    rule, atol = _assertion(assertion)
     reference = None
     if "ref_func(" in form:
         helpers = [node for node in module.body if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -110,7 +110,7 @@ def _from_check(task_id: str, module: ast.Module, check: ast.FunctionDef, prefix
     if len(results) != len(values["inputs"]) or ("results" not in values and reference is None):
         raise ValueError("inputs and results do not pair up")
     cases = [
-        Case(list(arguments), expected, oracle, atol)
+        Case(list(arguments), expected, rule, atol)
         for arguments, expected in zip(values["inputs"], results, strict=True)
     ]
     return Problem(task_id, entry_point, cases, [], prefix=prefix, reference=reference)
@@ -127,7 +127,7 @@ def _from_plain_check(task_id: str, module: ast.Module, check: ast.FunctionDef, 
 
 
 def _assertion(statement: ast.stmt) -> tuple[str, float]:
-    """Oracle and tolerance of `assertion(candidate(*inp), ..., atol)` or `assert ..._poly(...) <= atol`."""
+    """Rule and tolerance of `assertion(candidate(*inp), ..., atol)` or `assert ..._poly(...) <= atol`."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         called = statement.value
         if ast.unparse(called.func) == "assertion" and ast.unparse(called.args[0]) == "candidate(*inp)":

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from fcsd.eval.code import sandbox_runner
+from fcsd.eval.code.comparison import Case
 from fcsd.eval.code.judge import Outcome, Problem, score
-from fcsd.eval.code.oracles import Case
 from fcsd.eval.code.sandbox import find_sandbox
 
 SECRET = 918_273_645  # the expected value of every case: it must not be found inside
@@ -231,7 +231,7 @@ def test_those_attacks_work_without_a_sandbox(canary: Path, monkeypatch: pytest.
 CHECK = """
 import json, sys
 from fcsd.eval.code.judge import Problem, score
-from fcsd.eval.code.oracles import Case
+from fcsd.eval.code.comparison import Case
 programs = json.load(sys.stdin)
 problems = [Problem(name, "f", [Case([1], "escaped")], []) for name in programs]
 found = score(problems, list(programs.values()), workers=2, timeout_s=1)
