@@ -64,27 +64,31 @@ def memory_group(parent: Path, limit_bytes: int) -> Iterator[MemoryGroup]:
         _remove(path, time.monotonic() + REMOVAL_S)
 
 
-def find_parent(root: Path = ROOT, own_groups: str | None = None) -> Path | None:
-    """A group in which this process may create memory groups, or None.
+def find_parent() -> Path | None:
+    """The control group below which this process can create memory groups, or None."""
+    possible = candidates(ROOT, Path("/proc/self/cgroup").read_text())
+    return next((path for path in possible if _works(path)), None)
 
-    Version 2 forbids children with limits below a group that has processes, unless it is the root. There the new
-    groups become siblings of this process's own group.
+
+def candidates(root: Path, own_groups: str) -> list[Path]:
+    """Groups whose children can have memory limits, best first.
+
+    Version 2 forbids such children below a group that has processes, unless it is the root. There the new groups become
+    siblings of this process's own group.
 
     Args:
         root: where the control groups are mounted.
-        own_groups: content of `/proc/self/cgroup`, read there unless given.
+        own_groups: content of `/proc/self/cgroup`.
     """
-    if own_groups is None:
-        own_groups = Path("/proc/self/cgroup").read_text()
-    candidates: list[Path] = []
+    found: list[Path] = []
     for line in own_groups.splitlines():
         _, controllers, name = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            candidates.append(root / "memory" / name.lstrip("/"))
-        elif not controllers:
+        if "memory" in controllers.split(","):  # version 1
+            found.append(root / "memory" / name.lstrip("/"))
+        elif not controllers:  # version 2
             own = root / name.lstrip("/")
-            candidates += [path for path in (own, own.parent) if path.is_relative_to(root) and _has_memory(path)]
-    return next((path for path in candidates if path.is_dir() and _works(path)), None)
+            found += [path for path in (own, own.parent) if path.is_relative_to(root) and _has_memory(path)]
+    return [path for path in found if path.is_dir()]
 
 
 def remove_stale(parent: Path) -> None:
@@ -115,8 +119,9 @@ def _remove(path: Path, deadline: float) -> None:
     """Kill the processes of a group and remove it; a group that stays is removed by `remove_stale` later."""
     while True:
         with contextlib.suppress(OSError):
-            for process in (path / "cgroup.procs").read_text().split():
-                os.kill(int(process), signal.SIGKILL)
+            processes = [int(line) for line in (path / "cgroup.procs").read_text().split()]
+            for process in filter(None, processes):  # zero is a process outside of this process's PID namespace
+                os.kill(process, signal.SIGKILL)
         try:
             path.rmdir()
             return

@@ -22,7 +22,7 @@ from fcsd.eval.code.sandbox_runner import decode, encode
 
 REFERENCE_SHARE = 6  # the reference may use this many times `timeout_s`
 REFERENCE_FACTOR = 4  # a program may use this many times what the reference used
-READING_BYTES = 2 << 30  # address space for extraction and comparison, beyond what the process has already
+READING_BYTES = 1 << 30  # address space for extraction and comparison, beyond what the process has already
 
 T = TypeVar("T")
 

@@ -20,6 +20,7 @@ from fcsd.eval.code import sandbox_levels
 from fcsd.eval.code.comparison import RULES, Case
 from fcsd.eval.code.judge import Outcome, Problem, Verdict, pass_at_1, score
 from fcsd.eval.code.problems import evalplus_problem, load_evalplus, problem_from_tests
+from fcsd.eval.code.sandbox import find_sandbox
 
 ROWS = {row["task_id"]: row for row in PROBLEMS}
 CHECK = """
@@ -322,7 +323,7 @@ def kill_when_seen(name: str, times: int) -> threading.Thread:
     return thread
 
 
-def test_scoring_process_killed_twice_is_an_error():
+def test_judging_process_killed_twice_is_an_error():
     killer = kill_when_seen("fcsd.eval.code.judge_worker", times=2)
     with pytest.raises(FcsdError, match="failed twice"):
         score([SLEEPER], [NAP], timeout_s=5)
@@ -330,7 +331,7 @@ def test_scoring_process_killed_twice_is_an_error():
 
 
 def test_sandbox_killed_twice_is_an_error_not_a_score():
-    killer = kill_when_seen("bwrap", times=2)
+    killer = kill_when_seen(find_sandbox().level, times=2)
     (verdict,) = score([SLEEPER], [NAP], timeout_s=20)
     killer.join()
     assert verdict.base.status == "error", verdict
