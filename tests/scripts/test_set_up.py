@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-COREUTILS = (
-    "cat chmod cp cut dirname env head ln ls mkdir mktemp mv nproc rm sha256sum sort tail touch uname"
-)
+COREUTILS = "cat chmod cp cut dirname env head ln ls mkdir mktemp mv nproc rm sha256sum sort tail touch uname"
 INSTALL = "install -qq -y --no-install-recommends"
 # Notes what it is asked for. "Installing" a compiler or a sandbox creates a program that does nothing.
 APT_GET = """\

@@ -1,9 +1,9 @@
-"""Rows of code benchmarks as problems.
+"""Make problems from the rows of code benchmarks.
 
-EvalPlus rows carry inputs and a canonical solution; expected values are what that solution returns in the
-sandbox. lm-eval's rows are test *programs* with the expected values written into them. Running such a program
-beside untrusted code would hand over the answers, so it is taken apart instead: calls go into the sandbox,
-expected values stay outside. A test of a shape not known here is refused (`BadInputError`), never run.
+An EvalPlus row has inputs and a canonical solution; the values that the solution returns in the sandbox are the
+expected ones. An lm-eval row is a test *program* that contains the expected values. Untrusted code that runs in the
+same process could read them there. Therefore the test program is parsed: the calls go into the sandbox, and the
+expected values stay outside. A test of an unknown shape is refused with `BadInputError` and never run.
 """
 
 import ast
@@ -26,13 +26,13 @@ def load_evalplus(path: Path) -> list[Problem]:
     """HumanEvalPlus or MbppPlus from EvalPlus' `.jsonl` or `.jsonl.gz`.
 
     Raises:
-        BadInputError: no rows, or a row that is not one of theirs.
+        BadInputError: the file has no rows, or a row is not EvalPlus'.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file if line.strip()]
     if not rows:
-        raise BadInputError(f"{path} holds no problems")
+        raise BadInputError(f"{path} contains no problems")
     return [evalplus_problem(row) for row in rows]
 
 
@@ -65,10 +65,10 @@ def evalplus_problem(row: dict[str, Any]) -> Problem:
 
 
 def problem_from_tests(task_id: str, tests: str, *, prefix: str = "") -> Problem:
-    """A problem from lm-eval's test program: `check(candidate)` of HumanEval+, or asserts as of MBPP+.
+    """A problem from lm-eval's test program: `check(candidate)` of HumanEval+, or the asserts of MBPP+.
 
     Args:
-        tests: what lm-eval gives as target: `test` and the final `check(entry_point)`, or the asserts.
+        tests: lm-eval's target: `test` and the final `check(entry_point)`, or the asserts.
 
     Raises:
         BadInputError: the program has another shape.
@@ -158,7 +158,7 @@ def _from_assert(statement: ast.stmt) -> Case:
 
 
 def _call_and_value(left: ast.expr, right: ast.expr) -> tuple[str, Any]:
-    """The side to evaluate inside, as source, and the value of the other."""
+    """The source of the side that the sandbox evaluates, and the value of the other side."""
     for call, value in ((left, right), (right, left)):
         try:
             return ast.unparse(call), literal(value)
@@ -168,10 +168,10 @@ def _call_and_value(left: ast.expr, right: ast.expr) -> tuple[str, Any]:
 
 
 def literal(node: ast.expr | None) -> Any:
-    """`ast.literal_eval` that also knows `inf`, `nan` and the builtin constructors.
+    """Like `ast.literal_eval`, and also accepts `inf`, `nan` and the constructors of builtin types.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the expression is something else.
     """
     if isinstance(node, ast.Name) and node.id in _NAMES:
         return _NAMES[node.id]
