@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -294,20 +295,26 @@ def as_ordinary_user(repo: Path, stage: Path) -> list[str]:
     return ["unshare", "--mount", "env", *settings, "sh", "-c", OPEN_DIRECTORIES, "sh"]
 
 
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A directory that everybody can read. Those of pytest are closed again whenever another session of it starts."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
 @pytest.mark.parametrize("user", ["same", "ordinary"])
 @pytest.mark.parametrize("level", ["bwrap", "unshare"])
-def test_every_level_holds_for_root_and_for_others(repo: Path, canary: Path, tmp_path: Path, level: str, user: str):
+def test_every_level_holds_for_root_and_for_others(repo: Path, canary: Path, open_path: Path, level: str, user: str):
     assert level != "bwrap" or shutil.which("bwrap"), "bubblewrap is missing: scripts/test.sh installs it"
-    tools = tmp_path / "bin"
-    tools.mkdir()
+    tools = open_path / "bin"
+    tools.mkdir(mode=0o755)
     for tool in (tool for directory in ("/usr/sbin", "/usr/bin") for tool in Path(directory).iterdir()):
         if tool.name != "bwrap" and not (tools / tool.name).exists():
             (tools / tool.name).symlink_to(tool)
     if level == "bwrap":
         (tools / "bwrap").symlink_to(shutil.which("bwrap") or "")
-    for directory in (tools, *tools.parents[:-2]):  # pytest makes them for one user; /tmp itself is for all
-        directory.chmod(0o755)
-    prefix = as_ordinary_user(repo, tmp_path / "stage") if user == "ordinary" else []
+    prefix = as_ordinary_user(repo, open_path / "stage") if user == "ordinary" else []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         programs = escapes(canary, listener.getsockname()[1])
         good = "def f(x):\n    import numpy\n    return 'esc' + 'aped' * int(numpy.ones(1)[0])"
