@@ -1,22 +1,26 @@
 """The student before its first step: a checkpoint's weights or random ones, in its own wiring or the recipe's."""
 
+import shutil
+from pathlib import Path
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import Source, read_config, read_layout, resolve
 from fcsd.config import Recipe
-from fcsd.convert import choose_wiring, fingerprint, refuse_rewired
-from fcsd.distill.expert_parallel import load, randomise
+from fcsd.convert import OTHER_WEIGHTS, choose_wiring, fingerprint, refuse_rewired
+from fcsd.distill import expert_parallel
 from fcsd.errors import BadInputError
+from fcsd.launch.world import World
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, converted_config, register
 
 
 def student_source(recipe: Recipe) -> Source:
-    """Where the student comes from; random weights need its config and tokenizer alone.
+    """Where the student comes from. With random weights only its config and tokenizer are fetched.
 
     Raises:
-        BadInputError: it is not there, or not a checkpoint.
+        BadInputError: the path does not exist or is not a checkpoint.
     """
     return resolve(recipe.model, weights=recipe.init.weights == "loaded")
 
@@ -44,31 +48,33 @@ def student_config(recipe: Recipe, source: Source) -> PretrainedConfig:
         init.wiring,
         init.layers,
         variant=init.variant,
+        border=init.border,
         distance=init.distance,
         tp_degree=init.tp_degree,
+        reduce=init.reduce,
     )
     return converted_config(config, wiring.to_block(**(_origin(source) if init.weights == "loaded" else {})))
 
 
 def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The student in eval mode, the same on every rank but for the experts that expert parallelism divides.
+    """The student in eval mode. Every rank has the same weights, except for the experts that are divided over ranks.
 
     Random weights follow the architecture's own rules (``initializer_range`` of the config) and the recipe's seed;
-    each module and each expert draws on its own, so they are the same at any ``train.expert_parallel``.
+    each module and each expert draws on its own, so they are the same at any ``parallel.ep_size``.
 
     Raises:
         BadInputError, ConfigError: see ``student_config``; weights that do not match it.
     """
     source = student_source(recipe)
     config = student_config(recipe, source)
-    degree = recipe.train.expert_parallel
+    ep_size = recipe.parallel.ep_size
     if recipe.init.weights == "loaded":
-        return load(source.path, degree, dtype=dtype, device=device, config=config)
-    return randomise(config, degree, dtype=dtype, device=device, seed=recipe.seed)
+        return expert_parallel.load(source.path, ep_size, dtype=dtype, device=device, config=config)
+    return expert_parallel.randomise(config, ep_size, dtype=dtype, device=device, seed=recipe.seed)
 
 
 def meta_student(recipe: Recipe, source: Source) -> PreTrainedModel:
-    """The student without memory."""
+    """The student on the meta device: all shapes, no memory."""
     config = student_config(recipe, source)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -81,3 +87,26 @@ def _origin(source: Source) -> dict[str, str | None]:
         "base_revision": source.revision,
         "base_sha256": fingerprint(read_layout(source.path)),
     }
+
+
+def write_student(model: PreTrainedModel, source: Path, directory: Path, world: World, *, random: bool = False) -> None:
+    """The model directory of a checkpoint: ordinary Hugging Face, weights under their original names.
+
+    Every rank calls it and writes its part of the trained weights; all other files are those of ``source``.
+
+    Args:
+        source: the directory that the student was made from.
+        random: it gave a config and a tokenizer; it may have no weights.
+    """
+    from fcsd.parallel.weights.saving import save_model
+
+    world.on_first(directory.mkdir)
+    world.everywhere(lambda: save_model(model, directory, None if random else source))
+    world.on_first(lambda: _copy_others(source, directory))
+
+
+def _copy_others(source: Path, directory: Path) -> None:
+    for path in source.iterdir():
+        weights = path.name.endswith(OTHER_WEIGHTS)
+        if path.is_file() and not weights and not (directory / path.name).exists():
+            shutil.copy(path, directory)

@@ -1,17 +1,18 @@
-"""What two runs must have in common for one to go on from the checkpoints of the other."""
+"""What a run must share with the checkpoints it continues from, and the ranks of a run with each other."""
 
 import re
 from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
 
-from fcsd.config import Recipe
+from fcsd.config import Recipe, translated
 from fcsd.distill.data.corpus import Corpus
+from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.version import __version__
 
-# Beginnings of recipe fields that they need not share: these do not change what is computed, or, for the data, its
-# hashes stand for it. How far a run goes is free as well; where its schedule ends is not.
+# Recipe fields, by the beginning of their key, in which the two runs may differ. They do not change what is computed;
+# for the data, its hashes are compared instead. The number of steps may differ, too, but not the end of the schedule.
 _FREE = (
     "name",
     "output_dir",
@@ -21,19 +22,15 @@ _FREE = (
     "objective.teacher_cache.path",
     "train.steps",
     "train.tokens",
-    "train.horizon",
-    "train.overlap",
-    "train.transport",
+    "optim.horizon",
+    "parallel.overlap",
+    "parallel.transport",
     "train.log_every",
-    "train.save_every",
     "train.eval_every",
     "train.trace_every",
     "train.sample_tokens",
-    "train.keep",
-    "train.nonfinite",
-    "train.save_failures",
-    "train.stuck_seconds",
-    "train.grace_seconds",
+    "checkpoint",
+    "faults",
     "early_stop.every",
     "early_stop.patience",
     "early_stop.delta",
@@ -41,15 +38,26 @@ _FREE = (
 )
 _SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template)")
 _CODE = ("torch", "transformers", "deepspeed")  # whose other versions may compute other bits
+_SCHEDULE, _SCHEDULE_BEFORE = "optim.schedule_steps", "train.schedule_steps"
 
 
 def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
     """What a run must have in common with the checkpoints it resumes from."""
     fields = flat(recipe.model_dump())
+    if world.device.type != "cuda" or recipe.train.attention == "masked":
+        del fields["train.attention"]  # what older runs and other devices do
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
     made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
     code = {"version of fcsd": __version__} | {f"version of {name}": version(name) for name in _CODE}
-    return {**own, **made_of, **code, "train.schedule_steps": recipe.train.schedule_steps, "processes": world.size}
+    return {**own, **made_of, **code, _SCHEDULE: recipe.schedule_steps, "processes": world.size}
+
+
+def current_names(identity: dict[str, Any]) -> dict[str, Any]:
+    """The identity in a checkpoint under today's names of the recipe's keys, so that older runs can be resumed."""
+    names = translated(identity)
+    if _SCHEDULE_BEFORE in names:
+        names[_SCHEDULE] = names.pop(_SCHEDULE_BEFORE)
+    return names
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -72,3 +80,20 @@ def flat(value: Any, key: str = "") -> dict[str, Any]:
     else:
         return {key: value}
     return {k: v for name, item in items for k, v in flat(item, f"{key}.{name}" if key else str(name)).items()}
+
+
+def require_agreement(world: World, facts: dict[str, Any]) -> None:
+    """Compares ``facts`` over all ranks, so that ranks which were started differently end instead of hanging.
+
+    Raises:
+        ConfigError: they differ; the message names the first difference and the rank.
+    """
+    everyone = world.everywhere(lambda: facts)
+    for rank, others in enumerate(everyone):
+        for key in sorted(others.keys() | everyone[0].keys()):
+            here, there = everyone[0].get(key, "nothing"), others.get(key, "nothing")
+            if here != there:
+                raise ConfigError(
+                    f"the processes disagree: {key} is {here!r} on rank 0 and {there!r} on rank {rank}",
+                    hint="every node needs the same command, recipe, model and data",
+                )

@@ -9,7 +9,7 @@ import ranks
 import runs
 import torch
 
-from fcsd.distill import loop
+from fcsd.distill import loop, prepare
 from fcsd.distill.run import checkpoints, manifest
 from fcsd.distill.run.report import read_metrics
 
@@ -26,7 +26,7 @@ TEACHERS = {"teacher": torch.nan, "infinite teacher": 3e38, "indifferent teacher
 
 def poisoned(recipe: Any, where: str, steps: tuple[int, ...]) -> None:
     """A run whose teacher's or gradients' numbers are broken in some steps, on the last rank only."""
-    build, train_step, live_teacher = loop.build_engine, loop.train_step, loop.live_teacher
+    build, launch_step, live_teacher = prepare.build_engine, loop.launch_step, prepare.live_teacher
     now, here = 0, os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
 
     def broken(place: str) -> bool:
@@ -35,7 +35,7 @@ def poisoned(recipe: Any, where: str, steps: tuple[int, ...]) -> None:
     def counted(*arguments: Any) -> Any:
         nonlocal now
         now = arguments[-1]
-        return train_step(*arguments)
+        return launch_step(*arguments)
 
     def built(model: Any, *arguments: Any) -> Any:
         model.lm_head.weight.register_hook(lambda grad: grad * torch.inf if broken("gradient") else grad)
@@ -51,7 +51,7 @@ def poisoned(recipe: Any, where: str, steps: tuple[int, ...]) -> None:
 
         return spoilt
 
-    loop.build_engine, loop.train_step, loop.live_teacher = built, counted, teaching
+    prepare.build_engine, loop.launch_step, prepare.live_teacher = built, counted, teaching
     loop.distill(recipe)
 
 
@@ -91,8 +91,13 @@ def test_a_skipped_step_changes_nothing_and_training_goes_on(
     folder: Path, tmp_path: Path, where: str, size: int, stage: int, dtype: str
 ) -> None:
     run = tmp_path / "run"
-    changes = {"train__zero_stage": stage, "train__dtype": dtype, "train__save_every": 1, "train__keep": 9}
-    recipe = runs.resolved(folder, output_dir=str(run), train__nonfinite={"skip": 1}, train__steps=5, **changes)
+    changes = {
+        "parallel__zero_stage": stage,
+        "train__dtype": dtype,
+        "checkpoint__every_steps": 1,
+        "checkpoint__keep": 9,
+    }
+    recipe = runs.resolved(folder, output_dir=str(run), faults__nonfinite_skip=1, train__steps=5, **changes)
     codes, said = ranks.exit_codes(size, poisoned, recipe, where, (2, 4))  # not in a row
     assert codes == [0] * size, said
     metrics = read_metrics(run)
@@ -107,7 +112,7 @@ def test_a_skipped_step_changes_nothing_and_training_goes_on(
 
 
 def test_one_too_many_ends_every_rank(folder: Path, tmp_path: Path) -> None:
-    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), train__nonfinite={"skip": 1})
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), faults__nonfinite_skip=1)
     codes, said = ranks.exit_codes(2, poisoned, recipe, "teacher", (3, 4))
     assert codes == [5, 5]
     assert "step 4, rows 24 to 31: loss nan, kl nan" in said and "step-2" in said

@@ -9,6 +9,7 @@ import pytest
 import ranks
 import runs
 
+from fcsd.config import Checkpoint
 from fcsd.distill import loop
 from fcsd.distill.run import checkpoints, manifest, saver
 from fcsd.errors import DiskError
@@ -42,7 +43,7 @@ def names(run: Path) -> list[str]:
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_training_goes_on_when_a_save_finds_no_room(folder: Path, tmp_path: Path, rank: int) -> None:
-    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), train__save_every=1, train__keep=9)
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), checkpoint__every_steps=1, checkpoint__keep=9)
     codes, said = ranks.exit_codes(2, limited, recipe, 2, 3, rank, 100_000)
     assert codes == [0, 0], said
     assert names(tmp_path / "run") == ["step-1", "step-4"]
@@ -50,7 +51,7 @@ def test_training_goes_on_when_a_save_finds_no_room(folder: Path, tmp_path: Path
 
 
 def test_a_run_that_cannot_save_any_more_stops(folder: Path, tmp_path: Path) -> None:
-    changes = {"train__save_every": 1, "train__save_failures": 1}
+    changes = {"checkpoint__every_steps": 1, "faults__save_failures": 1}
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), **changes)
     codes, said = ranks.exit_codes(1, limited, recipe, 2, 9, 0, 100_000)
     assert codes == [7]
@@ -68,7 +69,7 @@ def test_room_is_looked_for_before_a_save(monkeypatch: pytest.MonkeyPatch, tmp_p
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     monkeypatch.setattr(manifest, "size", lambda _: 909)
-    room = saver.Saver(tmp_path, None, None, {}, None, keep=1, failures=0, checkpoint=tmp_path)  # type: ignore[arg-type]
+    room = saver.Saver(tmp_path, None, None, {}, None, settings=Checkpoint(keep=1), failures=0, checkpoint=tmp_path)  # type: ignore[arg-type]
     room._require_room()
     monkeypatch.setattr(manifest, "size", lambda _: 910)
     with pytest.raises(DiskError, match="a checkpoint needs"):

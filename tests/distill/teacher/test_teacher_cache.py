@@ -101,13 +101,13 @@ def test_with_a_cache_no_teacher_is_loaded(folder: Path, written: Path, tmp_path
 
 def test_the_command_caches_a_teacher_whose_experts_are_divided(tmp_path: Path) -> None:
     runs.write_models(tmp_path, "qwen3_moe")
-    recipe(tmp_path, tmp_path, top_k=VOCAB, train__expert_parallel=2)
+    recipe(tmp_path, tmp_path, top_k=VOCAB, parallel__ep_size=2)
     done = ranks.fcsd("cache-teacher", tmp_path / "recipe.yaml", "--gpus", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "cache")
-    with pytest.raises(ConfigError, match="expert_parallel 2 does not divide the 1 processes"):
-        on_ranks(1, write, recipe(tmp_path, tmp_path, top_k=VOCAB, train__expert_parallel=2))
-    once: Any = {"train__steps": 1, "train__warmup_steps": 0}
+    with pytest.raises(ConfigError, match="ep_size 2 does not divide the 1 processes"):
+        on_ranks(1, write, recipe(tmp_path, tmp_path, top_k=VOCAB, parallel__ep_size=2))
+    once: Any = {"train__steps": 1, "optim__warmup_steps": 0}
     cached = recipe(tmp_path, tmp_path, top_k=VOCAB, **once)
     live = runs.resolved(tmp_path, output_dir=str(tmp_path / "live"), objective__sft=0.0, **once)
     on_ranks(1, both, cached, live)
@@ -185,7 +185,7 @@ def test_damage_and_rows_of_another_text_are_found(folder: Path, written: Path, 
     on_ranks(1, write, recipe(folder, tmp_path))
     assert contents(tmp_path / "cache") == contents(written / "cache")
     # The key knows the files of the text, not how rows are cut: every row is held against its own hash.
-    teacher = teacher_cache._from_shards(tmp_path / "cache", 32, torch.device("cpu"))
+    teacher = teacher_cache._from_shards(tmp_path / "cache", 32)
     row = {name: torch.zeros(1, 32).long() for name in ("input_ids", "position_ids", "labels")}
     with pytest.raises(BadInputError, match="row 7 of the run is not the text"):
         teacher(row, [7])
