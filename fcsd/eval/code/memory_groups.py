@@ -35,12 +35,17 @@ class MemoryGroup:
         """What to put before a command so that it starts inside the group."""
         return ("/bin/sh", "-c", ENTER, str(self.path / "cgroup.procs"))
 
+    def oom_kills(self) -> int:
+        """How many of its processes the kernel has killed because memory ran out, here or on the host."""
+        version_1 = self.path / "memory.oom_control"
+        return _counters(version_1 if version_1.exists() else self.path / "memory.events")["oom_kill"]
+
     def reached_limit(self) -> bool:
         """Whether the group has asked for more memory than its limit."""
-        with contextlib.suppress(FileNotFoundError):
-            return int((self.path / "memory.failcnt").read_text()) > 0  # version 1
-        events = dict(line.split() for line in (self.path / "memory.events").read_text().splitlines())
-        return int(events["oom"]) > 0
+        version_1 = self.path / "memory.failcnt"
+        if version_1.exists():
+            return int(version_1.read_text()) > 0
+        return _counters(self.path / "memory.events")["oom"] > 0
 
 
 @contextlib.contextmanager
@@ -97,6 +102,11 @@ def remove_stale(parent: Path) -> None:
         creator = path.name.removeprefix(PREFIX).split("-")[0]
         if not Path("/proc", creator).exists():
             _remove(path, time.monotonic())
+
+
+def _counters(path: Path) -> dict[str, int]:
+    """The numbers in a file with a name and a number per line."""
+    return {name: int(number) for name, number in (line.split() for line in path.read_text().splitlines())}
 
 
 def _has_memory(path: Path) -> bool:

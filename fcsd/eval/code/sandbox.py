@@ -173,7 +173,8 @@ def run(
         status = _reap(process, deadline=start if end else deadline)
         stderr.seek(0)
         message = stderr.read(300).decode(errors="replace").strip()
-        out_of_memory = _oom_kills() > oom_kills
+        # Without a group every kill on the host counts, because the run may have been the victim.
+        out_of_memory = group.oom_kills() > 0 if group else _oom_kills() > oom_kills
         over_limit = out_of_memory and group is not None and group.reached_limit()
     if end:
         return end

@@ -117,7 +117,7 @@ def _bwrap(bwrap: str, *identity: str) -> tuple[str, ...]:
 def _unshare(unshare: str, *identity: str) -> tuple[str, ...]:
     spaces = ("--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child")
     settings = (f"MOUNTS={' '.join(_mounts())}", f"LINKS={' '.join(_links())}", f"TMPFS_BYTES={TMPFS_BYTES}")
-    # --pdeathsig: nothing outlives a scorer that is killed.
+    # --pdeathsig: no run outlives a judging process that is killed.
     start = ("setpriv", "--pdeathsig", "KILL", unshare, *spaces, *identity)
     return (*start, "env", *settings, "sh", "-c", UNSHARE_SCRIPT, "sh")
 

@@ -54,10 +54,23 @@ def test_a_program_killed_while_the_host_has_no_memory_is_lost(level: Sandbox, m
     assert run(level, KILLED, 1) == Exit("lost", "the host ran out of memory")
 
 
+@NEEDS_GROUPS
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.level)
+def test_a_program_is_judged_while_others_run_out_of_memory(level: Sandbox, monkeypatch: pytest.MonkeyPatch):
+    """A group counts its own processes, so that a program which needs too much does not excuse another."""
+    counts = iter([3, 4])
+    monkeypatch.setattr(sandbox, "_oom_kills", lambda: next(counts))
+    level = replace(level, group_parent=find_parent())
+    assert run(level, KILLED, 1) == Exit("died", "killed by signal 9")
+
+
 REAL = """\
-import json, sys
+import dataclasses, json, sys
 from fcsd.eval.code import sandbox
+from fcsd.eval.code.memory_groups import find_parent
 level = sandbox.Sandbox(**json.loads(sys.argv[1]))
+if sys.argv[2] == "group":
+    level = dataclasses.replace(level, group_parent=find_parent())
 code = "def f(x): return len(bytearray(900 << 20))"
 ended = sandbox.run(level, code, [[1]], lambda _: True, entry_point="f", limits=sandbox.Limits(60, 120))
 print(json.dumps([ended.kind, ended.detail]))
@@ -65,14 +78,17 @@ print(json.dumps([ended.kind, ended.detail]))
 
 
 @NEEDS_GROUPS
+@pytest.mark.parametrize("counted_by", ["host", "group"])
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.level)
-def test_a_right_program_that_the_kernel_kills_is_lost(level: Sandbox):
+def test_a_right_program_that_the_kernel_kills_is_lost(level: Sandbox, counted_by: str):
     """The group around caller and sandbox plays the host: it has 300 MiB, and the program needs 900."""
     parent = find_parent()
     assert parent
     fields = json.dumps({"level": level.level, "command": level.command, "drops_root": level.drops_root})
     with memory_group(parent, 300 << 20) as host:
-        command = [*host.enter, sys.executable, "-c", REAL, fields]
+        if counted_by == "group" and not (host.path / "memory.limit_in_bytes").exists():
+            pytest.skip("groups are nested in version 1 only")
+        command = [*host.enter, sys.executable, "-c", REAL, fields, counted_by]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["lost", "the host ran out of memory"]

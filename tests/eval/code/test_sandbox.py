@@ -1,4 +1,4 @@
-"""Hostile programs through the real scorer: none passes, none gets out, none leaves anything behind."""
+"""Hostile programs are judged for real: none passes, none gets out, none leaves anything behind."""
 
 import json
 import os
