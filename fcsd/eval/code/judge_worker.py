@@ -6,6 +6,7 @@ the other answers are judged all the same.
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import math
@@ -116,6 +117,7 @@ def start(index: int, judged: Callable[[], Verdict]) -> Child:
     if process:
         os.close(input_)
         return Child(index, process, output)
+    gc.disable()  # results hold no cycles, and collecting garbage takes longer than reading millions of items
     status = 1
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no child outlives this process
