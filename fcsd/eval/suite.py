@@ -96,7 +96,7 @@ HEVAL = Benchmark(
 # The published MBPP+ numbers fit lm-eval's task, which scores the three base asserts and not the plus tests.
 MBPP = Benchmark("MBPP+", SANDBOX, "mbpp_plus", "mbpp", 1.0, 3, "pass_at_1", chance=0.0, published=(60.8, 84.4, 83.6))
 
-# EvalPlus numbers its data sets; chat mode, sanitised answers, base and plus tests, a repaired oracle.
+# EvalPlus numbers its data sets. Chat mode, sanitised answers, base and plus tests, a corrected rule for HumanEval/32.
 HEVAL_STRICT = Benchmark("HEval+", EVALPLUS, "humaneval", "", "v0.1.10", 0, "pass@1", "plus", chat=True, chance=0.0)
 MBPP_STRICT = Benchmark("MBPP+", EVALPLUS, "mbpp", "", "v0.2.0", 0, "pass@1", "plus", chat=True, chance=0.0)
 
