@@ -72,7 +72,7 @@ def bench(
         rewired.save_pretrained(f"{folder}/student")
         original.save_pretrained(f"{folder}/teacher")
         rows = world.size * micro_batch * accumulation
-        recipe = _recipe(Path(folder), shape, seq, micro_batch, rows * seq, steps, world, sets)
+        recipe = random_recipe(Path(folder), shape, seq, micro_batch, rows * seq, steps, world, sets)
         check(recipe, world.size)
         planned = plan(recipe, Hardware(world.size))
     measured = _measure(recipe, rewired, original, world)
@@ -84,9 +84,10 @@ def bench(
     return result
 
 
-def _recipe(
+def random_recipe(
     folder: Path, shape: str, seq: int, micro_batch: int, batch_tokens: int, steps: int, world: World, sets: Any
 ) -> Recipe:
+    """The recipe of a benchmark: ``folder/student`` after ``folder/teacher`` on random tokens; ``sets`` change it."""
     values = {
         "name": shape,
         "model": f"{folder}/student",

@@ -9,7 +9,7 @@ from typing import Any
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.layout import Layout, read_layout
-from fcsd.checkpoint.rewired import describe
+from fcsd.checkpoint.rewired import GATED_ATTENTION, describe, has_gated_attention
 from fcsd.checkpoint.source import SMALL_FILES, remote_headers, resolve
 from fcsd.checkpoint.verify import Comparison, compare_tensors
 
@@ -108,7 +108,7 @@ def inspect(model: str, *, trust_remote_code: bool = False) -> Inspection:
         quantization=config.quantization,
         rewired=config.rewired,
         carried=comparison.carried if comparison else [],
-        problems=_problems(layout, comparison),
+        problems=_problems(layout, comparison) + ([GATED_ATTENTION] if has_gated_attention(config.raw) else []),
     )
 
 

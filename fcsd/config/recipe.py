@@ -17,21 +17,26 @@ class Init(Section):
 
     weights: Literal["loaded", "random"] = "loaded"
     """`loaded` from `model`; `random` by its config's standard deviation and the seed, for training from scratch."""
-    wiring: Literal["standard", "farskip", "ladder", "parallel", "desync-2x", "desync-4x"] | None = None
+    wiring: Literal["standard", "farskip", "ladder", "parallel", "desync-2x", "desync-4x", "desync"] | None = None
     """Rewires an original as `fcsd convert` would; null keeps the wiring of `model`."""
     layers: str = "all"
     """Which layers to rewire: all, last:24, first:8, 50%, 12-27 or 0,2,5-7."""
     variant: Literal["full", "attn-only", "mlp-only"] = "full"
-    """As in `fcsd convert`."""
+    """Which of the two sub-blocks are rewired: both (`full`), only the attention, or only the MLP."""
+    border: Literal["full", "partial"] | None = None
+    """The stream that a converted layer reads after one that is not converted; null is the wiring's default."""
     distance: Positive = 1
     """Sub-blocks whose outputs may be in flight."""
     tp_degree: Positive = 1
     """Tensor-parallel degree, for desync."""
+    reduce: str | None = None
+    """Which reductions `desync` keeps: 2x, 4x, another Nx, last, or a pattern by layer such as `-,m`."""
 
     @model_validator(mode="after")
     def _nothing_without_a_wiring(self) -> Self:
-        if self.wiring is None and (self.layers, self.variant, self.distance, self.tp_degree) != ("all", "full", 1, 1):
-            raise ValueError("init.wiring is null, so nothing is rewired, but other fields of init say how")
+        how = self.model_dump(exclude={"weights", "wiring"}, exclude_defaults=True)
+        if self.wiring is None and how:
+            raise ValueError(f"init.wiring is null, so nothing is rewired, but init.{next(iter(how))} is set")
         return self
 
 

@@ -44,8 +44,10 @@ def student_config(recipe: Recipe, source: Source) -> PretrainedConfig:
         init.wiring,
         init.layers,
         variant=init.variant,
+        border=init.border,
         distance=init.distance,
         tp_degree=init.tp_degree,
+        reduce=init.reduce,
     )
     return converted_config(config, wiring.to_block(**(_origin(source) if init.weights == "loaded" else {})))
 

@@ -92,12 +92,15 @@ def test_convert(library) -> None:
     fake = library("fcsd.convert", "convert", Shown())
     assert run("convert", "m", "out").stdout == "a 1\n"
     defaults = {"wiring": "farskip", "layers": "all", "variant": "full", "tp_degree": 1, "distance": 1, "check": True}
-    defaults |= {"dry_run": False, "force": False, "trust_remote_code": False}
+    defaults |= {"border": None, "reduce": None, "dry_run": False, "force": False, "trust_remote_code": False}
     fake.assert_called_with("m", Path("out"), **defaults)
     run(
         "convert", "m", "out", "--wiring", "desync-2x", "--tp-degree", "4", "--layers", "50%", "--no-check", "--dry-run"
     )
     changed = {"wiring": "desync-2x", "tp_degree": 4, "layers": "50%", "check": False, "dry_run": True}
+    fake.assert_called_with("m", Path("out"), **(defaults | changed))
+    run("convert", "m", "out", "--wiring", "desync", "--tp-degree", "2", "--reduce", "-,m", "--border", "full")
+    changed = {"wiring": "desync", "tp_degree": 2, "reduce": "-,m", "border": "full"}
     fake.assert_called_with("m", Path("out"), **(defaults | changed))
 
 
