@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from fcsd import convert as conversion
 from fcsd import parity
-from fcsd.checkpoint import read_config, read_layout, staging
-from fcsd.convert import convert, fingerprint
+from fcsd.checkpoint import fingerprint, read_config, read_layout, staging
+from fcsd.convert import convert
 from fcsd.errors import BadInputError, ConfigError, DiskError, FcsdError
 from fcsd.models import build
 from fcsd.models.archs import ARCHS
@@ -374,7 +374,7 @@ def test_a_model_that_is_not_finite_is_named(original: Path, tmp_path: Path) -> 
     for tensor in tensors.values():
         tensor.fill_(float("nan"))
     save_file(tensors, shard, metadata={"format": "pt"})
-    with pytest.raises(BadInputError, match="not finite as it is"):
+    with pytest.raises(BadInputError, match="the original itself are not finite"):
         convert(str(original), tmp_path / "out")
 
 
@@ -466,7 +466,7 @@ def test_109b_parameters_convert_by_headers_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("moment", ["take_over", "write", "prove_parity"])
+@pytest.mark.parametrize("moment", ["take_over", "write_text", "prove_parity"])
 def test_an_interrupted_convert_leaves_no_half_directory(
     original: Path, tmp_path: Path, monkeypatch, kind: signal.Signals, moment: str
 ) -> None:
@@ -491,12 +491,3 @@ def test_an_interrupted_convert_leaves_no_half_directory(
     convert(str(original), tmp_path / "out", check=False)  # and the next one sweeps up
     assert list(tmp_path.glob(".*")) == []
     assert snapshot(original) == before
-
-
-def test_a_living_conversion_is_not_swept_up(tmp_path: Path) -> None:
-    with staging.staged(tmp_path / "out") as first:
-        (first / "a").write_text("first")
-        with staging.staged(tmp_path / "out") as second:
-            (second / "a").write_text("second")
-        assert first.exists()
-    assert (tmp_path / "out" / "a").read_text() == "first"

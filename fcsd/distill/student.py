@@ -3,16 +3,18 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import Source, read_config, read_layout, resolve
+from fcsd.checkpoint import Location, read_config, read_layout, resolve
+from fcsd.checkpoint.location import origin
+from fcsd.checkpoint.rewired import refuse_rewired
+from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.config import Recipe
-from fcsd.convert import choose_wiring, fingerprint, refuse_rewired
 from fcsd.distill.expert_parallel import load, randomise
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, converted_config, register
 
 
-def student_source(recipe: Recipe) -> Source:
+def student_source(recipe: Recipe) -> Location:
     """Where the student comes from; random weights need its config and tokenizer alone.
 
     Raises:
@@ -21,7 +23,7 @@ def student_source(recipe: Recipe) -> Source:
     return resolve(recipe.model, weights=recipe.init.weights == "loaded")
 
 
-def student_config(recipe: Recipe, source: Source) -> PretrainedConfig:
+def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
     """The student's config, rewired if the recipe says so.
 
     Raises:
@@ -37,7 +39,7 @@ def student_config(recipe: Recipe, source: Source) -> PretrainedConfig:
         raise BadInputError(f"{source.path}: random weights are not quantised", "Remove quantization_config.")
     if init.wiring is None:
         return config
-    refuse_rewired(source, checked)
+    refuse_rewired(source.path, checked.rewired)
     wiring = choose_wiring(
         checked,
         ARCHS[checked.model_type],
@@ -49,7 +51,8 @@ def student_config(recipe: Recipe, source: Source) -> PretrainedConfig:
         tp_degree=init.tp_degree,
         reduce=init.reduce,
     )
-    return converted_config(config, wiring.to_block(**(_origin(source) if init.weights == "loaded" else {})))
+    made_from = origin(source, read_layout(source.path)) if init.weights == "loaded" else {}
+    return converted_config(config, wiring.to_block(**made_from))
 
 
 def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -69,17 +72,8 @@ def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) ->
     return randomise(config, degree, dtype=dtype, device=device, seed=recipe.seed)
 
 
-def meta_student(recipe: Recipe, source: Source) -> PreTrainedModel:
+def meta_student(recipe: Recipe, source: Location) -> PreTrainedModel:
     """The student without memory."""
     config = student_config(recipe, source)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-
-
-def _origin(source: Source) -> dict[str, str | None]:
-    """What ``fcsd convert`` records of the original."""
-    return {
-        "base_model": source.repo_id or str(source.path.resolve()),
-        "base_revision": source.revision,
-        "base_sha256": fingerprint(read_layout(source.path)),
-    }

@@ -5,9 +5,11 @@ statements, what ``build.py`` makes at run time for one architecture. transforme
 wants every other import to be a package: there are torch and transformers.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib.resources import files
+from typing import Any
 
 from .archs import Arch
 from .build import PREFIX
@@ -15,6 +17,7 @@ from .wiring import Blocks
 
 CONFIGURATION, MODELING = "configuration_fcsd", "modeling_fcsd"
 VERBATIM = ("wiring.py", "desync.py")
+CODE_FILES = frozenset((f"{CONFIGURATION}.py", f"{MODELING}.py", *VERBATIM))
 # [oldest, first too new) transformers on which the rendered classes are tested; pyproject.toml says the same.
 TRANSFORMERS = ((5, 17), (6, 0))
 
@@ -68,10 +71,25 @@ class Fcsd{name}(WiredModel, {name}):
 '''
 
 
-def architectures(arch: Arch, base: str) -> list[str]:
-    """``architectures`` of config.json for a checkpoint whose base class is ``base``."""
-    assert base in {name for name, _ in arch.classes.values()}
-    return [f"Fcsd{base}"]
+def converted_files(raw: Mapping[str, Any], arch: Arch, block: Mapping[str, Any]) -> dict[str, str]:
+    """What fcsd writes into a converted directory: config.json and code.
+
+    Args:
+        raw: the config.json of the base, or of a converted model whose code is to be written anew.
+        arch: the architecture's row.
+        block: see ``Wiring.to_block``.
+
+    Returns:
+        File name -> text.
+    """
+    base, _ = arch.classes["AutoModelForCausalLM"]
+    own = {
+        "model_type": PREFIX + arch.model_type,
+        "architectures": [f"Fcsd{base}"],
+        "auto_map": auto_map(arch),
+        "fcsd": block,
+    }
+    return {"config.json": json.dumps({**raw, **own}, indent=2) + "\n", **render(arch)}
 
 
 def auto_map(arch: Arch) -> dict[str, str]:

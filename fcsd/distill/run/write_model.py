@@ -1,12 +1,14 @@
 """The model directory of a checkpoint: ordinary Hugging Face, weights under their original names."""
 
-import shutil
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from fcsd.convert import OTHER_WEIGHTS
+from fcsd.checkpoint import INDEX
+from fcsd.checkpoint.side_files import side_files
+from fcsd.checkpoint.staging import copy_small
 from fcsd.launch.world import World
+from fcsd.models.export_template import CODE_FILES
 
 
 def write_model(model: PreTrainedModel, source: Path, directory: Path, world: World, *, random: bool = False) -> None:
@@ -24,7 +26,5 @@ def write_model(model: PreTrainedModel, source: Path, directory: Path, world: Wo
 
 
 def _copy_others(source: Path, directory: Path) -> None:
-    for path in source.iterdir():
-        weights = path.name.endswith(OTHER_WEIGHTS)
-        if path.is_file() and not weights and not (directory / path.name).exists():
-            shutil.copy(path, directory)
+    written = {path.name for path in directory.iterdir()}
+    copy_small(side_files(source, written | {INDEX}, code=CODE_FILES), directory)

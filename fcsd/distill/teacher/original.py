@@ -6,9 +6,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from fcsd.checkpoint import read_config, read_layout, resolve, sample_sha256
+from fcsd.checkpoint import fingerprint, read_config, read_layout, resolve, sample_sha256
 from fcsd.config import Recipe
-from fcsd.convert import fingerprint
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.build import arch_of
 

@@ -1,4 +1,4 @@
-"""Where a model is: a directory, or a hub repository at a pinned commit, in huggingface_hub's cache."""
+"""Where a model is: in a directory, or in the hub cache at the commit that a hub id was resolved to."""
 
 import os
 import re
@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from fcsd.checkpoint.fingerprint import fingerprint
 from fcsd.checkpoint.headers import TensorInfo, parse_header
 from fcsd.checkpoint.kind import expect_checkpoint, expect_directory
+from fcsd.checkpoint.layout import Layout
 from fcsd.errors import BadInputError, DiskError
 
 # Weights in other formats, or in a subdirectory: the same model again, for another program.
@@ -21,7 +23,7 @@ _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@\s]+
 
 
 @dataclass(frozen=True)
-class Source:
+class Location:
     """A checkpoint on this machine; a hub repository also has its id and the commit it was resolved to."""
 
     path: Path
@@ -30,7 +32,7 @@ class Source:
     gated: bool = False
 
 
-def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: bool = True) -> Source:
+def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: bool = True) -> Location:
     """Find a model, downloading what is not in the hub cache; a broken download resumes where it stopped.
 
     Args:
@@ -45,7 +47,7 @@ def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: boo
     match = _HUB_ID.fullmatch(model)
     if os.path.exists(path) or match is None:
         expect_directory(path, weights=weights)
-        return Source(path)
+        return Location(path)
     from huggingface_hub import snapshot_download
 
     repo, revision = match["repo"], match["revision"]
@@ -63,10 +65,24 @@ def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: boo
     path = Path(folder)
     if allow_patterns is None:
         expect_directory(path)
-    return Source(path, repo, path.name, gated)
+    return Location(path, repo, path.name, gated)
 
 
-def remote_headers(source: Source) -> dict[str, Callable[[], dict[str, TensorInfo]]]:
+def origin(source: Location, layout: Layout | None) -> dict[str, str | None]:
+    """What a conversion records of its original in the ``fcsd`` block.
+
+    Args:
+        source: where the original is.
+        layout: its weights; None leaves out the fingerprint.
+    """
+    return {
+        "base_model": source.repo_id or str(source.path.resolve()),
+        "base_revision": source.revision,
+        "base_sha256": None if layout is None else fingerprint(layout),
+    }
+
+
+def remote_headers(source: Location) -> dict[str, Callable[[], dict[str, TensorInfo]]]:
     """For every safetensors file of a hub source: what reads its header over the network, by ranged requests.
 
     Empty for a directory, and when the hub cannot be reached.
@@ -87,7 +103,7 @@ def remote_headers(source: Source) -> dict[str, Callable[[], dict[str, TensorInf
     }
 
 
-def _remote_header(source: Source, name: str, size: int) -> dict[str, TensorInfo]:
+def _remote_header(source: Location, name: str, size: int) -> dict[str, TensorInfo]:
     from huggingface_hub import HfFileSystem
 
     assert source.repo_id is not None
