@@ -69,9 +69,19 @@ def test_every_architecture_converts_and_loads_wired(arch: str, tmp_path: Path) 
         assert torch.equal(loaded(tiny.tokens()).logits, base(tiny.tokens()).logits)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     original = json.loads((tmp_path / "base" / "config.json").read_text())
-    own = ("model_type", "architectures", "auto_map", "fcsd")
+    own = ("model_type", "architectures", "auto_map", "transformers_weights", "fcsd")
     assert {k: v for k, v in config.items() if k not in own} == {k: v for k, v in original.items() if k not in own}
     assert config["model_type"] == f"fcsd_{arch}"
+
+
+def test_the_base_class_refuses_a_converted_directory(original: Path, tmp_path: Path) -> None:
+    """It would only warn that the model types differ, and compute the base's function with the student's weights."""
+    convert(str(original), tmp_path / "out", check=False)
+    with pytest.raises(ValueError, match="this model is rewired; load it by an Auto class"):
+        transformers.DeepseekV2ForCausalLM.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model.save_pretrained(tmp_path / "saved")
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")) is type(model)
 
 
 def test_shards_are_linked_and_the_rest_is_copied(original: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from fcsd.checkpoint.limits import check_numbers
 from fcsd.checkpoint.rewired import GATED_ATTENTION, PREFIX, has_gated_attention, read_rewiring
 from fcsd.checkpoint.side_files import refuse_code, refuse_foreign_code
 from fcsd.errors import BadInputError
+from fcsd.models.config_keys import REFUSAL, WEIGHTS_FILE
 
 _NAME = re.compile(r"[\w.-]{1,100}")
 _HUB_CODE_KEYS = ("attn_implementation", "experts_implementation")
@@ -111,7 +112,9 @@ def _check_values(raw: dict[str, Any], where: Path) -> None:
                 f"{where}: {quoted(key)} asks for code of its own to be run, {quoted(value)}",
                 "Remove the key: fcsd chooses the implementation itself.",
             )
-        if key == "transformers_weights":  # transformers would read that file instead of the ones checked here
+        if (
+            key == WEIGHTS_FILE and value != REFUSAL
+        ):  # transformers would read that file instead of the ones checked here
             raise BadInputError(f"{where}: {quoted(key)} names weights of its own", "Remove the key.")
 
 

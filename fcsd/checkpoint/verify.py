@@ -17,7 +17,7 @@ from fcsd.checkpoint.files import quoted, shown
 from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
 from fcsd.errors import BadInputError
-from fcsd.models.config_keys import EXPERT_COUNTS
+from fcsd.models.config_keys import EXPERT_COUNTS, WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _SHOWN = 5  # names in a message
-_NOT_FOR_BUILDING = ("auto_map", "fcsd", "quantization_config", "model_type", "architectures")
+_NOT_FOR_BUILDING = ("auto_map", "fcsd", WEIGHTS_FILE, "quantization_config", "model_type", "architectures")
 _MXFP4_BLOCK = 32  # values that share a scale, packed in 16 bytes
 
 

@@ -18,7 +18,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..errors import BadInputError, ConfigError
 from .archs import ARCHS, Arch
-from .config_keys import EXPERT_COUNTS
+from .config_keys import EXPERT_COUNTS, WEIGHTS_FILE
 from .norms import fuse_norms
 from .wiring import DESYNC, WiredModel, Wiring, hf_parts, wire_layers
 
@@ -116,6 +116,7 @@ def config_class(model_type: str) -> type[PretrainedConfig]:
         "__annotations__": {"fcsd": dict | None},
         "model_type": PREFIX + model_type,
         "fcsd": None,
+        WEIGHTS_FILE: property(lambda self: None, lambda self, value: None),  # see REFUSAL
     }
     return type(f"Fcsd{base.__name__}", (base,), namespace)
 

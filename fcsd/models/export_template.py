@@ -13,6 +13,7 @@ from typing import Any
 
 from .archs import Arch
 from .build import PREFIX
+from .config_keys import REFUSAL, WEIGHTS_FILE
 from .wiring import Blocks
 
 CONFIGURATION, MODELING = "configuration_fcsd", "modeling_fcsd"
@@ -41,6 +42,8 @@ class Fcsd{config}(transformers.{config}):
 
     model_type = "{prefix}{model_type}"
     fcsd: dict | None = None
+    # config.json names no file here, so that transformers' own class refuses the model; this class finds its weights.
+    {weights_file} = property(lambda self: None, lambda self, value: None)
 '''
 
 _MODELING = '''"""Rewired {model_type}, written by fcsd: transformers' own classes, taken apart by wiring.py."""
@@ -87,6 +90,7 @@ def converted_files(raw: Mapping[str, Any], arch: Arch, block: Mapping[str, Any]
         "model_type": PREFIX + arch.model_type,
         "architectures": [f"Fcsd{base}"],
         "auto_map": auto_map(arch),
+        WEIGHTS_FILE: REFUSAL,
         "fcsd": block,
     }
     return {"config.json": json.dumps({**raw, **own}, indent=2) + "\n", **render(arch)}
@@ -102,7 +106,7 @@ def render(arch: Arch) -> Mapping[str, str]:
     """File name -> text of the code in a converted directory of this architecture."""
     oldest, too_new = TRANSFORMERS
     decoders = dict(sorted(arch.classes.values()))
-    common = {"model_type": arch.model_type, "prefix": PREFIX, "config": arch.config}
+    common = {"model_type": arch.model_type, "prefix": PREFIX, "config": arch.config, "weights_file": WEIGHTS_FILE}
     configuration = _CONFIGURATION.format(
         **common,
         oldest=oldest,
