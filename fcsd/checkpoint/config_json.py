@@ -1,4 +1,4 @@
-"""config.json: what it may say is checked here, before any class is built from it."""
+"""Reads config.json and checks what it says before any class is built from it; the file is not trusted."""
 
 import math
 import re
@@ -112,9 +112,8 @@ def _check_values(raw: dict[str, Any], where: Path) -> None:
                 f"{where}: {quoted(key)} asks for code of its own to be run, {quoted(value)}",
                 "Remove the key: fcsd chooses the implementation itself.",
             )
-        if (
-            key == WEIGHTS_FILE and value != REFUSAL
-        ):  # transformers would read that file instead of the ones checked here
+        # transformers would read the file named here instead of the ones that are checked.
+        if key == WEIGHTS_FILE and value != REFUSAL:
             raise BadInputError(f"{where}: {quoted(key)} names weights of its own", "Remove the key.")
 
 

@@ -80,7 +80,7 @@ def fcsd(*arguments: object) -> str:
 
 def test_pretraining_desync_from_a_config_to_an_export(folder: Path, tmp_path: Path) -> None:
     init = {"weights": "random", "wiring": "desync-4x", "tp_degree": 2}
-    recipe = resolved(folder, tmp_path, "config", init=init, **SCRATCH, train__lr=1e-2, train__steps=12)
+    recipe = resolved(folder, tmp_path, "config", init=init, **SCRATCH, optim__lr=1e-2, train__steps=12)
     assert "random parameters" in preview(recipe.recipe) and "desync-4x" in preview(recipe.recipe)
     run = fcsd("distill", folder / "recipe.yaml")
     metrics = read_metrics(Path(run))

@@ -32,7 +32,7 @@ class Engine:
         batch_size: most sequences in one forward; None for as many as fit fixed token limits.
         max_length: longest input in tokens; None for the model's own.
         generation: one of ``adapter.GENERATION``; None for the fastest that the device knows.
-        expert_parallel: ranks among which the experts of every layer are spread.
+        ep_size: the expert-parallel size, the number of ranks that divide the experts of every layer.
         gpus: tensor-parallel degree under vLLM.
     """
 
@@ -42,7 +42,7 @@ class Engine:
     batch_size: int | None = None
     max_length: int | None = None
     generation: str | None = None
-    expert_parallel: int = 1
+    ep_size: int = 1
     gpus: int = 1
 
     def check(self, ranks: int) -> None:
@@ -57,12 +57,12 @@ class Engine:
             raise ConfigError(f"unknown generation {self.generation!r}", f"one of {', '.join(GENERATION)}")
         if self.backend == VLLM:
             self._check_vllm()
-        if self.expert_parallel > 1 and self.device == "auto":
-            raise ConfigError("--device auto spreads one process's model; --expert-parallel has ranks of its own")
-        if ranks % self.expert_parallel:
+        if self.ep_size > 1 and self.device == "auto":
+            raise ConfigError("--device auto spreads the model of one process, and --ep-size needs several processes")
+        if ranks % self.ep_size:
             raise ConfigError(
-                f"--expert-parallel {self.expert_parallel} does not divide {ranks} processes",
-                f"add --gpus {self.expert_parallel}, or a multiple of it",
+                f"--ep-size {self.ep_size} does not divide {ranks} processes",
+                f"add --gpus {self.ep_size}, or a multiple of it",
             )
         if ranks > 1 and self.device == "auto":
             raise ConfigError("--device auto uses all GPUs in one process; leave --gpus out")
@@ -71,8 +71,8 @@ class Engine:
         if find_spec("vllm") is None:
             raise ConfigError("--backend vllm: vLLM is not installed", "pip install 'fcsd[vllm]'")
         wrong = [name for name in ("device", "generation") if getattr(self, name) is not None]
-        if wrong or self.expert_parallel > 1:
-            name = wrong[0] if wrong else "expert-parallel"
+        if wrong or self.ep_size > 1:
+            name = wrong[0] if wrong else "ep-size"
             raise ConfigError(f"--{name} is for --backend hf", "vLLM spreads a model over --gpus by tensor parallelism")
 
 
@@ -126,8 +126,8 @@ def _in_transformers(
     from fcsd.models.build import load_model
 
     kind = getattr(torch, dtype)
-    if engine.expert_parallel > 1:
-        network = _expert_parallel(path, kind, device, engine.expert_parallel)
+    if engine.ep_size > 1:
+        network = _expert_parallel(path, kind, device, engine.ep_size)
     elif device == "auto":
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fcsd-offload-"))
         network = load_model(path, dtype=kind, device_map="auto", offload_folder=folder)
@@ -144,8 +144,8 @@ def _in_transformers(
     )
 
 
-def _expert_parallel(path: Path, dtype: Any, device: str, ranks: int) -> Any:
-    """A model whose routed experts are spread over the ranks, all else being on each of them."""
+def _expert_parallel(path: Path, dtype: Any, device: str, ep_size: int) -> Any:
+    """A model whose routed experts ``ep_size`` ranks divide among them; every rank holds all other weights."""
     from fcsd.models.build import arch_of, load_model, unwired
     from fcsd.models.wiring import Wiring
     from fcsd.parallel.expert.autoep import shard_experts
@@ -153,7 +153,7 @@ def _expert_parallel(path: Path, dtype: Any, device: str, ranks: int) -> Any:
 
     network: Any = load_model(path, dtype=dtype)
     block = network.config.to_dict().get("fcsd")
-    shard_experts(network, arch_of(network.config), ranks)
+    shard_experts(network, arch_of(network.config), ep_size)
     wire_parallel(network, Wiring.from_block(block) if block else unwired())
     return network.to(device)
 

@@ -116,7 +116,7 @@ def test_a_model_larger_than_memory_scores_the_same(model, mirror, monkeypatch):
 
 
 def sharded(rank: int, model: Path, rewired: Path, mirror: Path, out: Path) -> list[Any]:
-    engine = Engine(expert_parallel=2, batch_size=3, device="cpu")
+    engine = Engine(ep_size=2, batch_size=3, device="cpu")
     options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=3)
     with eval_data.short_answers():
         rows = evaluate([str(model), str(rewired)], engine=engine, out=out, **options)
@@ -133,7 +133,7 @@ def test_experts_spread_over_two_ranks_score_the_same(model, mirror, tmp_path):
     with eval_data.short_answers():
         assert first == second == scores(evaluate([str(model), str(tmp_path / "rewired")], **options))
     assert again == first[: len(TASKS)]
-    assert engine["ranks"] == 2 and engine["expert_parallel"] == 2
+    assert engine["ranks"] == 2 and engine["ep_size"] == 2
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ def test_experts_spread_over_two_ranks_score_the_same(model, mirror, tmp_path):
         (VLLM, r"vLLM is not installed"),
         (Engine(backend="tpu"), "unknown backend"),
         (Engine(generation="fast"), "unknown generation"),
-        (Engine(expert_parallel=2), "does not divide 1 processes"),
-        (Engine(expert_parallel=2, device="auto"), "--expert-parallel has ranks of its own"),
+        (Engine(ep_size=2), "does not divide 1 processes"),
+        (Engine(ep_size=2, device="auto"), "--ep-size needs several processes"),
     ],
 )
 def test_engines_that_cannot_be_are_refused(engine, message):
@@ -154,6 +154,6 @@ def test_engines_that_cannot_be_are_refused(engine, message):
 
 
 def test_options_of_the_other_backend_are_refused(vllm):
-    for engine in (Engine(backend="vllm", device="cpu"), Engine(backend="vllm", expert_parallel=2)):
+    for engine in (Engine(backend="vllm", device="cpu"), Engine(backend="vllm", ep_size=2)):
         with pytest.raises(ConfigError, match="is for --backend hf"):
             evaluate(["nowhere"], tasks=["PIQA"], engine=engine)
