@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.checkpoint import read_config, read_layout, remote_headers, resolve, verify_tensors
-from fcsd.checkpoint.location import SMALL_FILES, origin
+from fcsd.checkpoint.location import SMALL_FILES, base_path_file, origin
 from fcsd.checkpoint.rewired import describe, refuse_rewired
 from fcsd.checkpoint.side_files import side_files, without_code
 from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
@@ -141,7 +141,7 @@ def convert(
     block = chosen.to_block(**origin(source, layout if hashed else None))
     texts = converted_files(config.raw, arch, block)
     others = side_files(source.path, texts.keys() | layout.shards.keys())
-    texts |= without_code(others)
+    texts |= without_code(others) | base_path_file(source)
     proof = plan_proof(layout, config, arch)
     skipped = _why_not(check, dry_run, proof)
     size = sum(max((tensor.end for tensor in header.values()), default=0) for header in layout.shards.values())

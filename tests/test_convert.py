@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from fcsd import convert as conversion
 from fcsd import parity
 from fcsd.checkpoint import fingerprint, read_config, read_layout, staging
+from fcsd.checkpoint.location import read_base_path
 from fcsd.convert import convert
 from fcsd.errors import BadInputError, ConfigError, DiskError, FcsdError
 from fcsd.models import build
@@ -99,7 +100,9 @@ def test_shards_are_linked_and_the_rest_is_copied(original: Path, tmp_path: Path
     assert set(report.files) == after.keys() - set(sharded(original))
     block = json.loads((out / "config.json").read_text())["fcsd"]
     assert Wiring.from_block(block) == Wiring("ladder", (2, 3))
-    assert block["base_model"] == str(original) and block["base_revision"] is None
+    assert block["base_model"] == "original" and block["base_revision"] is None
+    assert str(tmp_path) not in (out / "config.json").read_text()
+    assert read_base_path(out) == str(original)
     assert block["base_sha256"] == fingerprint(read_layout(original))
     assert snapshot(original) == before
     assert list(tmp_path.glob(".*")) == []
@@ -255,7 +258,7 @@ def test_rewired_models_are_refused(original: Path, tmp_path: Path) -> None:
     convert(str(original), tmp_path / "out", check=False)
     with pytest.raises(BadInputError, match="is converted already") as caught:
         convert(str(tmp_path / "out"), tmp_path / "again")
-    assert str(original) in str(caught.value.hint)
+    assert "Convert its base model instead: original" in str(caught.value.hint)
     config = json.loads((original / "config.json").read_text())
     (original / "config.json").write_text(json.dumps(config | {"farskip": True, "farskip_start_idx": 1}))
     with pytest.raises(BadInputError, match="AMD's farskip keys"):
@@ -460,7 +463,8 @@ def test_109b_parameters_convert_by_headers_alone(tmp_path: Path) -> None:
         """
         import resource
         from pathlib import Path
-        from fcsd.convert import convert
+        from fcsd.checkpoint.location import read_base_path
+from fcsd.convert import convert
         print(convert("scout", "out", check=False).bytes)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         print(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])

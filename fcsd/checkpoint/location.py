@@ -1,5 +1,6 @@
 """Where a model is: in a directory, or in the hub cache at the commit that a hub id was resolved to."""
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from fcsd.checkpoint.files import contained, read_object
 from fcsd.checkpoint.fingerprint import fingerprint
 from fcsd.checkpoint.headers import TensorInfo, parse_header
 from fcsd.checkpoint.kind import expect_checkpoint, expect_directory
@@ -19,6 +21,7 @@ from fcsd.errors import BadInputError, DiskError
 OTHER_FORMATS = ["*/*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]
 OTHER_FORMATS += ["*.distcp", "consolidated*"]
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # all but the weights: config, tokenizer, index
+_BASE_PATH = ".fcsd.json"
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@\s]+))?")
 
 
@@ -69,17 +72,41 @@ def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: boo
 
 
 def origin(source: Location, layout: Layout | None) -> dict[str, str | None]:
-    """What a conversion records of its original in the ``fcsd`` block.
+    """What a conversion records of its original in the ``fcsd`` block; of a directory its name only, not its path.
 
     Args:
         source: where the original is.
         layout: its weights; None leaves out the fingerprint.
     """
     return {
-        "base_model": source.repo_id or str(source.path.resolve()),
+        "base_model": source.repo_id or source.path.resolve().name,
         "base_revision": source.revision,
         "base_sha256": None if layout is None else fingerprint(layout),
     }
+
+
+def base_path_file(source: Location) -> dict[str, str]:
+    """The file of a converted directory that says where its original lies on this machine: name -> text.
+
+    The file is hidden, so neither ``fcsd export`` nor ``fcsd push`` hands it on. An original on the hub needs none.
+    """
+    if source.repo_id is not None:
+        return {}
+    return {_BASE_PATH: json.dumps({"base_path": str(source.path.resolve())}) + "\n"}
+
+
+def read_base_path(directory: Path) -> str | None:
+    """The path in the file of :func:`base_path_file`; None if there is no such file.
+
+    Raises:
+        BadInputError: the file does not hold a path.
+    """
+    if not (directory / _BASE_PATH).exists():
+        return None
+    path = read_object(contained(directory, _BASE_PATH)).get("base_path")
+    if not isinstance(path, str):
+        raise BadInputError(f"{directory / _BASE_PATH}: has no base_path", "Delete it, and set `teacher:` in recipes.")
+    return path
 
 
 def remote_headers(source: Location) -> dict[str, Callable[[], dict[str, TensorInfo]]]:
