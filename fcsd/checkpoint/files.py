@@ -1,4 +1,4 @@
-"""Opening what a stranger sent: regular files only, inside their directory, and JSON that says one thing."""
+"""Safe reading of untrusted files: regular files only, inside their directory, and JSON without ambiguities."""
 
 import json
 import os
@@ -23,17 +23,17 @@ _KINDS = {
 
 
 def quoted(text: str) -> str:
-    """A name from a file, safe to print on one line: escaped, and cut at 100 characters."""
+    """A text from an untrusted file, safe to print on one line: it is escaped and cut at 100 characters."""
     return f"{text!r:.100}"
 
 
 def shown(name: str) -> str:
-    """A name from a file as it is if it is short and printable, else :func:`quoted`."""
+    """A text from an untrusted file: unchanged if it is short and printable, otherwise :func:`quoted`."""
     return name if name.isprintable() and len(name) <= 200 else quoted(name)
 
 
 def contained(root: Path, *parts: str) -> Path:
-    """The file that ``root/parts`` leads to, checked by name only; it need not exist.
+    """The file that ``root/parts`` leads to. Only names and links are checked; the file need not exist.
 
     A link may lead anywhere inside ``root``, and from a hub cache snapshot into its repository's ``blobs/``.
 

@@ -27,7 +27,7 @@ _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@\s]+
 
 @dataclass(frozen=True)
 class Location:
-    """A checkpoint on this machine; a hub repository also has its id and the commit it was resolved to."""
+    """A checkpoint on this machine. One from the hub also has its repository id and the commit it was resolved to."""
 
     path: Path
     repo_id: str | None = None
@@ -36,12 +36,12 @@ class Location:
 
 
 def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: bool = True) -> Location:
-    """Find a model, downloading what is not in the hub cache; a broken download resumes where it stopped.
+    """Find a model and download what is not in the hub cache; an interrupted download resumes where it stopped.
 
     Args:
-        model: a directory, or ``org/name`` or ``org/name@revision`` on the hub. A directory wins.
+        model: a directory, or ``org/name`` or ``org/name@revision`` on the hub. If both exist, the directory is taken.
         allow_patterns: download only the files that match one of these globs.
-        weights: whether it must have any; without, only its small files are downloaded.
+        weights: whether the checkpoint must have weights; if not, only its small files are downloaded.
 
     Raises:
         BadInputError: it is not there, not accessible, or not a transformers checkpoint in safetensors.
@@ -110,7 +110,7 @@ def read_base_path(directory: Path) -> str | None:
 
 
 def remote_headers(source: Location) -> dict[str, Callable[[], dict[str, TensorInfo]]]:
-    """For every safetensors file of a hub source: what reads its header over the network, by ranged requests.
+    """Functions that read headers over the network by ranged requests, for every safetensors file of a hub repository.
 
     Empty for a directory, and when the hub cannot be reached.
     """
@@ -142,7 +142,7 @@ def _remote_header(source: Location, name: str, size: int) -> dict[str, TensorIn
 
 
 def _look_up(repo: str, revision: str | None) -> tuple[bool, bool]:
-    """Whether the hub can be reached and the repository is gated; refuses a repository that holds something else."""
+    """Whether the hub can be reached, and whether the repository is gated; refuses one that holds no checkpoint."""
     from huggingface_hub import HfApi, is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
@@ -160,7 +160,7 @@ def _look_up(repo: str, revision: str | None) -> tuple[bool, bool]:
 
 @contextmanager
 def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Turn what huggingface_hub raises into one line and its remedy, free of URLs that could carry a token."""
+    """Turn exceptions of huggingface_hub into one line and a hint, without URLs, which could carry a token."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

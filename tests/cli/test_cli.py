@@ -3,6 +3,7 @@
 import errno
 import importlib
 import inspect
+import io
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from fcsd import __version__, errors
+from fcsd.cli import command
 from fcsd.cli.main import app
 from fcsd.foreign_errors import _TABLE, translate
 
@@ -172,6 +174,17 @@ def test_eval_exits_9_unless_the_verdict_is_met(library) -> None:
     met, missed = (run("eval", *models, "--require", f"within {points}") for points in (12, 1))
     assert (met.exit_code, missed.exit_code) == (0, 9)
     assert "runs--a--final within 1 points of teacher: no (-10.0 ± 0.5)" in missed.stdout
+
+
+def test_a_file_name_that_is_not_utf8_is_printed_escaped() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="utf-8", errors="strict")  # closes ``raw`` when it is deleted
+    token = command._DATA.set(stream)
+    try:
+        command.emit(os.fsdecode(b"model\xff"))
+    finally:
+        command._DATA.reset(token)
+    assert raw.getvalue() == b"model\\udcff\n"
 
 
 def test_export_and_push(library) -> None:
