@@ -90,10 +90,12 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
         quantization=_quantization(raw, where),
         rewired=rewired,
     )
+    if rewired is None and not trust_remote_code:
+        refuse_code(path)
     if not config.foreign:
         _check_type(config, where)
-        if not trust_remote_code:
-            _check_code(config, path)
+        if rewired is not None and not trust_remote_code:
+            _check_own_code(config, path)
     for part in (raw, config.text, raw.get("vision_config", {})):
         if not isinstance(part, dict):
             raise BadInputError(f"{where}: text_config and vision_config must be objects")
@@ -154,10 +156,7 @@ def _quantization(raw: dict[str, Any], where: Path) -> str | None:
     )
 
 
-def _check_code(config: CheckpointConfig, path: Path) -> None:
-    if config.rewired is None:
-        refuse_code(path)
-        return
+def _check_own_code(config: CheckpointConfig, path: Path) -> None:
     from fcsd.models.archs import ARCHS
     from fcsd.models.export_template import CODE_FILES, auto_map
 
