@@ -1,17 +1,23 @@
 """The student before its first step: a checkpoint's weights or random ones, in its own wiring or the recipe's."""
 
+from pathlib import Path
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import Location, read_config, read_layout, resolve
+from fcsd.checkpoint import INDEX, Location, read_config, read_layout, resolve
 from fcsd.checkpoint.location import origin
 from fcsd.checkpoint.rewired import refuse_rewired
+from fcsd.checkpoint.side_files import side_files
+from fcsd.checkpoint.staging import copy_small
 from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.config import Recipe
-from fcsd.distill.expert_parallel import load, randomise
+from fcsd.distill import expert_parallel
 from fcsd.errors import BadInputError
+from fcsd.launch.world import World
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, converted_config, register
+from fcsd.models.export_template import CODE_FILES
 
 
 def student_source(recipe: Recipe) -> Location:
@@ -68,8 +74,8 @@ def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) ->
     config = student_config(recipe, source)
     ep_size = recipe.parallel.ep_size
     if recipe.init.weights == "loaded":
-        return load(source.path, ep_size, dtype=dtype, device=device, config=config)
-    return randomise(config, ep_size, dtype=dtype, device=device, seed=recipe.seed)
+        return expert_parallel.load(source.path, ep_size, dtype=dtype, device=device, config=config)
+    return expert_parallel.randomise(config, ep_size, dtype=dtype, device=device, seed=recipe.seed)
 
 
 def meta_student(recipe: Recipe, source: Location) -> PreTrainedModel:
@@ -77,3 +83,24 @@ def meta_student(recipe: Recipe, source: Location) -> PreTrainedModel:
     config = student_config(recipe, source)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+def write_student(model: PreTrainedModel, source: Path, directory: Path, world: World, *, random: bool = False) -> None:
+    """The model directory of a checkpoint: ordinary Hugging Face, weights under their original names.
+
+    Every rank calls it and writes its part of the trained weights; all other files are those of ``source``.
+
+    Args:
+        source: the directory that the student was made from.
+        random: it gave a config and a tokenizer; it may have no weights.
+    """
+    from fcsd.parallel.weights.saving import save_model
+
+    world.on_first(directory.mkdir)
+    world.everywhere(lambda: save_model(model, directory, None if random else source))
+    world.on_first(lambda: _copy_others(source, directory))
+
+
+def _copy_others(source: Path, directory: Path) -> None:
+    written = {path.name for path in directory.iterdir()}
+    copy_small(side_files(source, written | {INDEX}, code=CODE_FILES), directory)
