@@ -89,12 +89,12 @@ def wire_sharded(model: PreTrainedModel, degree: int, train: Train) -> None:
     """Lets a model whose experts ``degree`` divide compute its own wiring, overlapped and fused as the recipe says."""
     if degree > 1:
         from fcsd.parallel.overlap import overlap
-        from fcsd.parallel.transports.copies import Puts
-        from fcsd.parallel.transports.symmetric_memory import open_window
+        from fcsd.parallel.transports.copies import CopiesTransport
+        from fcsd.parallel.transports.symmetric_memory import open_buffers
         from fcsd.parallel.transports.transport import all_to_all
 
         on_cuda = model.device.type == "cuda"
-        transport = Puts(open_window) if on_cuda and train.transport == "auto" else all_to_all
+        transport = CopiesTransport(open_buffers) if on_cuda and train.transport == "auto" else all_to_all
         overlap(model, wiring_of(model.config), train.overlap, fused=train.fused and on_cuda, transport=transport)
 
 

@@ -6,8 +6,8 @@ Every token has ``top_k`` rows. ``row_of[t, k]`` is the number of the row of tok
     unpermute:  tokens[t] = sum over k of weight[t, k] * rows[row_of[t, k]]
 
 Each function is the gradient of the other. Products and sums are computed in fp32, in the order of k, and rounded once.
-There are no atomic additions, so the results of two runs are equal. ``rows_reference.py`` computes the same in torch; it
-also writes copies of the rows and an fp32 tensor of ``[tokens, top_k, width]``, which the kernels do not need.
+There are no atomic additions, so the results of two runs are equal. ``rows_reference.py`` computes the same in torch,
+with copies of the rows and an fp32 tensor of ``[tokens, top_k, width]`` that the kernels do not need.
 """
 
 from typing import Any

@@ -12,6 +12,7 @@ parameters are partitioned over all processes, routed experts over those that ho
 
 from dataclasses import dataclass
 
+from fcsd.parallel.transports import copies
 from fcsd.plan.activations import LayerBytes
 from fcsd.plan.model import FINAL_NORM, ModelNumbers
 from fcsd.plan.setup import GIB, Hardware, Setup
@@ -22,7 +23,6 @@ EXPERT_GROUP = 178_956_971  # parameters in one of the groups that DeepSpeed cut
 # Beyond max_memory_allocated; assumptions, to be held against nvidia-smi and memory_reserved.
 CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces
 COMMUNICATOR = int(0.5 * GIB)  # NCCL's buffers of one process group: all, expert-parallel, expert-data-parallel
-BUFFERS = 3 * 1.25  # times the rows of an exchange: what ``parallel.puts`` receives into, of each sharded model
 SLACK = 0.1  # of what comes and goes: blocks that the caching allocator cannot reuse
 USABLE = 0.99  # of the memory as it is sold: the driver's share of an H200 is 1.2 GiB
 
@@ -221,7 +221,9 @@ def memory(
     if setup.expert_parallel > 1:
         rows = setup.micro_batch_size * setup.seq_len * model.top_k * setup.imbalance
         sharded = 2 if setup.teacher == "sharded" else 1
-        context += int(sharded * BUFFERS * rows * model.hidden * setup.width)
+        # What ``CopiesTransport`` receives into: the largest exchange's bytes, as often and as large as it makes them.
+        buffers = copies.BUFFERS * copies.SLACK * rows * model.hidden * setup.width
+        context += int(sharded * buffers)
     return Memory(moments(model, teacher, layers, setup), context, int(USABLE * hardware.memory * GIB))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fcsd.models.wiring import LayerWiring
 from fcsd.parallel.overlap import Schedule
-from fcsd.parallel.transports.transport import Route, Work, all_to_all
+from fcsd.parallel.transports.transport import Splits, Work, all_to_all
 
 # What a layer launches, in order: forward, backward; and forward, recompute, backward.
 _ORDER = [("dispatch", "fwd"), ("combine", "fwd"), ("combine", "bwd"), ("dispatch", "bwd")]
@@ -48,8 +48,8 @@ class NoWire:
     def __init__(self) -> None:
         self._rows: Tensor | None = None
 
-    def __call__(self, rows: Tensor, route: Route, group: Any, keep: bool) -> tuple[Tensor, Work]:
-        count = sum(route.receives)
+    def __call__(self, rows: Tensor, splits: Splits, group: Any, keep: bool) -> tuple[Tensor, Work]:
+        count = sum(splits.receives)
         if self._rows is None or self._rows.shape[0] < count:
             self._rows = torch.randn(2 * count, rows.shape[1], dtype=rows.dtype, device=rows.device)
         return self._rows[:count], _Arrived()
@@ -65,7 +65,7 @@ class _Arrived:
 class _Call:
     """One collective that was not sent: what it would have sent, and when it was launched and awaited."""
 
-    route: Route
+    splits: Splits
     width: int
     dtype: torch.dtype
     group: Any
@@ -90,9 +90,9 @@ class Meter:
         self._layers += 1
         return replace(schedule, transport=partial(self._note, self._layers - 1))
 
-    def _note(self, layer: int, rows: Tensor, route: Route, group: Any, keep: bool) -> tuple[Tensor, Work]:
-        received, _ = self._no_wire(rows, route, group, keep)
-        call = _Call(route, rows.shape[1], rows.dtype, group, now(rows.device), rows.device)
+    def _note(self, layer: int, rows: Tensor, splits: Splits, group: Any, keep: bool) -> tuple[Tensor, Work]:
+        received, _ = self._no_wire(rows, splits, group, keep)
+        call = _Call(splits, rows.shape[1], rows.dtype, group, now(rows.device), rows.device)
         self._calls[layer].append(call)
         return received, call
 
@@ -128,12 +128,12 @@ class Window:
 
 def _on_the_wire(call: _Call, repeats: int = 3) -> float:
     """Median milliseconds of the exchange alone, all ranks starting together."""
-    rows = torch.zeros(sum(call.route.sends), call.width, dtype=call.dtype, device=call.device)
+    rows = torch.zeros(sum(call.splits.sends), call.width, dtype=call.dtype, device=call.device)
     times = []
     for _ in range(repeats):
         dist.barrier()
         start = now(call.device)
-        _, work = all_to_all(rows, call.route, call.group, True)
+        _, work = all_to_all(rows, call.splits, call.group, True)
         work.wait()
         end = now(call.device)
         if call.device.type == "cuda":

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fcsd.distill.engine import import_deepspeed
 from fcsd.distill.losses import cross_entropy
 from fcsd.launch.world import World
+from fcsd.parallel.expert.lookup import expert_blocks
 from fcsd.parallel.weights.random_init import random_expert_parallel
 
 
@@ -74,7 +75,6 @@ def make_engine(config: PretrainedConfig, micro_batch: int, world: World, *, rec
 @contextmanager
 def evenly_routed(model: nn.Module) -> Iterator[None]:
     """Let every router choose experts in turn, so that all get as many tokens; scores and their cost stay."""
-    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, RouterOutput
 
     def in_turn(_module: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         scores, chosen, counts = output
@@ -82,10 +82,9 @@ def evenly_routed(model: nn.Module) -> Iterator[None]:
         rounds, rest = divmod(chosen.numel(), len(counts))
         # From the host's numbers alone: counting on the device would wait for it.
         even = rounds + (torch.arange(len(counts), device=counts.device) < rest).to(counts.dtype)
-        return RouterOutput(scores, experts, even)
+        return scores, experts, even
 
-    routers = [module.router for module in model.modules() if isinstance(module, AutoEPMoELayer)]
-    hooks = [router.register_forward_hook(in_turn) for router in routers]
+    hooks = [block.router.register_forward_hook(in_turn) for block in expert_blocks(model).values()]
     try:
         yield
     finally:

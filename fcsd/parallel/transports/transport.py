@@ -42,8 +42,8 @@ class Work(Protocol):
 
 
 # (rows to send [sent, width], splits, group, keep) -> (buffer [received, width] that is being filled, its work).
-# ``keep`` says that the caller keeps the buffer. Without it the buffer may be overwritten by the second exchange after
-# this one. A transport copies rows of any dtype and does not look into them.
+# ``keep`` says that the caller keeps the buffer; without it the caller must have read the buffer before it starts the
+# next exchange without ``keep``. A transport copies rows of any dtype and does not interpret them.
 Transport = Callable[[Tensor, Splits, Any, bool], tuple[Tensor, Work]]
 
 
