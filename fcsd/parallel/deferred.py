@@ -71,14 +71,14 @@ class Exchange:
         splits, codec = (self.back, self.back_codec) if passes == "bwd" else (self.there, self.codec)
         # A recomputed layer's exchanges alternate with exchanges of other layers' backward passes.
         keep = (self.kept and passes == "fwd") or passes == "recompute"
-        with record_function(f"fcsd::{self.name}.{passes}.L{self.layer}"), self._stream() as early:
+        with record_function(f"fcsd::{self.name}.{passes}.L{self.layer}"), self._launch_stream() as side:
             sent = rows if codec is None else codec.encode(rows)
             received, work = self.transport(sent, splits, self.group, keep)
-        if early:
+        if side is not None:
             received.record_stream(torch.cuda.current_stream())
             if codec is not None:
-                sent.record_stream(torch.cuda.current_stream())  # made on the side stream, freed after a wait on this
-                rows.record_stream(self.side)  # the other way round
+                sent.record_stream(torch.cuda.current_stream())  # made on the side stream; freed when this one waited
+                rows.record_stream(side)
         if self.eager:
             work.wait()
         self.in_flight = (work, received, sent)
@@ -99,14 +99,15 @@ class Exchange:
         return codec.decode(received, width, dtype)
 
     @contextmanager
-    def _stream(self) -> Iterator[bool]:
+    def _launch_stream(self) -> Iterator[torch.cuda.Stream | None]:
+        """Make the side stream current if it may launch; else the compute stream stays current, and None is given."""
         ready, self.ready = self.ready, None  # the exchange of the gradient is launched from the compute stream
         if ready is None or self.side is None:
-            yield False
+            yield None
             return
         self.side.wait_event(ready)
         with torch.cuda.stream(self.side):
-            yield True
+            yield self.side
 
 
 class Deferred:
@@ -124,7 +125,7 @@ class Deferred:
         assert rows is not None, "a deferred tensor is awaited once"
         if self._exchange is None:
             return rows
-        return _Await.apply(rows, self._exchange)  # pyright: ignore[reportReturnType]
+        return _Await.apply(rows, self._exchange)
 
 
 def launch(rows: Tensor, exchange: Exchange, gradient_awaited_at: int | None) -> Deferred:
@@ -134,8 +135,8 @@ def launch(rows: Tensor, exchange: Exchange, gradient_awaited_at: int | None) ->
         gradient_awaited_at: the place in the backward pass at which their gradient is awaited, from ``order.mark``.
     """
     token = _Launch.apply(rows, exchange)
-    order.run_at(token, gradient_awaited_at)  # pyright: ignore[reportArgumentType]
-    return Deferred(token, exchange)  # pyright: ignore[reportArgumentType]
+    order.run_at(token, gradient_awaited_at)
+    return Deferred(token, exchange)
 
 
 def exchange_now(rows: Tensor, exchange: Exchange) -> Tensor:
@@ -143,7 +144,7 @@ def exchange_now(rows: Tensor, exchange: Exchange) -> Tensor:
 
     Of the exchange it uses the splits, the group and the codecs.
     """
-    return _Now.apply(rows, exchange)  # pyright: ignore[reportReturnType]
+    return _Now.apply(rows, exchange)
 
 
 class _Launch(torch.autograd.Function):

@@ -192,7 +192,7 @@ def _landed(stream: Tensor | InFlight) -> Tensor:
 
 
 def _private(x: Tensor) -> Tensor:
-    """A view of ``x``: the gradients of its readers are summed by themselves before they are added to those of ``x``."""
+    """A view of ``x`` whose readers' gradients are summed by themselves before they are added to those of ``x``."""
     return x.view_as(x)
 
 
