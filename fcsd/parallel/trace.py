@@ -35,9 +35,7 @@ class Call(NamedTuple):
     layer: int
     start: float
     end: float
-    copies: tuple[
-        tuple[float, float], ...
-    ] = ()  # start and end of each copy; empty for an NCCL kernel, whose inside is not seen
+    copies: tuple[tuple[float, float], ...] = ()  # start and end of each copy; empty for an NCCL kernel
 
     def waits(self, until: float) -> float:
         """How many µs of the time before ``until``, when the last rank starts, this rank copies nothing."""
