@@ -18,8 +18,10 @@ model: $scratch/student
 output_dir: $scratch/run
 data: {sources: [{path: assets/corpus/held_out.jsonl}], seq_len: $seq}
 objective: {kl: 1.0, sft: 1.0}
-train: {batch_tokens: $((2 * gpus * seq)), micro_batch_size: 1, steps: 10, lr: 1e-4, warmup_steps: 2, zero_stage: 2,
-  expert_parallel: $gpus, save_every: 5, log_every: 1}
+train: {batch_tokens: $((2 * gpus * seq)), micro_batch_size: 1, steps: 10, log_every: 1}
+optim: {lr: 1e-4, warmup_steps: 2}
+parallel: {zero_stage: 2, ep_size: $gpus}
+checkpoint: {every_steps: 5}
 YAML
 python3 -m fcsd plan "$scratch/recipe.yaml" --gpus "$gpus" > "$OUT/plan.txt" 2>&1 & planner=$!
 run_until() { # LOG PATTERN FILE: start the run, and SIGKILL every process of it once FILE has PATTERN

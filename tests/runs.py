@@ -1,5 +1,6 @@
 """Small real runs: a random teacher, its farskip conversion, a corpus, a recipe."""
 
+import copy
 import hashlib
 import json
 from pathlib import Path
@@ -12,16 +13,17 @@ from ranks import on_ranks
 from fcsd.config import ResolvedRecipe, load_recipe
 from fcsd.distill.run.report import read_metrics
 
-TRAIN = {
-    "batch_tokens": 256,
-    "micro_batch_size": 2,
-    "steps": 4,
-    "lr": 1e-3,
-    "warmup_steps": 1,
-    "dtype": "fp32",
-    "log_every": 1,
-    "save_every": 2,
-    "sample_tokens": 0,
+SECTIONS: dict[str, Any] = {
+    "train": {
+        "batch_tokens": 256,
+        "micro_batch_size": 2,
+        "steps": 4,
+        "dtype": "fp32",
+        "log_every": 1,
+        "sample_tokens": 0,
+    },
+    "optim": {"lr": 1e-3, "warmup_steps": 1},
+    "checkpoint": {"every_steps": 2},
 }
 
 
@@ -55,13 +57,13 @@ def resolved(folder: Path, **changes: Any) -> ResolvedRecipe:
         "output_dir": str(folder / "run"),
         "data": {"sources": [{"path": str(corpus)}], "seq_len": 32, "held_out": {"path": str(held_out)}},
         "objective": {"kl": 1.0, "sft": 0.5, "chunk_tokens": 16},
-        "train": dict(TRAIN),
+        **copy.deepcopy(SECTIONS),
     }
     for key, value in changes.items():
         *parents, last = key.split("__")
         section = recipe
         for parent in parents:
-            section = section[parent]
+            section = section.setdefault(parent, {})
         section[last] = value
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     return load_recipe(folder / "recipe.yaml")

@@ -21,7 +21,7 @@ from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe, load_recipe
 from fcsd.distill.data.corpus import Corpus
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
-from fcsd.distill.expert_parallel import check, randomise, teacher_degree, wire_sharded
+from fcsd.distill.expert_parallel import check, randomise, wire_sharded
 from fcsd.distill.loop import training_rows
 from fcsd.distill.step import train_step
 from fcsd.distill.teacher.original import needs_teacher
@@ -72,7 +72,7 @@ def bench(
         rewired.save_pretrained(f"{folder}/student")
         original.save_pretrained(f"{folder}/teacher")
         rows = world.size * micro_batch * accumulation
-        recipe = _recipe(Path(folder), shape, seq, micro_batch, rows * seq, steps, world, sets)
+        recipe = random_recipe(Path(folder), shape, seq, micro_batch, rows * seq, steps, world, sets)
         check(recipe, world.size)
         planned = plan(recipe, Hardware(world.size))
     measured = _measure(recipe, rewired, original, world)
@@ -84,9 +84,10 @@ def bench(
     return result
 
 
-def _recipe(
+def random_recipe(
     folder: Path, shape: str, seq: int, micro_batch: int, batch_tokens: int, steps: int, world: World, sets: Any
 ) -> Recipe:
+    """The recipe of a benchmark: ``folder/student`` after ``folder/teacher`` on random tokens; ``sets`` change it."""
     values = {
         "name": shape,
         "model": f"{folder}/student",
@@ -97,12 +98,10 @@ def _recipe(
             "batch_tokens": batch_tokens,
             "micro_batch_size": micro_batch,
             "steps": steps,
-            "lr": 1e-4,
-            "warmup_steps": 0,
-            "schedule": "constant",
             "dtype": "bf16" if world.device.type == "cuda" else "fp32",
-            "expert_parallel": world.size,
         },
+        "optim": {"lr": 1e-4, "warmup_steps": 0, "schedule": "constant"},
+        "parallel": {"ep_size": world.size},
     }
     (folder / "recipe.yaml").write_text(json.dumps(values))
     return load_recipe(folder / "recipe.yaml", list(sets)).recipe
@@ -142,13 +141,13 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
         used.append(torch.cuda.memory_allocated() if world.device.type == "cuda" else 0)
         return used[-1] - used[-2]
 
-    train = recipe.train
+    train, parallel = recipe.train, recipe.parallel
     draw: Any = {"dtype": DTYPES[train.dtype], "device": world.device, "seed": recipe.seed}
-    model = randomise(rewired, train.expert_parallel, **draw)
+    model = randomise(rewired, parallel.ep_size, **draw)
     sizes, targets = {"weights": since(), "teacher": 0}, None
     if needs_teacher(recipe):
-        teacher = randomise(original, teacher_degree(train), **draw)
-        wire_sharded(teacher, teacher_degree(train), train)
+        teacher = randomise(original, parallel.teacher_ep_size, **draw)
+        wire_sharded(teacher, parallel.teacher_ep_size, parallel)
         targets = live_teacher(teacher.requires_grad_(False), recipe.objective)
         sizes["teacher"] = since()
     engine = _Watched(build_engine(model, recipe, world), world)
@@ -198,10 +197,10 @@ class _Watched:
 def to_text(result: dict[str, Any]) -> str:
     """A line for each part, and the losses."""
     told, seen, recipe = result["predicted"], result["measured"], result["recipe"]
-    train = recipe["train"]
+    train, parallel = recipe["train"], recipe["parallel"]
     title = (
         f"{result['shape']}, {result['layers']} layers, {result['processes']} processes, expert-parallel "
-        f"{train['expert_parallel']}, ZeRO-{train['zero_stage']}, {train['dtype']}, {train['batch_tokens']} tokens a "
+        f"{parallel['ep_size']}, ZeRO-{parallel['zero_stage']}, {train['dtype']}, {train['batch_tokens']} tokens a "
         f"step in micro-batches of {train['micro_batch_size']} x {recipe['data']['seq_len']}"
     )
     lines = [title, f"{'':12s} {'predicted GiB':>14s} {'measured GiB':>14s} {'ratio':>7s}"]

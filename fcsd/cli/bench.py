@@ -110,6 +110,39 @@ def memory(
         out.write_text(json.dumps(found, indent=1))
 
 
+@command(app, "distill")
+def distill(
+    shape: Annotated[str, typer.Argument(help="deepseek-v2-lite, qwen3-30b-a3b, llama4-scout, ... or tiny.")],
+    layers: Layers = 8,
+    micro_batch: MicroBatch = 4,
+    seq: Seq = 4096,
+    accumulation: Annotated[int, typer.Option(min=1, help="Forward passes per step and GPU.")] = 1,
+    router: Annotated[str, typer.Option(help="initialised, or uniform: as many tokens for every expert.")] = "uniform",
+    rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
+    sets: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe; repeatable.")] = [],  # noqa: B006
+    gpus: Gpus = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for distill.json and traces.")] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Trace a step of each variant and account for its time.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Time the whole distillation step of random weights: overlapped, blocking, and without communication."""
+    if trace and out is None:
+        raise ConfigError("traces are written into --out, which is missing")
+    from fcsd.launch.world import ensure_world
+
+    ensure_world(gpus)
+
+    from fcsd.bench.distill import Load, bench
+
+    load = Load(shape, layers, micro_batch, seq, accumulation, router, tuple(sets), rounds, steps)
+    found = bench(load, out, traced=trace)
+    if as_json and _first():
+        emit(json.dumps(found, indent=2))
+
+
 @command(app, "trace")
 def trace(
     files: Annotated[

@@ -71,7 +71,7 @@ def distill(
         return
     if not dry_run:
         node = None if node_rank is None else several.node_of(nodes, node_rank, rendezvous)
-        ensure_world(gpus, node, timeout=join_timeout, grace_seconds=resolved.recipe.train.grace_seconds)
+        ensure_world(gpus, node, timeout=join_timeout, grace_seconds=resolved.recipe.faults.grace_seconds)
 
     scorer = None
     if resolved.recipe.early_stop.benchmark:

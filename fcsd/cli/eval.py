@@ -51,7 +51,7 @@ def evaluate(
     gpus: Annotated[
         int | None, typer.Option(min=1, help="Processes, one per GPU; vLLM: the tensor parallelism.")
     ] = None,
-    expert_parallel: Annotated[
+    ep_size: Annotated[
         int, typer.Option(min=1, metavar="N", help="Spread every layer's experts over N of the processes.")
     ] = 1,
     generation: Annotated[
@@ -87,7 +87,7 @@ def evaluate(
         batch_size=batch_size,
         max_length=max_length,
         generation=generation,
-        expert_parallel=expert_parallel,
+        ep_size=ep_size,
         gpus=gpus or 1 if backend == "vllm" else 1,  # answers do not depend on the number of processes
     )
     rows = run(

@@ -25,7 +25,7 @@ EXAMPLES = """\b
 Examples:
   fcsd inspect org/model
   fcsd convert org/model model-farskip --wiring farskip --layers all
-  fcsd distill recipe.yaml --set train.lr=1e-5 --gpus 8
+  fcsd distill recipe.yaml --set optim.lr=1e-5 --gpus 8
   fcsd distill --sweep qwen3-30b-a3b-sweep --gpus 8
   fcsd eval model-farskip runs/mine/final --baseline org/model --tasks piqa,arc_easy
   fcsd choose-layers org/model --text sample.jsonl --budget 2%
@@ -45,7 +45,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     epilog=EXAMPLES,
 )
-app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes.")
+app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes; migrate old ones.")
 app.add_typer(bench_app, name="bench", help="Measure training steps, their memory and traces.")
 
 

@@ -1,4 +1,4 @@
-"""`fcsd recipes`: list, show or copy the packaged recipes."""
+"""`fcsd recipes`: list, show or copy the packaged recipes, and migrate recipes of earlier versions."""
 
 import json
 from pathlib import Path
@@ -44,3 +44,15 @@ def recipes_copy(
     from fcsd import recipes
 
     emit(recipes.copy(name, out))
+
+
+@command(app, "migrate")
+def recipes_migrate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recipe with keys of an earlier version.")],
+    out: Annotated[Path | None, typer.Option(help="File or directory to write; default: FILE itself.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Rewrite a recipe of an earlier version with today's keys. Keeps values and comments; prints the path."""
+    from fcsd import config
+
+    emit(config.migrate(file, out, force=force))

@@ -1,23 +1,33 @@
 """A recipe: everything a distillation run depends on, where each value came from, and the file that says so.
 
 Precedence: default < base recipe < recipe < --set < flag. Paths are relative to the current directory and taken
-literally. A file holds a section; everything is imported from here.
+literally. Each file here holds one section; other packages import everything from this one.
 """
 
 from fcsd.config.batch import accumulation
+from fcsd.config.checkpoint import Checkpoint
 from fcsd.config.data import Data, Source
+from fcsd.config.faults import Faults
+from fcsd.config.migration import migrate
 from fcsd.config.objective import Hidden, Objective, TeacherCache
+from fcsd.config.optim import Optim
+from fcsd.config.parallel import Parallel
 from fcsd.config.recipe import HELD_OUT, NO_METRIC, EarlyStop, Recipe, Sweep
+from fcsd.config.renamed import translated
 from fcsd.config.resolve import ResolvedRecipe, load_recipe, value_of, vary
 from fcsd.config.train import Train
 
 __all__ = [
     "HELD_OUT",
     "NO_METRIC",
+    "Checkpoint",
     "Data",
     "EarlyStop",
+    "Faults",
     "Hidden",
     "Objective",
+    "Optim",
+    "Parallel",
     "Recipe",
     "ResolvedRecipe",
     "Source",
@@ -26,6 +36,8 @@ __all__ = [
     "Train",
     "accumulation",
     "load_recipe",
+    "migrate",
+    "translated",
     "value_of",
     "vary",
 ]

@@ -1,6 +1,7 @@
 """Turns a pydantic problem into one line: where it is, which key, what is wrong, what was probably meant."""
 
 import difflib
+import re
 import typing
 from collections.abc import Iterator, Mapping
 
@@ -13,7 +14,7 @@ def explain(problem: ErrorDetails, places: Mapping[str, str], schema: type[BaseM
 
     Args:
         problem: an entry of `ValidationError.errors()`. The message of a validator that compares several
-            keys starts with the first one's full name.
+            keys starts with the full name of one of them.
         places: where keys were written, `recipe.yaml:12`, by dotted key; `""` is the whole file.
         schema: the model that was validated.
     """
@@ -28,12 +29,15 @@ def explain(problem: ErrorDetails, places: Mapping[str, str], schema: type[BaseM
         return f"{place}: {key!r} is a section: expected `key: value` lines below it"
     if kind == "value_error":
         message = message.removeprefix("Value error, ")
-        first = message.split(" ")[0]
-        if first in _keys(schema):
-            return f"{nearest(first, places)}: {message}"
+        known = set(_keys(schema))
+        named = [word for word in re.findall(r"[\w.]+", message) if word in known]
+        if message.split(" ")[0] in known:  # several keys contradict each other: show where one of them was written
+            written = next((name for name in named if name in places), named[0])
+            return f"{nearest(written, places)}: {message}"
     given = problem["input"]
     shown = "" if isinstance(given, dict | list) else f", got {given!r:.200}"
-    return f"{place}: {key}: {message}{shown}"
+    meant = _meant_value(problem) if kind == "literal_error" else ""
+    return f"{place}: {key}: {message}{shown}{meant}"
 
 
 def nearest(key: str, known: Mapping[str, str]) -> str:
@@ -42,6 +46,13 @@ def nearest(key: str, known: Mapping[str, str]) -> str:
         return known[key]
     below = next((k for k in known if k.startswith(f"{key}.")), None)
     return known[below] if below else nearest(key.rpartition(".")[0], known)
+
+
+def _meant_value(problem: ErrorDetails) -> str:
+    """The closest of the values that a field allows, as the end of a message; empty if none is close."""
+    allowed = re.findall(r"'([^']*)'", problem.get("ctx", {}).get("expected", ""))
+    close = difflib.get_close_matches(str(problem["input"]).lower(), allowed, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _suggestion(loc: tuple[int | str, ...], schema: type[BaseModel]) -> str:
@@ -53,7 +64,9 @@ def _suggestion(loc: tuple[int | str, ...], schema: type[BaseModel]) -> str:
     close = difflib.get_close_matches(word, siblings, n=1)
     if close:
         return f"did you mean {'.'.join([*map(str, loc[:-1]), close[0]])!r}?"
-    elsewhere = [key for key in _keys(schema) if key.rpartition(".")[2] == word]
+    last_parts = [key.rpartition(".")[2] for key in _keys(schema)]
+    close = difflib.get_close_matches(word, last_parts, n=1, cutoff=0.8)
+    elsewhere = [key for key in _keys(schema) if close and key.rpartition(".")[2] == close[0]]
     return f"did you mean {elsewhere[0]!r}?" if elsewhere else f"known here: {', '.join(siblings)}"
 
 

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from fcsd import recipes
 from fcsd.config.explain import explain, nearest
 from fcsd.config.recipe import Recipe
+from fcsd.config.renamed import renames
 from fcsd.errors import ConfigError
 from fcsd.recipes import inherit, strict_yaml
 
@@ -37,7 +38,7 @@ def load_recipe(
 
     Args:
         path_or_name: a YAML file, or the name of a packaged recipe.
-        overrides: `--set` arguments, `train.lr=1e-4`; values follow the recipe's YAML rules.
+        overrides: `--set` arguments, `optim.lr=1e-4`; values follow the recipe's YAML rules.
         flags: values of command-line flags by dotted key; they win over everything.
 
     Raises:
@@ -54,6 +55,8 @@ def load_recipe(
         for known in [k for k in origins if k == key or k.startswith(f"{key}.")]:
             del origins[known], places[known]
         origins[key], places[key] = origin, _written(origin, key)
+    raw = _one_length(raw, {key: value for _, key, value in assignments})
+    _refuse_old_keys(raw, places, {str(file) for file, _ in found.values()})
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
@@ -78,6 +81,7 @@ def vary(resolved: ResolvedRecipe, values: Mapping[str, object]) -> ResolvedReci
         raw = _assign(raw, ["train", "steps"], None)
     for key, value in values.items():
         raw = _assign(raw, key.split("."), value)
+    raw = _one_length(raw, values)
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
@@ -97,6 +101,37 @@ def value_of(recipe: Recipe, key: str) -> object:
     return found
 
 
+def _one_length(raw: object, given: Mapping[str, object]) -> object:
+    """`raw` without `train.steps` if only `train.tokens` is among the given overrides, and the other way round.
+
+    Both say how long the run is. An override replaces what the recipe says, whichever of the two the recipe uses.
+    """
+    chosen = {name for name in ("steps", "tokens") if given.get(f"train.{name}") is not None}
+    if len(chosen) != 1 or not isinstance(raw, dict) or not isinstance(raw.get("train"), dict):
+        return raw
+    kept = {key: value for key, value in raw["train"].items() if key in chosen or key not in ("steps", "tokens")}
+    return {**raw, "train": kept}
+
+
+def _refuse_old_keys(raw: object, places: Mapping[str, str], files: set[str]) -> None:
+    """
+    Args:
+        places: where keys were written, by dotted key.
+        files: the recipe and its bases.
+
+    Raises:
+        ConfigError: a key was renamed; one line for each, with its place and its name today.
+    """
+    found = {old: (nearest(old, places), new) for old, new in renames(raw).items()}
+    if found:
+        old_files = sorted(file for file in files if any(place.startswith(f"{file}:") for place, _ in found.values()))
+        commands = ", ".join(f"`fcsd recipes migrate {file} --force`" for file in old_files)
+        raise ConfigError(
+            "\n".join(f"{place}: {old} is now {new}" for old, (place, new) in found.items()),
+            hint=f"{commands} rewrites the recipe" if commands else None,
+        )
+
+
 def _written(origin: str, key: str) -> str:
     """How the user wrote an assignment, for messages."""
     return f"--set {key}" if origin == "--set" else f"--{key.rpartition('.')[2].replace('_', '-')}"
@@ -105,7 +140,7 @@ def _written(origin: str, key: str) -> str:
 def _split_override(text: str) -> tuple[str, object]:
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")) or key.count(".") > strict_yaml.MAX_DEPTH:
-        raise ConfigError(f"--set {text}: expected KEY=VALUE", hint="for example --set train.lr=1e-4")
+        raise ConfigError(f"--set {text}: expected KEY=VALUE", hint="for example --set optim.lr=1e-4")
     return key, strict_yaml.parse(value, f"--set {key}")[0]
 
 

@@ -89,14 +89,14 @@ def freeze(model: PreTrainedModel, objective: Objective) -> None:
 
 def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """The engine's configuration; the learning rate in it is a placeholder that each step overwrites."""
-    train = recipe.train
-    adamw = {"lr": train.lr, "betas": list(train.betas), "eps": 1e-8, "weight_decay": train.weight_decay}
+    train, optim, zero_stage = recipe.train, recipe.optim, recipe.parallel.zero_stage
+    adamw = {"lr": optim.lr, "betas": list(optim.betas), "eps": 1e-8, "weight_decay": optim.weight_decay}
     return {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "gradient_accumulation_steps": accumulation(recipe, world_size),
-        "gradient_clipping": train.grad_clip if train.zero_stage else 0.0,  # see clip_without_zero
+        "gradient_clipping": optim.grad_clip if zero_stage else 0.0,  # see clip_without_zero
         "bf16": {"enabled": train.dtype == "bf16"},
-        "zero_optimization": {"stage": train.zero_stage},
+        "zero_optimization": {"stage": zero_stage},
         # torch's AdamW in its one kernel: DeepSpeed's own is compiled on first use, for a minute, and needs a compiler.
         "optimizer": {"type": "AdamW", "params": {**adamw, "torch_adam": True, "fused": True}},
         "steps_per_print": None,
@@ -114,7 +114,7 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
     engine, *_ = deepspeed.initialize(
         model=student, model_parameters=trainable, config=deepspeed_config(recipe, world.size)
     )
-    wire_sharded(model, recipe.train.expert_parallel, recipe.train)
+    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel)
     return engine
 
 

@@ -1,9 +1,10 @@
 """Expert parallelism of a run: what it asks of the recipe, and what it does to the student and the teacher.
 
-Every process is data parallel, and ``train.expert_parallel`` neighbouring ones divide the experts of each MoE layer
-among them. The experts are sharded before DeepSpeed sees the model. Its engine finds AutoEP's layers and sums an
-expert's gradient over the processes that hold the same expert only, since the tokens of the others came to it; both
-kinds of gradient are divided by all processes, which ``train_step`` makes up for.
+Every process is data parallel, and each group of ``parallel.ep_size`` neighbouring processes divides the experts of
+each MoE layer among its members. The experts are sharded before DeepSpeed sees the model. Its engine finds AutoEP's
+layers and sums an expert's gradient over only those processes that hold the same expert: the tokens of the other
+processes reached the expert through the all-to-all. Both kinds of gradient are divided by the number of all processes,
+and ``train_step`` multiplies the loss by that number in advance.
 """
 
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import resolve
-from fcsd.config import Recipe, Train
+from fcsd.config import Parallel, Recipe
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
@@ -23,97 +24,99 @@ from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_
 
 
 def check(recipe: Recipe, processes: int) -> None:
-    """Holds ``train.expert_parallel`` against the processes and, by their configs alone, the models.
+    """Checks ``parallel.ep_size`` against the number of processes and the configs of the models.
 
     Raises:
-        ConfigError: it does not divide the processes or the experts, or a model cannot be expert-parallel.
+        ConfigError: it does not divide the number of processes or of experts, or a model cannot be expert-parallel.
     """
-    degree = recipe.train.expert_parallel
-    if degree == 1:
+    ep_size = recipe.parallel.ep_size
+    if ep_size == 1:
         return
-    if processes % degree:
+    if processes % ep_size:
         raise ConfigError(
-            f"train.expert_parallel {degree} does not divide the {processes} processes",
-            hint=f"start a multiple of {degree}, with --gpus, or lower it",
+            f"parallel.ep_size {ep_size} does not divide the {processes} processes",
+            hint=f"start a multiple of {ep_size}, with --gpus, or lower parallel.ep_size",
         )
     register()
-    _check_model(recipe.model, degree, hint="set train.expert_parallel: 1")
-    if needs_teacher(recipe) and teacher_degree(recipe.train) > 1:
-        _check_model(teacher_name(recipe), degree, hint="set train.teacher_placement: replicated")
+    _check_model(recipe.model, ep_size, hint="set parallel.ep_size: 1")
+    if needs_teacher(recipe) and recipe.parallel.teacher_ep_size > 1:
+        _check_model(teacher_name(recipe), ep_size, hint="set parallel.teacher_placement: replicated")
 
 
-def _check_model(name: str, degree: int, hint: str) -> None:
+def _check_model(name: str, ep_size: int, hint: str) -> None:
     from fcsd.parallel.expert.autoep import expert_parallel_config
 
     config = AutoConfig.from_pretrained(resolve(name, weights=False).path, trust_remote_code=False)
     try:
-        expert_parallel_config(arch_of(config), degree)
+        expert_parallel_config(arch_of(config), ep_size)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}", hint) from error
-    if experts_of(config) % degree:
-        raise ConfigError(f"train.expert_parallel {degree} does not divide the {experts_of(config)} experts of {name}")
+    if experts_of(config) % ep_size:
+        raise ConfigError(f"parallel.ep_size {ep_size} does not divide the {experts_of(config)} experts of {name}")
 
 
 def load(
-    path: Path, degree: int, *, dtype: torch.dtype, device: torch.device, config: PretrainedConfig | None = None
+    path: Path, ep_size: int, *, dtype: torch.dtype, device: torch.device, config: PretrainedConfig | None = None
 ) -> PreTrainedModel:
-    """A model in eval mode: with all its experts, or with this process's share where ``degree`` divide them.
+    """A model in eval mode, with this process's share of the experts.
 
     Args:
+        ep_size: the number of processes that divide the experts; with 1 every process has all of them.
         config: replaces the directory's own.
     """
-    if degree == 1:
+    if ep_size == 1:
         return load_model(path, dtype=dtype, device=device, config=config)
     from fcsd.parallel.weights.loading import load_expert_parallel
 
-    return load_expert_parallel(path, dtype=dtype, device=device, ep_size=degree, config=config)
+    return load_expert_parallel(path, dtype=dtype, device=device, ep_size=ep_size, config=config)
 
 
 def randomise(
-    config: PretrainedConfig, degree: int, *, dtype: torch.dtype, device: torch.device, seed: int
+    config: PretrainedConfig, ep_size: int, *, dtype: torch.dtype, device: torch.device, seed: int
 ) -> PreTrainedModel:
-    """As ``load``, with random weights: the same ones whatever ``degree``."""
+    """As ``load``, with random weights: the same weights at any ``ep_size``."""
     from fcsd.parallel.weights.random_init import random_expert_parallel, random_model
 
-    if degree == 1:
+    if ep_size == 1:
         return random_model(config, dtype=dtype, device=device, seed=seed)
-    return random_expert_parallel(config, dtype=dtype, device=device, ep_size=degree, seed=seed)
+    return random_expert_parallel(config, dtype=dtype, device=device, ep_size=ep_size, seed=seed)
 
 
-def teacher_degree(train: Train) -> int:
-    """Among how many processes the teacher's experts are divided."""
-    return 1 if train.teacher_placement == "replicated" else train.expert_parallel
+def wire_sharded(model: PreTrainedModel, ep_size: int, parallel: Parallel) -> None:
+    """Makes a model compute its own wiring, overlapped and fused as ``parallel`` says.
 
-
-def wire_sharded(model: PreTrainedModel, degree: int, train: Train) -> None:
-    """Lets a model whose experts ``degree`` divide compute its own wiring, overlapped and fused as the recipe says."""
-    if degree > 1:
+    Args:
+        ep_size: the number of processes that divide the model's experts; with 1 the model is left as it is.
+    """
+    if ep_size > 1:
         from fcsd.parallel.overlap import overlap
         from fcsd.parallel.transports.copies import CopiesTransport
         from fcsd.parallel.transports.symmetric_memory import open_buffers
         from fcsd.parallel.transports.transport import all_to_all
 
         on_cuda = model.device.type == "cuda"
-        transport = CopiesTransport(open_buffers) if on_cuda and train.transport == "auto" else all_to_all
-        overlap(model, wiring_of(model.config), train.overlap, fused=train.fused and on_cuda, transport=transport)
+        transport = CopiesTransport(open_buffers) if on_cuda and parallel.transport == "auto" else all_to_all
+        overlap(model, wiring_of(model.config), parallel.overlap, fused=parallel.fused and on_cuda, transport=transport)
 
 
-def clip_without_zero(engine: Any, train: Train, world: World) -> Tensor:
-    """The global gradient norm, and gradients clipped to ``train.grad_clip``, for ZeRO stage 0.
+def clip_without_zero(engine: Any, recipe: Recipe, world: World) -> Tensor:
+    """Clips the gradients to ``optim.grad_clip`` and returns their global norm before that, for ZeRO stage 0.
 
-    DeepSpeed clips in its ZeRO optimizers by the norm of all experts, but at stage 0 by that of the process's own.
+    DeepSpeed's ZeRO optimizers clip by the norm over all experts. At stage 0 DeepSpeed would use only the norm over the
+    experts of this process.
     """
+    ep_size, limit = recipe.parallel.ep_size, recipe.optim.grad_clip
     parameters = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
     gradients: dict[bool, list[Tensor]] = {True: [], False: []}
     for parameter in parameters:
         gradients[_is_expert(parameter)].append(parameter.grad)
     norm = torch.nn.utils.get_total_norm(gradients[False])
-    if train.expert_parallel > 1:
+    if ep_size > 1:
         squared = torch.nn.utils.get_total_norm(gradients[True]).square()
         dist.all_reduce(squared)  # as many processes hold an expert as there are groups
-        norm = (norm.square() + squared * train.expert_parallel / world.size).sqrt()
-    if train.grad_clip:
-        torch.nn.utils.clip_grads_with_norm_(parameters, train.grad_clip, norm)
+        norm = (norm.square() + squared * ep_size / world.size).sqrt()
+    if limit:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm
 
 

@@ -16,7 +16,7 @@ from fcsd.distill.data.rows import Mixture, Rows
 from fcsd.distill.data.shared_corpora import load_corpora
 from fcsd.distill.early_stop import Watch, require_scorer
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
-from fcsd.distill.expert_parallel import check, load, teacher_degree, wire_sharded
+from fcsd.distill.expert_parallel import check, load, wire_sharded
 from fcsd.distill.metrics import Meter
 from fcsd.distill.preview import preview
 from fcsd.distill.run import checkpoints, manifest, run_dir
@@ -87,8 +87,8 @@ def distill(
         if world.rank or not sys.stderr.isatty():
             datasets.disable_progress_bars()
             transformers.utils.logging.disable_progress_bar()
-        preemption = held.enter_context(preemptible(resolved.recipe.train.grace_seconds))
-        dog = held.enter_context(watched(world, resolved.recipe.train.stuck_seconds))
+        preemption = held.enter_context(preemptible(resolved.recipe.faults.grace_seconds))
+        dog = held.enter_context(watched(world, resolved.recipe.faults.stuck_seconds))
         require_agreement(world, flat(resolved.recipe.model_dump()))
         world.on_first(lambda: held.enter_context(run_dir.claim(run)))
         _distill(resolved, resume, run, world, scorer, preemption, dog)
@@ -134,12 +134,12 @@ def _distill(
         engine,
         identity,
         lambda directory: write_model(model, student_dir, directory, world, random=recipe.init.weights == "random"),
-        keep=train.keep,
-        failures=train.save_failures,
+        keep=recipe.checkpoint.keep,
+        failures=recipe.faults.save_failures,
         checkpoint=checkpoint,
     )
     preemption.defer(lambda: saver.checkpoint)
-    samples = Samples(run, train, world, tokenizer, model, teacher, done)
+    samples = Samples(run, recipe, world, tokenizer, model, teacher, done)
     if watch.missed(done):
         before = measure(engine, live, held_out, recipe, world) if held_out else {}
         watch.look(model, tokenizer, done, before)
@@ -173,7 +173,7 @@ def _distill(
                 if reporter:
                     reporter.log({**counts, **metrics})
             time_left = preemption.time_left(world)
-            due = last or watch.verdict.best == step or _due(step, train.save_every)
+            due = last or watch.verdict.best == step or _due(step, recipe.checkpoint.every_steps)
             if last or (saver.seconds < time_left and (due or time_left < math.inf)):
                 progress = {**counts, **watch.progress(), **skips.progress()}
                 saver.save(step, progress, last=last, best=watch.verdict.best)
@@ -198,7 +198,7 @@ def read_data(
 
 def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
     """The rows of the whole schedule in their order, of which a shorter run takes the first."""
-    whole = recipe.train.schedule_steps * (recipe.train.batch_tokens // recipe.data.seq_len)
+    whole = recipe.schedule_steps * (recipe.train.batch_tokens // recipe.data.seq_len)
     packed = [Rows(corpus, recipe.data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
     return Mixture(packed, [source.weight for source in recipe.data.sources], whole, recipe.seed)
 
@@ -208,10 +208,10 @@ def _teacher(recipe: Recipe, model: PreTrainedModel, world: World) -> PreTrained
     if not needs_teacher(recipe):
         return None
     name = teacher_name(recipe)
-    degree = teacher_degree(recipe.train)
-    teacher = load(resolve(name).path, degree, dtype=DTYPES[recipe.train.dtype], device=world.device)
+    ep_size = recipe.parallel.teacher_ep_size
+    teacher = load(resolve(name).path, ep_size, dtype=DTYPES[recipe.train.dtype], device=world.device)
     expect_comparable(model, teacher, recipe, name)
-    wire_sharded(teacher, degree, recipe.train)
+    wire_sharded(teacher, ep_size, recipe.parallel)
     return teacher.requires_grad_(False)
 
 

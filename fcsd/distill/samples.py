@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.config import Train
+from fcsd.config import Recipe
 from fcsd.distill.run.run_dir import write
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
@@ -26,16 +26,16 @@ class Samples:
     def __init__(
         self,
         run: Path,
-        train: Train,
+        recipe: Recipe,
         world: World,
         tokenizer: PreTrainedTokenizerBase,
         student: PreTrainedModel,
         teacher: PreTrainedModel | None,
         start: int,
     ) -> None:
-        self._path, self._tokens, self._world = run / SAMPLES, train.sample_tokens, world
+        self._path, self._tokens, self._world = run / SAMPLES, recipe.train.sample_tokens, world
         # Models whose experts lie on several processes generate on all of them, in step.
-        self._in_step = train.expert_parallel > 1
+        self._in_step = recipe.parallel.ep_size > 1
         self._student = Speaker("student", student, tokenizer)
         self._teacher = None if teacher is None else Speaker("teacher", teacher, tokenizer)
         self._known: dict[str, str] = {}

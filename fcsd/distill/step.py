@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcsd.config import Recipe, Train
+from fcsd.config import Recipe
 from fcsd.distill.data.rows import Mixture, Rows, batch
 from fcsd.distill.expert_parallel import clip_without_zero
 from fcsd.distill.losses import IGNORE
@@ -22,13 +22,14 @@ def loss_weights(recipe: Recipe) -> dict[str, float]:
     return {name: weight for name, weight in weights.items() if weight}
 
 
-def learning_rate(train: Train, step: int) -> float:
-    """The rate of step 1, 2, ...: a linear rise to ``lr``, then down to ``min_lr`` at the end of the schedule."""
-    if step <= train.warmup_steps:
-        return train.lr * step / train.warmup_steps
-    progress = (step - train.warmup_steps) / (train.schedule_steps - train.warmup_steps)
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """The learning rate of step 1, 2, ...: a linear rise to ``lr``, then the schedule down to ``min_lr``."""
+    optim = recipe.optim
+    if step <= optim.warmup_steps:
+        return optim.lr * step / optim.warmup_steps
+    progress = (step - optim.warmup_steps) / (recipe.schedule_steps - optim.warmup_steps)
     shape = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-    return train.min_lr + (train.lr - train.min_lr) * shape[train.schedule]
+    return optim.min_lr + (optim.lr - optim.min_lr) * shape[optim.schedule]
 
 
 def rows_of_step(recipe: Recipe, world: World, step: int) -> list[range]:
@@ -57,7 +58,7 @@ def train_step(
     positions = torch.stack([(micro["labels"] != IGNORE).sum() for micro in batches]).sum()
     dist.all_reduce(positions)
     denominator = positions.clamp(min=1) if recipe.objective.reduction == "mean" else torch.ones_like(positions)
-    rate = learning_rate(recipe.train, step)
+    rate = learning_rate(recipe, step)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     totals = torch.zeros(len(weights), device=world.device)
@@ -74,7 +75,7 @@ def train_step(
         # Each term is divided by the global batch already; the engine would average the ranks' gradients.
         engine.backward(loss * world.size, scale_wrt_gas=False)
         if micro is batches[-1] and isinstance(engine.optimizer, torch.optim.Optimizer):
-            norm = clip_without_zero(engine, recipe.train, world)
+            norm = clip_without_zero(engine, recipe, world)
             if not norm.isfinite():  # torch's optimizer would take the step
                 engine.zero_grad()
                 engine.micro_steps += 1

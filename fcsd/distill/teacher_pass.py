@@ -16,7 +16,7 @@ from fcsd.config import Recipe, ResolvedRecipe, TeacherCache
 from fcsd.distill.data.corpus import load_tokenizer
 from fcsd.distill.data.rows import Mixture, batch
 from fcsd.distill.engine import DTYPES, import_deepspeed
-from fcsd.distill.expert_parallel import check, load, teacher_degree, wire_sharded
+from fcsd.distill.expert_parallel import check, load, wire_sharded
 from fcsd.distill.loop import read_data
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.run import run_dir
@@ -65,9 +65,9 @@ def _write(recipe: Recipe, settings: TeacherCache, folder: Path, world: World, s
     live = recipe.objective.model_copy(update={"teacher_cache": None})
     check(recipe.model_copy(update={"objective": live}), world.size)
     import_deepspeed()
-    path, degree = resolve(teacher_name(recipe)).path, teacher_degree(recipe.train)
-    model = load(path, degree, dtype=DTYPES[recipe.train.dtype], device=world.device).requires_grad_(False)
-    wire_sharded(model, degree, recipe.train)
+    path, ep_size = resolve(teacher_name(recipe)).path, recipe.parallel.teacher_ep_size
+    model = load(path, ep_size, dtype=DTYPES[recipe.train.dtype], device=world.device).requires_grad_(False)
+    wire_sharded(model, ep_size, recipe.parallel)
     vocab_size = len(output_head(model))
     if settings.top_k > vocab_size:
         raise ConfigError(f"objective.teacher_cache.top_k is {settings.top_k}, the vocabulary has {vocab_size} words")

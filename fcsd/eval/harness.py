@@ -93,7 +93,7 @@ def evaluate(
     chosen = select(suite, tasks)
     engine = engine or Engine()
     engine.check(int(os.environ.get("WORLD_SIZE", "1")) if team is None else 1)
-    team = team or _torchrun_team(lockstep=engine.expert_parallel > 1)
+    team = team or _torchrun_team(lockstep=engine.ep_size > 1)
     with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
         if any(row.harness in (SANDBOX, EVALPLUS) for row in chosen):  # better refused now than after hours
             team.on_first(lambda: find_sandbox(accept_unsafe_exec=accept_unsafe_exec))
@@ -104,7 +104,7 @@ def evaluate(
                 start = time.perf_counter()
                 for result in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
                     row = {"model": name, "suite": suite, "baseline": model == baseline, **result}
-                    row |= {"engine": {**lm.engine(), "expert_parallel": engine.expert_parallel}}
+                    row |= {"engine": {**lm.engine(), "ep_size": engine.ep_size}}
                     row |= {"versions": versions(engine)}
                     row |= {"seconds": round(time.perf_counter() - start, 2)}
                     if team.leads:

@@ -229,12 +229,12 @@ def overlap(
     """
     if wiring.name in DESYNC or wiring.distance > 1:
         what = wiring.name if wiring.name in DESYNC else f"distance {wiring.distance}"
-        raise ConfigError(f"overlap does not support {what}", hint="overlap: off")
+        raise ConfigError(f"overlap does not support {what}", hint="set parallel.overlap: off")
     if mode != "off" and has_partitioned_parameters(model):
         raise ConfigError(
             "overlap does not support ZeRO-3: the backward pass runs nodes of several layers in turn, and ZeRO-3 "
             "releases a layer's parameters before the last node of the layer has run",
-            hint="use ZeRO-1 or 2, or overlap: off",
+            hint="set parallel.zero_stage to 1 or 2, or parallel.overlap: off",
         )
     join_attention(model)
     wire_parallel(model, wiring, fused, dispatcher)

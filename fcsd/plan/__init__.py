@@ -72,7 +72,7 @@ def plan(recipe: Recipe, hardware: Hardware, utilisation: float | None = None) -
     if not setup.possible(model.numbers.experts):
         have = f"{hardware.world} GPUs and {model.numbers.experts} experts a layer"
         raise ConfigError(
-            f"train.expert_parallel {setup.expert_parallel} must divide both: {have}",
+            f"parallel.ep_size {setup.ep_size} must divide both: {have}",
             hint="set it, or --gpus and --nodes, otherwise",
         )
     return plan_setup(recipe.name, model, teacher, setup, hardware, utilisation)

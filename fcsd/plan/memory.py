@@ -7,7 +7,7 @@ comes on top of it are ``Memory.context`` and ``Memory.slack``.
 
 ZeRO is DeepSpeed 0.19.8's as ``fcsd.distill.engine`` configures it (``runtime/zero/stage_1_and_2.py``): dense
 parameters are partitioned over all processes, routed experts over those that hold the same ones
-(``world / expert_parallel``).
+(``world / ep_size``).
 """
 
 from dataclasses import dataclass
@@ -95,9 +95,9 @@ def shard(model: ModelNumbers, setup: Setup) -> Shard:
     frozen_embedding = model.embedding if setup.freeze_embeddings else 0
     frozen_head = model.head if setup.freeze_lm_head and not model.tied else 0
     dense = model.dense - frozen_embedding - frozen_head
-    routed = model.routed // setup.expert_parallel
+    routed = model.routed // setup.ep_size
     ranks = setup.world if setup.zero_stage else 1
-    expert_ranks = setup.world // setup.expert_parallel if setup.zero_stage else 1
+    expert_ranks = setup.world // setup.ep_size if setup.zero_stage else 1
     partition = (-(-dense // ranks), -(-routed // expert_ranks))
     return Shard(dense + routed, frozen_embedding + frozen_head, partition)
 
@@ -115,7 +115,7 @@ def teacher_bytes(teacher: ModelNumbers, setup: Setup) -> int:
     """A frozen teacher's weights."""
     if setup.teacher == "none":
         return 0
-    ranks = setup.expert_parallel if setup.teacher == "sharded" else 1
+    ranks = setup.ep_size if setup.teacher == "sharded" else 1
     return setup.width * (teacher.dense + teacher.routed // ranks)
 
 
@@ -145,8 +145,8 @@ def step_bytes(model: ModelNumbers, own: Shard, setup: Setup) -> int:
         return copy * sum(own.partition)
     dense, experts = own.partition
     # the largest tensor holds two of an expert's three matrices, of all experts in a layer
-    tensor = 2 * max(layer.routed for layer in model.layers) // (3 * setup.expert_parallel)
-    group = min(experts, max(EXPERT_GROUP, tensor) * setup.expert_parallel // setup.world)
+    tensor = 2 * max(layer.routed for layer in model.layers) // (3 * setup.ep_size)
+    group = min(experts, max(EXPERT_GROUP, tensor) * setup.ep_size // setup.world)
     return setup.width * (dense + experts) + (setup.width + copy) * max(dense, group)
 
 
@@ -193,7 +193,7 @@ def moments(
 
     grown = width * model.head * (not setup.freeze_lm_head)
     for number, layer in reversed(list(enumerate(model.layers))):
-        size, gradient = layers[layer.kind], width * (layer.dense + layer.routed // setup.expert_parallel)
+        size, gradient = layers[layer.kind], width * (layer.dense + layer.routed // setup.ep_size)
         grown += gradient
         if setup.zero_stage == 2:
             # What is reduced lives in the partition's buffer; at most a layer's gradients wait for their bucket.
@@ -216,9 +216,9 @@ def memory(
     model: ModelNumbers, teacher: ModelNumbers, layers: dict[int, LayerBytes], setup: Setup, hardware: Hardware
 ) -> Memory:
     """Memory of one of the run's GPUs."""
-    groups = 0 if setup.world == 1 else 1 if setup.expert_parallel == 1 else 3
+    groups = 0 if setup.world == 1 else 1 if setup.ep_size == 1 else 3
     context = CONTEXT + groups * COMMUNICATOR
-    if setup.expert_parallel > 1:
+    if setup.ep_size > 1:
         rows = setup.micro_batch_size * setup.seq_len * model.top_k * setup.imbalance
         sharded = 2 if setup.teacher == "sharded" else 1
         # What ``CopiesTransport`` receives into: the largest exchange's bytes, as often and as large as it makes them.

@@ -110,7 +110,7 @@ class MetaModel:
         Measured for one row in bf16. All of it grows with the rows; fp32 is taken as twice that, which is a little
         much: what bf16 models compute in fp32 is doubled, too.
         """
-        key = (setup.seq_len, setup.packed, setup.expert_parallel > 1, setup.imbalance)
+        key = (setup.seq_len, setup.packed, setup.ep_size > 1, setup.imbalance)
         if key not in self._measured:
             self._measured[key] = self._measure(setup)
         times = setup.micro_batch_size * setup.width // 2
@@ -126,7 +126,7 @@ class MetaModel:
                 continue
             run: Callable[[Tensor], Tensor] = partial(layer, **kwargs)
             parameters = list(layer.parameters())
-            if numbers.routed and setup.expert_parallel > 1:
+            if numbers.routed and setup.ep_size > 1:
                 run, own = self._over_ranks(layer, kwargs, setup)
                 parameters += own
             found[numbers.kind] = measure_layer(run, parameters, hidden)

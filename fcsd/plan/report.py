@@ -21,7 +21,7 @@ def to_text(plan: Plan) -> str:
         ),
         (
             "run",
-            f"{hardware.world} GPUs{nodes}, expert-parallel {setup.expert_parallel}, ZeRO-{setup.zero_stage}, "
+            f"{hardware.world} GPUs{nodes}, expert-parallel {setup.ep_size}, ZeRO-{setup.zero_stage}, "
             f"{setup.dtype}, {setup.micro_batch_size} x {setup.seq_len} tokens * {setup.accumulation:g} micro-batches, "
             f"recompute {'on' if setup.recompute else 'off'}",
         ),

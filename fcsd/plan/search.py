@@ -17,15 +17,15 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
     """
     for nodes in _doubled(hardware.nodes, hardware.nodes * MOST_GPUS):
         larger = replace(hardware, nodes=nodes)
-        for degree in _doubled(setup.expert_parallel, larger.world if experts else setup.expert_parallel):
-            for teacher in _teachers(setup, degree):
+        for ep_size in _doubled(setup.ep_size, larger.world if experts else setup.ep_size):
+            for teacher in _teachers(setup, ep_size):
                 for stage in sorted({setup.zero_stage, 2}):
                     for rows in _halved(setup.micro_batch_size):
                         for recompute in sorted({setup.recompute, True}):
                             changed = replace(
                                 setup,
                                 world=larger.world,
-                                expert_parallel=degree,
+                                ep_size=ep_size,
                                 teacher=teacher,
                                 zero_stage=stage,
                                 micro_batch_size=rows,
@@ -47,16 +47,16 @@ def changes(before: Setup, after: Setup, hardware: Hardware) -> list[str]:
     keys = {
         "train.activation_checkpointing": (before.recompute, after.recompute),
         "train.micro_batch_size": (before.micro_batch_size, after.micro_batch_size),
-        "train.zero_stage": (before.zero_stage, after.zero_stage),
-        "train.teacher_placement": (before.teacher, after.teacher),
-        "train.expert_parallel": (before.expert_parallel, after.expert_parallel),
+        "parallel.zero_stage": (before.zero_stage, after.zero_stage),
+        "parallel.teacher_placement": (before.teacher, after.teacher),
+        "parallel.ep_size": (before.ep_size, after.ep_size),
     }
     written = [f"--set {key}={str(new).lower()}" for key, (old, new) in keys.items() if old != new]
     return written + ([f"--nodes {hardware.nodes}"] if before.world != after.world else [])
 
 
-def _teachers(setup: Setup, degree: int) -> list:
-    sharded = setup.teacher == "replicated" and degree > 1
+def _teachers(setup: Setup, ep_size: int) -> list:
+    sharded = setup.teacher == "replicated" and ep_size > 1
     return [setup.teacher, "sharded"] if sharded else [setup.teacher]
 
 

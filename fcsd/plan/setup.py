@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fcsd.config import Recipe, Train
+from fcsd.config import Parallel, Recipe
 from fcsd.models.selection import select_layers
 
 GIB = 2**30
@@ -52,7 +52,7 @@ class Setup:
     dtype: Literal["bf16", "fp32"] = "bf16"
     zero_stage: int = 1
     recompute: bool = False
-    expert_parallel: int = 1
+    ep_size: int = 1
     teacher: Literal["none", "replicated", "sharded"] = "none"
     terms: tuple[str, ...] = ("kl",)
     compared: int = 0
@@ -76,13 +76,13 @@ class Setup:
 
     def possible(self, experts: int) -> bool:
         """Whether a run accepts it, for a model of so many experts a layer."""
-        divides = experts % self.expert_parallel == 0 if experts else self.expert_parallel == 1
-        return divides and self.world % self.expert_parallel == 0 and self.accumulation.is_integer()
+        divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
+        return divides and self.world % self.ep_size == 0 and self.accumulation.is_integer()
 
 
 def setup_of(recipe: Recipe, world: int, layers: int) -> Setup:
     """The setup of a recipe on so many processes, for a model of so many layers."""
-    train, objective = recipe.train, recipe.objective
+    train, objective, parallel = recipe.train, recipe.objective, recipe.parallel
     weights = {"kl": objective.kl, "sft": objective.sft}
     compared = bool(objective.hidden.weight)
     return Setup(
@@ -92,19 +92,19 @@ def setup_of(recipe: Recipe, world: int, layers: int) -> Setup:
         batch_tokens=train.batch_tokens,
         tokens=train.steps * train.batch_tokens,
         dtype=train.dtype,
-        zero_stage=train.zero_stage,
+        zero_stage=parallel.zero_stage,
         recompute=train.activation_checkpointing,
-        expert_parallel=train.expert_parallel,
-        teacher=_placement(train) if (objective.kl or compared) and objective.teacher_cache is None else "none",
+        ep_size=parallel.ep_size,
+        teacher=_placement(parallel) if (objective.kl or compared) and objective.teacher_cache is None else "none",
         terms=tuple(name for name, weight in weights.items() if weight),
         compared=len(select_layers(objective.hidden.layers, layers)) if compared else 0,
         chunk_tokens=objective.chunk_tokens,
         freeze_embeddings=objective.freeze_embeddings,
         freeze_lm_head=objective.freeze_lm_head,
-        keep=train.keep,
+        keep=recipe.checkpoint.keep,
     )
 
 
-def _placement(train: Train) -> Literal["replicated", "sharded"]:
+def _placement(parallel: Parallel) -> Literal["replicated", "sharded"]:
     """Where a teacher's experts are: with the student's, unless the recipe says otherwise."""
-    return "replicated" if train.expert_parallel == 1 or train.teacher_placement == "replicated" else "sharded"
+    return "sharded" if parallel.teacher_ep_size > 1 else "replicated"

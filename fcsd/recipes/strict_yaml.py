@@ -58,7 +58,7 @@ def parse(text: str, name: str) -> tuple[object, dict[str, int]]:
         name: what error messages call it, usually the file's path.
 
     Returns:
-        The value, and the 1-based line of each key and list item by dotted path (`train.lr`,
+        The value, and the 1-based line of each key and list item by dotted path (`optim.lr`,
         `data.sources.0.path`; the document itself is `""`).
 
     Raises:

@@ -16,7 +16,7 @@ from fcsd.plan.setup import GIB, Setup
 
 def test_steps_of_a_random_model_on_two_ranks(tmp_path):
     asked = ["bench", "memory", "tiny", "--layers", 2, "--seq", 64, "--gpus", 2, "--steps", 4]
-    sets = ["--set", "objective.sft=1.0", "--set", "train.lr=1e-2"]
+    sets = ["--set", "objective.sft=1.0", "--set", "optim.lr=1e-2"]
     done = fcsd(*asked, *sets, "--out", tmp_path / "found.json")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("not measured") == 8 and "ZeRO-1, fp32, 256 tokens a step" in done.stderr
@@ -25,7 +25,7 @@ def test_steps_of_a_random_model_on_two_ranks(tmp_path):
     found = json.loads(written)
     losses = found["measured"]["losses"]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    assert found["recipe"]["train"]["expert_parallel"] == 2 and found["predicted"]["teacher"] > 0
+    assert found["recipe"]["parallel"]["ep_size"] == 2 and found["predicted"]["teacher"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,8 @@ def test_every_moment_of_the_plan_is_in_one_part_of_the_step(planned):
 def test_the_table_divides_what_is_predicted_by_what_is_measured(planned):
     told = predicted(planned)
     seen = {name: 2 * value for name, value in told.items()} | {"losses": [2.0, 1.5]}
-    recipe = {"train": dict.fromkeys(("expert_parallel", "zero_stage", "dtype", "batch_tokens", "micro_batch_size"), 1)}
+    recipe = {"train": dict.fromkeys(("dtype", "batch_tokens", "micro_batch_size"), 1)}
+    recipe |= {"parallel": {"ep_size": 1, "zero_stage": 1}}
     result = {"shape": "tiny", "layers": 2, "processes": 1, "recipe": recipe | {"data": {"seq_len": 64}}}
     lines = to_text(result | {"predicted": told, "measured": seen}).splitlines()
     assert [line.split()[-1] for line in lines[2:-1]] == ["0.500"] * 9 and lines[-1].endswith("2 1.5")

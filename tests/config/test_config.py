@@ -1,12 +1,17 @@
 """Recipes: strict YAML, overrides, origins, and the line each mistake is on."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
-from fcsd.config import Data, Objective, Recipe, Source, Train, load_recipe
+from fcsd.config import Recipe, load_recipe
+from fcsd.config.renamed import NEW_NAME
+from fcsd.distill.run.identity import flat
 from fcsd.errors import ConfigError
 from fcsd.recipes import strict_yaml
 
@@ -19,7 +24,7 @@ data:
     - path: a.jsonl
       weight: 2.5
     - path: b.parquet
-train:
+optim:
   lr: 2e-5
   betas: [0.9, 0.99]
 """
@@ -41,39 +46,39 @@ def refused(path: Path, overrides: list[str] | None = None) -> str:
 
 def test_values_and_defaults(recipe: Path) -> None:
     loaded = load_recipe(recipe).recipe
-    assert loaded.train.lr == 2e-5
+    assert loaded.optim.lr == 2e-5
     assert [source.weight for source in loaded.data.sources] == [2.5, 1.0]
-    assert loaded.train.schedule == "cosine"
+    assert loaded.optim.schedule == "cosine"
     assert loaded.teacher is None
 
 
 def test_origin_of_every_value(recipe: Path) -> None:
-    resolved = load_recipe(recipe, ["train.steps=7", "train.warmup_steps=0", "data.sources.1.weight=3"], {"seed": 4})
+    resolved = load_recipe(recipe, ["train.steps=7", "optim.warmup_steps=0", "data.sources.1.weight=3"], {"seed": 4})
     origins = resolved.origins
     assert origins["name"] == "recipe:1"
     assert origins["data.sources.0.weight"] == "recipe:7"
     assert origins["data.sources.1.path"] == "recipe:8"
     assert origins["data.sources.1.weight"] == "--set"
     assert origins["data.sources.1.column"] == "default"
-    assert origins["train.lr"] == "recipe:10"
-    assert origins["train.betas"] == "recipe:11"
+    assert origins["optim.lr"] == "recipe:10"
+    assert origins["optim.betas"] == "recipe:11"
     assert origins["train.steps"] == "--set"
-    assert origins["train.schedule"] == "default"
+    assert origins["optim.schedule"] == "default"
     assert origins["seed"] == "flag"
     assert resolved.recipe.seed == 4
 
 
 def test_precedence(recipe: Path) -> None:
-    assert load_recipe(recipe, ["train.lr=1e-3", "train.lr=1e-4"]).recipe.train.lr == 1e-4
+    assert load_recipe(recipe, ["optim.lr=1e-3", "optim.lr=1e-4"]).recipe.optim.lr == 1e-4
     assert load_recipe(recipe, ["output_dir=runs/y"]).recipe.output_dir == "runs/y"
     assert load_recipe(recipe, ["output_dir=runs/y"], {"output_dir": "runs/z"}).recipe.output_dir == "runs/z"
 
 
 def test_a_whole_section_can_be_set(recipe: Path) -> None:
-    resolved = load_recipe(recipe, ["train={steps: 20, lr: 1e-3}", "data.held_out.path=h.jsonl"])
-    assert (resolved.recipe.train.steps, resolved.recipe.train.lr) == (20, 1e-3)
-    assert resolved.origins["train.lr"] == "--set"
-    assert resolved.origins["train.betas"] == "default"
+    resolved = load_recipe(recipe, ["optim={warmup_steps: 0, lr: 1e-3}", "data.held_out.path=h.jsonl"])
+    assert (resolved.recipe.optim.warmup_steps, resolved.recipe.optim.lr) == (0, 1e-3)
+    assert resolved.origins["optim.lr"] == "--set"
+    assert resolved.origins["optim.betas"] == "default"
     assert resolved.origins["data.held_out.path"] == "--set"
     assert resolved.origins["data.held_out.column"] == "default"
 
@@ -98,7 +103,7 @@ def test_resolved_file_loads_to_the_same_recipe(recipe: Path, tmp_path: Path) ->
 )
 def test_any_value_survives_the_resolved_file(column: str, weight: float, beta: float) -> None:
     source = {"path": "x", "column": column, "weight": weight}
-    parts = {"name": "n", "model": "m", "output_dir": "o", "data": {"sources": [source]}, "train": {"betas": [beta, 0]}}
+    parts = {"name": "n", "model": "m", "output_dir": "o", "data": {"sources": [source]}, "optim": {"betas": [beta, 0]}}
     recipe = Recipe.model_validate(parts).model_dump()
     comments = dict.fromkeys([*_leaves(recipe)], "here")
     assert strict_yaml.parse(strict_yaml.dump(recipe, comments), "x")[0] == recipe
@@ -212,31 +217,41 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "line", "says"),
     [
-        ("lr: 2e-5", "lrr: 2e-5", 10, "unknown key 'train.lrr'; did you mean 'train.lr'?"),
-        ("name: run", "name: run\nlr: 1e-4", 2, "unknown key 'lr'; did you mean 'train.lr'?"),
-        ("train:", "trian:", 9, "unknown key 'trian'; did you mean 'train'?"),
+        ("lr: 2e-5", "lrr: 2e-5", 10, "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+        ("name: run", "name: run\nlr: 1e-4", 2, "unknown key 'lr'; did you mean 'optim.lr'?"),
+        ("optim:", "optin:", 9, "unknown key 'optin'; did you mean 'optim'?"),
         ("weight: 2.5", "wieght: 2.5", 7, "did you mean 'data.sources.0.weight'?"),
         ("lr: 2e-5", "trust_remote_code: true", 10, "--trust-remote-code"),
-        ("lr: 2e-5", "lr: '2e-5'", 10, "train.lr: should be a valid number, got '2e-5'"),
+        ("lr: 2e-5", "lr: '2e-5'", 10, "optim.lr: should be a valid number, got '2e-5'"),
         ("lr: 2e-5", "lr: -1.0", 10, "greater than 0"),
         ("lr: 2e-5", "lr: .nan", 10, "not a finite number"),
         ("lr: 2e-5", "lr: true", 10, "should be a valid number"),
-        ("lr: 2e-5", "steps: 3.0", 10, "should be a valid integer"),
-        ("lr: 2e-5", "steps: 0", 10, "greater than 0"),
-        ("lr: 2e-5", "steps: 0o17", 10, "should be a valid integer"),
-        ("lr: 2e-5", "activation_checkpointing: yes", 10, "should be a valid boolean"),
-        ("lr: 2e-5", "schedule: cosin", 10, "'cosine', 'linear' or 'constant'"),
-        ("lr: 2e-5", "zero_stage: 4", 10, "should be 0, 1 or 2"),
-        ("lr: 2e-5", "zero_stage: 3", 10, "ZeRO-3 would part the output head"),
-        ("lr: 2e-5", "expert_parallel: 0", 10, "greater than 0"),
-        ("lr: 2e-5", "overlap: eager", 10, "'on', 'eager-sync' or 'off'"),
-        ("lr: 2e-5", "teacher_placement: sharded", 10, "needs train.expert_parallel above 1"),
-        ("lr: 2e-5", "min_lr: 1", 10, "train.min_lr (1.0) is above train.lr"),
+        ("optim:", "train:\n  steps: 3.0\noptim:", 10, "should be a valid integer"),
+        ("optim:", "train:\n  steps: 0\noptim:", 10, "greater than 0"),
+        ("optim:", "train:\n  steps: 0o17\noptim:", 10, "should be a valid integer"),
+        ("optim:", "train:\n  activation_checkpointing: yes\noptim:", 10, "should be a valid boolean"),
+        ("lr: 2e-5", "schedule: cosin", 10, "'cosine', 'linear' or 'constant', got 'cosin'; did you mean 'cosine'?"),
+        ("optim:", "parallel:\n  zero_stage: 4\noptim:", 10, "should be 0, 1 or 2"),
+        ("optim:", "parallel:\n  zero_stage: 3\noptim:", 10, "ZeRO-3 is not supported"),
+        ("optim:", "parallel:\n  ep_size: 0\noptim:", 10, "greater than 0"),
+        ("optim:", "parallel:\n  overlap: eager\noptim:", 10, "'on', 'eager-sync' or 'off'"),
+        ("optim:", "parallel:\n  teacher_placement: sharded\noptim:", 10, "needs parallel.ep_size above 1"),
+        ("optim:", "train:\n  ep_size: 2\noptim:", 10, "unknown key 'train.ep_size'; did you mean 'parallel.ep_size'?"),
+        ("optim:", "parallel:\n  overlap: Off\noptim:", 10, "got 'Off'; did you mean 'off'?"),
+        ("optim:", "train:\n  trace_every: 2\noptim:", 10, "train.trace_every needs parallel.ep_size above 1"),
+        ("optim:", "train:\n  lrr: 2\noptim:", 10, "unknown key 'train.lrr'; did you mean 'optim.lr'?"),
+        ("lr: 2e-5", "horizon: 20", 10, "train.steps (300) go beyond optim.horizon (20)"),
+        ("lr: 2e-5", "min_lr: 1", 10, "optim.min_lr (1.0) is above optim.lr"),
         ("lr: 2e-5", "warmup_steps: 300", 10, "leaves none of 300 steps"),
-        ("lr: 2e-5", "batch_tokens: 1000", 10, "not a multiple"),
-        ("lr: 2e-5", "tokens: 1.5", 10, "should be a valid integer"),
-        ("lr: 2e-5", "tokens: 0", 10, "greater than 0"),
-        ("lr: 2e-5", "tokens: 1e6\n  steps: 5", 10, "is 123 steps of 8192 tokens, but train.steps is 5"),
+        ("optim:", "train:\n  batch_tokens: 1000\noptim:", 10, "not a multiple"),
+        ("optim:", "train:\n  tokens: 1.5\noptim:", 10, "should be a valid integer"),
+        ("optim:", "train:\n  tokens: 0\noptim:", 10, "greater than 0"),
+        (
+            "optim:",
+            "train:\n  tokens: 1e6\n  steps: 5\noptim:",
+            10,
+            "is 123 steps of 8192 tokens, but train.steps is 5",
+        ),
         ("weight: 2.5", "prompt: q", 6, "prompt and response go together"),
         ("weight: 2.5", "messages: m\n      prompt: q\n      response: r", 6, "give one of column"),
         ("weight: 2.5", "column: body\n      messages: m", 6, "give one of column"),
@@ -245,7 +260,7 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         ("weight: 2.5", "format: hf\n      streaming: true", 6, "and max_rows, the number of rows"),
         ("weight: 2.5", "max_rows: 0", 7, "greater than 0"),
         ("weight: 2.5", "overlong: cut", 7, "'auto', 'split', 'truncate' or 'skip'"),
-        ("lr: 2e-5", "eval_every: 10", 10, "needs data.held_out"),
+        ("optim:", "train:\n  eval_every: 10\noptim:", 10, "needs data.held_out"),
         ("betas: [0.9, 0.99]", "betas: [0.9]", 11, "at least 2 items"),
         ("betas: [0.9, 0.99]", "betas: [0.9, 1.0]", 11, "less than 1"),
         ("output_dir: runs/x", "output_dir: ../../etc", 3, "`..` is not allowed"),
@@ -280,6 +295,53 @@ def test_a_budget_in_tokens_gives_the_steps(recipe: Path, tmp_path: Path) -> Non
     assert load_recipe(recipe, [*budget, "train.tokens=null", "train.steps=20"]).recipe.train.steps == 20
 
 
+def test_an_override_of_the_length_replaces_the_recipes(recipe: Path) -> None:
+    text = GOOD.replace("optim:", "train:\n  batch_tokens: 2048\n  steps: 300\noptim:")
+    recipe.write_text(text, encoding="utf-8")
+    by_tokens = load_recipe(recipe, ["train.tokens=1e6"])
+    assert (by_tokens.recipe.train.tokens, by_tokens.recipe.train.steps) == (1_000_000, 489)
+    assert by_tokens.origins["train.tokens"] == "--set" and by_tokens.origins["train.steps"] == "train.tokens"
+    recipe.write_text(text.replace("steps: 300", "tokens: 1e6"), encoding="utf-8")
+    by_steps = load_recipe(recipe, ["train.steps=20"])
+    assert (by_steps.recipe.train.tokens, by_steps.recipe.train.steps) == (None, 20)
+    assert by_steps.origins["train.tokens"] == "default" and by_steps.origins["train.steps"] == "--set"
+    recipe.write_text(text.replace("steps: 300", "steps: 300\n  tokens: 1e6"), encoding="utf-8")
+    assert load_recipe(recipe, ["train.steps=20"]).recipe.train.steps == 20
+    assert "give one, set the other to null" in refused(recipe)
+    assert "give one, set the other to null" in refused(recipe, ["train.tokens=1e6", "train.steps=20"])
+
+
+def test_an_old_key_is_refused_with_its_new_name(recipe: Path) -> None:
+    old = "train:\n  expert_parallel: 2\n  nonfinite:\n    skip: 1\n"
+    recipe.write_text(GOOD + old + "sweep:\n  stages:\n    - train.lr: [1e-3]\n  steps: 2\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe, ["train.save_every=5"])
+    assert str(caught.value).splitlines() == [
+        f"{recipe}:13: train.expert_parallel is now parallel.ep_size",
+        f"{recipe}:15: train.nonfinite.skip is now faults.nonfinite_skip",
+        "--set train.save_every: train.save_every is now checkpoint.every_steps",
+        f"{recipe}:18: sweep.stages.0.train.lr is now sweep.stages.0.optim.lr",
+    ]
+    assert caught.value.hint == f"`fcsd recipes migrate {recipe} --force` rewrites the recipe"
+    recipe.write_text(GOOD, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"^--set train\.lr: train\.lr is now optim\.lr$") as caught:
+        load_recipe(recipe, ["train.lr=1"])
+    assert caught.value.hint is None
+
+
+def test_an_old_key_of_a_base_is_named_where_it_is(recipe: Path) -> None:
+    recipe.write_text(GOOD.replace("optim:", "train:"), encoding="utf-8")
+    top = recipe.with_name("top.yaml")
+    top.write_text(f"base: {recipe}\n", encoding="utf-8")
+    assert refused(top).splitlines()[0] == f"{recipe}:10: train.lr is now optim.lr"
+
+
+def test_every_new_name_is_a_key_and_no_old_name_is(recipe: Path) -> None:
+    known = {key for key, _ in flat(load_recipe(recipe).recipe.model_dump()).items()}
+    known = {key.removesuffix(".0").removesuffix(".1") for key in known}
+    assert set(NEW_NAME.values()) <= known and not set(NEW_NAME) & known
+
+
 def test_every_mistake_is_told_at_once(recipe: Path) -> None:
     recipe.write_text(GOOD.replace("name: run", "nam: run").replace("lr: 2e-5", "lr: x"), encoding="utf-8")
     assert len(refused(recipe).splitlines()) == 3  # unknown key, missing name, wrong type
@@ -288,19 +350,19 @@ def test_every_mistake_is_told_at_once(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("train.lr", "expected KEY=VALUE"),
+        ("optim.lr", "expected KEY=VALUE"),
         ("=1", "expected KEY=VALUE"),
-        ("train..lr=1", "expected KEY=VALUE"),
-        ("train.lrr=1", "--set train.lrr: unknown key 'train.lrr'; did you mean 'train.lr'?"),
+        ("optim..lr=1", "expected KEY=VALUE"),
+        ("train.lrr=1", "--set train.lrr: unknown key 'train.lrr'; did you mean 'optim.lr'?"),
         ("data.sources.9.path=x", "nothing is called '9.path'"),
-        ("train.lr.x=1", "nothing is called 'x' inside 2e-05"),
-        ("train.lr=[1", "--set train.lr:1:"),
-        ("train.lr=!!python/none 1", "tags are not allowed"),
-        ("train.lr=.inf", "not a finite number"),
+        ("optim.lr.x=1", "nothing is called 'x' inside 2e-05"),
+        ("optim.lr=[1", "--set optim.lr:1:"),
+        ("optim.lr=!!python/none 1", "tags are not allowed"),
+        ("optim.lr=.inf", "not a finite number"),
         ("model=~/x", "`~` is not expanded"),
         ("trust_remote_code=true", "--trust-remote-code"),
         (".".join("a" * 5000) + "=1", "expected KEY=VALUE"),
-        ("train=1", "'train' is a section"),
+        ("optim=1", "'optim' is a section"),
     ],
 )
 def test_bad_overrides(recipe: Path, override: str, says: str) -> None:
@@ -321,8 +383,17 @@ def test_any_text_loads_or_is_refused(text: str) -> None:
 
 
 def test_every_field_is_described() -> None:
-    for section in (Recipe, Data, Source, Objective, Train):
+    for section in _sections(Recipe):
         assert section.__doc__
         for name, field in section.model_fields.items():
             assert field.description, name
-            assert field.description.endswith(".") and "\n" not in field.description, name
+            assert field.description.endswith("."), name
+
+
+def _sections(schema: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """A section, and those in the annotations of its fields."""
+    yield schema
+    for field in schema.model_fields.values():
+        for inner in [field.annotation, *get_args(field.annotation)]:
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from _sections(inner)

@@ -58,7 +58,7 @@ def plain_torch(folder: Path, **changes: Any) -> list[float]:
         logits, wanted = (model(**data, use_cache=False).logits[keep] for model in (student, teacher))
         kl = (wanted.softmax(-1) * (wanted.log_softmax(-1) - logits.log_softmax(-1))).sum(-1).mean()
         loss = kl + 0.5 * torch.nn.functional.cross_entropy(logits, labels[keep])
-        optimizer.param_groups[0]["lr"] = step.learning_rate(recipe.train, number + 1)
+        optimizer.param_groups[0]["lr"] = step.learning_rate(recipe, number + 1)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -80,7 +80,9 @@ def chats_and_text(folder: Path) -> list[dict[str, Any]]:
 )
 def test_a_run_equals_plain_torch(folder: Path, tmp_path: Path, size: int, stage: int, micro: int, chats: bool) -> None:
     changes = {"data__sources": chats_and_text(folder)} if chats else {}
-    metrics = train(folder, tmp_path / "run", size, train__zero_stage=stage, train__micro_batch_size=micro, **changes)
+    metrics = train(
+        folder, tmp_path / "run", size, parallel__zero_stage=stage, train__micro_batch_size=micro, **changes
+    )
     assert [m["step"] for m in metrics] == [1, 2, 3, 4]
     assert [m["loss"] for m in metrics] == pytest.approx(plain_torch(folder, **changes), rel=1e-5)
     assert all(m["grad_norm"] > 0.5 for m in metrics)
@@ -204,12 +206,14 @@ def test_a_resumed_run_must_have_the_same_data_rendered_the_same_way(folder: Pat
 
 
 def test_learning_rate_rises_then_falls_to_the_minimum() -> None:
-    settings = runs.load_recipe("tiny", ["train.steps=100", "train.warmup_steps=10", "train.min_lr=1e-5"]).recipe.train
+    settings = runs.load_recipe("tiny", ["train.steps=100", "optim.warmup_steps=10", "optim.min_lr=1e-5"]).recipe
     rates = [step.learning_rate(settings, n) for n in range(1, 101)]
-    assert rates[0] == settings.lr / 10 and rates[9] == max(rates) == settings.lr
+    lr = settings.optim.lr
+    assert rates[0] == lr / 10 and rates[9] == max(rates) == lr
     assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(1e-5)
-    constant = settings.model_copy(update={"schedule": "constant", "warmup_steps": 0})
-    assert {step.learning_rate(constant, n) for n in range(1, 101)} == {settings.lr}
+    constant = settings.optim.model_copy(update={"schedule": "constant", "warmup_steps": 0})
+    settings = settings.model_copy(update={"optim": constant})
+    assert {step.learning_rate(settings, n) for n in range(1, 101)} == {lr}
 
 
 def test_wandb_works_offline(folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from files import snapshot
 from safetensors.torch import load_file, save_file
 
-from fcsd.config import ResolvedRecipe, Train
+from fcsd.config import Parallel, ResolvedRecipe
 from fcsd.distill import loop, step
 from fcsd.distill.expert_parallel import check, wire_sharded
 from fcsd.distill.run.report import read_metrics
@@ -24,10 +24,10 @@ from fcsd.export.final import export
 from fcsd.parallel.weights.tensor_map import pieces, take
 
 ARCHES = ("qwen3_moe", "deepseek_v2", "llama4_text")
-STEPS = {"train__steps": 3, "train__lr": 1e-4, "train__schedule": "constant", "train__warmup_steps": 0}
-STEPS |= {"train__save_every": 0}
-SHARDED = {"train__expert_parallel": 2}
-BF16 = {"train__dtype": "bf16", "train__grad_clip": 0.5}
+STEPS = {"train__steps": 3, "optim__lr": 1e-4, "optim__schedule": "constant", "optim__warmup_steps": 0}
+STEPS |= {"checkpoint__every_steps": 0}
+SHARDED = {"parallel__ep_size": 2}
+BF16 = {"train__dtype": "bf16", "optim__grad_clip": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -102,16 +102,19 @@ def cases_of(folder: Path, arch: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The runs of one process, and the expert-parallel ones; the first word of a name is its reference."""
     standard = {"model": str(folder / "teacher"), "teacher": str(folder / "teacher")}
     hidden = {"objective__hidden": {"weight": 0.1, "layers": "all"}}
-    single: dict[str, Any] = {"farskip": {"train__zero_stage": 0}, "standard": {**standard, "train__zero_stage": 0}}
+    single: dict[str, Any] = {
+        "farskip": {"parallel__zero_stage": 0},
+        "standard": {**standard, "parallel__zero_stage": 0},
+    }
     sharded: dict[str, Any] = {
-        "farskip on": {"train__zero_stage": 0},
+        "farskip on": {"parallel__zero_stage": 0},
         "farskip stage 2, recomputed": {
-            "train__zero_stage": 2,
+            "parallel__zero_stage": 2,
             "train__activation_checkpointing": True,
             "train__micro_batch_size": 1,
         },
-        "farskip stage 1, replicated teacher": {"train__teacher_placement": "replicated"},
-        "standard": {**standard, "train__zero_stage": 0},
+        "farskip stage 1, replicated teacher": {"parallel__teacher_placement": "replicated"},
+        "standard": {**standard, "parallel__zero_stage": 0},
     }
     if arch == "qwen3_moe":
         config = folder / "config"  # and a tokenizer, no weights
@@ -121,10 +124,10 @@ def cases_of(folder: Path, arch: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if arch == "deepseek_v2":
         single |= {"hidden": hidden, "bf16": BF16}
         sharded |= {
-            "farskip eager-sync": {"train__zero_stage": 0, "train__overlap": "eager-sync"},
-            "farskip off": {"train__zero_stage": 0, "train__overlap": "off"},
+            "farskip eager-sync": {"parallel__zero_stage": 0, "parallel__overlap": "eager-sync"},
+            "farskip off": {"parallel__zero_stage": 0, "parallel__overlap": "off"},
             "hidden": hidden,
-            **{f"bf16 stage {stage}": {**BF16, "train__zero_stage": stage} for stage in (0, 1, 2)},
+            **{f"bf16 stage {stage}": {**BF16, "parallel__zero_stage": stage} for stage in (0, 1, 2)},
         }
     return single, {name: {**SHARDED, **changes} for name, changes in sharded.items()}
 
@@ -170,17 +173,17 @@ def lopsided(folder: Path) -> dict[str, Any]:
     "arch", ["deepseek_v2", *(pytest.param(a, marks=pytest.mark.nightly) for a in ("qwen3_moe", "llama4_text"))]
 )
 def test_four_ranks_equal_one_process(models: dict[str, Path], tmp_path: Path, arch: str) -> None:
-    half = {"train__expert_parallel": 2}
-    stage_2 = {**half, "train__zero_stage": 2, "train__micro_batch_size": 1}
-    single: dict[str, Any] = {"all": {"train__zero_stage": 0}}
+    half = {"parallel__ep_size": 2}
+    stage_2 = {**half, "parallel__zero_stage": 2, "train__micro_batch_size": 1}
+    single: dict[str, Any] = {"all": {"parallel__zero_stage": 0}}
     sharded = {
-        "all, two share, stage 0": {**half, "train__zero_stage": 0},
-        "all, two share, stage 1, replicated teacher": {**half, "train__teacher_placement": "replicated"},
+        "all, two share, stage 0": {**half, "parallel__zero_stage": 0},
+        "all, two share, stage 1, replicated teacher": {**half, "parallel__teacher_placement": "replicated"},
         "all, two share, stage 2": stage_2,
-        "all, four share": {"train__expert_parallel": 4},
+        "all, four share": {"parallel__ep_size": 4},
     }
     if arch == "deepseek_v2":  # every other rank has experts without a token
-        single["lopsided"] = {**lopsided(models[arch]), "train__zero_stage": 0}
+        single["lopsided"] = {**lopsided(models[arch]), "parallel__zero_stage": 0}
         sharded["lopsided, two share, stage 2"] = {**lopsided(models[arch]), **stage_2}
     reference = run_all(models[arch], tmp_path, 1, single)
     for name, result in run_all(models[arch], tmp_path, 4, sharded).items():
@@ -189,13 +192,13 @@ def test_four_ranks_equal_one_process(models: dict[str, Path], tmp_path: Path, a
 
 def resumed(folder: Path, run: Path, size: int, **changes: Any) -> tuple[Path, int, int]:
     """A run of four steps: the directory of its copy that was resumed after two, and what ``train`` gave for both."""
-    recipe = {"train__expert_parallel": 2, **changes}
+    recipe = {"parallel__ep_size": 2, **changes}
     copy = run.with_name("resumed")
     whole = train(runs.resolved(folder, output_dir=str(run), **recipe), size)
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "final")
     shutil.rmtree(copy / "checkpoints" / "step-4")
-    half = train(runs.resolved(folder, output_dir=str(copy), **{**recipe, "train__overlap": "off"}), size)
+    half = train(runs.resolved(folder, output_dir=str(copy), **{**recipe, "parallel__overlap": "off"}), size)
     return copy, whole, half
 
 
@@ -233,7 +236,7 @@ def outcome(run: Path) -> tuple[list[tuple[str, ...]], str]:
 )
 def test_two_steps_and_a_resume_are_four_steps(models: dict[str, Path], tmp_path: Path, size: int, stage: int) -> None:
     run = tmp_path / "run"
-    copy, whole, half = resumed(models["deepseek_v2"], run, size, train__zero_stage=stage)
+    copy, whole, half = resumed(models["deepseek_v2"], run, size, parallel__zero_stage=stage)
     assert outcome(copy) == outcome(run)
     assert whole == 2 * half and half >= 2 * 2  # experts are a group of their own, before and after the resume
     assert len(list(run.glob("checkpoints/step-4/engine/layer_*_expert_*"))) == 3 * 8
@@ -250,7 +253,7 @@ def test_every_checkpoint_is_an_export_and_a_start_and_belongs_to_its_processes(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     folder, run, out = models["qwen3_moe"], tmp_path / "run", tmp_path / "out"
-    trained = {**SHARDED, **STEPS, "output_dir": str(run), "train__steps": 2, "train__save_every": 1}
+    trained = {**SHARDED, **STEPS, "output_dir": str(run), "train__steps": 2, "checkpoint__every_steps": 1}
     trained |= {"train__eval_every": 1}
     train(runs.resolved(folder, **trained), 2)
     losses = {line["step"]: line["held_out_sft"] for line in read_metrics(run)}
@@ -259,16 +262,16 @@ def test_every_checkpoint_is_an_export_and_a_start_and_belongs_to_its_processes(
     saved = run / "checkpoints" / f"step-{step}" / "model"
     assert (chosen / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
     # An export is a student like any other: at a rate of nothing, its loss stays what it was.
-    again = {**trained, "model": str(out), "output_dir": str(tmp_path / "again"), "train__lr": 1e-30}
-    train(runs.resolved(folder, **again, train__horizon=9), 2)
+    again = {**trained, "model": str(out), "output_dir": str(tmp_path / "again"), "optim__lr": 1e-30}
+    train(runs.resolved(folder, **again, optim__horizon=9), 2)
     assert read_metrics(tmp_path / "again")[0]["held_out_sft"] == pytest.approx(losses[step], rel=1e-6)
 
     before = snapshot(run / "checkpoints")
-    for size, degree, difference in (
-        (2, 1, "train.expert_parallel was 2 and is now 1"),
+    for size, ep_size, difference in (
+        (2, 1, "parallel.ep_size was 2 and is now 1"),
         (4, 2, "processes was 2 and is now 4"),
     ):
-        other = runs.resolved(folder, **{**trained, "train__expert_parallel": degree})
+        other = runs.resolved(folder, **{**trained, "parallel__ep_size": ep_size})
         expected = f"{run / 'checkpoints' / 'step-2'} belongs to another run: {difference}"
         assert ranks.on_ranks(size, refusal, other) == [expected] * size
     assert snapshot(run / "checkpoints") == before
@@ -288,10 +291,10 @@ def test_scores_and_the_best_checkpoint_are_those_of_one_process(
     watched = {name: {"early_stop": {**stop, "every": 1}} for name, stop in
         {"held out": {"metric": "held_out"}, "task": task}.items()}  # fmt: skip
     found: dict[int, dict[str, Path]] = {}
-    for size, degree in ((1, 1), (2, 2)):
+    for size, ep_size in ((1, 1), (2, 2)):
         out = tmp_path / str(size)
-        cases = {name: {**STEPS, "train__expert_parallel": degree, **stop} for name, stop in watched.items()}
-        cases["unwatched"] = {**STEPS, "train__expert_parallel": degree}
+        cases = {name: {**STEPS, "parallel__ep_size": ep_size, **stop} for name, stop in watched.items()}
+        cases["unwatched"] = {**STEPS, "parallel__ep_size": ep_size}
         found[size] = {name: out / name for name in cases}
         recipes = [runs.resolved(models["deepseek_v2"], output_dir=str(out / n), **case) for n, case in cases.items()]
         for result in ranks.on_ranks(size, scored, recipes):
@@ -313,14 +316,14 @@ def test_norms_and_rows_are_fused_on_gpus_if_the_recipe_says_so(
     given = {}
     monkeypatch.setattr("fcsd.parallel.overlap.overlap", lambda *_, **options: given.update(options))
     model: Any = SimpleNamespace(config=tiny.config("qwen3_moe"), device=torch.device(device))
-    wire_sharded(model, 2, Train(expert_parallel=2, fused=wanted))
+    wire_sharded(model, 2, Parallel(ep_size=2, fused=wanted))
     assert given["fused"] == fused
 
 
 @pytest.mark.nightly
 def test_two_hundred_steps_follow_the_blocking_loss_to_the_last_bit(models: dict[str, Path], tmp_path: Path) -> None:
-    long = {**SHARDED, "train__steps": 200, "train__save_every": 0}
-    modes = {mode: {**long, "train__overlap": mode} for mode in ("on", "eager-sync", "off")}
+    long = {**SHARDED, "train__steps": 200, "checkpoint__every_steps": 0}
+    modes = {mode: {**long, "parallel__overlap": mode} for mode in ("on", "eager-sync", "off")}
     found = run_all(models["deepseek_v2"], tmp_path, 2, modes)
     on, *others = ([m["loss"] for m in found[mode][0]] for mode in modes)
     assert len(on) == 200 and on[-1] < on[0] and all(other == on for other in others)
@@ -332,8 +335,8 @@ def test_what_cannot_be_expert_parallel_is_refused_before_anything_is_written(
     for arch in ("gpt_oss", "llama"):
         tiny.model(arch).save_pretrained(tmp_path / arch)
     for message, processes, changes in [
-        ("does not divide the 3 processes", 3, {"train__expert_parallel": 2}),
-        ("does not divide the 8 experts of", 3, {"train__expert_parallel": 3}),
+        ("does not divide the 3 processes", 3, {"parallel__ep_size": 2}),
+        ("does not divide the 8 experts of", 3, {"parallel__ep_size": 3}),
         ("gpt_oss cannot be expert-parallel: .*expert biases", 2, {**SHARDED, "teacher": str(tmp_path / "gpt_oss")}),
         ("llama cannot be expert-parallel: it has no experts", 2, {**SHARDED, "model": str(tmp_path / "llama")}),
     ]:
@@ -343,7 +346,7 @@ def test_what_cannot_be_expert_parallel_is_refused_before_anything_is_written(
             check(recipe.recipe, processes)
         with pytest.raises(ConfigError, match=message):
             loop.distill(recipe, dry_run=True, processes=processes)
-    replicated = {**SHARDED, "teacher": str(tmp_path / "llama"), "train__teacher_placement": "replicated"}
+    replicated = {**SHARDED, "teacher": str(tmp_path / "llama"), "parallel__teacher_placement": "replicated"}
     check(runs.resolved(models["deepseek_v2"], **replicated).recipe, 2)
     assert not (tmp_path / "run").exists()
 
@@ -361,9 +364,9 @@ def test_the_command_distils_on_two_processes_and_exports_what_loads_anywhere(re
         "data.seq_len": "64",
         "train.batch_tokens": "512",
         "train.steps": "3",
-        "train.warmup_steps": "1",
+        "optim.warmup_steps": "1",
         "train.sample_tokens": "4",
-        "train.expert_parallel": "2",
+        "parallel.ep_size": "2",
     }
     fcsd("convert", "assets/teacher", str(tmp_path / "student"), "--wiring", "farskip", "--no-check")
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]

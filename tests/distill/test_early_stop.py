@@ -63,9 +63,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(folder: Path, run: Path, **changes: Any) -> ResolvedRecipe:
     changes = {
         "train__steps": 8,
-        "train__min_lr": 1e-4,
-        "train__save_every": 0,
-        "train__keep": 1,
+        "optim__min_lr": 1e-4,
+        "checkpoint__every_steps": 0,
+        "checkpoint__keep": 1,
         "early_stop": STOPPING,
     } | changes
     return runs.resolved(folder, output_dir=str(run), **changes)
@@ -115,7 +115,7 @@ def test_stops_at_the_exact_patience_and_delta_whether_killed_or_not(folder: Pat
 
 def test_the_best_outlives_the_newest_and_is_what_is_published(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    changed = recipe(folder, run, early_stop=STOPPING | {"patience": 9}, train__save_every=1, train__steps=5)
+    changed = recipe(folder, run, early_stop=STOPPING | {"patience": 9}, checkpoint__every_steps=1, train__steps=5)
     assert ranks.on_ranks(1, scripted, changed) == [None]
     assert names(run) == ["step-4", "step-5"]
     assert _model_of(run, "best") == run / "checkpoints" / "step-4" / "model"
@@ -137,7 +137,7 @@ def test_the_best_outlives_the_newest_and_is_what_is_published(folder: Path, tmp
 
 @pytest.mark.nightly
 def test_a_score_that_was_due_when_the_run_ended_is_made_up_for(folder: Path, tmp_path: Path) -> None:
-    run, every = tmp_path / "run", {"train__save_every": 1, "train__horizon": 6}
+    run, every = tmp_path / "run", {"checkpoint__every_steps": 1, "optim__horizon": 6}
     for stopping, steps in [({"every": 3}, 4), ({"every": 2}, 6)]:
         changed = recipe(folder, run, early_stop=STOPPING | stopping, train__steps=steps, **every)
         assert ranks.on_ranks(1, scripted, changed) == [None]
@@ -160,7 +160,9 @@ def test_weights_are_the_same_with_and_without_it(folder: Path, tmp_path: Path, 
         | {"data_mirror": str(repo / "assets/mirror")},
     }.items():
         run = tmp_path / name
-        resolved = recipe(folder, run, early_stop=stopping, train__steps=4, train__save_every=4, train__keep=9)
+        resolved = recipe(
+            folder, run, early_stop=stopping, train__steps=4, checkpoint__every_steps=4, checkpoint__keep=9
+        )
         assert ranks.on_ranks(2, distilled, resolved) == [None, None]
         found[name] = weights(run / "checkpoints" / "step-4" / "model")
         scores = [line["score"] for line in read_metrics(run) if "score" in line]

@@ -172,7 +172,7 @@ def distilled(folder: Path, out: Path, size: int = 1, **changes: Any) -> list[di
 def test_a_run_adds_the_weighted_distance(folder: Path, tmp_path: Path) -> None:
     hidden = {"weight": 1e-3, "layers": "last:2"}
     objective = {"objective__hidden": hidden, "train__steps": 3, "train__activation_checkpointing": True}
-    metrics = distilled(folder, tmp_path / "one", **objective, train__micro_batch_size=8, train__zero_stage=0)
+    metrics = distilled(folder, tmp_path / "one", **objective, train__micro_batch_size=8, parallel__zero_stage=0)
     spread = distilled(folder, tmp_path / "two", 2, **objective, train__micro_batch_size=2)
     for one, two in zip(metrics, spread, strict=True):
         assert one["loss"] == pytest.approx(one["kl"] + 0.5 * one["sft"] + 1e-3 * one["hidden"])

@@ -18,7 +18,7 @@ from fcsd.convert import convert
 from fcsd.distill import loop
 from fcsd.distill.preview import preview
 from fcsd.distill.run.report import read_metrics
-from fcsd.distill.student import load_student
+from fcsd.distill.student import load_student, student_config, student_source
 from fcsd.distill.teacher.original import teacher_name
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.build import load_model
@@ -57,6 +57,21 @@ def test_random_weights_are_the_configs_and_the_seeds(folder: Path, tmp_path: Pa
     assert wiring is None or (one.config.fcsd["wiring"] == wiring and one.config.fcsd["base_model"] is None)
 
 
+@pytest.mark.parametrize(
+    ("init", "chosen"),
+    [
+        ({"wiring": "farskip", "layers": "2-3"}, {"border": "full"}),
+        ({"wiring": "farskip", "layers": "2-3", "border": "partial"}, {"border": "partial"}),
+        ({"wiring": "ladder", "layers": "2-3", "border": "full"}, {"border": "full"}),
+        ({"wiring": "desync", "tp_degree": 2, "reduce": "last"}, {"reduce": "last"}),
+    ],
+)
+def test_a_recipe_chooses_border_and_reductions(folder: Path, tmp_path: Path, init: dict, chosen: dict) -> None:
+    recipe = resolved(folder, tmp_path, "config", init={"weights": "random", **init}).recipe
+    block = student_config(recipe, student_source(recipe)).fcsd
+    assert {key: block[key] for key in chosen} == chosen
+
+
 def fcsd(*arguments: object) -> str:
     done = ranks.fcsd(*arguments)
     assert done.returncode == 0, done.stderr
@@ -65,7 +80,7 @@ def fcsd(*arguments: object) -> str:
 
 def test_pretraining_desync_from_a_config_to_an_export(folder: Path, tmp_path: Path) -> None:
     init = {"weights": "random", "wiring": "desync-4x", "tp_degree": 2}
-    recipe = resolved(folder, tmp_path, "config", init=init, **SCRATCH, train__lr=1e-2, train__steps=12)
+    recipe = resolved(folder, tmp_path, "config", init=init, **SCRATCH, optim__lr=1e-2, train__steps=12)
     assert "random parameters" in preview(recipe.recipe) and "desync-4x" in preview(recipe.recipe)
     run = fcsd("distill", folder / "recipe.yaml")
     metrics = read_metrics(Path(run))
@@ -115,4 +130,6 @@ def test_starts_that_make_no_sense_are_refused(folder: Path, tmp_path: Path) -> 
             distill(resolved(folder, tmp_path, "config", model=str(model), init=init))
     with pytest.raises(ConfigError, match="nothing is rewired"):
         load_recipe(folder / "recipe.yaml", ["init={distance: 2}"])
+    with pytest.raises(ConfigError, match="nothing is rewired"):
+        load_recipe(folder / "recipe.yaml", ["init={border: partial}"])
     assert not (tmp_path / "run").exists()

@@ -54,7 +54,7 @@ def test_peaks_are_known_by_the_names_of_gpus() -> None:
 
 @pytest.mark.nightly
 def test_a_profiled_step_computes_the_same_and_leaves_a_trace(folder: Path, tmp_path: Path) -> None:
-    parallel = {"train__expert_parallel": 2}
+    parallel = {"parallel__ep_size": 2}
     for name, changes in {"plain": parallel, "traced": {**parallel, "train__trace_every": 2}}.items():
         runs.train(runs.resolved(folder, output_dir=str(tmp_path / name), **changes), 2)
     assert runs.outcome(tmp_path / "traced") == runs.outcome(tmp_path / "plain")

@@ -26,7 +26,7 @@ def states(run: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted((run / "checkpoints").glob("step-*/rank-*.json"))]
 
 
-@pytest.mark.parametrize("changes", [{}, pytest.param({"train__expert_parallel": 2}, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("changes", [{}, pytest.param({"parallel__ep_size": 2}, marks=pytest.mark.nightly)])
 def test_samples_are_the_models_answers_and_leave_no_trace(
     folder: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -48,9 +48,9 @@ def test_samples_are_the_models_answers_and_leave_no_trace(
 
 def test_a_resumed_run_has_each_sample_once(folder: Path, tmp_path: Path) -> None:
     changes = {"train__eval_every": 1, "train__sample_tokens": 1, "objective__kl": 0.0, "output_dir": str(tmp_path)}
-    runs.train(runs.resolved(folder, train__steps=2, train__horizon=4, **changes))
+    runs.train(runs.resolved(folder, train__steps=2, optim__horizon=4, **changes))
     with (tmp_path / "samples.jsonl").open("a") as file:
         file.write('{"step": 3, "prompt": "of a step that was lost"}\n{"step"')
-    runs.train(runs.resolved(folder, train__horizon=4, **changes))
+    runs.train(runs.resolved(folder, optim__horizon=4, **changes))
     assert [line["step"] for line in lines(tmp_path)] == [step for step in (1, 2, 3, 4) for _ in PROMPTS]
     assert all("teacher" not in line for line in lines(tmp_path))  # nobody else needs one

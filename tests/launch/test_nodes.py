@@ -53,7 +53,7 @@ def test_nodes_that_contradict_themselves_are_refused(rank: int, rendezvous: str
 def test_the_slurm_script_carries_the_recipe_and_requeues(tmp_path: Path) -> None:
     runs.write_models(tmp_path)
     runs.resolved(tmp_path, output_dir=str(tmp_path / "a run"))
-    asked = ["distill", tmp_path / "recipe.yaml", "--set", "train.lr=3e-4", "--gpus", "8", "--nodes", "3", "--slurm"]
+    asked = ["distill", tmp_path / "recipe.yaml", "--set", "optim.lr=3e-4", "--gpus", "8", "--nodes", "3", "--slurm"]
     printed = fcsd(*asked)
     assert printed.returncode == 0 and "sbatch" in printed.stderr
     script = tmp_path / "job.sbatch"
@@ -78,7 +78,7 @@ def test_the_slurm_script_carries_the_recipe_and_requeues(tmp_path: Path) -> Non
     assert seen.read_text().count("requeue 4711") == 1
     assert seen.read_text().count("first:24711") == 2 and "--nodes 3" in seen.read_text()
     carried = load_recipe(tmp_path / "a run/submitted.yaml").recipe
-    assert carried == load_recipe(tmp_path / "recipe.yaml", ["train.lr=3e-4"]).recipe
+    assert carried == load_recipe(tmp_path / "recipe.yaml", ["optim.lr=3e-4"]).recipe
 
 
 def test_the_slurm_grace_is_that_of_the_recipe(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_slurm_grace_is_that_of_the_recipe(tmp_path: Path) -> None:
     assert "--signal=USR1@77" in script and "--wait=77" in script
 
 
-SWEEP = {"stages": [{"train.lr": [1e-3, 2e-3]}], "steps": 2}
+SWEEP = {"stages": [{"optim.lr": [1e-3, 2e-3]}], "steps": 2}
 
 
 def test_a_sweep_over_several_nodes_is_a_slurm_job(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_sweep_over_several_nodes_is_a_slurm_job(tmp_path: Path) -> None:
 def test_the_job_of_a_sweep_starts_each_run_on_all_nodes(tmp_path: Path) -> None:
     """With stand-ins for the cluster's programs: two nodes on this machine."""
     runs.write_models(tmp_path, "qwen3_moe")
-    changes = {"train__expert_parallel": 2, "train__steps": 3, "output_dir": str(tmp_path / "out")}
+    changes = {"parallel__ep_size": 2, "train__steps": 3, "output_dir": str(tmp_path / "out")}
     runs.resolved(tmp_path, sweep=SWEEP, **changes)
     script = tmp_path / "job.sbatch"
     script.write_text(fcsd("distill", "--sweep", tmp_path / "recipe.yaml", "--nodes", "2", "--slurm").stdout)

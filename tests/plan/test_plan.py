@@ -35,9 +35,9 @@ def test_the_numbers_of_every_architecture_are_its_models(tmp_path, arch):
     experts = sum(p.numel() for name, p in whole.named_parameters() if ".experts." in name)
     assert (numbers.total, numbers.routed) == (whole.num_parameters(), experts)
     assert len(numbers.layers) == 4 and numbers.vocab == tiny.VOCAB
-    degrees = (1, 2) if numbers.experts else (1,)
-    for degree in degrees:
-        found = model.layer_bytes(replace(SMALL, expert_parallel=degree))
+    sizes = (1, 2) if numbers.experts else (1,)
+    for ep_size in sizes:
+        found = model.layer_bytes(replace(SMALL, ep_size=ep_size))
         assert all(one.kept > 0 and one.forward > 0 for one in found.values())
         assert {layer.kind for layer in numbers.layers} < found.keys()
 
@@ -70,7 +70,7 @@ def test_measured_peak_of_the_overlap_run(tmp_path):
     """docs/RESULTS.md: eight V2-Lite layers, EP 4, 4 x 4096 tokens, ZeRO-1, CE in chunks of 4096: 43.0 to 43.3 GiB."""
     setup = Setup(
         **dict(world=4, micro_batch_size=4, seq_len=4096, batch_tokens=65536, tokens=65536, terms=("sft",)),
-        **dict(expert_parallel=4, chunk_tokens=4096, packed=False, overlap_comm=True),
+        **dict(ep_size=4, chunk_tokens=4096, packed=False, overlap_comm=True),
     )
     model = meta(tmp_path, deepseek_v2_lite(8))
     planned = plan_setup("overlap", model, model.numbers, setup, Hardware(gpus=4))
@@ -85,7 +85,7 @@ def test_measured_peak_of_self_distillation(tmp_path, repo):
     measured = json.loads((repo / "docs/results/memory_v2lite_4xh200.json").read_text())["measured"]
     setup = Setup(
         **dict(world=4, micro_batch_size=1, seq_len=4096, batch_tokens=4 * 4096, tokens=2**20, recompute=True),
-        **dict(expert_parallel=4, teacher="sharded", imbalance=1.0),
+        **dict(ep_size=4, teacher="sharded", imbalance=1.0),
     )
     model = meta(tmp_path, deepseek_v2_lite(27))
     memory = plan_setup("v2", model, model.numbers, setup, Hardware(gpus=4)).memory
@@ -105,7 +105,7 @@ def test_loss_temporaries_as_measured():
 def test_shares_of_weights_and_optimizer(tmp_path):
     model = meta(tmp_path, tiny.config("qwen3_moe")).numbers
     for stage, ranks, expert_ranks in ((0, 1, 1), (1, 8, 2), (2, 8, 2)):
-        setup = replace(SMALL, world=8, expert_parallel=4, zero_stage=stage)
+        setup = replace(SMALL, world=8, ep_size=4, zero_stage=stage)
         own = shard(model, setup)
         assert own.trained == model.dense + model.routed // 4
         partition = model.dense / ranks + model.routed / 4 / expert_ranks
@@ -135,12 +135,12 @@ def test_each_knob_saves_memory(tmp_path):
         {"recompute": True},
         {"micro_batch_size": 1},
         {"zero_stage": 2},
-        {"expert_parallel": 4},
+        {"ep_size": 4},
         {"freeze_lm_head": True, "freeze_embeddings": True},
         {"teacher": "none", "terms": ("sft",)},
     ):
         assert total(**change) < whole, change
-    assert total(expert_parallel=8, teacher="sharded") < total(expert_parallel=8)
+    assert total(ep_size=8, teacher="sharded") < total(ep_size=8)
     assert total(zero_stage=0) > whole
 
 
@@ -178,7 +178,7 @@ def test_the_advice_fits_and_is_the_first_that_does(tmp_path):
 
 def test_plan_command_and_dry_run(tmp_path):
     runs.write_models(tmp_path)
-    resolved = runs.resolved(tmp_path, train__zero_stage=2)
+    resolved = runs.resolved(tmp_path, parallel__zero_stage=2)
     recipe = str(tmp_path / "recipe.yaml")
     run = CliRunner().invoke(app, ["plan", recipe, "--gpus", "2", "--price", "2.5", "--mfu", "0.5", "--json"])
     assert run.exit_code == 0, run.output
@@ -206,9 +206,10 @@ def test_bad_models_and_batches(tmp_path):
         plan(recipe.model_copy(update={"model": str(tmp_path / "nothing")}), Hardware(2))
     with pytest.raises(ConfigError, match="no multiple"):
         plan(recipe, Hardware(3))
-    for degree in (2, 3):  # of the GPUs, of the experts
-        changed = recipe.model_copy(update={"train": recipe.train.model_copy(update={"expert_parallel": 2 * degree})})
-        with pytest.raises(ConfigError, match=f"expert_parallel {2 * degree} must divide both: 2 GPUs and 8 experts"):
+    for factor in (2, 3):  # of the GPUs, of the experts
+        parallel = recipe.parallel.model_copy(update={"ep_size": 2 * factor})
+        changed = recipe.model_copy(update={"parallel": parallel})
+        with pytest.raises(ConfigError, match=f"ep_size {2 * factor} must divide both: 2 GPUs and 8 experts"):
             plan(changed, Hardware(2))
 
 

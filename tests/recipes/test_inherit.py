@@ -18,18 +18,18 @@ def test_sections_are_merged_and_lists_replaced(tmp_path: Path) -> None:
         tmp_path / "below.yaml",
         "name: below\nmodel: converted\noutput_dir: runs/x\n"
         "data:\n  sources:\n    - path: a\n      weight: 2\n    - path: b\n  seq_len: 64\n"
-        "train:\n  lr: 1e-3\n  batch_tokens: 1024\n",
+        "optim:\n  lr: 1e-3\ntrain:\n  batch_tokens: 1024\n",
     )
-    middle = write(tmp_path / "middle.yaml", f"base: {below}\ndata:\n  sources:\n    - path: c\ntrain:\n  lr: 1e-4\n")
+    middle = write(tmp_path / "middle.yaml", f"base: {below}\ndata:\n  sources:\n    - path: c\noptim:\n  lr: 1e-4\n")
     top = write(tmp_path / "top.yaml", f"base: {middle}\nname: top\n\nobjective:\n  kl: 2\n")
     resolved = load_recipe(top, ["train.steps=50"])
     recipe, origins = resolved.recipe, resolved.origins
     assert (recipe.name, recipe.model, recipe.objective.kl) == ("top", "converted", 2)
-    assert (recipe.train.lr, recipe.train.batch_tokens, recipe.train.steps) == (1e-4, 1024, 50)
+    assert (recipe.optim.lr, recipe.train.batch_tokens, recipe.train.steps) == (1e-4, 1024, 50)
     assert [(source.path, source.weight) for source in recipe.data.sources] == [("c", 1.0)]
     assert recipe.data.seq_len == 64
     assert origins["name"] == "recipe:2" and origins["objective.kl"] == "recipe:5"
-    assert origins["train.lr"] == "middle.yaml:6" and origins["data.sources.0.path"] == "middle.yaml:4"
+    assert origins["optim.lr"] == "middle.yaml:6" and origins["data.sources.0.path"] == "middle.yaml:4"
     assert origins["model"] == "below.yaml:2" and origins["data.seq_len"] == "below.yaml:9"
     assert origins["data.sources.0.weight"] == "default" and origins["train.steps"] == "--set"
     resolved_file = write(tmp_path / "resolved.yaml", resolved.to_yaml())

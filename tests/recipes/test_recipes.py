@@ -64,7 +64,7 @@ def test_early_stopping_is_the_papers(name: str) -> None:
 
 def test_table_2_is_one_change_each() -> None:
     base = flat(load_recipe("qwen3-30b-a3b-table2").recipe.model_dump())
-    assert (base["train.lr"], base["train.min_lr"], base["init.layers"]) == (2e-5, 1e-5, "all")
+    assert (base["optim.lr"], base["optim.min_lr"], base["init.layers"]) == (2e-5, 1e-5, "all")
     for variant, changes in {
         "frozen": {"objective.freeze_embeddings": True, "objective.freeze_lm_head": True},
         "sft": {"objective.kl": 0.0, "objective.sft": 1.0},
@@ -82,7 +82,7 @@ def test_table_2_is_one_change_each() -> None:
 def test_the_sweep_is_the_papers() -> None:
     sweep = load_recipe("llama4-scout-sft-sweep").recipe.sweep
     assert sweep is not None and sweep.steps == 2000 and sweep.metric == "loss"
-    assert sweep.stages == [{"train.batch_tokens": [2**16, 2**17, 2**18]}, {"train.lr": [2e-5, 4e-5, 8e-5]}]
+    assert sweep.stages == [{"train.batch_tokens": [2**16, 2**17, 2**18]}, {"optim.lr": [2e-5, 4e-5, 8e-5]}]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if load_recipe(name).recipe.sweep])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fcsd.distill.run import manifest
-from fcsd.distill.run.identity import differences
+from fcsd.distill.run.identity import current_names, differences
 from fcsd.distill.run.random_state import random_state, set_random_state
 from fcsd.errors import CheckpointError, ConfigError, DiskError
 from fcsd.launch.world import World
@@ -70,7 +70,7 @@ def load(checkpoint: Path, world: World, engine: Any, identity: dict[str, Any]) 
         CheckpointError: it belongs to another run; the message names what differs.
     """
     content = world.everywhere(lambda: manifest.read_manifest(checkpoint))[0]
-    if changed := differences(content["identity"], identity):
+    if changed := differences(current_names(content["identity"]), identity):
         raise CheckpointError(
             f"{checkpoint} belongs to another run: {'; '.join(changed)}",
             hint="undo the change, or start anew in another output_dir",

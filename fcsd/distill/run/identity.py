@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
 
-from fcsd.config import Recipe
+from fcsd.config import Recipe, translated
 from fcsd.distill.data.corpus import Corpus
 from fcsd.launch.world import World
 from fcsd.version import __version__
 
-# Beginnings of recipe fields that they need not share: these do not change what is computed, or, for the data, its
-# hashes stand for it. How far a run goes is free as well; where its schedule ends is not.
+# Recipe fields, by the beginning of their key, in which the two runs may differ. They do not change what is computed;
+# for the data, its hashes are compared instead. The number of steps may differ, too, but not the end of the schedule.
 _FREE = (
     "name",
     "output_dir",
@@ -21,19 +21,15 @@ _FREE = (
     "objective.teacher_cache.path",
     "train.steps",
     "train.tokens",
-    "train.horizon",
-    "train.overlap",
-    "train.transport",
+    "optim.horizon",
+    "parallel.overlap",
+    "parallel.transport",
     "train.log_every",
-    "train.save_every",
     "train.eval_every",
     "train.trace_every",
     "train.sample_tokens",
-    "train.keep",
-    "train.nonfinite",
-    "train.save_failures",
-    "train.stuck_seconds",
-    "train.grace_seconds",
+    "checkpoint",
+    "faults",
     "early_stop.every",
     "early_stop.patience",
     "early_stop.delta",
@@ -41,6 +37,7 @@ _FREE = (
 )
 _SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template)")
 _CODE = ("torch", "transformers", "deepspeed")  # whose other versions may compute other bits
+_SCHEDULE, _SCHEDULE_BEFORE = "optim.schedule_steps", "train.schedule_steps"
 
 
 def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
@@ -49,7 +46,15 @@ def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[st
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
     made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
     code = {"version of fcsd": __version__} | {f"version of {name}": version(name) for name in _CODE}
-    return {**own, **made_of, **code, "train.schedule_steps": recipe.train.schedule_steps, "processes": world.size}
+    return {**own, **made_of, **code, _SCHEDULE: recipe.schedule_steps, "processes": world.size}
+
+
+def current_names(identity: dict[str, Any]) -> dict[str, Any]:
+    """The identity in a checkpoint under today's names of the recipe's keys, so that older runs can be resumed."""
+    names = translated(identity)
+    if _SCHEDULE_BEFORE in names:
+        names[_SCHEDULE] = names.pop(_SCHEDULE_BEFORE)
+    return names
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

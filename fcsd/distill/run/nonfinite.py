@@ -18,7 +18,7 @@ class Skips:
     """
 
     def __init__(self, recipe: Recipe, world: World, progress: dict[str, Any]) -> None:
-        self._allowed, self._talks = recipe.train.nonfinite.skip, world.rank == 0
+        self._allowed, self._talks = recipe.faults.nonfinite_skip, world.rank == 0
         self._rows = recipe.train.batch_tokens // recipe.data.seq_len
         self.total, self._in_a_row = progress.get("skipped", [0, 0])
 
@@ -40,8 +40,8 @@ class Skips:
         if self._in_a_row > self._allowed:
             raise NonFiniteError(
                 what,
-                hint=f"the last good checkpoint is {checkpoint or 'the start'}; lower train.lr, use fp32, or let "
-                "train.nonfinite.skip pass over single batches",
+                hint=f"the last good checkpoint is {checkpoint or 'the start'}; lower optim.lr, use fp32, or let "
+                "faults.nonfinite_skip pass over single batches",
             )
         if self._talks:
             print(f"warning: {what}; skipped, {self._in_a_row} of {self._allowed} in a row", file=sys.stderr)

@@ -13,13 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fcsd.config import ResolvedRecipe, Sweep, load_recipe
+from fcsd.config import ResolvedRecipe, Sweep, translated
 from fcsd.distill.run import run_dir
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.sweep.process import Exit, Launch
 from fcsd.distill.sweep.report_table import write_report
 from fcsd.distill.sweep.trials import TRIALS, Trial, all_trials, plan_of, points, starting_values, trial_of
 from fcsd.errors import ConfigError, FcsdError, NonFiniteError, PreemptedError
+from fcsd.recipes import strict_yaml
 
 RECORD = "sweep.json"
 FULL = "full.yaml"
@@ -59,7 +60,8 @@ def sweep(resolved: ResolvedRecipe, launch: Launch, *, dry_run: bool = False) ->
     with run_dir.claim(out):
         (out / TRIALS).mkdir(exist_ok=True)
         if (out / RECORD).exists():
-            record["trials"] = json.loads((out / RECORD).read_text())["trials"]
+            trials = json.loads((out / RECORD).read_text())["trials"]
+            record["trials"] = {n: {**entry, "values": translated(entry["values"])} for n, entry in trials.items()}
         try:
             for stage in plan.stages:
                 trials = [trial_of(resolved, values | point) for point in points(stage)]
@@ -116,8 +118,7 @@ def _run(trial: Trial, out: Path, plan: Sweep, launch: Launch) -> dict[str, Any]
     """Makes or resumes a trial; gives its entry of the record."""
     entry = _entry(trial, out)
     recipe = Path(entry["recipe"])
-    if not recipe.exists():
-        run_dir.write(recipe, trial.resolved.to_yaml())
+    run_dir.write(recipe, trial.resolved.to_yaml())  # the same values as before, see _require_same
     print(f"trial {trial.name}", file=sys.stderr)
     ended = _launched(launch, recipe)
     if ended.code == NonFiniteError.exit_code:
@@ -163,13 +164,17 @@ def _launched(launch: Launch, recipe: Path) -> Exit:
 
 
 def _require_same(out: Path, trial: Trial) -> None:
-    """What ran in this directory under this name must have been this very trial."""
+    """
+    Raises:
+        ConfigError: a trial of this name ran in this directory with other values; keys may have had older names.
+    """
     from fcsd.distill.run.identity import differences, flat
 
     path = out / TRIALS / f"{trial.name}.yaml"
     if not path.exists():
         return
-    if changed := differences(*(flat(r.recipe.model_dump()) for r in (load_recipe(path), trial.resolved))):
+    then, now = translated(flat(strict_yaml.parse_file(path)[0])), flat(trial.resolved.recipe.model_dump())
+    if changed := differences(then, now):
         raise ConfigError(
             f"{out} holds another sweep: in trial {trial.name}, {'; '.join(changed)}",
             hint="undo the change, or set another output_dir",

@@ -74,7 +74,7 @@ def trial_of(resolved: ResolvedRecipe, values: dict[str, Any]) -> Trial:
     run = str(out / TRIALS / name)
     short: dict[str, Any] = {"name": f"{resolved.recipe.name}-{name}"[:64], "output_dir": run}
     short |= {"train.steps": plan.steps, "train.tokens": None}
-    short |= {"train.horizon": full.recipe.train.schedule_steps if plan.horizon == "full" else None}
+    short |= {"optim.horizon": full.recipe.schedule_steps if plan.horizon == "full" else None}
     full_run = run if plan.horizon == "full" else str(out / "full")
     return Trial(name, values, vary(full, short), vary(full, {"output_dir": full_run}))
 

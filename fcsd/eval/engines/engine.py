@@ -32,7 +32,7 @@ class Engine:
         batch_size: most sequences in one forward; None for as many as fit fixed token limits.
         max_length: longest input in tokens; None for the model's own.
         generation: one of ``adapter.GENERATION``; None for the fastest that the device knows.
-        expert_parallel: ranks among which the experts of every layer are spread.
+        ep_size: the expert-parallel size, the number of ranks that divide the experts of every layer.
         gpus: tensor-parallel degree under vLLM.
     """
 
@@ -42,7 +42,7 @@ class Engine:
     batch_size: int | None = None
     max_length: int | None = None
     generation: str | None = None
-    expert_parallel: int = 1
+    ep_size: int = 1
     gpus: int = 1
 
     def check(self, ranks: int) -> None:
@@ -57,12 +57,12 @@ class Engine:
             raise ConfigError(f"unknown generation {self.generation!r}", f"one of {', '.join(GENERATION)}")
         if self.backend == VLLM:
             self._check_vllm()
-        if self.expert_parallel > 1 and self.device == "auto":
-            raise ConfigError("--device auto spreads one process's model; --expert-parallel has ranks of its own")
-        if ranks % self.expert_parallel:
+        if self.ep_size > 1 and self.device == "auto":
+            raise ConfigError("--device auto spreads the model of one process, and --ep-size needs several processes")
+        if ranks % self.ep_size:
             raise ConfigError(
-                f"--expert-parallel {self.expert_parallel} does not divide {ranks} processes",
-                f"add --gpus {self.expert_parallel}, or a multiple of it",
+                f"--ep-size {self.ep_size} does not divide {ranks} processes",
+                f"add --gpus {self.ep_size}, or a multiple of it",
             )
         if ranks > 1 and self.device == "auto":
             raise ConfigError("--device auto uses all GPUs in one process; leave --gpus out")
@@ -71,8 +71,8 @@ class Engine:
         if find_spec("vllm") is None:
             raise ConfigError("--backend vllm: vLLM is not installed", "pip install 'fcsd[vllm]'")
         wrong = [name for name in ("device", "generation") if getattr(self, name) is not None]
-        if wrong or self.expert_parallel > 1:
-            name = wrong[0] if wrong else "expert-parallel"
+        if wrong or self.ep_size > 1:
+            name = wrong[0] if wrong else "ep-size"
             raise ConfigError(f"--{name} is for --backend hf", "vLLM spreads a model over --gpus by tensor parallelism")
 
 
@@ -126,10 +126,10 @@ def _in_transformers(
     from fcsd.models.build import load_model
 
     kind = getattr(torch, dtype)
-    if engine.expert_parallel > 1:
+    if engine.ep_size > 1:
         from fcsd.parallel.weights.loading import load_expert_parallel
 
-        network = load_expert_parallel(path, dtype=kind, device=device, ep_size=engine.expert_parallel)
+        network = load_expert_parallel(path, dtype=kind, device=device, ep_size=engine.ep_size)
     elif device == "auto":
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fcsd-offload-"))
         network = load_model(path, dtype=kind, device_map="auto", offload_folder=folder)

@@ -114,7 +114,7 @@ def photographed(recipe: Any, album: Path) -> None:
 
 
 def test_at_every_moment_of_a_save_there_is_one_whole_checkpoint(folder: Path, tmp_path: Path) -> None:
-    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), train__keep=1)
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), checkpoint__keep=1)
     assert ranks.exit_code(photographed, recipe, tmp_path / "album") == 0
     found = []
     for shot in sorted((tmp_path / "album").iterdir(), key=lambda path: int(path.name)):
@@ -197,7 +197,7 @@ def test_ranks_with_different_recipes_end_before_anything_is_written(folder: Pat
     assert not (tmp_path / "run").exists()
 
 
-LONG = {"train__steps": 12, "train__save_every": 1, "train__eval_every": 4, "train__keep": 99}
+LONG = {"train__steps": 12, "checkpoint__every_steps": 1, "train__eval_every": 4, "checkpoint__keep": 99}
 
 
 @nightly

@@ -91,8 +91,13 @@ def test_a_skipped_step_changes_nothing_and_training_goes_on(
     folder: Path, tmp_path: Path, where: str, size: int, stage: int, dtype: str
 ) -> None:
     run = tmp_path / "run"
-    changes = {"train__zero_stage": stage, "train__dtype": dtype, "train__save_every": 1, "train__keep": 9}
-    recipe = runs.resolved(folder, output_dir=str(run), train__nonfinite={"skip": 1}, train__steps=5, **changes)
+    changes = {
+        "parallel__zero_stage": stage,
+        "train__dtype": dtype,
+        "checkpoint__every_steps": 1,
+        "checkpoint__keep": 9,
+    }
+    recipe = runs.resolved(folder, output_dir=str(run), faults__nonfinite_skip=1, train__steps=5, **changes)
     codes, said = ranks.exit_codes(size, poisoned, recipe, where, (2, 4))  # not in a row
     assert codes == [0] * size, said
     metrics = read_metrics(run)
@@ -107,7 +112,7 @@ def test_a_skipped_step_changes_nothing_and_training_goes_on(
 
 
 def test_one_too_many_ends_every_rank(folder: Path, tmp_path: Path) -> None:
-    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), train__nonfinite={"skip": 1})
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), faults__nonfinite_skip=1)
     codes, said = ranks.exit_codes(2, poisoned, recipe, "teacher", (3, 4))
     assert codes == [5, 5]
     assert "step 4, rows 24 to 31: loss nan, kl nan" in said and "step-2" in said

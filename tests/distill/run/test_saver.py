@@ -42,7 +42,7 @@ def names(run: Path) -> list[str]:
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_training_goes_on_when_a_save_finds_no_room(folder: Path, tmp_path: Path, rank: int) -> None:
-    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), train__save_every=1, train__keep=9)
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), checkpoint__every_steps=1, checkpoint__keep=9)
     codes, said = ranks.exit_codes(2, limited, recipe, 2, 3, rank, 100_000)
     assert codes == [0, 0], said
     assert names(tmp_path / "run") == ["step-1", "step-4"]
@@ -50,7 +50,7 @@ def test_training_goes_on_when_a_save_finds_no_room(folder: Path, tmp_path: Path
 
 
 def test_a_run_that_cannot_save_any_more_stops(folder: Path, tmp_path: Path) -> None:
-    changes = {"train__save_every": 1, "train__save_failures": 1}
+    changes = {"checkpoint__every_steps": 1, "faults__save_failures": 1}
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), **changes)
     codes, said = ranks.exit_codes(1, limited, recipe, 2, 9, 0, 100_000)
     assert codes == [7]

@@ -123,7 +123,7 @@ def test_a_step_that_does_not_end_is_left(echo: float, seconds: float, reason: s
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly)])
 def test_torchrun_passes_the_signal_on(folder: Path, repo: Path, tmp_path: Path, number: signal.Signals) -> None:
-    changes = {"train__steps": 100_000, "train__save_every": 0}
+    changes = {"train__steps": 100_000, "checkpoint__every_steps": 0}
     runs.resolved(folder, output_dir=str(tmp_path / "run"), **changes)  # writes recipe.yaml
     command = [sys.executable, "-m", "fcsd", "distill", str(folder / "recipe.yaml"), "--gpus", "2"]
     with subprocess.Popen(command, cwd=repo, stderr=subprocess.PIPE, text=True) as process:

@@ -1,5 +1,6 @@
 """Checkpoints that are damaged or of another run; resumed to the last bit. See test_faults.py for kills."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -8,12 +9,13 @@ import pytest
 import ranks
 import runs
 import torch
+from old_keys import flat_before
 from runs import outcome, train
 
 from fcsd import __version__
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import loop
-from fcsd.distill.run import checkpoints, identity, run_dir
+from fcsd.distill.run import checkpoints, identity, manifest, run_dir
 from fcsd.distill.run.random_state import random_state, set_random_state
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import CheckpointError, ConfigError
@@ -106,7 +108,7 @@ def test_when_all_are_damaged_nothing_is_deleted_or_started_over(finished: tuple
 
 def test_a_changed_run_is_refused_by_name(folder: Path, single: Path, tmp_path: Path) -> None:
     for size, named, changes in [
-        (1, "train.lr was 0.001 and is now 0.002", {"train__lr": 0.002}),
+        (1, "optim.lr was 0.001 and is now 0.002", {"optim__lr": 0.002}),
         (1, "seed was 0 and is now 5", {"seed": 5}),
         (1, "corpus.jsonl was", {"data__sources": [{"path": "CHANGED"}]}),
         (2, "processes was 1 and is now 2", {}),
@@ -134,10 +136,26 @@ def test_other_code_does_not_continue_a_run(folder: Path, single: Path, tmp_path
 
 
 def test_free_fields_may_change_and_a_path_may_be_given(folder: Path, single: Path, tmp_path: Path) -> None:
-    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), name="other", train__keep=1)
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), name="other", checkpoint__keep=1)
     train(recipe, resume=str(single / "checkpoints" / "step-2"))
     assert outcome(tmp_path / "run")[1] == outcome(single)[1]
     assert [path.name for path in checkpoints.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-4"]
+
+
+def test_a_run_from_before_keys_were_renamed_goes_on(folder: Path, single: Path, tmp_path: Path) -> None:
+    run = cut_short(single, tmp_path / "run")
+    checkpoint = run / "checkpoints" / "step-2"
+    content = json.loads((checkpoint / manifest.MANIFEST).read_text())
+    del content["seal"]
+    identity_then = flat_before(content["identity"])
+    identity_then["train.schedule_steps"] = identity_then.pop("optim.schedule_steps")
+    assert {"train.lr", "train.betas.1", "train.expert_parallel", "train.schedule_steps"} <= identity_then.keys()
+    assert not any(key.startswith(("optim.", "parallel.")) for key in identity_then)
+    manifest.write_manifest(checkpoint, {**content, "identity": identity_then})
+    with pytest.raises(CheckpointError, match=r"optim\.lr was 0\.001 and is now 0\.002; "):
+        train(runs.resolved(folder, output_dir=str(run), optim__lr=0.002, optim__min_lr=1e-9))
+    train(runs.resolved(folder, output_dir=str(run)))
+    assert outcome(run) == outcome(single)
 
 
 def test_never_does_not_replace_an_earlier_run(folder: Path, single: Path) -> None:
@@ -163,7 +181,6 @@ def test_the_newest_is_newest_by_step_whatever_the_clock_says(finished: tuple[in
 
 
 def test_random_state_goes_through_json() -> None:
-    import json
     import random
 
     import numpy as np

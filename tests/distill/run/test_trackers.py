@@ -53,7 +53,7 @@ def test_trackio_is_called_as_it_asks_to_be(
             calls.append("finish")
 
     def init(project: str, name: str | None = None, *, config: dict | None = None, resume: str = "never") -> Run:
-        assert config is not None and config["train"]["lr"] == 1e-3
+        assert config is not None and config["optim"]["lr"] == 1e-3
         calls.append((project, name, resume))
         print("a banner")
         return Run()

@@ -71,21 +71,21 @@ def test_an_orderly_end_is_no_loss() -> None:
 
 def disagree() -> None:
     world = join_world()
-    require_agreement(world, {"seed": 0, "train.lr": 0.1})
-    require_agreement(world, {"seed": 0, "train.lr": 0.1 * (world.rank + 1)})
+    require_agreement(world, {"seed": 0, "optim.lr": 0.1})
+    require_agreement(world, {"seed": 0, "optim.lr": 0.1 * (world.rank + 1)})
 
 
 def test_processes_that_were_started_differently_end_at_once() -> None:
     for error in ranks.on_ranks(2, disagree):
         assert isinstance(error, ConfigError)
-        assert str(error) == "the processes disagree: train.lr is 0.1 on rank 0 and 0.2 on rank 1"
+        assert str(error) == "the processes disagree: optim.lr is 0.1 on rank 0 and 0.2 on rank 1"
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_killed_rank_ends_the_command(repo: Path, tmp_path: Path, size: int) -> None:
     runs.write_models(tmp_path)
-    changes = {"train__steps": 100_000, "train__save_every": 5, "train__batch_tokens": 384}
+    changes = {"train__steps": 100_000, "checkpoint__every_steps": 5, "train__batch_tokens": 384}
     runs.resolved(tmp_path, output_dir=str(tmp_path / "run"), **changes)
     command = [sys.executable, "-m", "fcsd", "distill", str(tmp_path / "recipe.yaml"), "--gpus", str(size)]
     with subprocess.Popen(command, cwd=repo, stderr=subprocess.PIPE, text=True) as process:

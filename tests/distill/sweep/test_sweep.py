@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import ranks
 import runs
+from old_keys import flat_before, recipe_before
 
 from fcsd.config import ResolvedRecipe, load_recipe
 from fcsd.distill import loop
@@ -26,7 +27,7 @@ from fcsd.distill.sweep.trials import all_trials, points
 from fcsd.errors import ConfigError, FcsdError
 
 TWO_STAGES = {
-    "stages": [{"train.batch_tokens": [64, 128]}, {"train.lr": [1e-3, 2e-3]}],
+    "stages": [{"train.batch_tokens": [64, 128]}, {"optim.lr": [1e-3, 2e-3]}],
     "steps": 4,
     "window": 2,
 }
@@ -83,7 +84,7 @@ def test_two_stages_share_a_run_and_the_chosen_one_becomes_the_full_run(folder: 
         assert entry["value"] == pytest.approx((lines[-1]["loss"] + lines[-2]["loss"]) / 2)
         assert entry["tokens"] == 4 * entry["values"]["train.batch_tokens"] == lines[-1]["tokens"]
         assert len(checkpoints.checkpoints(Path(entry["run"]) / "checkpoints")) == 2
-        assert name in (out / "table.md").read_text() or str(entry["values"]["train.lr"]) in to_text(record)
+        assert name in (out / "table.md").read_text() or str(entry["values"]["optim.lr"]) in to_text(record)
     assert (out / "sweep.png").stat().st_size > 10_000
     assert json.loads((out / "sweep.json").read_text()) == record
 
@@ -95,7 +96,7 @@ def test_two_stages_share_a_run_and_the_chosen_one_becomes_the_full_run(folder: 
         output_dir=str(tmp_path / "alone"),
         train__steps=6,
         train__batch_tokens=values["train.batch_tokens"],
-        train__lr=values["train.lr"],
+        optim__lr=values["optim.lr"],
     )
     assert ranks.on_ranks(1, loop.distill, alone) == [tmp_path / "alone"]
     numbers = [[(m["step"], m["loss"], m["lr"]) for m in read_metrics(run)] for run in (full, tmp_path / "alone")]
@@ -105,6 +106,16 @@ def test_two_stages_share_a_run_and_the_chosen_one_becomes_the_full_run(folder: 
     launches.clear()
     assert sweep(recipe(folder, out, TWO_STAGES), recorded(launches)) == record
     assert launches == ["full"], "nothing is run twice; the full run sees for itself that it is finished"
+
+    launches.clear()  # the directory as a version wrote it that had other keys
+    for path in (out / "trials").glob("*.yaml"):
+        path.write_text(json.dumps(recipe_before(load_recipe(path).recipe.model_dump())))
+    entries = {name: {**entry, "values": flat_before(entry["values"])} for name, entry in record["trials"].items()}
+    (out / "sweep.json").write_text(json.dumps({**record, "trials": entries}))
+    assert sweep(recipe(folder, out, TWO_STAGES), recorded(launches)) == record
+    assert launches == ["full"]
+    with pytest.raises(ConfigError, match=r"optim\.weight_decay was 0\.0 and is now 0\.5"):
+        sweep(recipe(folder, out, TWO_STAGES, optim__weight_decay=0.5), recorded(launches))
 
 
 def test_a_trial_that_fails_is_in_the_table_and_alone_repeated(folder: Path, tmp_path: Path) -> None:
@@ -127,7 +138,7 @@ def test_a_trial_that_fails_is_in_the_table_and_alone_repeated(folder: Path, tmp
 
 @pytest.mark.nightly
 def test_a_grid_with_a_learning_rate_that_diverges(folder: Path, tmp_path: Path) -> None:
-    plan = {"stages": [{"train.lr": [1e-3, 1e30], "objective.temperature": [1.0, 2.0]}], "steps": 4, "metric": "sft"}
+    plan = {"stages": [{"optim.lr": [1e-3, 1e30], "objective.temperature": [1.0, 2.0]}], "steps": 4, "metric": "sft"}
     plan |= {"horizon": "trial"}
     found = sweep(recipe(folder, tmp_path / "sweep", plan), launch)
     require_complete(found)
@@ -176,14 +187,14 @@ def test_the_command_killed_and_started_again(folder: Path, tmp_path: Path) -> N
 @pytest.mark.nightly
 def test_trials_divide_the_experts_with_communication_in_flight(tmp_path: Path) -> None:
     runs.write_models(tmp_path, "qwen3_moe")
-    plan = {"stages": [{"train.batch_tokens": [128, 256], "train.lr": [1e-3, 2e-3]}], "steps": 2, "then": "stop"}
-    recipe(tmp_path, tmp_path / "sweep", plan, train__expert_parallel=2, train__overlap="on")
+    plan = {"stages": [{"train.batch_tokens": [128, 256], "optim.lr": [1e-3, 2e-3]}], "steps": 2, "then": "stop"}
+    recipe(tmp_path, tmp_path / "sweep", plan, parallel__ep_size=2, parallel__overlap="on")
     command = [sys.executable, "-m", "fcsd", "distill", "--sweep", str(tmp_path / "recipe.yaml"), "--json"]
     done = subprocess.run([*command, "--gpus", "2"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [trial["status"] for trial in found["trials"].values()] == ["done"] * 4
-    alone = runs.resolved(tmp_path, output_dir=str(tmp_path / "alone"), train__steps=2, train__horizon=6)
+    alone = runs.resolved(tmp_path, output_dir=str(tmp_path / "alone"), train__steps=2, optim__horizon=6)
     runs.train(alone)  # one process that holds all experts
     twin = found["trials"]["batch_tokens-256_lr-0.001"]
     losses = [line["loss"] for line in read_metrics(tmp_path / "alone")]
@@ -202,11 +213,11 @@ def test_a_sweep_that_cannot_be_is_refused_before_its_first_run(folder: Path, tm
         return {"stages": [stage], "steps": 4} | more
 
     out = tmp_path / "sweep"
-    assert "unknown key 'train.lrr'; did you mean 'train.lr'" in refused(folder, out, plan({"train.lrr": [1e-3]}))
-    assert "sweep, train.lr -1.0" in refused(folder, out, plan({"train.lr": [1e-3, -1.0]}))
-    assert "the full run has 6" in refused(folder, out, plan({"train.lr": [1e-3]}, steps=7))
+    assert "unknown key 'train.lrr'; did you mean 'optim.lr'" in refused(folder, out, plan({"train.lrr": [1e-3]}))
+    assert "sweep, optim.lr -1.0" in refused(folder, out, plan({"optim.lr": [1e-3, -1.0]}))
+    assert "the full run has 6" in refused(folder, out, plan({"optim.lr": [1e-3]}, steps=7))
     assert "it has loss, kl, sft, held_out_sft, held_out_kl" in refused(
-        folder, out, plan({"train.lr": [1e-3]}, metric="perplexity")
+        folder, out, plan({"optim.lr": [1e-3]}, metric="perplexity")
     )
     assert "'kl' is not measured by kl-0" in refused(folder, out, plan({"objective.kl": [1.0, 0.0]}, metric="kl"))
     assert "two trials would be called" in refused(folder, out, plan({"model": ["a/b", "a b"]}))
@@ -231,11 +242,11 @@ def test_a_directory_of_another_sweep_is_left_alone(folder: Path, tmp_path: Path
 
 def test_each_batch_size_has_the_steps_that_the_budget_in_tokens_gives_it(folder: Path, tmp_path: Path) -> None:
     resolved = runs.resolved(
-        folder, output_dir=str(tmp_path), sweep=TWO_STAGES, train__tokens=5000, train__steps=None, train__horizon=None
+        folder, output_dir=str(tmp_path), sweep=TWO_STAGES, train__tokens=5000, train__steps=None, optim__horizon=None
     )
     for trial in all_trials(resolved):
-        train, steps = trial.resolved.recipe.train, -(-5000 // trial.values["train.batch_tokens"])
-        assert (train.steps, train.schedule_steps, trial.full.recipe.train.steps) == (4, steps, steps)
+        short, steps = trial.resolved.recipe, -(-5000 // trial.values["train.batch_tokens"])
+        assert (short.train.steps, short.schedule_steps, trial.full.recipe.train.steps) == (4, steps, steps)
 
 
 def test_all_combinations_of_a_stage_are_tried() -> None:

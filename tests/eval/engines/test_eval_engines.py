@@ -119,7 +119,7 @@ def test_a_model_larger_than_memory_scores_the_same(model, mirror, monkeypatch):
 
 def sharded(rank: int, model: Path, rewired: Path, mirror: Path, out: Path) -> list[Any]:
     """Scores twice, the engine's description, and the expert tensors that this rank read."""
-    engine = Engine(expert_parallel=2, batch_size=3, device="cpu")
+    engine = Engine(ep_size=2, batch_size=3, device="cpu")
     options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=3)
     raw, read = Reader.raw, set()
 
@@ -144,7 +144,7 @@ def test_experts_spread_over_two_ranks_score_the_same(model, mirror, tmp_path):
     with eval_data.short_answers():
         assert first == second == scores(evaluate([str(model), str(tmp_path / "rewired")], **options))
     assert again == first[: len(TASKS)]
-    assert engine["ranks"] == 2 and engine["expert_parallel"] == 2
+    assert engine["ranks"] == 2 and engine["ep_size"] == 2
     # Each rank read its own experts and no others.
     on_disk = {name for name in read_layout(model).tensors if ".experts." in name}
     assert read | read_by_second == on_disk and not read & read_by_second
@@ -157,8 +157,8 @@ def test_experts_spread_over_two_ranks_score_the_same(model, mirror, tmp_path):
         (VLLM, r"vLLM is not installed"),
         (Engine(backend="tpu"), "unknown backend"),
         (Engine(generation="fast"), "unknown generation"),
-        (Engine(expert_parallel=2), "does not divide 1 processes"),
-        (Engine(expert_parallel=2, device="auto"), "--expert-parallel has ranks of its own"),
+        (Engine(ep_size=2), "does not divide 1 processes"),
+        (Engine(ep_size=2, device="auto"), "--ep-size needs several processes"),
     ],
 )
 def test_engines_that_cannot_be_are_refused(engine, message):
@@ -169,6 +169,6 @@ def test_engines_that_cannot_be_are_refused(engine, message):
 
 
 def test_options_of_the_other_backend_are_refused(vllm):
-    for engine in (Engine(backend="vllm", device="cpu"), Engine(backend="vllm", expert_parallel=2)):
+    for engine in (Engine(backend="vllm", device="cpu"), Engine(backend="vllm", ep_size=2)):
         with pytest.raises(ConfigError, match="is for --backend hf"):
             evaluate(["nowhere"], tasks=["PIQA"], engine=engine)

@@ -36,7 +36,7 @@ def growth(function: Callable[[], Any]) -> tuple[Any, int]:
     return result, resident("VmHWM") - before
 
 
-def checkpointed(checkpoint: Path, out: Path, degree: int) -> dict[str, int]:
+def checkpointed(checkpoint: Path, out: Path, ep_size: int) -> dict[str, int]:
     """Bytes: this rank's ``share`` of the model, and the growth while it is read and written."""
     from fcsd.distill.expert_parallel import load
     from fcsd.distill.run.write_model import write_model
@@ -44,20 +44,20 @@ def checkpointed(checkpoint: Path, out: Path, degree: int) -> dict[str, int]:
 
     join()
     world = join_world()
-    model, read = growth(lambda: load(checkpoint, degree, dtype=torch.bfloat16, device=world.device))
+    model, read = growth(lambda: load(checkpoint, ep_size, dtype=torch.bfloat16, device=world.device))
     share = sum(tensor.nbytes for tensor in model.state_dict().values())
     _, written = growth(lambda: write_model(model, checkpoint, out, world))
     return {"share": share, "read": read, "written": written}
 
 
-def made_at_random(source: Path, degree: int) -> int:
+def made_at_random(source: Path, ep_size: int) -> int:
     """Growth while a random model is made, a share on every rank."""
     from fcsd.distill.expert_parallel import randomise
 
     join()
     config = AutoConfig.from_pretrained(source)
     device = torch.device("cpu")
-    return growth(lambda: randomise(config, degree, dtype=torch.bfloat16, device=device, seed=0))[1]
+    return growth(lambda: randomise(config, ep_size, dtype=torch.bfloat16, device=device, seed=0))[1]
 
 
 def written_at_random(source: Path, out: Path) -> int:

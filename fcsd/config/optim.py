@@ -1,0 +1,32 @@
+"""`optim`: the optimizer and the schedule of its learning rate."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fcsd.config.fields import NonNegative, Positive, Section, Weight
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Optim(Section):
+    """AdamW and the schedule of its learning rate."""
+
+    lr: Annotated[float, Field(gt=0)] = 2e-5
+    """The highest learning rate of AdamW; the schedule reaches it after the warm-up."""
+    min_lr: Weight = 0.0
+    """The learning rate at the last step of the schedule. At most `lr`."""
+    horizon: Positive | None = None
+    """The number of optimizer steps of the whole schedule. Set it above `train.steps` for a run that stops before the
+    schedule ends, for example one that is resumed with more steps later. null means `train.steps`."""
+    warmup_steps: NonNegative = 10
+    """The number of optimizer steps in which the learning rate rises linearly from 0 to `lr`."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """The shape of the learning rate after the warm-up: it falls from `lr` to `min_lr` along a cosine or a line, or it
+    stays at `lr`."""
+    weight_decay: Weight = 0.0
+    """The decoupled weight decay of AdamW, for all trained parameters; 0 turns it off."""
+    betas: list[Beta] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    """The decay rates of AdamW's first and second moment."""
+    grad_clip: Weight = 1.0
+    """The largest global L2 norm of the gradients; larger gradients are scaled down to it. 0 turns clipping off."""
