@@ -1,4 +1,4 @@
-"""The ways rows can travel between the GPUs of one host, alone and beside matrix products.
+"""Time the transports between the GPUs of one host, alone and beside matrix products.
 
     torchrun --nproc-per-node 4 -m fcsd.bench.transports [--symmetric-kernel] [--out FILE]
 
@@ -32,7 +32,7 @@ REPEATS = 10
 
 
 def uneven(world: int, rows: int) -> list[list[int]]:
-    """Rows from each rank to each: every rank sends ``rows``, half as many more to some as to others."""
+    """How many rows each rank sends to each: every rank sends ``rows``, up to twice as many to one as to another."""
     shares = [[2 + (sender + 2 * receiver) % 3 for receiver in range(world)] for sender in range(world)]
     matrix = [[rows * share // sum(row) for share in row] for row in shares]
     for sender, row in enumerate(matrix):
@@ -41,7 +41,7 @@ def uneven(world: int, rows: int) -> list[list[int]]:
 
 
 def check(transport: Transport, world: World) -> None:
-    """Exchanges of different sizes, one larger than the first one's buffers, bring what NCCL's bring.
+    """Compare exchanges of different sizes with NCCL's; one of them is larger than the first one's buffers.
 
     Raises:
         FcsdError: they do not.
@@ -79,7 +79,7 @@ def symmetric_kernel(splits: Splits, world: World) -> Callable[[], Any]:
 
 
 def launching(transport: Transport, rows: Tensor, splits: Splits) -> Callable[[], Any]:
-    """An exchange; what it gives waits for it."""
+    """A function that starts an exchange and returns a function that waits for it."""
 
     def exchange() -> Callable[[], Any]:
         kept, work = transport(rows, splits, dist.group.WORLD, False)
@@ -89,7 +89,7 @@ def launching(transport: Transport, rows: Tensor, splits: Splits) -> Callable[[]
 
 
 def on_a_stream(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The same for an operation on the current stream."""
+    """The same for an operation on the current stream, which is moved to a stream of its own."""
     stream = torch.cuda.Stream(priority=-1)
 
     def exchange() -> Callable[[], Any]:
@@ -102,7 +102,7 @@ def on_a_stream(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """Median, all ranks starting together."""
+    """Median time of ``run`` in milliseconds; all ranks start together."""
     times = []
     for _ in range(REPEATS + 2):
         dist.barrier()

@@ -1,13 +1,13 @@
-"""Memory of one GPU over an optimizer step: what is held throughout, and the moments at which the rest piles up.
+"""Memory of one GPU over an optimizer step.
 
-Held throughout are weights, optimizer states and the teacher. Activations shrink in backward while gradients grow, and
-the optimizer has temporaries of its own, so no single sum is the peak: each moment of a step is added up by parts and
-the fullest one decides. The figures are what ``torch.cuda.max_memory_allocated`` counts, from the second step on; what
-comes on top of it are ``Memory.context`` and ``Memory.slack``.
+Weights, optimizer states and the teacher stay in memory for the whole step. The rest changes: activations shrink in the
+backward pass while gradients grow, and the optimizer has temporaries. The peak is therefore computed as the largest of
+several moments, each of which is the sum of its parts. The figures are those that ``torch.cuda.max_memory_allocated``
+counts from the second step on; ``Memory.context`` and ``Memory.slack`` come on top of them.
 
-ZeRO is DeepSpeed 0.19.8's as ``fcsd.distill.engine`` configures it (``runtime/zero/stage_1_and_2.py``): dense
-parameters are partitioned over all processes, routed experts over those that hold the same ones
-(``world / ep_size``).
+ZeRO works as in DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``) with the configuration of ``fcsd.distill.engine``:
+dense parameters are partitioned over all processes, and routed experts over the ``world / ep_size`` processes that hold
+the same experts.
 """
 
 from dataclasses import dataclass
