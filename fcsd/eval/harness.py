@@ -81,8 +81,8 @@ def evaluate_models(
         One result per model and task: ``model, path, suite, baseline, column, task, metric, filter, value, stderr, n,
         chance, items, settings, settings_sha256, data_sha256, data_files, sandbox, engine, versions, seconds``.
         ``value`` is a fraction (or a loss in nats per token, or a perplexity); ``items`` holds the results of the
-        single questions in a fixed order, by which ``compare_models`` pairs models. ``path`` is the model's absolute path, or
-        its hub id; None for a model in memory.
+        single questions in a fixed order, by which ``compare_models`` pairs models. ``path`` is the model's absolute
+        path, or its hub id; None for a model in memory.
 
     Raises:
         ConfigError: unknown suite or task, a task that cannot run here, two models of one name.
