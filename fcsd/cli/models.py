@@ -55,7 +55,10 @@ def convert(
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory or a converted model.")],
     out: Out,
-    checkpoint: Annotated[str, typer.Option(help="Which one of a run: latest, best or step-N.")] = "latest",
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="Which one of a run: best, latest or step-N. Default: best if steps were scored."),
+    ] = None,
     force: Force = False,
     push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Then push to the hub.")] = None,
     private: Private = False,

@@ -69,6 +69,7 @@ def distill(
         return directory
     early_stop.require_scorer(recipe.early_stop, scorer)
     trackers.require_tracker(recipe.report)
+    run_dir.require_usable(directory, filter(None, (recipe.model, recipe.teacher)))
     world = join_world(join_timeout)
     _hide_progress_bars(world)
     with ExitStack() as held:
@@ -221,7 +222,11 @@ def publish_model(run: Prepared, tools: Tools) -> None:
     newest = tools.saver.checkpoint
     if newest is None:
         return
-    best = checkpoints.best(run.folder, tools.scores.verdict.best)
+    verdict = tools.scores.verdict
+    best = checkpoints.best(run.folder, verdict.best)
+    if tools.reporter and verdict.best is not None:
+        stopped = f"stopped early: {verdict.waited} scores in a row were no improvement; " if verdict.stop else ""
+        tools.reporter.say(f"{stopped}final/ is the model with the best score, that of step {verdict.best}")
     run.world.on_first(
         lambda: run_dir.publish(manifest.verified_model(best) if best else newest / manifest.MODEL, run.directory)
     )

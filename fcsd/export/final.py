@@ -5,23 +5,24 @@ import logging
 import shutil
 from pathlib import Path
 
-from fcsd.checkpoint import read_config, read_layout, resolve, verify_tensors
+from fcsd.checkpoint import Source, read_config, read_layout, resolve, verify_tensors
 from fcsd.checkpoint.staging import check_out, staged, take_over, write
 from fcsd.convert import other_files, written_files
-from fcsd.errors import BadInputError, ConfigError
+from fcsd.errors import BadInputError, ConfigError, FcsdError
 from fcsd.export.card import model_card
 from fcsd.export.reload import RECORD, prove_reload
 
 log = logging.getLogger(__name__)
 
 _CARD = "README.md"
+_ATTEMPTS = 5  # at a checkpoint that a run in progress deletes meanwhile
 
 
 def export(
     run_or_model: str,
     out: str | Path,
     *,
-    checkpoint: str = "latest",
+    checkpoint: str | None = None,
     force: bool = False,
     push: str | None = None,
     private: bool = False,
@@ -34,6 +35,7 @@ def export(
         run_or_model: a run directory, or a converted model (directory or hub id).
         out: directory to write.
         checkpoint: of a run: ``latest``, ``step-N``, or ``best`` by its early-stopping score, else its held-out loss.
+            None is ``best`` for a run whose steps were scored, as early stopping does, and ``latest`` for others.
         force: replace an ``out`` that fcsd wrote.
         push: hub repository to upload it to; the other arguments are those of ``fcsd.export.push.push``.
 
@@ -46,11 +48,29 @@ def export(
         ConfigError: ``out`` may not be written.
         FcsdError: the directory does not reload to equal logits; nothing is left of it then.
     """
+    run = Path(run_or_model) if (Path(run_or_model) / "config.resolved.yaml").is_file() else None
+    for attempt in range(_ATTEMPTS):
+        chosen = None if run is None else _checkpoint_of(run, checkpoint)
+        try:
+            _write(resolve(run_or_model) if chosen is None else _verified(chosen), run, Path(out), force, push)
+            break
+        except (FcsdError, OSError):
+            # A run in progress deletes old checkpoints; what it has written since is exported instead.
+            if chosen is None or chosen.exists() or attempt + 1 == _ATTEMPTS:
+                raise
+            log.info("the run deleted %s meanwhile; trying again", chosen)
+    if push:
+        from fcsd.export.push import push as upload
+
+        address = upload(Path(out), push, private=private, create_pr=create_pr, revision=revision)
+        log.info("pushed to %s", address)
+    return Path(out)
+
+
+def _write(source: Source, run: Path | None, out: Path, force: bool, push: str | None) -> None:
+    """Writes and proves ``out`` from a model directory."""
     from fcsd.models.archs import ARCHS
 
-    out = Path(out)
-    run = Path(run_or_model) if (Path(run_or_model) / "config.resolved.yaml").is_file() else None
-    source = resolve(str(_model_of(run, checkpoint)) if run else run_or_model)
     check_out(out, [source.path], force=force)
     config = read_config(source.path)
     if config.rewired is None or config.foreign:
@@ -73,37 +93,56 @@ def export(
         record = prove_reload(layout, stage, config, arch)
         write(stage / RECORD, json.dumps(record, indent=2) + "\n")
     log.info("reloaded without fcsd: logits of the first %d of %d layers equal", record["layers"], record["of"])
-    if push:
-        from fcsd.export.push import push as upload
-
-        log.info("pushed to %s", upload(out, push, private=private, create_pr=create_pr, revision=revision))
-    return out
 
 
-def _model_of(run: Path, checkpoint: str) -> Path:
-    """The model directory of a run's checkpoint, whole: all that is known here of how a run is laid out.
+def _checkpoint_of(run: Path, checkpoint: str | None) -> Path:
+    """The directory of a run's checkpoint, not verified.
 
     Raises:
         ConfigError: there is no such checkpoint, or the run measured no held-out loss.
         BadInputError: the run has no checkpoint yet.
-        CheckpointError: the checkpoint is damaged.
     """
-    from fcsd.distill.run import checkpoints, manifest, run_dir
+    from fcsd.distill.run import checkpoints, run_dir
 
     committed = checkpoints.checkpoints(run / run_dir.CHECKPOINTS)
     if not committed:
         raise BadInputError(f"{run}: has no checkpoint yet", "Let it run to its first one, or resume it.")
     named = {path.name: path for path in committed} | {"latest": committed[-1]}
-    if checkpoint not in (*named, "best"):
-        raise ConfigError(f"checkpoint {checkpoint!r}: there are best, {', '.join(reversed(named))}")
-    return manifest.verified_model(_best(run, committed) if checkpoint == "best" else named[checkpoint])
+    if checkpoint == "best":
+        return _best(run, committed)
+    if checkpoint is not None:
+        if checkpoint not in named:
+            raise ConfigError(f"checkpoint {checkpoint!r}: there are best, {', '.join(reversed(named))}")
+        return named[checkpoint]
+    scored = checkpoints.best(committed[0].parent, _best_step(committed[-1]))
+    why = "the last" if scored is None else "the one with the best score; --checkpoint latest takes the last"
+    log.info("%s: exporting %s, %s", run, (scored or committed[-1]).name, why)
+    return scored or committed[-1]
+
+
+def _verified(chosen: Path) -> Source:
+    """The model in a checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    from fcsd.distill.run import manifest
+
+    return resolve(str(manifest.verified_model(chosen)))
+
+
+def _best_step(newest: Path) -> int | None:
+    """The step with the best early-stopping score, if the run was scored."""
+    from fcsd.distill.run import manifest
+
+    return manifest.read_manifest(newest)["progress"].get("best")
 
 
 def _best(run: Path, committed: list[Path]) -> Path:
-    from fcsd.distill.run import checkpoints, manifest
+    from fcsd.distill.run import checkpoints
     from fcsd.distill.run.report import read_metrics
 
-    if scored := checkpoints.best(committed[0].parent, manifest.read_manifest(committed[-1])["progress"].get("best")):
+    if scored := checkpoints.best(committed[0].parent, _best_step(committed[-1])):
         return scored
     steps = {int(path.name.removeprefix("step-")): path for path in committed}
     losses = {line["step"]: line["held_out_sft"] for line in read_metrics(run) if "held_out_sft" in line}

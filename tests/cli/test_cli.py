@@ -174,7 +174,7 @@ def test_eval_exits_9_unless_the_verdict_is_met(library) -> None:
 def test_export_and_push(library) -> None:
     export = library("fcsd.export.final", "export", Path("final"))
     assert run("export", "runs/x", "final", "--push", "org/name", "--private").stdout == "final\n"
-    wanted = {"checkpoint": "latest", "force": False, "push": "org/name", "private": True, "create_pr": False}
+    wanted = {"checkpoint": None, "force": False, "push": "org/name", "private": True, "create_pr": False}
     export.assert_called_once_with("runs/x", Path("final"), **wanted, revision=None)
     push = library("fcsd.export.push", "push", "address")
     assert run("push", "final", "org/name", "--create-pr", "--revision", "b").stdout == "address\n"

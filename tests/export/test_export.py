@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def test_a_run_exports_its_latest_or_best_checkpoint(run: Path, tmp_path: Path, 
         patch.setattr(exporting, "prove_reload", lambda *args: {"layers": 4, "of": 4})
         best = export(str(run), tmp_path / "best", checkpoint="best")
     latest = export(str(run), tmp_path / "latest")
-    assert exporting._model_of(run, "step-10") == run / "checkpoints" / "step-10" / "model"
+    assert exporting._checkpoint_of(run, "step-10") == run / "checkpoints" / "step-10"
     assert snapshot(run) == before
     for out, step in ((latest, 20), (best, 10)):
         model = run / "checkpoints" / f"step-{step}" / "model"
@@ -151,6 +152,24 @@ def test_a_run_exports_its_latest_or_best_checkpoint(run: Path, tmp_path: Path, 
     assert "| base | PIQA | acc_norm | 75.0 ± 1.0 | 100 |" in card.text
     assert "lr: 2.0e-05" in card.text and "held_out_sft 0.5" in card.text
     assert yaml.safe_load(card.text.split("```yaml\n")[1].split("```")[0])["name"] == "mine"
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_replaced_by_its_newer_one(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest, folder, verified = run / "step-20", run / "checkpoints", exporting._verified
+    (folder / "step-20").rename(newest)
+    monkeypatch.setattr(exporting, "prove_reload", lambda *args: {"layers": 4, "of": 4})
+
+    def meanwhile(chosen: Path) -> Any:
+        if chosen.name == "step-10":  # while its files are hashed the run commits step 20 and deletes step 10
+            newest.rename(folder / "step-20")
+            shutil.rmtree(chosen)
+        return verified(chosen)
+
+    monkeypatch.setattr(exporting, "_verified", meanwhile)
+    out = export(str(run), tmp_path / "out")
+    assert (out / "model.safetensors").samefile(folder / "step-20" / "model" / "model.safetensors")
 
 
 def test_what_cannot_be_exported_is_refused(run: Path, converted: Path, tmp_path: Path) -> None:
