@@ -39,7 +39,8 @@ class Student(nn.Module):
         """The loss terms ``kl``, ``sft`` and ``hidden`` named in ``terms``, unweighted, as fp32 scalars.
 
         Args:
-            batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``.
+            batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``; and, where the host has looked
+                for them, ``kept``, the flat positions with a label.
             targets: the teacher's part; ``kl`` and ``hidden`` need it.
             denominator: what the sums over tokens are divided by.
         """
@@ -61,13 +62,16 @@ class Student(nn.Module):
                 "temperature": self.objective.temperature,
                 "denominator": denominator,
                 "chunk_tokens": chunk,
+                "kept": batch.get("kept"),
             }
             if isinstance(targets.output, TopK):
                 losses["kl"] = kl_from_top_k(hidden, head, targets.output, counts, **options)
             else:
                 losses["kl"] = kl_divergence(hidden, head, *targets.output, counts, **options)
         if "sft" in terms:
-            losses["sft"] = cross_entropy(hidden, head, labels, denominator=denominator, chunk_tokens=chunk)
+            losses["sft"] = cross_entropy(
+                hidden, head, labels, denominator=denominator, chunk_tokens=chunk, kept=batch.get("kept")
+            )
         return losses
 
 

@@ -21,7 +21,7 @@ from fcsd.distill.metrics import Meter
 from fcsd.distill.prepare import Prepared, prepare_run
 from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals, trackers, watchdog
 from fcsd.distill.run.nonfinite import Skips
-from fcsd.distill.run.report import Reporter, reporting
+from fcsd.distill.run.report import Reporter, opening, reporting
 from fcsd.distill.run.saver import Saver
 from fcsd.distill.run.signals import Preemption
 from fcsd.distill.run.watchdog import Watchdog
@@ -137,6 +137,7 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, dog: Wa
         reporter = None
         if run.world.rank == 0:
             reporter = shown.enter_context(reporting(run.directory, run.resolved, start=run.done))
+            reporter.say(opening(recipe, run.directory, run.done))
         shown.callback(dog.leave)  # however the steps end, each rank takes its own time for what is left to do
         steps = recipe.train.steps if not scores.verdict.stop else run.done
         feed = shown.enter_context(feeding(run.rows, recipe, run.world, first, steps, run.cache))

@@ -1,4 +1,4 @@
-"""What a recipe would do, without doing it."""
+"""The dry run: what a recipe would do, and its first rows, without a step."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints that exist as a whole or not at all.
+"""Checkpoints: each exists as a whole or not at all.
 
 ``checkpoints/step-N/`` holds ``model/`` (an ordinary Hugging Face directory), ``engine/`` (DeepSpeed's files), one
 ``rank-R.json`` of random state for each process, and ``MANIFEST.json``: the size and sha256 of every file, the
@@ -131,7 +131,7 @@ def _newest(folder: Path, report: Callable[[str], None]) -> Path | None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Deletes what a save that did not come to its end has left."""
+    """Deletes what interrupted saves have left."""
     for partial in folder.glob("step-*.tmp-*"):
         shutil.rmtree(partial)
 
@@ -188,7 +188,7 @@ def _save_engine(engine: Any, partial: Path, world: World) -> None:
 
 
 def _rename(partial: Path, final: Path) -> None:
-    """The moment a checkpoint comes to be."""
+    """From here on the checkpoint exists."""
     partial.rename(final)
     manifest.sync(final.parent)
 

@@ -1,4 +1,4 @@
-"""The directory of a run: owned by one run at a time, and saying how it came about."""
+"""The directory of a run: one process owns it at a time, and it records how the run was started."""
 
 import fcntl
 import json
