@@ -50,8 +50,8 @@ class EarlyStop(Section):
     """When to stop before the last step, and which checkpoint is the best."""
 
     metric: Annotated[str, Field(min_length=1, max_length=64)] = NO_METRIC
-    """What is scored: `none`; `held_out`, the loss on data.held_out (the KL if the run has a teacher in memory, else the
-    cross-entropy); or a task of the suite: `mbpp_plus`."""
+    """What is scored: `none`; `held_out`, the loss on data.held_out, which is the KL if the run has a teacher in memory
+    and the cross-entropy otherwise; or a task of the suite: `mbpp_plus`."""
     suite: str = "strict"
     """The suite of `fcsd eval` whose settings the task has."""
     every: Positive = 1000
