@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from fcsd import parity
 from fcsd.checkpoint import Layout
 from fcsd.convert import convert
-from fcsd.distill.run.manifest import write_manifest
+from fcsd.distill.run import manifest
 from fcsd.errors import BadInputError, CheckpointError, ConfigError, DoesNotFitError, FcsdError
 from fcsd.export import final as exporting
 from fcsd.export import reload
@@ -56,8 +56,8 @@ def run(converted: Path, tmp_path: Path) -> Path:
         for file in converted.iterdir():
             if not (folder / "model" / file.name).exists() and "safetensors" not in file.name:
                 (folder / "model" / file.name).write_bytes(file.read_bytes())
-        files = {name: {"sha256": digest} for name, digest in snapshot(folder).items()}
-        write_manifest(folder, {"step": step, "files": files, "progress": {"step": step}})
+        described = manifest.described(folder, manifest.files(folder))
+        manifest.write_manifest(folder, {"step": step, "identity": {}, "files": described, "progress": {"step": step}})
         records.append({"step": step, "kl": loss / 2, "held_out_sft": loss})
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     row = {"task": "piqa_task", "column": "PIQA", "metric": "acc_norm", "stderr": 0.01, "n": 100, "items": []}
