@@ -135,5 +135,5 @@ def _top_k_of(model: PreTrainedModel, micro: dict[str, Tensor], recipe: Recipe, 
         output_head(model),
         settings.top_k,
         temperature=objective.temperature,
-        chunk_tokens=objective.chunk_tokens,
+        chunk_tokens=objective.chunk(len(output_head(model))),
     )

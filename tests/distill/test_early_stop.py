@@ -18,7 +18,7 @@ from fcsd.distill.run import checkpoints, manifest
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import CheckpointError, ConfigError
 from fcsd.eval.score import Score, Scorer
-from fcsd.export.final import _checkpoint_of, _verified
+from fcsd.export.final import _choose
 
 SCRIPT = [0.50, 0.51, 0.60, 0.61, 0.59, 0.612, 0.2, 0.7]  # of steps 1, 2, ...
 STOPPING = {"metric": "scripted", "every": 1, "patience": 3, "delta": 0.02}
@@ -118,14 +118,14 @@ def test_the_best_outlives_the_newest_and_is_what_is_published(folder: Path, tmp
     changed = recipe(folder, run, early_stop=STOPPING | {"patience": 9}, checkpoint__every_steps=1, train__steps=5)
     assert ranks.on_ranks(1, scripted, changed) == [None]
     assert names(run) == ["step-4", "step-5"]
-    assert _verified(_checkpoint_of(run, "best")).path == run / "checkpoints" / "step-4" / "model"
-    assert _verified(_checkpoint_of(run, "latest")).path == run / "checkpoints" / "step-5" / "model"
+    assert _choose(run, "best") == run / "checkpoints" / "step-4"
+    assert _choose(run, "latest") == run / "checkpoints" / "step-5"
     best, last = (
-        weights(_verified(_checkpoint_of(run, "best")).path),
-        weights(_verified(_checkpoint_of(run, "latest")).path),
+        weights(_choose(run, "best") / "model"),
+        weights(_choose(run, "latest") / "model"),
     )
     assert weights(run / "final") == best != last
-    assert _checkpoint_of(run, None) == run / "checkpoints" / "step-4", "the best is what is exported"
+    assert _choose(run, None) == run / "checkpoints" / "step-4", "the best is what is exported"
     # A finished run, started again with more patience, publishes again and does nothing else.
     shutil.rmtree(run / "final")
     assert ranks.on_ranks(1, scripted, changed) == [None]
@@ -134,7 +134,7 @@ def test_the_best_outlives_the_newest_and_is_what_is_published(folder: Path, tmp
     with (run / "checkpoints" / "step-4" / "model" / "model.safetensors").open("r+b") as file:
         file.write(b"damaged")
     with pytest.raises(CheckpointError, match=r"step-4: model/model.safetensors is damaged"):
-        _verified(_checkpoint_of(run, "best"))
+        manifest.verified_model(_choose(run, "best"))
     (error,) = ranks.on_ranks(1, scripted, changed)
     assert isinstance(error, CheckpointError) and "step-4" in str(error)
 
