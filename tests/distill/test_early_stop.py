@@ -120,10 +120,7 @@ def test_the_best_outlives_the_newest_and_is_what_is_published(folder: Path, tmp
     assert names(run) == ["step-4", "step-5"]
     assert _choose(run, "best") == run / "checkpoints" / "step-4"
     assert _choose(run, "latest") == run / "checkpoints" / "step-5"
-    best, last = (
-        weights(_choose(run, "best") / "model"),
-        weights(_choose(run, "latest") / "model"),
-    )
+    best, last = (weights(_choose(run, which) / "model") for which in ("best", "latest"))
     assert weights(run / "final") == best != last
     assert _choose(run, None) == run / "checkpoints" / "step-4", "the best is what is exported"
     # A finished run, started again with more patience, publishes again and does nothing else.

@@ -218,8 +218,10 @@ def test_training_that_deletes_faster_than_export_reads_is_named(run: Path, tmp_
     steps = iter(range(21, 99))
 
     def delete(layout: Layout, *rest: Any) -> None:
-        checkpoint = layout.path.parent
-        shutil.copytree(checkpoint, checkpoint.with_name(f"step-{next(steps)}"))
+        checkpoint, step = layout.path.parent, next(steps)
+        newer, content = checkpoint.with_name(f"step-{step}"), manifest.read_manifest(checkpoint)
+        shutil.copytree(checkpoint, newer)
+        manifest.write_manifest(newer, content | {"step": step})
         shutil.rmtree(checkpoint)
         raise FileNotFoundError(layout.path)
 
