@@ -10,7 +10,7 @@ from fcsd.cli.options import AsJson, CreatePr, DryRun, Force, Model, Out, Privat
 
 
 def inspect(model: Model, trust_remote_code: Trust = False, as_json: AsJson = False) -> None:
-    """Say what MODEL is. Reads headers only: layers, experts, size, possible wirings, what is missing."""
+    """Describe MODEL: layers, experts, size, possible wirings, missing tensors. Only headers are read."""
     from fcsd import checkpoint
 
     found = checkpoint.inspect(model, trust_remote_code=trust_remote_code)
@@ -21,19 +21,34 @@ def convert(
     model: Model,
     out: Out,
     wiring: Annotated[
-        str, typer.Option(help="farskip, ladder, parallel, standard, desync-2x or desync-4x.")
+        str, typer.Option(help="farskip, ladder, parallel, standard, desync-2x, desync-4x or desync.")
     ] = "farskip",
     layers: Annotated[str, typer.Option(help="all, last:24, first:8, 50%, 12-27 or 0,2,5-7.")] = "all",
     variant: Annotated[str, typer.Option(help="full, attn-only or mlp-only.")] = "full",
+    border: Annotated[
+        str | None,
+        typer.Option(
+            help="full or partial: the stream that a converted layer reads after a layer that is not converted. "
+            "The default is full for farskip and partial for ladder."
+        ),
+    ] = None,
     distance: Annotated[int, typer.Option(min=1, help="Sub-blocks whose outputs may be in flight.")] = 1,
     tp_degree: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree, for desync.")] = 1,
-    no_check: Annotated[bool, typer.Option("--no-check", help="Skip the proof that off is off.")] = False,
+    reduce: Annotated[
+        str | None,
+        typer.Option(
+            help="Reductions that desync keeps: 2x, 4x, another Nx, last, or a pattern by layer such as '-,m'."
+        ),
+    ] = None,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Do not compare OUT, with its wiring off, with the original.")
+    ] = False,
     dry_run: DryRun = False,
     force: Force = False,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rewire MODEL into OUT. Links the weights, writes config and code, proves parity with the original."""
+    """Write a rewired copy of MODEL to OUT. Weights are linked, and parity with MODEL is proven."""
     from fcsd import convert as conversion
 
     done = conversion.convert(
@@ -42,7 +57,9 @@ def convert(
         wiring=wiring,
         layers=layers,
         variant=variant,
+        border=border,
         tp_degree=tp_degree,
+        reduce=reduce,
         distance=distance,
         check=not no_check,
         dry_run=dry_run,
@@ -55,14 +72,21 @@ def convert(
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory or a converted model.")],
     out: Out,
-    checkpoint: Annotated[str, typer.Option(help="Which one of a run: latest, best or step-N.")] = "latest",
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The checkpoint of a run: latest, best or step-N. The default is best where scores or held-out "
+            "losses were measured, and latest otherwise.",
+        ),
+    ] = None,
     force: Force = False,
     push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Then push to the hub.")] = None,
     private: Private = False,
     create_pr: CreatePr = False,
     revision: Revision = None,
 ) -> None:
-    """Write the final directory. With its card, and proof that a fresh process reloads it. Prints OUT."""
+    """Write the directory to give to others, with a card, and prove that it reloads. Prints OUT."""
     from fcsd.export import final as exporting
 
     target = {"private": private, "create_pr": create_pr, "revision": revision}

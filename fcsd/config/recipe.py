@@ -22,21 +22,26 @@ class Init(Section):
     weights: Literal["loaded", "random"] = "loaded"
     """`loaded` takes the weights of `model`. `random` draws them with the standard deviation in the model's config and
     with `seed`, for training from scratch."""
-    wiring: Literal["standard", "farskip", "ladder", "parallel", "desync-2x", "desync-4x"] | None = None
+    wiring: Literal["standard", "farskip", "ladder", "parallel", "desync-2x", "desync-4x", "desync"] | None = None
     """The wiring that an unconverted `model` gets before training, as by `fcsd convert`; null keeps that of `model`."""
     layers: str = "all"
     """The layers to rewire: all, last:24, first:8, 50%, 12-27 or 0,2,5-7."""
     variant: Literal["full", "attn-only", "mlp-only"] = "full"
     """The sub-blocks to rewire: both (`full`), or those of attention (`attn-only`) or of the MLP (`mlp-only`) only."""
+    border: Literal["full", "partial"] | None = None
+    """The stream that a converted layer reads after a layer that is not converted; null is the wiring's default."""
     distance: Positive = 1
     """The number of sub-blocks whose outputs may be in flight at the same time."""
     tp_degree: Positive = 1
     """The tensor-parallel degree, which is part of the model under desync."""
+    reduce: str | None = None
+    """The reductions that `desync` keeps: 2x, 4x, another Nx, last, or a pattern by layer such as `-,m`."""
 
     @model_validator(mode="after")
     def _nothing_without_a_wiring(self) -> Self:
-        if self.wiring is None and (self.layers, self.variant, self.distance, self.tp_degree) != ("all", "full", 1, 1):
-            raise ValueError("init.wiring is null, so nothing is rewired, but other fields of init say how")
+        how = self.model_dump(exclude={"weights", "wiring"}, exclude_defaults=True)
+        if self.wiring is None and how:
+            raise ValueError(f"init.wiring is null, so nothing is rewired, but init.{next(iter(how))} is set")
         return self
 
 
