@@ -76,7 +76,11 @@ class LaunchedStep:
 def launch_step(
     engine: Any, teacher: Teacher | None, micros: list[MicroBatch], recipe: Recipe, world: World, step: int
 ) -> LaunchedStep:
-    """Takes step 1, 2, ... without waiting for the device, as far as the engine allows that (see ``update``).
+    """Takes step 1, 2, ... while the host goes on.
+
+    The host still waits for the device in two places. With divided experts, each MoE layer needs the splits of its
+    all-to-alls on the host, to size buffers and collectives. And ``update`` waits for the gradient norm in those cases
+    of its table in which DeepSpeed or torch decides on the host whether the step is taken.
 
     The loss is of the global batch before the step. If it or a gradient is not finite on any rank, ``grad_norm`` is
     not finite either, and no rank changes its weights or its optimizer's moments.
