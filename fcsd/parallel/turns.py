@@ -42,9 +42,9 @@ class Pending(Generic[T]):
 def in_turns(other: Callable[[], T]) -> Iterator[Pending[T]]:
     """Runs ``other`` in turns with the block, which begins; at the end of the block the rest of ``other`` is run.
 
-    Gradient mode, the current stream and context variables in ``other`` are those of the caller. What ``other`` raises is
-    raised at the end of the block; when the block raises, ``other`` is run to its end first, because other ranks run it
-    and wait for this one.
+    Gradient mode, the current stream and context variables in ``other`` are those of the caller. What ``other`` raises
+    is raised at the end of the block; when the block raises, ``other`` is run to its end first, because other ranks run
+    it and wait for this one.
     """
     turns = _Turns()
     pending: Pending[T] = Pending()
