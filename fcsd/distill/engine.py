@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from fcsd.config import Objective, Recipe, accumulation
 from fcsd.distill.expert_parallel import wire_sharded
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
 from fcsd.distill.teacher.original import final_hidden, output_head, pack_attention
-from fcsd.distill.teacher.targets import Targets, captured
+from fcsd.distill.teacher.targets import Targets, captured, compared_layers
 from fcsd.distill.top_k import TopK, kl_from_top_k
 from fcsd.distill.update import judges_on_device
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
+from fcsd.parallel.turns import in_turns
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -32,7 +34,7 @@ class Student(nn.Module):
     def forward(
         self,
         batch: dict[str, Tensor],
-        targets: Targets | None,
+        targets: Targets | Callable[[], Targets] | None,
         denominator: Tensor,
         terms: tuple[str, ...],
     ) -> dict[str, Tensor]:
@@ -41,17 +43,25 @@ class Student(nn.Module):
         Args:
             batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``; and, where the host has looked
                 for them, ``kept``, the flat positions with a label.
-            targets: the teacher's part; ``kl`` and ``hidden`` need it.
+            targets: the teacher's part, which ``kl`` and ``hidden`` need; or what computes it, in turns with the
+                student's own pass (``fcsd.parallel.turns``).
             denominator: what the sums over tokens are divided by.
         """
-        wanted = targets.streams if targets is not None and "hidden" in terms else {}
-        with captured(self.model, tuple(wanted)) as streams:
-            hidden = final_hidden(self.model, batch)
+        compared = compared_layers(self.model, self.objective) if targets is not None and "hidden" in terms else ()
+        with captured(self.model, compared) as streams:
+            if callable(targets):
+                with in_turns(targets) as pending:
+                    hidden = final_hidden(self.model, batch)
+                targets = pending.value
+            else:
+                hidden = final_hidden(self.model, batch)
         head, labels = output_head(self.model), batch["labels"]
         chunk = self.objective.chunk(len(head))
         counts = labels != IGNORE
         losses = {}
         if "hidden" in terms:
+            assert targets is not None
+            wanted = targets.streams
             # Taken out one by one: what backward keeps of a layer replaces both its streams.
             distances = [
                 squared_distance(streams.pop(k), wanted.pop(k), counts, denominator=denominator) for k in tuple(wanted)
