@@ -4,6 +4,7 @@ Read from the top: ``distill`` checks the recipe and claims the run directory, `
 ``take_steps`` trains, ``finish_step`` evaluates, logs and saves, and ``publish_model`` writes ``final/``.
 """
 
+import gc
 import math
 import sys
 from contextlib import ExitStack
@@ -143,6 +144,8 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, dog: Wa
         feed = shown.enter_context(feeding(run.rows, recipe, run.world, first, steps, run.cache))
         meter = Meter(run.directory, recipe, run.world, run.hosts, run.done, feed)
         tools = Tools(feed, scores, skips, saver, samples, meter, reporter, preemption, dog)
+        gc.collect()
+        gc.freeze()  # the collector need not look at imported libraries and models in the middle of a step
         take_steps(run, tools, range(first, steps + 1))
         publish_model(run, tools)
 
