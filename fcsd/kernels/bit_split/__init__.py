@@ -13,7 +13,8 @@ A record consists of these parts, in this order, without gaps:
     scales    per group: the step between two codes, bf16, or one byte that stands for 2^((byte - 128) / 10)
     zeros     per group: the value of code 0, bf16, or the code of value 0, one byte
     spikes    with spike reserving: the least value of each group, then the greatest of each group, bf16
-    indices   with spike reserving: the places of these values in their groups, one byte each, in the same order
+    indices   with spike reserving: the places of these values in their groups, in the same order: whole
+              numbers of two bytes beside bf16 scales, of one byte beside integer scales
     padding   zeros, up to a multiple of 16 bytes
 
 Numbers of two bytes are little-endian.

@@ -33,7 +33,8 @@ class Format:
         bits: bits of a code, 2 to 8.
         group: values that share a scale: 16, 32, 64, 128 or 256.
         spikes: the least and the greatest value of each group are stored as they are (spike reserving).
-        meta: how scale and zero are stored: "bf16", two bytes each, or "int", one byte each.
+        meta: how scales and zeros are stored: "bf16" or "int". They and the indices of spikes take two bytes each with
+            "bf16" and one with "int", as in the paper's Table 4.
         clip: what the range of the other values is multiplied by, 0.1 to 1. Only with spikes, and at most 3 bits:
             without spike reserving the largest activations would be cut off.
 
@@ -123,9 +124,15 @@ class Format:
         return self.bits + 8 * self._group_bytes / self.group
 
     @property
+    def meta_bytes(self) -> int:
+        """Bytes of a scale, of a zero and of an index."""
+        return 1 if self.meta == "int" else 2
+
+    @property
     def _group_bytes(self) -> int:
         """Bytes of a group that are not codes: scale and zero, two spikes of 2 bytes and their indices."""
-        return (2 if self.meta == "int" else 4) + (6 if self.spikes else 0)
+        number = self.meta_bytes
+        return 2 * number + (4 + 2 * number if self.spikes else 0)
 
     def row_bytes(self, width: int) -> int:
         """Bytes of the record of a row of ``width`` values, a multiple of 16.
@@ -143,12 +150,14 @@ class Format:
         """
         if width % self.group:
             fits = [group for group in GROUPS if width % group == 0]
-            hint = f"a group of {fits[-1]} values does: int{self.bits}:g{fits[-1]}" if fits else "no group of 16 does"
+            hint = "the width must be a multiple of 16"
+            if fits:
+                hint = f"use groups of {fits[-1]} values: int{self.bits}:g{fits[-1]}"
             raise ConfigError(f"the groups of format {self} do not divide rows of {width} values", hint=hint)
         groups = width // self.group
         sizes = [width * plane // 8 for plane in self.planes]
-        scale = groups * (1 if self.meta == "int" else 2)
-        sizes += [scale, scale, 4 * groups * self.spikes, 2 * groups * self.spikes]
+        number = groups * self.meta_bytes
+        sizes += [number, number, 4 * groups * self.spikes, 2 * number * self.spikes]
         starts = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
         return Layout(tuple(starts[:-5]), *starts[-5:], bytes=-(-starts[-1] // 16) * 16)
 

@@ -1,8 +1,9 @@
 """Records by Triton kernels, equal to ``reference`` bit for bit, compiled and in Triton's interpreter.
 
 A program holds some groups of one row as ``[groups, group / 8, 8]``: the eight values of the last axis are one word
-of each plane. The arithmetic is such that every backend gives the same bits: correctly rounded divisions, no fused
-multiply-add, no logarithm, no atomics, and bf16 rounded by integers (the interpreter cuts a cast to bf16 off).
+of each plane. The arithmetic is such that every backend gives the same bits: correctly rounded divisions (one
+per group), no fused multiply-add, no logarithm, no atomics, and bf16 rounded by integers, because a cast to bf16 in the
+interpreter drops bits instead of rounding.
 """
 
 import torch
@@ -10,6 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fcsd.kernels.bit_split.arithmetic import (
+    beside,
+    code_of,
+    from_bf16,
+    greatest,
+    least,
+    nearest,
+    numbers,
+    step_of,
+    to_bf16,
+)
 from fcsd.kernels.bit_split.format import Format
 
 _MOST_VALUES = 2048  # that a program holds at once
@@ -67,82 +79,10 @@ def _launch(kernel: triton.JITFunction, rows: Tensor, records: Tensor, format: F
 
 
 @triton.jit
-def _mantissa(j):
-    """``scale.MANTISSAS[j]``."""
-    m = tl.where(j >= 1, 602079, 0)
-    m = tl.where(j >= 2, 1247372, m)
-    m = tl.where(j >= 3, 1938980, m)
-    m = tl.where(j >= 4, 2680227, m)
-    m = tl.where(j >= 5, 3474675, m)
-    m = tl.where(j >= 6, 4326144, m)
-    m = tl.where(j >= 7, 5238726, m)
-    m = tl.where(j >= 8, 6216807, m)
-    return tl.where(j >= 9, 7265088, m)
-
-
-@triton.jit
-def _code_of(step, ROUNDING: tl.constexpr):
-    """``scale.code_of``."""
-    if ROUNDING == "nearest":
-        step = step * 1.0352649688720703
-    bits = step.to(tl.int32, bitcast=True)
-    if ROUNDING == "ceil":
-        bits -= 1
-    code = ((bits >> 23) - 127) * 10 + 128
-    if ROUNDING == "ceil":
-        code += 1
-    mantissa = bits & 0x7FFFFF
-    for j in tl.static_range(1, 10):
-        code += (mantissa >= _mantissa(j)).to(tl.int32)
-    return code
-
-
-@triton.jit
-def _step_of(code):
-    """``scale.step_of``."""
-    tens = code + 2
-    return ((((tens // 10) + 114) << 23) | _mantissa(tens % 10)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _to_bf16(x):
-    """The bits of ``x``, fp32 and not NaN, in bf16: rounded to nearest, ties to even. int32."""
-    bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-
-
-@triton.jit
-def _from_bf16(bits):
-    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _round(x):
-    """To the nearest whole number, ties to even: the sum with 1.5 * 2^23 has no bits for fractions."""
-    return (x + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def _least(x):
-    """Of each group: ``[groups, group / 8, 8] -> [groups]``."""
-    return tl.min(tl.min(x, 2), 1)
-
-
-@triton.jit
-def _greatest(x):
-    return tl.max(tl.max(x, 2), 1)
-
-
-@triton.jit
-def _spread(x):
-    """One number of each group, ``[groups]``, beside its values: ``[groups, 1, 1]``."""
-    return tl.expand_dims(tl.expand_dims(x, 1), 2)
-
-
-@triton.jit
 def _store_plane(plane, word, codes, eighth, inside, BITS: tl.constexpr, SHIFT: tl.constexpr):
     """Store ``BITS`` bits of each code, from bit ``SHIFT``; ``word`` is the number of each eight values in the row."""
-    fields = ((codes >> SHIFT) & ((1 << BITS) - 1)).to(tl.uint32)
+    MASK: tl.constexpr = (1 << BITS) - 1  # pyright: ignore[reportOperatorIssue]
+    fields = ((codes >> SHIFT) & MASK).to(tl.uint32)
     words = tl.sum(fields << (eighth * BITS).to(tl.uint32), 2)
     if BITS == 4:
         tl.store(plane.to(tl.pointer_type(tl.uint32)) + word, words, mask=inside)
@@ -162,7 +102,8 @@ def _load_plane(plane, word, eighth, inside, BITS: tl.constexpr, SHIFT: tl.const
     else:
         words = tl.load(plane + word, mask=inside, other=0).to(tl.uint32)
     fields = tl.expand_dims(words, 2) >> (eighth * BITS).to(tl.uint32)
-    return (fields & ((1 << BITS) - 1)).to(tl.int32) << SHIFT
+    MASK: tl.constexpr = (1 << BITS) - 1  # pyright: ignore[reportOperatorIssue]
+    return (fields & MASK).to(tl.int32) << SHIFT
 
 
 @triton.jit
@@ -192,49 +133,49 @@ def _encode_kernel(
     words_inside = inside[:, None] & (word >= 0)
     eighth = tl.arange(0, 8)[None, None, :]
     place = tl.arange(0, GROUP // 8)[None, :, None] * 8 + eighth
-    LEVELS: tl.constexpr = (1 << BITS) - 1
+    LEVELS: tl.constexpr = (1 << BITS) - 1  # pyright: ignore[reportOperatorIssue]
 
     column = tl.expand_dims(word, 2) * 8 + eighth
     x = tl.load(rows + row * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
-    broken = _greatest((exponent == 0x7F800000).to(tl.int32)) != 0
+    broken = greatest((exponent == 0x7F800000).to(tl.int32)) != 0
     x = tl.where((exponent == 0x7F800000) | (exponent == 0), 0.0, x)
 
     if SPIKES:
         ends = (record + ENDS).to(tl.pointer_type(tl.uint16))
         COUNT: tl.constexpr = WIDTH // GROUP
-        low, high = _least(x), _greatest(x)
-        low_at = _least(tl.where(x == _spread(low), place, GROUP))
-        high_at = _least(tl.where(x == _spread(high), place, GROUP))
-        x = tl.where((place == _spread(low_at)) | (place == _spread(high_at)), 0.0, x)
-        tl.store(ends + group, _to_bf16(low).to(tl.uint16), mask=inside)
-        tl.store(ends + COUNT + group, _to_bf16(high).to(tl.uint16), mask=inside)
-        tl.store(record + INDICES + group, low_at.to(tl.uint8), mask=inside)
-        tl.store(record + INDICES + COUNT + group, high_at.to(tl.uint8), mask=inside)
+        low, high = least(x), greatest(x)
+        low_at = least(tl.where(x == beside(low), place, GROUP))
+        high_at = least(tl.where(x == beside(high), place, GROUP))
+        x = tl.where((place == beside(low_at)) | (place == beside(high_at)), 0.0, x)
+        tl.store(ends + group, to_bf16(low).to(tl.uint16), mask=inside)
+        tl.store(ends + COUNT + group, to_bf16(high).to(tl.uint16), mask=inside)
+        indices = numbers(record + INDICES, INTEGER)
+        tl.store(indices + group, low_at.to(indices.dtype.element_ty), mask=inside)
+        tl.store(indices + COUNT + group, high_at.to(indices.dtype.element_ty), mask=inside)
 
-    low, high = _least(x) * CLIP, _greatest(x) * CLIP
-    levels = tl.full([BLOCK], LEVELS, tl.float32)
+    low, high = least(x) * CLIP, greatest(x) * CLIP
+    scales, zeros = numbers(record + SCALES, INTEGER), numbers(record + ZEROS, INTEGER)
+    levels, ones = tl.full([BLOCK], LEVELS, tl.float32), tl.full([BLOCK], 1.0, tl.float32)
     if INTEGER:
         low, high = tl.minimum(low, 0.0), tl.maximum(high, 0.0)
-        code = _code_of(tl.div_rn(high - low, levels), ROUNDING)
+        code = code_of(tl.div_rn(high - low, levels), ROUNDING)
         broken = broken | (code > 254)
         code = tl.minimum(tl.maximum(code, 0), 254)
-        step = _step_of(code)
-        zero = tl.minimum(_round(tl.div_rn(0.0 - low, step)), levels)
-        x = _round(tl.div_rn(x, _spread(step) + tl.zeros_like(x))) + _spread(zero)
+        step = step_of(code)
+        zero = tl.minimum(nearest(tl.div_rn(0.0 - low, step)), levels)
+        x = nearest(x * beside(tl.div_rn(ones, step))) + beside(zero)
         codes = tl.minimum(tl.maximum(x, 0.0), LEVELS).to(tl.int32)
-        tl.store(record + SCALES + group, tl.where(broken, 255, code).to(tl.uint8), mask=inside)
-        tl.store(record + ZEROS + group, zero.to(tl.int32).to(tl.uint8), mask=inside)
+        tl.store(scales + group, tl.where(broken, 255, code).to(tl.uint8), mask=inside)
+        tl.store(zeros + group, zero.to(tl.int32).to(tl.uint8), mask=inside)
     else:
-        zero = _to_bf16(low)
-        low = _from_bf16(zero)
-        step = _to_bf16(tl.maximum(tl.div_rn(high - low, levels), 7.888609052210118e-31))  # 2^-100
+        zero = to_bf16(low)
+        low = from_bf16(zero)
+        step = to_bf16(tl.maximum(tl.div_rn(high - low, levels), 7.888609052210118e-31))  # 2^-100
         broken = broken | ((step & 0x7F80) == 0x7F80) | ((zero & 0x7F80) == 0x7F80)
-        x = tl.div_rn(x - _spread(low), _spread(_from_bf16(step)) + tl.zeros_like(x))
-        codes = _round(tl.minimum(tl.maximum(x, 0.0), LEVELS)).to(tl.int32)
-        codes = tl.where(_spread(broken), 0, codes)
-        scales = (record + SCALES).to(tl.pointer_type(tl.uint16))
-        zeros = (record + ZEROS).to(tl.pointer_type(tl.uint16))
+        x = (x - beside(low)) * beside(tl.div_rn(ones, from_bf16(step)))
+        codes = nearest(tl.minimum(tl.maximum(x, 0.0), LEVELS)).to(tl.int32)
+        codes = tl.where(beside(broken), 0, codes)
         tl.store(scales + group, tl.where(broken, 0x7FC0, step).to(tl.uint16), mask=inside)
         tl.store(zeros + group, tl.where(broken, 0, zero).to(tl.uint16), mask=inside)
 
@@ -293,29 +234,26 @@ def _decode_kernel(
     if BITS & 1:
         codes += _load_plane(plane, word, eighth, words_inside, 1, 0)
 
+    step = tl.load(numbers(record + SCALES, INTEGER) + group, mask=inside, other=0).to(tl.int32)
+    zero = tl.load(numbers(record + ZEROS, INTEGER) + group, mask=inside, other=0).to(tl.int32)
     if INTEGER:
-        code = tl.load(record + SCALES + group, mask=inside, other=0).to(tl.int32)
-        zero = tl.load(record + ZEROS + group, mask=inside, other=0).to(tl.int32)
-        broken = code == 255
-        x = (codes - _spread(zero)).to(tl.float32) * _spread(_step_of(code))
+        broken = step == 255
+        x = (codes - beside(zero)).to(tl.float32) * beside(step_of(step))
     else:
-        scales = (record + SCALES).to(tl.pointer_type(tl.uint16))
-        zeros = (record + ZEROS).to(tl.pointer_type(tl.uint16))
-        step = tl.load(scales + group, mask=inside, other=0)
-        zero = tl.load(zeros + group, mask=inside, other=0)
         broken = (step & 0x7FFF) > 0x7F80  # NaN
-        x = codes.to(tl.float32) * _spread(_from_bf16(step)) + _spread(_from_bf16(zero))
+        x = codes.to(tl.float32) * beside(from_bf16(step)) + beside(from_bf16(zero))
     if SPIKES:
         ends = (record + ENDS).to(tl.pointer_type(tl.uint16))
         COUNT: tl.constexpr = WIDTH // GROUP
         place = tl.arange(0, GROUP // 8)[None, :, None] * 8 + eighth
+        indices = numbers(record + INDICES, INTEGER)
         for end in tl.static_range(2):
-            value = _from_bf16(tl.load(ends + end * COUNT + group, mask=inside, other=0))
-            at = tl.load(record + INDICES + end * COUNT + group, mask=inside, other=0).to(tl.int32)
-            x = tl.where(place == _spread(at), _spread(value), x)
+            value = from_bf16(tl.load(ends + end * COUNT + group, mask=inside, other=0))
+            at = tl.load(indices + end * COUNT + group, mask=inside, other=0).to(tl.int32)
+            x = tl.where(place == beside(at), beside(value), x)
     out = rows + row * WIDTH + column
     if rows.dtype.element_ty == tl.bfloat16:
-        bits = tl.where(_spread(broken), 0x7FC0, _to_bf16(x)).to(tl.uint16)
+        bits = tl.where(beside(broken), 0x7FC0, to_bf16(x)).to(tl.uint16)
         tl.store(out.to(tl.pointer_type(tl.uint16)), bits, mask=column < WIDTH)
     else:
-        tl.store(out, tl.where(_spread(broken), float("nan"), x), mask=column < WIDTH)
+        tl.store(out, tl.where(beside(broken), float("nan"), x), mask=column < WIDTH)

@@ -27,7 +27,8 @@ def encode(rows: Tensor, format: Format) -> Tensor:
         ends, places = _spikes(x)
         x = x.scatter(2, places, 0.0)
         ends = ends.to(torch.bfloat16)
-        parts = [_bytes(ends.transpose(1, 2)), places.transpose(1, 2).flatten(1).to(torch.uint8)]
+        index = torch.uint8 if format.meta == "int" else torch.int16
+        parts = [_bytes(ends.transpose(1, 2)), _bytes(places.transpose(1, 2).to(index))]
     low, high = x.amin(2) * format.clip, x.amax(2) * format.clip
     if format.meta == "int":
         codes, scales, zeros = _encode_integer(x, low, high, broken, format)
@@ -56,7 +57,8 @@ def decode(records: Tensor, format: Format, width: int, dtype: torch.dtype) -> T
         x = codes.float() * step.unsqueeze(2) + zeros.contiguous().view(torch.bfloat16).float().unsqueeze(2)
     if format.spikes:
         ends = records[:, layout.spikes : layout.indices].contiguous().view(torch.bfloat16).float()
-        places = records[:, layout.indices : layout.end].long()
+        places = records[:, layout.indices : layout.end].contiguous()
+        places = (places if format.meta == "int" else places.view(torch.int16)).long()
         for ends_of_one, places_of_one in zip(ends.chunk(2, 1), places.chunk(2, 1), strict=True):
             x = x.scatter(2, places_of_one.unsqueeze(2), ends_of_one.unsqueeze(2))
     return x.to(dtype).masked_fill(broken.unsqueeze(2), float("nan")).view(len(records), width)
@@ -67,7 +69,7 @@ def split(codes: Tensor, format: Format) -> list[Tensor]:
     planes, left = [], format.bits
     for bits in format.planes:
         left -= bits
-        fields = ((codes >> left) & (2**bits - 1)).view(len(codes), -1, 8 // bits)
+        fields = ((codes >> left) & (2**bits - 1)).view(len(codes), codes.shape[1] * bits // 8, 8 // bits)
         shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=codes.device)
         planes.append((fields << shifts).sum(2).to(torch.uint8))
     return planes
@@ -104,7 +106,7 @@ def _encode_integer(
     code = code.clamp(0, scale.GREATEST)
     step = scale.step_of(code)
     zero = ((0 - low) / step).round().clamp(max=format.levels)
-    codes = ((x / step.unsqueeze(2)).round() + zero.unsqueeze(2)).clamp(0, format.levels)
+    codes = ((x * step.reciprocal().unsqueeze(2)).round() + zero.unsqueeze(2)).clamp(0, format.levels)
     code = code.masked_fill(broken, scale.BROKEN)
     return codes.int(), code.to(torch.uint8), zero.to(torch.uint8)
 
@@ -114,13 +116,14 @@ def _encode_bf16(x: Tensor, low: Tensor, high: Tensor, broken: Tensor, format: F
     zero = low.to(torch.bfloat16)
     step = ((high - zero.float()) / _levels(low, format)).clamp(min=_LEAST_STEP).to(torch.bfloat16)
     broken = broken | ~step.isfinite() | ~zero.isfinite()
-    codes = ((x - zero.float().unsqueeze(2)) / step.float().unsqueeze(2)).clamp(0, format.levels).round()
+    codes = (x - zero.float().unsqueeze(2)) * step.float().reciprocal().unsqueeze(2)
+    codes = codes.clamp(0, format.levels).round()
     codes = codes.masked_fill(broken.unsqueeze(2), 0)
     return codes.int(), step.masked_fill(broken, float("nan")), zero.masked_fill(broken, 0)
 
 
 def _levels(like: Tensor, format: Format) -> Tensor:
-    """The highest code as a tensor: on GPUs, torch multiplies by the reciprocal of a number instead of dividing by it."""
+    """The highest code, as a tensor: on GPUs, torch divides by a number by multiplying with its reciprocal."""
     return torch.full_like(like, format.levels)
 
 
