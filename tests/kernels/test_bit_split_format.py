@@ -98,3 +98,14 @@ def test_groups_must_divide_the_row():
     with pytest.raises(ConfigError, match="rows of 40 values") as refused:
         Format.parse("int4").row_bytes(40)
     assert "multiple of 16" in str(refused.value.hint)
+
+
+def test_the_page_lists_the_bits_on_the_wire(repo):
+    table = (repo / "docs/wires.md").read_text().split("## Bits on the wire")[1].split("\n## ")[0]
+    rows = [
+        line.replace("*", "").strip("|").split("|") for line in table.splitlines() if line[:3].strip("| ").isdigit()
+    ]
+    assert [int(row[0]) for row in rows] == list(range(8, 1, -1))
+    for bits, *found in rows:
+        formats = [Format.parse(f"int{bits.strip()}:{options}") for options in COLUMNS]
+        assert [float(value) for value in found] == [format.bits_per_value for format in formats]
