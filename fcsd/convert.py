@@ -28,7 +28,8 @@ from fcsd.checkpoint import (
 )
 from fcsd.checkpoint.rewired import describe
 from fcsd.checkpoint.source import SMALL_FILES
-from fcsd.checkpoint.staging import check_out, staged, take_over, write
+from fcsd.checkpoint.staging import check_out, staged, take_over
+from fcsd.disk import write_text
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.parity import Proof, plan_proof, prove_parity
 
@@ -168,7 +169,7 @@ def convert(
                 (stage / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, stage / name)
             for name, text in texts.items():
-                write(stage / name, text)
+                write_text(stage / name, text)
             if not skipped:
                 prove_parity(layout, stage, config, arch, proof.layers)
     return ConvertReport(

@@ -29,6 +29,8 @@ ROOMS = [
     "kernels",
     "foreign_errors",
     "errors",
+    "disk",
+    "markdown",
     "version",
 ]
 

@@ -20,11 +20,12 @@ from transformers import PretrainedConfig
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe, load_recipe
 from fcsd.distill.data.corpus import Corpus
+from fcsd.distill.data.documents import Documents
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, randomise, wire_sharded
-from fcsd.distill.loop import training_rows
+from fcsd.distill.prepare import training_rows
 from fcsd.distill.step import train_step
-from fcsd.distill.teacher.original import needs_teacher
+from fcsd.distill.teacher.original import needs_teacher, pack_attention
 from fcsd.distill.teacher.targets import live_teacher
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World, join_world
@@ -113,7 +114,7 @@ def random_corpus(vocab: int, seq: int) -> Corpus:
     ids = (vocab * generator.random((_EPOCH * _DOCUMENTS, max(2, seq // _DOCUMENTS))) ** 3).astype(np.int32)
     documents = Dataset.from_dict({"ids": list(ids), "counts": list(np.ones_like(ids, dtype=bool))})
     lengths = np.full(len(ids), ids.shape[1], dtype=np.int64)
-    return Corpus("random", lengths, {}, {}, "split", 0, documents.with_format("numpy"))
+    return Corpus("random", lengths, {}, {}, "split", 0, Documents(documents))
 
 
 def predicted(planned: Plan) -> dict[str, Any]:
@@ -147,6 +148,7 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
     sizes, targets = {"weights": since(), "teacher": 0}, None
     if needs_teacher(recipe):
         teacher = randomise(original, parallel.teacher_ep_size, **draw)
+        pack_attention(teacher, recipe)
         wire_sharded(teacher, parallel.teacher_ep_size, parallel)
         targets = live_teacher(teacher.requires_grad_(False), recipe.objective)
         sizes["teacher"] = since()

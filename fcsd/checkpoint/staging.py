@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from fcsd.checkpoint import read_object
+from fcsd.disk import sync, sync_directories
 from fcsd.errors import ConfigError, DiskError, PreemptedError
 
 _CHUNK = 64 << 20  # bytes between two movements of the progress bar
@@ -58,7 +59,7 @@ def staged(out: Path) -> Iterator[Path]:
     try:
         with _interruptible():
             yield stage
-        _sync(stage)
+        sync_directories(stage)
         former = real.with_name(f".{real.name}.old-{uuid.uuid4().hex[:8]}")
         replaced = real.exists()
         if replaced:
@@ -69,7 +70,7 @@ def staged(out: Path) -> Iterator[Path]:
             if replaced:
                 former.rename(real)
             raise
-        _sync_path(real.parent)
+        sync(real.parent)
         if replaced:
             shutil.rmtree(former)
     finally:
@@ -96,14 +97,6 @@ def take_over(files: Mapping[str, Path], into: Path) -> int:
     if copies:
         _copy(copies, into, total)
     return total
-
-
-def write(file: Path, text: str) -> None:
-    """Write a new file and see it onto the disk."""
-    with file.open("x", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
 
 
 def _linked(source: Path, target: Path) -> bool:
@@ -172,14 +165,3 @@ def _interruptible() -> Iterator[None]:
 
 def _terminated(*_: object) -> NoReturn:
     raise PreemptedError("stopped by SIGTERM; nothing was written")
-
-
-def _sync(directory: Path) -> None:
-    for folder in (directory, *filter(Path.is_dir, directory.rglob("*"))):
-        _sync_path(folder)
-
-
-def _sync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

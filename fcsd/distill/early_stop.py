@@ -63,8 +63,8 @@ def require_scorer(settings: EarlyStop, scorer: Scorer | None) -> None:
         raise ConfigError(f"early_stop.metric {settings.benchmark} needs a scorer", "see fcsd.eval.early_score")
 
 
-class Watch:
-    """The scores of one run so far; with metric ``none`` it never looks and never stops.
+class ScoreHistory:
+    """The scores of one run so far; with metric ``none`` it scores nothing and never stops.
 
     Args:
         settings: the recipe's.
@@ -85,7 +85,7 @@ class Watch:
         """Whether the run was ended at this step before it was scored; it is then scored on resuming."""
         return step > 0 and self.due(step) and all(entry["step"] != step for entry in self._history)
 
-    def look(
+    def take(
         self,
         model: "PreTrainedModel",
         tokenizer: "PreTrainedTokenizerBase",
@@ -95,10 +95,11 @@ class Watch:
         """Scores the model and returns what is to be logged; every rank calls this.
 
         Args:
-            metrics: those of this step; ``held_out`` is the cross-entropy among them.
+            metrics: those of this step, the held-out losses among them.
         """
         if self._settings.metric == HELD_OUT:
-            entry = {"value": metrics["held_out_sft"]}
+            # What a run from a teacher in memory learns is the divergence; the cross-entropy may rise meanwhile.
+            entry = {"value": metrics.get("held_out_kl", metrics["held_out_sft"])}
         else:
             assert self._scorer is not None
             entry = asdict(self._scorer.score(model, tokenizer, step, None))

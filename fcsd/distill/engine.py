@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 from fcsd.config import Objective, Recipe, accumulation
 from fcsd.distill.expert_parallel import wire_sharded
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
-from fcsd.distill.teacher.original import final_hidden, output_head
+from fcsd.distill.teacher.original import final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.targets import Targets, captured
 from fcsd.distill.top_k import TopK, kl_from_top_k
+from fcsd.distill.update import judges_on_device
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 
@@ -45,7 +46,8 @@ class Student(nn.Module):
         wanted = targets.streams if targets is not None and "hidden" in terms else {}
         with captured(self.model, tuple(wanted)) as streams:
             hidden = final_hidden(self.model, batch)
-        head, labels, chunk = output_head(self.model), batch["labels"], self.objective.chunk_tokens
+        head, labels = output_head(self.model), batch["labels"]
+        chunk = self.objective.chunk(len(head))
         counts = labels != IGNORE
         losses = {}
         if "hidden" in terms:
@@ -90,16 +92,18 @@ def freeze(model: PreTrainedModel, objective: Objective) -> None:
 def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """The engine's configuration; the learning rate in it is a placeholder that each step overwrites."""
     train, optim, zero_stage = recipe.train, recipe.optim, recipe.parallel.zero_stage
+    on_device = judges_on_device(recipe)
     adamw = {"lr": optim.lr, "betas": list(optim.betas), "eps": 1e-8, "weight_decay": optim.weight_decay}
     return {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "gradient_accumulation_steps": accumulation(recipe, world_size),
-        "gradient_clipping": optim.grad_clip if zero_stage else 0.0,  # see clip_without_zero
-        "bf16": {"enabled": train.dtype == "bf16"},
+        "gradient_clipping": optim.grad_clip if zero_stage and not on_device else 0.0,
+        "bf16": {"enabled": train.dtype == "bf16", "check_grad_overflow": not on_device},
         "zero_optimization": {"stage": zero_stage},
         # torch's AdamW in its one kernel: DeepSpeed's own is compiled on first use, for a minute, and needs a compiler.
         "optimizer": {"type": "AdamW", "params": {**adamw, "torch_adam": True, "fused": True}},
         "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device before and after every step
     }
 
 
@@ -107,6 +111,7 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
     """A DeepSpeed engine around ``Student(model)`` in training mode; what is sharded already, it takes as it is."""
     deepspeed = import_deepspeed()
     freeze(model, recipe.objective)
+    pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     student = Student(model, recipe.objective).train()

@@ -4,22 +4,18 @@ Every process is data parallel, and each group of ``parallel.ep_size`` neighbour
 each MoE layer among its members. The experts are sharded before DeepSpeed sees the model. Its engine finds AutoEP's
 layers and sums an expert's gradient over only those processes that hold the same expert: the tokens of the other
 processes reached the expert through the all-to-all. Both kinds of gradient are divided by the number of all processes,
-and ``train_step`` multiplies the loss by that number in advance.
+and ``launch_step`` multiplies the loss by that number in advance.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import resolve
 from fcsd.config import Parallel, Recipe
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import ConfigError
-from fcsd.launch.world import World
 from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
 
 
@@ -97,30 +93,3 @@ def wire_sharded(model: PreTrainedModel, ep_size: int, parallel: Parallel) -> No
         on_cuda = model.device.type == "cuda"
         transport = Puts(open_window) if on_cuda and parallel.transport == "auto" else all_to_all
         overlap(model, wiring_of(model.config), parallel.overlap, fused=parallel.fused and on_cuda, transport=transport)
-
-
-def clip_without_zero(engine: Any, recipe: Recipe, world: World) -> Tensor:
-    """Clips the gradients to ``optim.grad_clip`` and returns their global norm before that, for ZeRO stage 0.
-
-    DeepSpeed's ZeRO optimizers clip by the norm over all experts. At stage 0 DeepSpeed would use only the norm over the
-    experts of this process.
-    """
-    ep_size, limit = recipe.parallel.ep_size, recipe.optim.grad_clip
-    parameters = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
-    gradients: dict[bool, list[Tensor]] = {True: [], False: []}
-    for parameter in parameters:
-        gradients[_is_expert(parameter)].append(parameter.grad)
-    norm = torch.nn.utils.get_total_norm(gradients[False])
-    if ep_size > 1:
-        squared = torch.nn.utils.get_total_norm(gradients[True]).square()
-        dist.all_reduce(squared)  # as many processes hold an expert as there are groups
-        norm = (norm.square() + squared * ep_size / world.size).sqrt()
-    if limit:
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    return norm
-
-
-def _is_expert(parameter: Tensor) -> bool:
-    from deepspeed.moe.utils import is_moe_param
-
-    return is_moe_param(parameter)

@@ -1,45 +1,36 @@
-"""Distillation: the student follows the frozen teacher over packed text, from the recipe to a finished run."""
+"""Distillation: the student learns from the frozen teacher over packed text, from the recipe to a finished run.
+
+Read from the top: ``distill`` checks the recipe and claims the run directory, ``prepare_run`` loads everything,
+``take_steps`` trains, ``finish_step`` evaluates, logs and saves, and ``publish_model`` writes ``final/``.
+"""
 
 import math
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 import transformers
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
-from fcsd.checkpoint import resolve
-from fcsd.config import Recipe, ResolvedRecipe, accumulation
-from fcsd.distill.data.corpus import Corpus, load_tokenizer
-from fcsd.distill.data.rows import Mixture, Rows
-from fcsd.distill.data.shared_corpora import load_corpora
-from fcsd.distill.early_stop import Watch, require_scorer
-from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
-from fcsd.distill.expert_parallel import check, load, wire_sharded
+from fcsd.config import ResolvedRecipe
+from fcsd.distill import early_stop, preview
+from fcsd.distill.early_stop import ScoreHistory
+from fcsd.distill.feed import Feed, feeding
 from fcsd.distill.metrics import Meter
-from fcsd.distill.preview import preview
-from fcsd.distill.run import checkpoints, manifest, run_dir
-from fcsd.distill.run.agreement import require_agreement
-from fcsd.distill.run.identity import flat, run_identity
+from fcsd.distill.prepare import Prepared, prepare_run
+from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals, trackers, watchdog
 from fcsd.distill.run.nonfinite import Skips
-from fcsd.distill.run.report import reporting
+from fcsd.distill.run.report import Reporter, reporting
 from fcsd.distill.run.saver import Saver
-from fcsd.distill.run.signals import Preemption, preempted, preemptible
-from fcsd.distill.run.trackers import require_tracker
-from fcsd.distill.run.watchdog import Watchdog, watched
-from fcsd.distill.run.write_model import write_model
+from fcsd.distill.run.signals import Preemption
+from fcsd.distill.run.watchdog import Watchdog
 from fcsd.distill.samples import Samples
-from fcsd.distill.step import measure, train_step
-from fcsd.distill.student import load_student, student_source
-from fcsd.distill.teacher.cache import read_teacher_cache
-from fcsd.distill.teacher.original import identify_teacher, needs_teacher, output_head, teacher_name
-from fcsd.distill.teacher.targets import expect_comparable, live_teacher
+from fcsd.distill.step import LaunchedStep, launch_step, measure
+from fcsd.distill.student import write_student
 from fcsd.eval.score import Scorer
 from fcsd.launch.preflight import TIMEOUT
 from fcsd.launch.world import World, join_world
-from fcsd.plan import Hardware, plan
-from fcsd.plan.report import to_text
 
 
 def distill(
@@ -64,160 +55,206 @@ def distill(
         stopping, ``final/`` is the best checkpoint, else the last.
 
     Raises:
-        ConfigError, BadInputError: before anything is written.
+        ConfigError, BadInputError: before anything is written; BadInputError also for a step without counted tokens.
         CheckpointError: the checkpoint is damaged or belongs to another run.
         DoesNotFitError: by its plan, on a dry run.
-        PeerLostError: another process of the run did not come up.
+        PeerLostError: another process did not come up, is gone, or is stuck; all processes end with its exit code.
         NonFiniteError: loss or gradients are not finite; the message names the last good checkpoint.
         PreemptedError: SIGTERM or SIGUSR1; the message names the last checkpoint.
-        PeerLostError: another rank is gone; one that is stuck ends all processes with the same exit code.
         DiskError: checkpoints cannot be written any more; the message names the last one.
     """
-    run = Path(resolved.recipe.output_dir)
+    recipe, directory = resolved.recipe, Path(resolved.recipe.output_dir)
     if dry_run:
-        print(preview(resolved.recipe, processes), file=sys.stderr)
-        planned = plan(resolved.recipe, Hardware(processes))
-        print(to_text(planned), file=sys.stderr)
-        planned.check()
-        return run
-    require_scorer(resolved.recipe.early_stop, scorer)
-    require_tracker(resolved.recipe.report)
+        preview.print_dry_run(recipe, processes)
+        return directory
+    early_stop.require_scorer(recipe.early_stop, scorer)
+    trackers.require_tracker(recipe.report)
     world = join_world(join_timeout)
+    _hide_progress_bars(world)
     with ExitStack() as held:
-        if world.rank or not sys.stderr.isatty():
-            datasets.disable_progress_bars()
-            transformers.utils.logging.disable_progress_bar()
-        preemption = held.enter_context(preemptible(resolved.recipe.faults.grace_seconds))
-        dog = held.enter_context(watched(world, resolved.recipe.faults.stuck_seconds))
-        require_agreement(world, flat(resolved.recipe.model_dump()))
-        world.on_first(lambda: held.enter_context(run_dir.claim(run)))
-        _distill(resolved, resume, run, world, scorer, preemption, dog)
-    return run
+        preemption = held.enter_context(signals.preemptible(recipe.faults.grace_seconds))
+        dog = held.enter_context(watchdog.watched(world, recipe.faults.stuck_seconds))
+        identity.require_agreement(world, identity.flat(recipe.model_dump()))
+        world.on_first(lambda: held.enter_context(run_dir.claim(directory)))
+        _train(prepare_run(resolved, resume, world), scorer, preemption, dog)
+    return directory
 
 
-def _distill(
-    resolved: ResolvedRecipe,
-    resume: str,
-    run: Path,
-    world: World,
-    scorer: Scorer | None,
-    preemption: Preemption,
-    dog: Watchdog,
-) -> None:
-    recipe, train = resolved.recipe, resolved.recipe.train
-    accumulation(recipe, world.size)
-    check(recipe, world.size)
-    import_deepspeed()
-    (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
-    folder = run / run_dir.CHECKPOINTS
-    checkpoint = world.on_first(lambda: checkpoints.find(folder, resume, _say))
-    student_dir = student_source(recipe).path
-    model = load_student(recipe, dtype=DTYPES[train.dtype], device=world.device)
-    hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
-    teacher = _teacher(recipe, model, world)
-    targets = live = None if teacher is None else live_teacher(teacher, recipe.objective)
-    tokenizer, vocab_size = load_tokenizer(student_dir), len(output_head(model))
-    corpora, rows, held_out = read_data(recipe, tokenizer, vocab_size, world)
-    identity = run_identity(recipe, corpora, world)
-    if cache := recipe.objective.teacher_cache:
-        targets, hashes = read_teacher_cache(recipe, cache, identity, vocab_size, world)
-    identity |= hashes
-    engine = build_engine(model, recipe, world)
-    progress = checkpoints.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
-    done, watch = progress["step"], Watch(recipe.early_stop, scorer, progress)
-    skips = Skips(recipe, world, progress)
-    require_agreement(world, {**identity, "vocabulary": vocab_size, "first step": done + 1})
-    world.on_first(lambda: run_dir.describe(run, resolved))
+@dataclass(frozen=True)
+class Tools:
+    """What accompanies the steps of a run; ``reporter`` is on rank 0 only."""
+
+    feed: Feed
+    scores: ScoreHistory
+    skips: Skips
+    saver: Saver
+    samples: Samples
+    meter: Meter
+    reporter: Reporter | None
+    preemption: Preemption
+    dog: Watchdog
+
+
+@dataclass(frozen=True)
+class Duties:
+    """What follows a step besides the next one."""
+
+    last: bool
+    score: bool
+    evaluate: bool
+    log: bool
+    save: bool
+    end: bool  # the run was asked to end
+
+    @property
+    def any(self) -> bool:
+        """Whether the numbers of the step are needed before the next step is launched."""
+        return self.last or self.score or self.evaluate or self.log or self.save or self.end
+
+
+def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, dog: Watchdog) -> None:
+    """Takes the steps that are left and publishes the model."""
+    recipe, first = run.recipe, run.done + 1
+    random = recipe.init.weights == "random"
     saver = Saver(
-        folder,
-        world,
-        engine,
-        identity,
-        lambda directory: write_model(model, student_dir, directory, world, random=recipe.init.weights == "random"),
-        keep=recipe.checkpoint.keep,
+        run.folder,
+        run.world,
+        run.engine,
+        run.identity,
+        lambda directory: write_student(run.student, run.source, directory, run.world, random=random),
+        settings=recipe.checkpoint,
         failures=recipe.faults.save_failures,
-        checkpoint=checkpoint,
+        checkpoint=run.checkpoint,
     )
     preemption.defer(lambda: saver.checkpoint)
-    samples = Samples(run, recipe, world, tokenizer, model, teacher, done)
-    if watch.missed(done):
-        before = measure(engine, live, held_out, recipe, world) if held_out else {}
-        watch.look(model, tokenizer, done, before)
-
+    samples = Samples(run.directory, recipe, run.world, run.tokenizer, run.student, run.teacher, run.done)
+    scores = ScoreHistory(recipe.early_stop, scorer, run.progress)
+    skips = Skips(recipe, run.world, run.progress)
+    if scores.missed(run.done):
+        scores.take(run.student, run.tokenizer, run.done, _held_out(run))
     with ExitStack() as shown:
-        reporter = shown.enter_context(reporting(run, resolved, start=done)) if world.rank == 0 else None
-        shown.callback(dog.leave)  # however the steps end, what is left to do takes each rank its own time
-        meter = Meter(run, recipe, world, done)
-        for step in range(done + 1, train.steps + 1):
-            if watch.verdict.stop:
-                break
-            dog.beat()
-            with meter.step(step):
-                metrics = train_step(engine, targets, rows, recipe, world, step)
-            skipped = skips.judge(step, metrics, saver.checkpoint)
-            hurry = preemption.time_left(world) < math.inf
-            scored = watch.due(step) and not hurry
-            evaluated = scored or step == train.steps or (_due(step, train.eval_every) and not hurry)
-            if held_out is not None and evaluated:
-                metrics |= measure(engine, live, held_out, recipe, world)
-            if evaluated and not hurry:
-                samples.take(step)
-            if scored:
-                metrics |= watch.look(model, tokenizer, step, metrics)
-            last = step == train.steps or watch.verdict.stop
-            counts = {"step": step, "tokens": step * train.batch_tokens}
-            if reporter:
-                reporter.advance(step)
-            if last or evaluated or skipped or meter.traces(step) or step == 1 or _due(step, train.log_every):
-                metrics |= meter.read(step)
-                if reporter:
-                    reporter.log({**counts, **metrics})
-            time_left = preemption.time_left(world)
-            due = last or watch.verdict.best == step or _due(step, recipe.checkpoint.every_steps)
-            if last or (saver.seconds < time_left and (due or time_left < math.inf)):
-                progress = {**counts, **watch.progress(), **skips.progress()}
-                saver.save(step, progress, last=last, best=watch.verdict.best)
-                time_left = preemption.time_left(world)
-            if time_left < math.inf and not last:
-                raise preempted(f"step {step} was the last", saver.checkpoint)
-        if saver.checkpoint:
-            last_model, best = saver.checkpoint / manifest.MODEL, checkpoints.best(folder, watch.verdict.best)
-            world.on_first(lambda: run_dir.publish(manifest.verified_model(best) if best else last_model, run))
+        reporter = None
+        if run.world.rank == 0:
+            reporter = shown.enter_context(reporting(run.directory, run.resolved, start=run.done))
+        shown.callback(dog.leave)  # however the steps end, each rank takes its own time for what is left to do
+        steps = recipe.train.steps if not scores.verdict.stop else run.done
+        feed = shown.enter_context(feeding(run.rows, recipe, run.world, first, steps, run.cache))
+        meter = Meter(run.directory, recipe, run.world, run.hosts, run.done, feed)
+        tools = Tools(feed, scores, skips, saver, samples, meter, reporter, preemption, dog)
+        take_steps(run, tools, range(first, steps + 1))
+        publish_model(run, tools)
 
 
-def read_data(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World
-) -> tuple[list[Corpus], Mixture, Rows | None]:
-    """The corpora of a run, its rows, and the held-out ones."""
-    data = recipe.data
-    sources = [*data.sources, *([data.held_out] if data.held_out else [])]
-    corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world)
-    held_out = Rows(corpora.pop(), data.seq_len) if data.held_out else None
-    return corpora, training_rows(recipe, corpora), held_out
+def take_steps(run: Prepared, tools: Tools, steps: range) -> None:
+    """Trains. While the device takes a step, the host judges the one before.
+
+    A step is launched, and its numbers travel to the host behind it. Where something follows the step (an evaluation, a
+    line in the log, a checkpoint), the host waits for the numbers at once. Otherwise it looks at them after it has
+    launched the next step. No decision depends on that: a step whose numbers are not finite has changed no weight, and
+    nothing is saved before all steps up to it have been judged.
+    """
+    unjudged: LaunchedStep | None = None
+    for step in steps:
+        tools.dog.beat()
+        with tools.meter.step(step):
+            launched = launch_step(run.engine, run.live, tools.feed.take(), run.recipe, run.world, step)
+            if unjudged is not None:
+                _log_if_skipped(run, tools, unjudged)
+            duties = duties_after(run, tools, step)
+            metrics = launched.metrics() if duties.any else {}
+            skipped = duties.any and tools.skips.judge(step, metrics, tools.saver.checkpoint)
+        unjudged = None if duties.any else launched
+        if duties.any:
+            finish_step(run, tools, duties, step, metrics, skipped)
+        if tools.reporter:
+            tools.reporter.advance(step)
+        if tools.scores.verdict.stop:
+            break
 
 
-def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
-    """The rows of the whole schedule in their order, of which a shorter run takes the first."""
-    whole = recipe.schedule_steps * (recipe.train.batch_tokens // recipe.data.seq_len)
-    packed = [Rows(corpus, recipe.data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
-    return Mixture(packed, [source.weight for source in recipe.data.sources], whole, recipe.seed)
+def duties_after(run: Prepared, tools: Tools, step: int) -> Duties:
+    """What follows a step; all ranks agree on it."""
+    recipe = run.recipe
+    last = step == recipe.train.steps
+    end = tools.preemption.time_left(run.hosts) < math.inf
+    score = tools.scores.due(step) and not end
+    return Duties(
+        last=last,
+        score=score,
+        evaluate=score or last or (_is_due(step, recipe.train.eval_every) and not end),
+        log=step == 1 or _is_due(step, recipe.train.log_every) or tools.meter.traces(step),
+        save=tools.saver.due(step, run.hosts),
+        end=end,
+    )
 
 
-def _teacher(recipe: Recipe, model: PreTrainedModel, world: World) -> PreTrainedModel | None:
-    """The teacher, if the loss has a use for it."""
-    if not needs_teacher(recipe):
-        return None
-    name = teacher_name(recipe)
-    ep_size = recipe.parallel.teacher_ep_size
-    teacher = load(resolve(name).path, ep_size, dtype=DTYPES[recipe.train.dtype], device=world.device)
-    expect_comparable(model, teacher, recipe, name)
-    wire_sharded(teacher, ep_size, recipe.parallel)
-    return teacher.requires_grad_(False)
+def finish_step(
+    run: Prepared, tools: Tools, duties: Duties, step: int, metrics: dict[str, float], skipped: bool
+) -> None:
+    """Evaluates, logs and saves after a step.
+
+    Raises:
+        PreemptedError: the run was asked to end; a checkpoint was saved if there was time.
+    """
+    found = dict(metrics)
+    if duties.evaluate:
+        found |= _held_out(run)
+        if not duties.end:
+            tools.samples.take(step)
+    if duties.score:
+        found |= tools.scores.take(run.student, run.tokenizer, step, found)
+    last = duties.last or tools.scores.verdict.stop
+    if last or duties.evaluate or duties.log or skipped:
+        _log(run, tools, step, found)
+    best = tools.scores.verdict.best
+    time_left = tools.preemption.time_left(run.hosts)
+    wanted = duties.save or best == step or time_left < math.inf
+    if last or (wanted and tools.saver.seconds < time_left):
+        progress = {**_counts(run, step), **tools.scores.progress(), **tools.skips.progress()}
+        tools.saver.save(step, progress, last=last, best=best)
+    if not last and tools.preemption.time_left(run.hosts) < math.inf:
+        raise signals.preempted(f"step {step} was the last", tools.saver.checkpoint)
 
 
-def _due(step: int, every: int) -> bool:
+def publish_model(run: Prepared, tools: Tools) -> None:
+    """``final/``: the model of the best checkpoint where steps were scored, else of the last one."""
+    newest = tools.saver.checkpoint
+    if newest is None:
+        return
+    best = checkpoints.best(run.folder, tools.scores.verdict.best)
+    run.world.on_first(
+        lambda: run_dir.publish(manifest.verified_model(best) if best else newest / manifest.MODEL, run.directory)
+    )
+
+
+def _log_if_skipped(run: Prepared, tools: Tools, launched: LaunchedStep) -> None:
+    """Judges an earlier step, which is worth a line only if it was skipped."""
+    metrics = launched.metrics()
+    if tools.skips.judge(launched.number, metrics, tools.saver.checkpoint):
+        _log(run, tools, launched.number, metrics)
+
+
+def _log(run: Prepared, tools: Tools, step: int, metrics: dict[str, float]) -> None:
+    measured = tools.meter.read(step)
+    if tools.reporter:
+        tools.reporter.log({**_counts(run, step), **metrics, **measured})
+
+
+def _held_out(run: Prepared) -> dict[str, float]:
+    """The losses on the held-out text, if there is any."""
+    return measure(run.engine, run.live, run.held_out, run.recipe, run.world) if run.held_out else {}
+
+
+def _counts(run: Prepared, step: int) -> dict[str, int]:
+    return {"step": step, "tokens": step * run.recipe.train.batch_tokens}
+
+
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+def _hide_progress_bars(world: World) -> None:
+    """Bars of loading and tokenising are for the terminal of rank 0."""
+    if world.rank or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()

@@ -3,6 +3,7 @@ in steps that are profiled the communication that nothing hides.
 """
 
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from fcsd.config import Recipe
+from fcsd.distill.feed import Feed
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
@@ -20,19 +22,28 @@ from fcsd.plan.model import MetaModel
 from fcsd.plan.setup import GIB, setup_of
 from fcsd.plan.speed import PEAK, flops_per_token
 
+WAITS = 0.01  # share of the time of steps above which waiting for data is warned of
 _SAME_PEAK = ("H200", "H100 80GB HBM3")  # in the names torch has for GPUs: both SXM, with the same arithmetic
 
 
 class Meter:
-    """The steps of this process; every rank has one, and they read it together."""
+    """The steps of this process; every rank has one, and they read it together.
 
-    def __init__(self, run: Path, recipe: Recipe, world: World, start: int) -> None:
-        self._traces, self._recipe, self._world = run / "traces", recipe, world
+    Args:
+        world: the processes, on their devices.
+        hosts: the same processes, in a group whose collectives do not involve a device.
+        start: the number of steps that were taken before.
+        feed: where the steps get their data.
+    """
+
+    def __init__(self, run: Path, recipe: Recipe, world: World, hosts: World, start: int, feed: Feed) -> None:
+        self._traces, self._recipe, self._world, self._hosts = run / "traces", recipe, world, hosts
+        self._feed, self._waited, self._warned = feed, 0.0, False
         self._exposed: dict[str, float] = {}
         on_gpu = world.device.type == "cuda"
         peak = gpu_peak(torch.cuda.get_device_name(world.device), recipe.train.dtype) if on_gpu else None
         self._full = None if peak is None else full_speed(recipe, world.size, peak)
-        self._seconds, self._read = 0.0, (start, 0.0)
+        self._seconds, self._start, self._read = 0.0, start, (start, 0.0)
 
     def traces(self, step: int) -> bool:
         """Whether this step is profiled, which makes it slower."""
@@ -54,19 +65,39 @@ class Meter:
             self._exposed = exposed_communication(trace) if self._world.rank == 0 else {}
 
     def read(self, step: int) -> dict[str, float]:
-        """Since the last reading ``tokens_per_second`` over all processes and, on a known GPU, ``mfu``; since the start
-        ``seconds`` in steps, and of the fullest process the peaks ``peak_host_memory_gib`` (resident) and
-        ``peak_memory_gib`` (allocated by torch). After a profiled step see ``exposed_communication`` as well.
+        """The speed of the run since the last reading, and what it takes; every rank calls it.
+
+        Returns:
+            Since the last reading ``tokens_per_second`` over all processes, ``mfu`` on a GPU whose peak is known, and
+            ``data_wait``, the share of the time of these steps that the slowest process spent waiting for data; the
+            first share above ``WAITS`` is warned of. Since the start ``seconds`` in steps, and of the fullest process
+            the peaks ``peak_host_memory_gib`` (resident) and ``peak_memory_gib`` (allocated by torch). After a profiled
+            step what ``exposed_communication`` gives.
         """
         before, seconds = self._read
         speed = (step - before) * self._recipe.train.batch_tokens / (self._seconds - seconds)
-        self._read = (step, self._seconds)
         found = {"tokens_per_second": speed, "seconds": self._seconds}
         if self._full is not None:
             found["mfu"] = speed / self._full
         found, self._exposed = found | self._exposed, {}
-        everyone = self._world.everywhere(self._memory)
-        return found | {name: max(one[name] for one in everyone) for name in everyone[0]}
+        own = self._memory() | {"data_wait": (self._feed.waited - self._waited) / (self._seconds - seconds)}
+        everyone = self._hosts.everywhere(lambda: own)
+        found |= {name: max(one[name] for one in everyone) for name in everyone[0]}
+        # The first step has nothing to hide its data under.
+        if before > self._start:
+            self._warn(found["data_wait"])
+        self._read, self._waited = (step, self._seconds), self._feed.waited
+        return found
+
+    def _warn(self, data_wait: float) -> None:
+        """Says once that the run waits for data."""
+        if data_wait > WAITS and not self._warned and self._world.rank == 0:
+            self._warned = True
+            print(
+                f"warning: {data_wait:.1%} of the time of the last steps was spent waiting for data; data on a faster "
+                "disk, or a CPU core for each process besides the one that trains, would help",
+                file=sys.stderr,
+            )
 
     def _memory(self) -> dict[str, float]:
         found = {"peak_host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}

@@ -1,12 +1,34 @@
 """What a recipe would do, without doing it."""
 
+import sys
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
 from fcsd.config import Recipe, accumulation
-from fcsd.distill.data.corpus import listed, load_corpus, load_tokenizer
-from fcsd.distill.data.rows import Rows
-from fcsd.distill.data.shown_row import show_first_row
-from fcsd.distill.expert_parallel import check
+from fcsd.distill import expert_parallel
+from fcsd.distill.data.corpus import Corpus, listed, load_corpus, load_tokenizer
+from fcsd.distill.data.rows import Rows, batch
+from fcsd.distill.losses import IGNORE
 from fcsd.distill.student import meta_student, student_source
 from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_name
+from fcsd.plan import Hardware, plan
+from fcsd.plan.report import to_text
+
+_SHOWN = 1024  # tokens of the first row that are printed
+
+
+def print_dry_run(recipe: Recipe, processes: int) -> None:
+    """Prints to stderr what the recipe would do on ``processes`` GPUs, and its plan.
+
+    Raises:
+        ConfigError, BadInputError: see ``preview``.
+        DoesNotFitError: it does not fit, by the plan.
+    """
+    print(preview(recipe, processes), file=sys.stderr)
+    planned = plan(recipe, Hardware(processes))
+    print(to_text(planned), file=sys.stderr)
+    planned.check()
 
 
 def preview(recipe: Recipe, world_size: int = 1) -> str:
@@ -19,7 +41,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     """
     data, train = recipe.data, recipe.train
     micro_steps = accumulation(recipe, world_size)
-    check(recipe, world_size)
+    expert_parallel.check(recipe, world_size)
     source = student_source(recipe)
     model = meta_student(recipe, source)
     tokenizer, vocab_size = load_tokenizer(source.path), len(output_head(model))
@@ -31,7 +53,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         Rows(load_corpus(data.held_out, tokenizer, vocab_size), data.seq_len)
     teacher = teacher_name(recipe) if needs_teacher(recipe) else "none, the loss is cross-entropy"
     if cache := recipe.objective.teacher_cache:
-        teacher = f"{cache.path}, the {cache.top_k} most likely words of {teacher_name(recipe)}"
+        teacher = f"{cache.path}, the {cache.top_k} most likely token ids of {teacher_name(recipe)}"
     asked = f", the {train.tokens:,} asked for rounded up to whole steps" if train.tokens else ""
     lines = [
         f"student     {recipe.model}, {model.num_parameters():,} {start}parameters in {train.dtype}{wiring}",
@@ -46,3 +68,24 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         lines.append(f"data        {item.path}: {sizes}")
         lines.append(f"first row   {show_first_row(corpus, rows, tokenizer)}")
     return "\n".join(lines)
+
+
+def show_first_row(corpus: Corpus, rows: Rows, tokenizer: PreTrainedTokenizerBase) -> str:
+    """How many positions of the first row count, and its text: ``⟦counts⟧``, ``|`` after a document."""
+    data = {name: column[0] for name, column in batch(rows, [0]).items()}
+    counts = torch.zeros_like(data["labels"], dtype=torch.bool)
+    counts[1:] = data["labels"][:-1] != IGNORE  # a token counts where it is predicted
+    ids, shown = data["input_ids"][:_SHOWN], counts[:_SHOWN]
+    begins = (data["position_ids"][:_SHOWN] == 0).nonzero()[1:, 0]
+    documents = zip(ids.tensor_split(begins), shown.tensor_split(begins), strict=True)
+    text = "|".join(_text(*document, corpus, tokenizer) for document in documents)
+    more = "" if len(counts) <= _SHOWN else " ..."
+    return f"{int(counts.sum())} of {len(counts)} positions count, ⟦marked⟧; | ends a document\n{text}{more}"
+
+
+def _text(ids: torch.Tensor, counts: torch.Tensor, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> str:
+    if len(ids) > 1 and not counts.any() and bool((ids == corpus.padding).all()):
+        return f"({len(ids)} of padding)"
+    changes = counts.diff().nonzero()[:, 0] + 1
+    runs = zip(ids.tensor_split(changes), counts.tensor_split(changes), strict=True)
+    return "".join(f"⟦{tokenizer.decode(run)}⟧" if marks.any() else str(tokenizer.decode(run)) for run, marks in runs)

@@ -1,6 +1,7 @@
 """One optimizer step, and one measurement on held-out text, over all ranks."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,9 +10,13 @@ from torch import Tensor
 
 from fcsd.config import Recipe
 from fcsd.distill.data.rows import Mixture, Rows, batch
-from fcsd.distill.expert_parallel import clip_without_zero
+from fcsd.distill.feed import MicroBatch, gather_step, to_device
 from fcsd.distill.losses import IGNORE
-from fcsd.distill.teacher.targets import Teacher
+from fcsd.distill.readback import Readback
+from fcsd.distill.teacher.targets import Targets, Teacher
+from fcsd.distill.top_k import TopK
+from fcsd.distill.update import update
+from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 
 
@@ -32,11 +37,81 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * shape[optim.schedule]
 
 
-def rows_of_step(recipe: Recipe, world: World, step: int) -> list[range]:
-    """The rows of this rank's micro-batches in step 1, 2, ...; together the ranks cover the step's rows once."""
-    micro, whole = recipe.train.micro_batch_size, recipe.train.batch_tokens // recipe.data.seq_len
-    first = (step - 1) * whole + world.rank * micro
-    return [range(start, start + micro) for start in range(first, step * whole, micro * world.size)]
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that the device is taking, or has taken.
+
+    Attributes:
+        number: 1, 2, ...
+        rate: its learning rate.
+        weights: of the terms of the loss.
+        numbers: the terms, ``grad_norm`` and ``counted``, the positions with a label, on their way to the host.
+        rows: of the whole step, over all ranks.
+    """
+
+    number: int
+    rate: float
+    weights: dict[str, float]
+    numbers: Readback
+    rows: range
+
+    def metrics(self) -> dict[str, float]:
+        """``loss``, its unweighted terms, ``lr`` and ``grad_norm``; waits until the device has taken the step.
+
+        Raises:
+            BadInputError: no position of the step's rows counts in the loss.
+        """
+        found = self.numbers.wait()
+        if found.pop("counted") == 0:
+            raise BadInputError(
+                f"step {self.number}, rows {self.rows.start} to {self.rows.stop - 1}: no token counts in the loss",
+                hint="`fcsd distill RECIPE --dry-run` shows what counts; raise data.seq_len or train.batch_tokens, "
+                "or set overlong: skip for chats whose answers lie beyond the end of a row",
+            )
+        norm = found.pop("grad_norm")
+        loss = sum(weight * found[name] for name, weight in self.weights.items())
+        return {"loss": loss, **found, "lr": self.rate, "grad_norm": norm}
+
+
+def launch_step(
+    engine: Any, teacher: Teacher | None, micros: list[MicroBatch], recipe: Recipe, world: World, step: int
+) -> LaunchedStep:
+    """Takes step 1, 2, ... without waiting for the device, as far as the engine allows that (see ``update``).
+
+    The loss is of the global batch before the step. If it or a gradient is not finite on any rank, ``grad_norm`` is
+    not finite either, and no rank changes its weights or its optimizer's moments.
+
+    Args:
+        teacher: the model in memory, if the loss needs one.
+        micros: this rank's part of the step, on the device.
+    """
+    weights = loss_weights(recipe)
+    counted = torch.stack([micro.counted for micro in micros]).sum()
+    dist.all_reduce(counted)
+    denominator = counted.clamp(min=1) if recipe.objective.reduction == "mean" else torch.ones_like(counted)
+    rate = learning_rate(recipe, step)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate
+    totals = torch.zeros(len(weights), device=world.device)
+    norm: Tensor | float = 0.0
+    for micro in micros:
+        terms = engine(micro.columns, _targets(micro, teacher, world), denominator, tuple(weights))
+        totals += torch.stack([terms[name].detach() for name in weights])
+        loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
+        last = micro is micros[-1]
+        if last:
+            dist.all_reduce(totals)
+            # Not finite on one rank is NaN on all. Gradients of NaN make the update skip the step.
+            loss = loss * torch.where(totals.isfinite().all(), 1.0, math.nan)
+        # Each term is divided by the global batch already; the engine would average the ranks' gradients.
+        engine.backward(loss * world.size, scale_wrt_gas=False)
+        if last:
+            norm = update(engine, recipe, world)
+        else:
+            engine.step()  # counts the micro-batch
+    numbers = Readback({**dict(zip(weights, totals, strict=True)), "grad_norm": norm, "counted": counted})
+    whole = recipe.train.batch_tokens // recipe.data.seq_len
+    return LaunchedStep(step, rate, weights, numbers, range((step - 1) * whole, step * whole))
 
 
 def train_step(
@@ -46,45 +121,27 @@ def train_step(
     recipe: Recipe,
     world: World,
     step: int,
+    cache: Teacher | None = None,
 ) -> dict[str, float]:
-    """Takes step 1, 2, ... and returns ``loss``, its unweighted terms, ``lr`` and ``grad_norm``.
+    """Takes step 1, 2, ... and waits for it: the reference of ``launch_step`` with ``feed``, in one thread.
 
-    The loss is of the global batch before the step. If it or a gradient is not finite on any rank, ``grad_norm`` is
-    not finite either, and no rank changes its weights or its optimizer's moments.
+    Args:
+        cache: the targets of a teacher cache, if the run has one.
+
+    Returns: the metrics of the step.
     """
-    weights = loss_weights(recipe)
-    numbers = rows_of_step(recipe, world, step)
-    batches = [_to(world, batch(rows, micro)) for micro in numbers]
-    positions = torch.stack([(micro["labels"] != IGNORE).sum() for micro in batches]).sum()
-    dist.all_reduce(positions)
-    denominator = positions.clamp(min=1) if recipe.objective.reduction == "mean" else torch.ones_like(positions)
-    rate = learning_rate(recipe, step)
-    for group in engine.optimizer.param_groups:
-        group["lr"] = rate
-    totals = torch.zeros(len(weights), device=world.device)
-    norm = None
-    for micro, own in zip(batches, numbers, strict=True):
-        targets = None if teacher is None else teacher(micro, own)
-        terms = engine(micro, targets, denominator, tuple(weights))
-        totals += torch.stack([terms[name].detach() for name in weights])
-        loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
-        if micro is batches[-1]:
-            dist.all_reduce(totals)
-            # Not finite on one rank is NaN on all. Gradients of NaN make the engine drop the step, as it must.
-            loss = loss * torch.where(totals.isfinite().all(), 1.0, math.nan)
-        # Each term is divided by the global batch already; the engine would average the ranks' gradients.
-        engine.backward(loss * world.size, scale_wrt_gas=False)
-        if micro is batches[-1] and isinstance(engine.optimizer, torch.optim.Optimizer):
-            norm = clip_without_zero(engine, recipe, world)
-            if not norm.isfinite():  # torch's optimizer would take the step
-                engine.zero_grad()
-                engine.micro_steps += 1
-                break
-        engine.step()
-    values = dict(zip(weights, totals.tolist(), strict=True))
-    loss = sum(weight * values[name] for name, weight in weights.items())
-    norm = engine.get_global_grad_norm() if norm is None else norm
-    return {"loss": loss, **values, "lr": rate, "grad_norm": float(norm or 0.0)}
+    gathered = gather_step(rows, recipe, world, step, cache)
+    micros = [to_device(micro, world.device) for micro in gathered]
+    return launch_step(engine, teacher, micros, recipe, world, step).metrics()
+
+
+def _targets(micro: MicroBatch, teacher: Teacher | None, world: World) -> Targets | None:
+    """What the student is compared with on a micro-batch."""
+    if micro.targets is None:
+        return None if teacher is None else teacher(micro.columns, micro.rows)
+    assert isinstance(micro.targets.output, TopK)
+    kept = TopK(*(column.to(world.device, non_blocking=True) for column in micro.targets.output))
+    return micro.targets._replace(output=kept)
 
 
 @torch.no_grad()
@@ -104,7 +161,7 @@ def measure(engine: Any, teacher: Teacher | None, rows: Rows, recipe: Recipe, wo
         start = first + world.rank * micro
         numbers = range(start, min(start + micro, rows.per_epoch))
         # All ranks run equally often; one without rows left runs on a row that does not count.
-        data = _to(world, batch(rows, numbers or [0]))
+        data = {name: column.to(world.device) for name, column in batch(rows, numbers or [0]).items()}
         if not numbers:
             data["labels"].fill_(IGNORE)
         targets = None if teacher is None else teacher(data, numbers or [0])
@@ -114,7 +171,3 @@ def measure(engine: Any, teacher: Teacher | None, rows: Rows, recipe: Recipe, wo
     dist.all_reduce(totals)
     *sums, positions = totals.tolist()
     return {f"held_out_{name}": value / max(1, positions) for name, value in zip(terms, sums, strict=True)}
-
-
-def _to(world: World, data: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.to(world.device) for name, tensor in data.items()}

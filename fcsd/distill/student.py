@@ -1,13 +1,17 @@
 """The student before its first step: a checkpoint's weights or random ones, in its own wiring or the recipe's."""
 
+import shutil
+from pathlib import Path
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import Source, read_config, read_layout, resolve
 from fcsd.config import Recipe
-from fcsd.convert import choose_wiring, fingerprint, refuse_rewired
-from fcsd.distill.expert_parallel import load, randomise
+from fcsd.convert import OTHER_WEIGHTS, choose_wiring, fingerprint, refuse_rewired
+from fcsd.distill import expert_parallel
 from fcsd.errors import BadInputError
+from fcsd.launch.world import World
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, converted_config, register
 
@@ -65,8 +69,8 @@ def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) ->
     config = student_config(recipe, source)
     ep_size = recipe.parallel.ep_size
     if recipe.init.weights == "loaded":
-        return load(source.path, ep_size, dtype=dtype, device=device, config=config)
-    return randomise(config, ep_size, dtype=dtype, device=device, seed=recipe.seed)
+        return expert_parallel.load(source.path, ep_size, dtype=dtype, device=device, config=config)
+    return expert_parallel.randomise(config, ep_size, dtype=dtype, device=device, seed=recipe.seed)
 
 
 def meta_student(recipe: Recipe, source: Source) -> PreTrainedModel:
@@ -83,3 +87,26 @@ def _origin(source: Source) -> dict[str, str | None]:
         "base_revision": source.revision,
         "base_sha256": fingerprint(read_layout(source.path)),
     }
+
+
+def write_student(model: PreTrainedModel, source: Path, directory: Path, world: World, *, random: bool = False) -> None:
+    """The model directory of a checkpoint: ordinary Hugging Face, weights under their original names.
+
+    Every rank calls it and writes its part of the trained weights; all other files are those of ``source``.
+
+    Args:
+        source: the directory that the student was made from.
+        random: it gave a config and a tokenizer; it may have no weights.
+    """
+    from fcsd.parallel.weights.saving import save_model
+
+    world.on_first(directory.mkdir)
+    world.everywhere(lambda: save_model(model, directory, None if random else source))
+    world.on_first(lambda: _copy_others(source, directory))
+
+
+def _copy_others(source: Path, directory: Path) -> None:
+    for path in source.iterdir():
+        weights = path.name.endswith(OTHER_WEIGHTS)
+        if path.is_file() and not weights and not (directory / path.name).exists():
+            shutil.copy(path, directory)

@@ -13,18 +13,18 @@ from transformers import PreTrainedModel
 
 from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe, TeacherCache
+from fcsd.distill import expert_parallel
 from fcsd.distill.data.corpus import load_tokenizer
 from fcsd.distill.data.rows import Mixture, batch
 from fcsd.distill.engine import DTYPES, import_deepspeed
-from fcsd.distill.expert_parallel import check, load, wire_sharded
-from fcsd.distill.loop import read_data
 from fcsd.distill.losses import IGNORE
+from fcsd.distill.prepare import read_data
 from fcsd.distill.run import run_dir
 from fcsd.distill.run.identity import run_identity
 from fcsd.distill.student import student_source
 from fcsd.distill.teacher import cache as teacher_cache
 from fcsd.distill.teacher.cache import Shard, row_digest
-from fcsd.distill.teacher.original import final_hidden, identify_teacher, output_head, teacher_name
+from fcsd.distill.teacher.original import final_hidden, identify_teacher, output_head, pack_attention, teacher_name
 from fcsd.distill.top_k import TopK, top_k
 from fcsd.errors import ConfigError, NonFiniteError
 from fcsd.launch.world import World, join_world
@@ -63,11 +63,13 @@ def cache_teacher(resolved: ResolvedRecipe, *, shard_bytes: int = _SHARD_BYTES) 
 def _write(recipe: Recipe, settings: TeacherCache, folder: Path, world: World, shard_bytes: int) -> None:
     hashes = world.on_first(lambda: identify_teacher(recipe))
     live = recipe.objective.model_copy(update={"teacher_cache": None})
-    check(recipe.model_copy(update={"objective": live}), world.size)
+    expert_parallel.check(recipe.model_copy(update={"objective": live}), world.size)
     import_deepspeed()
     path, ep_size = resolve(teacher_name(recipe)).path, recipe.parallel.teacher_ep_size
-    model = load(path, ep_size, dtype=DTYPES[recipe.train.dtype], device=world.device).requires_grad_(False)
-    wire_sharded(model, ep_size, recipe.parallel)
+    model = expert_parallel.load(path, ep_size, dtype=DTYPES[recipe.train.dtype], device=world.device)
+    model.requires_grad_(False)
+    pack_attention(model, recipe)
+    expert_parallel.wire_sharded(model, ep_size, recipe.parallel)
     vocab_size = len(output_head(model))
     if settings.top_k > vocab_size:
         raise ConfigError(f"objective.teacher_cache.top_k is {settings.top_k}, the vocabulary has {vocab_size} words")
@@ -131,5 +133,5 @@ def _told(model: PreTrainedModel, micro: dict[str, Tensor], recipe: Recipe, sett
         output_head(model),
         settings.top_k,
         temperature=objective.temperature,
-        chunk_tokens=objective.chunk_tokens,
+        chunk_tokens=objective.chunk(len(output_head(model))),
     )

@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 
 from fcsd.checkpoint import read_config, read_layout, resolve, verify_tensors
-from fcsd.checkpoint.staging import check_out, staged, take_over, write
+from fcsd.checkpoint.staging import check_out, staged, take_over
 from fcsd.convert import other_files, written_files
+from fcsd.disk import write_text
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.export.card import model_card
 from fcsd.export.reload import RECORD, prove_reload
@@ -69,9 +70,9 @@ def export(
             (stage / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, stage / name)
         for name, text in texts.items():
-            write(stage / name, text)
+            write_text(stage / name, text)
         record = prove_reload(layout, stage, config, arch)
-        write(stage / RECORD, json.dumps(record, indent=2) + "\n")
+        write_text(stage / RECORD, json.dumps(record, indent=2) + "\n")
     log.info("reloaded without fcsd: logits of the first %d of %d layers equal", record["layers"], record["of"])
     if push:
         from fcsd.export.push import push as upload

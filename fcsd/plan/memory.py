@@ -12,6 +12,7 @@ parameters are partitioned over all processes, routed experts over those that ho
 
 from dataclasses import dataclass
 
+from fcsd.config.objective import automatic_chunk
 from fcsd.plan.activations import LayerBytes
 from fcsd.plan.model import FINAL_NORM, ModelNumbers
 from fcsd.plan.setup import GIB, Hardware, Setup
@@ -126,7 +127,7 @@ def loss_bytes(model: ModelNumbers, setup: Setup) -> tuple[int, int]:
     dtype: 6 bytes a logit for KL in bf16, measured as 315 MB at 512 tokens and 102 400 words (docs/RESULTS.md).
     """
     tokens = setup.micro_batch_size * setup.seq_len
-    logits = min(setup.chunk_tokens, tokens) * model.vocab
+    logits = min(setup.chunk_tokens or automatic_chunk(model.vocab), tokens) * model.vocab
     models = 2 if "kl" in setup.terms else 1
     to_hidden = len(setup.terms) * tokens * model.hidden * setup.width
     to_head = 0 if setup.freeze_lm_head else model.head * setup.width

@@ -16,7 +16,7 @@ from files import snapshot
 from safetensors.torch import load_file, save_file
 
 from fcsd.config import Parallel, ResolvedRecipe
-from fcsd.distill import loop, step
+from fcsd.distill import loop, update
 from fcsd.distill.expert_parallel import check, wire_sharded
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import CheckpointError, ConfigError
@@ -56,15 +56,15 @@ def whole(gradients: list[dict[tuple[str, int | None], torch.Tensor]]) -> dict[s
 
 def distill(recipes: list[ResolvedRecipe]) -> None:
     """Runs recipes one after the other; the gradients of a first step at stage 0 are left, whole, beside the run."""
-    clip = step.clip_without_zero
+    norm = update.global_norm
 
-    def watched(engine: Any, train: Any, world: Any) -> torch.Tensor:
+    def watched(engine: Any, recipe: Any, world: Any) -> torch.Tensor:
         if not (file := out.with_suffix(".gradients")).exists():
             gradients = world.everywhere(lambda: own_gradients(engine.module.model))
             world.on_first(lambda: save_file(whole(gradients), file))
-        return clip(engine, train, world)
+        return norm(engine, recipe, world)
 
-    step.clip_without_zero = watched
+    update.global_norm = watched
     for recipe in recipes:
         out = Path(recipe.recipe.output_dir)
         loop.distill(recipe)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def run(converted: Path, tmp_path: Path) -> Path:
     rows = [{**row, "model": "mine", "value": 0.625, "baseline": False}]
     rows += [{**row, "model": "base", "value": 0.75, "baseline": True}]
     (path / "eval" / "mine.json").write_text(json.dumps(rows))
+    comparison = [{"model": "mine", "baseline": "base", "margin": 1.0, "tasks": [], "overall": None, "loss": None}]
+    (path / "eval" / "comparison.json").write_text(json.dumps(comparison))  # by `fcsd eval --baseline`
     return path
 
 
@@ -148,7 +151,7 @@ def test_a_run_exports_its_latest_or_best_checkpoint(run: Path, tmp_path: Path, 
     assert card.data.license == "apache-2.0"
     (result,) = card.data.eval_results
     assert (result.dataset_name, result.metric_type, result.metric_value) == ("PIQA", "acc_norm", 0.625)
-    assert "| base | PIQA | acc_norm | 75.0 ± 1.0 | 100 |" in card.text
+    assert "| base | PIQA | acc_norm | 75.0 ± 1.0 | 100 |" in re.sub(" +", " ", card.text)
     assert "lr: 2.0e-05" in card.text and "held_out_sft 0.5" in card.text
     assert yaml.safe_load(card.text.split("```yaml\n")[1].split("```")[0])["name"] == "mine"
 

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fcsd.config import Source
+from fcsd.distill.data.documents import Documents
 from fcsd.distill.data.records import Skip, chat_of, row_of_line, text_of
 from fcsd.distill.data.render import encode_chat, encode_text, read_template
 from fcsd.distill.data.tables import Table, open_source
@@ -54,7 +55,7 @@ class Corpus:
     skipped: dict[str, int]
     overlong: str
     padding: int
-    _documents: datasets.Dataset
+    _documents: Documents
 
     @property
     def tokens(self) -> int:
@@ -62,13 +63,15 @@ class Corpus:
 
     def counted(self) -> int:
         """How many of the tokens count in the loss."""
-        column = self._documents.data.column("counts")
-        return pc.call_function("sum", [pc.call_function("list_flatten", [column])]).as_py()
+        return self._documents.counted()
 
     def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids of a document, and which of them count: ``[lengths[number]]`` int32 and bool."""
-        found = self._documents[number]
-        return found["ids"], found["counts"]
+        return self.piece(number, 0, None)
+
+    def piece(self, number: int, first: int, last: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """As ``document``, of its tokens ``first`` to ``last`` (exclusive; None for the end) alone."""
+        return self._documents.piece(number, first, last)
 
     def left_out(self, seq_len: int) -> dict[str, int]:
         """What a run with rows of ``seq_len`` tokens does without, by reason."""
@@ -131,8 +134,7 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
     if not lengths.any():
         raise BadInputError(f"{source.path}: no usable row: {listed(skipped)}", hint=_fields_of(table, source))
     overlong = {"auto": "truncate" if source.chat else "split"}.get(source.overlong, source.overlong)
-    documents = encoded.with_format("numpy")
-    return Corpus(source.path, lengths, sha256, skipped, overlong, backend.eos_token_id, documents)
+    return Corpus(source.path, lengths, sha256, skipped, overlong, backend.eos_token_id, Documents(encoded))
 
 
 def listed(reasons: Mapping[str, int], most: int = 8) -> str:

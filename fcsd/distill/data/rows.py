@@ -17,6 +17,7 @@ from fcsd.distill.data.corpus import Corpus
 from fcsd.distill.data.packing import Bins, Stream
 from fcsd.distill.losses import IGNORE
 from fcsd.errors import BadInputError
+from fcsd.kernels.packed_attention import document_borders
 
 # token ids and position ids [seq_len] int64, and which tokens count [seq_len] bool
 Row = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -27,6 +28,7 @@ class Rows:
 
     def __init__(self, corpus: Corpus, seq_len: int, seed: Sequence[int] | None = None) -> None:
         self._corpus, self._seq_len = corpus, seq_len
+        self._count_up = np.arange(seq_len)
         if corpus.overlong == "split":
             self._layout = Stream(corpus.lengths, seq_len, seed)
         else:
@@ -40,17 +42,17 @@ class Rows:
             )
 
     def __getitem__(self, number: int) -> Row:
-        ids, positions, counts = [], [], []
+        ids = np.full(self._seq_len, self._corpus.padding, dtype=np.int64)
+        counts = np.zeros(self._seq_len, dtype=np.bool_)
+        positions = np.empty(self._seq_len, dtype=np.int64)
+        filled = 0
         for document, first, last in self._layout.pieces(number):
-            tokens, counted = self._corpus.document(document)
-            ids.append(tokens[first:last])
-            counts.append(counted[first:last])
-            positions.append(np.arange(last - first))
-        padding = self._seq_len - sum(map(len, ids))
-        ids.append(np.full(padding, self._corpus.padding))
-        counts.append(np.zeros(padding, dtype=bool))
-        positions.append(np.arange(padding))
-        return np.concatenate(ids, dtype=np.int64), np.concatenate(positions), np.concatenate(counts)
+            until = filled + last - first
+            ids[filled:until], counts[filled:until] = self._corpus.piece(document, first, last)
+            positions[filled:until] = self._count_up[: last - first]
+            filled = until
+        positions[filled:] = self._count_up[: self._seq_len - filled]
+        return ids, positions, counts
 
 
 class Mixture:
@@ -73,11 +75,13 @@ class Mixture:
 def batch(rows: Rows | Mixture, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
     """``input_ids``, ``position_ids``, ``labels`` of the rows so numbered, each ``[batch, seq_len]`` int64.
 
-    A label is the token its position predicts; ``IGNORE`` where that token does not count, and at the last position
-    of a document or row.
+    ``borders``, ``[documents + 1]`` int32, says where documents begin when the rows are laid end to end. A label is
+    the token its position predicts; ``IGNORE`` where that token does not count, and at the last position of a document
+    or row.
     """
     packed = [rows[number] for number in numbers]
     input_ids, position_ids, counts = (torch.from_numpy(np.stack(column)) for column in zip(*packed, strict=True))
     labels = torch.full_like(input_ids, IGNORE)
     labels[:, :-1] = input_ids[:, 1:].masked_fill((position_ids[:, 1:] == 0) | ~counts[:, 1:], IGNORE)
-    return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+    borders = document_borders(position_ids)
+    return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, "borders": borders}

@@ -7,18 +7,21 @@ renamed, so a directory without a manifest that matches it was never complete or
 checkpoint, DeepSpeed's pickles above all, is loaded before its hashes match.
 """
 
+import base64
 import json
+import random
 import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from fcsd.disk import sync, sync_directories, write_json
 from fcsd.distill.run import manifest
 from fcsd.distill.run.identity import current_names, differences
-from fcsd.distill.run.random_state import random_state, set_random_state
 from fcsd.errors import CheckpointError, ConfigError, DiskError
 from fcsd.launch.world import World
 
@@ -46,7 +49,7 @@ def save(
     partial = world.on_first(lambda: _fresh(folder, final.name))
     _save_engine(engine, partial, world)
 
-    world.everywhere(lambda: manifest.write_json(partial / f"rank-{world.rank}.json", random_state()))
+    world.everywhere(lambda: write_json(partial / f"rank-{world.rank}.json", random_state()))
     write_model(partial / manifest.MODEL)
     # Every rank hashes its share, whoever wrote it: the pages are in the cache of the host or of the shared disk.
     parts = world.everywhere(lambda: manifest.described(partial, manifest.files(partial)[world.rank :: world.size]))
@@ -55,8 +58,7 @@ def save(
     def commit() -> Path:
         content = {"step": step, "identity": identity, "progress": progress, "files": files}
         manifest.write_manifest(partial, content)
-        for directory in [partial, *filter(Path.is_dir, partial.rglob("*"))]:
-            manifest.sync(directory)
+        sync_directories(partial)
         _rename(partial, final)
         return final
 
@@ -181,4 +183,35 @@ def _save_engine(engine: Any, partial: Path, world: World) -> None:
 def _rename(partial: Path, final: Path) -> None:
     """The moment a checkpoint comes to be."""
     partial.rename(final)
-    manifest.sync(final.parent)
+    sync(final.parent)
+
+
+def random_state() -> dict[str, Any]:
+    """Every global random generator of this process, as JSON."""
+    version, words, position = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {
+        "python": [version, list(words), position],
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": _state_text(torch.get_rng_state()),
+        "cuda": None if cuda is None else _state_text(cuda),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Puts every generator where ``random_state`` found it."""
+    version, words, position = state["python"]
+    random.setstate((version, tuple(words), position))
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(_state_tensor(state["torch"]))
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(_state_tensor(state["cuda"]))
+
+
+def _state_text(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.tolist())).decode()
+
+
+def _state_tensor(text: str) -> torch.Tensor:
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)

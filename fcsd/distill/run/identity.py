@@ -1,4 +1,4 @@
-"""What two runs must have in common for one to go on from the checkpoints of the other."""
+"""What a run must share with the checkpoints it continues from, and the ranks of a run with each other."""
 
 import re
 from collections.abc import Iterable
@@ -7,6 +7,7 @@ from typing import Any
 
 from fcsd.config import Recipe, translated
 from fcsd.distill.data.corpus import Corpus
+from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.version import __version__
 
@@ -43,6 +44,8 @@ _SCHEDULE, _SCHEDULE_BEFORE = "optim.schedule_steps", "train.schedule_steps"
 def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
     """What a run must have in common with the checkpoints it resumes from."""
     fields = flat(recipe.model_dump())
+    if world.device.type != "cuda" or recipe.train.attention == "masked":
+        del fields["train.attention"]  # what older runs and other devices do
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
     made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
     code = {"version of fcsd": __version__} | {f"version of {name}": version(name) for name in _CODE}
@@ -77,3 +80,20 @@ def flat(value: Any, key: str = "") -> dict[str, Any]:
     else:
         return {key: value}
     return {k: v for name, item in items for k, v in flat(item, f"{key}.{name}" if key else str(name)).items()}
+
+
+def require_agreement(world: World, facts: dict[str, Any]) -> None:
+    """Compares ``facts`` over all ranks, so that ranks which were started differently end instead of hanging.
+
+    Raises:
+        ConfigError: they differ; the message names the first difference and the rank.
+    """
+    everyone = world.everywhere(lambda: facts)
+    for rank, others in enumerate(everyone):
+        for key in sorted(others.keys() | everyone[0].keys()):
+            here, there = everyone[0].get(key, "nothing"), others.get(key, "nothing")
+            if here != there:
+                raise ConfigError(
+                    f"the processes disagree: {key} is {here!r} on rank 0 and {there!r} on rank {rank}",
+                    hint="every node needs the same command, recipe, model and data",
+                )

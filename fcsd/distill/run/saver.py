@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fcsd.config import Checkpoint
 from fcsd.distill.run import checkpoints, manifest
 from fcsd.errors import DiskError
 from fcsd.foreign_errors import translate
@@ -31,15 +32,26 @@ class Saver:
         identity: dict[str, Any],
         write_model: Callable[[Path], None],
         *,
-        keep: int,
+        settings: Checkpoint,
         failures: int,
         checkpoint: Path | None,
     ) -> None:
         self._folder, self._world, self._engine, self._identity = folder, world, engine, identity
-        self._write_model, self._keep, self._failures = write_model, keep, failures
-        self._failed = 0
+        self._write_model, self._settings, self._failures = write_model, settings, failures
+        self._failed, self._last = 0, time.monotonic()
         self.checkpoint = checkpoint
         self.seconds = 0.0
+
+    def due(self, step: int, hosts: World) -> bool:
+        """Whether ``checkpoint.every_steps`` or ``checkpoint.every_minutes`` asks for a checkpoint after this step.
+
+        Args:
+            hosts: all ranks; the first one whose minutes are over decides for all.
+        """
+        every, minutes = self._settings.every_steps, self._settings.every_minutes
+        if every and step % every == 0:
+            return True
+        return minutes > 0 and hosts.lowest(self._last + 60 * minutes - time.monotonic()) <= 0
 
     def save(self, step: int, progress: dict[str, Any], *, last: bool, best: int | None = None) -> None:
         """Commits ``step-{step}``. Without room for it training goes on, until ``failures`` in a row or the last step.
@@ -75,8 +87,9 @@ class Saver:
                 print(f"warning: {full}; {kept}; training goes on", file=sys.stderr)
         else:
             self._failed = 0
-            self._world.on_first(lambda: checkpoints.retain(self._folder, self._keep, best))
+            self._world.on_first(lambda: checkpoints.retain(self._folder, self._settings.keep, best))
             self.seconds = max(self._world.everywhere(lambda: time.perf_counter() - began))
+        self._last = time.monotonic()
 
     def _require_room(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

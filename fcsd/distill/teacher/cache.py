@@ -57,7 +57,7 @@ def read_teacher_cache(
     else:
         expect_fingerprint(recipe, teacher["teacher.fingerprint"], f"the teacher of {folder}")
     expect_key(folder, key_of(recipe, settings, identity, teacher, vocab_size))
-    return _from_shards(folder, rows_needed(recipe), world.device), teacher
+    return _from_shards(folder, rows_needed(recipe)), teacher
 
 
 def key_of(
@@ -145,7 +145,7 @@ def expect_key(folder: Path, key: dict[str, Any]) -> None:
         )
 
 
-def _from_shards(folder: Path, rows: int, device: torch.device) -> Teacher:
+def _from_shards(folder: Path, rows: int) -> Teacher:
     """The targets from a cache of at least ``rows`` rows; its key was checked.
 
     Raises:
@@ -171,7 +171,7 @@ def _from_shards(folder: Path, rows: int, device: torch.device) -> Teacher:
                     hint="the data, the tokenizer or the packing changed: write the cache again",
                 )
             found.append(TopK(*(column[ends[row] : ends[row + 1]] for column in kept)))
-        return Targets(TopK(*(torch.cat(column).to(device) for column in zip(*found, strict=True))), {})
+        return Targets(TopK(*(torch.cat(column) for column in zip(*found, strict=True))), {})
 
     return targets
 

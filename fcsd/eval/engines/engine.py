@@ -10,14 +10,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import json_sha256
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import GENERATION, HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
-from fcsd.eval.results import json_sha256
 from fcsd.launch.shared_work import Team
 
 HF, VLLM = "hf", "vllm"
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Engine:
         backend: ``hf`` for transformers, ``vllm``.
         device: ``cuda``, ``cpu``, or ``auto`` to let accelerate spread each model over the GPUs, host memory and the
             disk, in this order. None for ``cuda`` where there is one, else ``cpu``.
-        dtype: of the weights; None for float32 on the CPU and bfloat16 on a GPU.
+        dtype: of the weights, one of ``DTYPES``; None for float32 on the CPU and bfloat16 on a GPU.
         batch_size: most sequences in one forward; None for as many as fit fixed token limits.
         max_length: longest input in tokens; None for the model's own.
         generation: one of ``adapter.GENERATION``; None for the fastest that the device knows.
@@ -53,6 +54,7 @@ class Engine:
         """
         if self.backend not in (HF, VLLM):
             raise ConfigError(f"unknown backend {self.backend!r}", f"backends: {HF}, {VLLM}")
+        check_dtype(self.dtype)
         if self.generation is not None and self.generation not in GENERATION:
             raise ConfigError(f"unknown generation {self.generation!r}", f"one of {', '.join(GENERATION)}")
         if self.backend == VLLM:
@@ -74,6 +76,16 @@ class Engine:
         if wrong or self.ep_size > 1:
             name = wrong[0] if wrong else "ep-size"
             raise ConfigError(f"--{name} is for --backend hf", "vLLM spreads a model over --gpus by tensor parallelism")
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Refuse a data type that models are not run in.
+
+    Raises:
+        ConfigError: with those that there are.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}", f"one of {', '.join(DTYPES)}")
 
 
 @contextlib.contextmanager

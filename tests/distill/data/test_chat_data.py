@@ -15,9 +15,9 @@ from fcsd.config import Source
 from fcsd.distill.data.corpus import Corpus, load_corpus
 from fcsd.distill.data.render import encode_chat
 from fcsd.distill.data.rows import Mixture, Rows, batch
-from fcsd.distill.data.shown_row import show_first_row
+from fcsd.distill.feed import rows_of_step
 from fcsd.distill.losses import IGNORE
-from fcsd.distill.step import rows_of_step
+from fcsd.distill.preview import show_first_row
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import World
 

@@ -5,6 +5,7 @@ from itertools import chain, groupby
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import texts
 import tiny
@@ -12,6 +13,7 @@ import torch
 
 from fcsd.config import Source
 from fcsd.distill.data.corpus import Corpus, load_corpus
+from fcsd.distill.data.documents import Documents
 from fcsd.distill.data.rows import Mixture, Rows, batch
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.teacher.original import final_hidden
@@ -37,6 +39,28 @@ def test_rows_hold_every_document_once_an_epoch(tmp_path: Path) -> None:
     assert sorted(documents(rows, rows.per_epoch)) == expected
     first, second = ([rows[e * rows.per_epoch + n][0].item() for n in range(rows.per_epoch)] for e in (0, 1))
     assert sorted(first) == sorted(second) and first != second
+
+
+def test_slices_of_the_buffers_are_what_datasets_formats() -> None:
+    """Documents of all lengths, an empty one among them, in several chunks that begin anywhere in their buffers."""
+    lists = [list(range(100 * n, 100 * n + n % 23)) for n in range(200)]
+    columns = {"ids": lists, "counts": [[bool(i % 3) for i in ids] for ids in lists]}
+    features = datasets.Features(
+        ids=datasets.List(datasets.Value("int32")), counts=datasets.List(datasets.Value("bool"))
+    )
+    parts = [
+        datasets.Dataset.from_dict(columns, features).select(range(*span)) for span in ((0, 70), (70, 71), (71, 200))
+    ]
+    table = datasets.concatenate_datasets([*parts, datasets.Dataset.from_dict(columns, features)])
+    found, reference = Documents(table), table.with_format("numpy")
+    assert found.counted() == 2 * sum(map(sum, columns["counts"]))
+    assert len(table.data.column("ids").chunks) > 2
+    for number in range(len(table)):
+        for first, last in ((0, None), (0, 5), (3, 4), (9, None)):
+            ids, counts = found.piece(number, first, last)
+            if first <= len(reference[number]["ids"]) >= (last or 0):
+                assert ids.dtype == np.int32 and ids.tolist() == reference[number]["ids"][first:last].tolist()
+                assert counts.dtype == np.bool_ and counts.tolist() == reference[number]["counts"][first:last].tolist()
 
 
 def test_held_out_rows_keep_the_order_of_the_file(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import runs
 import torch
 from runs import outcome, train
 
-from fcsd.distill import engine, loop
+from fcsd.distill import engine, loop, prepare
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.errors import ConfigError
 
@@ -66,9 +66,9 @@ def killed(recipe: Any, point: str, rank: int) -> None:
 
 
 # What a save calls, in order -> the ranks that call it
-SAVE = {"_fresh": (0,), "_save_engine": (0, 1), "write_json": (0, 1), "write_model": (0, 1), "_record": (0, 1)}
+SAVE = {"_fresh": (0,), "_save_engine": (0, 1), "write_json": (0, 1), "write_student": (0, 1), "_record": (0, 1)}
 SAVE |= {"sync": (0, 1), "_rename": (0,), "retain": (0,), "publish": (0,)}
-MODULES: dict[str, ModuleType] = {"write_model": loop, "publish": run_dir}
+MODULES: dict[str, ModuleType] = {"write_student": loop, "publish": run_dir}
 MODULES |= dict.fromkeys(("write_json", "_record", "sync"), manifest)
 KILLS = [
     pytest.param(size, point, rank, marks=() if (size, point) == (1, "_rename") else nightly)
@@ -143,9 +143,9 @@ def dying(recipe: Any, phase: str, end: Callable[[], None]) -> None:
 
         return reached
 
-    build = loop.build_engine
+    build = prepare.build_engine
     if phase == "load":
-        loop.build_engine = deadly(build, 1)
+        prepare.build_engine = deadly(build, 1)
     elif phase == "forward":
         engine.Student.forward = deadly(engine.Student.forward, 5)
     elif phase == "evaluation":
@@ -160,7 +160,7 @@ def dying(recipe: Any, phase: str, end: Callable[[], None]) -> None:
                 model.lm_head.weight.register_hook(deadly(lambda grad: grad, 5))
             return made
 
-        loop.build_engine = built
+        prepare.build_engine = built
     loop.distill(recipe)
 
 

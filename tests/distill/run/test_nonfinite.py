@@ -9,7 +9,7 @@ import ranks
 import runs
 import torch
 
-from fcsd.distill import loop
+from fcsd.distill import loop, prepare
 from fcsd.distill.run import checkpoints, manifest
 from fcsd.distill.run.report import read_metrics
 
@@ -26,7 +26,7 @@ TEACHERS = {"teacher": torch.nan, "infinite teacher": 3e38, "indifferent teacher
 
 def poisoned(recipe: Any, where: str, steps: tuple[int, ...]) -> None:
     """A run whose teacher's or gradients' numbers are broken in some steps, on the last rank only."""
-    build, train_step, live_teacher = loop.build_engine, loop.train_step, loop.live_teacher
+    build, launch_step, live_teacher = prepare.build_engine, loop.launch_step, prepare.live_teacher
     now, here = 0, os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
 
     def broken(place: str) -> bool:
@@ -35,7 +35,7 @@ def poisoned(recipe: Any, where: str, steps: tuple[int, ...]) -> None:
     def counted(*arguments: Any) -> Any:
         nonlocal now
         now = arguments[-1]
-        return train_step(*arguments)
+        return launch_step(*arguments)
 
     def built(model: Any, *arguments: Any) -> Any:
         model.lm_head.weight.register_hook(lambda grad: grad * torch.inf if broken("gradient") else grad)
@@ -51,7 +51,7 @@ def poisoned(recipe: Any, where: str, steps: tuple[int, ...]) -> None:
 
         return spoilt
 
-    loop.build_engine, loop.train_step, loop.live_teacher = built, counted, teaching
+    prepare.build_engine, loop.launch_step, prepare.live_teacher = built, counted, teaching
     loop.distill(recipe)
 
 

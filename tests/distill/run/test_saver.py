@@ -9,6 +9,7 @@ import pytest
 import ranks
 import runs
 
+from fcsd.config import Checkpoint
 from fcsd.distill import loop
 from fcsd.distill.run import checkpoints, manifest, saver
 from fcsd.errors import DiskError
@@ -68,7 +69,7 @@ def test_room_is_looked_for_before_a_save(monkeypatch: pytest.MonkeyPatch, tmp_p
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     monkeypatch.setattr(manifest, "size", lambda _: 909)
-    room = saver.Saver(tmp_path, None, None, {}, None, keep=1, failures=0, checkpoint=tmp_path)  # type: ignore[arg-type]
+    room = saver.Saver(tmp_path, None, None, {}, None, settings=Checkpoint(keep=1), failures=0, checkpoint=tmp_path)  # type: ignore[arg-type]
     room._require_room()
     monkeypatch.setattr(manifest, "size", lambda _: 910)
     with pytest.raises(DiskError, match="a checkpoint needs"):

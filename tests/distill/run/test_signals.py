@@ -13,7 +13,7 @@ import pytest
 import ranks
 import runs
 
-from fcsd.distill import loop
+from fcsd.distill import loop, prepare
 from fcsd.distill.run import checkpoints, manifest, signals
 from fcsd.distill.run.report import read_metrics
 
@@ -28,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PHASES = {  # where the signal comes -> the function it comes in, and at which of its calls
-    "load": (loop, "build_engine", 1),
-    "step": (loop, "train_step", 3),
+    "load": (prepare, "build_engine", 1),
+    "step": (loop, "launch_step", 3),
     "evaluation": (loop, "measure", 1),
     "save": (manifest, "sync", 3),
 }
@@ -75,10 +75,10 @@ def test_a_signal_ends_the_run_with_its_last_step_saved_once(
 
 def slow_to_save(recipe: Any) -> None:
     """A run whose first save took too long for the grace period, and which is preempted in its third step."""
-    real, steps = loop.train_step, 0
+    real, steps = loop.launch_step, 0
     now = time.perf_counter
 
-    def train_step(*arguments: Any) -> Any:
+    def launch_step(*arguments: Any) -> Any:
         nonlocal steps
         steps += 1
         if steps == 3:
@@ -92,7 +92,7 @@ def slow_to_save(recipe: Any) -> None:
         time.perf_counter = lambda: now() + 1000
         return done
 
-    loop.train_step, checkpoints.save = train_step, measured
+    loop.launch_step, checkpoints.save = launch_step, measured
     loop.distill(recipe)
 
 

@@ -16,7 +16,7 @@ from fcsd import __version__
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import loop
 from fcsd.distill.run import checkpoints, identity, manifest, run_dir
-from fcsd.distill.run.random_state import random_state, set_random_state
+from fcsd.distill.run.checkpoints import random_state, set_random_state
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import CheckpointError, ConfigError
 

@@ -14,7 +14,7 @@ import runs
 import torch
 import torch.distributed as dist
 
-from fcsd.distill.run.agreement import require_agreement
+from fcsd.distill.run.identity import require_agreement
 from fcsd.distill.run.watchdog import watched
 from fcsd.errors import ConfigError
 from fcsd.launch.world import join_world, leave

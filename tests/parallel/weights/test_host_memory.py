@@ -39,14 +39,14 @@ def growth(function: Callable[[], Any]) -> tuple[Any, int]:
 def checkpointed(checkpoint: Path, out: Path, ep_size: int) -> dict[str, int]:
     """Bytes: this rank's ``share`` of the model, and the growth while it is read and written."""
     from fcsd.distill.expert_parallel import load
-    from fcsd.distill.run.write_model import write_model
+    from fcsd.distill.student import write_student
     from fcsd.launch.world import join_world
 
     join()
     world = join_world()
     model, read = growth(lambda: load(checkpoint, ep_size, dtype=torch.bfloat16, device=world.device))
     share = sum(tensor.nbytes for tensor in model.state_dict().values())
-    _, written = growth(lambda: write_model(model, checkpoint, out, world))
+    _, written = growth(lambda: write_student(model, checkpoint, out, world))
     return {"share": share, "read": read, "written": written}
 
 

@@ -1,0 +1,176 @@
+"""All that a run needs before its first step: models, text, engine, and where it continues."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
+
+from fcsd.checkpoint import resolve
+from fcsd.config import Recipe, ResolvedRecipe, accumulation
+from fcsd.distill import expert_parallel, update
+from fcsd.distill.data.corpus import Corpus, load_tokenizer
+from fcsd.distill.data.rows import Mixture, Rows
+from fcsd.distill.data.shared_corpora import load_corpora
+from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
+from fcsd.distill.run import checkpoints, run_dir
+from fcsd.distill.run.identity import require_agreement, run_identity
+from fcsd.distill.student import load_student, student_source
+from fcsd.distill.teacher.cache import read_teacher_cache
+from fcsd.distill.teacher.original import identify_teacher, needs_teacher, output_head, pack_attention, teacher_name
+from fcsd.distill.teacher.targets import Teacher, expect_comparable, live_teacher
+from fcsd.launch.world import World
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the steps of a run work with.
+
+    Attributes:
+        world: the processes of the run; their collectives run on the device.
+        hosts: the same processes, which talk over gloo: to agree on something, no host waits for its device.
+        directory: of the run.
+        source: the directory that the student was made from.
+        student: the model inside ``engine``.
+        teacher: the model in memory, if the run has one.
+        live: the targets from that model.
+        cache: the targets from a teacher cache, if the run has one.
+        rows: of the whole schedule.
+        held_out: rows that are measured and never trained on.
+        identity: what a run must share to continue from this one's checkpoints.
+        checkpoint: where the run continues; None if it starts anew.
+        progress: what that checkpoint says of the run so far; its ``step`` is 0 without one.
+    """
+
+    resolved: ResolvedRecipe
+    world: World
+    hosts: World
+    directory: Path
+    source: Path
+    student: PreTrainedModel
+    teacher: PreTrainedModel | None
+    live: Teacher | None
+    cache: Teacher | None
+    tokenizer: PreTrainedTokenizerBase
+    engine: Any
+    rows: Mixture
+    held_out: Rows | None
+    identity: dict[str, Any]
+    checkpoint: Path | None
+    progress: dict[str, Any]
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the run."""
+        return self.resolved.recipe
+
+    @property
+    def done(self) -> int:
+        """The number of steps that were taken before."""
+        return self.progress["step"]
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoints are."""
+        return self.directory / run_dir.CHECKPOINTS
+
+
+def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared:
+    """Loads everything, and continues from a checkpoint if there is one; every process of the run calls it.
+
+    Args:
+        resume: see ``distill``.
+
+    Raises:
+        ConfigError, BadInputError: the recipe cannot run here, or on this data; nothing is written then.
+        CheckpointError: the checkpoint is damaged or belongs to another run.
+    """
+    recipe = resolved.recipe
+    directory = Path(recipe.output_dir)
+    accumulation(recipe, world.size)
+    expert_parallel.check(recipe, world.size)
+    import_deepspeed()
+    (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
+    checkpoint = world.on_first(lambda: checkpoints.find(directory / run_dir.CHECKPOINTS, resume, _say))
+    source = student_source(recipe).path
+    student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], device=world.device)
+    hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
+    teacher = load_teacher(recipe, student, world) if needs_teacher(recipe) else None
+    live = None if teacher is None else live_teacher(teacher, recipe.objective)
+    tokenizer, vocab_size = load_tokenizer(source), len(output_head(student))
+    corpora, rows, held_out = read_data(recipe, tokenizer, vocab_size, world)
+    identity, cache = run_identity(recipe, corpora, world), None
+    if settings := recipe.objective.teacher_cache:
+        cache, hashes = read_teacher_cache(recipe, settings, identity, vocab_size, world)
+    identity |= hashes
+    engine = build_engine(student, recipe, world)
+    progress = checkpoints.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
+    update.install(engine, recipe)
+    require_agreement(world, {**identity, "vocabulary": vocab_size, "first step": progress["step"] + 1})
+    world.on_first(lambda: run_dir.describe(directory, resolved))
+    return Prepared(
+        resolved=resolved,
+        world=world,
+        hosts=hosts_of(world),
+        directory=directory,
+        source=source,
+        student=student,
+        teacher=teacher,
+        live=live,
+        cache=cache,
+        tokenizer=tokenizer,
+        engine=engine,
+        rows=rows,
+        held_out=held_out,
+        identity=identity,
+        checkpoint=checkpoint,
+        progress=progress,
+    )
+
+
+def read_data(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World
+) -> tuple[list[Corpus], Mixture, Rows | None]:
+    """The corpora of a run, its rows, and the held-out ones."""
+    data = recipe.data
+    sources = [*data.sources, *([data.held_out] if data.held_out else [])]
+    corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world)
+    held_out = Rows(corpora.pop(), data.seq_len) if data.held_out else None
+    return corpora, training_rows(recipe, corpora), held_out
+
+
+def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
+    """The rows of the whole schedule in their order, of which a shorter run takes the first."""
+    whole = recipe.schedule_steps * (recipe.train.batch_tokens // recipe.data.seq_len)
+    packed = [Rows(corpus, recipe.data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
+    return Mixture(packed, [source.weight for source in recipe.data.sources], whole, recipe.seed)
+
+
+def load_teacher(recipe: Recipe, student: PreTrainedModel, world: World) -> PreTrainedModel:
+    """The frozen teacher, whose experts are divided as ``parallel.teacher_placement`` says.
+
+    Raises:
+        BadInputError: the loss cannot compare it with ``student``.
+    """
+    name, ep_size = teacher_name(recipe), recipe.parallel.teacher_ep_size
+    dtype = DTYPES[recipe.train.dtype]
+    teacher = expert_parallel.load(resolve(name).path, ep_size, dtype=dtype, device=world.device)
+    expect_comparable(student, teacher, recipe, name)
+    pack_attention(teacher, recipe)
+    expert_parallel.wire_sharded(teacher, ep_size, recipe.parallel)
+    return teacher.requires_grad_(False)
+
+
+def hosts_of(world: World) -> World:
+    """The same processes in a group over gloo, whose collectives make no host wait for its device."""
+    if world.device.type == "cpu":
+        return world
+    group: Any = dist.new_group(backend="gloo")
+    return World(world.rank, world.size, torch.device("cpu"), group)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,102 @@
+"""The update of the weights: gradients are clipped first, and one that is not finite changes nothing.
+
+Both are decided on the device where the optimizer allows it, because a host that asks for the norm waits for the whole
+backward pass. torch's fused AdamW takes a flag ``found_inf``: if it is 1, the kernel leaves weights, moments and the
+count of steps as they are.
+
+=====================  =========================================  ========================================
+ZeRO stage, weights    the norm is computed by                    a norm that is not finite is judged
+=====================  =========================================  ========================================
+0, fp32                ``global_norm``                            on the device, by ``found_inf``
+0, bf16                ``global_norm``                            on the host: DeepSpeed's wrapper asks, too
+1 and 2, bf16          DeepSpeed, over all partitions             on the device, by ``found_inf``
+1 and 2, fp32          DeepSpeed, over all partitions             on the host, by DeepSpeed
+=====================  =========================================  ========================================
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcsd.config import Recipe
+from fcsd.launch.world import World
+
+_EPSILON = 1e-6  # DeepSpeed's and torch's, added to the norm that divides
+
+
+def judges_on_device(recipe: Recipe) -> bool:
+    """Whether ``install`` takes clipping and the judgement of the norm over from DeepSpeed."""
+    return recipe.parallel.zero_stage > 0 and recipe.train.dtype == "bf16"
+
+
+def install(engine: Any, recipe: Recipe) -> None:
+    """Lets ZeRO's inner optimizer clip and skip on the device; call it after a checkpoint is loaded.
+
+    DeepSpeed's ``step`` would wait for the norm twice, to skip and to clip. The engine is configured not to do either,
+    see ``deepspeed_config``, and a hook of the inner optimizer does both with the norm that DeepSpeed computed.
+    """
+    if not judges_on_device(recipe):
+        return
+    zero, limit = engine.optimizer, recipe.optim.grad_clip
+    zero.clip_grad = 0.0  # a checkpoint brings its own value back
+
+    def before_step(optimizer: Any, *_: Any) -> None:
+        norm = zero._global_grad_norm
+        optimizer.found_inf = (~norm.isfinite()).float()
+        if limit:
+            factor = 1.0 / torch.clamp((norm + _EPSILON) / limit, min=1.0)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.mul_(factor)
+
+    zero.optimizer.register_step_pre_hook(before_step)
+
+
+def update(engine: Any, recipe: Recipe, world: World) -> Tensor | float:
+    """Clips and takes the optimizer's step after the last micro-batch; returns the global norm before clipping.
+
+    If the norm is not finite, no weight and no moment changes on any rank.
+    """
+    if recipe.parallel.zero_stage:
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        return 0.0 if norm is None else norm
+    norm = global_norm(engine, recipe, world)
+    if recipe.optim.grad_clip:
+        with_gradient = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(with_gradient, recipe.optim.grad_clip, norm)
+    if recipe.train.dtype == "fp32":  # torch's optimizer itself, without a wrapper
+        engine.optimizer.found_inf = (~norm.isfinite()).float()
+        engine.step()
+    elif norm.isfinite():  # the host waits; DeepSpeed's wrapper of bf16 without ZeRO reads norms on the host anyway
+        engine.step()
+    else:
+        engine.zero_grad()
+        engine.micro_steps += 1
+    return norm
+
+
+def global_norm(engine: Any, recipe: Recipe, world: World) -> Tensor:
+    """The L2 norm of all gradients, those of experts on other processes included, for ZeRO stage 0.
+
+    DeepSpeed would use the norm over the experts of this process only.
+    """
+    ep_size = recipe.parallel.ep_size
+    gradients: dict[bool, list[Tensor]] = {True: [], False: []}
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            gradients[_is_expert(parameter)].append(parameter.grad)
+    norm = torch.nn.utils.get_total_norm(gradients[False])
+    if ep_size > 1:
+        squared = torch.nn.utils.get_total_norm(gradients[True]).square()
+        dist.all_reduce(squared)  # as many processes hold an expert as there are groups
+        norm = (norm.square() + squared * ep_size / world.size).sqrt()
+    return norm
+
+
+def _is_expert(parameter: Tensor) -> bool:
+    from deepspeed.moe.utils import is_moe_param
+
+    return is_moe_param(parameter)
