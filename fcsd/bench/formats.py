@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fcsd.kernels.bit_split import Format, kernels, reference
+from fcsd.kernels.bit_split import Draws, Format, kernels, reference
 from fcsd.launch.environment import snapshot
 
 WIDTH = 4096  # values of a row
@@ -81,6 +81,10 @@ def differences(name: str, device: str, width: int = WIDTH) -> list[str]:
         records = reference.encode(rows, format)
         if not torch.equal(kernels.encode(rows, format), records):
             found.append(f"encode {dtype}".replace("torch.", ""))
+        if format.group == 64:  # nor do draws
+            draws = Draws(2**40 + 1, 2, 3, 1, torch.arange(len(rows), device=device))
+            if not torch.equal(kernels.encode(rows, format, draws), reference.encode(rows, format, draws)):
+                found.append(f"encode {dtype} with draws".replace("torch.", ""))
         decoded = [part.decode(records, format, width, dtype).view(bits) for part in (kernels, reference)]
         if not torch.equal(*decoded):
             found.append(f"decode {dtype}".replace("torch.", ""))

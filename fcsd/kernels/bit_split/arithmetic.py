@@ -82,6 +82,26 @@ def beside(x):
 
 
 @triton.jit
+def whole(x, noise):
+    """To the nearest whole number; with noise from [0, 1), down after the noise was added."""
+    if noise is None:
+        return nearest(x)
+    else:
+        return tl.floor(x + noise)
+
+
+@triton.jit
+def uniform(seed, place, pair, step, lane, eighth):
+    """``Draws.uniform`` of the eights of values at ``place``, ``[groups, group / 8]``, of one row."""
+    zero = tl.zeros_like(place)
+    a, b, c, d = tl.philox(seed, place, zero + pair.to(tl.int32), zero + step, zero + lane)
+    a, b, c, d = tl.expand_dims(a, 2), tl.expand_dims(b, 2), tl.expand_dims(c, 2), tl.expand_dims(d, 2)
+    word = tl.where(eighth < 4, tl.where(eighth < 2, a, b), tl.where(eighth < 6, c, d))
+    half = (word >> ((eighth & 1) * 16).to(tl.uint32)) & 0xFFFF
+    return half.to(tl.int32).to(tl.float32) * 1.52587890625e-05  # 2^-16
+
+
+@triton.jit
 def numbers(start, INTEGER: tl.constexpr):
     """A pointer to scales, zeros or indices: of one byte each beside integer scales, of two otherwise."""
     if INTEGER:

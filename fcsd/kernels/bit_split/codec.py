@@ -4,11 +4,15 @@ import torch
 from torch import Tensor
 
 from fcsd.kernels.bit_split import reference
+from fcsd.kernels.bit_split.draws import Draws
 from fcsd.kernels.bit_split.format import Format
 
 
-def encode(rows: Tensor, format: Format) -> Tensor:
+def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
     """Rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[n, row_bytes]``.
+
+    Args:
+        draws: with them a value goes up or down at random, so that it is right on average; else to the nearest code.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
@@ -16,8 +20,8 @@ def encode(rows: Tensor, format: Format) -> Tensor:
     if rows.is_cuda:
         from fcsd.kernels.bit_split import kernels
 
-        return kernels.encode(rows, format)
-    return reference.encode(rows, format)
+        return kernels.encode(rows, format, draws)
+    return reference.encode(rows, format, draws)
 
 
 def decode(records: Tensor, format: Format, width: int, dtype: torch.dtype) -> Tensor:

@@ -21,21 +21,27 @@ from fcsd.kernels.bit_split.arithmetic import (
     numbers,
     step_of,
     to_bf16,
+    uniform,
+    whole,
 )
+from fcsd.kernels.bit_split.draws import Draws
 from fcsd.kernels.bit_split.format import Format
 
 _MOST_VALUES = 2048  # that a program holds at once
 
 
-def encode(rows: Tensor, format: Format) -> Tensor:
-    """Rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[n, row_bytes]``.
+def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
+    """Rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[n, row_bytes]``; with ``draws`` stochastically rounded.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
     """
     layout = format.layout(rows.shape[1])
     records = rows.new_empty(len(rows), layout.bytes, dtype=torch.uint8)
-    _launch(_encode_kernel, rows.contiguous(), records, format, CLIP=format.clip, ROUNDING=format.rounding)
+    key = {"pair": None, "seed": 0, "step_number": 0, "lane": 0}
+    if draws is not None:
+        key = {"pair": draws.pair, "seed": draws.seed, "step_number": draws.step, "lane": draws.lane}
+    _launch(_encode_kernel, rows.contiguous(), records, format, CLIP=format.clip, ROUNDING=format.rounding, **key)
     return records
 
 
@@ -106,10 +112,14 @@ def _load_plane(plane, word, eighth, inside, BITS: tl.constexpr, SHIFT: tl.const
     return (fields & MASK).to(tl.int32) << SHIFT
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed", "step_number", "lane"])
 def _encode_kernel(
     rows,
     records,
+    pair,
+    seed,
+    step_number,
+    lane,
     WIDTH: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -155,6 +165,9 @@ def _encode_kernel(
         tl.store(indices + COUNT + group, high_at.to(indices.dtype.element_ty), mask=inside)
 
     low, high = least(x) * CLIP, greatest(x) * CLIP
+    noise = None
+    if pair is not None:
+        noise = uniform(seed, word, tl.load(pair + row), step_number, lane, eighth)
     scales, zeros = numbers(record + SCALES, INTEGER), numbers(record + ZEROS, INTEGER)
     levels, ones = tl.full([BLOCK], LEVELS, tl.float32), tl.full([BLOCK], 1.0, tl.float32)
     if INTEGER:
@@ -164,7 +177,7 @@ def _encode_kernel(
         code = tl.minimum(tl.maximum(code, 0), 254)
         step = step_of(code)
         zero = tl.minimum(nearest(tl.div_rn(0.0 - low, step)), levels)
-        x = nearest(x * beside(tl.div_rn(ones, step))) + beside(zero)
+        x = whole(x * beside(tl.div_rn(ones, step)), noise) + beside(zero)
         codes = tl.minimum(tl.maximum(x, 0.0), LEVELS).to(tl.int32)
         tl.store(scales + group, tl.where(broken, 255, code).to(tl.uint8), mask=inside)
         tl.store(zeros + group, zero.to(tl.int32).to(tl.uint8), mask=inside)
@@ -174,7 +187,7 @@ def _encode_kernel(
         step = to_bf16(tl.maximum(tl.div_rn(high - low, levels), 7.888609052210118e-31))  # 2^-100
         broken = broken | ((step & 0x7F80) == 0x7F80) | ((zero & 0x7F80) == 0x7F80)
         x = (x - beside(low)) * beside(tl.div_rn(ones, from_bf16(step)))
-        codes = nearest(tl.minimum(tl.maximum(x, 0.0), LEVELS)).to(tl.int32)
+        codes = whole(tl.minimum(tl.maximum(x, 0.0), LEVELS), noise).to(tl.int32)
         codes = tl.where(beside(broken), 0, codes)
         tl.store(scales + group, tl.where(broken, 0x7FC0, step).to(tl.uint16), mask=inside)
         tl.store(zeros + group, tl.where(broken, 0, zero).to(tl.uint16), mask=inside)

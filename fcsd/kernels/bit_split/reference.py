@@ -5,14 +5,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fcsd.kernels.bit_split import scale
+from fcsd.kernels.bit_split.draws import Draws
 from fcsd.kernels.bit_split.format import Format
 
 _EXPONENT = 0x7F800000  # the exponent's bits of fp32: all set in infinities and NaN, none in zero and subnormal numbers
 _LEAST_STEP = 2.0**-100  # of a group that is constant; large enough that quotients by it stay finite
 
 
-def encode(rows: Tensor, format: Format) -> Tensor:
+def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
     """Rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[n, row_bytes]``.
+
+    Args:
+        draws: with them a value goes up or down at random, so that it is right on average; else to the nearest code.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
@@ -30,10 +34,9 @@ def encode(rows: Tensor, format: Format) -> Tensor:
         index = torch.uint8 if format.meta == "int" else torch.int16
         parts = [_bytes(ends.transpose(1, 2)), _bytes(places.transpose(1, 2).to(index))]
     low, high = x.amin(2) * format.clip, x.amax(2) * format.clip
-    if format.meta == "int":
-        codes, scales, zeros = _encode_integer(x, low, high, broken, format)
-    else:
-        codes, scales, zeros = _encode_bf16(x, low, high, broken, format)
+    noise = None if draws is None else draws.uniform(rows.shape[1]).view_as(x)
+    encode_groups = _encode_integer if format.meta == "int" else _encode_bf16
+    codes, scales, zeros = encode_groups(x, low, high, broken, noise, format)
     planes = split(codes.flatten(1), format)
     record = torch.cat([*planes, _bytes(scales), _bytes(zeros), *parts], dim=1)
     return F.pad(record, (0, size - record.shape[1]))
@@ -97,7 +100,7 @@ def _spikes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _encode_integer(
-    x: Tensor, low: Tensor, high: Tensor, broken: Tensor, format: Format
+    x: Tensor, low: Tensor, high: Tensor, broken: Tensor, noise: Tensor | None, format: Format
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, int32 ``[n, groups, group]``, scales and zeros, uint8 ``[n, groups]``; value 0 has a code of its own."""
     low, high = low.clamp(max=0), high.clamp(min=0)
@@ -106,20 +109,27 @@ def _encode_integer(
     code = code.clamp(0, scale.GREATEST)
     step = scale.step_of(code)
     zero = ((0 - low) / step).round().clamp(max=format.levels)
-    codes = ((x * step.reciprocal().unsqueeze(2)).round() + zero.unsqueeze(2)).clamp(0, format.levels)
+    codes = (_whole(x * step.reciprocal().unsqueeze(2), noise) + zero.unsqueeze(2)).clamp(0, format.levels)
     code = code.masked_fill(broken, scale.BROKEN)
     return codes.int(), code.to(torch.uint8), zero.to(torch.uint8)
 
 
-def _encode_bf16(x: Tensor, low: Tensor, high: Tensor, broken: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
+def _encode_bf16(
+    x: Tensor, low: Tensor, high: Tensor, broken: Tensor, noise: Tensor | None, format: Format
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, int32 ``[n, groups, group]``, scales and zeros, bf16 ``[n, groups]``; code 0 is the least value."""
     zero = low.to(torch.bfloat16)
     step = ((high - zero.float()) / _levels(low, format)).clamp(min=_LEAST_STEP).to(torch.bfloat16)
     broken = broken | ~step.isfinite() | ~zero.isfinite()
     codes = (x - zero.float().unsqueeze(2)) * step.float().reciprocal().unsqueeze(2)
-    codes = codes.clamp(0, format.levels).round()
+    codes = _whole(codes.clamp(0, format.levels), noise)
     codes = codes.masked_fill(broken.unsqueeze(2), 0)
     return codes.int(), step.masked_fill(broken, float("nan")), zero.masked_fill(broken, 0)
+
+
+def _whole(x: Tensor, noise: Tensor | None) -> Tensor:
+    """Rounded to nearest, ties to even; with noise from [0, 1), down after the noise was added."""
+    return x.round() if noise is None else (x + noise).floor()
 
 
 def _levels(like: Tensor, format: Format) -> Tensor:
