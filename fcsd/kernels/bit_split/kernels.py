@@ -40,7 +40,7 @@ def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
     records = rows.new_empty(len(rows), layout.bytes, dtype=torch.uint8)
     key = {"pair": None, "seed": 0, "step_number": 0, "lane": 0}
     if draws is not None:
-        key = {"pair": draws.pair, "seed": draws.seed, "step_number": draws.step, "lane": draws.lane}
+        key = {"pair": draws.pair.contiguous(), "seed": draws.seed, "step_number": draws.step, "lane": draws.lane}
     _launch(_encode_kernel, rows.contiguous(), records, format, CLIP=format.clip, ROUNDING=format.rounding, **key)
     return records
 
