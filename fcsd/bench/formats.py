@@ -24,8 +24,9 @@ from fcsd.kernels.bit_split import Draws, Format, kernels, reference
 from fcsd.launch.environment import snapshot
 
 WIDTH = 4096  # values of a row
-ROWS = 16384  # that are timed: 128 MiB in bf16, more than a GPU's cache holds
-REPEATS = 20
+ROWS = 65536  # that are timed: 512 MiB in bf16, more than a GPU's cache holds; a kernel outlasts its launch
+REPEATS = 7
+RUNS = 10  # launched at once in each repeat, so that the GPU does not wait for the host
 WORKERS = 16  # processes that compile and check; compiling takes nearly all of the time
 TIMED = (
     "int8",
@@ -92,16 +93,17 @@ def differences(name: str, device: str, width: int = WIDTH) -> list[str]:
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """Median on the GPU."""
+    """Of one run on the GPU: the median over repeats, each the mean of some runs."""
     times = []
-    for _ in range(REPEATS + 3):
+    for _ in range(REPEATS + 1):  # the first warms up
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        run()
+        for _ in range(RUNS):
+            run()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[3:])
+        times.append(start.elapsed_time(end) / RUNS)
+    return statistics.median(times[1:])
 
 
 def measure(name: str, rows: Tensor, copy: float) -> dict[str, float]:
