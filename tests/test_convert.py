@@ -463,8 +463,7 @@ def test_109b_parameters_convert_by_headers_alone(tmp_path: Path) -> None:
         """
         import resource
         from pathlib import Path
-        from fcsd.checkpoint.location import read_base_path
-from fcsd.convert import convert
+        from fcsd.convert import convert
         print(convert("scout", "out", check=False).bytes)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         print(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
