@@ -102,7 +102,9 @@ def convert(
     wiring: str = "farskip",
     layers: str = "all",
     variant: str = "full",
+    border: str | None = None,
     tp_degree: int = 1,
+    reduce: str | None = None,
     distance: int = 1,
     check: bool = True,
     dry_run: bool = False,
@@ -117,7 +119,10 @@ def convert(
         wiring: see ``fcsd.models.wiring.NAMES``.
         layers: see ``fcsd.models.selection.select_layers``.
         variant: ``full``, ``attn-only`` or ``mlp-only``.
+        border: ``full`` or ``partial``, what the first converted layer after one that is not converted reads; None is
+            the wiring's default, see ``fcsd.models.wiring.BORDERS``.
         tp_degree: simulated tensor-parallel degree, Desync only.
+        reduce: which reductions ``desync`` keeps, see ``fcsd.models.desync.kept_reductions``.
         distance: sub-block outputs that may be in flight at a rewired read.
         check: prove parity with the original before OUT appears.
         dry_run: check everything, write nothing; of a hub repository only small files and headers are fetched.
@@ -140,7 +145,8 @@ def convert(
     layout = read_layout(source.path, remote=remote_headers(source) if dry_run else None)
     verify_tensors(layout, config)
     arch = ARCHS[config.model_type]
-    chosen = choose_wiring(config, arch, wiring, layers, variant=variant, tp_degree=tp_degree, distance=distance)
+    how = {"variant": variant, "border": border, "tp_degree": tp_degree, "reduce": reduce, "distance": distance}
+    chosen = choose_wiring(config, arch, wiring, layers, **how)
 
     block = chosen.to_block(
         base_model=source.repo_id or str(source.path.resolve()),
@@ -215,23 +221,34 @@ def refuse_rewired(source: Source, config: CheckpointConfig) -> None:
 def choose_wiring(config: CheckpointConfig, arch: "Arch", name: str, layers: str, **fields: Any) -> "Wiring":
     """The wiring that the options of ``convert`` ask for, tried on a model without memory.
 
+    Args:
+        config: of the original.
+        arch: the architecture's row.
+        name: the wiring.
+        layers: see ``fcsd.models.selection.select_layers``.
+        fields: further fields of ``Wiring``; one that is None takes its default.
+
     Raises:
-        ConfigError: it does not fit the model.
+        ConfigError: the wiring does not fit the model, or its options do not go together.
     """
     import torch
 
-    from fcsd.models.build import config_class, model_classes
+    from fcsd.models.build import check_desync, config_class, model_classes
     from fcsd.models.selection import select_layers
     from fcsd.models.wiring import Wiring
 
     if name not in arch.wirings:
         raise ConfigError(f"{arch.model_type} has no wiring {name!r}", f"One of {', '.join(arch.wirings)}.")
+    if fields.get("border") and fields.get("variant") == "mlp-only":
+        raise ConfigError(f"{name} mlp-only has no border: its attention reads the full stream", "Leave out --border.")
     try:
-        wiring = Wiring(name, select_layers(layers, config.text["num_hidden_layers"]), **fields)
+        chosen = {key: value for key, value in fields.items() if value is not None}
+        wiring = Wiring(name, select_layers(layers, config.text["num_hidden_layers"]), **chosen)
         cls = model_classes(arch.model_type)["AutoModelForCausalLM"]
-        fields = {key: value for key, value in config.raw.items() if key not in ("model_type", "quantization_config")}
+        raw = {key: value for key, value in config.raw.items() if key not in ("model_type", "quantization_config")}
         with torch.device("meta"):
-            cls(config_class(arch.model_type).from_dict({**fields, "fcsd": wiring.to_block()}))
+            model = cls(config_class(arch.model_type).from_dict({**raw, "fcsd": wiring.to_block()}))
+        check_desync(model.config, wiring)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return wiring

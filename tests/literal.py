@@ -60,17 +60,24 @@ def layer_inputs(model: nn.Module, ids: Tensor) -> tuple[Tensor, list[dict]]:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, ids: Tensor, name: str, variant: str, converted: set[int], distance: int = 1
+    model: nn.Module,
+    ids: Tensor,
+    name: str,
+    variant: str,
+    converted: set[int],
+    distance: int = 1,
+    border: str | None = None,
 ) -> list[Tensor]:
     """``[o_0, ..., o_L, logits]`` of a wiring, from an unwired model (DESIGN §1; FarSkip eq. 8, Ladder eq. 2)."""
     embeds, kwargs = layer_inputs(model, ids)
     o = [embeds]  # o[k] is the stream before layer k
     zero = torch.zeros_like(embeds)
+    border = border or ("full" if name == "farskip" else "partial")
     a, s, r = [], [], []
     for k, layer in enumerate(model.model.layers):
         attn_rewired = name in ("farskip", "ladder") and variant != "mlp-only" and k in converted and k > 0
-        if name == "farskip":
-            attn_rewired = attn_rewired and k - 1 in converted  # border: full after a standard layer
+        if border == "full":
+            attn_rewired = attn_rewired and k - 1 in converted
         mlp_rewired = name != "standard" and variant != "attn-only" and k in converted
 
         attn_in = o[k]

@@ -195,6 +195,10 @@ def test_force_replaces_what_fcsd_wrote(original: Path, tmp_path: Path) -> None:
         ({"wiring": "desync-2x", "tp_degree": 2}, "has no wiring 'desync-2x'"),
         ({"wiring": "parallel", "variant": "attn-only"}, "no variant"),
         ({"wiring": "farskip", "tp_degree": 2}, "is Desync's"),
+        ({"wiring": "parallel", "border": "partial"}, "has no partial border"),
+        ({"border": "half"}, "border is 'full' or 'partial'"),
+        ({"variant": "mlp-only", "border": "partial"}, "mlp-only has no border"),
+        ({"reduce": "2x"}, "belongs to desync"),
         ({"layers": "2-9"}, "the model has 4"),
         ({"layers": "some"}, "is not understood"),
     ],
@@ -212,6 +216,29 @@ def test_desync_is_tried_before_it_is_written(tmp_path: Path) -> None:
     report = convert(str(tmp_path / "dense"), tmp_path / "out", wiring="desync-4x", tp_degree=2)
     assert report.parity == 4 and "tp_degree 2" in report.to_text()
     assert build.load_model(tmp_path / "out").config.fcsd["tp_degree"] == 2
+
+
+def test_a_reduce_pattern_is_tried_proven_and_exported(tmp_path: Path) -> None:
+    tiny.model("llama").save_pretrained(tmp_path / "dense")
+    how = {"wiring": "desync", "tp_degree": 2}
+    for degree, reduce, message in [(2, None, "desync needs it"), (2, "often", "reduce is"), (4, "-,m", "key-value")]:
+        with pytest.raises(ConfigError, match=message):
+            convert(str(tmp_path / "dense"), tmp_path / "out", wiring="desync", tp_degree=degree, reduce=reduce)
+    assert not (tmp_path / "out").exists()
+    report = convert(str(tmp_path / "dense"), tmp_path / "out", **how, reduce="-,m")
+    assert report.parity == 4 and "desync (reduce -,m), layers 0-3" in report.to_text()
+    pattern = build.load_model(tmp_path / "out")
+    convert(str(tmp_path / "dense"), tmp_path / "four", wiring="desync-4x", tp_degree=2, check=False)
+    ids = tiny.tokens()
+    assert torch.equal(pattern(ids).logits, build.load_model(tmp_path / "four")(ids).logits)
+
+
+@pytest.mark.parametrize(("wiring", "default"), [("farskip", "full"), ("ladder", "partial")])
+def test_the_border_is_chosen_and_exported(original: Path, tmp_path: Path, wiring: str, default: str) -> None:
+    for name, border, expected in [("a", None, default), ("b", "full", "full"), ("c", "partial", "partial")]:
+        report = convert(str(original), tmp_path / name, wiring=wiring, layers="2-3", border=border, check=False)
+        assert f"{expected} border" in report.to_text()
+        assert json.loads((tmp_path / name / "config.json").read_text())["fcsd"]["border"] == expected
 
 
 def test_rewired_models_are_refused(original: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from fcsd.bench.training.model import evenly_routed
 from fcsd.bench.training.record import record
 from fcsd.config import Recipe
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
-from fcsd.distill.expert_parallel import check, randomise, teacher_degree, wire_sharded
+from fcsd.distill.expert_parallel import check, randomise, wire_sharded
 from fcsd.distill.prepare import training_rows
 from fcsd.distill.step import train_step
 from fcsd.distill.teacher.original import needs_teacher
@@ -124,11 +124,11 @@ class _Step:
     def __init__(self, recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConfig, world: World) -> None:
         self._recipe, self._world, self._taken = recipe, world, 0
         draw: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
-        student = randomise(rewired, recipe.train.expert_parallel, **draw)
+        student = randomise(rewired, recipe.parallel.ep_size, **draw)
         self.models: list[PreTrainedModel] = [student]
         self._teacher = None
         if needs_teacher(recipe):
-            teacher = randomise(original, teacher_degree(recipe.train), **draw).requires_grad_(False)
+            teacher = randomise(original, recipe.parallel.teacher_ep_size, **draw).requires_grad_(False)
             self.models.append(teacher)
             targets = live_teacher(teacher, recipe.objective)
             self._teacher = _in_phase("teacher", targets)
@@ -138,17 +138,17 @@ class _Step:
     @property
     def variants(self) -> tuple[str, ...]:
         """Those that differ: with all experts on every process nothing is sent between layers."""
-        return VARIANTS if self._recipe.train.expert_parallel > 1 else (OVERLAPPED,)
+        return VARIANTS if self._recipe.parallel.ep_size > 1 else (OVERLAPPED,)
 
     def choose(self, variant: str) -> None:
         """Wires both models as a variant wants them."""
-        train = self._recipe.train
-        for model, degree in zip(self.models, (train.expert_parallel, teacher_degree(train)), strict=False):
-            if degree == 1:
+        parallel = self._recipe.parallel
+        for model, ep_size in zip(self.models, (parallel.ep_size, parallel.teacher_ep_size), strict=False):
+            if ep_size == 1:
                 continue
-            fused = train.fused and self._world.device.type == "cuda"
+            fused = parallel.fused and self._world.device.type == "cuda"
             if variant == OVERLAPPED:
-                wire_sharded(model, degree, train)
+                wire_sharded(model, ep_size, parallel)
             elif variant == BLOCKING:
                 overlap(model, wiring_of(model.config), "off", fused=fused)
             else:

@@ -1,4 +1,4 @@
-"""config.json, read as a stranger's file: what it may say, before any class is built from it."""
+"""Reads config.json and checks what it says before any class is built from it; the file is not trusted."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 from fcsd.checkpoint.files import contained, quoted, read_object
 from fcsd.checkpoint.limits import check_numbers
-from fcsd.checkpoint.rewired import PREFIX, read_rewiring
+from fcsd.checkpoint.rewired import GATED_ATTENTION, PREFIX, has_gated_attention, read_rewiring
 from fcsd.errors import BadInputError
 
 _NAME = re.compile(r"[\w.-]{1,100}")
@@ -48,7 +48,7 @@ class CheckpointConfig:
 def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointConfig:
     """Read and check ``config.json`` of a checkpoint directory. Runs nothing, builds nothing.
 
-    A rewired checkpoint is read, not refused: it carries an ``auto_map`` by right, and who wants a base refuses it.
+    A rewired checkpoint is read and its ``auto_map`` accepted. Callers that need an original refuse it themselves.
 
     Args:
         path: the directory.
@@ -104,6 +104,8 @@ def _check_values(raw: dict[str, Any], where: Path) -> None:
 def _check_type(config: CheckpointConfig, where: Path) -> None:
     from fcsd.models.archs import ARCHS
 
+    if has_gated_attention(config.raw):
+        raise BadInputError(f"{where}: {GATED_ATTENTION}", "Convert a model whose attention transformers implements.")
     if config.model_type not in ARCHS:
         close = get_close_matches(config.model_type, ARCHS, 1, 0.5)
         raise BadInputError(

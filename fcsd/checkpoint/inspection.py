@@ -9,7 +9,7 @@ from typing import Any
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.layout import Layout, read_layout
-from fcsd.checkpoint.rewired import describe
+from fcsd.checkpoint.rewired import GATED_ATTENTION, describe, has_gated_attention
 from fcsd.checkpoint.source import SMALL_FILES, remote_headers, resolve
 from fcsd.checkpoint.verify import Comparison, compare_tensors
 
@@ -22,11 +22,12 @@ class Inspection:
     """What a checkpoint is. Counts are of tensors that the base class loads; ``bytes`` is of all weights files.
 
     Attributes:
-        active_parameters: those that one token passes through: everything but the experts it is not routed to.
+        active_parameters: the parameters that one token uses: all but those of the experts it is not routed to.
         dtypes: dtype -> bytes of it.
         wirings: what ``convert --wiring`` takes for it; none if it is rewired already.
         carried: tensors that are in the files and that the base class does not load.
-        problems: missing or damaged shards and tensors, one line each. ``convert`` refuses a model that has any.
+        problems: what is missing or damaged, one line each: shards, tensors, a part of the architecture that
+            transformers does not implement. ``convert`` refuses a model that has any.
     """
 
     model: str
@@ -78,7 +79,7 @@ class Inspection:
 
 
 def inspect(model: str, *, trust_remote_code: bool = False) -> Inspection:
-    """Look at a model; of one on the hub only small files and the headers of its weights are fetched.
+    """Describe a model. Of a model on the hub only small files and the headers of its weights are fetched.
 
     Args:
         model: a directory or ``org/name[@revision]``.
@@ -86,7 +87,7 @@ def inspect(model: str, *, trust_remote_code: bool = False) -> Inspection:
 
     Raises:
         BadInputError: not a checkpoint, malformed, or of an unsupported type. Missing and damaged shards and tensors
-            are reported instead.
+            are reported and raise nothing.
     """
     source = resolve(model, allow_patterns=SMALL_FILES)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
@@ -108,12 +109,12 @@ def inspect(model: str, *, trust_remote_code: bool = False) -> Inspection:
         quantization=config.quantization,
         rewired=config.rewired,
         carried=comparison.carried if comparison else [],
-        problems=_problems(layout, comparison),
+        problems=_problems(layout, comparison) + ([GATED_ATTENTION] if has_gated_attention(config.raw) else []),
     )
 
 
 def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[str]) -> dict[str, Any]:
-    """The fields that describe the architecture; from the base class, or for AMD's models from what there is."""
+    """The fields that describe the architecture, from the base class or, for AMD's models, from config and headers."""
     from fcsd.models.archs import ARCHS
 
     text = comparison.text if comparison else config.text
@@ -146,7 +147,7 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
 def _problems(layout: Layout, comparison: Comparison | None) -> list[str]:
     kinds = comparison.problems() if comparison else {}
     if layout.problems:
-        kinds.pop("missing", None)  # the tensors of an unusable shard go without saying
+        kinds.pop("missing", None)  # tensors of an unusable shard are missing too; the shard is reported
     return [*layout.problems.values(), *kinds.values()]
 
 

@@ -1,4 +1,4 @@
-"""Is a checkpoint rewired already? fcsd says so in its ``fcsd`` block, AMD in its ``farskip*`` keys."""
+"""How a checkpoint is rewired already: fcsd writes it as an ``fcsd`` block, AMD's models have ``farskip*`` keys."""
 
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,14 @@ from fcsd.errors import BadInputError
 
 PREFIX = "fcsd_"  # of a converted checkpoint's model_type
 _AMD_FLAGS = ("farskip", "attn_only_farskip", "mlp_only_farskip")
+GATED_ATTENTION = "its attention is gated (self_attn.gate_proj), which no class of transformers that fcsd uses has"
 
 
 def read_rewiring(raw: dict[str, Any], model_type: str, where: str | Path) -> dict[str, Any] | None:
     """How the model is rewired, None if it is not.
+
+    AMD's code needs ``farskip`` for anything: the two ``*_only`` flags change nothing without it, and both together
+    take back what it does. Such a model has the standard wiring.
 
     Returns:
         ``{"by": "fcsd", **block}``, or ``{"by": "amd", "wiring": "farskip", "variant", "start", "end"}``, with the
@@ -39,7 +43,13 @@ def describe(rewiring: dict[str, Any]) -> str:
     variant = f" ({rewiring['variant']})" if rewiring["variant"] != "full" else ""
     if rewiring["by"] == "amd":
         return f"farskip{variant}, layers from {rewiring['start']} up to {rewiring['end']}, by AMD"
-    return f"{rewiring['wiring']}{variant}, layers {_ranges(rewiring['layers'])}, by fcsd"
+    kept = f" (reduce {rewiring['reduce']})" if "reduce" in rewiring else ""
+    return f"{rewiring['wiring']}{variant}{kept}, layers {_ranges(rewiring['layers'])}, by fcsd"
+
+
+def has_gated_attention(raw: dict[str, Any]) -> bool:
+    """Whether config.json is of AMD's Instella-MoE with gated attention: see ``GATED_ATTENTION``."""
+    return raw.get("model_type") == "instella_moe" or raw.get("gated_attention") is True
 
 
 def _amd(raw: dict[str, Any], where: str | Path) -> dict[str, Any] | None:
@@ -47,9 +57,10 @@ def _amd(raw: dict[str, Any], where: str | Path) -> dict[str, Any] | None:
     start, end = raw.get("farskip_start_idx", 0), raw.get("farskip_end_idx", 10_000)
     if not all(type(flag) is bool for flag in flags.values()) or {type(start), type(end)} - {int, float}:
         raise BadInputError(f"{where}: the farskip keys do not hold flags and layer numbers")
-    if not any(flags.values()):
+    attn_only, mlp_only = flags["attn_only_farskip"], flags["mlp_only_farskip"]
+    if not flags["farskip"] or (attn_only and mlp_only):
         return None
-    variant = "attn-only" if flags["attn_only_farskip"] else "mlp-only" if flags["mlp_only_farskip"] else "full"
+    variant = "attn-only" if attn_only else "mlp-only" if mlp_only else "full"
     return {"by": "amd", "wiring": "farskip", "variant": variant, "start": int(start), "end": int(end)}
 
 

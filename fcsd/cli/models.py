@@ -21,13 +21,28 @@ def convert(
     model: Model,
     out: Out,
     wiring: Annotated[
-        str, typer.Option(help="farskip, ladder, parallel, standard, desync-2x or desync-4x.")
+        str, typer.Option(help="farskip, ladder, parallel, standard, desync-2x, desync-4x or desync.")
     ] = "farskip",
     layers: Annotated[str, typer.Option(help="all, last:24, first:8, 50%, 12-27 or 0,2,5-7.")] = "all",
     variant: Annotated[str, typer.Option(help="full, attn-only or mlp-only.")] = "full",
+    border: Annotated[
+        str | None,
+        typer.Option(
+            help="full or partial: the stream that a converted layer reads after a layer that is not converted. "
+            "The default is full for farskip and partial for ladder."
+        ),
+    ] = None,
     distance: Annotated[int, typer.Option(min=1, help="Sub-blocks whose outputs may be in flight.")] = 1,
     tp_degree: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree, for desync.")] = 1,
-    no_check: Annotated[bool, typer.Option("--no-check", help="Skip the proof that off is off.")] = False,
+    reduce: Annotated[
+        str | None,
+        typer.Option(
+            help="Reductions that desync keeps: 2x, 4x, another Nx, last, or a pattern by layer such as '-,m'."
+        ),
+    ] = None,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Do not compare OUT, with its wiring off, with the original.")
+    ] = False,
     dry_run: DryRun = False,
     force: Force = False,
     trust_remote_code: Trust = False,
@@ -42,7 +57,9 @@ def convert(
         wiring=wiring,
         layers=layers,
         variant=variant,
+        border=border,
         tp_degree=tp_degree,
+        reduce=reduce,
         distance=distance,
         check=not no_check,
         dry_run=dry_run,

@@ -1,4 +1,4 @@
-"""`data`: the text."""
+"""`data`: the texts and chats that a run trains on and measures on."""
 
 from typing import Annotated, Literal, Self
 
@@ -11,37 +11,38 @@ class Source(Section):
     """Text or chats to train or measure on: `column`, or `messages`, or `prompt` and `response`."""
 
     path: PathText
-    """File, folder or glob on disk; for `hf`, a folder of datasets, a dataset saved on disk, or a hub id."""
+    """A file, folder or glob on disk. For format `hf`: a folder of datasets, a dataset saved on disk, or a hub id."""
     format: Literal["auto", "jsonl", "parquet", "hf"] = "auto"
-    """How to read it; `auto` goes by the file's ending."""
+    """The file format; `auto` chooses it by the file name's ending."""
     subset: str | None = None
-    """Configuration of an `hf` dataset that has several."""
+    """The configuration of an `hf` dataset, if the dataset has several."""
     split: str = "train"
-    """Which split of an `hf` dataset; `a+b` joins two."""
+    """The split of an `hf` dataset; `a+b` joins two splits."""
     revision: str | None = None
-    """Commit, tag or branch of an `hf` dataset on the hub."""
+    """The commit, tag or branch of an `hf` dataset on the hub; null means the default branch."""
     streaming: bool = False
-    """Read the first `max_rows` rows of an `hf` dataset over the network and leave the rest there."""
+    """Download only the first `max_rows` rows of an `hf` dataset instead of the whole dataset."""
     max_rows: Count | None = None
-    """Rows to take from the front; null takes all."""
+    """The number of rows to read, from the first one on; null reads all rows."""
     column: str = "text"
-    """Field or column that holds plain text, every token of which counts."""
+    """The field or column that holds plain text. Every token of it counts in the loss."""
     messages: str | None = None
-    """Field or column that holds a chat as a list of messages, rendered by the chat template."""
+    """The field or column that holds a chat as a list of messages; the chat template turns it into text."""
     message_keys: Literal["role/content", "from/value"] = "role/content"
-    """What a message calls its speaker and its text; `from/value` speakers are human, gpt and system."""
+    """The keys of a message for its speaker and its text. With `from/value` the speakers are human, gpt and system."""
     prompt: str | None = None
-    """Field or column of a question; with `response` it makes a chat of one turn."""
+    """The field or column of a question; together with `response` it makes a chat of one turn."""
     response: str | None = None
-    """Field or column of the answer to `prompt`."""
+    """The field or column of the answer to `prompt`."""
     chat_template: PathText | None = None
-    """Jinja file to render chats with; null is the tokenizer's own template."""
+    """A Jinja file with the chat template; null means the tokenizer's own template."""
     train_on: Literal["response", "all"] = "response"
-    """Tokens of a chat that count in the loss: the assistant's, or all."""
+    """The tokens of a chat that count in the loss: `response` means those of the assistant, `all` means all."""
     overlong: Literal["auto", "split", "truncate", "skip"] = "auto"
-    """Documents that outgrow a row: split over rows, cut to one, or left out; `auto` splits text, truncates chats."""
+    """What happens to a document longer than `data.seq_len`: `split` spreads it over several rows, `truncate` cuts it
+    to one row, and `skip` leaves it out. `auto` splits text and truncates chats."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of the mixture, relative to the other sources' weights."""
+    """The share of this source in the mixture, relative to the weights of the other sources."""
 
     @property
     def chat(self) -> bool:
@@ -69,11 +70,11 @@ class Source(Section):
 
 
 class Data(Section):
-    """What the student sees."""
+    """The texts and chats that the student is trained on and measured on."""
 
     sources: Annotated[list[Source], Field(min_length=1)]
-    """Training text, mixed by weight."""
+    """The sources of training text and chats, mixed in proportion to their `weight`."""
     seq_len: Annotated[int, Field(ge=2)] = 256
-    """Tokens per packed row."""
+    """The number of tokens per row. Several short documents are packed into one row."""
     held_out: Source | None = None
-    """Text never trained on, for the held-out loss."""
+    """Text that the run does not train on, for the held-out loss; null means that it is not measured."""

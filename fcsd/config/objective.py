@@ -8,44 +8,50 @@ from fcsd.config.fields import OutputPath, Positive, Section, Weight
 
 
 class Hidden(Section):
-    """The squared distance of the residual streams: weight * sum over layers of ||student - teacher||^2."""
+    """The squared distance between the hidden states of student and teacher: weight * sum over layers of
+    ||student - teacher||^2 (FarSkip eq. 5)."""
 
     weight: Weight = 0.0
-    """Weight of the distance; it grows with the hidden size and with the number of layers."""
+    """The weight of the distance in the loss; 0 turns it off. The distance grows with the hidden size and with the
+    number of layers."""
     layers: str = "all"
-    """Which layers' full streams to compare: all, last:24, first:8, 50%, 12-27 or 0,2,5-7."""
+    """The layers whose full residual stream is compared: all, last:24, first:8, 50%, 12-27 or 0,2,5-7. The comparison
+    costs the overlap of these layers."""
 
 
 class TeacherCache(Section):
-    """The teacher's most likely words on disk, instead of the teacher; written by `fcsd cache-teacher`."""
+    """The teacher's most likely next tokens on disk, used instead of the teacher; `fcsd cache-teacher` writes them."""
 
     path: OutputPath
-    """Directory of the cache."""
+    """The directory of the cache."""
     top_k: Positive = 64
-    """Words per position; 8 bytes each."""
+    """The number of token ids that are stored per position, each with its log probability; 8 bytes each."""
 
 
 class Objective(Section):
     """The loss: kl * KL(teacher || student) + sft * cross-entropy + hidden.weight * squared distance."""
 
     kl: Weight = 1.0
-    """Weight of the divergence from the teacher."""
+    """The weight of KL(teacher || student), the divergence from the teacher's distribution; 0 turns it off."""
     sft: Weight = 0.0
-    """Weight of the cross-entropy with the text itself."""
+    """The weight of the cross-entropy with the text itself; 0 turns it off."""
     hidden: Hidden = Hidden()
-    """The distance of the streams inside."""
+    """The distance between the hidden states of student and teacher, as a third term of the loss."""
     teacher_cache: TeacherCache | None = None
-    """Use a cache for the divergence, a lower bound of it; null runs the teacher."""
+    """Use stored log probabilities of the teacher, which give a lower bound of the divergence; null runs the teacher
+    itself."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Both softmaxes' temperature in the divergence."""
+    """The temperature of the teacher's and the student's softmax in the divergence."""
     reduction: Literal["mean", "sum"] = "mean"
-    """Mean or sum over the tokens of a batch; clipping and the meaning of lr depend on it."""
+    """Whether the loss is the mean or the sum over the tokens of a batch that count. With `sum`, `optim.grad_clip` and
+    `optim.lr` have to fit the batch size."""
     chunk_tokens: Positive = 512
-    """Tokens whose logits exist at the same time; bounds memory, not the result."""
+    """The number of tokens whose logits are in memory at the same time. Smaller values need less memory; the result is
+    the same."""
     freeze_embeddings: bool = False
-    """Leave the input embeddings as they are."""
+    """Do not train the input embeddings."""
     freeze_lm_head: bool = False
-    """Leave the output head as it is."""
+    """Do not train the output head."""
 
     @model_validator(mode="after")
     def _something_to_learn(self) -> Self:

@@ -20,22 +20,28 @@ class Init(Section):
     """Where the student starts."""
 
     weights: Literal["loaded", "random"] = "loaded"
-    """`loaded` from `model`; `random` by its config's standard deviation and the seed, for training from scratch."""
-    wiring: Literal["standard", "farskip", "ladder", "parallel", "desync-2x", "desync-4x"] | None = None
-    """Rewires an original as `fcsd convert` would; null keeps the wiring of `model`."""
+    """`loaded` takes the weights of `model`. `random` draws them with the standard deviation in the model's config and
+    with `seed`, for training from scratch."""
+    wiring: Literal["standard", "farskip", "ladder", "parallel", "desync-2x", "desync-4x", "desync"] | None = None
+    """The wiring that an unconverted `model` gets before training, as by `fcsd convert`; null keeps that of `model`."""
     layers: str = "all"
-    """Which layers to rewire: all, last:24, first:8, 50%, 12-27 or 0,2,5-7."""
+    """The layers to rewire: all, last:24, first:8, 50%, 12-27 or 0,2,5-7."""
     variant: Literal["full", "attn-only", "mlp-only"] = "full"
-    """As in `fcsd convert`."""
+    """The sub-blocks to rewire: both (`full`), or those of attention (`attn-only`) or of the MLP (`mlp-only`) only."""
+    border: Literal["full", "partial"] | None = None
+    """The stream that a converted layer reads after a layer that is not converted; null is the wiring's default."""
     distance: Positive = 1
-    """Sub-blocks whose outputs may be in flight."""
+    """The number of sub-blocks whose outputs may be in flight at the same time."""
     tp_degree: Positive = 1
-    """Tensor-parallel degree, for desync."""
+    """The tensor-parallel degree, which is part of the model under desync."""
+    reduce: str | None = None
+    """The reductions that `desync` keeps: 2x, 4x, another Nx, last, or a pattern by layer such as `-,m`."""
 
     @model_validator(mode="after")
     def _nothing_without_a_wiring(self) -> Self:
-        if self.wiring is None and (self.layers, self.variant, self.distance, self.tp_degree) != ("all", "full", 1, 1):
-            raise ValueError("init.wiring is null, so nothing is rewired, but other fields of init say how")
+        how = self.model_dump(exclude={"weights", "wiring"}, exclude_defaults=True)
+        if self.wiring is None and how:
+            raise ValueError(f"init.wiring is null, so nothing is rewired, but init.{next(iter(how))} is set")
         return self
 
 
@@ -43,21 +49,21 @@ class EarlyStop(Section):
     """When to stop before the last step, and which checkpoint is the best."""
 
     metric: Annotated[str, Field(min_length=1, max_length=64)] = NO_METRIC
-    """`none`; `held_out`, the cross-entropy of data.held_out; `mbpp_plus` or any other task of the suite."""
+    """What is scored: `none`; `held_out`, the cross-entropy on data.held_out; or a task of the suite: `mbpp_plus`."""
     suite: str = "strict"
-    """Whose settings the task has: a suite of `fcsd eval`."""
+    """The suite of `fcsd eval` whose settings the task has."""
     every: Positive = 1000
-    """Steps between scores; a step whose score is the best so far is saved."""
+    """The number of optimizer steps between scores. A step whose score is the best so far is saved."""
     patience: Positive = 20
-    """Scores in a row without improvement after which the run stops."""
+    """The number of successive scores without improvement after which the run stops."""
     delta: Weight = 0.02
-    """How much better a score must be to be an improvement."""
+    """How much better than the best score a score must be to count as an improvement; see `delta_kind`."""
     delta_kind: Literal["relative", "absolute"] = "relative"
-    """Whether delta is a share of the score to beat or a difference from it."""
+    """Whether `delta` is a fraction of the best score (`relative`) or a difference in its unit (`absolute`)."""
     limit: Positive | None = None
-    """Only the first so many documents of the task; null for all."""
+    """The number of documents of the task that are scored, from the first one on; null scores all."""
     data_mirror: PathText | None = None
-    """Data sets on disk, instead of the hub."""
+    """A folder with the benchmarks' data sets, used instead of the hub; null reads them from the hub."""
 
     @property
     def benchmark(self) -> str | None:
@@ -69,42 +75,44 @@ class Sweep(Section):
     """Short runs over a grid of values, stage by stage, by which the values of the full run are chosen."""
 
     stages: Annotated[list[dict[str, Annotated[list[Any], Field(min_length=1)]]], Field(min_length=1)]
-    """By dotted key the values to try, all combinations; a stage starts from the choice of the one before it."""
+    """The stages in their order. A stage maps dotted keys to the values to try, and all combinations are run. It starts
+    from the values that the previous stage has chosen."""
     steps: Positive
-    """Steps of each trial."""
+    """The number of optimizer steps of each trial."""
     horizon: Literal["full", "trial"] = "full"
-    """Whose steps the schedule is laid out for; with `full`, a trial is the beginning of the full run."""
+    """The learning-rate schedule of a trial: that of the `full` run, of which a trial is the beginning, or a whole
+    schedule of its own (`trial`)."""
     metric: str = "loss"
-    """What is compared, a name in metrics.jsonl; the smallest wins."""
+    """The metric that is compared, by its name in metrics.jsonl. The trial with the smallest value is chosen."""
     window: Positive = 100
-    """Steps at the end of a trial over which the metric is averaged."""
+    """The number of optimizer steps at the end of a trial over which the metric is averaged."""
     then: Literal["continue", "stop"] = "continue"
-    """Whether the full run follows, with the chosen values."""
+    """`continue` starts the full run with the chosen values after the last stage; `stop` ends the sweep there."""
 
 
 class Recipe(Section):
     """One distillation run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-    """Name of the run in logs, cards and trackers."""
+    """The name of the run in logs, model cards and trackers."""
     model: PathText
-    """The student: a converted checkpoint, as a directory or hub id; see `init` for others."""
+    """The student: a converted checkpoint, as a directory or hub id. `init.wiring` allows an unconverted one."""
     init: Init = Init()
-    """Where the student starts."""
+    """The weights and the wiring that the student starts with."""
     teacher: PathText | None = None
-    """The frozen teacher; null is the original that the student was converted from."""
+    """The frozen teacher, as a directory or hub id; null means the original that the student was converted from."""
     teacher_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    """The teacher's fingerprint; null is what the student's conversion recorded."""
+    """The sha256 fingerprint that the teacher must have; null means the one recorded when the student was converted."""
     output_dir: OutputPath
-    """Run directory: checkpoints, metrics, the resolved recipe."""
+    """The run directory, which receives checkpoints, metrics and the resolved recipe."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of data order and of every random number."""
+    """The seed of the data order and of all random numbers."""
     deterministic: bool = False
-    """Bit-reproducible kernels only, at some cost in speed."""
+    """Use only kernels whose results are the same bits in every run. This is slower."""
     data: Data
-    """What the student sees."""
+    """The texts and chats that the student is trained on and measured on."""
     objective: Objective = Objective()
-    """What it is asked to match."""
+    """The loss: what the student is trained to match."""
     train: Train = Train()
     """Batches, length and precision of the run, and what it logs."""
     optim: Optim = Optim()
@@ -120,7 +128,7 @@ class Recipe(Section):
     sweep: Sweep | None = None
     """For `fcsd distill --sweep`: how to choose values before the full run."""
     report: Literal["none", "wandb", "trackio", "tensorboard"] = "none"
-    """Where metrics go besides metrics.jsonl."""
+    """The tracker that receives the metrics, in addition to metrics.jsonl."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -17,10 +17,10 @@ from fcsd.models.build import arch_of, converted_config, register
 
 
 def student_source(recipe: Recipe) -> Source:
-    """Where the student comes from; random weights need its config and tokenizer alone.
+    """Where the student comes from. With random weights only its config and tokenizer are fetched.
 
     Raises:
-        BadInputError: it is not there, or not a checkpoint.
+        BadInputError: the path does not exist or is not a checkpoint.
     """
     return resolve(recipe.model, weights=recipe.init.weights == "loaded")
 
@@ -48,14 +48,16 @@ def student_config(recipe: Recipe, source: Source) -> PretrainedConfig:
         init.wiring,
         init.layers,
         variant=init.variant,
+        border=init.border,
         distance=init.distance,
         tp_degree=init.tp_degree,
+        reduce=init.reduce,
     )
     return converted_config(config, wiring.to_block(**(_origin(source) if init.weights == "loaded" else {})))
 
 
 def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The student in eval mode, the same on every rank but for the experts that expert parallelism divides.
+    """The student in eval mode. Every rank has the same weights, except for the experts that are divided over ranks.
 
     Random weights follow the architecture's own rules (``initializer_range`` of the config) and the recipe's seed;
     each module and each expert draws on its own, so they are the same at any ``parallel.ep_size``.
@@ -72,7 +74,7 @@ def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) ->
 
 
 def meta_student(recipe: Recipe, source: Source) -> PreTrainedModel:
-    """The student without memory."""
+    """The student on the meta device: all shapes, no memory."""
     config = student_config(recipe, source)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)

@@ -28,6 +28,8 @@ SENTENCES = {
     "residual stream of its own (Desync, Ladder-Residual §5).",
     "desync-4x": "With tensor parallelism, only every fourth all-reduce is kept; in between, each rank extends a "
     "residual stream of its own (Desync, Ladder-Residual §5).",
+    "desync": "With tensor parallelism, only some all-reduces are kept; in between, each rank extends a residual "
+    "stream of its own (Desync, Ladder-Residual §5).",
 }
 
 _CARD = """# {title}

@@ -44,14 +44,13 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
-    """Rewire a model in place, whatever its wiring was; ``unwired()`` gives back transformers' own graph.
+    """Rewire a model in place. A former wiring is undone first; ``unwired()`` restores transformers' own graph.
 
     Raises:
         ConfigError: the wiring does not fit the model.
     """
     arch = arch_of(model.config)
-    if wiring.name in DESYNC and not arch.dense:
-        raise ConfigError(f"{wiring.name} needs a dense architecture; {arch.model_type} has experts")
+    check_desync(model.config, wiring)
     layers: Any = decoder_layers(model)
     try:
         wire_layers(layers, wiring, partial(hf_parts, arch.blocks))
@@ -59,13 +58,35 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
         raise ConfigError(str(error)) from error
     fuse_norms(model, arch, False)
     for layer in layers:
-        if "_hf_hook" in vars(layer):  # accelerate's hook would go on calling the forward it found when attached
+        if "_hf_hook" in vars(layer):  # accelerate's hook calls the forward that the layer had when it was attached
             layer._old_forward = MethodType(type(layer).forward, layer)
     return model
 
 
+def check_desync(config: PretrainedConfig, wiring: Wiring) -> None:
+    """Refuse a Desync wiring that a model of this config cannot have.
+
+    A rank owns whole key-value heads, as in the code of the Ladder authors, which cannot run otherwise either. Only
+    new conversions are checked: a directory that was converted before keeps loading.
+
+    Raises:
+        ConfigError: the architecture has experts, or the degree does not divide its key-value heads.
+    """
+    if wiring.name not in DESYNC:
+        return
+    arch = arch_of(config)
+    if not arch.dense:
+        raise ConfigError(f"{wiring.name} needs a dense architecture; {arch.model_type} has experts")
+    heads = config.get_text_config().num_key_value_heads
+    if heads % wiring.tp_degree:
+        raise ConfigError(
+            f"tp_degree {wiring.tp_degree} does not divide the {heads} key-value heads of the model",
+            hint="Choose a tensor-parallel degree that divides them.",
+        )
+
+
 def unwired() -> Wiring:
-    """The wiring that leaves every layer as transformers built it: a teacher's."""
+    """The wiring that leaves every layer as transformers built it, as a teacher needs it."""
     return Wiring("standard", ())
 
 
@@ -85,7 +106,10 @@ def experts_of(config: PretrainedConfig) -> int:
 
 @cache
 def config_class(model_type: str) -> type[PretrainedConfig]:
-    """``FcsdQwen3MoeConfig`` and its like: the base config with its own ``model_type`` and an ``fcsd`` block."""
+    """The config class of a rewired architecture, for example ``FcsdQwen3MoeConfig``.
+
+    It is the base config with its own ``model_type`` and an ``fcsd`` block.
+    """
     base = getattr(transformers, ARCHS[model_type].config)
     namespace = {
         "__module__": __name__,
@@ -116,7 +140,7 @@ def model_classes(model_type: str) -> Mapping[str, type[PreTrainedModel]]:
 
 
 def register() -> None:
-    """Teach transformers' Auto classes every ``fcsd_*`` type, its tokenizer, and how its experts lie on disk."""
+    """Register every ``fcsd_*`` type, its tokenizer and its on-disk layout of experts with transformers."""
     for model_type in ARCHS:
         # AutoTokenizer goes by model type where it does not trust tokenizer_config.json (mixtral, glm4_moe)
         TOKENIZER_MAPPING_NAMES[PREFIX + model_type] = TOKENIZER_MAPPING_NAMES.get(model_type)
@@ -124,7 +148,7 @@ def register() -> None:
         for auto, cls in model_classes(model_type).items():
             getattr(transformers, auto).register(config_class(model_type), cls, exist_ok=True)
         mapping = get_checkpoint_conversion_mapping(model_type)
-        if mapping is not None:  # without it, experts would load at random and only be warned about
+        if mapping is not None:  # without it transformers would initialise the experts at random and only warn
             register_checkpoint_conversion_mapping(PREFIX + model_type, mapping, overwrite=True)
 
 

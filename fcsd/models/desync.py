@@ -1,15 +1,17 @@
-"""Desync: keep only the last of every n reductions (Ladder-Residual §5), as a reference on one device.
+"""Desync: keep some of a model's tensor-parallel reductions and drop the others, as a reference on one device.
 
-Between two kept reductions each of the ``degree`` tensor-parallel ranks reads and extends its own residual. The
-reference holds them all: a rank dimension in front of the batch, folded into it while transformers' own attention
-and MLP run. A rank owns a contiguous share of the heads and of the MLP's intermediate columns; the row-parallel
-projections (``o_proj``, ``down_proj``) therefore return per-rank partial sums. A kept reduction is the all-reduce of
-``output + residual / degree``: partial outputs are summed, rank-local residuals averaged.
+Ladder-Residual §5. Between two kept reductions each of the ``degree`` tensor-parallel ranks reads and extends its own
+residual. The reference holds all of them: it puts a rank dimension in front of the batch dimension and folds the two
+into one while transformers' own attention and MLP run. A rank owns a contiguous share of the heads and of the MLP's
+intermediate columns, so the row-parallel projections (``o_proj``, ``down_proj``) return one partial sum for each
+rank. A kept reduction is the all-reduce of ``output + residual / degree``: partial outputs are summed, rank-local
+residuals averaged.
 
 This file needs torch only and is shipped verbatim in exported checkpoints.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 
 # Keyword arguments of transformers' layers that have a batch dimension, of full size or of one.
 _PER_SEQUENCE = {"attention_mask", "position_ids", "position_embeddings"}
+# A layer in a pattern -> whether the reductions after its (attention, MLP) are kept.
+_KEEPS = {"-": (False, False), "a": (True, False), "m": (False, True), "am": (True, True)}
 
 
 class RankPartialLinear(nn.Linear):
@@ -78,19 +82,51 @@ def _per_rank(value: Any, batch: int, degree: int) -> Any:
     return value
 
 
-def kept_reductions(layers: Sequence[int], group: int) -> dict[int, tuple[bool, bool]]:
+def kept_reductions(layers: Sequence[int], reduce: str) -> dict[int, tuple[bool, bool]]:
     """For each converted layer, whether the reductions after its attention and its MLP are kept.
 
-    Groups of ``group`` consecutive reductions are counted from the start of each unbroken run of layers; a run's
-    last reduction is always kept, so what follows it reads one stream.
+    What ``reduce`` says is applied to each unbroken run of converted layers from the run's first layer on. The last
+    reduction of a run is always kept, so that what follows the run reads one stream.
+
+    Args:
+        layers: the converted layers, ascending.
+        reduce: ``Nx`` keeps the last of every N reductions (Ladder §5 has 2x and 4x); ``last`` keeps the last of a run
+            alone; a pattern such as ``-,m`` has one item for each layer and starts again at its end: ``a`` keeps the
+            reduction after the attention, ``m`` the one after the MLP, ``am`` both, ``-`` none.
+
+    Raises:
+        ValueError: ``reduce`` has none of these forms, or a pattern is longer than every run.
     """
-    keeps, count = {}, 0
+    runs: list[list[int]] = []
     for i in layers:
-        count = count if i - 1 in keeps else 0
-        last = i + 1 not in layers
-        keeps[i] = ((count + 1) % group == 0, (count + 2) % group == 0 or last)
-        count += 2
+        if not runs or runs[-1][-1] != i - 1:
+            runs.append([])
+        runs[-1].append(i)
+    longest = max(map(len, runs), default=0)
+    pattern = _pattern(reduce, longest)
+    if runs and len(pattern) > longest:
+        raise ValueError(f"reduce {reduce!r} has {len(pattern)} layers; the longest run of converted layers, {longest}")
+    keeps = {}
+    for run in runs:
+        keeps |= {i: pattern[position % len(pattern)] for position, i in enumerate(run)}
+        keeps[run[-1]] = (keeps[run[-1]][0], True)
     return keeps
+
+
+def _pattern(reduce: str, longest: int) -> list[tuple[bool, bool]]:
+    """What ``reduce`` keeps, layer by layer, for a run of ``longest`` layers or until it starts again."""
+    if reduce == "last":
+        return [_KEEPS["-"]]
+    if match := re.fullmatch(r"([1-9]\d{0,3})x", reduce):
+        group = int(match[1])
+        if group > 1:
+            return [(2 * i % group == group - 1, (2 * i + 1) % group == group - 1) for i in range(max(longest, 1))]
+    items = [item.strip() for item in reduce.split(",")]
+    if all(item in _KEEPS for item in items):
+        return [_KEEPS[item] for item in items]
+    raise ValueError(
+        f"reduce is 2x, 4x or another Nx, last, or a pattern of a, m, am and - such as '-,m'; not {reduce!r}"
+    )
 
 
 @cache
@@ -98,13 +134,17 @@ def _desync_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (DesyncLayer, cls), {"__module__": cls.__module__, "unwired": cls})
 
 
-def desync_layers(layers: Any, chosen: Sequence[int], group: int, degree: int) -> None:
-    """Desync the ``chosen`` dense layers in place.
+def desync_layers(layers: Any, keeps: Mapping[int, tuple[bool, bool]], degree: int) -> None:
+    """Desync dense layers in place.
+
+    Args:
+        layers: the decoder's layers.
+        keeps: see ``kept_reductions``; its keys are the layers to desync.
+        degree: tensor-parallel ranks to simulate.
 
     Raises:
-        ValueError: a chosen layer is not dense, has a biased output projection, or its width does not divide.
+        ValueError: an output projection has a bias, or ``degree`` does not divide the heads or the columns.
     """
-    keeps = kept_reductions(chosen, group)
     rows = {i: (layers[i].self_attn.o_proj, layers[i].mlp.down_proj) for i in keeps}
     for i, row in ((i, row) for i, pair in rows.items() for row in pair):
         if row.bias is not None:

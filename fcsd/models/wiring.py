@@ -1,16 +1,16 @@
 """The wiring: for each read of the residual stream, which outputs may still be in flight.
 
 A decoder layer has two sub-blocks, attention and MLP/MoE, and each adds its output to the stream. Communication
-blocks because a sub-block reads every output before it, the one still on the wire included. Here a sub-block that
-reads at depth ``d`` does not see what the last ``d`` sub-blocks still have in flight:
+blocks because a sub-block reads all outputs before it, including the one that is still being communicated. Here a
+sub-block that reads at depth ``d`` does not see what the last ``d`` sub-blocks still have in flight:
 
     stream 0 = everything                                    (the full stream, ``o_k``)
     stream d = everything but what the last d outputs have in flight    (a partial stream)
 
 When a sub-block adds an output made of a settled part ``s`` (computed locally) and a part in flight ``f``, the
-streams become ``(x_0 + s) + f, x_0 + s, x_1 + s, ...``. That one rule, with the table ``READS`` and the choice of
-what a MoE settles, is every published wiring but Desync (``desync.py``). A partial stream is always built by
-adding, never by subtracting, so a runtime can hold it before the part in flight arrives.
+streams become ``(x_0 + s) + f, x_0 + s, x_1 + s, ...``. This rule, together with the table ``READS`` and
+the choice of what a MoE settles, gives every published wiring but Desync (``desync.py``). A partial stream is always
+built by adding, never by subtracting, so a runtime can hold it before the part in flight arrives.
 
 This file needs torch only and is shipped verbatim in exported checkpoints.
 """
@@ -18,21 +18,23 @@ This file needs torch only and is shipped verbatim in exported checkpoints.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .desync import desync_layers, undo_desync
+from .desync import desync_layers, kept_reductions, undo_desync
 
 VERSION = 1
 # name -> depth at which (attention, MLP) read; 1 means "the last output may be in flight".
 READS = {"standard": (0, 0), "farskip": (1, 1), "ladder": (1, 1), "parallel": (0, 1)}
-DESYNC = {"desync-2x": 2, "desync-4x": 4}
+# name -> which reductions are kept, as ``desync.kept_reductions`` reads it; empty where the wiring itself says so.
+DESYNC = {"desync": "", "desync-2x": "2x", "desync-4x": "4x"}
 NAMES = (*READS, *DESYNC)
 VARIANTS = {"full": (1, 1), "attn-only": (1, 0), "mlp-only": (0, 1)}
 HAVE_VARIANTS = ("farskip", "ladder")
-# What the first converted layer after a standard one reads: the full stream, or one without that layer's MLP.
+# Wirings whose attention can read a partial stream -> default of ``border``. The published codes disagree about
+# farskip: AMD's training code and the paper read the full stream there, AMD's transformers file a partial one.
 BORDERS = {"farskip": "full", "ladder": "partial"}
 ORIGIN = ("base_model", "base_revision", "base_sha256")
 
@@ -45,9 +47,12 @@ class Wiring:
         name: one of ``NAMES``. FarSkip §3 eq. 8, Ladder eq. 2 and §5; ``parallel`` reads as PaLM does.
         layers: 0-based indices of the converted layers.
         variant: ``attn-only`` or ``mlp-only`` leave the other sub-block reading the full stream.
-        border: ``full`` or ``partial``; the default is the wiring's own published rule.
+        border: what the attention of a converted layer reads if the layer before it is not converted: the ``full``
+            stream, or the ``partial`` one, without what that layer's MLP has in flight. The default is in
+            ``BORDERS``. Under ``mlp-only`` it has no effect, because the attention reads the full stream.
         distance: how many sub-block outputs may be in flight at a rewired read.
         tp_degree: simulated tensor-parallel ranks, Desync only.
+        reduce: which reductions are kept, ``desync`` only; see ``desync.kept_reductions``.
 
     Raises:
         ValueError: a field is unknown, out of range, or does not go with the others.
@@ -59,6 +64,7 @@ class Wiring:
     border: str = ""
     distance: int = 1
     tp_degree: int = 1
+    reduce: str = ""
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
@@ -69,12 +75,25 @@ class Wiring:
             object.__setattr__(self, "border", BORDERS.get(self.name, "full"))
         if self.border not in ("full", "partial"):
             raise ValueError(f"border is 'full' or 'partial', not {self.border!r}")
+        if self.border == "partial" and self.name not in BORDERS:
+            raise ValueError(f"wiring {self.name} has no partial border: its attention reads the full stream there")
         if self.distance < 1 or (self.distance > 1 and self.name not in HAVE_VARIANTS):
             raise ValueError(f"wiring {self.name} has no distance {self.distance}")
         if (self.name in DESYNC) != (self.tp_degree > 1):
             raise ValueError(f"wiring {self.name} with tp_degree {self.tp_degree}: a degree of 2 or more is Desync's")
+        if (self.name == "desync") != bool(self.reduce):
+            raise ValueError(
+                f"wiring {self.name} with reduce {self.reduce!r}: it belongs to desync, and desync needs it"
+            )
         if list(self.layers) != sorted(set(self.layers)) or any(i < 0 for i in self.layers):
             raise ValueError(f"layers must be ascending, distinct and not negative, not {list(self.layers)}")
+        if self.name in DESYNC:
+            kept_reductions(self.layers, self.kept)
+
+    @property
+    def kept(self) -> str:
+        """Which reductions of a Desync wiring are kept, as ``desync.kept_reductions`` reads it."""
+        return DESYNC[self.name] or self.reduce
 
     @property
     def reads(self) -> tuple[int, int]:
@@ -84,7 +103,10 @@ class Wiring:
         return attn * attn_varies * self.distance, mlp * mlp_varies * self.distance
 
     def to_block(self, **origin: str | None) -> dict[str, Any]:
-        """The ``fcsd`` block of ``config.json``; ``origin`` holds the keys of ``ORIGIN``."""
+        """The ``fcsd`` block of ``config.json``; ``origin`` holds the keys of ``ORIGIN``.
+
+        The key ``reduce`` is written for the wiring ``desync`` alone.
+        """
         return {
             "version": VERSION,
             "wiring": self.name,
@@ -93,28 +115,38 @@ class Wiring:
             "border": self.border,
             "tp_degree": self.tp_degree,
             "distance": self.distance,
+            **({"reduce": self.reduce} if self.reduce else {}),
             **{key: origin.get(key) for key in ORIGIN},
         }
 
     @classmethod
     def from_block(cls, block: dict[str, Any]) -> "Wiring":
-        """Read an ``fcsd`` block; an unknown version, a missing or an unknown key is a ``ValueError``."""
+        """Read an ``fcsd`` block of ``config.json``.
+
+        Raises:
+            ValueError: the version or a key is unknown, a key is missing, or a value does not fit.
+        """
         if block.get("version") != VERSION:
             raise ValueError(f"fcsd block version {block.get('version')!r}; this code reads {VERSION}")
         fields = {k: v for k, v in block.items() if k not in ("version", *ORIGIN)}
         expected = {"wiring", "variant", "layers", "border", "tp_degree", "distance"}
+        if fields.get("wiring") == "desync":
+            expected.add("reduce")
         if set(fields) != expected:
             raise ValueError(f"fcsd block keys differ: {', '.join(sorted(set(fields) ^ expected))}")
         integers = [fields["tp_degree"], fields["distance"], *fields["layers"]]
         if any(type(value) is not int for value in integers):
             raise ValueError("fcsd block: layers, tp_degree and distance are integers")
+        if not isinstance(fields.get("reduce", ""), str):
+            raise ValueError("fcsd block: reduce is text")
         return cls(fields.pop("wiring"), tuple(fields.pop("layers")), **fields)
 
 
 class Parts(NamedTuple):
     """The sub-blocks of one layer, each ``[batch, seq, hidden] -> [batch, seq, hidden]`` on normalised input.
 
-    ``shared`` is what needs no expert communication: shared experts, or a whole dense MLP; ``routed`` is the rest.
+    ``shared`` needs no communication between experts: it is the shared experts, or the whole of a dense MLP.
+    ``routed`` is the routed experts.
     """
 
     attn: Callable[..., Tensor]
@@ -124,7 +156,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Names and habits of a decoder layer's children in one architecture of transformers.
+    """Names of a decoder layer's children in one architecture of transformers, and how it computes its MoE.
 
     ``shared_gate`` scales the shared expert by a sigmoid; ``flattens`` says that the MoE block flattens its input
     once for all its children; ``prescaled`` that the router's scores multiply the experts' inputs (llama4) instead
@@ -140,9 +172,10 @@ class Blocks:
 
 
 def hf_parts(blocks: Blocks, layer: Any) -> Parts:
-    """The parts of a transformers decoder layer, in its own arithmetic and, ``routed`` called first, its own order.
+    """The parts of a transformers decoder layer, computed with its own modules.
 
-    The order matters to the last bit of the gradients: contributions to one tensor are summed as they arrive.
+    Results and gradients are bit-identical to the layer's own if ``routed`` is called before ``shared``, because
+    autograd sums the contributions to a tensor in the order in which they arrive.
     """
     mlp = layer.get_submodule(blocks.mlp)
 
@@ -190,7 +223,15 @@ def _prescaled(router: nn.Module, experts: nn.Module, flat: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerWiring:
-    """What one layer reads and hands on: read depths, number of streams, and what its MLP settles at once."""
+    """What one layer reads and hands on.
+
+    Attributes:
+        attn: depth at which the attention reads.
+        mlp: depth at which the MLP reads.
+        hands_on: how many streams the next layer receives.
+        settles_shared: whether the output of ``Parts.shared`` is settled at once or in flight like the routed one.
+        parts: takes a layer apart.
+    """
 
     attn: int
     mlp: int
@@ -199,13 +240,32 @@ class LayerWiring:
     parts: Callable[[nn.Module], Parts]
 
 
-def read(streams: Sequence[Tensor], depth: int) -> tuple[Tensor, Sequence[Tensor]]:
-    """The stream at ``depth``, and the streams left: what is older than this read has landed."""
+class Addable(Protocol):
+    """What ``read``, ``split`` and ``add`` need of a stream: a tensor, or in ``schedule.py`` a set of names."""
+
+    def __add__(self, other: Any, /) -> Any: ...
+
+
+S = TypeVar("S", bound=Addable)
+
+
+def read(streams: Sequence[S], depth: int) -> tuple[S, Sequence[S]]:
+    """The stream at ``depth``, or the last one there is, and the streams that are left.
+
+    Streams past ``depth`` are dropped: nothing older than this read is in flight any more.
+    """
     streams = streams[: depth + 1]
     return streams[-1], streams
 
 
-def add(streams: Sequence[Tensor], settled: Tensor | None, in_flight: Tensor | None, keep: int) -> list[Tensor]:
+def split(shared: S | None, routed: S | None, settles_shared: bool) -> tuple[S | None, S | None]:
+    """The outputs of an MLP as ``(settled, in_flight)``."""
+    if settles_shared or shared is None:
+        return shared, routed
+    return None, shared if routed is None else routed + shared
+
+
+def add(streams: Sequence[S], settled: S | None, in_flight: S | None, keep: int) -> list[S]:
     """The first ``keep`` streams after an output of a settled part and a part in flight was added."""
     below = [x if settled is None else x + settled for x in streams[: max(keep - 1, 1)]]
     full = below[0] if in_flight is None else below[0] + in_flight
@@ -213,9 +273,9 @@ def add(streams: Sequence[Tensor], settled: Tensor | None, in_flight: Tensor | N
 
 
 class WiredLayer(nn.Module):
-    """A decoder layer taken apart and read as its ``LayerWiring`` says; mixed in front of transformers' own class.
+    """A decoder layer whose sub-blocks read as its ``LayerWiring`` says; mixed in front of transformers' own class.
 
-    Streams travel through transformers' untouched loop as a tuple in ``hidden_states``, the full one first.
+    Streams travel through transformers' unchanged loop as a tuple in ``hidden_states``, the full stream first.
     """
 
     fcsd: LayerWiring
@@ -235,16 +295,15 @@ class WiredLayer(nn.Module):
 
         x, streams = read(streams, self.fcsd.mlp)
         x = self.post_attention_layernorm(x)
-        in_flight = None if routed is None else routed(x)
-        settled = None if shared is None else shared(x)
-        if not self.fcsd.settles_shared and settled is not None:
-            in_flight, settled = settled if in_flight is None else in_flight + settled, None
+        r = None if routed is None else routed(x)
+        s = None if shared is None else shared(x)
+        settled, in_flight = split(s, r, self.fcsd.settles_shared)
         streams = add(streams, settled, in_flight, keep=self.fcsd.hands_on)
         return streams[0] if len(streams) == 1 else tuple(streams)
 
 
 def _refuse_reentrant(layer: Any) -> None:
-    # Reentrant checkpointing does not trace tensors inside a tuple: gradients would be dropped without a word.
+    # Reentrant checkpointing does not trace tensors inside a tuple: their gradients would be lost silently.
     checkpointed = layer.gradient_checkpointing and layer.training
     if checkpointed and layer._gradient_checkpointing_func.keywords.get("use_reentrant"):
         raise ValueError("a rewired model needs gradient checkpointing with use_reentrant=False")
@@ -259,7 +318,14 @@ def _wired_class(cls: type[nn.Module]) -> type[nn.Module]:
 def plan_layers(
     wiring: Wiring, count: int, parts: Callable[[nn.Module], Parts], every: bool = False
 ) -> dict[int, LayerWiring]:
-    """The layers to take apart, of ``count``, and how each reads; the others stay transformers' own."""
+    """The layers to take apart and how each of them reads; the other layers stay transformers' own.
+
+    Args:
+        wiring: any wiring but Desync.
+        count: number of decoder layers.
+        parts: takes a layer apart.
+        every: also take apart the layers that read and hand on as in transformers.
+    """
     attn, mlp = wiring.reads
     settles = wiring.name == "farskip"
     plans = {}
@@ -282,7 +348,7 @@ def wire_layers(
         layers: the decoder's layers, as transformers built them or wired before.
         wiring: what to wire; with no layers every layer is transformers' own again.
         parts: takes a layer apart (``hf_parts`` with an architecture's ``Blocks``, or a parallel runtime's).
-        every: take layers apart that the wiring leaves alone, too, so that ``parts`` computes all of them.
+        every: also take apart the layers that the wiring does not change, so that ``parts`` computes all of them.
 
     Raises:
         ValueError: the wiring names a layer that does not exist, or Desync does not fit the architecture.
@@ -291,7 +357,7 @@ def wire_layers(
         raise ValueError(f"layer {wiring.layers[-1]} does not exist: the model has {len(layers)}")
     unwire_layers(layers)
     if wiring.name in DESYNC:
-        desync_layers(layers, wiring.layers, DESYNC[wiring.name], wiring.tp_degree)
+        desync_layers(layers, kept_reductions(wiring.layers, wiring.kept), wiring.tp_degree)
         return
     for i, plan in plan_layers(wiring, len(layers), parts, every).items():
         layer: Any = layers[i]
@@ -309,7 +375,7 @@ def unwire_layers(layers: Any) -> None:
 
 
 class WiredModel(nn.Module):
-    """Mixin for a transformers model class: built as ever, then wired as ``config.fcsd`` says."""
+    """Mixin for a transformers model class: the model is built as usual and then wired as ``config.fcsd`` says."""
 
     fcsd_decoder = ""  # path of the module that holds ``layers``; empty for the model itself
     fcsd_blocks = Blocks()

@@ -225,12 +225,12 @@ def overlap(
     """
     if wiring.name in DESYNC or wiring.distance > 1:
         what = wiring.name if wiring.name in DESYNC else f"distance {wiring.distance}"
-        raise ConfigError(f"overlap does not serve {what}", hint="overlap: off")
+        raise ConfigError(f"overlap does not serve {what}", hint="set parallel.overlap: off")
     if mode != "off" and any(map(is_zero_param, model.parameters())):
         raise ConfigError(
             "overlap does not serve ZeRO-3: nodes of different layers take turns in its backward pass, and ZeRO-3 "
             "releases a layer's parameters before the last of them has run",
-            hint="use ZeRO-1 or 2, or overlap: off",
+            hint="set parallel.zero_stage to 1 or 2, or parallel.overlap: off",
         )
     join_attention(model)
     wire_parallel(model, wiring, fused)

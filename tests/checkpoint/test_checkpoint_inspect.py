@@ -214,8 +214,39 @@ def test_trained_by_amd(tmp_path):
     )
     assert report.parameters is None and report.wirings == []
     assert "farskip (attn-only), layers from 1 up to 10000, by AMD" in report.to_text()
-    edit_config(tmp_path, farskip=False, attn_only_farskip=False)
+    edit_config(tmp_path, farskip=False)  # the other flag alone changes nothing in AMD's code
     with pytest.raises(BadInputError, match="auto_map"):
+        inspect(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"farskip": False, "attn_only_farskip": True},
+        {"farskip": False, "mlp_only_farskip": True},
+        {"mlp_only_farskip": True},
+        {"farskip": True, "attn_only_farskip": True, "mlp_only_farskip": True},
+        {"farskip": False, "attn_only_farskip": True, "mlp_only_farskip": True},
+    ],
+)
+def test_amds_keys_that_leave_the_wiring_standard(tmp_path, keys):
+    tiny.model("deepseek_v3").save_pretrained(tmp_path)
+    edit_config(tmp_path, **keys)
+    report = inspect(str(tmp_path))
+    assert report.rewired is None and report.wirings == list(ARCHS["deepseek_v3"].wirings) and report.problems == []
+
+
+def test_gated_attention_is_named(tmp_path):
+    tiny.model("deepseek_v3").save_pretrained(tmp_path)
+    edit_config(tmp_path, gated_attention=True)
+    with pytest.raises(BadInputError, match="its attention is gated"):
+        inspect(str(tmp_path))
+    edit_config(tmp_path, farskip=True, architectures=["InstellaMoEForCausalLM"])
+    report = inspect(str(tmp_path))
+    assert report.wirings == [] and len(report.problems) == 1
+    assert "problem       its attention is gated (self_attn.gate_proj)" in report.to_text()
+    edit_config(tmp_path, farskip=False, model_type="instella_moe", gated_attention=False)
+    with pytest.raises(BadInputError, match="its attention is gated"):
         inspect(str(tmp_path))
 
 

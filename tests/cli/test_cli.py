@@ -26,7 +26,7 @@ from fcsd.cli.main import app
 from fcsd.foreign_errors import _TABLE, translate
 
 COMMANDS = ["inspect", "convert", "distill", "eval", "export", "push", "env"]
-RECIPES = [["recipes", "list"], ["recipes", "show"], ["recipes", "copy"]]
+RECIPES = [["recipes", "list"], ["recipes", "show"], ["recipes", "copy"], ["recipes", "migrate"]]
 
 
 def run(*args: str) -> Result:
@@ -92,12 +92,15 @@ def test_convert(library) -> None:
     fake = library("fcsd.convert", "convert", Shown())
     assert run("convert", "m", "out").stdout == "a 1\n"
     defaults = {"wiring": "farskip", "layers": "all", "variant": "full", "tp_degree": 1, "distance": 1, "check": True}
-    defaults |= {"dry_run": False, "force": False, "trust_remote_code": False}
+    defaults |= {"border": None, "reduce": None, "dry_run": False, "force": False, "trust_remote_code": False}
     fake.assert_called_with("m", Path("out"), **defaults)
     run(
         "convert", "m", "out", "--wiring", "desync-2x", "--tp-degree", "4", "--layers", "50%", "--no-check", "--dry-run"
     )
     changed = {"wiring": "desync-2x", "tp_degree": 4, "layers": "50%", "check": False, "dry_run": True}
+    fake.assert_called_with("m", Path("out"), **(defaults | changed))
+    run("convert", "m", "out", "--wiring", "desync", "--tp-degree", "2", "--reduce", "-,m", "--border", "full")
+    changed = {"wiring": "desync", "tp_degree": 2, "reduce": "-,m", "border": "full"}
     fake.assert_called_with("m", Path("out"), **(defaults | changed))
 
 
@@ -123,7 +126,7 @@ def test_distill_prints_its_directory_once_over_all_processes(library, monkeypat
 
 def test_distill_checks_the_recipe_before_it_starts_processes(library) -> None:
     world = library("fcsd.launch.world", "ensure_world")
-    done = run("distill", "tiny", "--gpus", "2", "--set", "train.lrr=1")
+    done = run("distill", "tiny", "--gpus", "2", "--set", "optim.lrr=1")
     assert done.exit_code == 2
     assert "did you mean 'optim.lr'?" in done.stderr
     world.assert_not_called()
@@ -179,6 +182,19 @@ def test_export_and_push(library) -> None:
     push = library("fcsd.export.push", "push", "address")
     assert run("push", "final", "org/name", "--create-pr", "--revision", "b").stdout == "address\n"
     push.assert_called_once_with(Path("final"), "org/name", private=False, create_pr=True, revision="b")
+
+
+def test_an_old_recipe_is_migrated(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text("name: x\nmodel: m\noutput_dir: o\ndata: {sources: [{path: a}]}\ntrain:\n  lr: 1e-3 # high\n")
+    refused = run("recipes", "show", str(old))
+    assert refused.exit_code == 2 and f"{old}:6: train.lr is now optim.lr" in refused.stderr
+    assert f"hint: `fcsd recipes migrate {old} --force` rewrites the recipe" in refused.stderr
+    assert run("recipes", "migrate", str(old)).exit_code == 2
+    assert run("recipes", "migrate", str(old), "--out", str(new)).stdout == f"{new}\n"
+    assert run("recipes", "migrate", str(old), "--force").stdout == f"{old}\n"
+    assert old.read_text() == new.read_text() and "optim:\n  lr: 1e-3 # high\n" in old.read_text()
+    assert run("recipes", "show", str(old)).exit_code == 0
 
 
 def test_recipes(tmp_path: Path) -> None:

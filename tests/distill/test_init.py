@@ -18,7 +18,7 @@ from fcsd.convert import convert
 from fcsd.distill import loop
 from fcsd.distill.preview import preview
 from fcsd.distill.run.report import read_metrics
-from fcsd.distill.student import load_student
+from fcsd.distill.student import load_student, student_config, student_source
 from fcsd.distill.teacher.original import teacher_name
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.build import load_model
@@ -55,6 +55,21 @@ def test_random_weights_are_the_configs_and_the_seeds(folder: Path, tmp_path: Pa
     assert one.model.layers[0].self_attn.q_proj.weight.std().item() == pytest.approx(0.1, rel=0.05)
     assert one.config.model_type == ("llama" if wiring is None else "fcsd_llama")
     assert wiring is None or (one.config.fcsd["wiring"] == wiring and one.config.fcsd["base_model"] is None)
+
+
+@pytest.mark.parametrize(
+    ("init", "chosen"),
+    [
+        ({"wiring": "farskip", "layers": "2-3"}, {"border": "full"}),
+        ({"wiring": "farskip", "layers": "2-3", "border": "partial"}, {"border": "partial"}),
+        ({"wiring": "ladder", "layers": "2-3", "border": "full"}, {"border": "full"}),
+        ({"wiring": "desync", "tp_degree": 2, "reduce": "last"}, {"reduce": "last"}),
+    ],
+)
+def test_a_recipe_chooses_border_and_reductions(folder: Path, tmp_path: Path, init: dict, chosen: dict) -> None:
+    recipe = resolved(folder, tmp_path, "config", init={"weights": "random", **init}).recipe
+    block = student_config(recipe, student_source(recipe)).fcsd
+    assert {key: block[key] for key in chosen} == chosen
 
 
 def fcsd(*arguments: object) -> str:
@@ -115,4 +130,6 @@ def test_starts_that_make_no_sense_are_refused(folder: Path, tmp_path: Path) -> 
             distill(resolved(folder, tmp_path, "config", model=str(model), init=init))
     with pytest.raises(ConfigError, match="nothing is rewired"):
         load_recipe(folder / "recipe.yaml", ["init={distance: 2}"])
+    with pytest.raises(ConfigError, match="nothing is rewired"):
+        load_recipe(folder / "recipe.yaml", ["init={border: partial}"])
     assert not (tmp_path / "run").exists()

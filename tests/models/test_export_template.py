@@ -100,7 +100,7 @@ def test_every_architecture_loads_bit_equal_in_a_process_without_fcsd(auto: str,
         with torch.no_grad():
             expected.append(model(**inputs)[0])
     save_file(inputs, tmp_path / "inputs")
-    script = [sys.executable, "-P", fcsd.__path__[0] + "/fresh_process.py"]
+    script = [sys.executable, "-P", fcsd.__path__[0] + "/export/fresh_process.py"]
     directories = [str(tmp_path / arch) for arch in tiny.CONFIGS]
     subprocess.run([*script, "inputs", "logits", "1", auto, *directories], cwd=tmp_path, check=True)
     logits = load_file(tmp_path / "logits")

@@ -134,11 +134,31 @@ def test_mlp_only_is_parallel():
     assert torch.equal(only, wire(model, Wiring("parallel", ALL))(ids).logits)
 
 
-def test_the_border_is_a_field():
+@pytest.mark.parametrize("arch", ["deepseek_v2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["farskip", "ladder"])
+@pytest.mark.parametrize("variant", ["full", "attn-only"])
+@pytest.mark.parametrize("border", ["full", "partial"])
+@pytest.mark.parametrize("layers", [(2, 3), (1, 3)])
+def test_the_border_is_the_table(arch, name, variant, border, layers):
+    model, ids = tiny.model(arch), tiny.tokens()
+    *_, logits = literal.evaluate(model, ids, name, variant, set(layers), border=border)
+    wire(model, Wiring(name, layers, variant=variant, border=border))
+    torch.testing.assert_close(model(ids).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["farskip", "ladder"])
+def test_the_border_matters_after_a_layer_with_routed_experts(name):
     model, ids = tiny.model("deepseek_v2"), tiny.tokens()
-    published = wire(model, Wiring("ladder", (2, 3)))(ids).logits
-    other = wire(model, Wiring("ladder", (2, 3), border="full"))(ids).logits
-    assert not torch.allclose(published, other)
+    full, partial = (wire(model, Wiring(name, (2, 3), border=border))(ids).logits for border in ("full", "partial"))
+    assert not torch.allclose(full, partial)
+
+
+@pytest.mark.parametrize("name", ["standard", "parallel", "desync-2x"])
+def test_a_border_that_a_wiring_cannot_have_is_refused(name):
+    degree = 2 if name == "desync-2x" else 1
+    assert Wiring(name, ALL, border="full", tp_degree=degree) == Wiring(name, ALL, tp_degree=degree)
+    with pytest.raises(ValueError, match=f"wiring {name} has no partial border"):
+        Wiring(name, ALL, border="partial", tp_degree=degree)
 
 
 def test_block_round_trip():

@@ -1,0 +1,207 @@
+"""Writes docs/reference/: every field of a recipe and every command with its options, from the code itself.
+
+Run it after a change to `fcsd/config/` or to a command. `tests/docs/test_reference.py` fails while the pages are out of
+date.
+"""
+
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import annotated_types
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from fcsd.cli.main import app
+from fcsd.config import Recipe
+
+_FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
+_GENERATED = "`scripts/write_reference.py` writes this page from the code."
+
+
+def main() -> None:
+    """Writes both pages."""
+    _FOLDER.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (_FOLDER / name).write_text(text)
+
+
+def pages() -> dict[str, str]:
+    """File name below docs/reference -> its text."""
+    return {"recipe.md": recipe_page(), "commands.md": commands_page()}
+
+
+def recipe_page() -> str:
+    """The reference of a recipe: a table for each section."""
+    intro = (
+        "A recipe is a YAML file. A key that this page does not list is an error. *required* means that the recipe "
+        "must give the value. `null` means that the value is not given. [recipes.md](../recipes.md) explains how "
+        "recipes build on each other."
+    )
+    parts = ["# Recipe reference", _GENERATED, intro]
+    for section, keys in _sections(Recipe).items():
+        heading = " and ".join(f"`{key}`" for key in keys if key) or "The recipe itself"
+        rows = [_field_row(name, field) for name, field in section.model_fields.items()]
+        table = "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
+        parts += [f"## {heading}", _sentence(section.__doc__ or ""), table]
+    return "\n\n".join(parts) + "\n"
+
+
+def _sections(model: type[BaseModel], key: str = "") -> dict[type[BaseModel], list[str]]:
+    """A section and those inside it -> the dotted keys under which each stands; `[]` is behind a list of sections."""
+    found = {model: [key]}
+    for name, field in model.model_fields.items():
+        for inner, many in _models_in(field.annotation):
+            for section, keys in _sections(inner, f"{key}.{name}".lstrip(".") + "[]" * many).items():
+                found[section] = found.get(section, []) + keys
+    return found
+
+
+def _models_in(annotation: Any) -> list[tuple[type[BaseModel], bool]]:
+    """The sections in a type, and whether each stands in a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [(annotation, False)]
+    many = get_origin(annotation) is list
+    return [(model, many or inner) for argument in get_args(annotation) for model, inner in _models_in(argument)]
+
+
+def _field_row(name: str, field: FieldInfo) -> str:
+    meaning = _sentence(field.description or "")
+    return f"| `{name}` | {_type(field)} | {_default(field)} | {_cell(meaning)} |"
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "*required*"
+    if isinstance(value, BaseModel):
+        return "see below"
+    return f"`{json.dumps(value)}`"
+
+
+def _type(field: FieldInfo) -> str:
+    return _cell(_type_of(field.annotation) + _limits(field.metadata))
+
+
+def _type_of(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return ", ".join(
+            f"`{json.dumps(value)}`" if not isinstance(value, str) else f"`{value}`" for value in arguments
+        )
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join("null" if argument is type(None) else _type_of(argument) for argument in arguments)
+    if origin is typing.Annotated:
+        return _type_of(arguments[0]) + _limits(arguments[1:])
+    if origin is list:
+        return "list of " + _type_of(arguments[0]).replace("section", "sections")
+    if origin is dict:
+        return f"mappings from text to {_type_of(arguments[1])}"
+    if annotation is Any:
+        return "values of any type"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return {str: "text", int: "integer", float: "number", bool: "true or false"}[annotation]
+
+
+_SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+
+
+def _limits(metadata: Any) -> str:
+    """The bounds of a number as `, > 0`; those that only guard against overflow are left out."""
+    found = []
+    for item in metadata:
+        # pydantic keeps the limits of a nested `Field(...)` in its own metadata.
+        for limit in getattr(item, "metadata", [item]):
+            if isinstance(limit, annotated_types.Gt | annotated_types.Ge | annotated_types.Lt | annotated_types.Le):
+                ((sign, value),) = _bound(limit).items()
+                if abs(value) < 2**32:
+                    found.append(f", {_SIGNS[sign]} {value}")
+    return "".join(found)
+
+
+def _bound(limit: Any) -> dict[str, Any]:
+    """The one bound of an annotated-types limit, by its name."""
+    return {name: getattr(limit, name) for name in _SIGNS if hasattr(limit, name)}
+
+
+def commands_page() -> str:
+    """The reference of the command line: usage, arguments and options of every command."""
+    intro = (
+        "Results go to stdout, everything else to stderr. `-v` or `--verbose` shows the traceback of an error; every "
+        "command has it. [operations.md](../operations.md#exit-codes) lists the exit codes."
+    )
+    parts = ["# Command reference", _GENERATED, intro]
+    for name, command in _commands(typer.main.get_command(app), "fcsd"):
+        parts.append(f"## `{name}`")
+        parts.append(_sentence(command.help or ""))
+        parts.append(f"```\n{' '.join([name, *_usage(command)])}\n```")
+        rows = [_parameter_row(parameter) for parameter in command.params if parameter.name not in ("help", "verbose")]
+        if rows:
+            parts.append("\n".join(["| argument or option | default | meaning |", "|---|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The commands of a group and of the groups inside it, by their full names."""
+    for inner, found in sorted(getattr(command, "commands", {}).items()):
+        if hasattr(found, "commands"):
+            yield from _commands(found, f"{name} {inner}")
+        else:
+            yield f"{name} {inner}", found
+
+
+def _usage(command: Any) -> list[str]:
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    shown = [_metavar(p) if p.required else f"[{_metavar(p)}]" for p in arguments]
+    return [*shown, "[OPTIONS]"]
+
+
+def _metavar(parameter: Any) -> str:
+    return parameter.metavar or parameter.name.upper()
+
+
+def _parameter_row(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        named = f"`{_metavar(parameter)}`"
+    elif parameter.is_flag:
+        named = ", ".join(f"`{option}`" for option in parameter.opts)
+    else:
+        named = ", ".join(f"`{option}`" for option in parameter.opts) + f" `{_value(parameter)}`"
+    return f"| {_cell(named)} | {_cell(_parameter_default(parameter))} | {_cell(_sentence(parameter.help or ''))} |"
+
+
+_WORDS = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
+
+
+def _value(parameter: Any) -> str:
+    annotation = parameter.type_descriptor.annotation
+    given = [kind for kind in (annotation, *get_args(annotation)) if kind in _WORDS]
+    return parameter.metavar or _WORDS[given[0]]
+
+
+def _parameter_default(parameter: Any) -> str:
+    if parameter.required:
+        return "*required*"
+    if parameter.default in (None, False, []) or parameter.default == ():
+        return ""
+    return f"`{parameter.default}`"
+
+
+def _sentence(text: str) -> str:
+    """A docstring or help text on one line, with its reStructuredText quotes as Markdown's."""
+    return re.sub(r"\s+", " ", text).strip().replace("``", "`")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    main()

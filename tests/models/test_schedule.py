@@ -1,0 +1,206 @@
+"""The schedule of reductions: DESIGN's cases spelt out, and every wiring against an evaluation by set difference."""
+
+from itertools import combinations, product
+
+import pytest
+import tiny
+
+from fcsd.models.archs import ARCHS
+from fcsd.models.build import decoder_layers
+from fcsd.models.schedule import MLP_PARTS, Output, Read, kind_of, reads_of, reductions
+from fcsd.models.wiring import Wiring, hf_parts
+
+ALL = (0, 1, 2)
+DENSE, MOE, SHARED = ["dense"] * 3, ["moe"] * 3, ["moe-shared"] * 3
+LETTER = {"attn": "a", "shared": "s", "routed": "r"}
+
+
+def name(output):
+    return f"{LETTER[output.part]}{output.layer}"
+
+
+def shown(reduction):
+    """``a0+s0 -> attn1 under r0``: the sum, the read that awaits it, what is computed meanwhile."""
+    read = "norm" if reduction.awaited_by.by == "norm" else f"{reduction.awaited_by.by}{reduction.awaited_by.layer}"
+    cover = " ".join(map(name, reduction.covered_by)) or "nothing"
+    return f"{'+'.join(map(name, reduction.sums))} -> {read} under {cover}"
+
+
+# Three layers: what starts in layer 0, in layer 1 and in layer 2.
+CASES = [
+    # Standard: two blocking reductions.
+    (Wiring("standard", ()), DENSE, ["a0 -> mlp0 under nothing", "s0 -> attn1 under nothing"], 3),
+    (Wiring("standard", ALL), SHARED, ["a0 -> mlp0 under nothing", "s0+r0 -> attn1 under nothing"], 3),
+    (Wiring("standard", ALL), MOE, ["a0 -> mlp0 under nothing", "r0 -> attn1 under nothing"], 3),
+    # Ladder: the attention's under the MLP, the MLP's under the next attention.
+    (Wiring("ladder", ALL), DENSE, ["a0 -> attn1 under s0", "s0 -> mlp1 under a1"], 2),
+    (Wiring("ladder", ALL), SHARED, ["a0 -> attn1 under s0 r0", "s0+r0 -> mlp1 under a1"], 2),
+    (Wiring("ladder", ALL), MOE, ["a0 -> attn1 under r0", "r0 -> mlp1 under a1"], 2),
+    # FarSkip: attention and shared experts in one under the routed experts, those under the next attention.
+    (Wiring("farskip", ALL), SHARED, ["a0+s0 -> attn1 under r0", "r0 -> mlp1 under a1"], 2),
+    (Wiring("farskip", ALL), MOE, ["a0 -> attn1 under r0", "r0 -> mlp1 under a1"], 2),
+    # A converted dense layer under FarSkip: one exposed.
+    (Wiring("farskip", ALL), DENSE, ["a0+s0 -> attn1 under nothing"], 2),
+    # Parallel: one; mlp-only is the same function.
+    (Wiring("parallel", ALL), DENSE, ["a0+s0 -> attn1 under nothing"], 2),
+    (Wiring("parallel", ALL), SHARED, ["a0+s0+r0 -> attn1 under nothing"], 2),
+    (Wiring("farskip", ALL, variant="mlp-only"), SHARED, ["a0+s0+r0 -> attn1 under nothing"], 2),
+    (Wiring("ladder", ALL, variant="mlp-only"), DENSE, ["a0+s0 -> attn1 under nothing"], 2),
+    # attn-only: the attention's blocks.
+    (
+        Wiring("farskip", ALL, variant="attn-only"),
+        SHARED,
+        ["a0 -> mlp0 under nothing", "s0 -> attn1 under r0", "r0 -> mlp1 under a1"],
+        2,
+    ),
+    (Wiring("ladder", ALL, variant="attn-only"), DENSE, ["a0 -> mlp0 under nothing", "s0 -> mlp1 under a1"], 2),
+    # A distance of two: each part may travel under one sub-block more.
+    (Wiring("ladder", ALL, distance=2), DENSE, ["a0 -> mlp1 under s0 a1", "s0 -> attn2 under a1 s1"], 1),
+    (
+        Wiring("farskip", ALL, distance=2),
+        SHARED,
+        ["a0 -> mlp1 under s0 r0 a1", "s0 -> attn1 under r0", "r0 -> attn2 under a1 s1 r1"],
+        1,
+    ),
+]
+
+
+@pytest.mark.parametrize(("wiring", "kinds", "first", "alike"), CASES)
+def test_the_cases_of_the_rule(wiring, kinds, first, alike):
+    """``first`` is layer 0's; the first ``alike`` layers are alike, but that the final norm reads after the last."""
+    found = [[shown(reduction) for reduction in layer] for layer in reductions(wiring, kinds)]
+    for i in range(alike):
+        moved = [moved_by(line, i) for line in first]
+        assert found[i] == [line.replace("attn3", "norm").replace("mlp3", "norm") for line in moved]
+
+
+def moved_by(line, layers):
+    return "".join(str(int(c) + layers) if c.isdigit() else c for c in line)
+
+
+@pytest.mark.parametrize("kinds", [DENSE, MOE, SHARED])
+@pytest.mark.parametrize("wiring", ["farskip", "ladder", "parallel"])
+def test_the_final_norm_awaits_all_of_the_last_layer_at_once(wiring, kinds):
+    (last,) = reductions(Wiring(wiring, ALL), kinds)[-1]
+    assert last.sums == tuple(Output(2, part) for part in ("attn", *MLP_PARTS[kinds[2]]))
+    assert last.awaited_by == Read(3, "norm") and last.covered_by == ()
+
+
+@pytest.mark.parametrize(
+    ("wiring", "kinds", "expected"),
+    [
+        # The layer before the first converted one: AMD's training code and the paper, then AMD's transformers file.
+        (Wiring("farskip", (1, 2)), SHARED, ["a0 -> mlp0 under nothing", "s0+r0 -> attn1 under nothing"]),
+        (
+            Wiring("farskip", (1, 2), border="partial"),
+            SHARED,
+            ["a0 -> mlp0 under nothing", "s0 -> attn1 under r0", "r0 -> mlp1 under a1"],
+        ),
+        (Wiring("farskip", (1, 2), border="partial"), DENSE, ["a0 -> mlp0 under nothing", "s0 -> attn1 under nothing"]),
+        (Wiring("ladder", (1, 2)), SHARED, ["a0 -> mlp0 under nothing", "s0+r0 -> mlp1 under a1"]),
+        (Wiring("ladder", (1, 2), border="full"), SHARED, ["a0 -> mlp0 under nothing", "s0+r0 -> attn1 under nothing"]),
+        # A converted layer before one that is not: its attention reads everything.
+        (Wiring("farskip", (0, 2)), SHARED, ["a0+s0+r0 -> attn1 under nothing"]),
+        (Wiring("ladder", (0,)), DENSE, ["a0+s0 -> attn1 under nothing"]),
+        # DeepSeek's dense first layer before MoE layers.
+        (Wiring("farskip", ALL), ["dense", "moe-shared", "moe-shared"], ["a0+s0 -> attn1 under nothing"]),
+    ],
+)
+def test_borders_and_partial_conversions(wiring, kinds, expected):
+    assert [shown(reduction) for reduction in reductions(wiring, kinds)[0]] == expected
+
+
+@pytest.mark.parametrize(
+    ("wiring", "expected"),
+    [
+        (Wiring("desync-2x", ALL, tp_degree=2), [["a0+s0 -> attn1"], ["a1+s1 -> attn2"], ["a2+s2 -> norm"]]),
+        (Wiring("desync-4x", ALL, tp_degree=2), [[], ["a0+s0+a1+s1 -> attn2"], ["a2+s2 -> norm"]]),
+        (Wiring("desync", ALL, tp_degree=2, reduce="last"), [[], [], ["a0+s0+a1+s1+a2+s2 -> norm"]]),
+        (
+            Wiring("desync", ALL, tp_degree=2, reduce="a"),
+            [["a0 -> mlp0"], ["s0+a1 -> mlp1"], ["s1+a2 -> mlp2", "s2 -> norm"]],
+        ),
+        (Wiring("desync-4x", (1, 2), tp_degree=2), [["a0 -> mlp0", "s0 -> attn1"], [], ["a1+s1+a2+s2 -> norm"]]),
+    ],
+)
+def test_desync_blocks_where_a_reduction_is_kept(wiring, expected):
+    found = [[shown(reduction) for reduction in layer] for layer in reductions(wiring, DENSE)]
+    assert found == [[f"{line} under nothing" for line in layer] for layer in expected]
+
+
+def wirings(depth):
+    """Every wiring, variant, border and distance over every choice of layers; Desync apart."""
+    choices = [layers for n in range(depth + 1) for layers in combinations(range(depth), n)]
+    for layers in choices:
+        yield from (Wiring(kind, layers) for kind in ("standard", "parallel"))
+        for kind, variant, border, distance in product(
+            ("farskip", "ladder"), ("full", "attn-only", "mlp-only"), ("full", "partial"), (1, 2, 3)
+        ):
+            yield Wiring(kind, layers, variant=variant, border=border, distance=distance)
+
+
+def table(wiring, kinds):
+    """What each read includes, by taking away: the full stream without what the outputs before it have in flight.
+
+    An output that an earlier read includes is not in flight any more.
+    """
+    reads, landed, in_flight, everything = {}, set(), [], set()
+    for k, kind in enumerate(kinds):
+        for by, depth in zip(("attn", "mlp"), wiring.reads, strict=True):
+            at_border = by == "attn" and k - 1 not in wiring.layers and wiring.border == "full"
+            count = 0 if k not in wiring.layers or at_border else depth
+            missing = set().union(*in_flight[::-1][:count])
+            reads[Read(k, by)] = everything - (missing - landed)
+            landed |= reads[Read(k, by)]
+            parts = ("attn",) if by == "attn" else MLP_PARTS[kind]
+            outputs = {Output(k, part) for part in parts}
+            settled = {output for output in outputs if wiring.name == "farskip" and output.part == "shared"}
+            everything = everything | outputs
+            in_flight.append(outputs - settled)
+    reads[Read(len(kinds), "norm")] = everything
+    return reads
+
+
+@pytest.mark.parametrize("kinds", list(product(MLP_PARTS, repeat=3)), ids="-".join)
+def test_every_part_is_awaited_by_the_first_read_that_includes_it(kinds):
+    for wiring in wirings(len(kinds)):
+        reads = table(wiring, kinds)
+        assert reads_of(wiring, kinds) == reads, wiring
+        computed = [Output(k, part) for k, kind in enumerate(kinds) for part in ("attn", *MLP_PARTS[kind])]
+        found = reductions(wiring, kinds)
+        assert sorted(o for layer in found for r in layer for o in r.sums) == sorted(computed), wiring
+        for k, layer in enumerate(found):
+            assert len({r.awaited_by for r in layer}) == len(layer), wiring  # what one read needs is one reduction
+            assert [r.starts_after for r in layer] == sorted((r.starts_after for r in layer), key=computed.index)
+            for reduction in layer:
+                assert {o.layer for o in reduction.sums} == {k}
+                assert reduction.starts_after == max(reduction.sums, key=computed.index)
+                for output in reduction.sums:
+                    assert next(read for read, seen in reads.items() if output in seen) == reduction.awaited_by, wiring
+
+
+@pytest.mark.parametrize("wiring", [Wiring("ladder", (3,)), Wiring("desync-2x", (3,), tp_degree=2)])
+def test_a_layer_that_does_not_exist_is_refused(wiring):
+    with pytest.raises(ValueError, match="layer 3 does not exist"):
+        reductions(wiring, DENSE)
+
+
+def test_desync_has_no_table_of_reads():
+    with pytest.raises(ValueError, match="rank-local"):
+        reads_of(Wiring("desync-2x", ALL, tp_degree=2), DENSE)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kinds"),
+    [
+        ("llama", ["dense"] * 4),
+        ("mixtral", ["moe"] * 4),
+        ("qwen3_moe", ["moe", "moe", "dense", "moe"]),
+        ("qwen2_moe", ["moe-shared"] * 4),
+        ("deepseek_v2", ["dense", *["moe-shared"] * 3]),
+        ("llama4_text", ["dense", "moe-shared"] * 2),
+    ],
+)
+def test_kinds_of_real_layers(arch, kinds):
+    blocks = ARCHS[arch].blocks
+    assert [kind_of(hf_parts(blocks, layer)) for layer in decoder_layers(tiny.model(arch))] == kinds
