@@ -36,7 +36,7 @@ _FREE = (
     "early_stop.delta",
     "early_stop.data_mirror",
 )
-_SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template)")
+_SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template|min_counted)")
 _CODE = ("torch", "transformers", "deepspeed")  # whose other versions may compute other bits
 _SCHEDULE, _SCHEDULE_BEFORE = "optim.schedule_steps", "train.schedule_steps"
 

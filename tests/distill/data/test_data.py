@@ -13,7 +13,7 @@ import torch
 
 from fcsd.config import Source
 from fcsd.distill.data.corpus import Corpus, load_corpus
-from fcsd.distill.data.documents import Documents
+from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.distill.data.rows import Mixture, Rows, batch
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.teacher.original import final_hidden
@@ -52,7 +52,7 @@ def test_slices_of_the_buffers_are_what_datasets_formats() -> None:
         datasets.Dataset.from_dict(columns, features).select(range(*span)) for span in ((0, 70), (70, 71), (71, 200))
     ]
     table = datasets.concatenate_datasets([*parts, datasets.Dataset.from_dict(columns, features)])
-    found, reference = Documents(table), table.with_format("numpy")
+    found, reference = TokenSlices(table), table.with_format("numpy")
     assert found.counted() == 2 * sum(map(sum, columns["counts"]))
     assert len(table.data.column("ids").chunks) > 2
     for number in range(len(table)):
