@@ -1,7 +1,7 @@
 """The whole distillation step, teacher included: the speed of its variants, their bound, and where the time goes.
 
-Student and teacher have random weights of a real shape; recipe, packed rows, loss, engine
-and optimizer step are those of ``fcsd distill``. All variants run on the same two models in one process group,
+Student and teacher have random weights of a real shape, or of a checkpoint's config; recipe, packed rows, feed, loss,
+engine and optimizer step are those of ``fcsd distill``. All variants run on the same two models in one process group,
 interleaved, so that clocks and memory drift alike for all.
 """
 
@@ -10,38 +10,42 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from fcsd.bench.account import Account, phase, read_account, to_text
+from fcsd.bench.account import phase, read_account, to_text
 from fcsd.bench.memory import random_corpus, random_recipe
 from fcsd.bench.shapes import SHAPES
 from fcsd.bench.training.ceilings import NoWire
 from fcsd.bench.training.model import evenly_routed
 from fcsd.bench.training.record import record
 from fcsd.config import Recipe
+from fcsd.distill import update
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, randomise, wire_sharded
+from fcsd.distill.feed import feeding
+from fcsd.distill.metrics import full_speed, gpu_peak
 from fcsd.distill.prepare import training_rows
-from fcsd.distill.step import train_step
-from fcsd.distill.teacher.original import needs_teacher
+from fcsd.distill.step import launch_step, train_step
+from fcsd.distill.teacher.original import needs_teacher, pack_attention
 from fcsd.distill.teacher.targets import live_teacher
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
 from fcsd.models.build import converted_config, register, wiring_of
 from fcsd.models.wiring import Wiring
+from fcsd.parallel.attention import join_attention
 from fcsd.parallel.overlap import overlap
 
-OVERLAPPED, BLOCKING, BOUND = "overlapped", "blocking", "comm-free"
-VARIANTS = (OVERLAPPED, BLOCKING, BOUND)
+OVERLAPPED, MASKED, BLOCKING, BOUND = "overlapped", "masked", "blocking", "comm-free"
+VARIANTS = (OVERLAPPED, MASKED, BLOCKING, BOUND)
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,15 @@ class Load:
     """What is timed.
 
     Attributes:
-        shape: a name in ``fcsd.bench.shapes``.
+        shape: a name in ``fcsd.bench.shapes``, or the directory of a checkpoint, whose config alone is read.
+        layers: decoder layers; a checkpoint's config says how many it has.
         micro_batch: rows of ``seq`` tokens in a forward pass, on each process; ``accumulation`` of them make a step.
         router: ``initialised`` as the random weights have it, or ``uniform``: every expert gets as many tokens.
+        variants: ``overlapped`` as ``fcsd distill`` runs it; ``masked``, the same with a mask instead of packed
+            attention; ``blocking``, every collective awaited where it starts; ``comm-free``, which sends no rows.
         sets: ``--set`` assignments to the recipe; without them KL from a teacher, ZeRO-1, experts over all processes.
-        rounds, steps: timed steps of each variant are ``rounds`` times ``steps``, interleaved by round.
+        rounds: how often the variants take turns.
+        steps: timed steps of a variant in each round, which follow one another without a pause.
     """
 
     shape: str
@@ -62,9 +70,26 @@ class Load:
     seq: int
     accumulation: int = 1
     router: str = "initialised"
+    variants: tuple[str, ...] = VARIANTS
     sets: tuple[str, ...] = ()
     rounds: int = 3
     steps: int = 3
+
+    def __post_init__(self) -> None:
+        known = {"router": ("initialised", "uniform"), "variant": VARIANTS}
+        for what, given in (("router", (self.router,)), ("variant", self.variants)):
+            for name in given:
+                if name not in known[what]:
+                    raise ConfigError(f"no {what} {name}", hint=f"known: {', '.join(known[what])}")
+        if self.shape not in SHAPES and not Path(self.shape, "config.json").is_file():
+            raise ConfigError(f"{self.shape}: neither a shape ({', '.join(SHAPES)}) nor a checkpoint's directory")
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The teacher's."""
+        if self.shape in SHAPES:
+            return SHAPES[self.shape](self.layers)
+        return AutoConfig.from_pretrained(self.shape, trust_remote_code=False)
 
 
 def bench(load: Load, out: Path | None = None, *, traced: bool = False) -> dict[str, Any]:
@@ -75,41 +100,38 @@ def bench(load: Load, out: Path | None = None, *, traced: bool = False) -> dict[
             variant but the bound, from which the account of rank 0 is made.
 
     Raises:
-        ConfigError: no such shape or router, or a recipe that cannot be.
+        ConfigError: a recipe that cannot be.
     """
-    if load.shape not in SHAPES:
-        raise ConfigError(f"{load.shape}: shapes are {', '.join(SHAPES)}")
-    if load.router not in ("initialised", "uniform"):
-        raise ConfigError(f"no router {load.router}", hint="known: initialised, uniform")
     world = join_world()
     import_deepspeed()
-    original = SHAPES[load.shape](load.layers)
-    wiring = Wiring("farskip", tuple(range(load.layers)))
     register()
+    original = load.config
+    layers = original.get_text_config().num_hidden_layers
+    wiring = Wiring("farskip", tuple(range(layers)))
     rewired = converted_config(original, wiring.to_block(base_model="random", base_revision=None, base_sha256=None))
     with tempfile.TemporaryDirectory() as folder:
         rewired.save_pretrained(f"{folder}/student")
         original.save_pretrained(f"{folder}/teacher")
-        batch_tokens = world.size * load.micro_batch * load.accumulation * load.seq
-        timed = len(VARIANTS) * (load.rounds * (load.steps + 1) + 2)
-        recipe = random_recipe(
-            Path(folder), load.shape, load.seq, load.micro_batch, batch_tokens, timed, world, load.sets
-        )
+        tokens = world.size * load.micro_batch * load.accumulation * load.seq
+        most = len(load.variants) * (load.rounds * (load.steps + 1) + 2)
+        recipe = random_recipe(Path(folder), "bench", load.seq, load.micro_batch, tokens, most, world, load.sets)
         check(recipe, world.size)
+        full = _full_speed(recipe, world)
     with ExitStack() as held:
-        step = _Step(recipe, rewired, original, world)
+        steps = _Steps(recipe, rewired, original, world)
         if load.router == "uniform":
-            for model in step.models:
+            for model in steps.models:
                 held.enter_context(evenly_routed(model))
         result: dict[str, Any] = {
             "load": asdict(load),
             "world": world.size,
-            "batch_tokens": recipe.train.batch_tokens,
+            "batch_tokens": tokens,
+            "full_speed": full,
             "environment": snapshot(),
-            "variants": _time(step, load, world),
+            "variants": _time(steps, load, world),
         }
         if traced and out is not None and world.device.type == "cuda":
-            result["accounts"] = _accounts(step, out, world)
+            result["accounts"] = _accounts(steps, load, out, world)
     if world.rank == 0:
         print(table(result), file=sys.stderr, flush=True)
         if out is not None:
@@ -118,11 +140,19 @@ def bench(load: Load, out: Path | None = None, *, traced: bool = False) -> dict[
     return result
 
 
-class _Step:
+def _full_speed(recipe: Recipe, world: World) -> float | None:
+    """Tokens per second at the GPUs' peak, of which a variant's speed is its MFU; None where the peak is not known."""
+    if world.device.type != "cuda":
+        return None
+    peak = gpu_peak(torch.cuda.get_device_name(world.device), recipe.train.dtype)
+    return None if peak is None else full_speed(recipe, world.size, peak)
+
+
+class _Steps:
     """One student, one teacher, and the steps they take under any variant."""
 
     def __init__(self, recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConfig, world: World) -> None:
-        self._recipe, self._world, self._taken = recipe, world, 0
+        self.recipe, self._world, self._taken = recipe, world, 0
         draw: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
         student = randomise(rewired, recipe.parallel.ep_size, **draw)
         self.models: list[PreTrainedModel] = [student]
@@ -130,34 +160,54 @@ class _Step:
         if needs_teacher(recipe):
             teacher = randomise(original, recipe.parallel.teacher_ep_size, **draw).requires_grad_(False)
             self.models.append(teacher)
-            targets = live_teacher(teacher, recipe.objective)
-            self._teacher = _in_phase("teacher", targets)
-        self._engine = _Phases(build_engine(student, recipe, world))
+            self._teacher = _in_phase("teacher", live_teacher(teacher, recipe.objective))
+        engine = build_engine(student, recipe, world)
+        update.install(engine, recipe)
+        self._engine = _Phases(engine)
         self._rows = training_rows(recipe, [random_corpus(student.config.vocab_size, recipe.data.seq_len)])
-
-    @property
-    def variants(self) -> tuple[str, ...]:
-        """Those that differ: with all experts on every process nothing is sent between layers."""
-        return VARIANTS if self._recipe.parallel.ep_size > 1 else (OVERLAPPED,)
 
     def choose(self, variant: str) -> None:
         """Wires both models as a variant wants them."""
-        parallel = self._recipe.parallel
+        parallel = self.recipe.parallel
+        on_cuda = self._world.device.type == "cuda"
         for model, ep_size in zip(self.models, (parallel.ep_size, parallel.teacher_ep_size), strict=False):
-            if ep_size == 1:
-                continue
-            fused = parallel.fused and self._world.device.type == "cuda"
-            if variant == OVERLAPPED:
+            join_attention(model)
+            model.set_attn_implementation("sdpa")
+            if variant != MASKED:
+                pack_attention(model, self.recipe)
+            if variant in (OVERLAPPED, MASKED) or ep_size == 1:
                 wire_sharded(model, ep_size, parallel)
             elif variant == BLOCKING:
-                overlap(model, wiring_of(model.config), "off", fused=fused)
+                overlap(model, wiring_of(model.config), "off", fused=parallel.fused and on_cuda)
             else:
-                overlap(model, wiring_of(model.config), fused=fused, transport=NoWire())
+                overlap(model, wiring_of(model.config), fused=parallel.fused and on_cuda, transport=NoWire())
 
-    def take(self) -> dict[str, float]:
-        """One step, and what ``train_step`` says of it."""
+    def one(self) -> None:
+        """One step, which is waited for."""
         self._taken += 1
-        return train_step(self._engine, self._teacher, self._rows, self._recipe, self._world, self._taken)
+        train_step(self._engine, self._teacher, self._rows, self.recipe, self._world, self._taken)
+
+    def several(self, count: int) -> dict[str, float]:
+        """Steps as a run takes them, after one that is not timed.
+
+        Returns: ``seconds`` of a step, the ``data_wait`` of it, and the ``loss`` of the last one.
+        """
+        first, last = self._taken + 1, self._taken + 1 + count
+        self._taken = last
+        wait: Callable[[], None] = torch.cuda.synchronize if self._world.device.type == "cuda" else (lambda: None)
+        began = waited = 0.0
+        metrics: dict[str, float] = {}
+        with feeding(self._rows, self.recipe, self._world, first, last) as feed:
+            for step in range(first, last + 1):
+                launched = launch_step(self._engine, self._teacher, feed.take(), self.recipe, self._world, step)
+                if step in (first, last):
+                    metrics = launched.metrics()
+                    wait()
+                if step == first:
+                    dist.barrier()
+                    began, waited = time.perf_counter(), feed.waited
+            seconds = time.perf_counter() - began
+            return {"seconds": seconds / count, "data_wait": (feed.waited - waited) / seconds, "loss": metrics["loss"]}
 
 
 class _Phases:
@@ -190,64 +240,56 @@ def _in_phase(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _time(step: _Step, load: Load, world: World) -> dict[str, dict[str, Any]]:
-    """By variant: seconds of every timed step, peak memory in GiB, and the last loss."""
-    measured: dict[str, dict[str, Any]] = {name: {"seconds": [], "peak_gib": 0.0} for name in step.variants}
+def _time(steps: _Steps, load: Load, world: World) -> dict[str, dict[str, Any]]:
+    """By variant: seconds of a step in each round, the share of it spent waiting for data, memory, the last loss."""
+    measured: dict[str, dict[str, Any]] = {name: {"seconds": [], "data_wait": []} for name in load.variants}
     for _ in range(load.rounds):
         for name, found in measured.items():
-            step.choose(name)
-            step.take()  # allocates and tunes
+            steps.choose(name)
             if world.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            for _ in range(load.steps):
-                with _timed(found["seconds"], world):
-                    found["loss"] = step.take()["loss"]
+            taken = steps.several(load.steps)
+            found["seconds"].append(taken["seconds"])
+            found["data_wait"].append(taken["data_wait"])
+            found["loss"] = taken["loss"]
             if world.device.type == "cuda":
                 found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return measured
 
 
-@contextmanager
-def _timed(seconds: list[float], world: World) -> Iterator[None]:
-    """Appends how long the block took, with the device done before and after."""
-    wait: Callable[[], None] = torch.cuda.synchronize if world.device.type == "cuda" else (lambda: None)
-    wait()
-    dist.barrier()
-    began = time.perf_counter()
-    yield
-    wait()
-    seconds.append(time.perf_counter() - began)
-
-
-def _accounts(step: _Step, out: Path, world: World) -> dict[str, Any]:
+def _accounts(steps: _Steps, load: Load, out: Path, world: World) -> dict[str, Any]:
     """Traces a step of each variant but the bound on every rank; rank 0's account of each."""
     accounts: dict[str, Any] = {}
-    for name in step.variants:
+    for name in load.variants:
         if name == BOUND:
             continue
-        step.choose(name)
-        step.take()
+        steps.choose(name)
+        steps.one()
         path = out / f"{name}-rank-{world.rank}.json.gz"
         out.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        record(step.take, path, world)
+        record(steps.one, path, world)
         dist.barrier()
         if world.rank == 0:
-            account: Account = read_account(path)
+            account = read_account(path)
             accounts[name] = asdict(account)
             print(f"\n{name}, a traced step of rank 0\n{to_text(account)}", file=sys.stderr, flush=True)
     return accounts
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line for each variant: the median step, tokens per second, and the share of the bound's speed."""
+    """A line for each variant: the median step, tokens per second, MFU, and the share of the bound's speed."""
     medians = {name: statistics.median(found["seconds"]) for name, found in result["variants"].items()}
-    lines = [f"{'':12s} {'step ms':>9s} {'min':>9s} {'tokens/s':>10s} {'of bound':>9s} {'peak GiB':>9s}"]
+    titles = ("step ms", "± ms", "tokens/s", "of bound", "MFU", "data", "peak GiB")
+    lines = [f"{'':12s} " + " ".join(f"{title:>9s}" for title in titles)]
     for name, found in result["variants"].items():
         bound = f"{medians[BOUND] / medians[name]:9.1%}" if BOUND in medians else f"{'-':>9s}"
         speed = result["batch_tokens"] / medians[name]
-        least = min(found["seconds"]) * 1e3
+        spread = (max(found["seconds"]) - min(found["seconds"])) / 2 * 1e3
+        mfu = f"{speed / result['full_speed']:9.1%}" if result["full_speed"] else f"{'-':>9s}"
+        data = statistics.median(found["data_wait"])
+        peak = f"{found['peak_gib']:9.1f}" if "peak_gib" in found else f"{'-':>9s}"
         lines.append(
-            f"{name:12s} {medians[name] * 1e3:9.1f} {least:9.1f} {speed:10,.0f} {bound} {found['peak_gib']:9.1f}"
+            f"{name:12s} {medians[name] * 1e3:9.1f} {spread:9.1f} {speed:9,.0f} {bound} {mfu} {data:9.1%} {peak}"
         )
     return "\n".join(lines)

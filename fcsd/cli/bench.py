@@ -112,12 +112,18 @@ def memory(
 
 @command(app, "distill")
 def distill(
-    shape: Annotated[str, typer.Argument(help="deepseek-v2-lite, qwen3-30b-a3b, llama4-scout, ... or tiny.")],
+    shape: Annotated[
+        str,
+        typer.Argument(metavar="SHAPE|MODEL", help="deepseek-v2-lite, qwen3-30b-a3b, ... or a checkpoint's directory."),
+    ],
     layers: Layers = 8,
     micro_batch: MicroBatch = 4,
     seq: Seq = 4096,
     accumulation: Annotated[int, typer.Option(min=1, help="Forward passes per step and GPU.")] = 1,
     router: Annotated[str, typer.Option(help="initialised, or uniform: as many tokens for every expert.")] = "uniform",
+    variants: Annotated[
+        str, typer.Option(help="Some of these, separated by commas.")
+    ] = "overlapped,masked,blocking,comm-free",
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
     sets: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe; repeatable.")] = [],  # noqa: B006
@@ -128,16 +134,19 @@ def distill(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time the whole distillation step of random weights: overlapped, blocking, and without communication."""
+    """Time the whole distillation step of random weights, teacher included, beside its bound."""
     if trace and out is None:
         raise ConfigError("traces are written into --out, which is missing")
+    from fcsd.bench.distill import Load
+
+    chosen = tuple(variants.split(","))
+    load = Load(shape, layers, micro_batch, seq, accumulation, router, chosen, tuple(sets), rounds, steps)
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)
 
-    from fcsd.bench.distill import Load, bench
+    from fcsd.bench.distill import bench
 
-    load = Load(shape, layers, micro_batch, seq, accumulation, router, tuple(sets), rounds, steps)
     found = bench(load, out, traced=trace)
     if as_json and _first():
         emit(json.dumps(found, indent=2))

@@ -21,6 +21,10 @@ class Train(Section):
     """The length of the run in tokens, instead of `steps`; it is rounded up to whole steps. null means `steps`."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """The precision of weights and activations. The optimizer keeps its copy of the weights and its states in fp32."""
+    attention: Literal["packed", "masked"] = "packed"
+    """How attention stays inside the documents of a packed row, on GPUs in bf16. `packed` computes the scores inside
+    documents alone; `masked` computes all scores of a row and masks the rest, which is slower and rounds differently.
+    Models with sliding windows or chunks, other devices and fp32 always use `masked`."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass: less memory, one more forward pass per step."""
     log_every: Positive = 10

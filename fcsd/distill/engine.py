@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from fcsd.config import Objective, Recipe, accumulation
 from fcsd.distill.expert_parallel import wire_sharded
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
-from fcsd.distill.teacher.original import final_hidden, output_head
+from fcsd.distill.teacher.original import final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.targets import Targets, captured
 from fcsd.distill.top_k import TopK, kl_from_top_k
 from fcsd.distill.update import judges_on_device
@@ -110,6 +110,7 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
     """A DeepSpeed engine around ``Student(model)`` in training mode; what is sharded already, it takes as it is."""
     deepspeed = import_deepspeed()
     freeze(model, recipe.objective)
+    pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     student = Student(model, recipe.objective).train()

@@ -24,7 +24,7 @@ from fcsd.distill.run.identity import run_identity
 from fcsd.distill.student import student_source
 from fcsd.distill.teacher import cache as teacher_cache
 from fcsd.distill.teacher.cache import Shard, row_digest
-from fcsd.distill.teacher.original import final_hidden, identify_teacher, output_head, teacher_name
+from fcsd.distill.teacher.original import final_hidden, identify_teacher, output_head, pack_attention, teacher_name
 from fcsd.distill.top_k import TopK, top_k
 from fcsd.errors import ConfigError, NonFiniteError
 from fcsd.launch.world import World, join_world
@@ -68,6 +68,7 @@ def _write(recipe: Recipe, settings: TeacherCache, folder: Path, world: World, s
     path, ep_size = resolve(teacher_name(recipe)).path, recipe.parallel.teacher_ep_size
     model = expert_parallel.load(path, ep_size, dtype=DTYPES[recipe.train.dtype], device=world.device)
     model.requires_grad_(False)
+    pack_attention(model, recipe)
     expert_parallel.wire_sharded(model, ep_size, recipe.parallel)
     vocab_size = len(output_head(model))
     if settings.top_k > vocab_size:

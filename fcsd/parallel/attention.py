@@ -16,9 +16,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fcsd.errors import ConfigError
+from fcsd.kernels.packed_attention import NAME as PACKED
 
 PREFIX = "fcsd_"
-SPLIT = ("sdpa", "eager")
+SPLIT = ("sdpa", "eager", PACKED)
 # The last projection before rotary embeddings: of latent attention, and of any other.
 _LAST = ("kv_a_proj_with_mqa", "v_proj")
 

@@ -18,6 +18,7 @@ from fcsd.distill.data.corpus import Corpus
 from fcsd.distill.data.packing import Bins, Stream
 from fcsd.distill.losses import IGNORE
 from fcsd.errors import BadInputError
+from fcsd.kernels.packed_attention import document_borders
 
 # token ids and position ids [seq_len] int64, and which tokens count [seq_len] bool
 Row = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -111,14 +112,16 @@ class Mixture:
 def batch(rows: Rows | Mixture, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
     """``input_ids``, ``position_ids`` and ``labels`` of the rows with these numbers, each ``[batch, seq_len]`` int64.
 
-    The label of a position is the next token. It is ``IGNORE`` where that token does not count, and at the last
-    position of a document or row.
+    ``borders``, ``[documents + 1]`` int32, is where documents begin if the rows are laid end to end, and where the last
+    one ends. The label of a position is the next token. It is ``IGNORE`` where that token does not count, and at the
+    last position of a document or row.
     """
     packed = [rows[number] for number in numbers]
     input_ids, position_ids, counts = (torch.from_numpy(np.stack(column)) for column in zip(*packed, strict=True))
     labels = torch.full_like(input_ids, IGNORE)
     labels[:, :-1] = input_ids[:, 1:].masked_fill((position_ids[:, 1:] == 0) | ~counts[:, 1:], IGNORE)
-    return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+    borders = document_borders(position_ids)
+    return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, "borders": borders}
 
 
 def _cut(corpus: Corpus, seq_len: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -44,6 +44,8 @@ _SCHEDULE, _SCHEDULE_BEFORE = "optim.schedule_steps", "train.schedule_steps"
 def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
     """What a run must have in common with the checkpoints it resumes from."""
     fields = flat(recipe.model_dump())
+    if world.device.type != "cuda" or recipe.train.attention == "masked":
+        del fields["train.attention"]  # what older runs and other devices do
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
     made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
     code = {"version of fcsd": __version__} | {f"version of {name}": version(name) for name in _CODE}

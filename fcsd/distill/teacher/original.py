@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -10,6 +11,7 @@ from fcsd.checkpoint import read_config, read_layout, resolve, sample_sha256
 from fcsd.config import Recipe
 from fcsd.convert import fingerprint
 from fcsd.errors import BadInputError, ConfigError
+from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
 from fcsd.models.build import arch_of
 
 
@@ -77,14 +79,26 @@ def expect_fingerprint(recipe: Recipe, found: str, what: str) -> None:
 def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """``[batch, seq, hidden]`` after the final norm.
 
-    Position ids that restart, no attention mask and no cache are what keeps attention inside documents; an architecture
-    whose code overlooks them is given its masks.
+    Position ids that restart, no attention mask and no cache keep attention inside documents. An architecture whose
+    code ignores them is given its masks; a model with packed attention is given the borders of the documents.
     """
     arch = arch_of(model.config)
     decoder: Any = model.get_submodule(arch.classes["AutoModelForCausalLM"][1])
     ids, positions = batch["input_ids"], batch["position_ids"]
-    masks = None if arch.packs else _document_masks(decoder, ids, positions)
-    return decoder(input_ids=ids, attention_mask=masks, position_ids=positions, use_cache=False).last_hidden_state
+    if takes_borders(model):
+        inside = packed_arguments(batch["borders"])
+    else:
+        inside = {"attention_mask": None if arch.packs else _document_masks(decoder, ids, positions)}
+    return decoder(input_ids=ids, position_ids=positions, use_cache=False, **inside).last_hidden_state
+
+
+def pack_attention(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Let a model that is trained or followed use packed attention where the recipe, the device and the model allow it.
+
+    This must happen before ``wire_sharded``, which wraps the attention function.
+    """
+    if recipe.train.attention == "packed" and model.device.type == "cuda" and model.dtype == torch.bfloat16:
+        use_packed_attention(model)
 
 
 def _document_masks(decoder: Any, ids: Tensor, positions: Tensor) -> dict[str, Tensor | None]:
