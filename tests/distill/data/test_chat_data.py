@@ -307,7 +307,7 @@ def test_a_step_has_the_same_samples_at_any_world_size(tmp_path: Path) -> None:
         rows = Mixture(packed, [1.0, 2.0], 80, seed=0)
         worlds = [World(rank, size, torch.device("cpu")) for rank in range(size)]
         micro = [batch(rows, numbers) for world in worlds for numbers in rows_of_step(recipe, world, step)]
-        whole = {name: torch.cat([data[name] for data in micro]).tolist() for name in micro[0]}
+        whole = {name: torch.cat([data[name] for data in micro]).tolist() for name in micro[0] if name != "borders"}
         return sorted(json.dumps(row) for row in zip(*whole.values(), strict=True))
 
     for step in (9, 1):
