@@ -117,7 +117,7 @@ def _dropping(messages: list[Message], render: _Render, marked: bool) -> list[Re
 
 def _keeping(messages: list[Message], render: _Render, marked: bool) -> Rendering:
     """All responses as they were written, one after the other, and between them what the template adds."""
-    text, spans = "", []
+    text, spans = "", list[tuple[int, int]]()
     last = None  # the last response so far
     for turn in _responses(messages):
         begin, now = _written(messages, turn, render, marked)
@@ -164,11 +164,12 @@ def _between(messages: list[Message], last: int, turn: int, text: str, render: _
 def _render(
     messages: list[Message], generation_prompt: bool, template: str, special_tokens: dict[str, Any]
 ) -> Rendering:
-    texts, marks = render_jinja_template(
+    rendered: Any = render_jinja_template(
         conversations=[messages],  # type: ignore[arg-type]
         chat_template=template,
         return_assistant_tokens_mask=bool(_MARK.search(template)),
         add_generation_prompt=generation_prompt,
         **special_tokens,
     )
+    texts, marks = rendered
     return Rendering(texts[0], marks[0] if marks else [])
