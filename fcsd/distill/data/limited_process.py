@@ -4,6 +4,7 @@ A chat template is a program that came with a model. A loop in it cannot be inte
 process, and what it allocates is allocated for the whole run. The operating system can stop a child process.
 """
 
+import gc
 import multiprocessing
 import resource
 import signal
@@ -89,6 +90,7 @@ class LimitedProcess:
 def _serve(function: Callable[[Any], Any], pipe: Connection, parents_end: Connection) -> None:
     """Answers calls until the parent closes its end."""
     parents_end.close()
+    gc.freeze()  # what the parent owns, tensors on a device among it, is not collected here
     for number in (signal.SIGPROF, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes the pipe
