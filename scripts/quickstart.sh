@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The whole pipeline on the bundled teacher, on two CPU cores: convert, distil (KL and SFT), evaluate, export.
 # Usage: scripts/quickstart.sh [OUT]     OUT is ./quickstart unless given, and must not exist yet.
-# FCSD_VENV=DIR uses another environment than .venv. Needs no network once installed.
+# Installs first what is missing, as scripts/test.sh does; after that it needs no network.
+# FCSD_VENV=DIR uses another environment than .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out="${1:-quickstart}"

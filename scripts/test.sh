@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Installs fcsd with its development tools into .venv and runs the tests; arguments go to pytest.
-# FCSD_VENV=DIR uses another environment.
+# Runs the tests on any machine with Python 3.11: installs system packages that are missing (as root on Debian or Ubuntu;
+# otherwise says which), and fcsd with its development tools into .venv. Arguments go to pytest.
+# FCSD_VENV=DIR uses another environment than .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh

@@ -1,5 +1,7 @@
-# Sourced by the other scripts: activates a virtual environment with fcsd installed, making it if need be.
-# FCSD_VENV names another place than .venv; an environment that is up to date is used as it is.
+# Sourced by the other scripts from the root of the checkout: does all the set-up. It installs the system packages that are
+# missing, creates a virtual environment with fcsd and its development tools, and activates it.
+# FCSD_VENV names another directory than .venv; an environment that is up to date is used as it is.
+source scripts/system_packages.sh
 venv="${FCSD_VENV:-.venv}"
 if [ ! -x "$venv/bin/python" ]; then
   python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fcsd needs Python 3.11 or newer" >&2; exit 1; }
@@ -8,7 +10,7 @@ fi
 source "$venv/bin/activate"
 here="$PWD $(cat pyproject.toml constraints.txt | sha256sum)"
 if [ "$(cat "$venv/fcsd-installed" 2>/dev/null)" != "$here" ]; then
-  # DeepSpeed compiles what it needs when it needs it; building it all at installation wants a CUDA toolkit.
+  # DeepSpeed compiles each operator when it is first used; compiling all of them now would need a CUDA toolkit.
   DS_BUILD_OPS=0 python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
   echo "$here" > "$venv/fcsd-installed"
 fi

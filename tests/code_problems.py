@@ -1,6 +1,6 @@
-"""Self-written problems in EvalPlus' row format, covering every oracle; each with a right and a wrong body.
+"""Self-written problems in EvalPlus' row format, covering every comparison rule; each with a right and a wrong body.
 
-Names and numbers of tasks with a special oracle are the dataset's, because the oracle goes by them.
+Names and numbers of tasks with a special rule are those of the dataset, because the rule is chosen by them.
 """
 
 # ruff: noqa: E501 - one problem per line
@@ -80,7 +80,7 @@ PROBLEMS = [
     problem("HumanEval/1033", "rows(n)", "return [{'x': (n / 7, n)}]", "return [{'x': (n / 8, n)}]", [[1]], [[5]]),
     problem("HumanEval/1034", "blow(x)", "return x * 1e308 * 10", "return 1e308", [[1.0]], [[-1.0]]),
     problem("HumanEval/1035", "unknown(x)", "return [float('nan'), x]", "return [0.0, x]", [[1.0]], [[2]]),
-    # Special oracles, by the names the datasets know.
+    # Special rules, by the names the datasets know.
     problem("HumanEval/32", "find_zero(xs: list)", BISECT, "return 0.5", [[[1, 2]]], [[[-6, 11, -6, 1]], [[-2, 0, 0, 1]]], atol=1e-4),
     problem("Mbpp/2", "similar_elements(a, b)", "return tuple(set(a) & set(b))", "return a", [[[3, 4], [4, 5]]], [[[1, 2, 3], [3, 1]]]),
     problem("Mbpp/7", "find_char_long(text)", "return [w for w in text.split() if len(w) > 3]", "return text.split()", [["a long word"]], [["none"]]),

@@ -9,12 +9,12 @@ from typing import Any
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.layout import Layout, read_layout
+from fcsd.checkpoint.location import SMALL_FILES, remote_headers, resolve
 from fcsd.checkpoint.rewired import GATED_ATTENTION, describe, has_gated_attention
-from fcsd.checkpoint.source import SMALL_FILES, remote_headers, resolve
 from fcsd.checkpoint.verify import Comparison, compare_tensors
+from fcsd.models.config_keys import EXPERT_COUNTS
 
 _EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.")
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
     layers = text.get("num_hidden_layers") or 0
     moe = {int(match[1]) for name in (parameters or names) if (match := _EXPERT.search(name))}
     moe = {layer for layer in moe if layer < layers}
-    experts = next((text[key] for key in _NUM_EXPERTS if text.get(key)), 0) if moe else 0
+    experts = next((text[key] for key in EXPERT_COUNTS if text.get(key)), 0) if moe else 0
     per_token = (text.get("num_experts_per_tok") or 0) if experts else 0
     shared = any("shared_expert" in name for name in (parameters or names))
     sizes = {name: prod(shape) for name, shape in parameters.items()}

@@ -5,6 +5,7 @@ from typing import Any
 
 from fcsd.checkpoint.files import quoted
 from fcsd.errors import BadInputError
+from fcsd.models.selection import layers_text
 
 PREFIX = "fcsd_"  # of a converted checkpoint's model_type
 _AMD_FLAGS = ("farskip", "attn_only_farskip", "mlp_only_farskip")
@@ -44,7 +45,27 @@ def describe(rewiring: dict[str, Any]) -> str:
     if rewiring["by"] == "amd":
         return f"farskip{variant}, layers from {rewiring['start']} up to {rewiring['end']}, by AMD"
     kept = f" (reduce {rewiring['reduce']})" if "reduce" in rewiring else ""
-    return f"{rewiring['wiring']}{variant}{kept}, layers {_ranges(rewiring['layers'])}, by fcsd"
+    return f"{rewiring['wiring']}{variant}{kept}, layers {layers_text(rewiring['layers'])}, by fcsd"
+
+
+def refuse_rewired(path: Path, rewiring: dict[str, Any] | None) -> None:
+    """Check that a checkpoint is an original.
+
+    Args:
+        path: its directory, for the message.
+        rewiring: see :func:`read_rewiring`.
+
+    Raises:
+        BadInputError: it is rewired already.
+    """
+    if rewiring is None:
+        return
+    if rewiring["by"] != "fcsd":
+        raise BadInputError(
+            f"{path}: is rewired already, by AMD's farskip keys",
+            "Only an original can be converted; this model was trained with its wiring and has no original.",
+        )
+    raise BadInputError(f"{path}: is converted already", f"Convert its base model instead: {rewiring['base_model']}")
 
 
 def has_gated_attention(raw: dict[str, Any]) -> bool:
@@ -62,11 +83,3 @@ def _amd(raw: dict[str, Any], where: str | Path) -> dict[str, Any] | None:
         return None
     variant = "attn-only" if attn_only else "mlp-only" if mlp_only else "full"
     return {"by": "amd", "wiring": "farskip", "variant": variant, "start": int(start), "end": int(end)}
-
-
-def _ranges(layers: list[int]) -> str:
-    """``0-3,7`` for ``[0, 1, 2, 3, 7]``."""
-    chosen = set(layers)
-    starts = [i for i in layers if i - 1 not in chosen]
-    ends = [i for i in layers if i + 1 not in chosen]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"

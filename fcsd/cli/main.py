@@ -51,8 +51,8 @@ app.add_typer(bench_app, name="bench", help="Measure training steps, their memor
 
 def main() -> None:
     """The console script."""
-    if sys.argv[1:3] == ["eval", "sweep-layers"]:  # the same command; a model of that name is ./sweep-layers
-        del sys.argv[1]
+    if sys.argv[1:2] == ["eval"] and sys.argv[2:3] in (["sweep-layers"], ["choose-layers"]):
+        del sys.argv[1]  # the same command by both names; a model that is called so is ./sweep-layers
     if not sys.stderr.isatty():  # the libraries draw their bars into files, too
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -10,7 +10,7 @@ from fcsd.cli.options import AsJson, CreatePr, DryRun, Force, Model, Out, Privat
 
 
 def inspect(model: Model, trust_remote_code: Trust = False, as_json: AsJson = False) -> None:
-    """Say what MODEL is. Reads headers only: layers, experts, size, possible wirings, what is missing."""
+    """Describe MODEL: layers, experts, size, possible wirings, missing tensors. Only headers are read."""
     from fcsd import checkpoint
 
     found = checkpoint.inspect(model, trust_remote_code=trust_remote_code)
@@ -48,7 +48,7 @@ def convert(
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rewire MODEL into OUT. Links the weights, writes config and code, proves parity with the original."""
+    """Write a rewired copy of MODEL to OUT. Weights are linked, and parity with MODEL is proven."""
     from fcsd import convert as conversion
 
     done = conversion.convert(
@@ -72,14 +72,21 @@ def convert(
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory or a converted model.")],
     out: Out,
-    checkpoint: Annotated[str, typer.Option(help="Which one of a run: latest, best or step-N.")] = "latest",
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The checkpoint of a run: latest, best or step-N. The default is best where scores or held-out "
+            "losses were measured, and latest otherwise.",
+        ),
+    ] = None,
     force: Force = False,
     push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Then push to the hub.")] = None,
     private: Private = False,
     create_pr: CreatePr = False,
     revision: Revision = None,
 ) -> None:
-    """Write the final directory. With its card, and proof that a fresh process reloads it. Prints OUT."""
+    """Write the directory to give to others, with a card, and prove that it reloads. Prints OUT."""
     from fcsd.export import final as exporting
 
     target = {"private": private, "create_pr": create_pr, "revision": revision}

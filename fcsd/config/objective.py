@@ -7,6 +7,11 @@ from pydantic import Field, model_validator
 from fcsd.config.fields import OutputPath, Positive, Section, Weight
 
 
+def automatic_chunk(vocab: int) -> int:
+    """How many tokens' logits are in memory at the same time where the recipe does not say it."""
+    return max(512, 2**26 // vocab // 64 * 64)
+
+
 class Hidden(Section):
     """The squared distance between the hidden states of student and teacher: weight * sum over layers of
     ||student - teacher||^2 (FarSkip eq. 5)."""
@@ -45,13 +50,18 @@ class Objective(Section):
     reduction: Literal["mean", "sum"] = "mean"
     """Whether the loss is the mean or the sum over the tokens of a batch that count. With `sum`, `optim.grad_clip` and
     `optim.lr` have to fit the batch size."""
-    chunk_tokens: Positive = 512
-    """The number of tokens whose logits are in memory at the same time. Smaller values need less memory; the result is
-    the same."""
+    chunk_tokens: Positive | None = None
+    """The number of tokens whose logits are in memory at the same time. Smaller values need less memory, larger ones
+    start fewer kernels; the result is the same up to rounding. null takes 512 tokens, or more where the vocabulary is
+    so small that 2^26 logits are those of more tokens."""
     freeze_embeddings: bool = False
     """Do not train the input embeddings."""
     freeze_lm_head: bool = False
     """Do not train the output head."""
+
+    def chunk(self, vocab: int) -> int:
+        """``chunk_tokens`` for a vocabulary of this size."""
+        return self.chunk_tokens or automatic_chunk(vocab)
 
     @model_validator(mode="after")
     def _something_to_learn(self) -> Self:

@@ -46,7 +46,8 @@ class Student(nn.Module):
         wanted = targets.streams if targets is not None and "hidden" in terms else {}
         with captured(self.model, tuple(wanted)) as streams:
             hidden = final_hidden(self.model, batch)
-        head, labels, chunk = output_head(self.model), batch["labels"], self.objective.chunk_tokens
+        head, labels = output_head(self.model), batch["labels"]
+        chunk = self.objective.chunk(len(head))
         counts = labels != IGNORE
         losses = {}
         if "hidden" in terms:

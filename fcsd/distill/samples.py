@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config import Recipe
-from fcsd.distill.run.run_dir import write
+from fcsd.disk import write_text
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 from fcsd.serve.chat import PROMPTS, Speaker, answer
@@ -70,4 +70,4 @@ class Samples:
         if self._path.exists():
             lines = self._path.read_text().splitlines(keepends=True)
             whole = [line for line in lines if line.endswith("\n")]  # a crash may have cut the last one off
-            write(self._path, "".join(line for line in whole if json.loads(line)["step"] <= start))
+            write_text(self._path, "".join(line for line in whole if json.loads(line)["step"] <= start))

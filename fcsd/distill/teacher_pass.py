@@ -133,5 +133,5 @@ def _told(model: PreTrainedModel, micro: dict[str, Tensor], recipe: Recipe, sett
         output_head(model),
         settings.top_k,
         temperature=objective.temperature,
-        chunk_tokens=objective.chunk_tokens,
+        chunk_tokens=objective.chunk(len(output_head(model))),
     )

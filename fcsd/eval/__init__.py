@@ -1,1 +1,1 @@
-"""Did the model keep its capability? The benchmarks as a table, a fast scorer, and a paired verdict."""
+"""Did the model keep its capability? Benchmarks, fast scoring, paired comparison, and the verdict."""

@@ -1,7 +1,7 @@
 """HumanEval+ and MBPP+ through lm-eval: its prompts, examples and tests, but no program runs outside a sandbox.
 
-lm-eval would execute generated programs in a fork of this very process. Its executor is replaced by one that
-executes nothing; the programs and the tests they were asked to pass go to ``fcsd.eval.code.judge`` instead.
+lm-eval would execute generated programs in a fork of this process. Its executor is replaced by one that executes
+nothing. The programs and their tests go to ``fcsd.eval.code.judge`` instead.
 """
 
 import contextlib
@@ -13,21 +13,21 @@ from fcsd.errors import FcsdError
 from fcsd.eval.code.judge import Form, Problem, Verdict, pass_at_1, score
 from fcsd.eval.code.problems import problem_from_tests
 
-# CPU seconds a program may take; lm-eval gives three of wall time, in which a busy machine loses points.
+# CPU seconds that a program may take. lm-eval allows three seconds of wall time, so a busy machine lowers its scores.
 TIMEOUT_S = 10
 
 
 class _NoExecution:
-    """What lm-eval takes for the ``code_eval`` metric."""
+    """Takes the place of lm-eval's ``code_eval`` metric."""
 
     def compute(self, references: Any, predictions: Any, k: Any) -> tuple[dict[str, float], None]:
-        """Judges nothing: NaN would show if it ever reached a result."""
+        """Executes nothing. The NaN would be visible if it ever reached a result."""
         return {"pass@1": math.nan}, None
 
 
 @contextlib.contextmanager
 def no_execution() -> Iterator[None]:
-    """Load lm-eval's code tasks inside: they fetch their executor from the hub while being imported."""
+    """A context in which lm-eval's code tasks can be loaded; without it they fetch their executor from the hub."""
     import evaluate
 
     load = evaluate.load
@@ -39,14 +39,14 @@ def no_execution() -> Iterator[None]:
 
 
 def run_programs(samples: Sequence[dict[str, Any]], accept_unsafe_exec: bool) -> tuple[list[float], str]:
-    """Run what a model wrote against the tests of lm-eval's samples, in the sandbox.
+    """Run the programs that a model wrote against the tests of lm-eval's samples, in the sandbox.
 
     Returns:
         1.0 or 0.0 per sample, and the level of the sandbox.
 
     Raises:
-        BadInputError: tests of a shape that cannot be run without giving the answers away.
-        FcsdError: no sandbox, or a program without a verdict.
+        BadInputError: tests of an unknown shape, which cannot be run without showing the program its answers.
+        FcsdError: there is no sandbox, or a program has no verdict.
     """
     problems = [problem_from_tests(str(s["doc"]["task_id"]), s["target"]) for s in samples]
     verdicts, level = judged(problems, [_program(sample) for sample in samples], accept_unsafe_exec)
@@ -56,13 +56,13 @@ def run_programs(samples: Sequence[dict[str, Any]], accept_unsafe_exec: bool) ->
 def judged(
     problems: Sequence[Problem], programs: Sequence[str], accept_unsafe_exec: bool, form: Form = "program"
 ) -> tuple[list[Verdict], str]:
-    """Verdicts on all programs of a task, none of them missing, and the level of the sandbox.
+    """The verdicts on all programs of a task, and the level of the sandbox.
 
     Raises:
-        FcsdError: no sandbox, or a program without a verdict.
+        FcsdError: there is no sandbox, or a program has no verdict.
     """
     verdicts = score(problems, programs, timeout_s=TIMEOUT_S, form=form, accept_unsafe_exec=accept_unsafe_exec)
-    pass_at_1(verdicts, "base")  # refuses a score where any verdict is missing
+    pass_at_1(verdicts, "base")  # raises where a verdict is missing
     levels = {verdict.sandbox for verdict in verdicts}
     if len(levels) != 1:
         raise FcsdError(f"programs of one task ran in different sandboxes: {', '.join(sorted(levels))}")
@@ -70,6 +70,6 @@ def judged(
 
 
 def _program(sample: dict[str, Any]) -> str:
-    """The program as lm-eval's own filter puts it together: HumanEval's prompt plus the completion."""
+    """The program as lm-eval's own filter composes it: HumanEval's prompt and the completion."""
     program = sample["filtered_resps"][0]
     return program[0] if isinstance(program, list) else program

@@ -1,7 +1,10 @@
 """Models against their baseline, question by question: differences, what was won back, and one verdict.
 
-Two models that answered the same questions are compared by their differences per question, whose standard error
-is several times smaller than that of either score.
+Two models that answered the same questions are compared by their differences per question. These vary several times
+less than either score does. The verdict follows from the bounds of ``bounds.py``.
+
+A task whose questions give partial credit (IFEval aggregated) has a verdict too; ``bounds.py`` says how. Losses and
+perplexities have none: they are not counted in points, and are compared in nats.
 """
 
 import math
@@ -11,39 +14,63 @@ from dataclasses import dataclass
 from typing import Any
 
 from fcsd.errors import ConfigError, VerdictError
+from fcsd.eval.bounds import Counts, count, mean_bounds, task_bounds
 from fcsd.eval.perplexity import HELD_OUT
-from fcsd.eval.results import Row, is_accuracy
-from fcsd.eval.statistics import paired_difference, share_recovered
+from fcsd.eval.results import PERPLEXITIES, Result, is_accuracy
+from fcsd.eval.statistics import Item, paired_difference, share_recovered
 
-# One-sided 95 % of the normal distribution.
-Z = 1.645
 YES, NO, UNDECIDED = "yes", "no", "not enough samples"
+
+Estimate = tuple[float, float]  # a value and its standard error
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A model minus its baseline, in points, and the difference's standard error.
+    """A model's score minus its baseline's, in points.
 
     Attributes:
+        column: the benchmark, or ``Avg``.
+        stderr: the paired standard error; it describes the difference, and the verdict does not use it.
+        low, high: the difference is at least ``low`` with 95 % confidence, and at most ``high`` with 95 % confidence.
         recovery: how far the score is from the floor (0) to the baseline (1), with its standard error. The floor
             is chance or the untrained conversion's score, whichever is higher. None where the baseline is
-            itself within two standard errors of the floor: there is nothing to win back. Overall, the mean of
+            itself within two standard errors of the floor: there is nothing to win back. For ``Avg``, the mean of
             the benchmarks that have one.
     """
 
     column: str
     points: float
     stderr: float
-    recovery: tuple[float, float] | None = None
+    low: float
+    high: float
+    recovery: Estimate | None = None
 
     def verdict(self, margin: float) -> str:
         """Whether the model is at most ``margin`` points below its baseline: yes, no or not enough samples.
 
-        Yes or no is said with 95 % confidence, one-sided.
+        Yes and no are each said with 95 % confidence.
         """
-        if self.points - Z * self.stderr >= -margin:
+        if self.low >= -margin:
             return YES
-        return NO if self.points + Z * self.stderr < -margin else UNDECIDED
+        return NO if self.high < -margin else UNDECIDED
+
+
+@dataclass(frozen=True)
+class LossDifference:
+    """A model's loss minus its baseline's.
+
+    Attributes:
+        column: the text.
+        nats: the difference, in nats per ``unit`` (token, word or byte); positive where the model is worse.
+        stderr: its paired standard error, from text to text.
+        recovery: the share of the untrained conversion's lost loss that was won back, with its standard error.
+    """
+
+    column: str
+    nats: float
+    unit: str
+    stderr: float
+    recovery: Estimate | None = None
 
 
 @dataclass(frozen=True)
@@ -51,32 +78,44 @@ class Comparison:
     """A model against its baseline.
 
     Attributes:
-        tasks: one difference per benchmark.
-        overall: the mean over the benchmarks, each counting the same, as Table 1's Avg.
-        loss: the difference in held-out loss in nats per token, standard error, and the share of the untrained
-            conversion's lost loss that was won back with its standard error; None without a held-out text.
+        tasks: one difference per benchmark that is counted in points.
+        overall: the mean over these benchmarks, each counting the same, as Table 1's Avg.
+        loss: the difference in held-out loss; None without a held-out text.
+        perplexities: the benchmarks that are perplexities, as differences in loss.
     """
 
     model: str
     baseline: str
     tasks: tuple[Difference, ...]
     overall: Difference | None
-    loss: Difference | None
+    loss: LossDifference | None
+    perplexities: tuple[LossDifference, ...] = ()
+
+    def further_below(self, margin: float) -> list[Difference]:
+        """The tasks shown to be more than ``margin`` points below the baseline, the lowest first."""
+        return sorted((task for task in self.tasks if task.verdict(margin) == NO), key=lambda task: task.points)
 
     def sentence(self, margin: float) -> str:
-        """The verdict in words."""
+        """The verdict in words. It names every task that is shown to be further below."""
         if self.overall is None:
             return f"{self.model}: no benchmark to compare on"
-        points = f"{self.overall.points:+.1f} ± {self.overall.stderr:.1f}"
-        return f"{self.model} within {margin:g} points of {self.baseline}: {self.overall.verdict(margin)} ({points})"
+        overall = self.overall
+        verdict = overall.verdict(margin)
+        points = f"{overall.points:+.1f} ± {overall.stderr:.1f}"
+        bounds = {YES: [f"at least {overall.low:+.2f}"], NO: [f"at most {overall.high:+.2f}"]}
+        bound = " and ".join(bounds.get(verdict, [*bounds[YES], *bounds[NO]]))
+        text = f"{self.model} within {margin:g} points of {self.baseline}: {verdict} ({points})"
+        text += f", {bound} with 95 % confidence"
+        if below := self.further_below(margin):
+            named = ", ".join(f"{task.column} ({task.points:+.1f})" for task in below)
+            text += f"; further below on {named}"
+        return text
 
     def to_json(self, margin: float) -> dict[str, Any]:
         """Plain data, verdicts against ``margin`` included."""
 
         def plain(difference: Difference | None) -> dict[str, Any] | None:
-            if difference is None:
-                return None
-            return {**vars(difference), "verdict": difference.verdict(margin)}
+            return None if difference is None else {**vars(difference), "verdict": difference.verdict(margin)}
 
         return {
             "model": self.model,
@@ -85,27 +124,71 @@ class Comparison:
             "tasks": [plain(task) for task in self.tasks],
             "overall": plain(self.overall),
             "loss": None if self.loss is None else vars(self.loss),
+            "perplexities": [vars(loss) for loss in self.perplexities],
+            "sentence": self.sentence(margin),
         }
 
 
-def compare(rows: Sequence[Row], *, untrained: str | None = None) -> list[Comparison]:
-    """Compare every model with the one whose rows are marked as baseline.
+@dataclass(frozen=True)
+class Requirement:
+    """What ``--require`` asks for, in points.
+
+    Attributes:
+        overall: the mean over the tasks must be shown to be at most so far below the baseline.
+        each: no task may be shown to be further below than this; None where nothing is asked of single tasks.
+    """
+
+    overall: float
+    each: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Requirement":
+        """Read ``within 1.0`` or ``within 1.0, each within 3.0``.
+
+        Raises:
+            ConfigError: ``text`` has another form.
+        """
+        number = r"(\d+(?:\.\d+)?)"
+        match = re.fullmatch(rf"within {number}(?:\s*,\s*each within {number})?", text.strip())
+        if match is None:
+            form = '"within POINTS" or "within POINTS, each within POINTS", e.g. "within 1.0, each within 3.0"'
+            raise ConfigError(f"cannot require {text!r}", f"the form is {form}")
+        return cls(float(match[1]), None if match[2] is None else float(match[2]))
+
+    def check(self, comparisons: Sequence[Comparison]) -> None:
+        """Insist on it.
+
+        Raises:
+            VerdictError: a model's overall answer is not yes, or one of its tasks is shown to be too far below.
+        """
+        for comparison in comparisons:
+            if comparison.overall is None or comparison.overall.verdict(self.overall) != YES:
+                raise VerdictError(comparison.sentence(self.overall))
+            if self.each is not None and (below := comparison.further_below(self.each)):
+                named = ", ".join(f"{task.column} ({task.points:+.1f}, at most {task.high:+.1f})" for task in below)
+                raise VerdictError(
+                    f"{comparison.model} is more than {self.each:g} points below {comparison.baseline} on {named}"
+                )
+
+
+def compare(results: Sequence[Result], *, untrained: str | None = None) -> list[Comparison]:
+    """Compare every model with the one whose results are marked as baseline.
 
     Args:
-        rows: as ``harness.evaluate`` returns them.
+        results: as ``harness.evaluate`` returns them.
         untrained: the name of the untrained conversion among the models, for the recoveries.
 
     Raises:
         ConfigError: no baseline, an unknown ``untrained``, or models that did not answer the same questions
             under the same settings.
     """
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    baseline = next((row["model"] for row in rows if row["baseline"]), None)
+    models = list(dict.fromkeys(result["model"] for result in results))
+    baseline = next((result["model"] for result in results if result["baseline"]), None)
     if baseline is None:
         raise ConfigError("there is no baseline to compare with", "name one with --baseline")
     if untrained is not None and untrained not in models:
         raise ConfigError(f"no model {untrained!r} was evaluated", f"there are: {', '.join(models)}")
-    by_model = {model: {row["column"]: row for row in rows if row["model"] == model} for model in models}
+    by_model = {model: {result["column"]: result for result in results if result["model"] == model} for model in models}
     floor = by_model[untrained] if untrained is not None else {}
     return [
         _compare(by_model[model], by_model[baseline], {} if model == untrained else floor)
@@ -114,89 +197,77 @@ def compare(rows: Sequence[Row], *, untrained: str | None = None) -> list[Compar
     ]
 
 
-def margin_of(text: str) -> float:
-    """The points of ``within POINTS``.
-
-    Raises:
-        ConfigError: ``text`` is not of that form.
-    """
-    match = re.fullmatch(r"within (\d+(?:\.\d+)?)", text.strip())
-    if match is None:
-        raise ConfigError(f"cannot require {text!r}", 'the form is "within POINTS", e.g. "within 1.0"')
-    return float(match[1])
-
-
-def require(text: str, comparisons: Sequence[Comparison]) -> None:
-    """Insist on a verdict such as ``within 1.0``, over all benchmarks.
-
-    Raises:
-        ConfigError: ``text`` is not of that form.
-        VerdictError: the answer is not yes for every model.
-    """
-    margin = margin_of(text)
-    for comparison in comparisons:
-        if comparison.overall is None or comparison.overall.verdict(margin) != YES:
-            raise VerdictError(comparison.sentence(margin))
-
-
-def _compare(model: dict[str, Row], baseline: dict[str, Row], floor: dict[str, Row]) -> Comparison:
+def _compare(model: dict[str, Result], baseline: dict[str, Result], floor: dict[str, Result]) -> Comparison:
     if model.keys() != baseline.keys():
         raise ConfigError("the models were not evaluated on the same tasks")
-    rows = [(row, baseline[column], floor.get(column)) for column, row in model.items()]
-    for row, reference, _ in rows:
-        _require_same_questions(row, reference)
-    tasks = tuple(_points(*r) for r in rows if is_accuracy(r[0]))
-    overall = None
-    if tasks:
-        overall = Difference("Avg", *_mean([(t.points, t.stderr) for t in tasks]), _recovered(tasks))
-    losses = [r for r in rows if r[0]["column"] == HELD_OUT]
+    results = [(result, baseline[column], floor.get(column)) for column, result in model.items()]
+    for result, reference, _ in results:
+        _require_same_questions(result, reference)
+    scored = [three for three in results if is_accuracy(three[0])]
+    counts = [count(result["items"], reference["items"]) for result, reference, _ in scored]
+    tasks = tuple(_points(*three, counted) for three, counted in zip(scored, counts, strict=True))
+    held_out = [_loss(*three) for three in results if three[0]["column"] == HELD_OUT]
+    perplexities = tuple(_loss(*three) for three in results if three[0]["metric"] in PERPLEXITIES)
     name, reference = (next(iter(m.values()))["model"] for m in (model, baseline))
-    return Comparison(name, reference, tasks, overall, _loss(*losses[0]) if losses else None)
+    overall = _overall(tasks, counts) if tasks else None
+    return Comparison(name, reference, tasks, overall, held_out[0] if held_out else None, perplexities)
 
 
-def _recovered(tasks: Sequence[Difference]) -> tuple[float, float] | None:
-    """The mean recovery of the tasks that have one."""
+def _overall(tasks: Sequence[Difference], counts: Sequence[Counts]) -> Difference:
+    points, stderr = _mean([(task.points, task.stderr) for task in tasks])
+    low, high = mean_bounds(counts)
     known = [task.recovery for task in tasks if task.recovery is not None]
-    return _mean(known) if known else None
+    return Difference("Avg", points, stderr, 100 * low, 100 * high, _mean(known) if known else None)
 
 
-def _mean(estimates: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _mean(estimates: Sequence[Estimate]) -> Estimate:
     """The mean of independent estimates and its standard error."""
     values, errors = zip(*estimates, strict=True)
     return sum(values) / len(values), math.hypot(*errors) / len(errors)
 
 
-def _points(row: Row, baseline: Row, floor: Row | None) -> Difference:
-    difference, stderr = paired_difference(row["items"], baseline["items"])
+def _points(result: Result, baseline: Result, floor: Result | None, counts: Counts) -> Difference:
+    difference, stderr = paired_difference(result["items"], baseline["items"])
     # Models that agree on every question of a small set are not known to be equal: one answer is the resolution.
-    resolution = 1 / row["n"]
+    resolution = 1 / result["n"]
     stderr = max(stderr, resolution)
-    chance = 0.0 if row["chance"] is None else row["chance"] / 100
+    chance = 0.0 if result["chance"] is None else result["chance"] / 100
     if floor is not None and floor["value"] > chance:
         level, (lost, noise) = floor["items"], paired_difference(baseline["items"], floor["items"])
     else:
         level, lost, noise = chance, baseline["value"] - chance, baseline["stderr"]
     recovery = None
     if lost > 2 * noise:
-        share, error = share_recovered(row["items"], baseline["items"], level)
+        share, error = share_recovered(result["items"], baseline["items"], level)
         recovery = share, max(error, resolution / lost)
-    return Difference(row["column"], 100 * difference, 100 * stderr, recovery)
+    low, high = task_bounds(counts)
+    return Difference(result["column"], 100 * difference, 100 * stderr, 100 * low, 100 * high, recovery)
 
 
-def _loss(row: Row, baseline: Row, floor: Row | None) -> Difference:
-    difference, stderr = paired_difference(row["items"], baseline["items"])
+def _loss(result: Result, baseline: Result, floor: Result | None) -> LossDifference:
+    items, reference = _nats(result), _nats(baseline)
+    difference, stderr = paired_difference(items, reference)
     recovery = None
     if floor is not None:
-        lost, noise = paired_difference(floor["items"], baseline["items"])
+        lost, noise = paired_difference(_nats(floor), reference)
         if lost > 2 * noise:
-            recovery = share_recovered(row["items"], baseline["items"], floor["items"])
-    return Difference(HELD_OUT, difference, stderr, recovery)
+            recovery = share_recovered(items, reference, _nats(floor))
+    unit = PERPLEXITIES.get(result["metric"], "token")
+    return LossDifference(result["column"], difference, unit, stderr, recovery)
 
 
-def _require_same_questions(row: Row, baseline: Row) -> None:
+def _nats(result: Result) -> list[Item]:
+    """The loss of every document in nats, with its number of tokens, words or bytes."""
+    if result["metric"] not in PERPLEXITIES:
+        return result["items"]
+    return [(-loglikelihood, units) for loglikelihood, units in result["items"]]
+
+
+def _require_same_questions(result: Result, baseline: Result) -> None:
     for key in ("settings_sha256", "data_sha256", "engine"):
-        if row[key] != baseline[key]:
+        if result[key] != baseline[key]:
             raise ConfigError(
-                f"{row['model']} and {baseline['model']} differ in {key.removesuffix('_sha256')} on {row['column']}",
+                f"{result['model']} and {baseline['model']} differ in {key.removesuffix('_sha256')}"
+                f" on {result['column']}",
                 "compare models on the same data, settings, dtype and batch size",
             )

@@ -1,4 +1,4 @@
-"""A score in the middle of training, by which to stop early: a benchmark of the model as it is now."""
+"""The score of a benchmark during training, by which a run can stop early."""
 
 from datetime import timedelta
 from functools import cache, partial
@@ -20,12 +20,12 @@ from fcsd.launch.shared_work import Team
 from fcsd.launch.world import World
 
 TASK = "MBPP+"
-# Names of the code benchmarks that hold in every suite.
+# Names of the code benchmarks that are valid for every suite.
 _COLUMNS = {"mbpp_plus": TASK, "humaneval_plus": "HEval+"}
 
 
 def scorer(settings: EarlyStop, *, accept_unsafe_exec: bool = False) -> Scorer | None:
-    """What the recipe wants a run to be scored with; None where that takes no benchmark.
+    """The benchmark that a recipe names for early stopping; None if its metric is not a benchmark.
 
     Raises:
         ConfigError: no such suite or task.
@@ -35,14 +35,15 @@ def scorer(settings: EarlyStop, *, accept_unsafe_exec: bool = False) -> Scorer |
     if settings.benchmark is None:
         return None
     task = _COLUMNS.get(settings.benchmark, settings.benchmark)
-    (row,) = select(settings.suite, [task])
+    (benchmark,) = select(settings.suite, [task])
     mirror = None if settings.data_mirror is None else Path(settings.data_mirror).absolute()
-    with load_tasks([row], mirror):  # better missing now than after a thousand steps
+    with load_tasks([benchmark], mirror):  # missing data is an error now, not after a thousand steps
         pass
-    if row.harness in (SANDBOX, EVALPLUS):
+    if benchmark.harness in (SANDBOX, EVALPLUS):
         find_sandbox(accept_unsafe_exec=accept_unsafe_exec)
     run = partial(score, suite=settings.suite, task=task, data_mirror=mirror, limit=settings.limit)
-    return Scorer(partial(run, accept_unsafe_exec=accept_unsafe_exec), "min" if row.metric in PERPLEXITIES else "max")
+    best = "min" if benchmark.metric in PERPLEXITIES else "max"
+    return Scorer(partial(run, accept_unsafe_exec=accept_unsafe_exec), best)
 
 
 def score(
@@ -59,34 +60,34 @@ def score(
     accept_unsafe_exec: bool = False,
     timeout_s: float = 1800.0,
 ) -> Score:
-    """Score a model that is being trained; every rank of ``group`` calls this and gets the same answer.
+    """Score a model that is being trained; every rank of ``group`` calls this and gets the same score.
 
-    Prompts are shared out among the ranks, which generate in step, so that a model whose experts (or, under ZeRO-3,
-    weights) are spread over them works too. Rank 0 has the programs judged by a process of its own, started twice
-    at most, and tells the others what came out, an error included. Random number generators, the mode of every
-    module and the placement of the weights are as they were afterwards: training goes on as if nothing had been.
+    The ranks share the prompts and generate in step, so that experts, or under ZeRO-3 all weights, may be divided among
+    them. Rank 0 starts a process that judges the generated programs, at most twice, and sends the result, or the
+    error, to the other ranks. The state of the random number generators, the mode of every module and the
+    placement of the weights are restored, so that the training that follows does not change.
 
     Args:
         model: what is being trained, a DeepSpeed engine's ``module``.
         step: the optimizer step; it names the measurement in messages.
         group: the ranks; None for all of the default process group, or for this process where there is none.
         suite: ``strict`` for EvalPlus' base and plus tests, ``paper`` for lm-eval's three base asserts.
-        task: a row of the suite, by column.
-        data_mirror, limit, accept_unsafe_exec: as for ``harness.evaluate``; batch_size: as for ``opening.Engine``.
-        timeout_s: how long a rank waits for any other, seconds.
+        task: a benchmark of the suite, by column.
+        data_mirror, limit, accept_unsafe_exec: as for ``harness.evaluate``; batch_size: as for ``engine.Engine``.
+        timeout_s: how long a rank waits for any other, in seconds.
 
     Raises:
         ConfigError: no such task.
         NonFiniteError: the model gives NaN or infinite logits.
         FcsdError: no sandbox, or no verdict; on all ranks.
-        RuntimeError: another rank said nothing for ``timeout_s`` seconds.
+        RuntimeError: another rank did not answer within ``timeout_s`` seconds.
     """
     team = None
     if dist.is_initialized():
         members = tuple(dist.get_process_group_ranks(group))
         channel = _channel(dist.group.WORLD, members, timeout_s)
         team = Team(World(dist.get_rank(group), len(members), model.device, channel), lockstep=True)
-    (row,) = evaluate(
+    (result,) = evaluate(
         [Loaded(f"step {step}", model, tokenizer)],
         suite=suite,
         tasks=[task],
@@ -96,14 +97,14 @@ def score(
         accept_unsafe_exec=accept_unsafe_exec,
         team=team,
     )
-    return Score(row["value"], row["stderr"], row["n"])
+    return Score(result["value"], result["stderr"], result["n"])
 
 
 @cache
 def _channel(world: Any, members: tuple[int, ...], timeout_s: float) -> Any:
-    """A group of its own for verdicts, which are small and wait for long; made once, not for every score.
+    """A process group for sending results, whose ranks may have to wait for long; made once, not for every score.
 
-    A group that was destroyed cannot be made again: its new members would find the old ones' addresses.
+    A group that was destroyed cannot be made again: the new one would read the addresses of the old one's members.
 
     Args:
         world: the default process group, to which the new one belongs.

@@ -1,8 +1,8 @@
-"""HumanEval+ and MBPP+ as EvalPlus asks and scores them: its prompts, sanitizer, base and plus tests.
+"""HumanEval+ and MBPP+ with EvalPlus' prompts, sanitizer, base tests and plus tests.
 
-A model with a chat template is asked in chat, one without continues the code. Generation is batched like every
-other task's; programs are judged by ``fcsd.eval.code.judge``, whose oracle does not fail right answers to HumanEval/32
-as EvalPlus 0.3.1 does.
+A model with a chat template is asked in a chat; a model without one continues the code. Prompts are generated from in
+batches, as for every other task. Programs are judged by ``fcsd.eval.code.judge``. It accepts every root in
+HumanEval/32, where EvalPlus 0.3.1 fails some right answers.
 """
 
 import contextlib
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import file_sha256, json_sha256
 from fcsd.errors import BadInputError
 from fcsd.eval.code.judge import Problem, pass_at_1
 from fcsd.eval.code.problems import load_evalplus
 from fcsd.eval.code_tasks import TIMEOUT_S, judged
 from fcsd.eval.engines.interface import Adapter
-from fcsd.eval.results import file_sha256, json_sha256
 from fcsd.eval.statistics import estimate
-from fcsd.eval.suite import Row
+from fcsd.eval.suite import Benchmark
 
-# EvalPlus' own words and limit, in evalplus/codegen.py and evalplus/provider/base.py.
+# EvalPlus' own prompts and limit, from evalplus/codegen.py and evalplus/provider/base.py.
 INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
 )
@@ -30,7 +30,7 @@ RESPONSE = (
 )
 MAX_NEW_TOKENS = 768
 
-# task -> (name of EvalPlus' file, the environment variable by which EvalPlus finds another one)
+# task -> (name of EvalPlus' file, the environment variable with the path of another file)
 FILES = {
     "humaneval": ("HumanEvalPlus", "HUMANEVAL_OVERRIDE_PATH"),
     "mbpp": ("MbppPlus", "MBPP_OVERRIDE_PATH"),
@@ -39,27 +39,27 @@ FILES = {
 
 @dataclass(frozen=True)
 class EvalPlusTask:
-    """A suite row with EvalPlus' problems, and the sha256 of the file they came from by its name."""
+    """A suite row with EvalPlus' problems. `data_files` maps the name of the file they came from to its sha256."""
 
-    row: Row
+    row: Benchmark
     problems: list[Problem]
     data_files: dict[str, str]
 
 
-def load_evalplus_task(row: Row, mirror: Path | None) -> EvalPlusTask:
+def load_evalplus_task(row: Benchmark, mirror: Path | None) -> EvalPlusTask:
     """The problems of ``evalplus/HumanEvalPlus.jsonl`` or ``MbppPlus.jsonl`` (or ``.gz``) in a mirror.
 
-    Without a mirror they come from where EvalPlus keeps them: ``HUMANEVAL_OVERRIDE_PATH`` and
-    ``MBPP_OVERRIDE_PATH``, or its cache, which it fills from its release page.
+    Without a mirror they come from the files that ``HUMANEVAL_OVERRIDE_PATH`` and ``MBPP_OVERRIDE_PATH`` name, or from
+    EvalPlus' cache, which EvalPlus fills from its release page.
 
     Raises:
-        BadInputError: data missing, empty or malformed.
+        BadInputError: the data is missing, empty or malformed.
     """
     path = _published(row) if mirror is None else _mirrored(row, mirror)
     return EvalPlusTask(row, load_evalplus(path), {path.name: file_sha256(path)})
 
 
-def _mirrored(row: Row, mirror: Path) -> Path:
+def _mirrored(row: Benchmark, mirror: Path) -> Path:
     name = f"evalplus/{FILES[row.task][0]}.jsonl"
     for path in (mirror / name, mirror / f"{name}.gz"):
         if path.is_file():
@@ -67,7 +67,7 @@ def _mirrored(row: Row, mirror: Path) -> Path:
     raise BadInputError(f"{row.column}: the data mirror has no file {name}")
 
 
-def _published(row: Row) -> Path:
+def _published(row: Benchmark) -> Path:
     from evalplus.data.utils import get_dataset_metadata, make_cache
 
     name, variable = FILES[row.task]
@@ -91,15 +91,15 @@ def _published(row: Row) -> Path:
 def evalplus_result(
     task: EvalPlusTask, lm: Adapter, limit: int | None, accept_unsafe_exec: bool = False
 ) -> dict[str, Any]:
-    """Generate, sanitize and judge; the value is EvalPlus' plus score, ``base_value`` its base score.
+    """Generate answers and judge their programs. ``value`` is EvalPlus' plus score, ``base_value`` its base score.
 
     Args:
-        lm: the model behind lm-eval's interface.
+        lm: the model, behind lm-eval's interface.
 
     Raises:
-        BadInputError: a prompt longer than the model takes.
-        NonFiniteError: NaN or infinite logits.
-        FcsdError: no sandbox, or a program without a verdict.
+        BadInputError: a prompt is longer than the model's context.
+        NonFiniteError: the model returned NaN or infinite logits.
+        FcsdError: there is no sandbox, or a program has no verdict.
     """
     from lm_eval.api.instance import Instance
 
@@ -116,7 +116,7 @@ def evalplus_result(
         raise BadInputError(f"{row.column}: {error}", error.hint) from error
     texts = answers if chat else [prompt + answer for prompt, answer in zip(bare, answers, strict=True)]
     verdicts, sandbox = lm.team.on_first(lambda: judged(problems, texts, accept_unsafe_exec, form="chat"))
-    pass_at_1(verdicts, "plus")  # refuses a score where any verdict is missing
+    pass_at_1(verdicts, "plus")  # raises where a verdict is missing
     items = [float(v.plus is not None and v.plus.status == "pass") for v in verdicts]
     value, stderr = estimate(items)
     used = {
@@ -152,7 +152,7 @@ def evalplus_result(
 
 
 def _chat_prompt(prompt: str, tokenizer: Any) -> str:
-    """The user's question, and the beginning of the answer up to its code."""
+    """The user's question and the beginning of the answer, which ends where the code begins."""
     from evalplus.provider.utility import make_raw_chat_prompt
 
     return make_raw_chat_prompt(prompt, INSTRUCTION, RESPONSE, tokenizer)

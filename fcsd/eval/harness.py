@@ -1,8 +1,9 @@
-"""Evaluate models on a suite: lm-eval as a library, several models in one process, one result row a task."""
+"""Evaluate models on a suite: lm-eval as a library, several models in one process, one result per task."""
 
 import contextlib
 import logging
 import os
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,6 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
+import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.errors import ConfigError
@@ -18,14 +22,13 @@ from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.engine import Engine, opened, versions
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
-from fcsd.eval.isolate import eval_mode, preserved_rng
 from fcsd.eval.perplexity import HeldOut, held_out_result
-from fcsd.eval.results import ResultFile, shown
-from fcsd.eval.suite import EVALPLUS, SANDBOX, select
+from fcsd.eval.results import COMPARISON, Result, ResultFile, shown
+from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any
 from fcsd.eval.tasks import LoadedTask, load_tasks, task_result
 from fcsd.launch.shared_work import ALONE, Team
 
-# How long a rank waits for the others: they may be judging programs or still be generating.
+# How long a rank waits for the others, which may be judging programs or still be generating.
 PATIENCE = timedelta(hours=2)
 
 log = logging.getLogger(__name__)
@@ -44,6 +47,8 @@ def evaluate(
     *,
     suite: str = "paper",
     tasks: Sequence[str] | None = None,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool | None = None,
     baseline: str | Loaded | None = None,
     data_mirror: str | Path | None = None,
     held_out: str | Path | None = None,
@@ -52,29 +57,32 @@ def evaluate(
     out: str | Path | None = None,
     accept_unsafe_exec: bool = False,
     team: Team | None = None,
-) -> list[dict[str, Any]]:
-    """Evaluate each model on each task of a suite.
+) -> list[Result]:
+    """Evaluate each model on each task of a suite, or on any tasks of lm-eval.
 
-    Started by torchrun, the processes share the work; the results are those of one process.
+    Processes started by torchrun share the work; the results are those of one process.
 
     Args:
         models: directories, hub ids, or models in memory.
-        suite: a name in ``suite.SUITES``; ``tasks`` picks some of its rows by column or task name.
+        suite: a name in ``suite.SUITES``.
+        tasks: some of the suite, by column or task name, and tasks of lm-eval that the suite does not have.
+        num_fewshot, apply_chat_template: settings of the named tasks, instead of their own; see ``suite.select_any``.
         baseline: one more model, evaluated first; the others are compared with it afterwards.
         data_mirror: a directory of data sets under their hub names; None for the hub and its cache.
-        held_out: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` text for one more row, the held-out loss.
+        held_out: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` text for one more result, the held-out loss.
         limit: score only the first ``limit`` documents of every task.
         engine: how the models are run; of models in memory, only its limits and ``generation`` count.
-        out: a directory for one ``<model>.json`` each. Answers are kept there too: a killed evaluation, started
-            again, repeats none of them.
+        out: a directory for one ``<model>.json`` each. Answers are kept there too: an evaluation that was killed and
+            is started again repeats none of them.
         accept_unsafe_exec: run generated programs even where no sandbox is available.
         team: the ranks, where the caller has a process group already; they all make this call.
 
     Returns:
-        One row per model and task: ``model, suite, column, task, metric, filter, value, stderr, n, chance,
-        items, settings, settings_sha256, data_sha256, data_files, sandbox, engine, versions, seconds``. ``value``
-        is a fraction (a loss in nats per token, a perplexity); ``items`` holds the per-question results in a
-        fixed order, from which ``compare`` pairs models.
+        One result per model and task: ``model, path, suite, baseline, column, task, metric, filter, value, stderr, n,
+        chance, items, settings, settings_sha256, data_sha256, data_files, sandbox, engine, versions, seconds``.
+        ``value`` is a fraction (or a loss in nats per token, or a perplexity); ``items`` holds the results of the
+        single questions in a fixed order, by which ``compare`` pairs models. ``path`` is the model's absolute path, or
+        its hub id; None for a model in memory.
 
     Raises:
         ConfigError: unknown suite or task, a task that cannot run here, two models of one name.
@@ -90,36 +98,69 @@ def evaluate(
     mirror = None if data_mirror is None else Path(data_mirror).absolute()  # loading changes directory
     directory = None if out is None else Path(out)
     results: list[dict[str, Any]] = []
-    chosen = select(suite, tasks)
+    chosen = select_any(suite, tasks, num_fewshot=num_fewshot, apply_chat_template=apply_chat_template)
     engine = engine or Engine()
     engine.check(int(os.environ.get("WORLD_SIZE", "1")) if team is None else 1)
     team = team or _torchrun_team(lockstep=engine.ep_size > 1)
     with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
-        if any(row.harness in (SANDBOX, EVALPLUS) for row in chosen):  # better refused now than after hours
+        if any(benchmark.harness in (SANDBOX, EVALPLUS) for benchmark in chosen):  # refused now, not after hours
             team.on_first(lambda: find_sandbox(accept_unsafe_exec=accept_unsafe_exec))
+        total = len(ordered) * (len(loaded_tasks) + (text is not None))
         for name, model in zip(names, ordered, strict=True):
             ours = _lent(model, engine, team) if isinstance(model, Loaded) else opened(model, engine, directory, team)
             with ours as lm:
                 file = None if directory is None or not team.leads else ResultFile(directory / f"{name}.json")
                 start = time.perf_counter()
-                for result in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
-                    row = {"model": name, "suite": suite, "baseline": model == baseline, **result}
-                    row |= {"engine": {**lm.engine(), "ep_size": engine.ep_size}}
-                    row |= {"versions": versions(engine)}
-                    row |= {"seconds": round(time.perf_counter() - start, 2)}
+                for scored in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
+                    result = {"model": name, "path": _path(model), "suite": suite, "baseline": model == baseline}
+                    result |= scored
+                    result |= {"engine": {**lm.engine(), "ep_size": engine.ep_size}}
+                    result |= {"versions": versions(engine)}
+                    result |= {"seconds": round(time.perf_counter() - start, 2)}
+                    results.append(result)
                     if team.leads:
-                        log.info("%s", summary(row))
-                    results.append(row)
+                        log.info("%s  [%d of %d]", summary(result), len(results), total)
                     if file is not None:
-                        file.add(row)
+                        file.add(result)
                     start = time.perf_counter()
                 del lm  # or it would live on beside the next model
     return results
 
 
+def _path(model: str | Loaded) -> str | None:
+    if isinstance(model, Loaded):
+        return None
+    return str(Path(model).resolve()) if Path(model).exists() else model
+
+
+@contextlib.contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Afterwards the random number generators of Python, NumPy and torch (CPU and current GPU) are as before."""
+    python, array = random.getstate(), numpy.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(array)
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every single module is in the mode that it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
 @contextlib.contextmanager
 def _lent(model: Loaded, engine: Engine, team: Team) -> Iterator[Adapter]:
-    """A model of the caller's, in evaluation mode for as long as it is scored."""
+    """A model of the caller's, in evaluation mode while it is scored."""
     limits: dict[str, Any] = {"batch_size": engine.batch_size, "max_length": engine.max_length}
     with eval_mode(model.model):
         yield HFAdapter(model.model, model.tokenizer, team=team, generation=engine.generation, **limits)
@@ -143,8 +184,8 @@ def _results(
     text: HeldOut | None,
     limit: int | None,
     accept_unsafe_exec: bool,
-) -> Iterator[dict[str, Any]]:
-    """What one model scores, a result at a time."""
+) -> Iterator[Result]:
+    """The scores of one model, one after the other."""
     for task in tasks:
         if isinstance(task, EvalPlusTask):
             yield evalplus_result(task, lm, limit, accept_unsafe_exec)
@@ -154,14 +195,16 @@ def _results(
         yield held_out_result(text, lm)
 
 
-def summary(row: dict[str, Any]) -> str:
+def summary(result: Result) -> str:
     """One result on one line."""
-    value = " ± ".join(shown(row))
-    return f"{row['model']}  {row['column']}  {row['metric']} {value}  (n={row['n']}, {row['seconds']} s)"
+    value = " ± ".join(shown(result))
+    return (
+        f"{result['model']}  {result['column']}  {result['metric']} {value}  (n={result['n']}, {result['seconds']} s)"
+    )
 
 
 def names_of(paths: Sequence[str]) -> list[str]:
-    """Short, distinct names: the last part of each path, or the whole of it where two would be the same.
+    """Short, distinct names: the last part of each path, or the whole of it where the last part is taken.
 
     Raises:
         ConfigError: the same model twice.
@@ -169,7 +212,9 @@ def names_of(paths: Sequence[str]) -> list[str]:
     if len(set(paths)) < len(paths):
         raise ConfigError("the same model is named twice")
     last = [Path(path).name or path for path in paths]
+    taken = Path(COMPARISON).stem  # the name of a file beside those of the models
+    whole = [str(Path(path).resolve()) if name == taken else path for name, path in zip(last, paths, strict=True)]
     return [
-        name if last.count(name) == 1 else path.strip("/").replace("/", "--")
-        for name, path in zip(last, paths, strict=True)
+        name if last.count(name) == 1 and name != taken else path.strip("/").replace("/", "--")
+        for name, path in zip(last, whole, strict=True)
     ]

@@ -1,20 +1,20 @@
-"""Held-out loss: mean negative log-likelihood per token of documents no model was trained on."""
+"""Held-out loss: the mean negative log-likelihood per token of documents that no model was trained on."""
 
 import gzip
 import json
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import file_sha256, json_sha256
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.interface import Adapter
-from fcsd.eval.results import file_sha256, json_sha256
 from fcsd.eval.statistics import estimate
 
 HELD_OUT = "Held-out loss"
 
 
 class HeldOut:
-    """A held-out text: its documents and where they came from."""
+    """A held-out text: its documents, and the file that they came from."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,7 +59,7 @@ def _text(line: str, number: int, path: Path, column: str) -> str:
 
 
 def held_out_result(text: HeldOut, lm: Adapter) -> dict[str, Any]:
-    """The held-out loss as a result row; each item is ``(negative log-likelihood in nats, tokens)`` of a document.
+    """The held-out loss as a result; each item is ``(negative log-likelihood in nats, tokens)`` of a document.
 
     Documents are read in disjoint windows of the model's length. The perplexity is the exponential of the value.
     """

@@ -1,77 +1,87 @@
-"""Result rows on disk: one JSON list per model, replaced as a whole, earlier rows of other settings kept."""
+"""Results on disk: one JSON file per model, a list with one result per task, always replaced as a whole.
 
-import hashlib
+A directory of results also holds ``comparison.json``, which is not a list of results. Whoever reads the results of a
+directory calls ``read_directory``.
+"""
+
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import write_text
 from fcsd.errors import BadInputError
 
-Row = dict[str, Any]
+# One model's score on one task, as ``harness.evaluate`` describes it.
+Result = dict[str, Any]
 
-# The metrics whose items are (log-likelihood, words or bytes): reported as exp(-ratio).
-PERPLEXITIES = ("word_perplexity", "byte_perplexity")
+# The verdicts on the models of a directory; no model's file may have this name.
+COMPARISON = "comparison.json"
 
-
-def json_sha256(value: Any) -> str:
-    """Hash of a JSON-like value, independent of the order of keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    """Hash of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+# Metrics whose items are (log-likelihood, units), and the unit. Their value is exp(-log-likelihood per unit).
+PERPLEXITIES = {"word_perplexity": "word", "byte_perplexity": "byte"}
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a result file.
+def read_results(path: Path) -> list[Result]:
+    """The results in one model's file.
 
     Raises:
-        BadInputError: not such a file.
+        BadInputError: the file is missing or holds something else.
     """
     try:
-        rows = json.loads(path.read_text())
-        if not all(isinstance(row, dict) and {"model", "column", "items"} <= row.keys() for row in rows):
-            raise ValueError("no result rows")
+        results = json.loads(path.read_text())
+        if not all(isinstance(result, dict) and {"model", "column", "items"} <= result.keys() for result in results):
+            raise ValueError("no results")
     except (OSError, ValueError, TypeError) as error:
         raise BadInputError(f"{path} is not a result file of fcsd eval") from error
-    return rows
+    return results
 
 
-def is_accuracy(row: Row) -> bool:
+def read_directory(directory: Path) -> list[Result]:
+    """The results of all models in a directory that ``fcsd eval --out`` wrote; none where it does not exist.
+
+    Raises:
+        BadInputError: a JSON file there is neither a result file nor ``comparison.json``.
+    """
+    files = sorted(file for file in directory.glob("*.json") if file.name != COMPARISON)
+    return [result for file in files for result in read_results(file)]
+
+
+def run_of(model: str) -> Path | None:
+    """The run directory that a model directory lies in; None if it lies in none, or is not a directory here.
+
+    A run's scores belong into its folder ``eval``, where ``fcsd export`` takes the model card's from.
+    """
+    path = Path(model).resolve()
+    if not path.is_dir():
+        return None
+    return next((parent for parent in path.parents if (parent / "config.resolved.yaml").is_file()), None)
+
+
+def is_accuracy(result: Result) -> bool:
     """Whether the value is a fraction, shown in points; otherwise it is a loss or a perplexity."""
-    return row["metric"] not in (*PERPLEXITIES, "nll_per_token")
+    return result["metric"] not in (*PERPLEXITIES, "nll_per_token")
 
 
-def shown(row: Row) -> tuple[str, str]:
-    """The value and its standard error as people read them."""
-    if is_accuracy(row):
-        return f"{100 * row['value']:.1f}", f"{100 * row['stderr']:.1f}"
-    return f"{row['value']:.3f}", f"{row['stderr']:.3f}"
+def shown(result: Result) -> tuple[str, str]:
+    """The value and its standard error, formatted for a table."""
+    if is_accuracy(result):
+        return f"{100 * result['value']:.1f}", f"{100 * result['stderr']:.1f}"
+    return f"{result['value']:.3f}", f"{result['stderr']:.3f}"
 
 
 class ResultFile:
-    """A model's results; a row replaces an earlier one only if task, settings and data are the same."""
+    """A model's results. A result replaces an earlier one only if task, settings and data are the same."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._rows = read_rows(path) if path.exists() else []
+        self._results = read_results(path) if path.exists() else []
 
-    def add(self, row: Row) -> None:
-        """Add or replace a row and write the file anew."""
-        self._rows = [other for other in self._rows if _key(other) != _key(row)] + [row]
+    def add(self, result: Result) -> None:
+        """Add or replace a result and write the file anew."""
+        self._results = [other for other in self._results if _key(other) != _key(result)] + [result]
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self._path, "[\n" + ",\n".join(map(json.dumps, self._rows)) + "\n]\n")
+        write_text(self._path, "[\n" + ",\n".join(map(json.dumps, self._results)) + "\n]\n")
 
 
-def _key(row: Row) -> tuple[str, ...]:
-    return (row["suite"], row["column"], row["settings_sha256"], row["data_sha256"])
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step: readers see the old or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+def _key(result: Result) -> tuple[str, ...]:
+    return (result["suite"], result["column"], result["settings_sha256"], result["data_sha256"])

@@ -1,4 +1,4 @@
-"""What a score of a model in training is, and what computes one. This module is light: it imports no model code."""
+"""A score of a model in training, and the function that computes it. This module imports no model code."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +25,9 @@ class Scorer:
     """A benchmark for a model in training.
 
     Attributes:
-        score: ``score(model, tokenizer, step, group)``, called on all ranks with the same result. It leaves random
-            numbers, modes and the placement of the weights as found, and does not take for ever.
+        score: ``score(model, tokenizer, step, group)``, called on all ranks, with the same result on each. It leaves
+            the state of random number generators, the modes and the placement of the weights unchanged, and its time
+            is limited.
         mode: whether the largest or the smallest score is the best.
     """
 

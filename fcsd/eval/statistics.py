@@ -1,4 +1,4 @@
-"""Estimates with standard errors from per-item results, alone and paired.
+"""Estimates with standard errors from the results of single items, for one model or for paired models.
 
 Every metric here is a ratio of sums over items: an accuracy counts hits over items, a held-out loss sums
 negative log-likelihoods over tokens. An item is a number (denominator one) or a pair (numerator, denominator).
@@ -17,7 +17,7 @@ def _pairs(items: Sequence[Item]) -> list[tuple[float, float]]:
 
 
 def _influence(items: Sequence[Item]) -> tuple[float, list[float]]:
-    """The ratio, and how much each item pulls it up (sums to zero)."""
+    """The ratio, and the influence of each item on it; the influences sum to zero."""
     pairs = _pairs(items)
     total = sum(denominator for _, denominator in pairs)
     ratio = sum(numerator for numerator, _ in pairs) / total

@@ -1,14 +1,19 @@
-"""Which benchmarks, with which settings: each suite is a table of rows, nothing more.
+"""Which benchmarks, with which settings: each suite is a tuple of benchmarks, nothing more.
 
 ``paper`` is the setting that best explains the original-model rows of FarSkip Table 1 (arXiv 2511.11505 states
 neither harness nor shots): lm-eval, raw prompts without chat template, zero-shot multiple choice, 5-shot
-GSM8K. Its MMLU shots are undecided between 0 and 5. ``strict`` differs in the code tasks: EvalPlus, base and
-plus tests. ``ladder`` follows Ladder-Residual (arXiv 2501.06589) section 4.2, ``pretrain-ladder`` its section
-4.1, ``pretrain-farskip`` FarSkip appendix A. ``quickstart`` is what a laptop can do with the bundled model.
+GSM8K. Whether its MMLU had 0 or 5 shots is not known. ``strict`` differs in the code tasks: EvalPlus, base and
+plus tests. ``quickstart`` is what a laptop can do with the bundled model.
+
+``ladder`` follows Ladder-Residual (arXiv 2501.06589) section 4.2: accuracy on MMLU and ARC-C, normalised accuracy on
+OpenBookQA and HellaSwag, and aggregated accuracy on IFEval, here the mean of lm-eval's four accuracies. For
+TruthfulQA the section names normalised accuracy on mc1, which lm-eval does not define; the suite takes mc1's accuracy.
+``pretrain-ladder`` follows section 4.1, and ``pretrain-farskip`` FarSkip appendix A.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fcsd.errors import ConfigError
 
@@ -21,17 +26,18 @@ TEACHERS = ("DeepSeek-V2-Lite", "Qwen-3-30B MoE", "Llama-4-Scout")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One benchmark column and everything that fixes its number.
+class Benchmark:
+    """One column of a table of scores, and all settings that its scores depend on.
 
     Attributes:
         column: the heading, as in Table 1.
         harness: who defines prompt and scoring.
         task: the name of the task or group in that harness.
-        directory: where lm-eval keeps the task, below its ``tasks`` directory.
+        directory: where lm-eval keeps the task, below its ``tasks`` directory; empty for a task that no suite has.
         version: the task version these settings were chosen for; another installed version is refused.
-        shots: examples in the prompt.
-        metric: the reported metric, and ``filter`` the answer filter it is read through.
+        shots: examples in the prompt; None for as many as the task's own definition says.
+        metric: the reported metric; empty until the definition of a task that no suite has is read.
+        filter: lm-eval's filter, which extracts the answer from the model's text.
         chat: whether the tokenizer's chat template wraps the prompt.
         generation: settings that override the task's own (``max_gen_toks``); None for none.
         chance: what guessing scores, in points; None where the metric has no such level.
@@ -43,7 +49,7 @@ class Row:
     task: str
     directory: str
     version: float | str | None
-    shots: int
+    shots: int | None
     metric: str
     filter: str = "none"
     chat: bool = False
@@ -52,8 +58,8 @@ class Row:
     published: tuple[float, float, float] | None = None
 
 
-def _lm(column: str, task: str, directory: str, version: float | None, metric: str, **more) -> Row:
-    return Row(column, LM_EVAL, task, directory, version, more.pop("shots", 0), metric, **more)
+def _lm(column: str, task: str, directory: str, version: float | None, metric: str, **more) -> Benchmark:
+    return Benchmark(column, LM_EVAL, task, directory, version, more.pop("shots", 0), metric, **more)
 
 
 PIQA = _lm("PIQA", "piqa", "piqa", 1.0, "acc_norm", chance=50.0, published=(80.1, 80.5, 81.1))
@@ -75,7 +81,7 @@ GSM8K = _lm(
     chance=0.0,
     published=(70.1, 86.9, 88.6),
 )
-HEVAL = Row(
+HEVAL = Benchmark(
     "HEval+",
     SANDBOX,
     "humaneval_plus",
@@ -88,39 +94,39 @@ HEVAL = Row(
     published=(40.2, 73.8, 62.2),
 )
 # The published MBPP+ numbers fit lm-eval's task, which scores the three base asserts and not the plus tests.
-MBPP = Row("MBPP+", SANDBOX, "mbpp_plus", "mbpp", 1.0, 3, "pass_at_1", chance=0.0, published=(60.8, 84.4, 83.6))
+MBPP = Benchmark("MBPP+", SANDBOX, "mbpp_plus", "mbpp", 1.0, 3, "pass_at_1", chance=0.0, published=(60.8, 84.4, 83.6))
 
-# EvalPlus numbers its data sets; chat mode, sanitised answers, base and plus tests, a repaired oracle.
-HEVAL_STRICT = Row("HEval+", EVALPLUS, "humaneval", "", "v0.1.10", 0, "pass@1", "plus", chat=True, chance=0.0)
-MBPP_STRICT = Row("MBPP+", EVALPLUS, "mbpp", "", "v0.2.0", 0, "pass@1", "plus", chat=True, chance=0.0)
+# EvalPlus numbers its data sets. Chat mode, sanitised answers, base and plus tests, a corrected rule for HumanEval/32.
+HEVAL_STRICT = Benchmark("HEval+", EVALPLUS, "humaneval", "", "v0.1.10", 0, "pass@1", "plus", chat=True, chance=0.0)
+MBPP_STRICT = Benchmark("MBPP+", EVALPLUS, "mbpp", "", "v0.2.0", 0, "pass@1", "plus", chat=True, chance=0.0)
 
 BOOLQ = _lm("BoolQ", "boolq", "super_glue/boolq", 2.0, "acc", chance=50.0)
 SCIQ = _lm("SciQ", "sciq", "sciq", 1.0, "acc_norm", chance=25.0)
 TRUTHFULQA = _lm("TQ", "truthfulqa_mc1", "truthfulqa", 2.0, "acc")
-IFEVAL = _lm("IFEval", "ifeval", "ifeval", 4.0, "prompt_level_strict_acc", chance=0.0)
+IFEVAL = _lm("IFEval", "ifeval", "ifeval", 4.0, "aggregated_acc", chance=0.0)  # see ifeval.py
 WIKITEXT = _lm("Wikitext PPL", "wikitext", "wikitext", 2.0, "word_perplexity")
 
 _TABLE_1 = (PIQA, ARC_E, ARC_C, HS, CSQA, WG, HEVAL, MMLU, OBOOK, GSM8K, MBPP)
 
 
-def _bare(row: Row, **changes) -> Row:
-    """The row with other settings; Table 1 says nothing about it then."""
-    return replace(row, published=None, **changes)
+def _bare(benchmark: Benchmark, **changes) -> Benchmark:
+    """A benchmark of Table 1 with other settings, about which Table 1 says nothing."""
+    return replace(benchmark, published=None, **changes)
 
 
 # The bundled model's answers to GSM8K take at most 74 tokens, and two examples show it the form.
 _SHORT = {"max_gen_toks": 96}
 
-SUITES: dict[str, tuple[Row, ...]] = {
+SUITES: dict[str, tuple[Benchmark, ...]] = {
     "paper": _TABLE_1,
-    "strict": tuple({HEVAL: HEVAL_STRICT, MBPP: MBPP_STRICT}.get(row, row) for row in _TABLE_1),
+    "strict": tuple({HEVAL: HEVAL_STRICT, MBPP: MBPP_STRICT}.get(benchmark, benchmark) for benchmark in _TABLE_1),
     "quickstart": (
-        *(_bare(row) for row in (PIQA, ARC_E, ARC_C, HS, OBOOK)),
+        *map(_bare, (PIQA, ARC_E, ARC_C, HS, OBOOK)),
         _bare(GSM8K, shots=2, generation=_SHORT),
     ),
     "ladder": (
         _bare(MMLU, shots=5),
-        _bare(ARC_C, shots=25),
+        _bare(ARC_C, metric="acc", shots=25),
         _bare(OBOOK),
         _bare(HS, shots=10),
         TRUTHFULQA,
@@ -128,8 +134,8 @@ SUITES: dict[str, tuple[Row, ...]] = {
         HEVAL_STRICT,
         IFEVAL,
     ),
-    "pretrain-farskip": tuple(_bare(row) for row in (ARC_C, ARC_E, BOOLQ, HS, MMLU, OBOOK, PIQA, SCIQ, WG)),
-    "pretrain-ladder": tuple(_bare(row) for row in (ARC_C, ARC_E, HS, PIQA, SCIQ, WG, WIKITEXT)),
+    "pretrain-farskip": tuple(map(_bare, (ARC_C, ARC_E, BOOLQ, HS, MMLU, OBOOK, PIQA, SCIQ, WG))),
+    "pretrain-ladder": tuple(map(_bare, (ARC_C, ARC_E, HS, PIQA, SCIQ, WG, WIKITEXT))),
 }
 
 # sha256 over lm-eval's task files that these settings were chosen for, by directory; where the installed ones differ,
@@ -153,23 +159,70 @@ DEFINITIONS = {
 }
 
 
-def select(suite: str, tasks: Sequence[str] | None = None) -> list[Row]:
-    """The rows of a suite, all or those named by column or task (case does not matter).
+def select(suite: str, tasks: Sequence[str] | None = None) -> list[Benchmark]:
+    """The benchmarks of a suite, all or those named by column or task (case does not matter).
 
     Raises:
         ConfigError: an unknown suite or task, or the same one twice.
     """
-    if suite not in SUITES:
-        raise ConfigError(f"unknown suite {suite!r}", f"suites: {', '.join(SUITES)}")
-    rows = SUITES[suite]
+    by_name = _by_name(suite)
     if tasks is None:
-        return list(rows)
-    by_name = {name.lower(): row for row in rows for name in (row.column, row.task)}
+        return list(SUITES[suite])
     unknown = [task for task in tasks if task.lower() not in by_name]
     if unknown:
-        known = ", ".join(f"{row.column} ({row.task})" for row in rows)
+        known = ", ".join(f"{benchmark.column} ({benchmark.task})" for benchmark in SUITES[suite])
         raise ConfigError(f"suite {suite!r} has no task {unknown[0]!r}", f"it has: {known}")
-    chosen = [by_name[task.lower()] for task in tasks]
-    if not chosen or len(set(map(id, chosen))) < len(chosen):
-        raise ConfigError("tasks must name at least one task, each once", None)
-    return chosen
+    return _each_once([by_name[task.lower()] for task in tasks])
+
+
+def select_any(
+    suite: str,
+    tasks: Sequence[str] | None = None,
+    *,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool | None = None,
+) -> list[Benchmark]:
+    """As ``select``, but a task that the suite lacks is taken from lm-eval, with the settings of its definition.
+
+    Args:
+        num_fewshot: examples in the prompt of every named task, instead of the suite's or the definition's.
+        apply_chat_template: whether the tokenizer's chat template wraps the prompts of every named task.
+
+    Raises:
+        ConfigError: an unknown suite, the same task twice, other settings without named tasks, or examples for a task
+            of EvalPlus, which shows none.
+    """
+    by_name = _by_name(suite)
+    if tasks is None:
+        if num_fewshot is not None or apply_chat_template is not None:
+            raise ConfigError(
+                f"the settings of suite {suite!r} are fixed",
+                "name the tasks that --num-fewshot or --apply-chat-template is for by --tasks",
+            )
+        return list(SUITES[suite])
+    chosen = _each_once([by_name.get(task.lower()) or _of_lm_eval(task) for task in tasks])
+    changes: dict[str, Any] = {"published": None}
+    if num_fewshot is not None:
+        if evalplus := [benchmark.column for benchmark in chosen if benchmark.harness == EVALPLUS]:
+            raise ConfigError(f"{evalplus[0]}: EvalPlus shows no examples", "leave out --num-fewshot")
+        changes["shots"] = num_fewshot
+    if apply_chat_template is not None:
+        changes["chat"] = apply_chat_template
+    return [replace(benchmark, **changes) for benchmark in chosen] if len(changes) > 1 else chosen
+
+
+def _by_name(suite: str) -> dict[str, Benchmark]:
+    if suite not in SUITES:
+        raise ConfigError(f"unknown suite {suite!r}", f"suites: {', '.join(SUITES)}")
+    return {name.lower(): benchmark for benchmark in SUITES[suite] for name in (benchmark.column, benchmark.task)}
+
+
+def _of_lm_eval(task: str) -> Benchmark:
+    return Benchmark(column=task, harness=LM_EVAL, task=task, directory="", version=None, shots=None, metric="")
+
+
+def _each_once(benchmarks: list[Benchmark]) -> list[Benchmark]:
+    names = [benchmark.column for benchmark in benchmarks]
+    if not names or len(set(names)) < len(names):
+        raise ConfigError("tasks must name at least one task, each once")
+    return benchmarks

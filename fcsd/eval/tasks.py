@@ -1,60 +1,61 @@
-"""Load stock lm-eval task definitions and their data: from the hub's cache, or from a mirror directory.
+"""Tasks of lm-eval: load their stock definitions and data, from the hub's cache or a mirror directory, and run them.
 
-A mirror holds data sets under their hub names with the same columns, ``allenai/ai2_arc/README.md`` naming the
-files of each configuration. ``datasets`` prefers such a relative directory to the hub, so that real and mirrored
-data take the same path through the same task definitions. It also means that a directory that merely happens
-to be called ``openai/gsm8k`` would be taken for the data, hence the change of directory in both cases.
+A mirror holds data sets under their hub names with the same columns; ``allenai/ai2_arc/README.md`` names the files of
+each configuration. ``datasets`` prefers a relative directory of that name to the hub, so that the same task
+definitions read real and mirrored data. It would also take any directory for the data that is called, say,
+``openai/gsm8k``. Tasks are therefore loaded in the mirror, or in an empty directory if there is no mirror.
 """
 
 import contextlib
-import hashlib
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import json_sha256
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.code_tasks import TIMEOUT_S, no_execution, run_programs
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.evalplus_tasks import EvalPlusTask, load_evalplus_task
-from fcsd.eval.results import PERPLEXITIES, file_sha256, json_sha256
+from fcsd.eval.ifeval import AGGREGATED, aggregated_items, require_ifeval_tools
+from fcsd.eval.results import PERPLEXITIES
 from fcsd.eval.statistics import estimate
-from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SANDBOX, Row
+from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SANDBOX, Benchmark
+from fcsd.eval.task_files import definition_sha256, mirror_files, task_manager
 
 log = logging.getLogger(__name__)
 
-# Few-shot examples are drawn with this seed, lm-eval's own default.
+# The seed by which few-shot examples are drawn; lm-eval's own default.
 FEWSHOT_SEED = 1234
 
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A suite row with lm-eval's task objects behind it.
+    """A benchmark with lm-eval's task objects.
 
     Attributes:
-        row: the settings.
-        lm_eval: what ``TaskManager.load`` returned; a group holds many leaf tasks.
-        definition_sha256: hash of the files that define the task.
-        data_files: sha256 of each file of a mirror by its path there; empty for hub data.
+        benchmark: the settings.
+        lm_eval: the return value of ``TaskManager.load``; a group has many leaf tasks.
+        definition_sha256: SHA-256 of the files that define the task.
+        data_files: SHA-256 of each file of a mirror, by its path there; empty for data from the hub.
     """
 
-    row: Row
+    benchmark: Benchmark
     lm_eval: dict[str, Any]
     definition_sha256: str
     data_files: dict[str, str]
 
 
 @contextlib.contextmanager
-def load_tasks(rows: Sequence[Row], mirror: Path | None) -> Iterator[list[LoadedTask | EvalPlusTask]]:
-    """The tasks of all rows; their data live until the context ends.
+def load_tasks(benchmarks: Sequence[Benchmark], mirror: Path | None) -> Iterator[list[LoadedTask | EvalPlusTask]]:
+    """The tasks of all benchmarks. Their data are gone when the context ends.
 
-    Nothing read from a mirror reaches the user's dataset cache: it goes to a temporary one.
+    What is read from a mirror goes to a temporary cache of data sets, never to the user's.
 
     Raises:
-        ConfigError: a task version other than the row's, or what the task needs is not installed.
+        ConfigError: an unknown task, another version of it than the suite's, or a library that it needs is missing.
         BadInputError: data missing, empty or too few to show examples.
     """
     import datasets.config
@@ -69,94 +70,88 @@ def load_tasks(rows: Sequence[Row], mirror: Path | None) -> Iterator[list[Loaded
             stack.enter_context(_swapped(datasets.config, "HF_DATASETS_CACHE", temporary / "datasets"))
         stack.enter_context(_lean_lm_eval())
         with contextlib.chdir(elsewhere if mirror is None else mirror), no_execution():
-            loaded = [(load_evalplus_task if row.harness == EVALPLUS else _load)(row, mirror) for row in rows]
+            loaded = [(load_evalplus_task if b.harness == EVALPLUS else _load)(b, mirror) for b in benchmarks]
         yield loaded
 
 
-def _load(row: Row, mirror: Path | None) -> LoadedTask:
-    import lm_eval.tasks
-
-    if row.task == "ifeval":
-        _require_ifeval_tools()
-    directory = Path(lm_eval.tasks.__file__).parent / row.directory
-    # Only this directory: scanning all of lm-eval's 14 000 task files takes ten seconds.
-    manager = lm_eval.tasks.TaskManager(include_path=directory, include_defaults=False)
-    entry = manager.task_index.get(row.task)
-    if entry is None:
-        raise ConfigError(f"the installed lm-eval has no task {row.task!r} in tasks/{row.directory}")
+def _load(benchmark: Benchmark, mirror: Path | None) -> LoadedTask:
+    if benchmark.task == "ifeval":
+        require_ifeval_tools()
+    manager, directory = task_manager(benchmark.task, benchmark.directory)
     files: dict[str, str] = {}
     if mirror is not None:
-        configs = [
-            entry.cfg or {},
-            *((e.cfg or {}) for e in manager.task_index.values() if _is_leaf_of(e, entry)),
-        ]
-        files = _mirror_files(row, mirror, {str(c["dataset_path"]) for c in configs if "dataset_path" in c})
+        files = mirror_files(benchmark.column, mirror, _data_sets(manager, benchmark.task))
     try:
-        loaded: dict[str, Any] = dict(manager.load(row.task))
+        loaded: dict[str, Any] = dict(manager.load(benchmark.task))
     except Exception as error:  # datasets raises many kinds for data that is missing, gated or malformed
         hint = "fetch it into the hub cache first, or give --data-mirror DIR" if mirror is None else None
-        raise BadInputError(f"{row.column}: cannot load the data of {row.task}: {_line(error)}", hint) from error
-    group = loaded.get("groups", {}).get(row.task)
-    version = next(iter(loaded["tasks"].values())).VERSION if group is None else group.version
-    if row.version is not None and float(version) != row.version:
-        raise ConfigError(f"{row.column} is set up for {row.task} version {row.version}, lm-eval has {version}")
-    for name, task in loaded["tasks"].items():
-        if not len(task.eval_docs):
-            raise BadInputError(f"{row.column}: the data of {name} is empty")
-        if row.shots and (examples := len(task.sampler.df)) < row.shots:
-            raise BadInputError(f"{row.column}: {name} has {examples} examples to show, {row.shots} are asked for")
-        task.set_config("num_fewshot", row.shots)
-        if row.generation:
-            task.set_config("generation_kwargs", row.generation, update=True)
-    definition = _tree_sha256(directory)
-    if definition != DEFINITIONS[row.directory]:
-        log.warning(f"{row.column}: the installed lm-eval defines {row.task} otherwise than this suite was set up for")
-    return LoadedTask(row, loaded, definition, files)
+        message = f"{benchmark.column}: cannot load the data of {benchmark.task}: {_line(error)}"
+        raise BadInputError(message, hint) from error
+    leaves = list(loaded["tasks"].values())
+    if not benchmark.metric:
+        benchmark = _completed(benchmark, leaves)
+        if mirror is not None:  # a definition that includes another file does not name its data set itself
+            files |= mirror_files(benchmark.column, mirror, {str(leaf.config.dataset_path) for leaf in leaves})
+    group = loaded.get("groups", {}).get(benchmark.task)
+    version = leaves[0].VERSION if group is None else group.version
+    if benchmark.version is not None and float(version) != benchmark.version:
+        raise ConfigError(
+            f"{benchmark.column} is set up for {benchmark.task} version {benchmark.version}, lm-eval has {version}"
+        )
+    for name, leaf in loaded["tasks"].items():
+        if not len(leaf.eval_docs):
+            raise BadInputError(f"{benchmark.column}: the data of {name} is empty")
+        if benchmark.shots and (examples := len(leaf.sampler.df)) < benchmark.shots:
+            raise BadInputError(
+                f"{benchmark.column}: {name} has {examples} examples to show, {benchmark.shots} are asked for"
+            )
+        if benchmark.shots is not None:
+            leaf.set_config("num_fewshot", benchmark.shots)
+        if benchmark.generation:
+            leaf.set_config("generation_kwargs", benchmark.generation, update=True)
+    definition = definition_sha256(directory)
+    if definition != DEFINITIONS.get(benchmark.directory, definition):
+        log.warning(
+            "%s: the installed lm-eval defines %s otherwise than this suite was set up for",
+            benchmark.column,
+            benchmark.task,
+        )
+    return LoadedTask(benchmark, loaded, definition, files)
 
 
-def _require_ifeval_tools() -> None:
-    """lm-eval looks for them while it is imported, and would go to the network, or fail once all answers are there.
+def _completed(benchmark: Benchmark, leaves: Sequence[Any]) -> Benchmark:
+    """A task outside of the suites, with the metric and the filter that it is scored by.
+
+    That is ``acc_norm`` where the task has it, else the first of its metrics that is a mean over questions or a
+    perplexity; and the first of its filters.
 
     Raises:
-        ConfigError: what to install.
+        ConfigError: the task has no such metric, or it runs generated programs.
     """
-    if missing := [name for name in ("immutabledict", "langdetect", "nltk") if find_spec(name) is None]:
-        raise ConfigError(f"IFEval needs {', '.join(missing)}", "pip install 'fcsd[ifeval]'")
-    import nltk
+    from lm_eval.api.metrics import mean
 
-    try:
-        nltk.data.find("tokenizers/punkt_tab")
-    except LookupError:
+    first = leaves[0]
+    if any(getattr(leaf, "UNSAFE_CODE", False) or leaf.config.unsafe_code for leaf in leaves):
         raise ConfigError(
-            "IFEval counts sentences by NLTK's punkt_tab, which is not here",
-            "python -m nltk.downloader punkt_tab; offline, copy tokenizers/punkt_tab into a directory of NLTK_DATA",
-        ) from None
+            f"{benchmark.task} runs generated programs outside of fcsd's sandbox",
+            "HumanEval+ and MBPP+ of the suites run in it",
+        )
+    usable = [name for name, how in first.aggregation().items() if how is mean or name in PERPLEXITIES]
+    if not usable:
+        raise ConfigError(f"{benchmark.task} has no metric that is a mean over its questions, so models are not paired")
+    shots = benchmark.shots if benchmark.shots is not None else first.config.num_fewshot
+    filters = [entry["name"] for entry in first.config.filter_list or [{"name": "none"}]]
+    metric = "acc_norm" if "acc_norm" in usable else usable[0]
+    return replace(benchmark, metric=metric, filter=filters[0], shots=shots)
 
 
-def _is_leaf_of(entry: Any, group: Any) -> bool:
-    """Whether ``entry`` is a task that a group's mirror must supply (all tasks in mmlu's directory are)."""
-    return group.kind.name == "GROUP" and entry.kind.name == "TASK"
-
-
-def _mirror_files(row: Row, mirror: Path, names: set[str]) -> dict[str, str]:
-    """sha256 of every file of the data sets; missing ones must never be looked for on the hub instead."""
-    files = {}
-    for name in sorted(names):
-        root = mirror / name
-        if not root.is_dir():
-            raise BadInputError(f"{row.column}: the data mirror has no directory {name}")
-        for path in sorted(p for p in root.rglob("*") if p.is_file()):
-            files[path.relative_to(mirror).as_posix()] = file_sha256(path)
-    return files
-
-
-def _tree_sha256(directory: Path) -> str:
-    """One hash over the YAML and Python files that define a task and its siblings."""
-    digest = hashlib.sha256()
-    for path in sorted(directory.iterdir()):
-        if path.suffix in (".yaml", ".py") or path.name.endswith("_yaml"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+def _data_sets(manager: Any, task: str) -> set[str]:
+    """The hub names of a task's data sets; of a group, those of all tasks in its directory."""
+    entry = manager.task_index[task]
+    entries = [entry]
+    if entry.kind.name == "GROUP":
+        entries += [other for other in manager.task_index.values() if other.kind.name == "TASK"]
+    return {str(e.cfg["dataset_path"]) for e in entries if e.cfg and "dataset_path" in e.cfg}
 
 
 def _line(error: Exception) -> str:
@@ -198,15 +193,18 @@ def _lean_lm_eval() -> Iterator[None]:
 
 
 def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_exec: bool = False) -> dict[str, Any]:
-    """Run a task and keep what the result row needs of lm-eval's answer.
+    """Run a task and keep what the result needs of lm-eval's answer.
 
     Raises:
-        BadInputError: a prompt longer than the model takes.
+        BadInputError: a prompt longer than the model takes, or a chat template asked for that the model lacks.
+        ConfigError: a task outside of the suites has scores that are not between 0 and 1.
         NonFiniteError: NaN or infinite logits.
     """
     from lm_eval.evaluator import evaluate as run
 
-    row = task.row
+    benchmark = task.benchmark
+    if benchmark.chat and lm.tokenizer.chat_template is None:
+        raise BadInputError(f"{benchmark.column}: the model has no chat template", "leave out --apply-chat-template")
     for leaf in task.lm_eval["tasks"].values():
         leaf.set_fewshot_seed(FEWSHOT_SEED)  # the same examples for every model
     try:
@@ -215,44 +213,51 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
             task.lm_eval,
             limit=limit,
             bootstrap_iters=0,
-            apply_chat_template=row.chat,
-            fewshot_as_multiturn=row.chat,
-            confirm_run_unsafe_code=True,  # it runs none: see code_tasks
+            apply_chat_template=benchmark.chat,
+            fewshot_as_multiturn=benchmark.chat,
+            confirm_run_unsafe_code=True,  # no program runs here: see code_tasks
         )
     except BadInputError as error:
-        raise BadInputError(f"{row.column}: {error}", error.hint) from error
-    samples = [s for leaf in answer["samples"].values() for s in leaf if s["filter"] == row.filter]
+        raise BadInputError(f"{benchmark.column}: {error}", error.hint) from error
+    samples = [s for leaf in answer["samples"].values() for s in leaf if s["filter"] == benchmark.filter]
     sandbox = None
-    if row.harness == SANDBOX:
+    if benchmark.harness == SANDBOX:
         items, sandbox = lm.team.on_first(lambda: run_programs(samples, accept_unsafe_exec))
         value, stderr = estimate(items)
-    else:
-        items = [sample[row.metric] for sample in samples]
-        value, stderr = answer["results"][row.task][f"{row.metric},{row.filter}"], estimate(items)[1]
+    elif benchmark.metric == AGGREGATED:
+        items = aggregated_items(samples)
+        value, stderr = estimate(items)
+    elif benchmark.metric in PERPLEXITIES or benchmark.directory:
+        items = [sample[benchmark.metric] for sample in samples]
+        value = answer["results"][benchmark.task][f"{benchmark.metric},{benchmark.filter}"]
+        stderr = estimate(items)[1]
+    else:  # a group of lm-eval's need not have a score of its own: each question counts the same
+        items = [_score(sample[benchmark.metric], benchmark) for sample in samples]
+        value, stderr = estimate(items)
     settings = {
-        "harness": row.harness,
-        "task": row.task,
-        "version": row.version,
-        "shots": row.shots,
+        "harness": benchmark.harness,
+        "task": benchmark.task,
+        "version": benchmark.version,
+        "shots": benchmark.shots,
         "fewshot_seed": FEWSHOT_SEED,
-        "metric": row.metric,
-        "filter": row.filter,
-        "chat": row.chat,
-        "generation": row.generation,
+        "metric": benchmark.metric,
+        "filter": benchmark.filter,
+        "chat": benchmark.chat,
+        "generation": benchmark.generation,
         "limit": limit,
         "program_seconds": TIMEOUT_S if sandbox else None,
         "definition_sha256": task.definition_sha256,
         "prompts_sha256": json_sha256([sample["prompt_hash"] for sample in samples]),
     }
     return {
-        "column": row.column,
-        "task": row.task,
-        "metric": row.metric,
-        "filter": row.filter,
+        "column": benchmark.column,
+        "task": benchmark.task,
+        "metric": benchmark.metric,
+        "filter": benchmark.filter,
         "value": value,
-        "stderr": stderr * value if row.metric in PERPLEXITIES else stderr,
+        "stderr": stderr * value if benchmark.metric in PERPLEXITIES else stderr,
         "n": len(items),
-        "chance": row.chance,
+        "chance": benchmark.chance,
         "items": items,
         "settings": settings,
         "settings_sha256": json_sha256(settings),
@@ -260,3 +265,9 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
         "data_files": task.data_files,
         "sandbox": sandbox,
     }
+
+
+def _score(item: Any, benchmark: Benchmark) -> float:
+    if isinstance(item, bool | int | float) and 0 <= item <= 1:
+        return float(item)
+    raise ConfigError(f"{benchmark.column}: {benchmark.metric} of a question is {item!r:.40}, not between 0 and 1")

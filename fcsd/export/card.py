@@ -1,12 +1,13 @@
-"""The model card of an exported directory: what it is, how it came about, how to load it."""
+"""The model card of an exported directory: the model, its training, its scores and how to load it."""
 
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fcsd import markdown
 from fcsd.checkpoint.rewired import describe
 from fcsd.distill.run.report import METRICS, read_metrics
-from fcsd.eval.results import Row, is_accuracy, read_rows, shown
+from fcsd.eval.results import Result, is_accuracy, read_directory, run_of, shown
 
 if TYPE_CHECKING:
     from fcsd.models.archs import Arch
@@ -44,9 +45,9 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("{title}", trust_remote_code=True)
 ```
 
-The code in this directory needs torch and transformers (>=5.17,<6) only; with `import fcsd` before, no remote code
-is needed. The model type, `{model_type}`, is its own: an engine that does not know it stops with an error, none runs
-the base model's graph on these weights without saying so.
+The code in this directory needs only torch and transformers (>=5.17,<6). After `import fcsd` no remote code is needed.
+The model has a model type of its own, `{model_type}`. An engine that does not know this type stops with an error, and
+does not run the base model's graph on these weights.
 {sections}"""
 
 
@@ -62,14 +63,15 @@ def model_card(raw: dict[str, Any], arch: "Arch", former: Path | None, run: Path
     from huggingface_hub import ModelCardData
 
     block = raw["fcsd"]
-    rows = _results(run)
-    base = block["base_model"] if block["base_revision"] else None  # a directory here means nothing elsewhere
+    rows = read_directory(run / "eval") if run else []  # where `fcsd eval` puts those of a model that lies in a run
+    own = _own(rows, run) if run else []
+    base = block["base_model"] if block["base_revision"] else None  # a local name helps nobody else
     data = ModelCardData(
         base_model=base,
         base_model_relation="finetune" if base else None,
         library_name="transformers",
         tags=[block["wiring"], "fcsd", "custom_code"],
-        **({"model_name": title, "eval_results": _eval_results(rows)} if rows else {}),
+        **({"model_name": title, "eval_results": _eval_results(own)} if own else {}),
         **_inherited(former),
     )
     sections = _training(run) + _evaluation(rows)
@@ -107,22 +109,25 @@ def _training(run: Path | None) -> str:
     return text
 
 
-def _results(run: Path | None) -> list[Row]:
-    files = sorted((run / "eval").glob("*.json")) if run else []
-    return [row for file in files for row in read_rows(file)]
+def _own(rows: list[Result], run: Path) -> list[Result]:
+    """The accuracies of the run's own model, without those of others that were evaluated beside it.
+
+    Its own are those of a model that lies in the run; or, if none does, those of the only model besides the baseline.
+    """
+    scored = [row for row in rows if is_accuracy(row) and not row["baseline"]]
+    inside = [row for row in scored if row.get("path") and run_of(row["path"]) == run.resolve()]
+    return inside or (scored if len({row["model"] for row in scored}) == 1 else [])
 
 
-def _evaluation(rows: list[Row]) -> str:
+def _evaluation(rows: list[Result]) -> str:
     if not rows:
         return ""
-    lines = ["| model | task | metric | value | n |", "|---|---|---|---|---|"]
-    for row in rows:
-        lines.append(f"| {row['model']} | {row['column']} | {row['metric']} | {' ± '.join(shown(row))} | {row['n']} |")
-    return "\n## Evaluation\n\n" + "\n".join(lines) + "\n"
+    body = [[row["model"], row["column"], row["metric"], " ± ".join(shown(row)), str(row["n"])] for row in rows]
+    return f"\n## Evaluation\n\n{markdown.table(['model', 'task', 'metric', 'value', 'n'], body, left=3)}\n"
 
 
-def _eval_results(rows: list[Row]) -> list[Any]:
-    """The accuracies of the model itself, in the form that the hub indexes."""
+def _eval_results(rows: list[Result]) -> list[Any]:
+    """Accuracies in the form that the hub indexes."""
     from huggingface_hub import EvalResult
 
     return [
@@ -134,5 +139,4 @@ def _eval_results(rows: list[Row]) -> list[Any]:
             metric_value=round(row["value"], 4),
         )
         for row in rows
-        if is_accuracy(row) and not row["baseline"]
     ]

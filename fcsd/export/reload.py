@@ -1,6 +1,5 @@
 """The proof that an exported directory loads where fcsd is not installed, and the record of it."""
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -8,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.checkpoint import CheckpointConfig, Layout, read_layout, read_object
-from fcsd.convert import fingerprint
+from fcsd.checkpoint import CheckpointConfig, Layout, fingerprint, read_layout, read_object
+from fcsd.disk import bytes_sha256, file_sha256
 from fcsd.errors import BadInputError, DoesNotFitError, FcsdError
 from fcsd.parity import first_layers, logits, plan_proof, shortened, token_ids
 
@@ -53,7 +52,7 @@ def prove_reload(source: Layout, directory: Path, config: CheckpointConfig, arch
         "of": proof.of,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "logits_sha256": hashlib.sha256(expected.float().numpy().tobytes()).hexdigest(),
+        "logits_sha256": bytes_sha256(expected.float().numpy().tobytes()),
         **_identity(directory),
     }
 
@@ -74,7 +73,7 @@ def check_record(directory: Path) -> None:
 
 
 def _identity(directory: Path) -> dict[str, Any]:
-    code = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.glob("*.py"))}
+    code = {path.name: file_sha256(path) for path in sorted(directory.glob("*.py"))}
     return {"fingerprint": fingerprint(read_layout(directory)), "code": code}
 
 

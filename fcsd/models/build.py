@@ -18,6 +18,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..errors import BadInputError, ConfigError
 from .archs import ARCHS, Arch
+from .config_keys import EXPERT_COUNTS, WEIGHTS_FILE
 from .norms import fuse_norms
 from .wiring import DESYNC, WiredModel, Wiring, hf_parts, wire_layers
 
@@ -99,9 +100,7 @@ def wiring_of(config: PretrainedConfig) -> Wiring:
 def experts_of(config: PretrainedConfig) -> int:
     """Routed experts of a MoE layer; 0 for a dense architecture."""
     fields = config.get_text_config().to_dict()
-    return next(
-        (fields[name] for name in ("n_routed_experts", "num_experts", "num_local_experts") if name in fields), 0
-    )
+    return next((fields[name] for name in EXPERT_COUNTS if name in fields), 0)
 
 
 @cache
@@ -117,6 +116,7 @@ def config_class(model_type: str) -> type[PretrainedConfig]:
         "__annotations__": {"fcsd": dict | None},
         "model_type": PREFIX + model_type,
         "fcsd": None,
+        WEIGHTS_FILE: property(lambda self: None, lambda self, value: None),  # see REFUSAL
     }
     return type(f"Fcsd{base.__name__}", (base,), namespace)
 

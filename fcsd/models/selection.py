@@ -1,6 +1,7 @@
 """Which layers a user means: ``all``, ``last:24``, ``first:8``, ``50%``, ``12-27`` or a list."""
 
 import re
+from collections.abc import Sequence
 
 from ..errors import ConfigError
 
@@ -37,6 +38,17 @@ def select_layers(spec: str, count: int) -> tuple[int, ...]:
             chosen.update(range(int(start), int(end or start) + 1))
         return tuple(sorted(chosen))
     raise ConfigError(f"layers {spec!r} is not understood", hint="use all, last:24, first:8, 50%, 12-27 or 0,2,5-7")
+
+
+def layers_text(layers: Sequence[int]) -> str:
+    """Ascending layers as ``select_layers`` reads them: ``0,2,5-7``, or ``none``."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
 
 
 def _bounded(number: int, count: int) -> int:

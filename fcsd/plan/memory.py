@@ -1,17 +1,19 @@
-"""Memory of one GPU over an optimizer step: what is held throughout, and the moments at which the rest piles up.
+"""Memory of one GPU over an optimizer step.
 
-Held throughout are weights, optimizer states and the teacher. Activations shrink in backward while gradients grow, and
-the optimizer has temporaries of its own, so no single sum is the peak: each moment of a step is added up by parts and
-the fullest one decides. The figures are what ``torch.cuda.max_memory_allocated`` counts, from the second step on; what
-comes on top of it are ``Memory.context`` and ``Memory.slack``.
+Weights, optimizer states and the teacher stay in memory for the whole step. The rest changes: activations shrink in the
+backward pass while gradients grow, and the optimizer has temporaries. The peak is therefore computed as the largest of
+several moments, each of which is the sum of its parts. The figures are those that ``torch.cuda.max_memory_allocated``
+counts from the second step on; ``Memory.context`` and ``Memory.slack`` come on top of them.
 
-ZeRO is DeepSpeed 0.19.8's as ``fcsd.distill.engine`` configures it (``runtime/zero/stage_1_and_2.py``): dense
-parameters are partitioned over all processes, routed experts over those that hold the same ones
-(``world / ep_size``).
+ZeRO works as in DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``) with the configuration of ``fcsd.distill.engine``:
+dense parameters are partitioned over all processes, and routed experts over the ``world / ep_size`` processes that hold
+the same experts.
 """
 
 from dataclasses import dataclass
 
+from fcsd.config.objective import automatic_chunk
+from fcsd.parallel.transports import copies
 from fcsd.plan.activations import LayerBytes
 from fcsd.plan.model import FINAL_NORM, ModelNumbers
 from fcsd.plan.setup import GIB, Hardware, Setup
@@ -22,7 +24,6 @@ EXPERT_GROUP = 178_956_971  # parameters in one of the groups that DeepSpeed cut
 # Beyond max_memory_allocated; assumptions, to be held against nvidia-smi and memory_reserved.
 CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces
 COMMUNICATOR = int(0.5 * GIB)  # NCCL's buffers of one process group: all, expert-parallel, expert-data-parallel
-BUFFERS = 3 * 1.25  # times the rows of an exchange: what ``parallel.puts`` receives into, of each sharded model
 SLACK = 0.1  # of what comes and goes: blocks that the caching allocator cannot reuse
 USABLE = 0.99  # of the memory as it is sold: the driver's share of an H200 is 1.2 GiB
 
@@ -126,7 +127,7 @@ def loss_bytes(model: ModelNumbers, setup: Setup) -> tuple[int, int]:
     dtype: 6 bytes a logit for KL in bf16, measured as 315 MB at 512 tokens and 102 400 words (docs/RESULTS.md).
     """
     tokens = setup.micro_batch_size * setup.seq_len
-    logits = min(setup.chunk_tokens, tokens) * model.vocab
+    logits = min(setup.chunk_tokens or automatic_chunk(model.vocab), tokens) * model.vocab
     models = 2 if "kl" in setup.terms else 1
     to_hidden = len(setup.terms) * tokens * model.hidden * setup.width
     to_head = 0 if setup.freeze_lm_head else model.head * setup.width
@@ -221,7 +222,9 @@ def memory(
     if setup.ep_size > 1:
         rows = setup.micro_batch_size * setup.seq_len * model.top_k * setup.imbalance
         sharded = 2 if setup.teacher == "sharded" else 1
-        context += int(sharded * BUFFERS * rows * model.hidden * setup.width)
+        # What ``CopiesTransport`` receives into: the largest exchange's bytes, as often and as large as it makes them.
+        buffers = copies.BUFFERS * copies.SLACK * rows * model.hidden * setup.width
+        context += int(sharded * buffers)
     return Memory(moments(model, teacher, layers, setup), context, int(USABLE * hardware.memory * GIB))
 
 

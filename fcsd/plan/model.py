@@ -12,13 +12,13 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from fcsd.checkpoint import read_config, resolve
 from fcsd.models.build import arch_of, decoder_layers, register
+from fcsd.models.config_keys import EXPERT_COUNTS
 from fcsd.models.wiring import hf_parts
 from fcsd.plan.activations import LayerBytes, RoutedExperts, attention, measure_layer
 from fcsd.plan.setup import Setup
 
 _ATTENTION = "fcsd_plan"
 FINAL_NORM = -1  # its place among the kinds of layers
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _numbers(model: PreTrainedModel, streams: int, attention_width: int) -> Mode
         other=model.num_parameters() - inside - embedding - head * (not tied),
         hidden=outputs.weight.shape[1],
         vocab=outputs.weight.shape[0],
-        experts=next((text[name] for name in _NUM_EXPERTS if text.get(name)), 0)
+        experts=next((text[name] for name in EXPERT_COUNTS if text.get(name)), 0)
         if kinds and any(x.routed for x in layers)
         else 0,
         top_k=text.get("num_experts_per_tok") or 0,

@@ -56,7 +56,7 @@ class Setup:
     teacher: Literal["none", "replicated", "sharded"] = "none"
     terms: tuple[str, ...] = ("kl",)
     compared: int = 0
-    chunk_tokens: int = 512
+    chunk_tokens: int | None = None
     freeze_embeddings: bool = False
     freeze_lm_head: bool = False
     keep: int = 2

@@ -1,1 +1,1 @@
-"""Generation and scoring with a model in memory: caches, decoding, log-probabilities, chat."""
+"""Generation and scoring with a model in memory: caches, decoding, log-probabilities and chat."""

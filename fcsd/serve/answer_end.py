@@ -11,9 +11,9 @@ class Ending:
     """The end of an answer, in tokens and in text.
 
     Attributes:
-        tokens: ids that end an answer, themselves not part of its text.
-        stops: strings that end it.
-        tail: tokens that hold any stop string, however it falls on them.
+        tokens: token ids that end an answer and are not part of its text.
+        stops: strings that end an answer and are not part of its text.
+        tail: how many of the last tokens are decoded to find a stop string; any stop string fits into so many.
     """
 
     tokenizer: Any
@@ -22,9 +22,13 @@ class Ending:
     tail: int
 
     def of(self, answer: list[int], seen: int) -> int | None:
-        """At how many tokens an answer ends, if it does; nothing in its first ``seen`` tokens ended it.
+        """The number of tokens after which an answer ends, or None if it goes on.
 
-        A stop string may be found a few tokens late: its text is cut all the same.
+        A stop string may be found a few tokens late; ``text`` cuts the answer before it in any case.
+
+        Args:
+            answer: token ids of the answer so far.
+            seen: how many of them are known not to end it.
         """
         for count in range(seen, len(answer)):
             if answer[count] in self.tokens:
@@ -33,7 +37,7 @@ class Ending:
         return len(answer) if any(stop in text for stop in self.stops) else None
 
     def text(self, answer: list[int]) -> str:
-        """The text of an answer that is over."""
+        """The text of an answer that has ended."""
         text = self._decode(answer[:-1] if answer[-1] in self.tokens else answer)
         for stop in self.stops:
             text = text.split(stop)[0]
@@ -44,13 +48,13 @@ class Ending:
 
 
 def ending(model: PreTrainedModel, tokenizer: Any, stops: tuple[str, ...]) -> Ending:
-    """What ends a model's answers to a task with these stop strings; some may be tokens of their own."""
+    """What ends a model's answers to a task with these stop strings, some of which may be tokens of the tokenizer."""
     added = tokenizer.get_added_vocab()
     generation: Any = model.generation_config
     eos = generation.eos_token_id
     ends = {tokenizer.eos_token_id, *([eos] if isinstance(eos, int) else eos or [])}
     ends |= {added[stop] for stop in stops if stop in added}
     strings = tuple(filter(None, stops))
-    # A stop string of n bytes is at most n tokens long; a few more cover one that straddles tokens.
+    # A stop string of n bytes has at most n tokens; a few more cover one that begins inside of a token.
     tail = max([len(stop.encode()) for stop in strings], default=0) + 4
     return Ending(tokenizer, frozenset(ends), strings, tail)

@@ -54,14 +54,19 @@ def chat(
 ) -> Iterator[list[Answer]]:
     """Answer prompt after prompt, the baseline first.
 
-    Without ``prompts`` they are read from stdin if that is a terminal: one conversation, where the tokenizer has a
-    chat template. Otherwise every prompt stands alone, and the fixed ``PROMPTS`` are used.
+    Without a file of prompts, the user types them if stdin is a terminal; they form one conversation if the tokenizer
+    has a chat template. If stdin is no terminal, the fixed ``PROMPTS`` are used. Prompts of a file and fixed prompts
+    are independent of each other.
 
     Args:
-        model: directory or hub id, converted or not; ``baseline`` too.
+        model: directory or hub id of a model, converted or not.
+        baseline: the same for a second model, whose answers come first; None for no second model.
         prompts: a file with one prompt per line, or ``.jsonl`` with a ``prompt`` each.
-        seed: of the sampling, the same for every prompt and model.
-        max_new_tokens: longest answer; None for what the model's generation settings say, else ``MAX_NEW_TOKENS``.
+        seed: the seed of the sampling, the same for every prompt and model.
+        max_new_tokens: the longest answer; None for the limit in the model's generation settings, or else
+            ``MAX_NEW_TOKENS``.
+        device: ``cpu``, or ``cuda`` to let accelerate spread each model over GPUs and memory; None for ``cuda`` if
+            there is a GPU.
 
     Yields:
         For each prompt one answer per model.
@@ -86,7 +91,7 @@ def chat(
 
 
 def load_speaker(model: str, *, device: str | None = None) -> Speaker:
-    """A model in its own dtype (float32 on the CPU), spread by accelerate over GPUs and memory if there is a GPU."""
+    """Load a model and its tokenizer: in float32 on the CPU, else in its own dtype, spread over GPUs by accelerate."""
     import torch
     from transformers import AutoTokenizer
 
@@ -110,13 +115,14 @@ def answer(
     max_new_tokens: int | None = None,
     in_step: bool = False,
 ) -> str:
-    """The next turn of a conversation that ends with a user's.
+    """The model's answer to a conversation whose last turn is the user's.
 
-    A tokenizer without a chat template sees only the last turn, as plain text to continue.
+    Without a chat template the model continues the text of the last turn alone.
 
     Args:
-        seed: of the sampling; None takes the likeliest tokens and draws no random number.
-        in_step: all processes ask for the same answer, since the model is spread over them.
+        seed: the seed of the sampling; None for the most likely tokens, without random numbers.
+        max_new_tokens: see ``chat``.
+        in_step: whether the model is spread over several processes, all of which ask for the same answer.
 
     Raises:
         BadInputError: the conversation is longer than the model takes.
@@ -170,7 +176,7 @@ def side_by_side(answers: Sequence[Answer], width: int) -> str:
 
     def wrapped(text: str) -> Iterable[str]:
         for line in text.splitlines() or [""]:
-            # keeps the indentation of code
+            # Whitespace is kept, or code would lose its indentation.
             yield from textwrap.wrap(line, column, drop_whitespace=False, replace_whitespace=False) or [""]
 
     blocks = [[found.model[-column:], "-" * column, *wrapped(found.text)] for found in answers]

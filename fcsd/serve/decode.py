@@ -1,9 +1,9 @@
-"""Greedy generation in slots: fixed shapes, so that a step can be a CUDA graph, and the host looks on now and then.
+"""Greedy generation in slots of fixed shape, so that a step can be a CUDA graph.
 
-A step of transformers' ``generate`` is hundreds of small launches and several waits for the device; on a fast GPU
-the host is what one waits for. Here a step reads and writes fixed buffers and never waits: captured once as a graph
-it is a single launch. Every ``BLOCK`` steps the host reads the new tokens, lets answers that have ended go, and
-fills their slots with the next prompts.
+A step of transformers' ``generate`` launches hundreds of small kernels and waits for the device several times, so that
+on a fast GPU the host limits the speed. A step of this module reads and writes buffers of fixed shape and never waits
+for the device; captured as a graph, it is one launch. Every ``BLOCK`` steps the host reads the new tokens, removes the
+answers that have ended, and puts the next prompts into their slots.
 """
 
 import logging
@@ -18,11 +18,13 @@ from fcsd.serve.generate import CACHE_TOKENS
 from fcsd.serve.logprobs import FORWARD_TOKENS, batches, decoder_of, head_logits
 from fcsd.serve.slots import Slots
 
-# Steps between two looks of the host, and the grain of the width that attention looks at: one graph for each.
+# Steps after which the host reads the new tokens.
 BLOCK = 16
+# Attention reads a multiple of so many tokens of every slot. There is one graph for each multiple.
 WIDTH = 256
 MAX_SLOTS = 256
-GRAIN = 64  # of a slot's length: masks and keys stay aligned
+# The length of a slot is a multiple of so many tokens, which keeps masks and keys aligned in memory.
+GRAIN = 64
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +32,15 @@ log = logging.getLogger(__name__)
 def plan_slots(
     sizes: Sequence[int], prompts: Sequence[int], batch_size: int | None
 ) -> tuple[int, int, list[list[int]]]:
-    """How many slots of how many tokens, and which prompts are read together, the longest first.
+    """The number of slots, the tokens of a slot, and the groups of prompts that are read together, longest first.
 
-    Depends on all the prompts of a task and not on who shares them, so that every rank computes the same shapes.
+    The result depends on all prompts of a task and not on how ranks share them, so that every rank computes the same
+    shapes.
 
     Args:
-        sizes: tokens of each prompt and its answer.
-        prompts: tokens of each prompt.
-        batch_size: most slots; None for as many as ``CACHE_TOKENS`` and ``MAX_SLOTS`` allow.
+        sizes: for each prompt, its tokens plus the most tokens of its answer.
+        prompts: for each prompt, its tokens.
+        batch_size: the most slots; None for as many as ``CACHE_TOKENS`` and ``MAX_SLOTS`` allow.
     """
     length = _up(max(sizes), GRAIN)
     count = min(len(sizes), batch_size or MAX_SLOTS, max(1, CACHE_TOKENS // length))
@@ -56,21 +59,22 @@ def generate_in_slots(
     ended: Callable[[list[int], int], int | None],
     graphs: bool,
 ) -> Iterator[tuple[int, list[int]]]:
-    """Continue prompts by their most likely tokens, as ``generate_greedy`` does.
+    """Continue prompts with their most likely tokens, as ``generate_greedy`` does.
 
     Args:
-        model: a causal LM in eval mode for which ``why_no_slots`` has no objection.
+        model: a causal LM in eval mode for which ``why_no_slots`` returns None.
         prompts: token ids, none empty.
         groups: indices of the prompts that are read in one forward; a group waits until enough slots are free.
-        count: slots, at least as many as any group has prompts.
-        length: tokens of a slot, at least those of any prompt and its answer.
+        count: the number of slots, at least as many as any group has prompts.
+        length: the tokens of a slot, at least those of any prompt and its answer.
         max_new_tokens: the most tokens to add to a prompt.
-        ended: told the new tokens of an answer and how many of them it has seen; at how many the answer ends, if it
-            does.
-        graphs: capture the steps as CUDA graphs; where that fails the reason is logged and they run one by one.
+        ended: called with the new token ids of an answer and the number of them that it has seen before; returns the
+            number of tokens after which the answer ends, or None.
+        graphs: whether to capture the steps as CUDA graphs. If that fails, the reason is logged and the kernels of
+            each step are launched one by one.
 
     Yields:
-        ``(index of the prompt, its new tokens, the one that ended it included)`` as answers are done.
+        ``(index of the prompt, its new token ids, with the one that ended the answer)`` as soon as an answer ends.
 
     Raises:
         NonFiniteError: NaN or infinite logits.
@@ -112,7 +116,13 @@ def _up(number: int, grain: int) -> int:
 
 
 class _Stepper:
-    """The model with its buffers: the last token of every slot ``[slots, 1]``, and whether all logits were finite."""
+    """The model and its buffers of fixed shape.
+
+    Attributes:
+        ids: the last token id of every slot, ``[slots, 1]``.
+        finite: whether all logits of a slot's answer were finite, ``[slots]``.
+        graphs: the captured graphs by width; None if steps are not captured.
+    """
 
     def __init__(self, model: PreTrainedModel, slots: Slots, graphs: bool) -> None:
         self.model = model
@@ -123,7 +133,7 @@ class _Stepper:
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if graphs else None
 
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> list[int]:
-        """Read prompts into slots; the first new token of each."""
+        """Read prompts into slots and return the first new token id of each."""
         width = max(map(len, prompts))
         device = self.model.device
         rows = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=device)
@@ -144,7 +154,7 @@ class _Stepper:
         return first.tolist()
 
     def decode(self, steps: int, running: list[int]) -> list[list[int]]:
-        """The next tokens ``[slots][steps]``; those of slots that are not running mean nothing."""
+        """The next token ids ``[slots][steps]``; those of slots without an answer have no meaning."""
         tokens = []
         for _ in range(steps):
             self._play()
@@ -153,7 +163,7 @@ class _Stepper:
         return torch.cat(tokens, dim=1).tolist()
 
     def _step(self) -> torch.Tensor:
-        """One token for every slot, without waiting for the device; the logits ``[slots, vocab]``."""
+        """Compute one token for every slot without waiting for the device, and return the logits ``[slots, vocab]``."""
         slots = self.slots
         logits = self.model(
             input_ids=self.ids,
@@ -164,7 +174,7 @@ class _Stepper:
         ).logits[:, -1]
         self.finite &= logits.isfinite().all(-1)
         self.ids.copy_(logits.argmax(-1, keepdim=True))
-        slots.positions.add_(1).clamp_(max=slots.length - 1)  # a slot whose answer is over stays inside
+        slots.positions.add_(1).clamp_(max=slots.length - 1)  # writes of ended answers stay inside of their slots
         return logits
 
     def _play(self) -> None:
@@ -181,12 +191,12 @@ class _Stepper:
             self.graphs[self.slots.width].replay()
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        """A graph of one step, checked against a step that runs as usual; the buffers are as before.
+        """Capture one step as a graph and compare it with a step that is not captured; the buffers are restored.
 
-        Both write the same keys and values to the same places, so the cache needs no restoring.
+        Both write the same keys and values to the same places, so the cache need not be restored.
 
         Raises:
-            RuntimeError: a part of the model waits for the device, or the graph computes something else.
+            RuntimeError: a part of the model waits for the device, or the graph computes other logits.
         """
         buffers = (self.ids, self.slots.positions, self.finite)
         before = [buffer.clone() for buffer in buffers]
@@ -200,11 +210,12 @@ class _Stepper:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.stream(side):  # libraries set up what they must not while a graph is captured
+            with torch.cuda.stream(side):  # libraries initialise themselves, which is not allowed during a capture
                 expected = self._step().clone()
             torch.cuda.current_stream().wait_stream(side)
             restore()
-            with torch.cuda.graph(graph, pool=others[0].pool() if others else None):  # never two at a time
+            # Graphs share their memory, since never two run at a time.
+            with torch.cuda.graph(graph, pool=others[0].pool() if others else None):
                 logits = self._step()
             graph.replay()
             rounding = 8 * torch.finfo(expected.dtype).eps * expected.abs().max()

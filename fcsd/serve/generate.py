@@ -1,4 +1,4 @@
-"""Greedy generation in batches with a KV cache; finished rows leave the batch instead of holding it up."""
+"""Greedy generation in batches over a growing KV cache; rows whose answers have ended leave the batch."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ from transformers import DynamicCache, PreTrainedModel
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.serve.padded_cache import left_padded, select_rows
 
-# Tokens (prompt and answer, padded) whose keys and values are held at once.
+# The most tokens (of prompts and answers, padded) whose keys and values are in memory at once.
 CACHE_TOKENS = 65536
 
 
@@ -21,19 +21,20 @@ def generate_greedy(
     ended: Callable[[list[int], int], int | None],
     team: Team = ALONE,
 ) -> list[list[int]]:
-    """Continue every prompt by its most likely tokens.
+    """Continue every prompt with its most likely tokens.
 
     Sampling settings and penalties in the model's ``generation_config`` are not applied.
 
     Args:
         model: a causal LM in eval mode.
-        prompts: token ids, one non-empty sequence a row.
+        prompts: token ids; each sequence is a row of the batch, and none is empty.
         max_new_tokens: the most tokens to add to a row.
-        ended: told the new tokens of a row after each step, and how many of them it has seen; a number ends the row.
-        team: in lockstep, a rank whose rows have all ended runs on until those of every rank have.
+        ended: called after each step with the new token ids of a row and the number of them that it has seen before;
+            the row ends unless it returns None.
+        team: in lockstep, a rank whose rows have all ended continues until those of every rank have.
 
     Returns:
-        The new tokens of each row, the one that ended it included.
+        The new token ids of each row, with the one that ended it.
 
     Raises:
         NonFiniteError: NaN or infinite logits.
@@ -63,7 +64,7 @@ def generate_greedy(
             return new
         positions = positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-        # Copying the cache costs more than a few idle rows.
+        # Copying the cache costs more time than computing a few rows in vain.
         if 0 < len(running) <= 0.75 * len(rows):
             keep = torch.tensor([i for i, row in enumerate(rows) if row in running], device=model.device)
             select_rows(cache, keep, len(rows))

@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations: nothing is computed twice, logits exist only where they are scored."""
+"""Log-probabilities of continuations. Contexts are computed once, and logits only at the positions that are scored."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,8 @@ from fcsd.errors import BadInputError
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.serve.padded_cache import left_padded, select_rows
 
-# Padded tokens in one forward, and positions whose logits exist at once: [1024, vocab] fp32 is 0.8 GB at most.
+# The most padded tokens in one forward pass.
+# The most positions whose logits exist at once: [1024, vocab] in fp32 takes at most 0.8 GB.
 FORWARD_TOKENS = 16384
 HEAD_ROWS = 1024
 
@@ -22,9 +23,9 @@ Request = tuple[Sequence[int], Sequence[int]]
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Make sure that decoder plus output embeddings *are* the model.
+    """Make sure that the decoder followed by the output embeddings gives the model's logits.
 
-    A head that scales or caps its logits outside of the embedding matrix would be scored wrongly.
+    A model that scales or caps its logits after the output embeddings would be scored wrongly.
 
     Raises:
         BadInputError: the two give different logits.
@@ -43,9 +44,9 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """The part of a causal LM that ends in hidden states."""
+    """The part of a causal LM whose output is the last hidden states."""
     decoder = model.get_decoder()
-    # Llama 4 answers with the causal LM, head included.
+    # Llama 4 returns the causal LM itself, with its head.
     return decoder if decoder.get_output_embeddings() is None else decoder.model
 
 
@@ -76,14 +77,14 @@ def continuation_logprobs(
 ) -> dict[int, tuple[float, bool]]:
     """Score token continuations, or this rank's share of them.
 
-    Choices after one context share its keys and values; single-token choices share their only forward.
+    The choices of one context share its keys and values. Choices of a single token need no forward pass of their own.
 
     Args:
         model: a causal LM in eval mode.
         requests: ``(context ids, continuation ids)``, neither empty.
-        batch_size: most contexts in one forward; None for as many as ``FORWARD_TOKENS`` allows.
+        batch_size: the most contexts in one forward pass; None for as many as ``FORWARD_TOKENS`` allows.
         done: called with ``(index, answer)`` as soon as an answer is known.
-        team: the ranks that share the work; the batches are the same however many they are.
+        team: the ranks that share the work; the batches do not depend on their number.
 
     Returns:
         By index of the request, the summed log-probability (natural log, from fp32 logits) of the continuation
@@ -121,7 +122,12 @@ def continuation_logprobs(
 def _whole(
     model: PreTrainedModel, inputs: dict[Tokens, list[int]], batch_size: int | None, team: Team
 ) -> Iterator[tuple[torch.Tensor, list[tuple[int, list[int]]]]]:
-    """Forwards of whole inputs: hidden states, and for each row its end in them, flattened, and its requests."""
+    """Forward passes over whole inputs.
+
+    Yields:
+        Hidden states ``[batch, width, hidden]``; and for each row the end of its tokens in the flattened first two
+        dimensions, with the indices of its requests.
+    """
     tokens = list(inputs)
     for batch in team.share(batches([len(t) for t in tokens], FORWARD_TOKENS, batch_size)):
         rows = [tokens[i] for i in batch]
@@ -133,7 +139,10 @@ def _whole(
 def _branched(
     model: PreTrainedModel, trunks: dict[Tokens, dict[Tokens, list[int]]], batch_size: int | None, team: Team
 ) -> Iterator[tuple[torch.Tensor, list[tuple[int, list[int]]]]]:
-    """As ``_whole``, for inputs that begin alike: first the trunks, then all branches on copies of their caches."""
+    """As ``_whole``, for inputs with common beginnings.
+
+    Each beginning is computed once, and what follows it over copies of its cache.
+    """
     decoder, keys = decoder_of(model), list(trunks)
     for batch in team.share(batches([len(t) for t in keys], FORWARD_TOKENS, batch_size)):
         rows = [keys[i] for i in batch]
@@ -155,7 +164,7 @@ def _branched(
 
 
 def _right_padded(rows: Sequence[Tokens], device: torch.device) -> tuple[torch.Tensor, int]:
-    """Ids ``[batch, width]`` and the width; a causal model never sees what is to the right of a token."""
+    """Token ids ``[batch, width]`` and the width; padding on the right does not change a causal model's output."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device), width
 
@@ -163,10 +172,18 @@ def _right_padded(rows: Sequence[Tokens], device: torch.device) -> tuple[torch.T
 def _score_positions(
     model: PreTrainedModel, hidden: torch.Tensor, positions: list[int], targets: list[int], team: Team
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and greedy hit ``[len(targets)]`` (on CPU) of each target at its row of ``hidden``."""
+    """The log-probability of each target at its row of ``hidden``, and whether it is the most likely token.
+
+    Args:
+        hidden: ``[rows, hidden]``.
+        positions, targets: for each target, its row and its token id.
+
+    Returns:
+        Two tensors ``[len(targets)]`` on the CPU.
+    """
     logprobs, hits, finite = [], [], True
     for start in range(0, team.most(len(positions)), HEAD_ROWS):
-        # A rank with fewer positions than another runs a head that is spread over the ranks on none.
+        # A head that is spread over the ranks runs equally often on all, on a rank with fewer positions over no rows.
         rows = torch.tensor(positions[start : start + HEAD_ROWS], dtype=torch.long, device=hidden.device)
         wanted = torch.tensor(targets[start : start + HEAD_ROWS], dtype=torch.long, device=hidden.device)
         logits = head_logits(model, hidden[rows])

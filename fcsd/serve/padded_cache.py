@@ -1,4 +1,4 @@
-"""Batches of prompts of unequal length over a key-value cache."""
+"""Batches of prompts of different lengths over a key-value cache."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 
 def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids, attention mask and position ids ``[batch, width]``; every row's next token follows the last column."""
+    """Token ids, attention mask and position ids, each ``[batch, width]``, of rows that are padded on the left."""
     width = max(map(len, rows))
     ids = torch.tensor([[*[0] * (width - len(row)), *row] for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
@@ -16,9 +16,9 @@ def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[to
 
 
 def select_rows(cache: DynamicCache, rows: torch.Tensor, batch: int) -> None:
-    """Replace the ``batch`` rows of a cache by those at the indices ``rows``, in that order, repeats allowed.
+    """Replace the ``batch`` rows of a cache by those at the indices ``rows``, in that order; indices may repeat.
 
-    Layers with Desync wiring hold ``[ranks * batch, ...]``, rank by rank.
+    Layers with Desync wiring hold ``[ranks * batch, ...]``, one rank after the other.
     """
     layers: Any = cache.layers
     for layer in layers:

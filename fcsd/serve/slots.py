@@ -1,4 +1,4 @@
-"""A key-value cache of fixed shape: a slot per answer, each at its own position, refilled when its answer is done."""
+"""A key-value cache of fixed shape with a slot per answer; when an answer has ended, the next prompt gets its slot."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 
 class Slots:
-    """What all layers of the cache agree on.
+    """The state that all layers of the cache share.
 
     Attributes:
-        count: slots.
-        length: tokens a slot holds.
-        positions: ``[count]``, where the next token of each slot goes.
-        width: how many tokens of every slot decoding looks at; at least all positions in use.
-        filling: the slots that the prompts of a prefill go to, ``[prompts]``; None while decoding.
+        count: the number of slots.
+        length: the tokens that a slot holds.
+        positions: the position of each slot's next token, ``[count]``.
+        width: how many tokens of every slot attention reads while decoding; at least all positions in use.
+        filling: the slots into which a prefill writes its prompts, ``[prompts]``; None while decoding.
     """
 
     def __init__(self, count: int, length: int, device: torch.device) -> None:
@@ -39,9 +39,9 @@ class Slots:
 class SlotLayer(CacheLayerMixin):
     """Keys and values ``[slots, heads, length, head size]`` of one layer.
 
-    A prefill of right-padded prompts writes whole prompts and attends to nothing older; what padding leaves behind
-    a prompt is overwritten before it is ever looked at. Decoding writes one token a slot. Layers with Desync wiring
-    come with ``ranks * batch`` rows, rank by rank.
+    A prefill of right-padded prompts writes whole prompts and attends to these alone. The keys and values of padding
+    are overwritten before attention reads them. Decoding writes one token per slot. Layers with Desync wiring have
+    ``ranks * batch`` rows, one rank after the other.
     """
 
     is_sliding = False

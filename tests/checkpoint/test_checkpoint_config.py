@@ -107,7 +107,7 @@ def test_unexpected_tensors_can_be_allowed(model):
         ({"num_experts_per_tok": 9}, "num_experts_per_tok, 9, exceeds num_local_experts, 8"),
         ({"num_experts_per_tok": None}, "num_experts_per_tok is null"),
         ({"sliding_window": -1}, "sliding_window is -1"),
-        ({"dtype": 0}, "dtype is not a name"),
+        ({"dtype": 0}, "dtype is '0', not one of"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"num_key_value_heads": 3}, "num_key_value_heads, 3, does not divide num_attention_heads, 4"),
         ({"hidden_size": 128}, "wrong ("),

@@ -15,6 +15,7 @@ from gate import open_base
 from fcsd.checkpoint import INDEX, inspect, read_layout
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
+from fcsd.models.export_template import auto_map
 from fcsd.models.wiring import Wiring
 
 # architecture -> (dense layers, MoE layers, experts, per token, shared) of the tiny models
@@ -182,7 +183,7 @@ def test_converted_by_fcsd(tmp_path):
         tmp_path,
         model_type="fcsd_deepseek_v2",
         architectures=["FcsdDeepseekV2ForCausalLM"],
-        auto_map={"AutoConfig": "modeling_fcsd.FcsdConfig"},
+        auto_map=auto_map(ARCHS["deepseek_v2"]),
         fcsd=block,
     )
     report = inspect(str(tmp_path))

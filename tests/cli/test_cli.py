@@ -3,6 +3,7 @@
 import errno
 import importlib
 import inspect
+import io
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from fcsd import __version__, errors
+from fcsd.cli import command
 from fcsd.cli.main import app
 from fcsd.foreign_errors import _TABLE, translate
 
@@ -174,10 +176,52 @@ def test_eval_exits_9_unless_the_verdict_is_met(library) -> None:
     assert "runs--a--final within 1 points of teacher: no (-10.0 ± 0.5)" in missed.stdout
 
 
+def test_eval_of_a_model_in_a_run_writes_where_export_looks(library, tmp_path: Path) -> None:
+    fake = library("fcsd.eval.harness", "evaluate", [])
+    for name in ("mine", "other"):
+        (tmp_path / name / "final").mkdir(parents=True)
+        (tmp_path / name / "config.resolved.yaml").write_text("name: x\n")
+    mine, other = str(tmp_path / "mine/final"), str(tmp_path / "other/final")
+    for models, out in (
+        ([mine, "org/base"], tmp_path / "mine/eval"),
+        ([mine, other], None),
+        ([mine, "--out", "x"], Path("x")),
+        (["org/base"], None),
+    ):
+        run("eval", *models)
+        assert fake.call_args.kwargs["out"] == out
+
+
+def test_eval_refuses_a_single_task_that_is_far_below(library) -> None:
+    right = {"metric": "acc", "value": 1.0, "stderr": 0.0, "n": 2000, "chance": 50.0, "engine": {}}
+    right |= {"settings_sha256": "s", "data_sha256": "d", "items": [1.0] * 2000, "model": "teacher", "baseline": True}
+    below = {"value": 0.9, "items": [0.0] * 200 + [1.0] * 1800}
+    tasks = [f"task{number}" for number in range(30)]
+    rows = [{**right, "column": task} for task in tasks]
+    rows += [{**row, "model": "m", "baseline": False, **(below if row["column"] == "task7" else {})} for row in rows]
+    library("fcsd.eval.harness", "evaluate", rows)
+    command = ["eval", "m", "--baseline", "teacher", "--require"]
+    met, missed = run(*command, "within 1.0"), run(*command, "within 1.0, each within 3.0")
+    assert (met.exit_code, missed.exit_code) == (0, 9)
+    assert "m within 1 points of teacher: yes" in met.stdout and "further below on task7 (-10.0)" in met.stdout
+    assert "more than 3 points below teacher on task7" in missed.stderr
+
+
+def test_a_file_name_that_is_not_utf8_is_printed_escaped() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="utf-8", errors="strict")  # closes ``raw`` when it is deleted
+    token = command._DATA.set(stream)
+    try:
+        command.emit(os.fsdecode(b"model\xff"))
+    finally:
+        command._DATA.reset(token)
+    assert raw.getvalue() == b"model\\udcff\n"
+
+
 def test_export_and_push(library) -> None:
     export = library("fcsd.export.final", "export", Path("final"))
     assert run("export", "runs/x", "final", "--push", "org/name", "--private").stdout == "final\n"
-    wanted = {"checkpoint": "latest", "force": False, "push": "org/name", "private": True, "create_pr": False}
+    wanted = {"checkpoint": None, "force": False, "push": "org/name", "private": True, "create_pr": False}
     export.assert_called_once_with("runs/x", Path("final"), **wanted, revision=None)
     push = library("fcsd.export.push", "push", "address")
     assert run("push", "final", "org/name", "--create-pr", "--revision", "b").stdout == "address\n"

@@ -218,6 +218,21 @@ def test_a_resumed_run_must_have_the_same_data_rendered_the_same_way(folder: Pat
         assert [line.partition(" was ")[0] for line in differences(first, other)] == differing
 
 
+def test_fields_that_change_no_row_are_no_part_of_a_runs_identity(folder: Path) -> None:
+    """So that runs resume which were started before these fields existed."""
+    text, chats = chats_and_text(folder)
+
+    def named(*sources: dict[str, Any]) -> set[str]:
+        recipe = runs.resolved(folder, data__sources=list(sources)).recipe
+        corpora = [load_corpus(source, texts.tokenizer(), 256) for source in recipe.data.sources]
+        keys = {"data.weight_by", "data.sources.0.earlier_reasoning", "data.sources.0: documents"}
+        return keys & run_identity(recipe, corpora, World(0, 1, torch.device("cpu"))).keys()
+
+    assert named(text) == named(text, text) == set()
+    assert named(chats) == {"data.sources.0.earlier_reasoning", "data.sources.0: documents"}
+    assert named(text, chats) == {"data.weight_by"}
+
+
 def test_learning_rate_rises_then_falls_to_the_minimum() -> None:
     settings = runs.load_recipe("tiny", ["train.steps=100", "optim.warmup_steps=10", "optim.min_lr=1e-5"]).recipe
     rates = [step.learning_rate(settings, n) for n in range(1, 101)]

@@ -14,7 +14,7 @@ import torch
 
 from fcsd.errors import FcsdError
 from fcsd.eval import evalplus_tasks
-from fcsd.eval.code import scorer_process
+from fcsd.eval.code import judge_process
 from fcsd.eval.early_score import Score, score
 from fcsd.eval.harness import Loaded, evaluate
 from fcsd.models.build import load_model
@@ -68,7 +68,7 @@ def train(rank: int, repo: Path, stage: int, scored: bool) -> tuple[str, list[Sc
 
 def both(rank: int, repo: Path) -> dict[str, Any]:
     evalplus_tasks.MAX_NEW_TOKENS = 64
-    scorer_process.SILENCE_S = 3.0
+    judge_process.SILENCE_S = 3.0
     without, _ = train(rank, repo, stage=1, scored=False)
     with_, scores = train(rank, repo, stage=1, scored=True)
     return {"without": without, "with": with_, "scores": scores, "error": broken_scorer(rank, repo)}
@@ -81,7 +81,7 @@ def broken_scorer(rank: int, repo: Path) -> list[tuple[str, float]]:
     for ill in ("import os; os.kill(os.getpid(), 9)", "import os; os.kill(os.getpid(), 19)"):
         patient = [sys.executable, "-c", ill]
         subprocess.Popen = lambda command, patient=patient, **more: real(
-            patient if "fcsd.eval.code.scorer" in command else command, **more
+            patient if "fcsd.eval.code.judge_worker" in command else command, **more
         )
         began = time.monotonic()
         try:
@@ -100,10 +100,10 @@ def test_training_is_the_same_to_the_last_bit_and_every_rank_knows_the_score(rep
     assert first["scores"] == second["scores"] == [Score(1.0, 0.0, 3)]
     assert first["error"][0][0] == second["error"][0][0] and first["error"][1][0] == second["error"][1][0]
     for killed, stopped in (first["error"], second["error"]):
-        assert "the scoring process failed twice: status -9" in killed[0]
-        assert "the scoring process failed twice: it said nothing for 3 s" in stopped[0]
-    patience = scorer_process.ATTEMPTS * scorer_process.SILENCE_S
-    assert patience < 30 and scorer_process.BEAT_S < scorer_process.SILENCE_S / 4
+        assert "the judging process failed twice: status -9" in killed[0]
+        assert "the judging process failed twice: it sent nothing for 3 s" in stopped[0]
+    patience = judge_process.ATTEMPTS * judge_process.SILENCE_S
+    assert patience < 30 and judge_process.BEAT_S < judge_process.SILENCE_S / 4
 
     monkeypatch.setattr(evalplus_tasks, "MAX_NEW_TOKENS", 64)
     model, tokenizer = teacher(repo)

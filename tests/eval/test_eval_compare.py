@@ -6,7 +6,7 @@ import random
 import pytest
 
 from fcsd.errors import ConfigError, VerdictError
-from fcsd.eval.compare import NO, UNDECIDED, YES, Difference, compare, require
+from fcsd.eval.compare import NO, UNDECIDED, YES, Difference, Requirement, compare
 from fcsd.eval.statistics import estimate, paired_difference, share_recovered
 from fcsd.eval.tables import difference_table, plain_table, report, table_1
 
@@ -86,7 +86,7 @@ def test_comparison_numbers():
     assert student.tasks[0].recovery[0] == pytest.approx(0.9)
     assert student.overall.recovery is not None
     assert student.overall.recovery[0] == pytest.approx(0.9)
-    assert student.loss.points == pytest.approx(0.2)
+    assert student.loss.nats == pytest.approx(0.2)
     assert student.loss.recovery is not None
     assert student.loss.recovery[0] == pytest.approx(0.9)
 
@@ -103,19 +103,58 @@ def test_nothing_to_win_back_where_the_teacher_guesses():
     assert compare(rows)[0].tasks[0].recovery is None
 
 
+def require(text: str, comparisons: list) -> None:
+    Requirement.parse(text).check(comparisons)
+
+
 def test_verdicts():
-    assert Difference("A", -0.2, 0.3).verdict(1.0) == YES
-    assert Difference("A", -2.0, 0.3).verdict(1.0) == NO
-    assert Difference("A", -0.8, 0.3).verdict(1.0) == UNDECIDED
-    assert Difference("A", 0.0, math.nan).verdict(1.0) == UNDECIDED
+    assert Difference("A", -0.2, 0.3, low=-0.8, high=0.4).verdict(1.0) == YES
+    assert Difference("A", -2.0, 0.3, low=-2.6, high=-1.4).verdict(1.0) == NO
+    assert Difference("A", -0.8, 0.3, low=-1.4, high=-0.2).verdict(1.0) == UNDECIDED
     few, many = compare(table(n=20)), compare(table(n=2000))
     assert few[1].tasks[0].points == 0.0 and few[1].tasks[0].verdict(1.0) == UNDECIDED
     assert many[1].tasks[0].verdict(1.0) == YES
     require("within 1.0", [many[1]])
     with pytest.raises(VerdictError, match="untrained within 1 points of teacher: no"):
         require("within 1.0", many)
-    with pytest.raises(ConfigError, match="cannot require"):
-        require("about 1", many)
+    for wrong in ("about 1", "within 1.0,", "each within 3", "within 1, each within x"):
+        with pytest.raises(ConfigError, match="cannot require"):
+            require(wrong, many)
+
+
+def questions(right: int, n: int = 1000) -> list[float]:
+    return [1.0] * right + [0.0] * (n - right)
+
+
+def test_a_collapsed_task_is_named_and_refused_only_where_it_is_shown():
+    tasks = {"A": (800, 815), "B": (800, 815), "C": (800, 815), "D": (800, 762)}
+    rows = [row("teacher", column, questions(score)) for column, (score, _) in tasks.items()]
+    (student,) = compare([*rows, *(row("student", column, questions(score)) for column, (_, score) in tasks.items())])
+    assert student.overall is not None and student.overall.verdict(1.0) == YES
+    assert student.sentence(1.0).endswith("; further below on D (-3.8)"), "named although nobody asked for it"
+    require("within 1.0", [student])
+    require("within 1.0, each within 3.0", [student])  # 3.8 below, but not shown to be more than 3
+    with pytest.raises(VerdictError, match=r"more than 2 points below teacher on D \(-3.8, at most -2.9\)"):
+        require("within 1.0, each within 2", [student])
+    many = compare(table(n=2000, drop=0))[1]
+    assert "further below" not in many.sentence(1.0)
+
+
+def test_perplexities_are_compared_in_nats_and_partial_credit_in_points():
+    """A perplexity's items are (log-likelihood, words)."""
+    texts = {"teacher": [(-100.0 - i % 3, 50) for i in range(30)], "student": [(-102.0 - i % 3, 50) for i in range(30)]}
+    credit = {"teacher": [0.75] * 400, "student": [0.7] * 200 + [0.8] * 200}
+    rows = [row(model, "PPL", items, metric="word_perplexity") for model, items in texts.items()]
+    rows += [row(model, "IFEval", items) for model, items in credit.items()]
+    (student,) = compare(rows)
+    (loss,) = student.perplexities
+    assert (loss.column, loss.unit) == ("PPL", "word") and loss.nats == pytest.approx(2 / 50)
+    (task,) = student.tasks
+    assert task.column == "IFEval" and task.points == pytest.approx(0, abs=1e-9)
+    assert -3 < task.low < 0 < task.high < 3, "one point is gained and one lost in 40, as if whole answers changed"
+    assert student.to_json(1.0)["perplexities"][0]["nats"] == loss.nats
+    lines = difference_table([student], 1.0).splitlines()
+    assert lines[-1].split("|")[1].strip() == "PPL, nats per word" and "+0.0400 ±" in lines[-1]
 
 
 def test_differences_as_a_table():
@@ -148,7 +187,8 @@ def test_unequal_evaluations_are_not_compared():
 
 def test_report_writes_tables_and_a_picture(tmp_path):
     rows = table(drop=40)
-    comparisons = report(rows, tmp_path, untrained="untrained")
+    comparisons = compare(rows, untrained="untrained")
+    report(rows, tmp_path, comparisons)
     assert "| teacher   | 80.0 | 80.0 | 80.0 | 2.003         |" in table_1(rows)
     text = plain_table(rows, comparisons)
     assert "| A                  | acc           | 1000 | 80.0 ± 1.3" in text

@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.eval.engines import adapter
 from fcsd.eval.harness import Loaded, evaluate, names_of
-from fcsd.eval.results import read_rows
+from fcsd.eval.results import read_results
 from fcsd.eval.suite import SUITES, TEACHERS, select
 from fcsd.serve import logprobs
 
@@ -149,14 +149,15 @@ def test_no_score_for_a_broken_model_or_a_cut_prompt(mirror, tmp_path):
 
 
 def test_refusals():
-    with pytest.raises(ConfigError, match="no task 'boolq'"):
-        evaluate([loaded()], tasks=["boolq"])
+    with pytest.raises(ConfigError, match="has no task 'boolq'"):
+        select("paper", ["boolq"])
     with pytest.raises(ConfigError, match="unknown suite"):
         evaluate([loaded()], suite="papers")
     with pytest.raises(ConfigError, match="limit"):
         evaluate([loaded()], tasks=["piqa"], limit=0)
     with pytest.raises(ConfigError, match="twice"):
         names_of(["runs/a", "runs/a"])
+    assert names_of(["comparison", "org/base"]) == [str(Path("comparison").resolve())[1:].replace("/", "--"), "base"]
     assert names_of(["runs/a/final", "/runs/b/final", "org/base"]) == [
         "runs--a--final",
         "runs--b--final",
@@ -233,5 +234,5 @@ def test_models_by_path_resume_after_a_kill_and_keep_other_results(mirror, tmp_p
     assert len(scored) == 2 * (8 * 2 + 8 * 4), "each request was scored once"
 
     evaluate([student], tasks=["piqa"], data_mirror=mirror, limit=2, out=out)
-    kept = [(row["column"], row["n"]) for row in read_rows(out / "student.json")]
+    kept = [(row["column"], row["n"]) for row in read_results(out / "student.json")]
     assert kept == [("PIQA", 8), ("ARC-E", 8), ("PIQA", 2)]

@@ -15,7 +15,7 @@ from fcsd.errors import NonFiniteError
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import Loaded, evaluate
-from fcsd.eval.results import read_rows
+from fcsd.eval.results import read_results
 from fcsd.launch.shared_work import Team
 from fcsd.launch.world import World
 from fcsd.serve import logprobs
@@ -158,7 +158,7 @@ def test_the_command_line_starts_ranks_and_a_second_run_repeats_no_answer(mirror
 
     two = run("--gpus", "2")
     assert two.count("PIQA") == 1, "one rank prints"
-    rows = read_rows(tmp_path / "out/model.json")
+    rows = read_results(tmp_path / "out/model.json")
     assert {row["engine"]["ranks"] for row in rows} == {2}
     files = sorted((tmp_path / "out/answers").iterdir())
     assert len(files) == 2 and all("[" in file.read_text() for file in files), "both ranks worked"

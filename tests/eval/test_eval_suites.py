@@ -13,11 +13,11 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from fcsd.errors import ConfigError
-from fcsd.eval import tasks
+from fcsd.errors import BadInputError, ConfigError
+from fcsd.eval import ifeval, tasks
 from fcsd.eval.engines import adapter
 from fcsd.eval.harness import Loaded, evaluate
-from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SUITES, select
+from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SUITES, select, select_any
 from fcsd.eval.tables import table_1
 
 LONGEST = 8192  # the tests' tokenizer needs several tokens a word, and these suites show up to 25 examples
@@ -70,7 +70,7 @@ def test_a_suite_runs_and_equals_lm_eval(suite: str, subject: Loaded, mirror: Pa
     folder = Path(simple_evaluate.__code__.co_filename).parent / "tasks"
     model = HFLM(pretrained=subject.model, tokenizer=subject.tokenizer, batch_size=4, max_length=LONGEST)
     for row in asked:
-        if row.metric in ("exact_match", "prompt_level_strict_acc"):
+        if row.metric in ("exact_match", "aggregated_acc"):
             continue  # generated: see below, and tests of the adapter
         manager = TaskManager(include_path=folder / row.directory, include_defaults=False)
         settings: Any = {"num_fewshot": row.shots, "limit": 1, "bootstrap_iters": 0, "log_samples": False}
@@ -96,7 +96,82 @@ def test_ifeval_judges_by_its_rules(subject: Loaded, mirror: Path, monkeypatch: 
     ]
     monkeypatch.setattr(adapter.HFAdapter, "generate_until", lambda self, requests: answers)
     (row,) = evaluate([subject], suite="ladder", tasks=["IFEval"], data_mirror=mirror, limit=4)
-    assert row["items"] == [True, True, False, False] and row["value"] == 0.5
+    # Two of four prompts are followed, strictly and loosely; and four of six instructions: 1, 2, 0 and 1.
+    assert row["value"] == pytest.approx((2 / 4 + 4 / 6) / 2)
+    assert row["items"] == pytest.approx([(1 + 4 / 6) / 2, (1 + 8 / 6) / 2, 0, 4 / 6 / 2])
+    theirs = aggregates([subject], mirror)
+    assert row["value"] == pytest.approx(sum(theirs.values()) / 4), "the mean of lm-eval's four accuracies"
+
+
+def aggregates(subjects: list[Loaded], mirror: Path) -> dict[str, float]:
+    """lm-eval's own four accuracies of IFEval for a model whose answers are those of the test."""
+    folder = Path(simple_evaluate.__code__.co_filename).parent / "tasks/ifeval"
+    manager = TaskManager(include_path=folder, include_defaults=False)
+    before = Path.cwd()
+    os.chdir(mirror)
+    try:
+        lm = adapter.HFAdapter(subjects[0].model, subjects[0].tokenizer)
+        found = simple_evaluate(lm, tasks=["ifeval"], task_manager=manager, limit=4, bootstrap_iters=0)["results"]
+    finally:
+        os.chdir(before)
+    return {name: value for name, value in found["ifeval"].items() if name.endswith("_acc,none")}
+
+
+def test_suite_ladder_follows_its_section() -> None:
+    """Section 4.2: accuracy on MMLU and ARC-C, normalised accuracy on OpenBookQA and HellaSwag, IFEval aggregated."""
+    found = {benchmark.column: (benchmark.metric, benchmark.shots) for benchmark in SUITES["ladder"]}
+    assert found["MMLU"] == ("acc", 5) and found["ARC-C"] == ("acc", 25)
+    assert found["OBook"] == ("acc_norm", 0) and found["HS"] == ("acc_norm", 10)
+    assert found["IFEval"] == ("aggregated_acc", 0) and found["GSM-8K"][1] == 8
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_any_task_of_lm_eval_is_scored_as_lm_eval_scores_it(subject: Loaded, mirror: Path, monkeypatch) -> None:
+    """Neither of these is in suite `paper`; the shots of the second are lm-eval's, those of the first are asked for."""
+    folder = Path(simple_evaluate.__code__.co_filename).parent / "tasks"
+    for name, directory, metric, shots in (("sciq", "sciq", "acc_norm", 2), ("boolq", "super_glue/boolq", "acc", None)):
+        (row,) = evaluate([subject], tasks=[name], num_fewshot=shots, data_mirror=mirror, limit=3)
+        assert (row["column"], row["task"], row["metric"], row["n"]) == (name, name, metric, 3)
+        assert row["settings"]["shots"] == shots and row["data_files"] and row["chance"] is None
+        with monkeypatch.context() as inside:
+            inside.chdir(mirror)
+            theirs = simple_evaluate(
+                HFLM(pretrained=subject.model, tokenizer=subject.tokenizer, batch_size=4, max_length=LONGEST),
+                tasks=[name],
+                task_manager=TaskManager(include_path=folder / directory, include_defaults=False),
+                num_fewshot=shots,
+                limit=3,
+                bootstrap_iters=0,
+            )["results"][name]
+        assert row["value"] == pytest.approx(theirs[f"{metric},none"])
+
+
+def test_settings_of_named_tasks(subject: Loaded, mirror: Path) -> None:
+    chatty = Loaded("chatty", subject.model, eval_data.tokenizer())
+    chatty.tokenizer.chat_template = "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} {% endfor %}"
+    ask = {"tasks": ["piqa"], "data_mirror": mirror, "limit": 2}
+    (plain,) = evaluate([chatty], **ask)
+    (chat,) = evaluate([chatty], apply_chat_template=True, num_fewshot=1, **ask)
+    assert (plain["settings"]["chat"], plain["settings"]["shots"]) == (False, 0)
+    assert (chat["settings"]["chat"], chat["settings"]["shots"]) == (True, 1)
+    assert plain["settings"]["prompts_sha256"] != chat["settings"]["prompts_sha256"]
+    with pytest.raises(BadInputError, match="PIQA: the model has no chat template"):
+        evaluate([subject], apply_chat_template=True, **ask)
+    with pytest.raises(ConfigError, match="settings of suite 'paper' are fixed"):
+        evaluate([subject], num_fewshot=2, data_mirror=mirror)
+    with pytest.raises(ConfigError, match="EvalPlus shows no examples"):
+        evaluate([subject], suite="strict", tasks=["HEval+"], num_fewshot=2, data_mirror=mirror)
+
+
+def test_tasks_that_cannot_be_scored_are_refused_before_the_model_runs(subject: Loaded, mirror: Path) -> None:
+    subject.model.get_decoder().register_forward_pre_hook(lambda *_: pytest.fail("a forward ran"))
+    with pytest.raises(
+        ConfigError, match="neither the suite nor the installed lm-eval has a task 'hellaswagg'"
+    ) as told:
+        tasks.load_tasks(select_any("paper", ["hellaswagg"]), mirror).__enter__()
+    assert "hellaswag" in str(told.value.hint)
+    with pytest.raises(ConfigError, match="runs generated programs outside of fcsd's sandbox"):
+        tasks.load_tasks(select_any("quickstart", ["humaneval_plus"]), mirror).__enter__()
 
 
 def test_ifeval_without_its_tools_is_refused_before_anything_runs(
@@ -109,6 +184,6 @@ def test_ifeval_without_its_tools_is_refused_before_anything_runs(
         without.setattr(nltk.data, "path", [os.devnull])
         with pytest.raises(ConfigError, match="punkt_tab"):
             ask()
-    monkeypatch.setattr(tasks, "find_spec", lambda name: None if name == "langdetect" else name)
+    monkeypatch.setattr(ifeval, "find_spec", lambda name: None if name == "langdetect" else name)
     with pytest.raises(ConfigError, match="IFEval needs langdetect"):
         ask()

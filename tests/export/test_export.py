@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,8 @@ def run(converted: Path, tmp_path: Path) -> Path:
     rows = [{**row, "model": "mine", "value": 0.625, "baseline": False}]
     rows += [{**row, "model": "base", "value": 0.75, "baseline": True}]
     (path / "eval" / "mine.json").write_text(json.dumps(rows))
+    comparison = [{"model": "mine", "baseline": "base", "margin": 1.0, "tasks": [], "overall": None, "loss": None}]
+    (path / "eval" / "comparison.json").write_text(json.dumps(comparison))  # by `fcsd eval --baseline`
     return path
 
 
@@ -73,7 +77,8 @@ def test_a_converted_model_is_exported_and_proven(converted: Path, tmp_path: Pat
     assert {name: after[name] for name in before} == before
     assert list(tmp_path.glob(".*")) == []
     out = tmp_path / "out"
-    assert set(snapshot(out)) == set(snapshot(converted)) | {reload.RECORD}
+    assert set(snapshot(out)) == set(snapshot(converted)) - {".fcsd.json"} | {reload.RECORD}
+    assert not any(str(tmp_path) in path.read_text() for path in out.iterdir() if path.suffix in (".json", ".md"))
     for shard in converted.glob("*.safetensors"):
         assert (out / shard.name).samefile(shard)
     assert (out / "LICENSE").read_text() == "A licence."
@@ -136,8 +141,8 @@ def test_a_run_exports_its_latest_or_best_checkpoint(run: Path, tmp_path: Path, 
     with monkeypatch.context() as patch:
         patch.setattr(exporting, "prove_reload", lambda *args: {"layers": 4, "of": 4})
         best = export(str(run), tmp_path / "best", checkpoint="best")
-    latest = export(str(run), tmp_path / "latest")
-    assert exporting._model_of(run, "step-10") == run / "checkpoints" / "step-10" / "model"
+    latest = export(str(run), tmp_path / "latest", checkpoint="latest")
+    assert exporting._choose(run, "step-10") == run / "checkpoints" / "step-10"
     assert snapshot(run) == before
     for out, step in ((latest, 20), (best, 10)):
         model = run / "checkpoints" / f"step-{step}" / "model"
@@ -148,7 +153,7 @@ def test_a_run_exports_its_latest_or_best_checkpoint(run: Path, tmp_path: Path, 
     assert card.data.license == "apache-2.0"
     (result,) = card.data.eval_results
     assert (result.dataset_name, result.metric_type, result.metric_value) == ("PIQA", "acc_norm", 0.625)
-    assert "| base | PIQA | acc_norm | 75.0 ± 1.0 | 100 |" in card.text
+    assert "| base | PIQA | acc_norm | 75.0 ± 1.0 | 100 |" in re.sub(" +", " ", card.text)
     assert "lr: 2.0e-05" in card.text and "held_out_sft 0.5" in card.text
     assert yaml.safe_load(card.text.split("```yaml\n")[1].split("```")[0])["name"] == "mine"
 
@@ -166,7 +171,7 @@ def test_what_cannot_be_exported_is_refused(run: Path, converted: Path, tmp_path
     assert snapshot(tmp_path) == before
     (run / "checkpoints" / "step-20" / "model" / "chat_template.jinja").write_text("{{ other }}")
     with pytest.raises(CheckpointError, match=r"model/chat_template\.jinja is damaged"):
-        export(str(run), tmp_path / "out")
+        export(str(run), tmp_path / "out", checkpoint="latest")
     for committed in ("step-10", "step-20"):
         (run / "checkpoints" / committed).rename(run / committed)
     with pytest.raises(BadInputError, match="has no checkpoint yet"):
@@ -177,6 +182,50 @@ def test_a_run_without_held_out_loss_has_no_best(run: Path, tmp_path: Path) -> N
     (run / "metrics.jsonl").write_text('{"step": 20, "kl": 1.0}\n')
     with pytest.raises(ConfigError, match="was measured"):
         export(str(run), tmp_path / "out", checkpoint="best")
+    assert exporting._choose(run, None).name == "step-20"
+    (run / "metrics.jsonl").unlink()
+    assert exporting._choose(run, None).name == "step-20"
+
+
+def test_the_best_checkpoint_is_the_default_and_is_said(run: Path, tmp_path: Path, monkeypatch, caplog) -> None:
+    """A run that was stopped early ends after its best checkpoint: the last one is not the one to give away."""
+    monkeypatch.setattr(exporting, "prove_reload", lambda *args: {"layers": 4, "of": 4})
+    caplog.set_level("INFO", "fcsd")
+    out = export(str(run), tmp_path / "out")
+    assert (out / "model.safetensors").samefile(run / "checkpoints" / "step-10" / "model" / "model.safetensors")
+    assert any("is step-10 (the latest is step-20)" in message for message in caplog.messages)
+
+
+def test_a_checkpoint_that_training_deletes_is_chosen_again(run: Path, tmp_path: Path, monkeypatch, caplog) -> None:
+    """Retention deletes the checkpoint while it is read; the next attempt takes the newest one then."""
+    verify, committed = exporting.verify_tensors, run / "checkpoints"
+
+    def delete_step_20(layout: Layout, *rest: Any) -> Any:
+        if "step-20" in str(layout.path):
+            (committed / "step-30.tmp-0123abcd").rename(committed / "step-30")
+            shutil.rmtree(committed / "step-20")
+        return verify(layout, *rest)
+
+    monkeypatch.setattr(exporting, "verify_tensors", delete_step_20)
+    monkeypatch.setattr(exporting, "prove_reload", lambda *args: {"layers": 4, "of": 4})
+    out = export(str(run), tmp_path / "out", checkpoint="latest")
+    assert (out / "model.safetensors").samefile(committed / "step-30" / "model" / "model.safetensors")
+    assert any("step-20 was deleted by the running training" in message for message in caplog.messages)
+
+
+def test_training_that_deletes_faster_than_export_reads_is_named(run: Path, tmp_path: Path, monkeypatch) -> None:
+    steps = iter(range(21, 99))
+
+    def delete(layout: Layout, *rest: Any) -> None:
+        checkpoint = layout.path.parent
+        shutil.copytree(checkpoint, checkpoint.with_name(f"step-{next(steps)}"))
+        shutil.rmtree(checkpoint)
+        raise FileNotFoundError(layout.path)
+
+    monkeypatch.setattr(exporting, "verify_tensors", delete)
+    with pytest.raises(CheckpointError, match="training deleted the chosen checkpoint in each of 5 attempts"):
+        export(str(run), tmp_path / "out", checkpoint="latest")
+    assert not (tmp_path / "out").exists()
 
 
 def test_of_a_large_model_the_first_layers_are_reloaded(converted: Path, tmp_path: Path, monkeypatch) -> None:

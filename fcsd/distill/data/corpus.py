@@ -46,8 +46,8 @@ class Corpus:
     Attributes:
         name: its path in the recipe.
         lengths: ``[documents]`` int64, the number of tokens of each document; 0 stands for a row that was left out.
-        sha256: of every data file by its name, of the tokenizer, of the chat template, and of ``lengths``, which tells
-            hosts apart on which a chat template exceeded its limits for different chats.
+        sha256: of every data file by its name, of the tokenizer, of the chat template, and of the ``lengths`` of chats,
+            which tells hosts apart on which the template exceeded its limits for different chats.
         skipped: how many rows of the source were left out, by reason.
         overlong: ``split``, ``truncate`` or ``skip``: what happens to a document that is longer than a row.
         padding: the token id that fills the rest of a row.
@@ -135,7 +135,8 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
         desc=f"tokenising {source.path}",
     )
     lengths = pc.call_function("list_value_length", [encoded.data.column("ids")]).to_numpy().astype(np.int64)
-    sha256["documents"] = hashlib.sha256(lengths.tobytes()).hexdigest()
+    if template is not None:  # only a template can exceed a limit on one host and not on another
+        sha256["documents"] = hashlib.sha256(lengths.tobytes()).hexdigest()
     reasons = encoded.data.column("skipped").drop_null().value_counts().to_pylist()
     skipped = {entry["values"]: entry["counts"] for entry in reasons}
     if not lengths.any():

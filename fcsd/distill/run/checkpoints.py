@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fcsd.disk import sync, sync_directories, write_json
 from fcsd.distill.run import manifest
 from fcsd.distill.run.identity import current_names, differences
 from fcsd.errors import CheckpointError, ConfigError, DiskError
@@ -48,7 +49,7 @@ def save(
     partial = world.on_first(lambda: _fresh(folder, final.name))
     _save_engine(engine, partial, world)
 
-    world.everywhere(lambda: manifest.write_json(partial / f"rank-{world.rank}.json", random_state()))
+    world.everywhere(lambda: write_json(partial / f"rank-{world.rank}.json", random_state()))
     write_model(partial / manifest.MODEL)
     # Every rank hashes its share, whoever wrote it: the pages are in the cache of the host or of the shared disk.
     parts = world.everywhere(lambda: manifest.described(partial, manifest.files(partial)[world.rank :: world.size]))
@@ -57,8 +58,7 @@ def save(
     def commit() -> Path:
         content = {"step": step, "identity": identity, "progress": progress, "files": files}
         manifest.write_manifest(partial, content)
-        for directory in [partial, *filter(Path.is_dir, partial.rglob("*"))]:
-            manifest.sync(directory)
+        sync_directories(partial)
         _rename(partial, final)
         return final
 
@@ -183,7 +183,7 @@ def _save_engine(engine: Any, partial: Path, world: World) -> None:
 def _rename(partial: Path, final: Path) -> None:
     """The moment a checkpoint comes to be."""
     partial.rename(final)
-    manifest.sync(final.parent)
+    sync(final.parent)
 
 
 def random_state() -> dict[str, Any]:

@@ -47,6 +47,12 @@ def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[st
     if world.device.type != "cuda" or recipe.train.attention == "masked":
         del fields["train.attention"]  # what older runs and other devices do
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
+    # These fields change nothing here. Without them, runs resume that were started before the fields existed.
+    if len(corpora) == 1 or all(corpus.overlong == "split" for corpus in corpora):
+        own.pop("data.weight_by", None)
+    for number, source in enumerate(recipe.data.sources):
+        if not source.chat:
+            own.pop(f"data.sources.{number}.earlier_reasoning", None)
     made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
     code = {"version of fcsd": __version__} | {f"version of {name}": version(name) for name in _CODE}
     return {**own, **made_of, **code, _SCHEDULE: recipe.schedule_steps, "processes": world.size}

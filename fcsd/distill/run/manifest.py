@@ -1,13 +1,12 @@
 """What a checkpoint consists of: the size and sha256 of every file, in a manifest that is sealed itself."""
 
-import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fcsd.disk import file_sha256, json_sha256, sync, write_json
 from fcsd.errors import CheckpointError
 
 T = TypeVar("T")
@@ -20,7 +19,7 @@ _VERSION = 1
 def write_manifest(checkpoint: Path, content: dict[str, Any]) -> None:
     """Writes the manifest of a checkpoint; its ``files`` are ``described``."""
     content = {"version": _VERSION, **content}
-    write_json(checkpoint / MANIFEST, {**content, "seal": _seal_of(content)})
+    write_json(checkpoint / MANIFEST, {**content, "seal": json_sha256(content)})  # damage to the manifest shows, too
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -33,7 +32,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{checkpoint}: {MANIFEST} is missing or unreadable") from error
-    if not isinstance(manifest, dict) or manifest.pop("seal", None) != _seal_of(manifest):
+    if not isinstance(manifest, dict) or manifest.pop("seal", None) != json_sha256(manifest):
         raise CheckpointError(f"{checkpoint}: {MANIFEST} is damaged")
     if manifest["version"] != _VERSION:
         raise CheckpointError(f"{checkpoint}: {MANIFEST} is of version {manifest['version']}, not {_VERSION}")
@@ -59,7 +58,7 @@ def verify(checkpoint: Path) -> None:
     for name, entry in expected.items():
         if (checkpoint / name).stat().st_size != entry["size"]:
             raise CheckpointError(f"{checkpoint}: {name} has the wrong size")
-    for name, sha256 in _each(_sha256, checkpoint, expected).items():
+    for name, sha256 in _each(file_sha256, checkpoint, expected).items():
         if sha256 != expected[name]["sha256"]:
             raise CheckpointError(f"{checkpoint}: {name} is damaged, its sha256 differs")
 
@@ -72,7 +71,7 @@ def verified_model(checkpoint: Path) -> Path:
     """
     recorded = read_manifest(checkpoint)["files"]
     expected = {name: entry["sha256"] for name, entry in recorded.items() if name.startswith(f"{MODEL}/")}
-    found = _each(_sha256, checkpoint, (name for name in expected if (checkpoint / name).is_file()))
+    found = _each(file_sha256, checkpoint, (name for name in expected if (checkpoint / name).is_file()))
     for name, sha256 in expected.items():
         if found.get(name) != sha256:
             raise CheckpointError(f"{checkpoint}: {name} is damaged or missing, its sha256 differs")
@@ -92,22 +91,7 @@ def files(directory: Path) -> list[str]:
 def _record(path: Path) -> dict[str, Any]:
     """Syncs a file to disk and describes it."""
     sync(path)
-    return {"size": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def sync(path: Path) -> None:
-    """Waits until a file or directory is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """A JSON file that is on disk when this returns."""
-    path.write_text(json.dumps(value, indent=1, sort_keys=True))
-    sync(path)
+    return {"size": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def _each(function: Callable[[Path], T], directory: Path, names: Iterable[str]) -> dict[str, T]:
@@ -115,13 +99,3 @@ def _each(function: Callable[[Path], T], directory: Path, names: Iterable[str]) 
     names = list(names)
     with ThreadPoolExecutor() as pool:
         return dict(zip(names, pool.map(lambda name: function(directory / name), names), strict=True))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _seal_of(manifest: dict[str, Any]) -> str:
-    """sha256 of a manifest, so that damage to the manifest itself is found as well."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fcsd.config import ResolvedRecipe
+from fcsd.disk import write_text
 from fcsd.errors import ConfigError
 from fcsd.launch import environment
 
@@ -50,8 +51,8 @@ def claim(run: Path) -> Iterator[None]:
 
 def describe(run: Path, resolved: ResolvedRecipe) -> None:
     """Writes ``config.resolved.yaml`` and ``env.json``; ``command.txt`` gets a line for each start."""
-    write(run / "config.resolved.yaml", resolved.to_yaml())
-    write(run / "env.json", json.dumps(environment.snapshot(), indent=2) + "\n")
+    write_text(run / "config.resolved.yaml", resolved.to_yaml())
+    write_text(run / "env.json", json.dumps(environment.snapshot(), indent=2) + "\n")
     with (run / "command.txt").open("a") as file:
         file.write(shlex.join(sys.argv) + "\n")
 
@@ -71,10 +72,3 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # a file system without hard links
         shutil.copy2(source, target)
-
-
-def write(path: Path, text: str) -> None:
-    """Replaces a file in one step."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    part.replace(path)

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from fcsd.distill.run import run_dir
+from fcsd import markdown
+from fcsd.disk import write_text
 from fcsd.distill.run.report import read_metrics
 
 TABLE = "table.md"
@@ -13,9 +14,8 @@ PICTURE = "sweep.png"
 def write_report(out: Path, record: dict[str, Any]) -> None:
     """``table.md`` and ``sweep.png`` beside ``sweep.json``."""
     rows = table(record)
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    lines.insert(1, f"|{'---|' * len(rows[0])}")
-    run_dir.write(out / TABLE, "\n".join([*lines, "", f"![loss over tokens]({PICTURE})", ""]))
+    text = markdown.table(rows[0], rows[1:], left=len(rows[0]))
+    write_text(out / TABLE, f"{text}\n\n![loss over tokens]({PICTURE})\n")
     draw(out, record)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.config import ResolvedRecipe, Sweep, translated
+from fcsd.disk import write_text
 from fcsd.distill.run import run_dir
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.sweep.process import Exit, Launch
@@ -118,7 +119,7 @@ def _run(trial: Trial, out: Path, plan: Sweep, launch: Launch) -> dict[str, Any]
     """Makes or resumes a trial; gives its entry of the record."""
     entry = _entry(trial, out)
     recipe = Path(entry["recipe"])
-    run_dir.write(recipe, trial.resolved.to_yaml())  # the same values as before, see _require_same
+    write_text(recipe, trial.resolved.to_yaml())  # the same values as before, see _require_same
     print(f"trial {trial.name}", file=sys.stderr)
     ended = _launched(launch, recipe)
     if ended.code == NonFiniteError.exit_code:
@@ -143,7 +144,7 @@ def outcome(run: Path, plan: Sweep) -> dict[str, Any]:
 
 def _continue(chosen: Trial, out: Path, launch: Launch) -> str:
     """The full run with the chosen values; gives its directory."""
-    run_dir.write(out / FULL, chosen.full.to_yaml())
+    write_text(out / FULL, chosen.full.to_yaml())
     print(f"full run with {chosen.name}", file=sys.stderr)
     ended = _launched(launch, out / FULL)
     if ended.code:
@@ -182,5 +183,5 @@ def _require_same(out: Path, trial: Trial) -> None:
 
 
 def _write(out: Path, record: dict[str, Any]) -> None:
-    run_dir.write(out / RECORD, json.dumps(record, indent=2) + "\n")
+    write_text(out / RECORD, json.dumps(record, indent=2) + "\n")
     write_report(out, record)

@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from fcsd.checkpoint import read_config, read_layout, resolve, sample_sha256
+from fcsd.checkpoint import fingerprint, read_config, read_layout, resolve, sample_sha256
+from fcsd.checkpoint.location import read_base_path
 from fcsd.config import Recipe
-from fcsd.convert import fingerprint
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
 from fcsd.models.build import arch_of
@@ -34,8 +34,9 @@ def teacher_name(recipe: Recipe) -> str:
     block = student_block(recipe)
     if not block.get("base_model"):
         raise ConfigError(f"{recipe.model} records no base model", hint="set `teacher:` in the recipe")
-    revision = block.get("base_revision")
-    return f"{block['base_model']}@{revision}" if revision else block["base_model"]
+    if revision := block.get("base_revision"):
+        return f"{block['base_model']}@{revision}"
+    return read_base_path(resolve(recipe.model, weights=False).path) or block["base_model"]
 
 
 def student_block(recipe: Recipe) -> dict[str, Any]:

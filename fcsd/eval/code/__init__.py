@@ -1,1 +1,5 @@
-"""Code benchmarks: extracting programs from answers, running them in a sandbox, judging their outputs."""
+"""Code benchmarks: extract programs from answers, run them in a sandbox, compare their outputs with the right ones.
+
+A caller uses `judge.score`. It starts a process of its own (`judge_process`), which forks one child per program
+(`judge_worker`); the child judges that program (`one_program`) with `extraction`, `sandbox` and `comparison`.
+"""

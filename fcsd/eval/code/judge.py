@@ -1,12 +1,14 @@
 """Code benchmarks: generated programs in, verdicts out.
 
-`score` hands problems and programs to a fresh process (`fcsd.eval.code.scorer`), never a fork of the caller, which
-may hold CUDA and NCCL; that process runs every program in a sandbox and compares outside of it. Expected
-values never enter the sandbox: a program sees its own code and the inputs, and what it prints, exits with or
-overwrites decides nothing.
+`score` passes problems and programs to a fresh process (`fcsd.eval.code.judge_worker`), never to a fork of the caller,
+which may hold CUDA and NCCL. That process forks one child with limits on time and memory per program. The child
+extracts the program from the answer, runs it in a sandbox and compares the outputs outside of the sandbox. Expected
+values never enter the sandbox: a program sees its own code and the inputs, and neither what it prints nor how it exits
+nor what it overwrites decides anything.
 
-A program may use `timeout_s` seconds of CPU, or four times what the reference needed where that is more. CPU
-time, not wall time, so a busy machine fails nobody; wall time is bounded at three times that plus five.
+A program may use `timeout_s` seconds of CPU time, or four times what the reference needed where that is more. The
+limit is CPU time because on a busy machine a limit on wall time would fail right programs; wall time is limited to
+three times that plus five seconds.
 """
 
 import os
@@ -15,17 +17,19 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from fcsd.errors import FcsdError
-from fcsd.eval.code.oracles import Case
+from fcsd.eval.code.comparison import Case
+from fcsd.eval.code.judge_process import ask_judge
 from fcsd.eval.code.sandbox_runner import encode
-from fcsd.eval.code.scorer_process import ask_scorer
 
 Status = Literal["pass", "fail", "timeout", "error"]
 Form = Literal["program", "completion", "chat"]
 
+READING_SHARE = 2  # extraction and comparison of one program may take this many times `timeout_s` of CPU time
+
 
 @dataclass(frozen=True)
 class Problem:
-    """One task. `fcsd.eval.code.problems` makes these from EvalPlus and lm-eval rows.
+    """One task. `fcsd.eval.code.problems` makes them from the rows of EvalPlus and lm-eval.
 
     Attributes:
         entry_point: function called with each case's arguments; None where cases are expressions.
@@ -46,7 +50,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`error`: no verdict was reached (worker killed, reference fails); it says nothing about the code."""
+    """The result of one set of tests.
+
+    `error` means that no verdict was reached (a process was killed, the reference fails); it says nothing about the
+    program.
+    """
 
     status: Status
     detail: str = ""
@@ -54,7 +62,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`plus` is EvalPlus' plus: base and plus inputs both right; None where there are no plus inputs."""
+    """The results of one program.
+
+    `plus` is EvalPlus' plus: the base and the plus inputs are all right. It is None where there are no plus inputs.
+    """
 
     task_id: str
     base: Outcome
@@ -75,22 +86,23 @@ def score(
     """Judge one generation per problem.
 
     Args:
-        workers: programs run at once; default one per CPU this process may use.
-        timeout_s: CPU seconds per program.
+        workers: number of programs that run at once; one per CPU of this process by default.
+        timeout_s: CPU seconds per program. Extraction and comparison may use twice as much again.
         form: what a generation is: `program` (runs as it is), `completion` (continues the problem's prefix),
             `chat` (an answer in prose and markdown; EvalPlus' sanitizer finds the code).
-        budget_s: wall seconds for everything; default twice the wall limits of all programs, one round of
-                `workers` after another, plus a minute.
+        budget_s: wall seconds for all programs. The default is twice the sum of their wall limits, divided among
+            `workers`, plus a minute.
 
     Raises:
-        FcsdError: no sandbox; scoring died, fell silent or ran out of `budget_s`, twice. Never a partial score.
+        FcsdError: there is no sandbox, or the judging process died, sent nothing or exceeded `budget_s`, twice. A
+            score of only some of the programs is never returned.
     """
     if len(problems) != len(generations):
         raise ValueError(f"{len(problems)} problems but {len(generations)} generations")
     workers = workers or len(os.sched_getaffinity(0))
     if budget_s is None:
         rounds = -(-len(problems) // workers)
-        budget_s = 60 + rounds * 2 * wall_limit(timeout_s)
+        budget_s = 60 + rounds * 2 * wall_limit((1 + READING_SHARE) * timeout_s)
     job = {
         "problems": [encode(asdict(problem)) for problem in problems],
         "generations": list(generations),
@@ -98,17 +110,17 @@ def score(
         "accept_unsafe_exec": accept_unsafe_exec,
         "budget_s": budget_s,
     }
-    reply = ask_scorer(job, budget_s)
+    reply = ask_judge(job, budget_s)
     if "error" in reply:
         raise FcsdError(reply["error"], hint=reply["hint"])
-    return [_verdict(row) for row in reply["verdicts"]]
+    return [verdict_from(row) for row in reply["verdicts"]]
 
 
 def pass_at_1(verdicts: Sequence[Verdict], tests: Literal["base", "plus"]) -> float:
-    """Share of problems passed.
+    """Share of the problems that passed.
 
     Raises:
-        FcsdError: a verdict is missing or an error, so that there is no honest number.
+        FcsdError: a verdict is missing or is an error, so the share is unknown.
     """
     outcomes = [(verdict.task_id, getattr(verdict, tests)) for verdict in verdicts]
     broken = [
@@ -123,16 +135,17 @@ def pass_at_1(verdicts: Sequence[Verdict], tests: Literal["base", "plus"]) -> fl
 
 
 def wall_limit(cpu_s: float) -> float:
-    """Wall seconds a program with `cpu_s` seconds of CPU may take."""
+    """Wall seconds that a program with a limit of `cpu_s` seconds of CPU time may take."""
     return 3 * cpu_s + 5
 
 
 def problem_from(fields: dict[str, Any]) -> Problem:
-    """Undo `asdict`."""
+    """The problem of which `dataclasses.asdict` made `fields`."""
     cases = {tests: [Case(**case) for case in fields[tests]] for tests in ("base", "plus")}
     return Problem(**{**fields, **cases})
 
 
-def _verdict(row: dict[str, Any]) -> Verdict:
+def verdict_from(row: dict[str, Any]) -> Verdict:
+    """The verdict of which `dataclasses.asdict` made `row`."""
     plus = row["plus"] and Outcome(**row["plus"])
     return Verdict(row["task_id"], Outcome(**row["base"]), plus, row["sandbox"])

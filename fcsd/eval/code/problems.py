@@ -1,9 +1,9 @@
-"""Rows of code benchmarks as problems.
+"""Make problems from the rows of code benchmarks.
 
-EvalPlus rows carry inputs and a canonical solution; expected values are what that solution returns in the
-sandbox. lm-eval's rows are test *programs* with the expected values written into them. Running such a program
-beside untrusted code would hand over the answers, so it is taken apart instead: calls go into the sandbox,
-expected values stay outside. A test of a shape not known here is refused (`BadInputError`), never run.
+An EvalPlus row has inputs and a canonical solution; the values that the solution returns in the sandbox are the
+expected ones. An lm-eval row is a test *program* that contains the expected values. Untrusted code that runs in the
+same process could read them there. Therefore the test program is parsed: the calls go into the sandbox, and the
+expected values stay outside. A test of an unknown shape is refused with `BadInputError` and never run.
 """
 
 import ast
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.errors import BadInputError
+from fcsd.eval.code.comparison import Case, rule_name
 from fcsd.eval.code.judge import Problem
-from fcsd.eval.code.oracles import Case, oracle_name
 
 _CONSTRUCTORS = {"set": set, "frozenset": frozenset, "tuple": tuple, "list": list, "dict": dict}
 _CONSTRUCTORS |= {"float": float, "complex": complex}
@@ -26,13 +26,13 @@ def load_evalplus(path: Path) -> list[Problem]:
     """HumanEvalPlus or MbppPlus from EvalPlus' `.jsonl` or `.jsonl.gz`.
 
     Raises:
-        BadInputError: no rows, or a row that is not one of theirs.
+        BadInputError: the file has no rows, or a row is not EvalPlus'.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file if line.strip()]
     if not rows:
-        raise BadInputError(f"{path} holds no problems")
+        raise BadInputError(f"{path} contains no problems")
     return [evalplus_problem(row) for row in rows]
 
 
@@ -42,10 +42,10 @@ def evalplus_problem(row: dict[str, Any]) -> Problem:
 
     try:
         dataset = row["task_id"].split("/")[0]
-        oracle = oracle_name(dataset, row["entry_point"])
+        rule = rule_name(dataset, row["entry_point"])
         cases = {
             tests: [
-                Case(list(arguments), oracle=oracle, atol=row["atol"])
+                Case(list(arguments), rule=rule, atol=row["atol"])
                 for arguments in (
                     mbpp_deserialize_inputs(row["task_id"], row[tests]) if dataset == "Mbpp" else row[tests]
                 )
@@ -65,10 +65,10 @@ def evalplus_problem(row: dict[str, Any]) -> Problem:
 
 
 def problem_from_tests(task_id: str, tests: str, *, prefix: str = "") -> Problem:
-    """A problem from lm-eval's test program: `check(candidate)` of HumanEval+, or asserts as of MBPP+.
+    """A problem from lm-eval's test program: `check(candidate)` of HumanEval+, or the asserts of MBPP+.
 
     Args:
-        tests: what lm-eval gives as target: `test` and the final `check(entry_point)`, or the asserts.
+        tests: lm-eval's target: `test` and the final `check(entry_point)`, or the asserts.
 
     Raises:
         BadInputError: the program has another shape.
@@ -99,7 +99,7 @@ def _from_check(task_id: str, module: ast.Module, check: ast.FunctionDef, prefix
     entry_point = ast.unparse(call.value.args[0])
     (assertion,) = loop.body
     form = ast.unparse(assertion)
-    oracle, atol = _assertion(assertion)
+    rule, atol = _assertion(assertion)
     reference = None
     if "ref_func(" in form:
         helpers = [node for node in module.body if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -110,7 +110,7 @@ def _from_check(task_id: str, module: ast.Module, check: ast.FunctionDef, prefix
     if len(results) != len(values["inputs"]) or ("results" not in values and reference is None):
         raise ValueError("inputs and results do not pair up")
     cases = [
-        Case(list(arguments), expected, oracle, atol)
+        Case(list(arguments), expected, rule, atol)
         for arguments, expected in zip(values["inputs"], results, strict=True)
     ]
     return Problem(task_id, entry_point, cases, [], prefix=prefix, reference=reference)
@@ -127,7 +127,7 @@ def _from_plain_check(task_id: str, module: ast.Module, check: ast.FunctionDef, 
 
 
 def _assertion(statement: ast.stmt) -> tuple[str, float]:
-    """Oracle and tolerance of `assertion(candidate(*inp), ..., atol)` or `assert ..._poly(...) <= atol`."""
+    """Rule and tolerance of `assertion(candidate(*inp), ..., atol)` or `assert ..._poly(...) <= atol`."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         called = statement.value
         if ast.unparse(called.func) == "assertion" and ast.unparse(called.args[0]) == "candidate(*inp)":
@@ -158,7 +158,7 @@ def _from_assert(statement: ast.stmt) -> Case:
 
 
 def _call_and_value(left: ast.expr, right: ast.expr) -> tuple[str, Any]:
-    """The side to evaluate inside, as source, and the value of the other."""
+    """The source of the side that the sandbox evaluates, and the value of the other side."""
     for call, value in ((left, right), (right, left)):
         try:
             return ast.unparse(call), literal(value)
@@ -168,10 +168,10 @@ def _call_and_value(left: ast.expr, right: ast.expr) -> tuple[str, Any]:
 
 
 def literal(node: ast.expr | None) -> Any:
-    """`ast.literal_eval` that also knows `inf`, `nan` and the builtin constructors.
+    """Like `ast.literal_eval`, and also accepts `inf`, `nan` and the constructors of builtin types.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the expression is something else.
     """
     if isinstance(node, ast.Name) and node.id in _NAMES:
         return _NAMES[node.id]

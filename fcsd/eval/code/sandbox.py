@@ -1,6 +1,6 @@
 """Run untrusted programs where they can reach nothing: no network, no host files, no environment.
 
-Two mechanisms, best first, and a refusal:
+There are two mechanisms. The first that works on this machine is used:
 
 * `bwrap`: bubblewrap >= 0.8. As root it builds the mounts and the runner then becomes an unused uid (the
   kernel does not enforce RLIMIT_NPROC for root); as anyone else it uses a user namespace.
@@ -8,10 +8,16 @@ Two mechanisms, best first, and a refusal:
 * otherwise `find_sandbox` refuses, unless unsafe execution is accepted: level `none`, resource limits only.
 
 Inside, a program sees `/usr`, the interpreter's own prefixes (read-only), its own processes, a small `/tmp`,
-and nothing else. A level is used only after a probe program has failed to get out of it. Landlock or seccomp
-would add a layer, but no well-kept Python library offers either.
+and nothing else. A level is used only after a probe program has failed to get out of it.
+
+Memory is limited per process (address space), and per run where control groups allow it (`memory_groups`). System calls
+that provide memory outside of the address space, or namespaces in which more of it can be mounted, are filtered
+(`sandbox_runner.filter_system_calls`). The filter takes the place of setting `kernel.shm*` and
+`user.max_user_namespaces` to zero inside: before Linux 6.9 only root can set the former, and where root builds the
+sandbox without a user namespace, the latter is the host's own setting.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -29,14 +35,18 @@ from typing import IO, Any, Literal
 
 from fcsd.errors import FcsdError
 from fcsd.eval.code import sandbox_levels, sandbox_runner
+from fcsd.eval.code.memory_groups import find_parent, memory_group, remove_stale
+
+PYTHON = (sys.executable, "-s", "-P", "-B", "-c")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. CPU, memory and file size hold per process, the rest per run.
+    """What one program may use. CPU and file size are limits per process, wall time and processes per run.
 
-    The CPU limit decides; the wall limit only catches programs that sleep or block, and is wide enough that
-    a right program on a machine loaded several times over never meets it.
+    Memory is limited per process, and to the same number of bytes per run where control groups allow it. A busy
+    program is ended by the CPU limit. The wall limit only ends programs that sleep or block; it is so wide that a right
+    program does not reach it on a machine that is loaded several times over.
     """
 
     cpu_s: int = 10
@@ -50,20 +60,28 @@ class Limits:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """How to start the runner: what is put before the interpreter, and whether the runner must leave root."""
+    """How to start the runner.
+
+    Attributes:
+        level: `bwrap`, `unshare` or `none`.
+        command: what is put before the interpreter.
+        drops_root: whether the runner starts as root and must change to an unused uid.
+        group_parent: the control group below which every run gets its memory group, if there is one.
+    """
 
     level: str
     command: tuple[str, ...]
     drops_root: bool
+    group_parent: Path | None = None
 
 
 @dataclass(frozen=True)
 class Exit:
     """How a run ended.
 
-    `kind`: `done` (all calls answered), `stopped` (the receiver had enough), `died` (the program ended
-    itself or broke a limit), `timeout` (CPU or wall), `lost` (killed from outside or never started, which
-    says nothing about the program).
+    `kind` is `done` (every call was answered), `stopped` (the receiver wanted no more replies), `died` (the program
+    ended itself or broke a limit), `timeout` (CPU or wall time), or `lost` (the run never started or was killed from
+    outside, for example because the host ran out of memory; this says nothing about the program).
     """
 
     kind: Literal["done", "stopped", "died", "timeout", "lost"]
@@ -71,24 +89,27 @@ class Exit:
 
 
 def find_sandbox(*, accept_unsafe_exec: bool = False) -> Sandbox:
-    """The best sandbox that works here, found by probing.
+    """The best sandbox that works here. A probe program is run in each until one contains it.
 
     Raises:
         FcsdError: none works and `accept_unsafe_exec` is false.
     """
     reasons = []
+    group_parent = find_parent()
+    if group_parent:
+        remove_stale(group_parent)
     for level, command, drops_root in sandbox_levels.commands():
-        sandbox = Sandbox(level, command, drops_root)
+        sandbox = Sandbox(level, command, drops_root, group_parent)
         reason = _probe(sandbox)
         if reason is None:
             return sandbox
         reasons.append(f"{level}: {reason}")
     if accept_unsafe_exec:
-        return Sandbox("none", (), drops_root=False)
+        return Sandbox("none", (), drops_root=False, group_parent=group_parent)
     raise FcsdError(
         f"no sandbox for generated code: {'; '.join(reasons) or 'neither bwrap nor unshare is installed'}",
-        hint="install bubblewrap 0.8 or later where namespaces are allowed, or accept unsafe execution on a "
-        "machine you can lose",
+        hint="install bubblewrap 0.8 or later on a machine that allows namespaces, or accept unsafe execution on a "
+        "machine that holds nothing of value",
     )
 
 
@@ -102,7 +123,7 @@ def run(
     limits: Limits,
     not_none: bool = False,
 ) -> Exit:
-    """Execute `code`, then each call in order, handing every reply to `receive` until that returns False.
+    """Execute `code`, then each call in order, and give every reply to `receive` until that returns False.
 
     Args:
         calls: encoded argument lists for `entry_point`; expressions where `entry_point` is None.
@@ -117,9 +138,20 @@ def run(
     start = time.monotonic()
     deadline = start + limits.wall_s
     oom_kills = _oom_kills()
-    with _memory_file(json.dumps(job).encode()) as stdin, _memory_file() as stderr:
+    with contextlib.ExitStack() as stack:
+        group = sandbox.group_parent and stack.enter_context(memory_group(sandbox.group_parent, limits.memory_bytes))
+        stdin, stderr = (stack.enter_context(_memory_file(content)) for content in (json.dumps(job).encode(), b""))
         process = subprocess.Popen(
-            [*sandbox.command, sys.executable, "-s", "-P", "-B", "-c", _runner_source()],
+            [
+                *(group.enter if group else ()),
+                *sandbox.command,
+                sys.executable,
+                "-s",
+                "-P",
+                "-B",
+                "-c",
+                _runner_source(),
+            ],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -141,21 +173,27 @@ def run(
         status = _reap(process, deadline=start if end else deadline)
         stderr.seek(0)
         message = stderr.read(300).decode(errors="replace").strip()
+        # Without a group every kill on the host counts, because the run may have been the victim.
+        out_of_memory = group.oom_kills() > 0 if group else _oom_kills() > oom_kills
+        over_limit = out_of_memory and group is not None and group.reached_limit()
     if end:
         return end
     if status is None:
         return Exit("timeout", f"no end after {limits.wall_s:.0f} s")
-    if status < 0 and sandbox.level != "bwrap":
-        status = 128 - status  # as bwrap reports its program's signal; bwrap's own death stays negative
+    if status < 0 and sandbox.level == "none":
+        status = 128 - status  # as the sandboxes report their program's signal; their own death stays negative
+    if last and last.startswith(b'{"done":'):
+        return Exit("done", "")
+    # The kernel may have killed any process of the run, so the exit status does not matter.
+    if over_limit:
+        return Exit("died", f"its processes needed more than {limits.memory_bytes >> 20} MiB of memory")
+    if out_of_memory:
+        return Exit("lost", "the host ran out of memory")
     if status < 0 or last is None:
         return Exit("lost", message or f"the sandbox ended with status {status}")
-    if last.startswith(b'{"done":'):
-        return Exit("done", "")
     killed = status == 128 + signal.SIGKILL
     if status == 128 + signal.SIGXCPU or (killed and time.monotonic() - start >= limits.cpu_s):
         return Exit("timeout", f"used {limits.cpu_s} s of CPU")
-    if killed and _oom_kills() > oom_kills:
-        return Exit("lost", "the host ran out of memory")
     return Exit("died", f"killed by signal {status - 128}" if status > 128 else f"exit status {status}")
 
 
@@ -237,6 +275,6 @@ def _memory_file(content: bytes = b"") -> IO[bytes]:
 
 
 def _oom_kills() -> int:
-    """How many processes the kernel has killed for memory since boot."""
+    """How many processes the kernel has killed since boot because memory ran out."""
     with open("/proc/vmstat") as vmstat:
         return next((int(line.split()[1]) for line in vmstat if line.startswith("oom_kill ")), 0)

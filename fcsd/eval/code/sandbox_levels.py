@@ -1,4 +1,4 @@
-"""The command lines of the sandbox levels, and the program that tries to get out of them."""
+"""The command lines of the sandbox levels, and the probe program that tries to get out of them."""
 
 import os
 import shutil
@@ -10,7 +10,8 @@ ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THRE
 NOBODY = "65534"
 
 # Builds a root of read-only binds over /sys of a private mount namespace (no interpreter lives there), moves
-# into it and gives up every capability but the two the runner needs to leave root.
+# into it and gives up every capability but the two the runner needs to leave root. A shell stays above the runner and
+# returns 128 plus the signal that ended it: `unshare` itself cannot report SIGKILL (it exits with status 1).
 UNSHARE_SCRIPT = """\
 set -e
 umask 022
@@ -33,12 +34,12 @@ umount -l old
 mount -o remount,bind,ro /
 cd /tmp
 exec env -u MOUNTS -u LINKS -u TMPFS_BYTES -u PWD -u OLDPWD -u _ setpriv --no-new-privs --inh-caps=-all \\
-    --bounding-set=-all,+setuid,+setgid -- "$@"
+    --bounding-set=-all,+setuid,+setgid -- sh -c '"$@"; exit $?' sh "$@"
 """
 
-# Each entry of the result is an escape; what find_sandbox wants to see is in `CONTAINED`.
+# Returns the ways out that it found, and the names of the environment variables that it saw.
 PROBE = """\
-import os, socket
+import ctypes, os, socket
 
 def escapes(canary, port, processes):
     found = []
@@ -56,6 +57,11 @@ def escapes(canary, port, processes):
         except OSError:
             pass
     open("/tmp/allowed", "w").close()
+    libc = ctypes.CDLL(None)
+    if libc.shmget(0, 4096, 0o600) != -1:
+        found.append("gets shared memory outside its limits")
+    if libc.unshare(0x10000000) != -1:
+        found.append("makes user namespaces")
     try:
         for _ in range(processes + 1):
             if os.fork() == 0:
@@ -111,7 +117,7 @@ def _bwrap(bwrap: str, *identity: str) -> tuple[str, ...]:
 def _unshare(unshare: str, *identity: str) -> tuple[str, ...]:
     spaces = ("--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child")
     settings = (f"MOUNTS={' '.join(_mounts())}", f"LINKS={' '.join(_links())}", f"TMPFS_BYTES={TMPFS_BYTES}")
-    # --pdeathsig: nothing outlives a scorer that is killed.
+    # --pdeathsig: no run outlives a judging process that is killed.
     start = ("setpriv", "--pdeathsig", "KILL", unshare, *spaces, *identity)
     return (*start, "env", *settings, "sh", "-c", UNSHARE_SCRIPT, "sh")
 

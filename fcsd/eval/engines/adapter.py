@@ -1,18 +1,19 @@
-"""A Hugging Face model as lm-eval sees it: texts in, log-probabilities or generated texts out."""
+"""A Hugging Face model behind lm-eval's interface: texts in, log-probabilities or generated texts out."""
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lm_eval.models.utils import resolve_max_length
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
+from fcsd.eval.progress import progress
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.serve.answer_end import ending
 from fcsd.serve.decode import generate_in_slots, plan_slots
@@ -22,25 +23,26 @@ from fcsd.serve.slots import why_no_slots
 
 log = logging.getLogger(__name__)
 
-# How answers are generated: in batches over a growing cache, in slots of a fixed one, in slots by CUDA graphs.
+# How answers are generated: in batches over a growing cache, in slots of a fixed cache, or in slots by CUDA graphs.
 BATCHES, SLOTS, GRAPHS = "batches", "slots", "graphs"
 GENERATION = (BATCHES, SLOTS, GRAPHS)
 
 
 class HFAdapter(Adapter):
-    """Scores and generates as lm-eval's HFLM does, faster, and refuses what HFLM lets through.
+    """Scores and generates as lm-eval's HFLM does, but faster, and with two errors that HFLM does not have.
 
-    HFLM reports a score for NaN logits and silently cuts prompts that are too long; here both are errors.
+    HFLM reports a score for a model whose logits are NaN, and it cuts prompts that are too long without saying so;
+    here both are errors.
 
     Args:
         model: a causal LM in eval mode.
         tokenizer: its tokenizer.
-        batch_size: most sequences in one forward; None for as many as the token limits allow.
-        max_length: longest input in tokens, if shorter than the model's own.
-        cache: where answers are kept for a later resume.
-        team: the ranks that share the work, all of them making the same calls and getting the same answers.
+        batch_size: the most sequences in one forward pass; None for as many as the token limits allow.
+        max_length: the longest input in tokens, if shorter than the model's own limit.
+        cache: where answers are kept, so that a killed evaluation can resume.
+        team: the ranks that share the work; all of them make the same calls and get the same answers.
         generation: one of ``GENERATION``; None for ``graphs`` on a GPU unless the ranks run in step, else ``batches``.
-            A model that cannot be run that way generates in batches, and the log says why.
+            A model that cannot generate in slots does so in batches, and the reason is logged.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class HFAdapter(Adapter):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands before the first one: BOS, or EOS for models without."""
+        """The token before the first one: BOS, or EOS for models without BOS."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -96,7 +98,7 @@ class HFAdapter(Adapter):
         return self._encode_all([string], add_special_tokens)[0]
 
     def _encode_all(self, strings: list[str], add_special_tokens: bool | None = None) -> list[list[int]]:
-        """Token ids of each string; the tokenizer adds its own special tokens unless the text has its BOS."""
+        """Token ids of each string. The tokenizer adds its special tokens unless the text begins with BOS."""
         prefix = self.tokenizer.decode(self.prefix_token_id)
         ids: list[list[int]] = [[]] * len(strings)
         groups: dict[bool, list[int]] = defaultdict(list)
@@ -110,9 +112,9 @@ class HFAdapter(Adapter):
         return ids
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """As the base class, but whole batches go through the tokenizer at once, each context once."""
+        """As the base class does, but the tokenizer gets whole batches, and each context once."""
         texts = [request.args for request in requests]
-        # Trailing spaces belong to the continuation: tokenizers join them with the next word.
+        # Spaces at the end belong to the continuation, since tokenizers join them with the next word.
         stripped = [context.rstrip() for context, _ in texts]
         split = [(left, c[len(left) :] + rest) for left, (c, rest) in zip(stripped, texts, strict=True)]
         lefts = list(dict.fromkeys(left for left in stripped if left))
@@ -125,7 +127,7 @@ class HFAdapter(Adapter):
         for (context, continuation), (left, _), whole in zip(texts, split, wholes, strict=True):
             if left:
                 cut = len(encoded[left])
-            else:  # nothing to condition on: the prefix token takes the context's place
+            else:  # an empty context is replaced by the prefix token
                 whole = whole if whole[:1] == [self.prefix_token_id] else [self.prefix_token_id, *whole]
                 cut = 1
             pairs.append(((context, continuation), whole[:cut], whole[cut:]))
@@ -138,11 +140,11 @@ class HFAdapter(Adapter):
             self.require_fits(len(context_ids) + len(ids) - 1, context)
         answers: list[Any] = [self.cached(["loglikelihood", *texts]) for texts, _, _ in requests]
         open_ = [i for i, answer in enumerate(answers) if answer is None]
-        with self._bar("scoring", len(open_)) as bar:
+        with self._progress("scoring", len(open_)) as advance:
 
             def done(index: int, answer: tuple[float, bool]) -> None:
                 self.store(["loglikelihood", *requests[open_[index]][0]], answer)
-                bar.update()
+                advance()
 
             todo = [(requests[i][1], requests[i][2]) for i in open_]
             scored = self.team.together(
@@ -175,7 +177,7 @@ class HFAdapter(Adapter):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy answers, cut before the first stop string; sampling is refused."""
+        """Greedy answers, cut before the first stop string. A task that asks for sampling is refused."""
         answers: list[Any] = [self.cached(["generate_until", *request.args]) for request in requests]
         groups: dict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
@@ -188,7 +190,7 @@ class HFAdapter(Adapter):
                 if not prompts[index]:
                     raise BadInputError("a prompt has no tokens")
                 self.require_fits(len(prompts[index]) + max_new_tokens - 1, requests[index].args[0])
-        with self._bar("generating", sum(map(len, groups.values()))) as bar:
+        with self._progress("generating", sum(map(len, groups.values()))) as advance:
 
             def generate() -> dict[int, str]:
                 new: dict[int, str] = {}
@@ -196,7 +198,7 @@ class HFAdapter(Adapter):
                     for place, text in self._generate([prompts[i] for i in members], stops, max_new_tokens):
                         new[members[place]] = text
                         self.store(["generate_until", *requests[members[place]].args], text)
-                        bar.update()
+                        advance()
                 return new
 
             for index, text in self.team.together(generate).items():
@@ -207,7 +209,7 @@ class HFAdapter(Adapter):
     def _generate(
         self, prompts: list[list[int]], stops: tuple[str, ...], max_new_tokens: int
     ) -> Iterator[tuple[int, str]]:
-        """The texts this rank's share of the prompts is continued with, each with its prompt's index."""
+        """The answers to this rank's share of the prompts, each with its prompt's index."""
         end = ending(self.model, self.tokenizer, stops)
         sizes = [len(prompt) + max_new_tokens for prompt in prompts]
         settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ended": end.of}
@@ -241,5 +243,7 @@ class HFAdapter(Adapter):
             "max_length": self.max_length,
         }
 
-    def _bar(self, what: str, total: int) -> Any:
-        return tqdm(total=total, desc=what, disable=None if self.team.leads else True, leave=False)
+    def _progress(self, what: str, requests: int) -> AbstractContextManager[Callable[[], None]]:
+        """The first rank shows its own progress, which stands for that of all."""
+        ranks = 1 if self.team.world is None or self.team.lockstep else self.team.world.size
+        return progress(what, -(-requests // ranks), quiet=not self.team.leads)

@@ -1,4 +1,4 @@
-"""Answers already computed, one JSON line each, so that a killed evaluation resumes without repeating any."""
+"""Answers that have been computed, one JSON line each, so that a killed evaluation repeats none of them."""
 
 import contextlib
 import hashlib
@@ -11,11 +11,11 @@ from fcsd.launch.world import World
 
 
 class AnswerCache:
-    """Answers by request, appended to ``path`` as they come.
+    """Answers by request, appended to ``path`` as soon as they are known.
 
-    One cache belongs to one model under one set of engine settings: the caller puts both into the path. Several
-    ranks write a file each, know the same answers from the start, and tell each other about new ones by
-    ``remember``: they must agree on what is left to do.
+    A cache is for one model under one set of engine settings; the caller makes the path depend on both. Of several
+    ranks each writes a file of its own. All know the same answers from the start and exchange new ones by
+    ``remember``, because they must agree on what is left to do.
     """
 
     def __init__(self, path: Path, world: World | None = None) -> None:
@@ -26,20 +26,20 @@ class AnswerCache:
             self._answers |= stored
         rank = 0 if world is None else world.rank
         self._file = (path.with_suffix(f".{rank}{path.suffix}") if rank else path).open("a")
-        self._file.write("\n")  # ends a line that a killed process left unfinished
+        self._file.write("\n")  # ends a line of which a killed process wrote only a part
 
     def get(self, request: Any) -> Any:
         """The stored answer to a JSON-like request, or None."""
         return self._answers.get(_key(request))
 
     def add(self, request: Any, answer: Any) -> None:
-        """Store an answer; it survives the death of this process."""
+        """Store an answer in the file, where it remains if this process is killed."""
         self.remember(request, answer)
         self._file.write(json.dumps([_key(request), answer]) + "\n")
         self._file.flush()
 
     def remember(self, request: Any, answer: Any) -> None:
-        """Know an answer that another rank has stored."""
+        """Keep an answer in memory that another rank has stored in its file."""
         self._answers[_key(request)] = answer
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ def _key(request: Any) -> str:
 def _read(files: Sequence[Path]) -> dict[str, Any]:
     answers = {}
     for line in "\n".join(path.read_text() for path in files if path.exists()).splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # empty, or being written when the process died
+        with contextlib.suppress(json.JSONDecodeError):  # an empty line, or one of which only a part was written
             key, answer = json.loads(line)
             answers[key] = answer
     return answers

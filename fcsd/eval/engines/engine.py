@@ -10,14 +10,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import json_sha256
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import GENERATION, HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
-from fcsd.eval.results import json_sha256
 from fcsd.launch.shared_work import Team
 
 HF, VLLM = "hf", "vllm"
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Engine:
         backend: ``hf`` for transformers, ``vllm``.
         device: ``cuda``, ``cpu``, or ``auto`` to let accelerate spread each model over the GPUs, host memory and the
             disk, in this order. None for ``cuda`` where there is one, else ``cpu``.
-        dtype: of the weights; None for float32 on the CPU and bfloat16 on a GPU.
+        dtype: of the weights, one of ``DTYPES``; None for float32 on the CPU and bfloat16 on a GPU.
         batch_size: most sequences in one forward; None for as many as fit fixed token limits.
         max_length: longest input in tokens; None for the model's own.
         generation: one of ``adapter.GENERATION``; None for the fastest that the device knows.
@@ -53,6 +54,7 @@ class Engine:
         """
         if self.backend not in (HF, VLLM):
             raise ConfigError(f"unknown backend {self.backend!r}", f"backends: {HF}, {VLLM}")
+        check_dtype(self.dtype)
         if self.generation is not None and self.generation not in GENERATION:
             raise ConfigError(f"unknown generation {self.generation!r}", f"one of {', '.join(GENERATION)}")
         if self.backend == VLLM:
@@ -74,6 +76,16 @@ class Engine:
         if wrong or self.ep_size > 1:
             name = wrong[0] if wrong else "ep-size"
             raise ConfigError(f"--{name} is for --backend hf", "vLLM spreads a model over --gpus by tensor parallelism")
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Refuse a data type that models are not run in.
+
+    Raises:
+        ConfigError: with those that there are.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}", f"one of {', '.join(DTYPES)}")
 
 
 @contextlib.contextmanager
@@ -127,7 +139,9 @@ def _in_transformers(
 
     kind = getattr(torch, dtype)
     if engine.ep_size > 1:
-        network = _expert_parallel(path, kind, device, engine.ep_size)
+        from fcsd.parallel.weights.loading import load_expert_parallel
+
+        network = load_expert_parallel(path, dtype=kind, device=device, ep_size=engine.ep_size)
     elif device == "auto":
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fcsd-offload-"))
         network = load_model(path, dtype=kind, device_map="auto", offload_folder=folder)
@@ -142,20 +156,6 @@ def _in_transformers(
         cache=cache,
         team=team,
     )
-
-
-def _expert_parallel(path: Path, dtype: Any, device: str, ep_size: int) -> Any:
-    """A model whose routed experts ``ep_size`` ranks divide among them; every rank holds all other weights."""
-    from fcsd.models.build import arch_of, load_model, unwired
-    from fcsd.models.wiring import Wiring
-    from fcsd.parallel.expert.autoep import shard_experts
-    from fcsd.parallel.expert.block import wire_parallel
-
-    network: Any = load_model(path, dtype=dtype)
-    block = network.config.to_dict().get("fcsd")
-    shard_experts(network, arch_of(network.config), ep_size)
-    wire_parallel(network, Wiring.from_block(block) if block else unwired())
-    return network.to(device)
 
 
 def _in_vllm(path: Path, engine: Engine, dtype: str, cache: AnswerCache | None) -> Adapter:

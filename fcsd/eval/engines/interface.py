@@ -1,4 +1,4 @@
-"""What an evaluation asks of a model beyond lm-eval's own interface, whichever engine runs it."""
+"""The interface of a model in an evaluation: lm-eval's own, and what fcsd needs beyond it, for every engine."""
 
 import abc
 from typing import Any
@@ -15,12 +15,12 @@ MAX_NEW_TOKENS = 256
 
 
 class Adapter(TemplateLM):
-    """A model in some engine; what it cannot do right it refuses.
+    """A model in some engine. Requests that it would not answer correctly are refused.
 
     Attributes:
         tokenizer: the model's.
-        cache: where answers are kept for a later resume; None for nowhere.
-        team: the ranks that share the work, all of them making the same calls and getting the same answers.
+        cache: where answers are kept, so that a killed evaluation can resume; None for nowhere.
+        team: the ranks that share the work; all of them make the same calls and get the same answers.
     """
 
     tokenizer: Any
@@ -38,7 +38,7 @@ class Adapter(TemplateLM):
 
     @abc.abstractmethod
     def engine(self) -> dict[str, Any]:
-        """What runs the model and how, for the result row."""
+        """What runs the model and how, for the result."""
 
     def greedy_settings(self, request: Any) -> tuple[tuple[str, ...], int]:
         """Stop strings and the most new tokens of a ``generate_until`` request.
@@ -64,7 +64,7 @@ class Adapter(TemplateLM):
             )
 
     def cached(self, request: list[Any]) -> Any:
-        """The answer an earlier run gave, or None."""
+        """The answer of an earlier run, or None."""
         return None if self.cache is None else self.cache.get(request)
 
     def store(self, request: list[Any], answer: Any) -> None:
@@ -73,6 +73,6 @@ class Adapter(TemplateLM):
             self.cache.add(request, answer)
 
     def remember(self, request: list[Any], answer: Any) -> None:
-        """Know an answer that another rank keeps."""
+        """Keep an answer in memory that another rank has stored."""
         if self.cache is not None:
             self.cache.remember(request, answer)

@@ -1,1 +1,1 @@
-"""Which layers to convert: the sweep over the first and last N layers, and the search for a choice."""
+"""Which layers to convert: a sweep over the first and the last N layers, and a search for the best set."""

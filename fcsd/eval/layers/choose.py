@@ -1,8 +1,9 @@
-"""Choose which layers to convert: by what they cost together on a text, not one by one.
+"""Choose which layers to convert by the loss on a text, measured for sets of layers.
 
-Layers interact. A converted layer whose predecessor is converted too misses more than one that stands alone, and
-an error early in the model reaches every later layer. So the costs of single layers do not add up, and the search
-measures sets: it adds one layer after the other, each time the one that then costs least.
+Layers interact. A converted layer whose predecessor is converted too lacks more of the residual stream than one that
+stands alone, and an error early in the model reaches every later layer. The losses of single layers therefore do not
+add up, and the search measures sets: it adds one layer after the other, each time the one with which the loss is
+lowest.
 """
 
 import heapq
@@ -15,18 +16,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import json_sha256, write_text
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
-from fcsd.eval.layers.compare_choice import draw, rivals, table
-from fcsd.eval.layers.rewiring import Subject, layers_text, load_subject, reads_in_flight
+from fcsd.eval.layers.compare_choice import compare_choice, draw, table
+from fcsd.eval.layers.rewiring import Layers, Subject, first, last, load_subject, reads_in_flight
 from fcsd.eval.perplexity import read_texts
-from fcsd.eval.results import json_sha256, write_text
 from fcsd.eval.statistics import estimate
+from fcsd.models.selection import layers_text
 
 log = logging.getLogger(__name__)
 
-Layers = tuple[int, ...]
 # (negative log-likelihood in nats, tokens) of each document with these layers converted
 Measure = Callable[[Layers], list[tuple[float, int]]]
 
@@ -40,7 +41,7 @@ class Step:
 
     Attributes:
         layers: the set.
-        found_by: ``greedy``, or ``first`` or ``last`` where that plain set costs less.
+        found_by: ``greedy``, or ``first`` or ``last`` where as many first or last layers have a lower loss.
         loss: in nats per token on the search text; ``increase`` relative to the unconverted model.
         measured: how many sets the search had measured by then.
     """
@@ -62,25 +63,29 @@ def choose_layers(
     wiring: str = "farskip",
     variant: str = "full",
     tokens: int = TOKENS,
+    batch_size: int | None = None,
     device: str | None = None,
+    dtype: str | None = None,
     out: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Choose the layers whose untrained conversion raises the loss on a text least.
+    """Choose the layers whose untrained conversion raises the loss on a text by the least.
 
     Args:
         model: directory or hub id of an original.
-        text: what to search on: ``.jsonl``, ``.jsonl.gz`` or ``.parquet``.
-        layers: how many to convert, one choice for each number; or
-        budget: convert as many as the loss allows, ``2%`` for a relative increase of at most that.
-        check: text to compare the choices on with the first, the last and random layers, as many of each;
-            documents that the search may have read are left out.
-        tokens: read whole documents of each text until it has given so many tokens.
+        text: the text to search on: ``.jsonl``, ``.jsonl.gz`` or ``.parquet``.
+        layers: how many layers to convert; there is a choice for each number. This or ``budget`` is given.
+        budget: convert as many layers as raise the loss by at most this share, e.g. ``2%``.
+        check: a text on which the choices are compared with as many first, last and random layers. Documents that
+            the search may have read are left out.
+        tokens: whole documents of each text are read until they have so many tokens.
+        batch_size: the most documents in one forward pass; None for as many as the limits on tokens allow.
+        device, dtype: see ``load_subject``.
         out: directory for ``choice.json``, with ``check`` also ``comparison.md`` and ``comparison.png``. What was
-            measured is kept there, so that a killed search repeats none of it.
+            measured is kept there, so that a search that was killed repeats none of it.
 
     Returns:
-        The content of ``choice.json``: for every choice its ``layers`` as a list and ``spec``, the same as
-        ``fcsd convert --layers`` takes it; the search's ``path``; and the ``comparison``.
+        The content of ``choice.json``: every choice with its ``layers`` as a list and as ``spec``, the text that
+        ``fcsd convert --layers`` takes; the search's ``path``; and the ``comparison``.
 
     Raises:
         ConfigError: not exactly one of ``layers`` and ``budget``, or one that the model cannot have.
@@ -94,14 +99,14 @@ def choose_layers(
     unseen = None if check is None else [t for t in read_texts(Path(check)) if t not in set(seen)]
     if unseen is not None and not unseen:
         raise ConfigError(f"{check} has no document that is not in {text}", "give a text that the search cannot see")
-    subject = load_subject(model, wiring=wiring, variant=variant, device=device)
+    subject = load_subject(model, wiring=wiring, variant=variant, device=device, dtype=dtype)
     depth = subject.depth
     if wrong := [n for n in layers or [] if not 0 < n < depth]:
         raise ConfigError(f"cannot choose {wrong[0]} of {depth} layers", f"a number from 1 to {depth - 1}")
 
     answers = None if out is None else AnswerCache(Path(out) / "measured.jsonl")
     try:
-        measure = measuring(subject, take(seen, tokens, subject), answers)
+        measure = measuring(subject, take(seen, tokens, subject), answers, batch_size)
         steps, path = search(measure, depth, sizes=layers, allowed=allowed)
         choice = {
             "model": subject.name,
@@ -114,8 +119,10 @@ def choose_layers(
             "path": [_plain(step, subject) for step in path],
         }
         if unseen is not None:
-            unseen_measure = measuring(subject, take(unseen, tokens, subject), answers)
-            choice["comparison"] = [rivals(unseen_measure, step.layers, subject) for step in steps if step.layers]
+            unseen_measure = measuring(subject, take(unseen, tokens, subject), answers, batch_size)
+            choice["comparison"] = [
+                compare_choice(unseen_measure, step.layers, subject) for step in steps if step.layers
+            ]
     finally:
         if answers is not None:
             answers.close()
@@ -133,10 +140,13 @@ def choose_layers(
 def search(
     measure: Measure, depth: int, *, sizes: Sequence[int] | None = None, allowed: float | None = None
 ) -> tuple[list[Step], list[Step]]:
-    """The chosen set for each size, or the largest whose relative loss increase is ``allowed``; and all steps.
+    """Search for the set of each size, or for the largest set whose relative loss increase is at most ``allowed``.
 
-    The first and the last N layers are candidates as well: what is chosen never costs more than they do on the
-    search text.
+    The first and the last N layers are candidates as well, so that a chosen set never has a higher loss than they do
+    on the search text.
+
+    Returns:
+        The chosen sets, and the sets of the greedy path.
     """
     measured = set()
 
@@ -152,7 +162,7 @@ def search(
 
     def best(greedy: Step) -> Step:
         n = len(greedy.layers)
-        ends = [step(tuple(range(n)), "first"), step(tuple(range(depth - n, depth)), "last")]
+        ends = [step(first(n), "first"), step(last(n, depth), "last")]
         return min([greedy, *ends], key=lambda candidate: candidate.loss)
 
     path: list[Step] = []
@@ -173,21 +183,21 @@ def search(
 
 
 def greedy_path(loss: Callable[[Layers], float], depth: int) -> Iterator[Layers]:
-    """Sets of 0, 1, ... ``depth`` layers, each the one before and the layer that then costs least.
+    """Sets of 0, 1, ... ``depth`` layers, each the one before and the layer with which the loss is then lowest.
 
-    A layer is measured again only when what it last cost is the lowest known (lazy greedy, Minoux 1978). This finds
-    what measuring every layer at every step would, as long as converting more layers makes none of the others
-    cheaper; neighbours mostly make each other dearer.
+    A layer is measured again only if the increase that it last caused is the lowest known (lazy greedy, Minoux 1978).
+    This finds the same sets as measuring every layer at every step, as long as no conversion lowers the increase that
+    another layer causes. Conversions of neighbours mostly raise each other's.
     """
     chosen: Layers = ()
     yield chosen
     costs = [(-math.inf, layer) for layer in range(depth)]  # last known; a heap
     while costs:
-        fresh = set()
-        while costs[0][1] not in fresh:
+        measured_now = set()
+        while costs[0][1] not in measured_now:
             layer = costs[0][1]
             heapq.heapreplace(costs, (loss(_with(chosen, layer)) - loss(chosen), layer))
-            fresh.add(layer)
+            measured_now.add(layer)
         chosen = _with(chosen, heapq.heappop(costs)[1])
         yield chosen
 
@@ -196,10 +206,12 @@ def _with(layers: Layers, layer: int) -> Layers:
     return tuple(sorted((*layers, layer)))
 
 
-def measuring(subject: Subject, texts: list[str], answers: AnswerCache | None) -> Measure:
-    """Measures sets of layers on texts, each set once."""
+def measuring(
+    subject: Subject, texts: list[str], answers: AnswerCache | None, batch_size: int | None = None
+) -> Measure:
+    """A function that measures sets of layers on texts, each set once."""
     key = json_sha256([subject.identity(), texts])
-    adapter = HFAdapter(subject.model, subject.tokenizer)
+    adapter = HFAdapter(subject.model, subject.tokenizer, batch_size=batch_size)
 
     @cache
     def measure(layers: Layers) -> list[tuple[float, int]]:
@@ -216,7 +228,7 @@ def measuring(subject: Subject, texts: list[str], answers: AnswerCache | None) -
 
 
 def take(texts: list[str], tokens: int, subject: Subject) -> list[str]:
-    """Documents, each once, until they have ``tokens`` tokens: a sample that does not depend on their order."""
+    """Documents, each once, until they have ``tokens`` tokens. The sample does not depend on their order."""
     taken, total = [], 0
     for text in sorted(set(texts), key=json_sha256):
         if total >= tokens:
@@ -227,7 +239,7 @@ def take(texts: list[str], tokens: int, subject: Subject) -> list[str]:
 
 
 def to_text(choice: dict[str, Any]) -> str:
-    """What ``fcsd convert --layers`` takes, one line per choice."""
+    """One line per choice, which ``fcsd convert --layers`` takes."""
     return "\n".join(found["spec"] for found in choice["choices"])
 
 

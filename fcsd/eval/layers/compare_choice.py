@@ -1,4 +1,4 @@
-"""A choice of layers against the first, the last and random ones of the same number, on text it was not chosen on."""
+"""A choice of layers beside as many first, last and random ones, on a text that the search did not read."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -7,18 +7,18 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from fcsd.eval.layers.rewiring import Subject, layers_text, reads_in_flight
+from fcsd import markdown
+from fcsd.eval.layers.rewiring import Layers, Subject, first, last, reads_in_flight
 from fcsd.eval.statistics import estimate, paired_difference
-from fcsd.eval.tables import markdown
+from fcsd.models.selection import layers_text
 
-Layers = tuple[int, ...]
 Items = list[tuple[float, int]]
 
 RANDOM_SETS = 20
 
 
-def rivals(measure: Callable[[Layers], Items], chosen: Layers, subject: Subject) -> dict[str, Any]:
-    """Measure a choice and its rivals.
+def compare_choice(measure: Callable[[Layers], Items], chosen: Layers, subject: Subject) -> dict[str, Any]:
+    """Measure a choice, and as many first, last and random layers.
 
     Returns:
         ``n``; ``chosen``, ``first``, ``last`` and the ``random`` sets, each with its layers, its loss in nats per
@@ -48,8 +48,8 @@ def rivals(measure: Callable[[Layers], Items], chosen: Layers, subject: Subject)
     return {
         "n": n,
         "chosen": own,
-        "first": entry(tuple(range(n))),
-        "last": entry(tuple(range(depth - n, depth))),
+        "first": entry(first(n)),
+        "last": entry(last(n, depth)),
         "random": sets,
         "random_mean": {
             "difference": paired_difference(mean, measure(chosen)),
@@ -70,7 +70,7 @@ def random_sets(n: int, depth: int, seed: int = 0) -> list[Layers]:
 
 
 def table(comparison: Sequence[dict[str, Any]]) -> str:
-    """Markdown with a row per rival; differences are in nats per token, positive where the choice is better."""
+    """Markdown with a row per set of layers; differences are in nats per token, positive where the choice is better."""
     body = []
     for found in comparison:
         size, mean = str(found["n"]), found["random_mean"]
@@ -83,7 +83,7 @@ def table(comparison: Sequence[dict[str, Any]]) -> str:
         beaten = f"{mean['better']} of them better"
         increase = f"{100 * mean['increase']:.1f} %"
         body.append([size, label, beaten, f"{mean['reads_in_flight']:.1f}", increase, _signed(mean["difference"])])
-    return markdown(["N", "Set", "Layers", "Reads in flight", "Loss increase", "Loss minus the choice's"], body)
+    return markdown.table(["N", "Set", "Layers", "Reads in flight", "Loss increase", "Loss minus the choice's"], body)
 
 
 def _signed(difference: Sequence[float]) -> str:
@@ -91,7 +91,7 @@ def _signed(difference: Sequence[float]) -> str:
 
 
 def draw(comparison: Sequence[dict[str, Any]], path: Path) -> None:
-    """A PNG: loss increase over N for the choice, its plain rivals and every random set."""
+    """A PNG: the loss increase over N of the choice, the first and last layers, and every random set."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

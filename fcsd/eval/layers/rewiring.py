@@ -1,4 +1,4 @@
-"""One original model in memory, wired in place again and again: what a sweep and a search over layers measure."""
+"""One original model in memory that is wired in place again and again, as a sweep and a search over layers do."""
 
 import hashlib
 from collections.abc import Iterator
@@ -11,20 +11,24 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from fcsd.disk import file_sha256
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.eval.results import file_sha256
+from fcsd.eval.engines.engine import check_dtype
 from fcsd.models.build import decoder_layers, load_model, unwired, wire
 from fcsd.models.wiring import Blocks, Wiring, hf_parts, plan_layers
 from fcsd.version import __version__
 
+# Indices of decoder layers, ascending.
+Layers = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Subject:
-    """An original model, and the wiring whose layers are to be varied.
+    """An original model, and the wiring whose layers are varied.
 
     Attributes:
         sha256: over all its configuration and weights.
-        wiring: the wiring with no layer chosen yet.
+        wiring: the wiring, without any layer.
     """
 
     name: str
@@ -38,13 +42,13 @@ class Subject:
         """The number of decoder layers."""
         return len(decoder_layers(self.model))
 
-    def wired(self, layers: tuple[int, ...]) -> Wiring:
+    def wired(self, layers: Layers) -> Wiring:
         """The wiring that converts exactly these layers."""
         return replace(self.wiring, layers=layers)
 
     @contextmanager
-    def converted(self, layers: tuple[int, ...]) -> Iterator[PreTrainedModel]:
-        """The model with exactly these layers converted; afterwards with none.
+    def converted(self, layers: Layers) -> Iterator[PreTrainedModel]:
+        """The model with exactly these layers converted; afterwards no layer is.
 
         Raises:
             ConfigError: the wiring does not fit the model.
@@ -55,7 +59,7 @@ class Subject:
             wire(self.model, unwired())
 
     def identity(self) -> dict[str, Any]:
-        """Everything but the layers and the data that decides what is measured, as JSON-like data."""
+        """What a measurement depends on besides the layers and the data, as JSON-like data."""
         block = self.wiring.to_block()
         return {
             "model_sha256": self.sha256,
@@ -66,17 +70,31 @@ class Subject:
         }
 
 
-def load_subject(model: str, *, wiring: str = "farskip", variant: str = "full", device: str | None = None) -> Subject:
-    """Load an original for rewiring: float32 on the CPU, bfloat16 spread by accelerate over what GPUs there are.
+def load_subject(
+    model: str,
+    *,
+    wiring: str = "farskip",
+    variant: str = "full",
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Subject:
+    """Load an original model for rewiring.
+
+    Args:
+        model: directory or hub id.
+        device: ``cpu``, or ``cuda`` to let accelerate spread the model over all GPUs; None for the GPUs if there are
+            any.
+        dtype: of the weights; None for float32 on the CPU and bfloat16 on GPUs.
 
     Raises:
-        ConfigError: no such wiring or variant, or it does not fit the model.
-        BadInputError: the checkpoint cannot be used, or is converted already.
+        ConfigError: no such wiring, variant or dtype, or the wiring does not fit the model.
+        BadInputError: the checkpoint cannot be used, or has been converted already.
     """
     import torch
 
     from fcsd.checkpoint import read_config, resolve
 
+    check_dtype(dtype)
     try:
         template = Wiring(wiring, (), variant=variant)
     except ValueError as error:
@@ -86,40 +104,39 @@ def load_subject(model: str, *, wiring: str = "farskip", variant: str = "full", 
         raise BadInputError(f"{path}: is converted already", "name the original that it was converted from")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cpu":
-        network = load_model(path, dtype=torch.float32, device=device)
+        network = load_model(path, dtype=getattr(torch, dtype or "float32"), device=device)
     else:
-        network = load_model(path, dtype=torch.bfloat16, device_map="auto")
+        network = load_model(path, dtype=getattr(torch, dtype or "bfloat16"), device_map="auto")
     tokenizer = AutoTokenizer.from_pretrained(path)
     return Subject(path.resolve().name, model_sha256(path), network.eval(), tokenizer, template)
 
 
 def model_sha256(path: Path) -> str:
-    """One hash over name and content of a model directory's JSON and safetensors files."""
+    """One hash over the names and contents of a model directory's JSON and safetensors files."""
     digest = hashlib.sha256()
     for file in sorted([*path.glob("*.json"), *path.glob("*.safetensors")]):
         digest.update(f"{file.name} {file_sha256(file)}\n".encode())
     return digest.hexdigest()
 
 
+def first(n: int) -> Layers:
+    """The first ``n`` layers."""
+    return tuple(range(n))
+
+
+def last(n: int, depth: int) -> Layers:
+    """The last ``n`` of ``depth`` layers."""
+    return tuple(range(depth - n, depth))
+
+
 def reads_in_flight(wiring: Wiring, depth: int) -> int:
     """How many of a model's ``2 * depth`` reads do not wait for the sub-block just before them.
 
-    This is what a conversion buys. A layer converted alone gets one (its MLP does not wait for its attention); its
-    own attention gets one too only where the layer before hands on a partial stream. A dense layer's MLP is taken
-    for a MoE.
+    This is what a conversion gains. A layer that is converted alone gains one, because its MLP does not wait for its
+    attention. Its own attention does not wait either if the layer before hands on a partial stream. A dense layer's
+    MLP is counted as if it were a MoE.
     """
     plans = plan_layers(wiring, depth, partial(hf_parts, Blocks()))
     mlps = sum(plan.mlp > 0 for plan in plans.values())
     attns = sum(plan.attn > 0 and plans[i - 1].hands_on > 1 for i, plan in plans.items() if i - 1 in plans)
     return mlps + attns
-
-
-def layers_text(layers: tuple[int, ...]) -> str:
-    """Layers as ``fcsd convert --layers`` takes them: ``0,2,5-7``, or ``none``."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and runs[-1][-1] == layer - 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"

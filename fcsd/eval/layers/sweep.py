@@ -1,4 +1,4 @@
-"""FarSkip Figure 3: what an untrained conversion of the first N, and of the last N, layers costs, over N."""
+"""FarSkip Figure 3: the scores of untrained conversions of the first N layers, and of the last N, over N."""
 
 import json
 import logging
@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fcsd import markdown
+from fcsd.disk import file_sha256, json_sha256, write_text
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import Loaded, evaluate
-from fcsd.eval.layers.rewiring import Subject, layers_text, load_subject, reads_in_flight
+from fcsd.eval.layers.rewiring import Layers, Subject, first, last, load_subject, reads_in_flight
 from fcsd.eval.perplexity import HeldOut, held_out_result
-from fcsd.eval.results import Row, file_sha256, is_accuracy, json_sha256, shown, write_text
+from fcsd.eval.results import Result, is_accuracy, shown
 from fcsd.eval.statistics import paired_difference
-from fcsd.eval.tables import markdown
+from fcsd.models.selection import layers_text
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +36,26 @@ def sweep_layers(
     points: Sequence[int] | None = None,
     suite: str = "paper",
     tasks: Sequence[str] | None = None,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool | None = None,
     data_mirror: str | Path | None = None,
     held_out: str | Path | None = None,
     limit: int | None = None,
     batch_size: int | None = None,
     device: str | None = None,
+    dtype: str | None = None,
 ) -> dict[str, Any]:
     """Measure both curves on one model in memory; write ``sweep.json``, ``sweep.md`` and ``sweep.png`` into ``out``.
 
     Args:
         model: directory or hub id of an original.
-        out: directory for results. Finished points are kept there: a killed sweep, started again with the same
-            model and settings, repeats none of them.
+        out: directory for results. Finished points are kept there: a sweep that was killed and is started again with
+            the same model and settings repeats none of them.
         points: values of N; None for at most ``POINTS`` from 0 to all layers. 0 is always measured.
-        tasks: rows of ``suite``; None for none, then only the held-out loss is measured.
+        tasks: some of ``suite`` or of lm-eval's; None for none, then only the held-out loss is measured.
         limit: use only the first ``limit`` documents of every task and of the held-out text.
-        data_mirror, held_out: see ``harness.evaluate``; batch_size: see ``opening.Engine``.
-        device: ``cpu``, or a GPU's name for all of them; None for the GPUs where there are any.
+        num_fewshot, apply_chat_template, data_mirror, held_out: see ``harness.evaluate``.
+        batch_size: see ``engine.Engine``; device, dtype: see ``load_subject``.
 
     Returns:
         The content of ``sweep.json``. Each point has a score per column with its ``change`` from the unconverted
@@ -65,41 +70,53 @@ def sweep_layers(
     text = None if held_out is None else HeldOut(Path(held_out))
     if text is not None:
         text.texts = text.texts[:limit]
-    subject = load_subject(model, wiring=wiring, variant=variant, device=device)
+    subject = load_subject(model, wiring=wiring, variant=variant, device=device, dtype=dtype)
     numbers = _points(points, subject.depth)
     settings = {
         "suite": suite,
         "tasks": list(tasks or []),
+        "num_fewshot": num_fewshot,
+        "apply_chat_template": apply_chat_template,
         "limit": limit,
         "batch_size": batch_size,
         "data_mirror": None if data_mirror is None else _content(Path(data_mirror)),
         "held_out_sha256": None if text is None else json_sha256(text.texts),
     }
 
-    def measure() -> list[Row]:
-        rows = []
+    def measure() -> list[Result]:
+        results = []
         if tasks:
             loaded = Loaded(subject.name, subject.model, subject.tokenizer)
-            options: dict[str, Any] = {"data_mirror": data_mirror, "limit": limit}
-            rows += evaluate([loaded], suite=suite, tasks=tasks, engine=Engine(batch_size=batch_size), **options)
+            results += evaluate(
+                [loaded],
+                suite=suite,
+                tasks=tasks,
+                num_fewshot=num_fewshot,
+                apply_chat_template=apply_chat_template,
+                data_mirror=data_mirror,
+                limit=limit,
+                engine=Engine(batch_size=batch_size),
+            )
         if text is not None:
-            rows.append(held_out_result(text, HFAdapter(subject.model, subject.tokenizer, batch_size=batch_size)))
-        return rows
+            results.append(held_out_result(text, HFAdapter(subject.model, subject.tokenizer, batch_size=batch_size)))
+        return results
 
     out = Path(out)
     cache = AnswerCache(out / "points.jsonl")
     identity = json_sha256([subject.identity(), settings])
-    measured: dict[tuple[int, ...], list[Row]] = {}
+    measured: dict[Layers, list[Result]] = {}
+    points_to_measure = dict.fromkeys(_layers(end, n, subject.depth) for n in numbers for end in ENDS)
     try:
-        for layers in dict.fromkeys(_layers(end, n, subject.depth) for n in numbers for end in ENDS):
-            rows = cache.get([identity, layers])
-            if rows is None:
+        for layers in points_to_measure:
+            results = cache.get([identity, layers])
+            if results is None:
                 with subject.converted(layers):
-                    rows = measure()
-                cache.add([identity, layers], rows)
-            measured[layers] = rows
-            scores = "  ".join(f"{row['column']} {shown(row)[0]}" for row in rows)
-            log.info("layers %s converted: %s", layers_text(layers), scores)
+                    results = measure()
+                cache.add([identity, layers], results)
+            measured[layers] = results
+            scores = "  ".join(f"{result['column']} {shown(result)[0]}" for result in results)
+            place = f"[{len(measured)} of {len(points_to_measure)}]"
+            log.info("layers %s converted: %s  %s", layers_text(layers), scores, place)
     finally:
         cache.close()
     sweep = _sweep(subject, settings, numbers, measured)
@@ -118,8 +135,8 @@ def _points(points: Sequence[int] | None, depth: int) -> list[int]:
     return sorted({0, *points})
 
 
-def _layers(end: str, n: int, depth: int) -> tuple[int, ...]:
-    return tuple(range(n)) if end == "first" else tuple(range(depth - n, depth))
+def _layers(end: str, n: int, depth: int) -> Layers:
+    return first(n) if end == "first" else last(n, depth)
 
 
 def _content(mirror: Path) -> dict[str, str]:
@@ -129,9 +146,9 @@ def _content(mirror: Path) -> dict[str, str]:
 
 
 def _sweep(
-    subject: Subject, settings: dict[str, Any], numbers: list[int], measured: dict[tuple[int, ...], list[Row]]
+    subject: Subject, settings: dict[str, Any], numbers: list[int], measured: dict[Layers, list[Result]]
 ) -> dict[str, Any]:
-    """The content of ``sweep.json``: everything but the answers to single questions."""
+    """The content of ``sweep.json``: everything but the results of single questions."""
     reference = {row["column"]: row for row in measured[()]}
     points = []
     for end in ENDS:
@@ -167,7 +184,7 @@ def to_text(sweep: dict[str, Any]) -> str:
     for point in sweep["points"]:
         cells = [" ± ".join(shown({**column, **point["scores"][column["column"]]})) for column in columns]
         body.append([point["end"], str(point["n"]), *cells])
-    return markdown(head, body)
+    return markdown.table(head, body)
 
 
 def draw(sweep: dict[str, Any], path: Path) -> None:

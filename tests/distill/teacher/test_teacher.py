@@ -12,8 +12,8 @@ import texts
 import tiny
 from safetensors.torch import load_file, save_file
 
-from fcsd.checkpoint import read_layout, sample_sha256
-from fcsd.convert import convert, fingerprint
+from fcsd.checkpoint import fingerprint, read_layout, sample_sha256
+from fcsd.convert import convert
 from fcsd.distill import loop
 from fcsd.distill.teacher.original import identify_teacher
 from fcsd.errors import BadInputError, CheckpointError

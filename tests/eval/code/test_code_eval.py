@@ -17,9 +17,10 @@ from code_problems import PROBLEMS
 
 from fcsd.errors import BadInputError, FcsdError
 from fcsd.eval.code import sandbox_levels
+from fcsd.eval.code.comparison import RULES, Case
 from fcsd.eval.code.judge import Outcome, Problem, Verdict, pass_at_1, score
-from fcsd.eval.code.oracles import ORACLES, Case
 from fcsd.eval.code.problems import evalplus_problem, load_evalplus, problem_from_tests
+from fcsd.eval.code.sandbox import find_sandbox
 
 ROWS = {row["task_id"]: row for row in PROBLEMS}
 CHECK = """
@@ -52,10 +53,10 @@ def passed(verdicts: list[Verdict]) -> None:
     } == {}
 
 
-def test_problems_cover_every_oracle():
+def test_problems_cover_every_rule():
     problems = [evalplus_problem(row) for row in PROBLEMS]
-    used = {case.oracle for problem in problems for case in problem.base}
-    assert used == set(ORACLES) - {"exact", "isclose"}  # those two belong to asserts, tested below
+    used = {case.rule for problem in problems for case in problem.base}
+    assert used == set(RULES) - {"exact", "isclose"}  # those two belong to asserts, tested below
     assert len(problems) >= 30
 
 
@@ -96,7 +97,7 @@ def test_no_flake_in_twenty_runs_on_an_overloaded_machine():
             process.wait()
 
 
-def test_another_right_answer_passes_where_the_oracle_allows_it():
+def test_another_right_answer_passes_where_the_rule_allows_it():
     answers = {
         "HumanEval/32": "def find_zero(xs):\n    return {1: -0.5, -6: 3, -2: 2 ** (1 / 3)}[xs[0]]",
         "Mbpp/2": "def similar_elements(a, b):\n    return sorted(set(a) & set(b), reverse=True)",
@@ -133,7 +134,7 @@ def test_chat_answers_are_sanitized():
 def test_longest_code_equals_evalplus():
     from evalplus.sanitize import code_extract
 
-    from fcsd.eval.code.extract import longest_code
+    from fcsd.eval.code.extraction import longest_code
 
     pieces = [
         "x = 1",
@@ -208,7 +209,7 @@ def test_lm_eval_checks_are_scored_without_their_answers_entering():
         entry_point="find_zero",
     )
     problems = [problem_from_tests(f"check/{i}", text) for i, text in enumerate((table, cross, roots))]
-    assert [problem.base[0].oracle for problem in problems] == ["evalplus", "evalplus", "root"]
+    assert [problem.base[0].rule for problem in problems] == ["evalplus", "evalplus", "root"]
     thirds = canonical["prompt"] + canonical["canonical_solution"]
     zero = ROWS["HumanEval/32"]
     right = score(problems, [thirds, thirds, zero["prompt"] + zero["canonical_solution"]])
@@ -322,15 +323,15 @@ def kill_when_seen(name: str, times: int) -> threading.Thread:
     return thread
 
 
-def test_scoring_process_killed_twice_is_an_error():
-    killer = kill_when_seen("fcsd.eval.code.scorer", times=2)
+def test_judging_process_killed_twice_is_an_error():
+    killer = kill_when_seen("fcsd.eval.code.judge_worker", times=2)
     with pytest.raises(FcsdError, match="failed twice"):
         score([SLEEPER], [NAP], timeout_s=5)
     killer.join()
 
 
 def test_sandbox_killed_twice_is_an_error_not_a_score():
-    killer = kill_when_seen("bwrap", times=2)
+    killer = kill_when_seen(find_sandbox().level, times=2)
     (verdict,) = score([SLEEPER], [NAP], timeout_s=20)
     killer.join()
     assert verdict.base.status == "error", verdict

@@ -1,4 +1,4 @@
-"""Hostile programs through the real scorer: none passes, none gets out, none leaves anything behind."""
+"""Hostile programs are judged for real: none passes, none gets out, none leaves anything behind."""
 
 import json
 import os
@@ -6,15 +6,17 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
 from fcsd.eval.code import sandbox_runner
+from fcsd.eval.code.comparison import Case
 from fcsd.eval.code.judge import Outcome, Problem, score
-from fcsd.eval.code.oracles import Case
 from fcsd.eval.code.sandbox import find_sandbox
 
 SECRET = 918_273_645  # the expected value of every case: it must not be found inside
@@ -114,6 +116,24 @@ def escapes(canary: Path, port: int) -> dict[str, str]:
         "reads the first process": "open('/proc/1/mem', 'rb').read(1)",
         "mounts": "import ctypes; libc = ctypes.CDLL(None, use_errno=True); "
         "r = libc.mount(b'none', b'/tmp', b'tmpfs', 0, None)\n        if r: raise PermissionError",
+        "gets System V shared memory": "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\n"
+        "        if libc.shmget(0, 8 << 20, 0o600) == -1: raise PermissionError",
+        "gets a message queue": "import ctypes; libc = ctypes.CDLL(None)\n"
+        "        if libc.msgget(0, 0o600) == -1 and libc.semget(0, 9, 0o600) == -1: raise PermissionError",
+        "gets a file in memory": "import os; os.memfd_create('more')",
+        "mounts in a user namespace": "import ctypes; libc = ctypes.CDLL(None)\n"
+        "        if libc.unshare(0x10020000): raise PermissionError\n"
+        "        if libc.mount(b'none', b'/tmp', b'tmpfs', 0, None): raise PermissionError",
+        "clones a user namespace": "import ctypes, platform; libc = ctypes.CDLL(None)\n"
+        "        number = {'x86_64': 56, 'aarch64': 220}[platform.machine()]\n"
+        "        process = libc.syscall(number, 0x10000000 | 17, 0, 0, 0, 0)\n"
+        "        if process == 0: libc._exit(0)\n"
+        "        if process == -1: raise PermissionError",
+        "clones by another call": "import ctypes, struct; libc = ctypes.CDLL(None)\n"
+        "        arguments = struct.pack('8Q', 0x10000000, 0, 0, 0, 17, 0, 0, 0)\n"
+        "        process = libc.syscall(435, arguments, len(arguments))\n"
+        "        if process == 0: libc._exit(0)\n"
+        "        if process == -1: raise PermissionError",
         "sees us": f"import os; os.kill({os.getpid()}, 0)",
         "traces us": "import ctypes, os; libc = ctypes.CDLL(None)\n"
         f"        if libc.ptrace(16, {os.getpid()}, 0, 0): raise PermissionError",
@@ -142,11 +162,13 @@ LOOK = {
 
 
 def verdicts(
-    programs: dict[str, str], expected: object = SECRET, *, accept_unsafe_exec: bool = False
+    programs: dict[str, str], expected: object = SECRET, *, timeout_s: int = 60, accept_unsafe_exec: bool = False
 ) -> dict[str, Outcome]:
-    """Verdicts on programs whose `f(1)` should be `expected`."""
+    """Verdicts on programs whose `f(1)` should be `expected`; a short limit is for programs that never end."""
     problems = [Problem(name, "f", [Case([1], expected)], []) for name in programs]
-    results = score(problems, list(programs.values()), workers=4, timeout_s=1, accept_unsafe_exec=accept_unsafe_exec)
+    results = score(
+        problems, list(programs.values()), workers=4, timeout_s=timeout_s, accept_unsafe_exec=accept_unsafe_exec
+    )
     return {verdict.task_id: verdict.base for verdict in results}
 
 
@@ -170,7 +192,12 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def exhausted() -> dict[str, Outcome]:
-    return verdicts({**EXHAUST, "good": GOOD})
+    """Programs that end by themselves run at the same time as the others, but with a generous limit on time."""
+    ending = {"8 GB": EXHAUST["8 GB"], "good": GOOD}
+    endless = {name: program for name, program in EXHAUST.items() if name not in ending}
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(verdicts, endless, timeout_s=1)
+        return verdicts(ending) | beside.result()
 
 
 @pytest.mark.parametrize("name", EXHAUST)
@@ -231,45 +258,63 @@ def test_those_attacks_work_without_a_sandbox(canary: Path, monkeypatch: pytest.
 CHECK = """
 import json, sys
 from fcsd.eval.code.judge import Problem, score
-from fcsd.eval.code.oracles import Case
+from fcsd.eval.code.comparison import Case
 programs = json.load(sys.stdin)
 problems = [Problem(name, "f", [Case([1], "escaped")], []) for name in programs]
-found = score(problems, list(programs.values()), workers=2, timeout_s=1)
+found = score(problems, list(programs.values()), workers=2, timeout_s=60)
 print(json.dumps({v.task_id: [v.base.status, v.base.detail, v.sandbox] for v in found}))
 """
 
 
-def as_ordinary_user(repo: Path) -> list[str]:
-    """A command prefix that becomes uid 4242 (if root), for whom the interpreter and `repo` are readable."""
+# Directories that are closed to others are covered by empty ones, into which what is needed is bound again.
+OPEN_DIRECTORIES = """\
+set -e
+umask 022
+number=0
+for path in $NEEDED; do number=$((number + 1)); mkdir "$STAGE/$number"; mount --bind "$path" "$STAGE/$number"; done
+for path in $CLOSED; do mount -t tmpfs -o mode=755 open "$path"; done
+number=0
+for path in $NEEDED; do number=$((number + 1)); mkdir -p "$path"; mount --bind "$STAGE/$number" "$path"; done
+cd /
+exec setpriv --reuid=4242 --regid=4242 --clear-groups --inh-caps=-all -- "$@"
+"""
+
+
+def as_ordinary_user(repo: Path, stage: Path) -> list[str]:
+    """A command prefix that changes to uid 4242 (if this is root), who can read the interpreter and `repo`."""
     if os.geteuid() != 0:
         return []
     needed = [Path(path) for path in (sys.prefix, sys.base_prefix, repo)]
-    options: list[str] = []
+    closed: set[Path] = set()
     for path in needed:
-        closed = [parent for parent in reversed(path.parents) if not parent.stat().st_mode & 0o001]
-        for parent in closed[:1]:
-            between = [p for p in reversed(path.parents) if parent in p.parents]
-            options += ["--perms", "0755", "--tmpfs", str(parent)]
-            options += [part for p in between for part in ("--perms", "0755", "--dir", str(p))]
-            options += ["--ro-bind", str(path), str(path)]
-    drop = ["setpriv", "--reuid=4242", "--regid=4242", "--clear-groups", "--inh-caps=-all", "--"]
-    keep = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
-    return ["bwrap", "--dev-bind", "/", "/", "--die-with-parent", *keep, *options, "--", *drop]
+        closed |= set([parent for parent in reversed(path.parents) if not parent.stat().st_mode & 0o001][:1])
+    hidden = {path for path in needed if closed & set(path.parents)}
+    stage.mkdir()
+    values = {"NEEDED": hidden, "CLOSED": closed, "STAGE": [stage]}
+    settings = [f"{name}={' '.join(map(str, paths))}" for name, paths in values.items()]
+    return ["unshare", "--mount", "env", *settings, "sh", "-c", OPEN_DIRECTORIES, "sh"]
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A directory that everybody can read. Those of pytest are closed again whenever another session of it starts."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
 
 
 @pytest.mark.parametrize("user", ["same", "ordinary"])
 @pytest.mark.parametrize("level", ["bwrap", "unshare"])
-def test_every_level_holds_for_root_and_for_others(repo: Path, canary: Path, tmp_path: Path, level: str, user: str):
-    assert shutil.which("bwrap"), "bubblewrap is missing: apt-get install bubblewrap"
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for directory in ("/usr/sbin", "/usr/bin"):
-        for tool in Path(directory).iterdir():
-            if not (tool.name == "bwrap" and level == "unshare") and not (tools / tool.name).exists():
-                (tools / tool.name).symlink_to(tool)
-    for directory in (tools, *tools.parents[:-2]):  # pytest makes them for one user; /tmp itself is for all
-        directory.chmod(0o755)
-    prefix = as_ordinary_user(repo) if user == "ordinary" else []
+def test_every_level_holds_for_root_and_for_others(repo: Path, canary: Path, open_path: Path, level: str, user: str):
+    assert level != "bwrap" or shutil.which("bwrap"), "bubblewrap is missing: scripts/test.sh installs it"
+    tools = open_path / "bin"
+    tools.mkdir(mode=0o755)
+    for tool in (tool for directory in ("/usr/sbin", "/usr/bin") for tool in Path(directory).iterdir()):
+        if tool.name != "bwrap" and not (tools / tool.name).exists():
+            (tools / tool.name).symlink_to(tool)
+    if level == "bwrap":
+        (tools / "bwrap").symlink_to(shutil.which("bwrap") or "")
+    prefix = as_ordinary_user(repo, open_path / "stage") if user == "ordinary" else []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         programs = escapes(canary, listener.getsockname()[1])
         good = "def f(x):\n    import numpy\n    return 'esc' + 'aped' * int(numpy.ones(1)[0])"
@@ -283,7 +328,7 @@ def test_every_level_holds_for_root_and_for_others(repo: Path, canary: Path, tmp
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {row[2] for row in found.values()} == {level}
-    assert found.pop("good")[0] == "pass"
+    assert found.pop("good")[:2] == ["pass", ""]
     allowed = {f"case 0: got {kind!r}, expected 'escaped'" for kind in DENIED}
     assert {name: row for name, row in found.items() if row[1] not in allowed} == {}
     assert canary.read_text() == "untouched"
@@ -291,5 +336,5 @@ def test_every_level_holds_for_root_and_for_others(repo: Path, canary: Path, tmp
 
 def test_this_machine_has_a_real_sandbox():
     assert find_sandbox(accept_unsafe_exec=True).level == "bwrap", (
-        "bubblewrap is missing or may not create namespaces: apt-get install bubblewrap"
+        "bubblewrap is missing (scripts/test.sh installs it) or may not create namespaces"
     )

@@ -10,6 +10,8 @@ import ranks
 import tiny
 import torch
 
+from fcsd.checkpoint import read_layout
+from fcsd.checkpoint.weights import Reader
 from fcsd.convert import convert
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.eval.engines.engine import Engine
@@ -116,17 +118,26 @@ def test_a_model_larger_than_memory_scores_the_same(model, mirror, monkeypatch):
 
 
 def sharded(rank: int, model: Path, rewired: Path, mirror: Path, out: Path) -> list[Any]:
+    """Scores twice, the engine's description, and the expert tensors that this rank read."""
     engine = Engine(ep_size=2, batch_size=3, device="cpu")
     options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=3)
+    raw, read = Reader.raw, set()
+
+    def noted(self: Reader, name: str, row: int | None = None) -> Any:
+        read.add(name)
+        return raw(self, name, row)
+
+    Reader.raw = noted
+    build.load_model = None  # type: ignore[assignment]: a rank that loads the whole model fails
     with eval_data.short_answers():
         rows = evaluate([str(model), str(rewired)], engine=engine, out=out, **options)
         again = evaluate([str(model)], engine=engine, out=out, **options)
-    return [scores(rows), scores(again), rows[0]["engine"]]
+    return [scores(rows), scores(again), rows[0]["engine"], {name for name in read if ".experts." in name}]
 
 
 def test_experts_spread_over_two_ranks_score_the_same(model, mirror, tmp_path):
     convert(model, tmp_path / "rewired", check=False)
-    (first, again, engine), (second, _, _) = ranks.in_group(
+    (first, again, engine, read), (second, _, _, read_by_second) = ranks.in_group(
         2, sharded, model, tmp_path / "rewired", mirror, tmp_path / "out"
     )
     options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=3, engine=Engine(device="cpu"))
@@ -134,6 +145,10 @@ def test_experts_spread_over_two_ranks_score_the_same(model, mirror, tmp_path):
         assert first == second == scores(evaluate([str(model), str(tmp_path / "rewired")], **options))
     assert again == first[: len(TASKS)]
     assert engine["ranks"] == 2 and engine["ep_size"] == 2
+    # Each rank read its own experts and no others.
+    on_disk = {name for name in read_layout(model).tensors if ".experts." in name}
+    assert read | read_by_second == on_disk and not read & read_by_second
+    assert len(read) == len(read_by_second)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fcsd.cli.main import app
 from fcsd.errors import ConfigError
 from fcsd.eval.layers.choose import choose_layers, greedy_path, measuring, search
-from fcsd.eval.layers.compare_choice import random_sets, rivals
+from fcsd.eval.layers.compare_choice import compare_choice, random_sets
 from fcsd.eval.layers.rewiring import load_subject
 from fcsd.eval.statistics import estimate, paired_difference
 from fcsd.models.selection import select_layers
@@ -155,7 +155,7 @@ def test_command_line_prints_what_convert_takes(teacher, texts):
     assert result.exit_code == 2
 
 
-def test_rivals_of_a_set_with_itself_differ_by_nothing(teacher, texts):
+def test_the_comparison_of_a_set_with_itself_differ_by_nothing(teacher, texts):
     subject = load_subject(str(teacher))
     measure = measuring(subject, ["river stone lamp", "music winter paper silver"], None)
-    assert rivals(measure, (0, 1), subject)["first"]["difference"] == (0, 0)
+    assert compare_choice(measure, (0, 1), subject)["first"]["difference"] == (0, 0)

@@ -1,71 +1,37 @@
-"""The process that scores: reads a job on stdin, runs the programs in sandboxes, writes verdicts on stdout.
+"""The verdict on one program: extract it, run the reference and the program in the sandbox, compare their outputs.
 
-Started by `fcsd.eval.code.scorer_process`; imports neither torch nor transformers. Outputs of untrusted programs are
-parsed here, one value at a time, so that the caller (a training process) never touches them.
+Everything that is read here from an answer or from a program is untrusted. `judge_answer` therefore runs in a process
+of its own and limits that process before it reads any of it.
 """
 
 import json
+import os
 import reprlib
-import signal
-import sys
+import resource
 import tempfile
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from fcsd.errors import FcsdError
-from fcsd.eval.code.extract import program_text
-from fcsd.eval.code.judge import Outcome, Problem, Verdict, problem_from, wall_limit
-from fcsd.eval.code.oracles import ORACLES, Case
-from fcsd.eval.code.sandbox import Exit, Limits, Sandbox, find_sandbox, run
+from fcsd.eval.code.comparison import RULES, Case
+from fcsd.eval.code.extraction import program_text
+from fcsd.eval.code.judge import READING_SHARE, Outcome, Problem, Verdict, wall_limit
+from fcsd.eval.code.sandbox import Exit, Limits, Sandbox, run
 from fcsd.eval.code.sandbox_runner import decode, encode
-from fcsd.eval.code.scorer_process import BEAT_S
 
 REFERENCE_SHARE = 6  # the reference may use this many times `timeout_s`
-REFERENCE_FACTOR = 4  # and a program this many times what the reference used
+REFERENCE_FACTOR = 4  # a program may use this many times what the reference used
+READING_BYTES = 1 << 30  # address space for extraction and comparison, beyond what the process has already
 
 T = TypeVar("T")
 
 
-def main() -> None:
-    done = threading.Event()
-    pulse = threading.Thread(target=_beat, args=(done,), daemon=True)
-    pulse.start()
-    job = json.load(sys.stdin)
-    signal.alarm(int(job["budget_s"]) + 1)  # nobody waits longer, even if the caller is gone
-    try:
-        verdicts = score_here(job)
-        reply: dict[str, Any] = {"verdicts": [asdict(verdict) for verdict in verdicts]}
-    except FcsdError as error:
-        reply = {"error": str(error), "hint": error.hint}
-    done.set()
-    pulse.join()
-    json.dump(reply, sys.stdout)
+def judge_answer(problem: Problem, generation: str, sandbox: Sandbox, timeout_s: int, form: str) -> Verdict:
+    """The verdict on one answer. It leaves this process with limits on CPU time and memory.
 
-
-def _beat(done: threading.Event) -> None:
-    """Tell whoever waits that this process is alive."""
-    while not done.wait(BEAT_S):
-        print(flush=True)
-
-
-def score_here(job: dict[str, Any]) -> list[Verdict]:
-    sandbox = find_sandbox(accept_unsafe_exec=job["accept_unsafe_exec"])
-    problems = [problem_from(decode(fields)) for fields in job["problems"]]
-    settings = job["settings"]
-
-    def one(problem: Problem, generation: str) -> Verdict:
-        program = program_text(problem, generation, settings["form"])
-        return judge(problem, program, sandbox, settings["timeout_s"])
-
-    with ThreadPoolExecutor(settings["workers"]) as pool:
-        return list(pool.map(one, problems, job["generations"]))
-
-
-def judge(problem: Problem, program: str, sandbox: Sandbox, timeout_s: int) -> Verdict:
-    """Verdict on one program."""
+    The kernel ends the process by SIGXCPU where extraction and comparison need too much time.
+    """
     cases = [*problem.base, *problem.plus]
     with tempfile.TemporaryFile() as expected:
         try:
@@ -77,25 +43,52 @@ def judge(problem: Problem, program: str, sandbox: Sandbox, timeout_s: int) -> V
             else:
                 used_s = _run_reference(problem, sandbox, REFERENCE_SHARE * timeout_s, expected)
                 cpu_s = max(timeout_s, round(REFERENCE_FACTOR * used_s))
+            _limit_this_process(READING_SHARE * timeout_s)
+            program = program_text(problem, generation, form)
             results, ended = _twice(lambda: _run_program(problem, program, sandbox, cpu_s, expected))
             if ended.kind == "lost":
                 raise FcsdError(ended.detail)
         except FcsdError as error:
-            outcome = Outcome("error", str(error))
-            return Verdict(problem.task_id, outcome, outcome if problem.plus else None, sandbox.level)
+            return uniform_verdict(problem, Outcome("error", str(error)), sandbox)
+        except MemoryError:
+            detail = f"its answer or results need more than {READING_BYTES >> 30} GiB of memory to be read"
+            return uniform_verdict(problem, Outcome("fail", detail), sandbox)
     base = _outcome(results[: len(problem.base)], ended, len(problem.base))
     plus = _outcome(results, ended, len(cases)) if problem.plus else None
     return Verdict(problem.task_id, base, plus, sandbox.level)
 
 
+def uniform_verdict(problem: Problem, outcome: Outcome, sandbox: Sandbox) -> Verdict:
+    """A verdict with the same outcome for the base and the plus tests."""
+    return Verdict(problem.task_id, outcome, outcome if problem.plus else None, sandbox.level)
+
+
+def _limit_this_process(cpu_s: int) -> None:
+    """Allow this process `cpu_s` more seconds of CPU time and `READING_BYTES` more of address space.
+
+    Only the soft limits are set: a sandbox that is started later sets limits of its own, which may be higher.
+    """
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = {
+        resource.RLIMIT_CPU: int(used.ru_utime + used.ru_stime) + cpu_s,
+        resource.RLIMIT_AS: pages * os.sysconf("SC_PAGE_SIZE") + READING_BYTES,
+        resource.RLIMIT_CORE: 0,
+    }
+    for name, value in limits.items():
+        _, hard = resource.getrlimit(name)
+        soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(name, (soft, hard))
+
+
 def _twice(attempt: Callable[[], tuple[T, Exit]]) -> tuple[T, Exit]:
-    """Repeat a run that was lost to no fault of the program, once."""
+    """Repeat a run once if it was lost, which is no fault of the program."""
     result, ended = attempt()
     return attempt() if ended.kind == "lost" else (result, ended)
 
 
 def _run_reference(problem: Problem, sandbox: Sandbox, cpu_s: int, expected: IO[bytes]) -> float:
-    """Write the reference's replies to `expected`, one line per case; CPU seconds it used.
+    """Write the reference's replies to `expected`, one line per case. Returns the CPU seconds that it used.
 
     Raises:
         FcsdError: the reference itself did not answer every case.
@@ -124,7 +117,7 @@ def _run_reference(problem: Problem, sandbox: Sandbox, cpu_s: int, expected: IO[
 def _run_program(
     problem: Problem, program: str, sandbox: Sandbox, cpu_s: int, expected: IO[bytes]
 ) -> tuple[list[Outcome], Exit]:
-    """Outcomes of the cases up to the first that is not right, and how the run ended."""
+    """The outcomes of the cases up to the first that is not right, and how the run ended."""
     cases = [*problem.base, *problem.plus]
     results: list[Outcome] = []
     expected.seek(0)
@@ -147,13 +140,13 @@ def _run(problem: Problem, code: str, sandbox: Sandbox, cpu_s: int, receive: Cal
         receive,
         entry_point=problem.entry_point,
         limits=Limits(cpu_s=cpu_s, wall_s=wall_limit(cpu_s)),
-        not_none=any(case.oracle == "not_none" for case in cases),
+        not_none=any(case.rule == "not_none" for case in cases),
     )
 
 
 def _compare(line: bytes, expected_line: bytes, index: int, case: Case) -> Outcome:
-    """Judge one reply. `line` is untrusted: whatever goes wrong with it is the program's fault."""
-    if line == expected_line and case.oracle in ("evalplus", "exact", "not_none"):
+    """Judge one reply. `line` is untrusted: every exception that it causes is the program's fault."""
+    if line == expected_line and case.rule in ("evalplus", "exact", "not_none"):
         return Outcome("pass")
     expected = decode(json.loads(expected_line)["value"])
     try:
@@ -161,7 +154,7 @@ def _compare(line: bytes, expected_line: bytes, index: int, case: Case) -> Outco
         if "value" not in reply:
             return Outcome("fail", str(reply.get("raised") or reply["load"])[:200])
         out = decode(reply["value"])
-        if reply["index"] == index and ORACLES[case.oracle](case.call, out, expected, case):
+        if reply["index"] == index and RULES[case.rule](case.call, out, expected, case):
             return Outcome("pass")
         return Outcome("fail", f"case {index}: got {_show(out)}, expected {_show(expected)}")
     except Exception as error:
@@ -178,7 +171,7 @@ def _outcome(results: list[Outcome], ended: Exit, cases: int) -> Outcome:
 
 
 def _reply(index: int, value: Any) -> bytes:
-    """The line an honest runner sends for `value`."""
+    """The line that an honest runner sends for `value`."""
     return json.dumps({"index": index, "value": encode(value)}, separators=(",", ":")).encode() + b"\n"
 
 
@@ -187,7 +180,3 @@ def _show(value: Any) -> str:
         return reprlib.repr(value)
     except ValueError:  # an int too long to print
         return f"a huge {type(value).__name__}"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,15 @@
-"""From what a model wrote to a program."""
+"""Extract the program from what a model wrote.
+
+The search may need minutes and gigabytes on a hostile answer, so it runs only in a process with limits
+(`fcsd.eval.code.judge_worker`).
+"""
 
 import ast
 import bisect
 import codeop
 from typing import Any, Literal
 
-MOST_LINES = 1000  # of a chat answer that are searched for code
+MAX_LINES = 1000  # lines of a chat answer that are searched for code
 
 
 def program_text(problem: Any, generation: str, form: str) -> str:
@@ -16,10 +20,11 @@ def program_text(problem: Any, generation: str, form: str) -> str:
 
 
 def sanitize(text: str, entry_point: str | None) -> str:
-    """EvalPlus' sanitizer: the code in `text` that `entry_point` needs; empty where there is none.
+    """The code in `text` that `entry_point` needs, found by EvalPlus' sanitizer; empty where there is none.
 
-    Its search for the code parses every span of lines, which takes minutes on a long answer; it is replaced
-    by one with the same result. Only for a process of its own (the scorer): it changes the library.
+    EvalPlus searches for the code by parsing every span of lines, which takes minutes on a long answer. That search is
+    replaced by `longest_code`, which has the same result. The replacement changes the library, so this function may be
+    called only in a process of its own.
     """
     import evalplus.sanitize
 
@@ -31,12 +36,13 @@ def sanitize(text: str, entry_point: str | None) -> str:
 
 
 def longest_code(text: str) -> str:
-    """The valid span of two or more lines with most non-blank lines, the first of equals; else line one.
+    """The valid span of two or more lines that has the most non-blank lines; the first line where no span is valid.
 
-    Spans are tried longest first. A line that cannot follow the lines before it rules out every span that
-    holds both, so the first failure from a start finds out how far that start reaches at all.
+    Of several such spans the first is taken. Spans are tried from the longest to the shortest. When a line cannot
+    follow the lines before it, every span that holds these lines is invalid. So the first failure of a start line
+    determines how far the spans from that line can reach at all.
     """
-    lines = text.split("\n")[:MOST_LINES]
+    lines = text.split("\n")[:MAX_LINES]
     filled = [0]
     for line in lines:
         filled.append(filled[-1] + bool(line.strip()))
@@ -60,7 +66,7 @@ def longest_code(text: str) -> str:
 
 
 def _reach(lines: list[str], first: int, broken: int) -> int:
-    """The first line that no program starting at `first` can hold; `broken` or one before it."""
+    """The first line, at most `broken`, that no program starting at line `first` can contain."""
     step = 1
     while first + step < broken and _state(lines[first : first + step + 1]) != "broken":
         step *= 2
@@ -69,7 +75,7 @@ def _reach(lines: list[str], first: int, broken: int) -> int:
 
 
 def _state(lines: list[str]) -> Literal["valid", "open", "broken"]:
-    """Whether lines are a program, could begin one, or can never, whatever follows."""
+    """`valid`: the lines are a program. `open`: they can begin one. `broken`: no continuation makes them a program."""
     try:
         flags = ast.PyCF_ONLY_AST | codeop.PyCF_ALLOW_INCOMPLETE_INPUT  # pyright: ignore[reportAttributeAccessIssue]
         compile("\n".join(lines), "", "exec", flags)

@@ -1,0 +1,73 @@
+"""Files that appear as a whole and are on disk when a call returns, and the SHA-256 of files, bytes and JSON."""
+
+import hashlib
+import json
+import os
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8, see :func:`write_bytes`."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as JSON with sorted keys, see :func:`write_bytes`."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=True))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Create or replace a file in one step: readers see the old file or the new one, never a part of it.
+
+    The data is written to a temporary file in the same directory, synced to disk and renamed. A file that ``path``
+    shared with another directory by a hard link is replaced here and left unchanged there.
+
+    Raises:
+        OSError: the directory cannot be written. The temporary file is removed, and ``path`` is as it was.
+    """
+    temporary = path.with_name(f".{path.name[:200]}.part-{uuid.uuid4().hex[:8]}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directories(root: Path) -> None:
+    """:func:`sync` a directory and every directory below it; the files in them must have been synced before."""
+    for directory in (root, *filter(Path.is_dir, root.rglob("*"))):
+        sync(directory)
+
+
+def bytes_sha256(data: bytes) -> str:
+    """SHA-256 of bytes, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal; the file is read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def json_sha256(value: Any) -> str:
+    """SHA-256 of a value's JSON text with sorted keys, so that the order of keys does not matter."""
+    return bytes_sha256(json.dumps(value, sort_keys=True).encode())

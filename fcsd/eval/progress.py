@@ -1,0 +1,52 @@
+"""How far a long evaluation is: a bar on a terminal, and a line now and then where there is none."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+# Seconds between two lines in a log file.
+INTERVAL_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def progress(
+    what: str, total: int, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[], None]]:
+    """Gives a function to call after each of ``total`` pieces of work.
+
+    On a terminal a bar shows percentage and time left. Elsewhere a line is logged at most every ``INTERVAL_S``
+    seconds: done, total, percentage and time left, as far as the pieces take equally long. Work that takes less time
+    logs nothing.
+
+    Args:
+        what: the kind of work, e.g. ``scoring``.
+        quiet: show nothing, as on all ranks but the first.
+        clock: the time in seconds.
+    """
+    done, began = 0, clock()
+    said = began
+    with tqdm(total=total, desc=what, disable=True if quiet else None, leave=False) as bar:
+
+        def advance() -> None:
+            nonlocal done, said
+            done += 1
+            bar.update()
+            now = clock()
+            if bar.disable and not quiet and now - said >= INTERVAL_S and done < total:
+                said = now
+                log.info("%s", line(what, done, total, now - began))
+
+        yield advance
+
+
+def line(what: str, done: int, total: int, seconds: float) -> str:
+    """``scoring: 1200 of 4800 (25 %), 0:12:00 left``, after so many seconds."""
+    left = round(seconds / done * (total - done))
+    return (
+        f"{what}: {done} of {total} ({100 * done // total} %), {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+    )

@@ -1,0 +1,37 @@
+"""How far an evaluation is, without a terminal: lines with total and time left, and never too many."""
+
+import logging
+
+import pytest
+
+from fcsd.eval.progress import line, progress
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "fcsd.eval.progress")
+    return caplog
+
+
+def run(pieces: int, seconds_each: float, quiet: bool = False) -> None:
+    now = 0.0
+    with progress("scoring", pieces, quiet=quiet, clock=lambda: now) as advance:
+        for _ in range(pieces):
+            now += seconds_each
+            advance()
+
+
+def test_a_long_evaluation_says_total_and_time_left(said: pytest.LogCaptureFixture) -> None:
+    run(20, 30.0)
+    assert said.messages[0] == "scoring: 2 of 20 (10 %), 0:09:00 left"
+    assert len(said.messages) == 9, "one line a minute, none at the end"
+
+
+def test_a_short_one_and_another_rank_say_nothing(said: pytest.LogCaptureFixture) -> None:
+    run(500, 0.1)
+    run(20, 30.0, quiet=True)
+    assert said.messages == []
+
+
+def test_hours() -> None:
+    assert line("generating", 100, 400, 3600.0) == "generating: 100 of 400 (25 %), 3:00:00 left"

@@ -1,0 +1,56 @@
+"""Files are replaced as a whole or stay as they were; sums are those of the standard tools."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from fcsd import disk
+
+
+def test_a_file_is_created_and_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    disk.write_text(path, "né\n")
+    assert path.read_bytes() == b"n\xc3\xa9\n"
+    disk.write_json(path, {"b": 1, "a": [2]})
+    assert path.read_text() == '{\n "a": [\n  2\n ],\n "b": 1\n}'
+    assert os.listdir(tmp_path) == ["result.json"]
+
+
+def test_a_linked_file_is_replaced_and_not_written_through(tmp_path: Path) -> None:
+    original, link = tmp_path / "original", tmp_path / "link"
+    original.write_text("before")
+    link.hardlink_to(original)
+    disk.write_text(link, "after")
+    assert (original.read_text(), link.read_text()) == ("before", "after")
+
+
+def test_a_full_disk_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "result.json"
+    path.write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        disk.write_text(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["result.json"]
+
+
+def test_every_directory_of_a_tree_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model" / "templates").mkdir(parents=True)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    synced: list[Path] = []
+    monkeypatch.setattr(disk, "sync", synced.append)
+    disk.sync_directories(tmp_path)
+    assert synced == [tmp_path, tmp_path / "model", tmp_path / "model" / "templates"]
+
+
+def test_sums(tmp_path: Path) -> None:
+    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, example B.1
+    (tmp_path / "abc").write_bytes(b"abc")
+    assert disk.bytes_sha256(b"abc") == disk.file_sha256(tmp_path / "abc") == abc
+    assert disk.json_sha256({"a": 1, "b": 2}) == disk.json_sha256({"b": 2, "a": 1}) != disk.json_sha256([1, 2])
