@@ -32,7 +32,6 @@ class Prepared:
     Attributes:
         world: the processes of the run; their collectives run on the device.
         hosts: the same processes, which talk over gloo: to agree on something, no host waits for its device.
-        directory: of the run.
         source: the directory that the student was made from.
         student: the model inside ``engine``.
         teacher: the model in memory, if the run has one.
@@ -48,7 +47,6 @@ class Prepared:
     resolved: ResolvedRecipe
     world: World
     hosts: World
-    directory: Path
     source: Path
     student: PreTrainedModel
     teacher: PreTrainedModel | None
@@ -66,6 +64,11 @@ class Prepared:
     def recipe(self) -> Recipe:
         """The recipe of the run."""
         return self.resolved.recipe
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(self.recipe.output_dir)
 
     @property
     def done(self) -> int:
@@ -115,7 +118,6 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
         resolved=resolved,
         world=world,
         hosts=hosts_of(world),
-        directory=directory,
         source=source,
         student=student,
         teacher=teacher,

@@ -1,6 +1,7 @@
-"""What a recipe would do, without doing it."""
+"""The dry run: what a recipe would do, and its first rows, without a step."""
 
 import sys
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +11,7 @@ from fcsd.distill import expert_parallel
 from fcsd.distill.data.corpus import Corpus, listed, load_corpus, load_tokenizer
 from fcsd.distill.data.rows import Rows, batch
 from fcsd.distill.losses import IGNORE
+from fcsd.distill.run import run_dir
 from fcsd.distill.student import meta_student, student_source
 from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_name
 from fcsd.plan import Hardware, plan
@@ -25,6 +27,7 @@ def print_dry_run(recipe: Recipe, processes: int) -> None:
         ConfigError, BadInputError: see ``preview``.
         DoesNotFitError: it does not fit, by the plan.
     """
+    run_dir.require_usable(Path(recipe.output_dir), filter(None, (recipe.model, recipe.teacher)))
     print(preview(recipe, processes), file=sys.stderr)
     planned = plan(recipe, Hardware(processes))
     print(to_text(planned), file=sys.stderr)

@@ -146,6 +146,8 @@ def _best(run: Path, committed: list[Path]) -> Path | None:
     if not (run / METRICS).is_file():
         return None
     steps = {int(path.name.removeprefix("step-")): path for path in committed}
-    losses = {line["step"]: line["held_out_sft"] for line in read_metrics(run) if "held_out_sft" in line}
+    # As early stopping does: the KL where the run has one, because the cross-entropy may rise while the KL falls.
+    records = [line for line in read_metrics(run) if "held_out_sft" in line]
+    losses = {line["step"]: line.get("held_out_kl", line["held_out_sft"]) for line in records}
     measured = losses.keys() & steps.keys()
     return steps[min(measured, key=losses.__getitem__)] if measured else None

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from fcsd.parallel import order
 from fcsd.parallel.transports.codec import Codec
 from fcsd.parallel.transports.transport import Splits, Transport, Work, all_to_all
+from fcsd.parallel.turns import yield_turn
 
 
 @dataclass
@@ -90,6 +91,7 @@ class Exchange:
     def land(self) -> Tensor:
         """Wait for the received rows ``[received, hidden]``; the exchange then refers to no buffer any more."""
         assert self.in_flight is not None, f"{self.name} of layer {self.layer} has not been launched"
+        yield_turn()
         work, received, _ = self.in_flight
         self.in_flight = None
         work.wait()

@@ -137,18 +137,18 @@ def loss_bytes(model: ModelNumbers, setup: Setup) -> tuple[int, int]:
 def step_bytes(model: ModelNumbers, own: Shard, setup: Setup) -> int:
     """Beyond weights and states while the optimizer steps, group after group.
 
-    ZeRO holds all averaged gradients in the weights' dtype and makes a group's flat and, for bf16, an fp32 copy of it;
-    torch's fused AdamW takes nothing more. Dense parameters are one group; experts are cut into groups of at most
+    ZeRO holds all averaged gradients as they were accumulated and makes a group's flat and, for bf16, an fp32 copy of
+    it; torch's fused AdamW takes nothing more. Dense parameters are one group; experts are cut into groups of at most
     ``EXPERT_GROUP`` or of one tensor that is larger. Without ZeRO all groups are one.
     """
-    copy = 4 if setup.dtype == "bf16" else 0
+    copy = 4 if setup.gradient_width == 2 else 0
     if not setup.zero_stage:
         return copy * sum(own.partition)
     dense, experts = own.partition
     # the largest tensor holds two of an expert's three matrices, of all experts in a layer
     tensor = 2 * max(layer.routed for layer in model.layers) // (3 * setup.ep_size)
     group = min(experts, max(EXPERT_GROUP, tensor) * setup.ep_size // setup.world)
-    return setup.width * (dense + experts) + (setup.width + copy) * max(dense, group)
+    return setup.gradient_width * (dense + experts) + (setup.gradient_width + copy) * max(dense, group)
 
 
 def moments(
@@ -170,8 +170,8 @@ def moments(
     # The teacher's final states, and of each compared layer both streams, which the loss replaces by their difference.
     targets = stream * (1 + 2 * setup.compared) if setup.teacher != "none" else 0
     several = setup.accumulation > 1
-    partition = width * sum(own.partition)
-    whole = width * own.trained
+    partition = setup.gradient_width * sum(own.partition)
+    whole = setup.gradient_width * own.trained
 
     # Gradients from earlier micro-batches, and how they grow: stage 2 parts with what other ranks own.
     before = (partition if setup.zero_stage == 2 else whole) if several else 0
@@ -192,9 +192,9 @@ def moments(
     if held["teacher"]:
         found.append(Moment("teacher's forward pass", **held, gradients=before, activations=2 * stream + forward))
 
-    grown = width * model.head * (not setup.freeze_lm_head)
+    grown = setup.gradient_width * model.head * (not setup.freeze_lm_head)
     for number, layer in reversed(list(enumerate(model.layers))):
-        size, gradient = layers[layer.kind], width * (layer.dense + layer.routed // setup.ep_size)
+        size, gradient = layers[layer.kind], setup.gradient_width * (layer.dense + layer.routed // setup.ep_size)
         grown += gradient
         if setup.zero_stage == 2:
             # What is reduced lives in the partition's buffer; at most a layer's gradients wait for their bucket.

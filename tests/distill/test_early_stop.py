@@ -18,7 +18,7 @@ from fcsd.distill.run import checkpoints, manifest
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import CheckpointError, ConfigError
 from fcsd.eval.score import Score, Scorer
-from fcsd.export.final import _model_of
+from fcsd.export.final import _choose
 
 SCRIPT = [0.50, 0.51, 0.60, 0.61, 0.59, 0.612, 0.2, 0.7]  # of steps 1, 2, ...
 STOPPING = {"metric": "scripted", "every": 1, "patience": 3, "delta": 0.02}
@@ -118,10 +118,11 @@ def test_the_best_outlives_the_newest_and_is_what_is_published(folder: Path, tmp
     changed = recipe(folder, run, early_stop=STOPPING | {"patience": 9}, checkpoint__every_steps=1, train__steps=5)
     assert ranks.on_ranks(1, scripted, changed) == [None]
     assert names(run) == ["step-4", "step-5"]
-    assert _model_of(run, "best") == run / "checkpoints" / "step-4" / "model"
-    assert _model_of(run, "latest") == run / "checkpoints" / "step-5" / "model"
-    best, last = weights(_model_of(run, "best")), weights(_model_of(run, "latest"))
+    assert _choose(run, "best") == run / "checkpoints" / "step-4"
+    assert _choose(run, "latest") == run / "checkpoints" / "step-5"
+    best, last = (weights(_choose(run, which) / "model") for which in ("best", "latest"))
     assert weights(run / "final") == best != last
+    assert _choose(run, None) == run / "checkpoints" / "step-4", "the best is what is exported"
     # A finished run, started again with more patience, publishes again and does nothing else.
     shutil.rmtree(run / "final")
     assert ranks.on_ranks(1, scripted, changed) == [None]
@@ -130,7 +131,7 @@ def test_the_best_outlives_the_newest_and_is_what_is_published(folder: Path, tmp
     with (run / "checkpoints" / "step-4" / "model" / "model.safetensors").open("r+b") as file:
         file.write(b"damaged")
     with pytest.raises(CheckpointError, match=r"step-4: model/model.safetensors is damaged"):
-        _model_of(run, "best")
+        manifest.verified_model(_choose(run, "best"))
     (error,) = ranks.on_ranks(1, scripted, changed)
     assert isinstance(error, CheckpointError) and "step-4" in str(error)
 
@@ -170,7 +171,7 @@ def test_weights_are_the_same_with_and_without_it(folder: Path, tmp_path: Path, 
         progress = manifest.read_manifest(run / "checkpoints" / "step-4")["progress"]
         assert [entry["value"] for entry in progress.get("scores", [])] == scores
         if name == "held_out":
-            assert scores == [line["held_out_sft"] for line in read_metrics(run) if "score" in line]
+            assert scores == [line["held_out_kl"] for line in read_metrics(run) if "score" in line]
         if name == "benchmark":
             assert [entry["n"] for entry in progress["scores"]] == [2, 2]
     assert found["none"] == found["held_out"] == found["benchmark"]

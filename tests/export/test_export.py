@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from fcsd import parity
 from fcsd.checkpoint import Layout
 from fcsd.convert import convert
-from fcsd.distill.run.manifest import write_manifest
+from fcsd.distill.run import manifest
 from fcsd.errors import BadInputError, CheckpointError, ConfigError, DoesNotFitError, FcsdError
 from fcsd.export import final as exporting
 from fcsd.export import reload
@@ -57,8 +57,9 @@ def run(converted: Path, tmp_path: Path) -> Path:
         for file in converted.iterdir():
             if not (folder / "model" / file.name).exists() and "safetensors" not in file.name:
                 (folder / "model" / file.name).write_bytes(file.read_bytes())
-        files = {name: {"sha256": digest} for name, digest in snapshot(folder).items()}
-        write_manifest(folder, {"step": step, "files": files, "progress": {"step": step}})
+        files = manifest.described(folder, manifest.files(folder))
+        content = {"step": step, "identity": {}, "files": files, "progress": {"step": step}}
+        manifest.write_manifest(folder, content)
         records.append({"step": step, "kl": loss / 2, "held_out_sft": loss})
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     row = {"task": "piqa_task", "column": "PIQA", "metric": "acc_norm", "stderr": 0.01, "n": 100, "items": []}
@@ -217,8 +218,10 @@ def test_training_that_deletes_faster_than_export_reads_is_named(run: Path, tmp_
     steps = iter(range(21, 99))
 
     def delete(layout: Layout, *rest: Any) -> None:
-        checkpoint = layout.path.parent
-        shutil.copytree(checkpoint, checkpoint.with_name(f"step-{next(steps)}"))
+        checkpoint, step = layout.path.parent, next(steps)
+        newer, content = checkpoint.with_name(f"step-{step}"), manifest.read_manifest(checkpoint)
+        shutil.copytree(checkpoint, newer)
+        manifest.write_manifest(newer, content | {"step": step})
         shutil.rmtree(checkpoint)
         raise FileNotFoundError(layout.path)
 

@@ -94,6 +94,16 @@ def test_measured_peak_of_self_distillation(tmp_path, repo):
     assert step.total == pytest.approx(measured["step"], rel=0.02)
 
 
+def test_gradients_summed_in_fp32_take_twice_the_memory_of_bf16(tmp_path):
+    model = meta(tmp_path, tiny.config("qwen3_moe"))
+    found = {}
+    for dtype in ("bf16", "fp32"):
+        setup = replace(SMALL, zero_stage=0, accumulate_dtype=dtype)
+        memory = plan_setup("tiny", model, model.numbers, setup, Hardware(gpus=2)).memory
+        found[dtype] = next(moment for moment in memory.moments if moment.name == "gradient reduction").gradients
+    assert found["bf16"] == 2 * model.numbers.total and found["fp32"] == 4 * model.numbers.total
+
+
 def test_loss_temporaries_as_measured():
     """docs/RESULTS.md, fused KL at 512 tokens a chunk: 315 MB at 102 400 words, 467 at 151 936, 621 at 202 048."""
     head_alone = ModelNumbers((), 0, 8, False, 0, 8, 1, 0, 0, 0, 1)

@@ -1,4 +1,4 @@
-"""The frozen original, and what is read of either model: its last hidden states and its output head."""
+"""The frozen teacher: which model it is, and what the loss reads of teacher and student alike."""
 
 from typing import Any
 
@@ -80,8 +80,9 @@ def expect_fingerprint(recipe: Recipe, found: str, what: str) -> None:
 def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """``[batch, seq, hidden]`` after the final norm.
 
-    Position ids that restart, no attention mask and no cache keep attention inside documents. An architecture whose
-    code ignores them is given its masks; a model with packed attention is given the borders of the documents.
+    Attention stays inside documents because position ids restart and there is neither a mask nor a cache. An
+    architecture whose code does not look at position ids for that is given explicit masks, and a model with packed
+    attention is given the borders of the documents.
     """
     arch = arch_of(model.config)
     decoder: Any = model.get_submodule(arch.classes["AutoModelForCausalLM"][1])
@@ -103,7 +104,7 @@ def pack_attention(model: PreTrainedModel, recipe: Recipe) -> None:
 
 
 def _document_masks(decoder: Any, ids: Tensor, positions: Tensor) -> dict[str, Tensor | None]:
-    """By kind of attention, what a decoder makes of position ids that it does pass on."""
+    """By kind of attention, the mask that other decoders derive from the position ids themselves."""
     given = {"config": decoder.config, "inputs_embeds": decoder.embed_tokens(ids), "attention_mask": None}
     given |= {"past_key_values": None, "position_ids": positions}
     return {

@@ -15,6 +15,7 @@ from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.counts import gather
 from fcsd.parallel.expert.dispatcher import Wire
 from fcsd.parallel.transports.transport import Splits, splits_of
+from fcsd.parallel.turns import yield_turn
 
 _Move = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -58,6 +59,7 @@ class FlatDispatcher:
         """See ``Dispatcher``: the first call starts dispatch, later calls do nothing."""
         if self._packed is None:
             return
+        yield_turn()
         self._plan = self._wait_for_plan()
         exchange = self._exchange("dispatch", self._plan.dispatch, self._plan.combine, kept=False)
         exchange.ready, exchange.side = self._packed_event, self._wire.side
