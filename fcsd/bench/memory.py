@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe, load_recipe
 from fcsd.distill.data.corpus import Corpus
-from fcsd.distill.data.documents import Documents
+from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, randomise, wire_sharded
 from fcsd.distill.prepare import training_rows
@@ -114,7 +114,7 @@ def random_corpus(vocab: int, seq: int) -> Corpus:
     ids = (vocab * generator.random((_EPOCH * _DOCUMENTS, max(2, seq // _DOCUMENTS))) ** 3).astype(np.int32)
     documents = Dataset.from_dict({"ids": list(ids), "counts": list(np.ones_like(ids, dtype=bool))})
     lengths = np.full(len(ids), ids.shape[1], dtype=np.int64)
-    return Corpus("random", lengths, {}, {}, "split", 0, Documents(documents))
+    return Corpus("random", lengths, {}, {}, "split", 0, TokenSlices(documents))
 
 
 def predicted(planned: Plan) -> dict[str, Any]:

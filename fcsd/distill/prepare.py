@@ -13,8 +13,8 @@ from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill import expert_parallel, update
 from fcsd.distill.data.corpus import Corpus, load_tokenizer
+from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows
-from fcsd.distill.data.shared_corpora import load_corpora
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
 from fcsd.distill.run import checkpoints, run_dir
 from fcsd.distill.run.identity import require_agreement, run_identity
@@ -148,7 +148,8 @@ def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
     """The rows of the whole schedule in their order, of which a shorter run takes the first."""
     whole = recipe.schedule_steps * (recipe.train.batch_tokens // recipe.data.seq_len)
     packed = [Rows(corpus, recipe.data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
-    return Mixture(packed, [source.weight for source in recipe.data.sources], whole, recipe.seed)
+    weights = [source.weight for source in recipe.data.sources]
+    return Mixture(packed, weights, whole, recipe.seed, recipe.data.weight_by)
 
 
 def load_teacher(recipe: Recipe, student: PreTrainedModel, world: World) -> PreTrainedModel:

@@ -67,8 +67,7 @@ class LaunchedStep:
         if found.pop("counted") == 0:
             raise BadInputError(
                 f"step {self.number}, rows {self.rows.start} to {self.rows.stop - 1}: no token counts in the loss",
-                hint="`fcsd distill RECIPE --dry-run` shows what counts; raise data.seq_len or train.batch_tokens, "
-                "or set overlong: skip for chats whose answers lie beyond the end of a row",
+                hint="`fcsd distill RECIPE --dry-run` shows what counts; raise data.seq_len or train.batch_tokens",
             )
         norm = found.pop("grad_norm")
         loss = sum(weight * found[name] for name, weight in self.weights.items())

@@ -194,6 +194,19 @@ def test_a_dry_run_shows_the_first_row_and_writes_nothing(folder: Path, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_in_which_nothing_counts_is_refused(folder: Path, tmp_path: Path) -> None:
+    chats = [texts.chat("q" * 300, "y")] * 4  # 2 of 307 tokens count; the first row of 32 has none of them
+    source = {**chats_and_text(folder)[1], "overlong": "split"}
+    texts.write_jsonl(folder / "chats.jsonl", chats, "chat")
+    run = tmp_path / "run"
+    with pytest.raises(BadInputError, match=r"chats\.jsonl: only 0\.65% of the tokens in its rows of 32 count"):
+        train(folder, run, data__sources=[source])
+    assert not run.exists()
+    small = {"train__batch_tokens": 32, "train__micro_batch_size": 1}
+    with pytest.raises(BadInputError, match="step 1, rows 0 to 0: no token counts in the loss"):
+        train(folder, run, data__sources=[{**source, "min_counted": 0}], **small)
+
+
 def test_a_resumed_run_must_have_the_same_data_rendered_the_same_way(folder: Path, tmp_path: Path) -> None:
     def identity(place: Path, template: str = "", line: str = "", **fields: Any) -> dict[str, object]:
         place.mkdir()
@@ -208,13 +221,28 @@ def test_a_resumed_run_must_have_the_same_data_rendered_the_same_way(folder: Pat
     for number, (changes, differing) in enumerate(
         [
             ({}, []),  # in another place
-            ({"template": "~"}, ["data.sources.0: chat template"]),
-            ({"line": "{}\n"}, ["data.sources.0: chats.jsonl"]),
+            ({"template": "~"}, ["data.sources.0: chat template", "data.sources.0: documents"]),
+            ({"line": "{}\n"}, ["data.sources.0: chats.jsonl", "data.sources.0: documents"]),
             ({"train_on": "all"}, ["data.sources.0.train_on"]),
         ]
     ):
         other = identity(tmp_path / str(number), **changes)
         assert [line.partition(" was ")[0] for line in differences(first, other)] == differing
+
+
+def test_fields_that_change_no_row_are_no_part_of_a_runs_identity(folder: Path) -> None:
+    """So that runs resume which were started before these fields existed."""
+    text, chats = chats_and_text(folder)
+
+    def named(*sources: dict[str, Any]) -> set[str]:
+        recipe = runs.resolved(folder, data__sources=list(sources)).recipe
+        corpora = [load_corpus(source, texts.tokenizer(), 256) for source in recipe.data.sources]
+        keys = {"data.weight_by", "data.sources.0.earlier_reasoning", "data.sources.0: documents"}
+        return keys & run_identity(recipe, corpora, World(0, 1, torch.device("cpu"))).keys()
+
+    assert named(text) == named(text, text) == set()
+    assert named(chats) == {"data.sources.0.earlier_reasoning", "data.sources.0: documents"}
+    assert named(text, chats) == {"data.weight_by"}
 
 
 def test_learning_rate_rises_then_falls_to_the_minimum() -> None:
