@@ -229,7 +229,7 @@ def overlap(
     """
     if wiring.name in DESYNC or wiring.distance > 1:
         what = wiring.name if wiring.name in DESYNC else f"distance {wiring.distance}"
-        raise ConfigError(f"overlap does not support {what}", hint="set parallel.overlap: off")
+        raise ConfigError(f"overlap does not support {what}", hint="set parallel.ep_size: 1")
     if mode != "off" and has_partitioned_parameters(model):
         raise ConfigError(
             "overlap does not support ZeRO-3: the backward pass runs nodes of several layers in turn, and ZeRO-3 "
