@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class Student(nn.Module):
         super().__init__()
         self.model = model
         self.objective = objective
+        self._beside = ThreadPoolExecutor(1, "teacher")  # starts its thread when a teacher takes turns
 
     def forward(
         self,
@@ -50,7 +52,7 @@ class Student(nn.Module):
         compared = compared_layers(self.model, self.objective) if targets is not None and "hidden" in terms else ()
         with captured(self.model, compared) as streams:
             if callable(targets):
-                with in_turns(targets) as pending:
+                with in_turns(targets, self._beside) as pending:
                     hidden = final_hidden(self.model, batch)
                 targets = pending.value
             else:

@@ -12,6 +12,7 @@ backward pass goes by these numbers (``order.py``). Only one of the two threads 
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Generic, TypeVar
@@ -39,16 +40,19 @@ class Pending(Generic[T]):
 
 
 @contextmanager
-def in_turns(other: Callable[[], T]) -> Iterator[Pending[T]]:
+def in_turns(other: Callable[[], T], thread: Executor) -> Iterator[Pending[T]]:
     """Runs ``other`` in turns with the block, which begins; at the end of the block the rest of ``other`` is run.
 
     Gradient mode, the current stream and context variables in ``other`` are those of the caller. What ``other`` raises
     is raised at the end of the block; when the block raises, ``other`` is run to its end first, because other ranks run
     it and wait for this one.
+
+    Args:
+        thread: an executor with one thread, which runs ``other``. It is kept from pass to pass, because libraries of
+            CUDA set themselves up for each new thread.
     """
     turns = _Turns()
     pending: Pending[T] = Pending()
-    failed: list[BaseException] = []
     grad = torch.is_grad_enabled()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
@@ -58,22 +62,18 @@ def in_turns(other: Callable[[], T]) -> Iterator[Pending[T]]:
             _turns.set(turns)
             with torch.set_grad_enabled(grad), torch.cuda.stream(stream):
                 pending.value = other()
-        except BaseException as error:
-            failed.append(error)
         finally:
             turns.end(_OTHER)
 
-    thread = threading.Thread(target=copy_context().run, args=(run,), name="in turns", daemon=True)
-    thread.start()
+    running = thread.submit(copy_context().run, run)
     token = _turns.set(turns)
     try:
         yield pending
     finally:
         _turns.reset(token)
         turns.end(_FIRST)
-        thread.join()
-    if failed:
-        raise failed[0]
+        wait([running])
+    running.result()  # raises what ``other`` raised
 
 
 _FIRST, _OTHER = 0, 1

@@ -1,12 +1,19 @@
 """Two passes in turns: the order is strict, results and errors arrive, and nothing is left running."""
 
-import threading
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar
 
 import pytest
 import torch
 
 from fcsd.parallel.turns import in_turns, yield_turn
+
+
+@pytest.fixture
+def thread() -> Iterator[Executor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
 
 
 def steps(name: str, count: int, said: list[str]) -> str:
@@ -26,9 +33,9 @@ def steps(name: str, count: int, said: list[str]) -> str:
         (2, 0, "a0 a1"),
     ],
 )
-def test_each_goes_on_where_the_other_waits(first: int, other: int, order: str) -> None:
+def test_each_goes_on_where_the_other_waits(thread: Executor, first: int, other: int, order: str) -> None:
     said: list[str] = []
-    with in_turns(lambda: steps("b", other, said)) as pending:
+    with in_turns(lambda: steps("b", other, said), thread) as pending:
         steps("a", first, said)
     assert " ".join(said) == order
     assert pending.value == "b"
@@ -41,33 +48,35 @@ def test_alone_there_are_no_turns() -> None:
     assert said == ["a0", "a1"]
 
 
-def test_the_other_pass_has_the_callers_surroundings() -> None:
+def test_the_other_pass_has_the_callers_surroundings(thread: Executor) -> None:
     variable: ContextVar[str] = ContextVar("v", default="not set")
     variable.set("the caller's")
-    with torch.no_grad(), in_turns(lambda: (torch.is_grad_enabled(), variable.get())) as pending:
+    with torch.no_grad(), in_turns(lambda: (torch.is_grad_enabled(), variable.get()), thread) as pending:
         pass
     assert pending.value == (False, "the caller's")
-    with in_turns(torch.is_grad_enabled) as pending:
+    with in_turns(torch.is_grad_enabled, thread) as pending:
         pass
     assert pending.value is True
 
 
-def test_an_error_of_the_other_pass_is_raised_at_the_end() -> None:
+def test_an_error_of_the_other_pass_is_raised_at_the_end(thread: Executor) -> None:
     said: list[str] = []
 
     def fails() -> None:
         steps("b", 1, said)
         raise KeyError("b")
 
-    with pytest.raises(KeyError), in_turns(fails):
+    with pytest.raises(KeyError), in_turns(fails, thread):
         steps("a", 3, said)
     assert said == ["a0", "b0", "a1", "a2"]
 
 
-def test_when_the_block_fails_the_other_pass_is_still_run_to_its_end() -> None:
+def test_when_the_block_fails_the_other_pass_is_still_run_to_its_end(thread: Executor) -> None:
     said: list[str] = []
-    with pytest.raises(ValueError), in_turns(lambda: steps("b", 3, said)):
+    with pytest.raises(ValueError), in_turns(lambda: steps("b", 3, said), thread):
         steps("a", 1, said)
         raise ValueError
     assert said == ["a0", "b0", "b1", "b2"]
-    assert not [thread for thread in threading.enumerate() if thread.name == "in turns"]
+    with in_turns(lambda: steps("b", 1, said), thread):  # the thread is free again
+        pass
+    assert said[-1] == "b0"
