@@ -83,7 +83,7 @@ def test_help_has_examples_and_exit_codes() -> None:
 
 
 def test_inspect(library) -> None:
-    fake = library("fcsd.checkpoint", "inspect", Shown())
+    fake = library("fcsd.checkpoint", "inspect_checkpoint", Shown())
     assert run("inspect", "some/model").stdout == "a 1\n"
     fake.assert_called_with("some/model", trust_remote_code=False)
     assert json.loads(run("inspect", "some/model", "--json", "--trust-remote-code").stdout) == {"a": 1}
@@ -91,7 +91,7 @@ def test_inspect(library) -> None:
 
 
 def test_convert(library) -> None:
-    fake = library("fcsd.convert", "convert", Shown())
+    fake = library("fcsd.convert", "convert_checkpoint", Shown())
     assert run("convert", "m", "out").stdout == "a 1\n"
     defaults = {"wiring": "farskip", "layers": "all", "variant": "full", "tp_degree": 1, "distance": 1, "check": True}
     defaults |= {"border": None, "reduce": None, "dry_run": False, "force": False, "trust_remote_code": False}
@@ -108,7 +108,7 @@ def test_convert(library) -> None:
 
 def test_distill(library) -> None:
     world = library("fcsd.launch.world", "ensure_world")
-    loop = library("fcsd.distill.loop", "distill", Path("runs/x"))
+    loop = library("fcsd.distill.loop", "distill_model", Path("runs/x"))
     done = run("distill", "--recipe", "tiny", "--set", "optim.lr=1e-3", "--set", "name=x", "--seed", "7", "--gpus", "2")
     assert (done.exit_code, done.stdout) == (0, "runs/x\n"), done.stderr
     world.assert_called_once_with(2, None, timeout=300, grace_seconds=30)
@@ -121,7 +121,7 @@ def test_distill(library) -> None:
 
 def test_distill_prints_its_directory_once_over_all_processes(library, monkeypatch) -> None:
     library("fcsd.launch.world", "ensure_world")
-    library("fcsd.distill.loop", "distill", Path("runs/x"))
+    library("fcsd.distill.loop", "distill_model", Path("runs/x"))
     monkeypatch.setenv("RANK", "1")
     assert run("distill", "tiny").stdout == ""
 
@@ -142,7 +142,7 @@ def test_distill_wants_one_recipe(args: list[str]) -> None:
 def test_eval(library) -> None:
     row = {"model": "m", "suite": "paper", "column": "PIQA", "task": "piqa", "metric": "acc_norm", "filter": "none"}
     row |= {"value": 0.5, "stderr": 0.02, "n": 100, "items": [1], "seconds": 1.0, "baseline": False, "chance": 50.0}
-    fake = library("fcsd.eval.harness", "evaluate", [row])
+    fake = library("fcsd.eval.harness", "evaluate_models", [row])
     done = run("eval", "m", "n", "--tasks", "piqa,arc_easy", "--data-mirror", "d", "--limit", "3", "--json")
     assert done.exit_code == 0, done.output
     (shown,) = json.loads(done.stdout)["rows"]
@@ -156,7 +156,7 @@ def test_eval(library) -> None:
 
 
 def test_eval_refuses_a_verdict_it_could_not_give_before_it_runs(library) -> None:
-    fake = library("fcsd.eval.harness", "evaluate", [])
+    fake = library("fcsd.eval.harness", "evaluate_models", [])
     for options in (["--require", "about 1"], ["--untrained", "runs/u"]):
         assert run("eval", "runs/m", "--baseline", "teacher", *options).exit_code == 2
         assert run("eval", "runs/m", *options).exit_code == 2, "nothing to compare with"
@@ -169,7 +169,7 @@ def test_eval_exits_9_unless_the_verdict_is_met(library) -> None:
     worse = {**row, "items": [0.0] * 400 + [1.0] * 3600, "value": 0.9}
     rows = [{**row, "model": "teacher", "baseline": True}, {**worse, "model": "runs--a--final", "baseline": False}]
     rows += [{**worse, "model": "runs--b--final", "baseline": False}]
-    library("fcsd.eval.harness", "evaluate", rows)
+    library("fcsd.eval.harness", "evaluate_models", rows)
     models = ["runs/a/final", "runs/b/final", "--baseline", "teacher", "--untrained", "runs/b/final"]
     met, missed = (run("eval", *models, "--require", f"within {points}") for points in (12, 1))
     assert (met.exit_code, missed.exit_code) == (0, 9)
@@ -177,7 +177,7 @@ def test_eval_exits_9_unless_the_verdict_is_met(library) -> None:
 
 
 def test_eval_of_a_model_in_a_run_writes_where_export_looks(library, tmp_path: Path) -> None:
-    fake = library("fcsd.eval.harness", "evaluate", [])
+    fake = library("fcsd.eval.harness", "evaluate_models", [])
     for name in ("mine", "other"):
         (tmp_path / name / "final").mkdir(parents=True)
         (tmp_path / name / "config.resolved.yaml").write_text("name: x\n")
@@ -199,7 +199,7 @@ def test_eval_refuses_a_single_task_that_is_far_below(library) -> None:
     tasks = [f"task{number}" for number in range(30)]
     rows = [{**right, "column": task} for task in tasks]
     rows += [{**row, "model": "m", "baseline": False, **(below if row["column"] == "task7" else {})} for row in rows]
-    library("fcsd.eval.harness", "evaluate", rows)
+    library("fcsd.eval.harness", "evaluate_models", rows)
     command = ["eval", "m", "--baseline", "teacher", "--require"]
     met, missed = run(*command, "within 1.0"), run(*command, "within 1.0, each within 3.0")
     assert (met.exit_code, missed.exit_code) == (0, 9)
@@ -219,11 +219,11 @@ def test_a_file_name_that_is_not_utf8_is_printed_escaped() -> None:
 
 
 def test_export_and_push(library) -> None:
-    export = library("fcsd.export.final", "export", Path("final"))
+    export = library("fcsd.export.final", "export_model", Path("final"))
     assert run("export", "runs/x", "final", "--push", "org/name", "--private").stdout == "final\n"
     wanted = {"checkpoint": None, "force": False, "push": "org/name", "private": True, "create_pr": False}
     export.assert_called_once_with("runs/x", Path("final"), **wanted, revision=None)
-    push = library("fcsd.export.push", "push", "address")
+    push = library("fcsd.export.push", "push_model", "address")
     assert run("push", "final", "org/name", "--create-pr", "--revision", "b").stdout == "address\n"
     push.assert_called_once_with(Path("final"), "org/name", private=False, create_pr=True, revision="b")
 
@@ -267,7 +267,7 @@ def test_env_keeps_secrets(monkeypatch) -> None:
 
 @pytest.mark.parametrize("cls", [c for _, c in inspect.getmembers(errors, inspect.isclass)])
 def test_own_errors_end_in_one_line_a_hint_and_their_code(library, cls) -> None:
-    library("fcsd.checkpoint", "inspect", raises=cls("what is wrong", "what to do"))
+    library("fcsd.checkpoint", "inspect_checkpoint", raises=cls("what is wrong", "what to do"))
     done = run("inspect", "m")
     assert done.exit_code == cls.exit_code
     assert (done.stdout, done.stderr) == ("", "error: what is wrong\nhint: what to do\n")
@@ -278,7 +278,7 @@ def test_own_errors_end_in_one_line_a_hint_and_their_code(library, cls) -> None:
 
 
 def test_unexpected_error(library) -> None:
-    library("fcsd.checkpoint", "inspect", raises=ZeroDivisionError("first\nsecond"))
+    library("fcsd.checkpoint", "inspect_checkpoint", raises=ZeroDivisionError("first\nsecond"))
     done = run("inspect", "m")
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr == "error: ZeroDivisionError: first\nhint: -v shows the traceback\n"
@@ -286,7 +286,7 @@ def test_unexpected_error(library) -> None:
 
 
 def test_interrupt_and_rank(library, monkeypatch) -> None:
-    library("fcsd.checkpoint", "inspect", raises=KeyboardInterrupt())
+    library("fcsd.checkpoint", "inspect_checkpoint", raises=KeyboardInterrupt())
     monkeypatch.setenv("RANK", "3")
     done = run("inspect", "m")
     assert (done.exit_code, done.stderr) == (130, "[rank 3] error: interrupted\n")
@@ -405,13 +405,13 @@ def elsewhere(tmp_path: Path, monkeypatch) -> None:
 @pytest.fixture
 def every_library_function(library) -> None:
     for module, name in [
-        ("fcsd.checkpoint", "inspect"),
-        ("fcsd.convert", "convert"),
+        ("fcsd.checkpoint", "inspect_checkpoint"),
+        ("fcsd.convert", "convert_checkpoint"),
         ("fcsd.launch.world", "ensure_world"),
-        ("fcsd.distill.loop", "distill"),
-        ("fcsd.eval.harness", "evaluate"),
-        ("fcsd.export.final", "export"),
-        ("fcsd.export.push", "push"),
+        ("fcsd.distill.loop", "distill_model"),
+        ("fcsd.eval.harness", "evaluate_models"),
+        ("fcsd.export.final", "export_model"),
+        ("fcsd.export.push", "push_model"),
         ("fcsd.launch.environment", "snapshot"),
     ]:
         library(module, name, raises=errors.BadInputError("reached"))
@@ -433,6 +433,6 @@ def test_stdout_holds_the_data_alone(library) -> None:
         print("a library's chatter")
         return type("Found", (), {"to_json": lambda self: "{}"})()
 
-    library("fcsd.checkpoint", "inspect").side_effect = noisy
+    library("fcsd.checkpoint", "inspect_checkpoint").side_effect = noisy
     done = run("inspect", "m", "--json")
     assert done.stdout == "{}\n" and "chatter" in done.stderr

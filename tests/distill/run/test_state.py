@@ -14,6 +14,7 @@ from runs import outcome, train
 
 from fcsd import __version__
 from fcsd.config import ResolvedRecipe
+from fcsd.disk import json_sha256
 from fcsd.distill import loop
 from fcsd.distill.run import checkpoints, identity, manifest, run_dir
 from fcsd.distill.run.checkpoints import random_state, set_random_state
@@ -183,7 +184,7 @@ def test_a_manifest_that_lacks_something_is_an_error_of_the_checkpoint(
 ) -> None:
     content = manifest.read_manifest(single / "checkpoints" / "step-2")
     del content[missing]
-    sealed = {**content, "seal": manifest._seal_of(content)}
+    sealed = {**content, "seal": json_sha256(content)}
     (tmp_path / manifest.MANIFEST).write_text(json.dumps(sealed))
     with pytest.raises(CheckpointError, match=missing):
         manifest.read_manifest(tmp_path)
