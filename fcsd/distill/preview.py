@@ -12,8 +12,9 @@ from fcsd.distill.data.rows import Rows, batch
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.student import meta_student, student_source
 from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_name
-from fcsd.plan import Hardware, plan
+from fcsd.plan import plan
 from fcsd.plan.report import to_text
+from fcsd.plan.setup import present
 
 _SHOWN = 1024  # tokens of the first row that are printed
 
@@ -26,7 +27,7 @@ def print_dry_run(recipe: Recipe, processes: int) -> None:
         DoesNotFitError: it does not fit, by the plan.
     """
     print(preview(recipe, processes), file=sys.stderr)
-    planned = plan(recipe, Hardware(processes))
+    planned = plan(recipe, present(processes))
     print(to_text(planned), file=sys.stderr)
     planned.check()
 

@@ -16,7 +16,7 @@ from fcsd.plan import Hardware, Setup, plan, plan_setup
 from fcsd.plan.memory import BUCKET, loss_bytes, optimizer_bytes, shard
 from fcsd.plan.model import MetaModel, ModelNumbers
 from fcsd.plan.search import candidates
-from fcsd.plan.setup import GIB, setup_of
+from fcsd.plan.setup import setup_of
 from fcsd.plan.speed import forward_flops
 
 SMALL = Setup(world=2, micro_batch_size=2, seq_len=64, batch_tokens=512, tokens=5120)
@@ -46,7 +46,7 @@ def test_what_a_layer_keeps_is_what_autograd_saves(tmp_path):
     """Against a real forward pass on the CPU."""
     config = tiny.config("llama", hidden_size=64, intermediate_size=256)
     model = meta(tmp_path, config)
-    found = model.layer_bytes(replace(SMALL, packed=False, micro_batch_size=1))[0]
+    found = model.layer_bytes(replace(SMALL, micro_batch_size=1))[0]
     layer = tiny.model("llama", dtype=torch.bfloat16, intermediate_size=256).train().model.layers[0]
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     saved = {}
@@ -64,34 +64,6 @@ def test_what_a_layer_keeps_is_what_autograd_saves(tmp_path):
     there = {hidden.untyped_storage().data_ptr(), *(part.untyped_storage().data_ptr() for part in rope)}
     real = sum(storage.nbytes() for address, storage in saved.items() if address not in there)
     assert found.kept == pytest.approx(real, rel=0.06)
-
-
-def test_measured_peak_of_the_overlap_run(tmp_path):
-    """docs/RESULTS.md: eight V2-Lite layers, EP 4, 4 x 4096 tokens, ZeRO-1, CE in chunks of 4096: 43.0 to 43.3 GiB."""
-    setup = Setup(
-        **dict(world=4, micro_batch_size=4, seq_len=4096, batch_tokens=65536, tokens=65536, terms=("sft",)),
-        **dict(ep_size=4, chunk_tokens=4096, packed=False, overlap_comm=True),
-    )
-    model = meta(tmp_path, deepseek_v2_lite(8))
-    planned = plan_setup("overlap", model, model.numbers, setup, Hardware(gpus=4))
-    assert planned.memory.peak.total / GIB == pytest.approx(43.15, rel=0.1)
-    assert planned.memory.fits
-    # 16384 tokens in 347.2 ms: the utilisation that the plan assumes was derived from this run.
-    assert planned.speed.tokens_per_second / 4 == pytest.approx(16384 / 0.3472, rel=0.05)
-
-
-def test_measured_peak_of_self_distillation(tmp_path, repo):
-    """docs/RESULTS.md: student and teacher of 27 layers on four H200s, with recompute."""
-    measured = json.loads((repo / "docs/results/memory_v2lite_4xh200.json").read_text())["measured"]
-    setup = Setup(
-        **dict(world=4, micro_batch_size=1, seq_len=4096, batch_tokens=4 * 4096, tokens=2**20, recompute=True),
-        **dict(ep_size=4, teacher="sharded", imbalance=1.0),
-    )
-    model = meta(tmp_path, deepseek_v2_lite(27))
-    memory = plan_setup("v2", model, model.numbers, setup, Hardware(gpus=4)).memory
-    assert memory.peak.total == pytest.approx(measured["peak"], rel=0.1)
-    (step,) = (moment for moment in memory.moments if moment.name == "optimizer step")
-    assert step.total == pytest.approx(measured["step"], rel=0.02)
 
 
 def test_loss_temporaries_as_measured():
@@ -183,7 +155,7 @@ def test_plan_command_and_dry_run(tmp_path):
     run = CliRunner().invoke(app, ["plan", recipe, "--gpus", "2", "--price", "2.5", "--mfu", "0.5", "--json"])
     assert run.exit_code == 0, run.output
     told = json.loads(run.stdout)
-    assert told["fits"] and told["speed"]["utilisation"] == 0.5 and told["hardware"]["gpus"] == 2
+    assert told["fits"] and told["speed"]["utilisation"] == pytest.approx(0.5) and told["hardware"]["gpus"] == 2
     assert told["speed"]["cost"] == pytest.approx(2.5 * told["speed"]["gpu_hours"])
     assert told["memory"]["total"] >= told["memory"]["peak_allocated"] > BUCKET * 4  # an fp32 bucket
     assert told["setup"]["tokens"] == resolved.recipe.train.steps * resolved.recipe.train.batch_tokens
