@@ -1,7 +1,6 @@
 """A model in numbers, and one layer of each kind at work, from its config alone: built on the meta device."""
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,6 @@ from fcsd.plan.setup import Setup
 _ATTENTION = "fcsd_plan"
 FINAL_NORM = -1  # its place among the kinds of layers
 _CONFIGS = Path(__file__).with_name("configs")
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -92,8 +90,8 @@ def packaged_config(name: str) -> PretrainedConfig | None:
 
     It holds the published dimensions and no more: enough to build the model on the meta device.
     """
-    path = _CONFIGS / f"{name.replace('/', '--')}.json"
-    if _HUB_ID.fullmatch(name) is None or not path.is_file():
+    path = {path.stem.replace("--", "/"): path for path in _CONFIGS.glob("*.json")}.get(name)
+    if path is None:
         return None
     fields = json.loads(path.read_text(encoding="utf-8"))
     return AutoConfig.for_model(fields.pop("model_type"), **fields)

@@ -40,6 +40,7 @@ TRAINED = {
     "train_qwen3_4xh200": "Qwen3",
     "train_v3_4xh200": "V3",
 }
+STEPPED = [name for name in TRAINED if name != "train_v3_4xh200"]  # it has no optimizer, whose states most memory is
 V2_LITE, BUNDLED = "distill_v2lite_8_layers_4xh200", "distill_bundled_1xh200"
 DISTILLED = [(V2_LITE, "overlapped"), (V2_LITE, "masked"), (BUNDLED, "overlapped"), (BUNDLED, "masked")]
 SELF = "memory_v2lite_4xh200"
@@ -141,7 +142,7 @@ def update(runs: list[Run]) -> float:
 
 def test_constants_are_the_fit() -> None:
     runs = [trained(name) for name in TRAINED]
-    stepped = [run for run in runs if run.step is not None]
+    stepped = [trained(name) for name in STEPPED]
     assert share([*runs, distilled(V2_LITE, "overlapped")]) == pytest.approx(SHARE[True, "bf16"], rel=0.02)
     assert update(stepped) == pytest.approx(UPDATE, rel=0.02)
 
@@ -172,11 +173,9 @@ def test_runs_of_a_family_are_predicted_from_the_other_families(family: str) -> 
         assert (run.step or run.passes) == pytest.approx(taken, rel=0.15)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", STEPPED)
 def test_memory_and_speed_of_training(name: str) -> None:
     run = trained(name)
-    if run.step is None:
-        return  # no optimizer ran, whose states are most of the memory
     assert seconds(run) == pytest.approx(run.step, rel=0.15)
     assert planned_peak(run) == pytest.approx(run.peak, rel=0.05)
 
