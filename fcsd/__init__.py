@@ -1,62 +1,68 @@
-"""Rewire, heal, prove and export mixture-of-experts checkpoints.
+"""Rewire, heal, prove and export mixture-of-experts checkpoints: the Python API.
 
-``import fcsd`` makes transformers' Auto classes load converted checkpoints without remote code. It imports neither
-torch nor transformers itself: classes are registered when a checkpoint's ``model_type`` is first looked up.
+The functions are those that the command line calls; ``docs/python.md`` shows them at work. Each name is imported from
+its room when it is first used, so ``import fcsd`` loads neither torch nor transformers. It makes transformers' Auto
+classes load converted checkpoints without remote code.
 """
 
-import importlib.util
-import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+from fcsd.models import auto_classes
 from fcsd.version import __version__ as __version__
 
-_CONFIGS = "transformers.models.auto.configuration_auto"
+__all__ = [
+    "Wiring",
+    "compare_models",
+    "convert_checkpoint",
+    "distill_model",
+    "evaluate_models",
+    "export_model",
+    "inspect_checkpoint",
+    "load_model",
+    "load_recipe",
+    "plan_run",
+    "push_model",
+    "wire",
+]
+
+if TYPE_CHECKING:
+    from fcsd.checkpoint.inspection import inspect_checkpoint
+    from fcsd.config.resolve import load_recipe
+    from fcsd.convert import convert_checkpoint
+    from fcsd.distill.loop import distill_model
+    from fcsd.eval.compare import compare_models
+    from fcsd.eval.harness import evaluate_models
+    from fcsd.export.final import export_model
+    from fcsd.export.push import push_model
+    from fcsd.models.build import load_model, wire
+    from fcsd.models.wiring import Wiring
+    from fcsd.plan import plan_run
+else:  # a type checker that saw __getattr__ would accept any name
+    _MODULES = {
+        "Wiring": "fcsd.models.wiring",
+        "compare_models": "fcsd.eval.compare",
+        "convert_checkpoint": "fcsd.convert",
+        "distill_model": "fcsd.distill.loop",
+        "evaluate_models": "fcsd.eval.harness",
+        "export_model": "fcsd.export.final",
+        "inspect_checkpoint": "fcsd.checkpoint.inspection",
+        "load_model": "fcsd.models.build",
+        "load_recipe": "fcsd.config.resolve",
+        "plan_run": "fcsd.plan",
+        "push_model": "fcsd.export.push",
+        "wire": "fcsd.models.build",
+    }
+
+    def __getattr__(name: str) -> Any:
+        """The function or class of this name, imported from its room."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_MODULES[name]), name)
+
+    def __dir__() -> list[str]:
+        """What completion offers."""
+        return [*__all__, "__version__"]
 
 
-class _Registered(dict[str, Any]):
-    """transformers' table of added model types, in which ours are made when the first of them is looked for.
-
-    Not earlier: transformers imports its Auto classes also while it imports a model that ours would derive from.
-    """
-
-    _made = False
-
-    def __contains__(self, model_type: object) -> bool:
-        if not self._made and isinstance(model_type, str) and model_type.startswith("fcsd_"):
-            self._made = True
-            from fcsd.models.build import register
-
-            register()
-        return super().__contains__(model_type)
-
-
-def _prepare(module: ModuleType) -> None:
-    module.CONFIG_MAPPING._extra_content = _Registered(module.CONFIG_MAPPING._extra_content)
-
-
-class _PrepareOnImport(MetaPathFinder):
-    """Runs ``_prepare`` once, right after the module ``_CONFIGS`` has been imported for the first time."""
-
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if fullname != _CONFIGS:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        assert spec is not None and spec.loader is not None
-        run = spec.loader.exec_module
-
-        def run_then_prepare(module: ModuleType) -> None:
-            run(module)
-            _prepare(module)
-
-        spec.loader.exec_module = run_then_prepare
-        return spec
-
-
-if _CONFIGS in sys.modules:
-    _prepare(sys.modules[_CONFIGS])
-else:
-    sys.meta_path.insert(0, _PrepareOnImport())
+auto_classes.prepare_transformers()

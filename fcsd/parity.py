@@ -1,8 +1,8 @@
-"""The proof that conversion changed nothing but the wiring.
+"""The proof that a conversion changed nothing but the wiring.
 
-With the wiring off, the first layers of the converted directory must reproduce the original's logits bit for bit;
-with it on, exactly the chosen layers must be rewired and the logits finite. Of a model larger than memory, as many
-layers are built as fit, and only their tensors are read.
+With the wiring off, the first layers of the converted directory must reproduce the original's logits bit for bit. With
+the wiring on, exactly the chosen layers must be rewired, and the logits must be finite. Of a model that is larger than
+memory, as many layers are built as fit, and only their tensors are read.
 """
 
 import re
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.checkpoint import CheckpointConfig, Layout
+from fcsd.checkpoint.files import quoted
 from fcsd.errors import BadInputError, FcsdError
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from fcsd.models.archs import Arch
 
 _TOKENS = 24
-_BUG = "This is a bug in fcsd: please report it with the model's name."
-_SHARE = 0.7  # of the free memory; what a forward pass of _TOKENS needs is small beside a layer
+_BUG = "This is a bug in fcsd. Please report it with the model's name."
+_SHARE = 0.7  # of the free memory; a forward pass of _TOKENS needs little beside a layer
 # Bytes in memory for one on disk: a quantised checkpoint is dequantised to bf16.
 _GROWTH = {None: 1.0, "fp8": 2.0, "mxfp4": 64 / 17}
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # config lists with one entry a layer
@@ -31,13 +32,14 @@ _LAYER_LISTS = ("mlp_only_layers", "moe_layers")  # config lists of layer indice
 
 @dataclass(frozen=True)
 class Proof:
-    """What is compared, and what that takes.
+    """How many layers are compared, and the disk reads and memory that this needs.
 
     Attributes:
-        layers: of the ``of`` layers; 0 if not even one fits in memory.
-        read_bytes: read from disk, once from each directory.
-        memory_bytes: needed at a time.
-        free_bytes: what there is.
+        layers: how many of the first layers are compared; 0 if not one fits in memory.
+        of: the number of layers of the model.
+        read_bytes: bytes read from disk, once from each directory.
+        memory_bytes: the largest number of bytes in memory at a time.
+        free_bytes: the free memory in bytes.
     """
 
     layers: int
@@ -47,7 +49,7 @@ class Proof:
     free_bytes: int
 
     def to_text(self) -> str:
-        """One line, to be said before it happens."""
+        """One line, to be logged before the proof runs."""
         from rich.filesize import decimal
 
         return (
@@ -57,10 +59,13 @@ class Proof:
 
 
 def plan_proof(layout: Layout, config: CheckpointConfig, arch: "Arch", free_bytes: int | None = None) -> Proof:
-    """How many layers fit; from headers alone.
+    """Find how many layers fit in memory, from headers alone.
 
     Args:
-        free_bytes: memory to count on; measured by default.
+        layout: the original's files.
+        config: the original's config.
+        arch: the architecture's row.
+        free_bytes: the free memory; measured by default.
     """
     free = free_memory() if free_bytes is None else free_bytes
     of = config.text["num_hidden_layers"]
@@ -86,13 +91,15 @@ def prove_parity(original: Layout, converted: Path, config: CheckpointConfig, ar
     """Build the first ``layers`` layers from both directories and compare their logits.
 
     Args:
-        original: the base's files.
-        converted: has the same shards under the same names.
-        config: the base's.
+        original: the original's files.
+        converted: the converted directory, with the same shards under the same names.
+        config: the original's config.
+        arch: the architecture's row.
+        layers: how many of the first layers are compared, see ``plan_proof``.
 
     Raises:
         FcsdError: the logits differ, the wiring is not on, or it gives non-finite logits.
-        BadInputError: the original's own logits are not finite, or its tensors do not load.
+        BadInputError: the original does not load or run, or its own logits are not finite.
     """
     import torch
 
@@ -101,11 +108,9 @@ def prove_parity(original: Layout, converted: Path, config: CheckpointConfig, ar
     from fcsd.models.wiring import WiredLayer
 
     shards = [name for name, header in original.shards.items() if _wanted(header, arch, layers)]
-    model = first_layers(original.path, [original.files[name] for name in shards], config, arch, layers)
-    expected = logits(model)
+    expected = _original_logits(original, shards, config, arch, layers)
     if not torch.isfinite(expected).all():
-        raise BadInputError(f"{original.path}: the model's logits are not finite as it is")
-    del model
+        raise BadInputError(f"{original.path}: the logits of the original itself are not finite")
 
     model = first_layers(converted, [converted / name for name in shards], config, arch, layers)
     on = {i for i, layer in enumerate(decoder_layers(model)) if isinstance(layer, WiredLayer | DesyncLayer)}
@@ -117,8 +122,20 @@ def prove_parity(original: Layout, converted: Path, config: CheckpointConfig, ar
         raise FcsdError(f"{converted}: with the wiring off, logits differ from {original.path}'s", _BUG)
 
 
+def _original_logits(
+    original: Layout, shards: list[str], config: CheckpointConfig, arch: "Arch", layers: int
+) -> "Tensor":
+    try:
+        return logits(first_layers(original.path, [original.files[name] for name in shards], config, arch, layers))
+    except (FcsdError, OSError, MemoryError):
+        raise
+    except Exception as error:  # values of config.json that no check covers can fail anywhere in transformers
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadInputError(f"{original.path}: transformers cannot run this model ({quoted(reason)})") from error
+
+
 def free_memory() -> int:
-    """Bytes this process may still take: the machine's, or what its control group (a container) leaves."""
+    """The memory in bytes that this process may still take: the machine's, or its control group's (a container's)."""
     meminfo = Path("/proc/meminfo").read_text()
     free = int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
@@ -128,7 +145,7 @@ def free_memory() -> int:
 
 
 def layer_index(arch: "Arch", name: str) -> int | None:
-    """The decoder layer that a tensor on disk belongs to, None if to none."""
+    """The decoder layer that a tensor on disk belongs to; None for a tensor outside of the layers."""
     _, decoder = arch.classes["AutoModelForCausalLM"]
     match = re.match(rf"{re.escape(decoder)}\.layers\.(\d+)\.", name)
     return int(match[1]) if match else None
@@ -149,14 +166,14 @@ def shortened(config: Any, layers: int) -> Any:
 
 
 def _wanted(names: Iterable[str], arch: "Arch", layers: int) -> list[str]:
-    """The tensors that a model of ``layers`` layers has: those of its layers, and those of no layer."""
+    """The tensors that a model of the first ``layers`` layers has; tensors outside of the layers are among them."""
     return [name for name in names if (index := layer_index(arch, name)) is None or index < layers]
 
 
 def first_layers(
     directory: Path, shards: list[Path], base: CheckpointConfig, arch: "Arch", layers: int
 ) -> "PreTrainedModel":
-    """A model of the first layers only, on the CPU, from the tensors it needs; strict, as ``load_model`` is."""
+    """A model of the first layers only, on the CPU. Only the tensors it needs are read, and all of them must fit it."""
     import transformers
     from safetensors import safe_open
 
@@ -178,7 +195,7 @@ def first_layers(
         state_dict=tensors,
         output_loading_info=True,
         quantization_config=_dequantise(base),
-        experts_implementation="eager",  # what is chosen otherwise depends on how quantisation was turned off
+        experts_implementation="eager",  # the default depends on how quantisation was turned off
     )
     model, report = loaded
     if problems := {kind: sorted(map(str, keys))[:5] for kind, keys in report.items() if keys}:
@@ -195,7 +212,7 @@ def _dequantise(base: CheckpointConfig) -> Any:
 
 
 def token_ids(model: "PreTrainedModel") -> "Tensor":
-    """``[1, _TOKENS]``, the same for the same vocabulary."""
+    """Token ids ``[1, _TOKENS]``, the same for every model with the same size of vocabulary."""
     import torch
 
     vocabulary = model.config.get_text_config().vocab_size
@@ -203,7 +220,7 @@ def token_ids(model: "PreTrainedModel") -> "Tensor":
 
 
 def logits(model: "PreTrainedModel") -> "Tensor":
-    """``[1, _TOKENS, vocab]`` on ``token_ids``."""
+    """The model's logits ``[1, _TOKENS, vocab]`` on ``token_ids``."""
     import torch
 
     with torch.no_grad():

@@ -79,7 +79,7 @@ def train(recipe: ResolvedRecipe, size: int = 1, resume: str = "auto") -> None:
 def _distill(recipe: ResolvedRecipe, resume: str) -> None:
     from fcsd.distill import loop
 
-    loop.distill(recipe, resume=resume)
+    loop.distill_model(recipe, resume=resume)
 
 
 def outcome(run: Path) -> tuple[list[tuple[str, ...]], str]:

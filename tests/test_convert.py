@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from fcsd import convert as conversion
 from fcsd import parity
-from fcsd.checkpoint import read_config, read_layout, staging
-from fcsd.convert import convert, fingerprint
+from fcsd.checkpoint import fingerprint, read_config, read_layout, staging
+from fcsd.checkpoint.location import read_base_path
+from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, ConfigError, DiskError, FcsdError
 from fcsd.models import build
 from fcsd.models.archs import ARCHS
@@ -59,7 +60,7 @@ def test_every_architecture_converts_and_loads_wired(arch: str, tmp_path: Path) 
     base = tiny.model(arch)
     base.save_pretrained(tmp_path / "base")
     before = snapshot(tmp_path / "base")
-    report = convert(str(tmp_path / "base"), tmp_path / "out", layers="1-3")
+    report = convert_checkpoint(str(tmp_path / "base"), tmp_path / "out", layers="1-3")
     assert (report.parity, report.parity_skipped, report.copied_bytes) == (4, None, 0)
     assert snapshot(tmp_path / "base") == before
 
@@ -69,14 +70,24 @@ def test_every_architecture_converts_and_loads_wired(arch: str, tmp_path: Path) 
         assert torch.equal(loaded(tiny.tokens()).logits, base(tiny.tokens()).logits)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     original = json.loads((tmp_path / "base" / "config.json").read_text())
-    own = ("model_type", "architectures", "auto_map", "fcsd")
+    own = ("model_type", "architectures", "auto_map", "transformers_weights", "fcsd")
     assert {k: v for k, v in config.items() if k not in own} == {k: v for k, v in original.items() if k not in own}
     assert config["model_type"] == f"fcsd_{arch}"
 
 
+def test_the_base_class_refuses_a_converted_directory(original: Path, tmp_path: Path) -> None:
+    """It would only warn that the model types differ, and compute the base's function with the student's weights."""
+    convert_checkpoint(str(original), tmp_path / "out", check=False)
+    with pytest.raises(ValueError, match="this model is rewired; load it by an Auto class"):
+        transformers.DeepseekV2ForCausalLM.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model.save_pretrained(tmp_path / "saved")
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")) is type(model)
+
+
 def test_shards_are_linked_and_the_rest_is_copied(original: Path, tmp_path: Path) -> None:
     before = snapshot(original)
-    report = convert(str(original), tmp_path / "out", wiring="ladder", layers="50%")
+    report = convert_checkpoint(str(original), tmp_path / "out", wiring="ladder", layers="50%")
     out = tmp_path / "out"
     assert len(sharded(original)) > 1 and sharded(out) == sharded(original)
     for name in sharded(original):
@@ -89,7 +100,9 @@ def test_shards_are_linked_and_the_rest_is_copied(original: Path, tmp_path: Path
     assert set(report.files) == after.keys() - set(sharded(original))
     block = json.loads((out / "config.json").read_text())["fcsd"]
     assert Wiring.from_block(block) == Wiring("ladder", (2, 3))
-    assert block["base_model"] == str(original) and block["base_revision"] is None
+    assert block["base_model"] == "original" and block["base_revision"] is None
+    assert str(tmp_path) not in (out / "config.json").read_text()
+    assert read_base_path(out) == str(original)
     assert block["base_sha256"] == fingerprint(read_layout(original))
     assert snapshot(original) == before
     assert list(tmp_path.glob(".*")) == []
@@ -107,9 +120,9 @@ def test_a_hub_snapshot_is_converted_from_its_blobs(original: Path, tmp_path: Pa
     with hub_server.running() as hub:
         hub_server.connect(hub, monkeypatch, tmp_path / "cache")
         revision = hub.add("org/model", original)
-        planned = convert("org/model", tmp_path / "out", dry_run=True)
+        planned = convert_checkpoint("org/model", tmp_path / "out", dry_run=True)
         assert not list((tmp_path / "cache").rglob("*.safetensors"))
-        report = convert("org/model", tmp_path / "out")
+        report = convert_checkpoint("org/model", tmp_path / "out")
     assert (planned.revision, report.revision) == (revision, revision)
     assert planned.bytes == report.bytes
     for name in sharded(tmp_path / "out"):
@@ -121,9 +134,9 @@ def test_a_hub_snapshot_is_converted_from_its_blobs(original: Path, tmp_path: Pa
 
 def test_dry_run_says_everything_and_writes_nothing(original: Path, tmp_path: Path) -> None:
     before = snapshot(tmp_path)
-    planned = convert(str(original), tmp_path / "new" / "out", layers="last:2", dry_run=True)
+    planned = convert_checkpoint(str(original), tmp_path / "new" / "out", layers="last:2", dry_run=True)
     assert snapshot(tmp_path) == before and not (tmp_path / "new").exists()
-    done = convert(str(original), tmp_path / "new" / "out", layers="last:2")
+    done = convert_checkpoint(str(original), tmp_path / "new" / "out", layers="last:2")
     assert planned.dry_run and planned.parity_skipped == "dry run"
     for field in ("model", "out", "wiring", "depth", "shards", "bytes", "files"):
         assert getattr(planned, field) == getattr(done, field)
@@ -136,14 +149,14 @@ def test_across_file_systems_shards_are_copied(original: Path, tmp_path: Path, m
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
-    report = convert(str(original), tmp_path / "out")
+    report = convert_checkpoint(str(original), tmp_path / "out")
     assert report.copied_bytes == sum((original / name).stat().st_size for name in sharded(original))
     for name in sharded(original):
         assert (tmp_path / "out" / name).read_bytes() == (original / name).read_bytes()
 
     monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: staging.shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(DiskError, match="do not fit"):
-        convert(str(original), tmp_path / "other")
+        convert_checkpoint(str(original), tmp_path / "other")
     assert not (tmp_path / "other").exists() and list(tmp_path.glob(".*")) == []
 
 
@@ -173,16 +186,16 @@ def test_out_is_refused_before_anything_is_written(original: Path, tmp_path: Pat
         (mine / "thesis.txt", True, "is a file"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
-            convert(str(original), out, force=force)
+            convert_checkpoint(str(original), out, force=force)
         assert caught.value.hint
     assert snapshot(tmp_path) == before
 
 
 def test_force_replaces_what_fcsd_wrote(original: Path, tmp_path: Path) -> None:
-    convert(str(original), tmp_path / "out", check=False)
+    convert_checkpoint(str(original), tmp_path / "out", check=False)
     before = snapshot(original)
     (tmp_path / "out" / "stale.txt").write_text("of the former conversion")
-    convert(str(original), tmp_path / "out", wiring="ladder", check=False, force=True)
+    convert_checkpoint(str(original), tmp_path / "out", wiring="ladder", check=False, force=True)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["fcsd"]["wiring"] == "ladder"
     assert not (tmp_path / "out" / "stale.txt").exists()
     assert snapshot(original) == before and list(tmp_path.glob(".*")) == []
@@ -205,15 +218,15 @@ def test_force_replaces_what_fcsd_wrote(original: Path, tmp_path: Path) -> None:
 )
 def test_a_wiring_that_does_not_fit_is_refused(original: Path, tmp_path: Path, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        convert(str(original), tmp_path / "out", **options)
+        convert_checkpoint(str(original), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
 def test_desync_is_tried_before_it_is_written(tmp_path: Path) -> None:
     tiny.model("llama").save_pretrained(tmp_path / "dense")
     with pytest.raises(ConfigError, match="tp_degree 3 does not divide"):
-        convert(str(tmp_path / "dense"), tmp_path / "out", wiring="desync-2x", tp_degree=3)
-    report = convert(str(tmp_path / "dense"), tmp_path / "out", wiring="desync-4x", tp_degree=2)
+        convert_checkpoint(str(tmp_path / "dense"), tmp_path / "out", wiring="desync-2x", tp_degree=3)
+    report = convert_checkpoint(str(tmp_path / "dense"), tmp_path / "out", wiring="desync-4x", tp_degree=2)
     assert report.parity == 4 and "tp_degree 2" in report.to_text()
     assert build.load_model(tmp_path / "out").config.fcsd["tp_degree"] == 2
 
@@ -223,12 +236,14 @@ def test_a_reduce_pattern_is_tried_proven_and_exported(tmp_path: Path) -> None:
     how = {"wiring": "desync", "tp_degree": 2}
     for degree, reduce, message in [(2, None, "desync needs it"), (2, "often", "reduce is"), (4, "-,m", "key-value")]:
         with pytest.raises(ConfigError, match=message):
-            convert(str(tmp_path / "dense"), tmp_path / "out", wiring="desync", tp_degree=degree, reduce=reduce)
+            convert_checkpoint(
+                str(tmp_path / "dense"), tmp_path / "out", wiring="desync", tp_degree=degree, reduce=reduce
+            )
     assert not (tmp_path / "out").exists()
-    report = convert(str(tmp_path / "dense"), tmp_path / "out", **how, reduce="-,m")
+    report = convert_checkpoint(str(tmp_path / "dense"), tmp_path / "out", **how, reduce="-,m")
     assert report.parity == 4 and "desync (reduce -,m), layers 0-3" in report.to_text()
     pattern = build.load_model(tmp_path / "out")
-    convert(str(tmp_path / "dense"), tmp_path / "four", wiring="desync-4x", tp_degree=2, check=False)
+    convert_checkpoint(str(tmp_path / "dense"), tmp_path / "four", wiring="desync-4x", tp_degree=2, check=False)
     ids = tiny.tokens()
     assert torch.equal(pattern(ids).logits, build.load_model(tmp_path / "four")(ids).logits)
 
@@ -236,20 +251,22 @@ def test_a_reduce_pattern_is_tried_proven_and_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("wiring", "default"), [("farskip", "full"), ("ladder", "partial")])
 def test_the_border_is_chosen_and_exported(original: Path, tmp_path: Path, wiring: str, default: str) -> None:
     for name, border, expected in [("a", None, default), ("b", "full", "full"), ("c", "partial", "partial")]:
-        report = convert(str(original), tmp_path / name, wiring=wiring, layers="2-3", border=border, check=False)
+        report = convert_checkpoint(
+            str(original), tmp_path / name, wiring=wiring, layers="2-3", border=border, check=False
+        )
         assert f"{expected} border" in report.to_text()
         assert json.loads((tmp_path / name / "config.json").read_text())["fcsd"]["border"] == expected
 
 
 def test_rewired_models_are_refused(original: Path, tmp_path: Path) -> None:
-    convert(str(original), tmp_path / "out", check=False)
+    convert_checkpoint(str(original), tmp_path / "out", check=False)
     with pytest.raises(BadInputError, match="is converted already") as caught:
-        convert(str(tmp_path / "out"), tmp_path / "again")
-    assert str(original) in str(caught.value.hint)
+        convert_checkpoint(str(tmp_path / "out"), tmp_path / "again")
+    assert "Convert its base model instead: original" in str(caught.value.hint)
     config = json.loads((original / "config.json").read_text())
     (original / "config.json").write_text(json.dumps(config | {"farskip": True, "farskip_start_idx": 1}))
     with pytest.raises(BadInputError, match="AMD's farskip keys"):
-        convert(str(original), tmp_path / "again")
+        convert_checkpoint(str(original), tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
@@ -260,8 +277,8 @@ def test_code_in_the_input_is_neither_run_nor_obeyed(original: Path, tmp_path: P
     config["auto_map"] = {auto: "modeling_evil.Evil" for auto in ("AutoConfig", "AutoModelForCausalLM")}
     (original / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadInputError, match="auto_map"):
-        convert(str(original), tmp_path / "out")
-    report = convert(str(original), tmp_path / "out", trust_remote_code=True)
+        convert_checkpoint(str(original), tmp_path / "out")
+    report = convert_checkpoint(str(original), tmp_path / "out", trust_remote_code=True)
     assert report.parity == 4 and not canary.exists()
     assert "modeling_evil" not in (tmp_path / "out" / "config.json").read_text()
 
@@ -292,14 +309,14 @@ def test_a_broken_checkpoint_is_refused_before_anything_is_written(original: Pat
     before = snapshot(tmp_path)
     for dry_run in (True, False):
         with pytest.raises(BadInputError) as caught:
-            convert(str(original), tmp_path / "out", dry_run=dry_run)
+            convert_checkpoint(str(original), tmp_path / "out", dry_run=dry_run)
         assert "\n" not in str(caught.value)
     assert snapshot(tmp_path) == before and not (tmp_path / "out").exists()
 
 
 def test_a_file_named_like_our_code_does_not_take_its_place(original: Path, tmp_path: Path) -> None:
     (original / "wiring.py").write_text("WRONG = True")
-    convert(str(original), tmp_path / "out", check=False)
+    convert_checkpoint(str(original), tmp_path / "out", check=False)
     assert "WRONG" not in (tmp_path / "out" / "wiring.py").read_text()
 
 
@@ -323,20 +340,20 @@ def test_parity_in_part_of_the_depth_reads_only_its_tensors(arch: str, tmp_path:
     read: list[str] = []
     wanted = parity._wanted
     monkeypatch.setattr(parity, "_wanted", lambda *args: read.extend(found := wanted(*args)) or found)
-    report = convert(str(tmp_path / "base"), tmp_path / "out", layers="1,3")
+    report = convert_checkpoint(str(tmp_path / "base"), tmp_path / "out", layers="1,3")
     assert report.parity == 2 and "first 2 of 4" in report.to_text()
     assert {parity.layer_index(row, name) for name in read} == {None, 0, 1}
 
 
 def test_no_memory_for_one_layer_is_said(original: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(parity, "free_memory", lambda: 1000)
-    report = convert(str(original), tmp_path / "out")
+    report = convert_checkpoint(str(original), tmp_path / "out")
     assert report.parity is None and "not one layer fits" in report.to_text()
 
 
 def test_the_proof_says_beforehand_what_it_takes(original: Path, tmp_path: Path, caplog) -> None:
     caplog.set_level("INFO", "fcsd")
-    convert(str(original), tmp_path / "out")
+    convert_checkpoint(str(original), tmp_path / "out")
     (line,) = [message for message in caplog.messages if message.startswith("parity:")]
     assert "first 4 of 4 layers" in line and "twice" in line and "free memory" in line
 
@@ -363,7 +380,7 @@ def test_a_broken_conversion_does_not_pass(original: Path, tmp_path: Path, monke
     )
     before = snapshot(original)
     with pytest.raises(FcsdError, match="with the wiring off, logits differ"):
-        convert(str(original), tmp_path / "out")
+        convert_checkpoint(str(original), tmp_path / "out")
     assert not (tmp_path / "out").exists() and list(tmp_path.glob(".*")) == []
     assert snapshot(original) == before
 
@@ -374,8 +391,8 @@ def test_a_model_that_is_not_finite_is_named(original: Path, tmp_path: Path) -> 
     for tensor in tensors.values():
         tensor.fill_(float("nan"))
     save_file(tensors, shard, metadata={"format": "pt"})
-    with pytest.raises(BadInputError, match="not finite as it is"):
-        convert(str(original), tmp_path / "out")
+    with pytest.raises(BadInputError, match="the original itself are not finite"):
+        convert_checkpoint(str(original), tmp_path / "out")
 
 
 # Sorts of checkpoint
@@ -384,7 +401,7 @@ def test_a_model_that_is_not_finite_is_named(original: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("arch", quantised.SCHEMES)
 def test_quantised_models_convert_untouched(arch: str, tmp_path: Path) -> None:
     base = quantised.write(arch, tmp_path / "base")
-    report = convert(str(base), tmp_path / "out")
+    report = convert_checkpoint(str(base), tmp_path / "out")
     assert report.parity == 4  # dequantised for it
     assert (tmp_path / "out" / "model.safetensors").samefile(base / "model.safetensors")
     block = json.loads((base / "config.json").read_text())["quantization_config"]
@@ -394,7 +411,7 @@ def test_quantised_models_convert_untouched(arch: str, tmp_path: Path) -> None:
 def test_llama4_keeps_its_eyes(tmp_path: Path) -> None:
     base = tiny.llama4_vision()
     base.save_pretrained(tmp_path / "base")
-    report = convert(str(tmp_path / "base"), tmp_path / "out")
+    report = convert_checkpoint(str(tmp_path / "base"), tmp_path / "out")
     assert report.parity == 4
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["auto_map"]["AutoModelForImageTextToText"] == "modeling_fcsd.FcsdLlama4ForConditionalGeneration"
@@ -422,7 +439,7 @@ def test_the_tokenizer_stays_the_same(repo: Path, tmp_path: Path) -> None:
         tiny.model(arch).save_pretrained(base)
         (base / "tokenizer.json").write_bytes((repo / "assets/teacher/tokenizer.json").read_bytes())
         (base / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": declared} if declared else {}))
-        convert(str(base), out, check=False)
+        convert_checkpoint(str(base), out, check=False)
         theirs, ours = (transformers.AutoTokenizer.from_pretrained(path) for path in (base, out))
         assert ours(text).input_ids == theirs(text).input_ids
         assert declared is None or type(ours) is type(theirs)
@@ -450,8 +467,8 @@ def test_109b_parameters_convert_by_headers_alone(tmp_path: Path) -> None:
         """
         import resource
         from pathlib import Path
-        from fcsd.convert import convert
-        print(convert("scout", "out", check=False).bytes)
+        from fcsd.convert import convert_checkpoint
+        print(convert_checkpoint("scout", "out", check=False).bytes)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         print(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
         """,
@@ -466,7 +483,7 @@ def test_109b_parameters_convert_by_headers_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("moment", ["take_over", "write", "prove_parity"])
+@pytest.mark.parametrize("moment", ["take_over", "write_text", "prove_parity"])
 def test_an_interrupted_convert_leaves_no_half_directory(
     original: Path, tmp_path: Path, monkeypatch, kind: signal.Signals, moment: str
 ) -> None:
@@ -481,22 +498,14 @@ def test_an_interrupted_convert_leaves_no_half_directory(
     before = snapshot(original)
     with monkeypatch.context() as patch:
         patch.setattr(conversion, moment, interrupted)
-        child = multiprocessing.get_context("fork").Process(target=convert, args=(str(original), tmp_path / "out"))
+        arguments = (str(original), tmp_path / "out")
+        child = multiprocessing.get_context("fork").Process(target=convert_checkpoint, args=arguments)
         child.start()
         child.join()
     assert child.exitcode == (-kind if kind == signal.SIGKILL else 1)
     assert not (tmp_path / "out").exists()
     assert snapshot(original) == before
     assert len(list(tmp_path.glob(".out.tmp-*"))) == (kind == signal.SIGKILL)
-    convert(str(original), tmp_path / "out", check=False)  # and the next one sweeps up
+    convert_checkpoint(str(original), tmp_path / "out", check=False)  # and the next one sweeps up
     assert list(tmp_path.glob(".*")) == []
     assert snapshot(original) == before
-
-
-def test_a_living_conversion_is_not_swept_up(tmp_path: Path) -> None:
-    with staging.staged(tmp_path / "out") as first:
-        (first / "a").write_text("first")
-        with staging.staged(tmp_path / "out") as second:
-            (second / "a").write_text("second")
-        assert first.exists()
-    assert (tmp_path / "out" / "a").read_text() == "first"

@@ -103,6 +103,37 @@ def test_folders_do_not_import_in_a_circle(repo: Path) -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+# The only files that import DeepSpeed, lazily or not. In `parallel/` it is one adapter.
+DEEPSPEED = {
+    "distill/engine.py",
+    "distill/run/checkpoints.py",
+    "distill/update.py",
+    "parallel/expert/autoep.py",
+}
+
+
+def imported_packages(path: Path) -> set[str]:
+    """The top-level packages that a file imports by absolute names, wherever in its text it does."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_deepspeed_is_imported_where_it_is_adapted(repo: Path) -> None:
+    package = repo / "fcsd"
+    importers = {path for path in package.rglob("*.py") if "deepspeed" in imported_packages(path)}
+    assert {path.relative_to(package).as_posix() for path in importers} == DEEPSPEED
+
+
+def test_autoep_is_named_by_its_adapter_alone(repo: Path) -> None:
+    parallel = repo / "fcsd" / "parallel"
+    assert [path.name for path in parallel.rglob("*.py") if "AutoEP" in path.read_text()] == ["autoep.py"]
+
+
 def test_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:
     package = tmp_path / "fcsd"
     (package / "models").mkdir(parents=True)

@@ -79,7 +79,7 @@ def test_wheel_holds_the_package_the_licence_and_nothing_else(wheel: Path, repo:
         (metadata_name,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(metadata_name))
     packaged = {f"fcsd/recipes/_data/{path.name}" for path in (repo / "recipes").glob("*.yaml")}
-    assert packaged <= set(names)
+    assert packaged | {"fcsd/py.typed"} <= set(names)
     assert {name.split("/")[0] for name in names} == {"fcsd", metadata_name.split("/")[0]}
     assert not [name for name in names if name.endswith((".pyc", ".safetensors"))]
     assert any(name.endswith("licenses/LICENSE") for name in names)

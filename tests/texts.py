@@ -37,7 +37,16 @@ _TURNS = (
 PLAIN = _TURNS.replace("@BEGIN@", "").replace("@END@", "")
 MARKED = _TURNS.replace("@BEGIN@", "{% generation %}").replace("@END@", "{% endgeneration %}")
 FORGETFUL = PLAIN.replace("A:{{", "A:{% if loop.last %}(hm){% endif %}{{")
+MARKED_FORGETFUL = MARKED.replace("{% generation %}", "{% generation %}{% if loop.last %}(hm){% endif %}")
 FORGETTING_ALL = PLAIN.replace("{% if add_generation_prompt %}A:", "{% if add_generation_prompt %}A:(hm)")
+# As Qwen3's: the reasoning of all answers before the last question is removed.
+QWEN3 = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% set earlier = m.role == 'assistant' and loop.index0 < ns.last %}"
+    "{{ m.role }}:{{ m.content.split('</think>')[-1] if earlier else m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}" + PLAIN
 
 

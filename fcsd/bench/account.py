@@ -1,7 +1,8 @@
 """Where the time of a step goes: every millisecond of the device's timeline under the name of a phase.
 
-A phase is a range ``fcsd.phase::NAME`` that the host records. A device event belongs to the phase in which the host
-launched it, whichever thread did: the main thread stays inside a phase while autograd's thread launches kernels for it.
+A phase is a range ``fcsd.phase::NAME`` that a thread of the host records. A device event belongs to the phase of the
+thread that launched it. Autograd's threads record none: what they launch belongs to the phase in which the thread that
+waits for them is at that time.
 At each moment of the timeline exactly one of three things holds, and the moment is counted there:
 
 - ``computing``: a kernel, fill or copy within the device runs. It counts for the phase of the event that began first.
@@ -72,22 +73,28 @@ def read_account(path: Path) -> Account:
         events = [event for event in json.loads(text)["traceEvents"] if event.get("ph") == "X"]
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise BadInputError(f"{path} is not a Chrome trace of torch.profiler") from error
-    phases = _Ranges(events, lambda name: name[len(PREFIX) :] if name.startswith(PREFIX) else None)
+    own = _Ranges(events, lambda name: name[len(PREFIX) :] if name.startswith(PREFIX) else None, by_thread=True)
+    any_thread = _Ranges(events, lambda name: name[len(PREFIX) :] if name.startswith(PREFIX) else None)
+
+    def phase_of(launch: dict[str, Any]) -> str:
+        """Of the thread that launches; autograd's threads have none and work for the thread that waits for them."""
+        return own.at(launch) or any_thread.at(launch) or BETWEEN
+
     collectives = _Ranges(events, lambda name: name if RANGE.fullmatch(name) else None, by_thread=True)
     launches = {e["args"]["correlation"]: e for e in events if e.get("cat") in LAUNCHES and "correlation" in e["args"]}
     found = []
     for event in events:
         if event.get("cat") in ON_DEVICE:
             launch = launches.get(event["args"].get("correlation"))
-            name = phases.at(launch) if launch is not None else None
+            name = BETWEEN if launch is None else phase_of(launch)
             sent = event["name"].startswith("nccl") or (launch is not None and collectives.at(launch) is not None)
-            found.append(Event(event["ts"], event["ts"] + event["dur"], name or BETWEEN, sent))
+            found.append(Event(event["ts"], event["ts"] + event["dur"], name, sent))
     if not found:
         raise BadInputError(f"{path}: nothing ran on a device", hint="profile on a GPU")
     waits: dict[str, tuple[int, float]] = {}
     for event in events:
         if event.get("cat") in LAUNCHES and "Synchronize" in event["name"]:
-            name = phases.at(event) or BETWEEN
+            name = phase_of(event)
             count, ms = waits.get(name, (0, 0.0))
             waits[name] = count + 1, ms + event["dur"] / 1e3
     return _partition(sorted(found), waits)

@@ -44,8 +44,8 @@ from fcsd.models.wiring import Wiring
 from fcsd.parallel.attention import join_attention
 from fcsd.parallel.overlap import overlap
 
-OVERLAPPED, MASKED, BLOCKING, BOUND = "overlapped", "masked", "blocking", "comm-free"
-VARIANTS = (OVERLAPPED, MASKED, BLOCKING, BOUND)
+OVERLAPPED, APART, MASKED, BLOCKING, BOUND = "overlapped", "apart", "masked", "blocking", "comm-free"
+VARIANTS = (OVERLAPPED, APART, MASKED, BLOCKING, BOUND)
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,9 @@ class Load:
         layers: decoder layers; a checkpoint's config says how many it has.
         micro_batch: rows of ``seq`` tokens in a forward pass, on each process; ``accumulation`` of them make a step.
         router: ``initialised`` as the random weights have it, or ``uniform``: every expert gets as many tokens.
-        variants: ``overlapped`` as ``fcsd distill`` runs it; ``masked``, the same with a mask instead of packed
-            attention; ``blocking``, every collective awaited where it starts; ``comm-free``, which sends no rows.
+        variants: ``overlapped`` as ``fcsd distill`` runs it; ``apart``, the same with the teacher's pass before the
+            student's instead of in turns with it; ``masked``, as ``apart`` with a mask instead of packed attention;
+            ``blocking``, every collective awaited where it starts; ``comm-free``, which sends no rows.
         sets: ``--set`` assignments to the recipe; without them KL from a teacher, ZeRO-1, experts over all processes.
         rounds: how often the variants take turns.
         steps: timed steps of a variant in each round, which follow one another without a pause.
@@ -152,7 +153,7 @@ class _Steps:
     """One student, one teacher, and the steps they take under any variant."""
 
     def __init__(self, recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConfig, world: World) -> None:
-        self.recipe, self._world, self._taken = recipe, world, 0
+        self.recipe, self._chosen, self._world, self._taken = recipe, recipe, world, 0
         draw: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
         student = randomise(rewired, recipe.parallel.ep_size, **draw)
         self.models: list[PreTrainedModel] = [student]
@@ -169,13 +170,15 @@ class _Steps:
     def choose(self, variant: str) -> None:
         """Wires both models as a variant wants them."""
         parallel = self.recipe.parallel
+        apart = self.recipe.model_copy(update={"parallel": parallel.model_copy(update={"overlap": "off"})})
+        self._chosen = self.recipe if variant in (OVERLAPPED, BOUND) else apart  # asks for turns, or does not
         on_cuda = self._world.device.type == "cuda"
         for model, ep_size in zip(self.models, (parallel.ep_size, parallel.teacher_ep_size), strict=False):
             join_attention(model)
             model.set_attn_implementation("sdpa")
             if variant != MASKED:
                 pack_attention(model, self.recipe)
-            if variant in (OVERLAPPED, MASKED) or ep_size == 1:
+            if variant in (OVERLAPPED, APART, MASKED) or ep_size == 1:
                 wire_sharded(model, ep_size, parallel)
             elif variant == BLOCKING:
                 overlap(model, wiring_of(model.config), "off", fused=parallel.fused and on_cuda)
@@ -185,7 +188,7 @@ class _Steps:
     def one(self) -> None:
         """One step, which is waited for."""
         self._taken += 1
-        train_step(self._engine, self._teacher, self._rows, self.recipe, self._world, self._taken)
+        train_step(self._engine, self._teacher, self._rows, self._chosen, self._world, self._taken)
 
     def several(self, count: int) -> dict[str, float]:
         """Steps as a run takes them, after one that is not timed.
@@ -199,7 +202,7 @@ class _Steps:
         metrics: dict[str, float] = {}
         with feeding(self._rows, self.recipe, self._world, first, last) as feed:
             for step in range(first, last + 1):
-                launched = launch_step(self._engine, self._teacher, feed.take(), self.recipe, self._world, step)
+                launched = launch_step(self._engine, self._teacher, feed.take(), self._chosen, self._world, step)
                 if step in (first, last):
                     metrics = launched.metrics()
                     wait()

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe, load_recipe
 from fcsd.distill.data.corpus import Corpus
-from fcsd.distill.data.documents import Documents
+from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, randomise, wire_sharded
 from fcsd.distill.prepare import training_rows
@@ -31,7 +31,7 @@ from fcsd.errors import ConfigError
 from fcsd.launch.world import World, join_world
 from fcsd.models.build import converted_config, register
 from fcsd.models.wiring import Wiring
-from fcsd.plan import Hardware, Plan, plan
+from fcsd.plan import Hardware, Plan, plan_run
 from fcsd.plan.setup import GIB
 
 _DOCUMENTS = 4  # in a row, so that attention runs with the mask of packed rows
@@ -75,7 +75,7 @@ def bench(
         rows = world.size * micro_batch * accumulation
         recipe = random_recipe(Path(folder), shape, seq, micro_batch, rows * seq, steps, world, sets)
         check(recipe, world.size)
-        planned = plan(recipe, Hardware(world.size))
+        planned = plan_run(recipe, Hardware(world.size))
     measured = _measure(recipe, rewired, original, world)
     settings = recipe.model_dump(exclude={"model", "teacher", "output_dir"})  # their directory is gone
     result = {"shape": shape, "layers": layers, "processes": world.size, "recipe": settings}
@@ -114,7 +114,7 @@ def random_corpus(vocab: int, seq: int) -> Corpus:
     ids = (vocab * generator.random((_EPOCH * _DOCUMENTS, max(2, seq // _DOCUMENTS))) ** 3).astype(np.int32)
     documents = Dataset.from_dict({"ids": list(ids), "counts": list(np.ones_like(ids, dtype=bool))})
     lengths = np.full(len(ids), ids.shape[1], dtype=np.int64)
-    return Corpus("random", lengths, {}, {}, "split", 0, Documents(documents))
+    return Corpus("random", lengths, {}, {}, "split", 0, TokenSlices(documents))
 
 
 def predicted(planned: Plan) -> dict[str, Any]:

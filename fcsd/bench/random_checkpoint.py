@@ -8,14 +8,13 @@ CONFIG_DIR holds a config.json and, if the checkpoint is to have them, tokenizer
 """
 
 import argparse
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fcsd.checkpoint import contained
-from fcsd.checkpoint.staging import check_out, staged
-from fcsd.convert import other_files
+from fcsd.checkpoint.side_files import side_files
+from fcsd.checkpoint.staging import check_out, copy_small, staged
 
 if TYPE_CHECKING:
     import torch
@@ -39,20 +38,18 @@ def write_random_checkpoint(
     from fcsd.parallel.weights.random_init import drawn
     from fcsd.parallel.weights.saving import specs_of, write_configs
 
-    check_out(out, [source], force=False)
+    former = check_out(out, [source], force=False)
     contained(source, "config.json")
     register()
     model = empty_model(AutoConfig.from_pretrained(source, trust_remote_code=False), dtype)
-    with staged(out) as stage:
+    with staged(out, former) as stage:
         with Writer(stage, specs_of(model), max_shard) as writer:
             for values in drawn(model, seed, device):
                 for name, value in revert_weight_conversion(model, values).items():
                     writer.write(name, value)
             writer.describe()
         write_configs(model, stage)
-        for name, file in other_files(source, {file.name for file in stage.iterdir()}).items():
-            (stage / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, stage / name)
+        copy_small(side_files(source, {file.name for file in stage.iterdir()}), stage)
 
 
 def write_config(shape: str, layers: int, tokenizer: Path, out: Path) -> None:

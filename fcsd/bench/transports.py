@@ -1,4 +1,4 @@
-"""The ways rows can travel between the GPUs of one host, alone and beside matrix products.
+"""Time the transports between the GPUs of one host, alone and beside matrix products.
 
     torchrun --nproc-per-node 4 -m fcsd.bench.transports [--symmetric-kernel] [--out FILE]
 
@@ -22,9 +22,9 @@ from torch import Tensor
 from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world, leave
-from fcsd.parallel.transports.copies import Puts
-from fcsd.parallel.transports.symmetric_memory import open_window
-from fcsd.parallel.transports.transport import Route, Transport, all_to_all, route
+from fcsd.parallel.transports.copies import CopiesTransport
+from fcsd.parallel.transports.symmetric_memory import open_buffers
+from fcsd.parallel.transports.transport import Splits, Transport, all_to_all, splits_of
 
 WIDTH = 2048
 SIZES = {"32 MiB": 2**13, "384 MiB": 98304}  # rows that a rank sends
@@ -32,7 +32,7 @@ REPEATS = 10
 
 
 def uneven(world: int, rows: int) -> list[list[int]]:
-    """Rows from each rank to each: every rank sends ``rows``, half as many more to some as to others."""
+    """How many rows each rank sends to each: every rank sends ``rows``, up to twice as many to one as to another."""
     shares = [[2 + (sender + 2 * receiver) % 3 for receiver in range(world)] for sender in range(world)]
     matrix = [[rows * share // sum(row) for share in row] for row in shares]
     for sender, row in enumerate(matrix):
@@ -41,7 +41,7 @@ def uneven(world: int, rows: int) -> list[list[int]]:
 
 
 def check(transport: Transport, world: World) -> None:
-    """Exchanges of different sizes, one larger than the first one's buffers, bring what NCCL's bring.
+    """Compare exchanges of different sizes with NCCL's; one of them is larger than the first one's buffers.
 
     Raises:
         FcsdError: they do not.
@@ -50,46 +50,46 @@ def check(transport: Transport, world: World) -> None:
     nothing = [[0] * world.size for _ in range(world.size)]
     matrices = [uneven(world.size, 1000), nothing, last, uneven(world.size, 5000), uneven(world.size, 1100)]
     for number, matrix in enumerate(matrices * 20):
-        way = route(matrix, world.rank)
-        rows = torch.randn(sum(way.sends), WIDTH, device=world.device, dtype=torch.bfloat16)
+        splits = splits_of(matrix, world.rank)
+        rows = torch.randn(sum(splits.sends), WIDTH, device=world.device, dtype=torch.bfloat16)
         results = []
         for send in (transport, all_to_all):
-            received, work = send(rows, way, dist.group.WORLD, number % 3 == 0)
+            received, work = send(rows, splits, dist.group.WORLD, number % 3 == 0)
             work.wait()
             results.append(received)
         if not torch.equal(*results):
             raise FcsdError(f"exchange {number} on rank {world.rank} brought other rows than NCCL")
 
 
-def symmetric_kernel(way: Route, world: World) -> Callable[[], Any]:
+def symmetric_kernel(splits: Splits, world: World) -> Callable[[], Any]:
     """An exchange by ``all_to_all_vdev_2d`` with one expert per rank; buffers and splits are symmetric."""
     from torch.distributed import _symmetric_memory as symmetric
 
     group = dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
     make = partial(symmetric.empty, device=world.device)
-    rows = make(2 * max(sum(way.sends), way.most), WIDTH, dtype=torch.bfloat16)
-    received = make(2 * max(sum(way.sends), way.most), WIDTH, dtype=torch.bfloat16)
-    splits = make(world.size, dtype=torch.int64)
+    rows = make(2 * max(sum(splits.sends), splits.most), WIDTH, dtype=torch.bfloat16)
+    received = make(2 * max(sum(splits.sends), splits.most), WIDTH, dtype=torch.bfloat16)
+    sizes = make(world.size, dtype=torch.int64)
     told = make(2, world.size, dtype=torch.int64)
-    for tensor in (rows, received, splits, told):
+    for tensor in (rows, received, sizes, told):
         symmetric.rendezvous(tensor, group)
     rows.normal_()
-    splits.copy_(torch.tensor(way.sends))
-    return lambda: torch.ops.symm_mem.all_to_all_vdev_2d(rows, received, splits, told, group)
+    sizes.copy_(torch.tensor(splits.sends))
+    return lambda: torch.ops.symm_mem.all_to_all_vdev_2d(rows, received, sizes, told, group)
 
 
-def launching(transport: Transport, rows: Tensor, way: Route) -> Callable[[], Any]:
-    """An exchange; what it gives waits for it."""
+def launching(transport: Transport, rows: Tensor, splits: Splits) -> Callable[[], Any]:
+    """A function that starts an exchange and returns a function that waits for it."""
 
     def exchange() -> Callable[[], Any]:
-        kept, work = transport(rows, way, dist.group.WORLD, False)
+        kept, work = transport(rows, splits, dist.group.WORLD, False)
         return lambda: (work.wait(), kept)
 
     return exchange
 
 
 def on_a_stream(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The same for an operation on the current stream."""
+    """The same for an operation on the current stream, which is moved to a stream of its own."""
     stream = torch.cuda.Stream(priority=-1)
 
     def exchange() -> Callable[[], Any]:
@@ -102,7 +102,7 @@ def on_a_stream(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """Median, all ranks starting together."""
+    """Median time of ``run`` in milliseconds; all ranks start together."""
     times = []
     for _ in range(REPEATS + 2):
         dist.barrier()
@@ -145,20 +145,20 @@ def main() -> None:
     world = join_world()
     found: dict[str, Any] = {"environment": snapshot(), "world": world.size, "rows": SIZES, "ms": {}}
     if not arguments.symmetric_kernel:
-        check(Puts(open_window), world)
+        check(CopiesTransport(open_buffers), world)
     for size, count in SIZES.items():
-        way = route(uneven(world.size, count), world.rank)
+        splits = splits_of(uneven(world.size, count), world.rank)
         if arguments.symmetric_kernel:
-            exchanges = {"symmetric kernel": on_a_stream(symmetric_kernel(way, world))}
+            exchanges = {"symmetric kernel": on_a_stream(symmetric_kernel(splits, world))}
         else:
-            rows = torch.randn(sum(way.sends), WIDTH, device=world.device, dtype=torch.bfloat16)
+            rows = torch.randn(sum(splits.sends), WIDTH, device=world.device, dtype=torch.bfloat16)
             exchanges = {
-                "NCCL": launching(all_to_all, rows, way),
-                "copies": launching(Puts(open_window), rows, way),
+                "NCCL": launching(all_to_all, rows, splits),
+                "copies": launching(CopiesTransport(open_buffers), rows, splits),
             }
         found["ms"][size] = {name: measure(exchange) for name, exchange in exchanges.items()}
         for name, ms in found["ms"][size].items():
-            away = sum(way.sends) - way.sends[world.rank]
+            away = sum(splits.sends) - splits.sends[world.rank]
             line = f"{size:8s} {name:16s} {ms['alone']:7.3f} ms = {away * WIDTH * 2 / ms['alone'] / 1e6:6.1f} GB/s out"
             line += f"; products {ms['products']:.3f} ms, both {ms['both']:.3f} ms"
             if world.rank == 0:

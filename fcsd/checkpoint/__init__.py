@@ -2,12 +2,12 @@
 
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import contained, open_regular, read_object
+from fcsd.checkpoint.fingerprint import fingerprint, sample_sha256
 from fcsd.checkpoint.headers import TensorInfo, read_header
-from fcsd.checkpoint.inspection import Inspection, inspect
+from fcsd.checkpoint.inspection import Inspection, inspect_checkpoint
 from fcsd.checkpoint.kind import expect_checkpoint, expect_directory
 from fcsd.checkpoint.layout import INDEX, SINGLE, Layout, read_layout
-from fcsd.checkpoint.sample import sample_sha256
-from fcsd.checkpoint.source import Source, remote_headers, resolve
+from fcsd.checkpoint.location import Location, remote_headers, resolve
 from fcsd.checkpoint.verify import Comparison, compare_tensors, verify_tensors
 
 __all__ = [
@@ -17,13 +17,14 @@ __all__ = [
     "Comparison",
     "Inspection",
     "Layout",
-    "Source",
+    "Location",
     "TensorInfo",
     "compare_tensors",
     "contained",
     "expect_checkpoint",
     "expect_directory",
-    "inspect",
+    "fingerprint",
+    "inspect_checkpoint",
     "open_regular",
     "read_config",
     "read_header",

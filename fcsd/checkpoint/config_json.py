@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,14 +11,27 @@ from typing import Any
 from fcsd.checkpoint.files import contained, quoted, read_object
 from fcsd.checkpoint.limits import check_numbers
 from fcsd.checkpoint.rewired import GATED_ATTENTION, PREFIX, has_gated_attention, read_rewiring
+from fcsd.checkpoint.side_files import refuse_code, refuse_foreign_code
 from fcsd.errors import BadInputError
+from fcsd.models.config_keys import REFUSAL, WEIGHTS_FILE
 
 _NAME = re.compile(r"[\w.-]{1,100}")
 _HUB_CODE_KEYS = ("attn_implementation", "experts_implementation")
-_AUTO_MAP_FILES = (
-    *("config.json", "generation_config.json"),
-    *("tokenizer_config.json", "processor_config.json", "preprocessor_config.json"),
-)
+_DTYPES = ("float64", "float32", "bfloat16", "float16", "auto")
+_MAX_LABELS = 10_000  # transformers makes a name for each label; a language model has no tensor for any
+
+# Key, at any depth -> what its value must satisfy, in words. No tensor backs these values, and with another one
+# transformers takes the machine's memory, or computes something that fcsd cannot read.
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("dtype", "torch_dtype"), (lambda value: _is_dtype(value), f"one of {', '.join(_DTYPES)}")),
+    "num_labels": (
+        lambda value: type(value) is int and 0 <= value <= _MAX_LABELS,
+        f"a whole number from 0 to {_MAX_LABELS}",
+    ),
+    "partial_rotary_factor": (lambda value: type(value) in (int, float) and 0 < value <= 1, "a share of a head"),
+    "return_dict": (lambda value: value is True, "true, which fcsd needs"),
+    "torchscript": (lambda value: value is False, "false, which fcsd needs"),
+}
 
 
 @dataclass(frozen=True)
@@ -48,14 +61,17 @@ class CheckpointConfig:
 def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointConfig:
     """Read and check ``config.json`` of a checkpoint directory. Runs nothing, builds nothing.
 
-    A rewired checkpoint is read and its ``auto_map`` accepted. Callers that need an original refuse it themselves.
+    A rewired checkpoint is read and fcsd's own ``auto_map`` in it accepted. Callers that need an original refuse it
+    themselves.
 
     Args:
         path: the directory.
-        trust_remote_code: accept a checkpoint with code of its own (fcsd uses transformers' classes all the same).
+        trust_remote_code: accept a checkpoint with code of its own. That code is never run: fcsd uses the classes of
+            transformers.
 
     Raises:
-        BadInputError: malformed, contradictory, of an unsupported type, or it asks for code to be run.
+        BadInputError: it is malformed, contradicts itself, is of an unsupported type, or asks for code to be run that
+            fcsd did not write.
     """
     where = path / "config.json"
     raw = read_object(contained(path, "config.json"))
@@ -75,9 +91,11 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
         rewired=rewired,
     )
     if rewired is None and not trust_remote_code:
-        _refuse_remote_code(path)
+        refuse_code(path)
     if not config.foreign:
         _check_type(config, where)
+        if rewired is not None and not trust_remote_code:
+            _check_own_code(config, path)
     for part in (raw, config.text, raw.get("vision_config", {})):
         if not isinstance(part, dict):
             raise BadInputError(f"{where}: text_config and vision_config must be objects")
@@ -86,19 +104,23 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
 
 
 def _check_values(raw: dict[str, Any], where: Path) -> None:
-    for key in ("dtype", "torch_dtype"):
-        if not isinstance(raw.get(key, ""), str | None):
-            raise BadInputError(f"{where}: {key} is not a name")
     for key, value in _walk(raw):
+        if key in _VALUES and value is not None and not _VALUES[key][0](value):
+            raise BadInputError(f"{where}: {key} is {quoted(str(value))}, not {_VALUES[key][1]}")
         if isinstance(value, float) and not math.isfinite(value):
             raise BadInputError(f"{where}: {quoted(key)} is not finite")
         if key.endswith(_HUB_CODE_KEYS) and isinstance(value, str) and "/" in value:
             raise BadInputError(
                 f"{where}: {quoted(key)} asks for code of its own to be run, {quoted(value)}",
-                "Remove the key; fcsd chooses the implementation itself.",
+                "Remove the key: fcsd chooses the implementation itself.",
             )
-        if key == "transformers_weights":  # transformers would read that file; what is checked here is another
+        # transformers would read the file named here instead of the ones that are checked.
+        if key == WEIGHTS_FILE and value != REFUSAL:
             raise BadInputError(f"{where}: {quoted(key)} names weights of its own", "Remove the key.")
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, str) and value.removeprefix("torch.") in _DTYPES
 
 
 def _check_type(config: CheckpointConfig, where: Path) -> None:
@@ -134,17 +156,15 @@ def _quantization(raw: dict[str, Any], where: Path) -> str | None:
     )
 
 
-def _refuse_remote_code(path: Path) -> None:
-    for name in _AUTO_MAP_FILES:
-        if (path / name).exists() and "auto_map" in read_object(contained(path, name)):
-            raise BadInputError(
-                f"{path / name}: auto_map asks for code of its own to be run",
-                "With --trust-remote-code fcsd takes the checkpoint, and uses transformers' own classes.",
-            )
+def _check_own_code(config: CheckpointConfig, path: Path) -> None:
+    from fcsd.models.archs import ARCHS
+    from fcsd.models.export_template import CODE_FILES, auto_map
+
+    refuse_foreign_code(path, auto_map(ARCHS[config.model_type]), CODE_FILES)
 
 
 def _walk(root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every (key, value) at any depth; below a key that can name code, everything goes under that key."""
+    """Every (key, value) at any depth. What lies below a key that can name code is given under that key."""
     stack = list(root.items())
     while stack:
         key, value = stack.pop()

@@ -1,4 +1,4 @@
-"""Opening what a stranger sent: regular files only, inside their directory, and JSON that says one thing."""
+"""Safe reading of untrusted files: regular files only, inside their directory, and JSON without ambiguities."""
 
 import json
 import os
@@ -12,7 +12,8 @@ from fcsd.errors import BadInputError
 
 MAX_JSON = 10 << 20  # bytes; the longest config.json or tokenizer_config.json in the wild is below 1 MB
 
-_PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:\0-\x1f]{1,255}")
+# No surrogates: Python puts them in the place of bytes that are not UTF-8.
+_PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:\0-\x1f\ud800-\udfff]{1,255}")
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a FIFO",
@@ -22,17 +23,17 @@ _KINDS = {
 
 
 def quoted(text: str) -> str:
-    """A name from a file, safe to print on one line: escaped, and cut at 100 characters."""
+    """A text from an untrusted file, safe to print on one line: it is escaped and cut at 100 characters."""
     return f"{text!r:.100}"
 
 
 def shown(name: str) -> str:
-    """A name from a file as it is if it is short and printable, else :func:`quoted`."""
+    """A text from an untrusted file: unchanged if it is short and printable, otherwise :func:`quoted`."""
     return name if name.isprintable() and len(name) <= 200 else quoted(name)
 
 
 def contained(root: Path, *parts: str) -> Path:
-    """The file that ``root/parts`` leads to, checked by name only; it need not exist.
+    """The file that ``root/parts`` leads to. Only names and links are checked; the file need not exist.
 
     A link may lead anywhere inside ``root``, and from a hub cache snapshot into its repository's ``blobs/``.
 
@@ -41,7 +42,8 @@ def contained(root: Path, *parts: str) -> Path:
     """
     for part in parts:
         if not _PLAIN_NAME.fullmatch(part):
-            raise BadInputError(f"{root}: {quoted(part)} is not a plain file name", "Shards must lie in the directory.")
+            hint = "Shards must lie in the directory, and file names must be UTF-8."
+            raise BadInputError(f"{root}: {quoted(part)} is not a plain file name", hint)
     home = Path(os.path.realpath(root))
     real = Path(os.path.realpath(home.joinpath(*parts)))
     in_cache = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
@@ -51,23 +53,36 @@ def contained(root: Path, *parts: str) -> Path:
     return real
 
 
+def check_regular(path: Path) -> int:
+    """The size in bytes of a regular file, which is not opened.
+
+    Raises:
+        BadInputError: missing, or not a regular file.
+    """
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        raise BadInputError(f"{path}: is missing") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BadInputError(f"{path}: cannot be opened ({reason})") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise BadInputError(f"{path}: is {_KINDS.get(stat.S_IFMT(found.st_mode), 'special')}, not a regular file")
+    return found.st_size
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; anything else is refused without being opened (a FIFO would block).
 
     Raises:
         BadInputError: missing, unreadable, or not a regular file.
     """
+    check_regular(path)
     try:
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode):
-            raise BadInputError(f"{path}: is {_KINDS.get(stat.S_IFMT(mode), 'special')}, not a regular file")
         # O_NONBLOCK: should a FIFO take the file's place right now, this returns instead of waiting.
         return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    except FileNotFoundError:
-        raise BadInputError(f"{path}: is missing") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise BadInputError(f"{path}: cannot be opened ({reason})") from None
+    except OSError as error:
+        raise BadInputError(f"{path}: cannot be opened ({error.strerror})") from None
 
 
 def parse_object(text: bytes, where: str | Path) -> dict[str, Any]:

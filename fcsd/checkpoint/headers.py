@@ -1,9 +1,9 @@
-"""Safetensors headers: what a weights file holds, or why it cannot be one, without touching a weight.
+"""Headers of safetensors files: the tensors of a file, read and checked without reading a weight.
 
-Stricter than the format's own library (which accepts a key twice), and never through a memory map: when a
-mapped file is cut short, the process that reads it dies. The format: 8 bytes of header length (little endian),
-a JSON object ``{name: {"dtype", "shape", "data_offsets"}}``, then the data, which the tensors cover without hole
-or overlap.
+The checks are stricter than those of the format's own library, which accepts a key twice. No memory map is used: a
+process that reads a mapped file dies when the file is cut short. The format is 8 bytes of header length (little
+endian), a JSON object ``{name: {"dtype", "shape", "data_offsets"}}``, and the data, which the tensors cover without
+hole or overlap.
 """
 
 from dataclasses import dataclass

@@ -4,17 +4,18 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.layout import Layout, read_layout
+from fcsd.checkpoint.location import SMALL_FILES, remote_headers, resolve
 from fcsd.checkpoint.rewired import GATED_ATTENTION, describe, has_gated_attention
-from fcsd.checkpoint.source import SMALL_FILES, remote_headers, resolve
 from fcsd.checkpoint.verify import Comparison, compare_tensors
+from fcsd.models.config_keys import EXPERT_COUNTS
 
 _EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.")
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Inspection:
         return "\n".join([*text, *(f"{'problem':<13} {problem}" for problem in self.problems)])
 
 
-def inspect(model: str, *, trust_remote_code: bool = False) -> Inspection:
+def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) -> Inspection:
     """Describe a model. Of a model on the hub only small files and the headers of its weights are fetched.
 
     Args:
@@ -89,7 +90,7 @@ def inspect(model: str, *, trust_remote_code: bool = False) -> Inspection:
         BadInputError: not a checkpoint, malformed, or of an unsupported type. Missing and damaged shards and tensors
             are reported and raise nothing.
     """
-    source = resolve(model, allow_patterns=SMALL_FILES)
+    source = resolve(str(model), allow_patterns=SMALL_FILES)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
     layout = read_layout(source.path, strict=False, remote=remote_headers(source))
     comparison = None if config.foreign else compare_tensors(layout, config)
@@ -122,7 +123,7 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
     layers = text.get("num_hidden_layers") or 0
     moe = {int(match[1]) for name in (parameters or names) if (match := _EXPERT.search(name))}
     moe = {layer for layer in moe if layer < layers}
-    experts = next((text[key] for key in _NUM_EXPERTS if text.get(key)), 0) if moe else 0
+    experts = next((text[key] for key in EXPERT_COUNTS if text.get(key)), 0) if moe else 0
     per_token = (text.get("num_experts_per_tok") or 0) if experts else 0
     shared = any("shared_expert" in name for name in (parameters or names))
     sizes = {name: prod(shape) for name, shape in parameters.items()}

@@ -1,4 +1,4 @@
-"""What a directory is when it is not a Hugging Face checkpoint: one line that names it, and the way out."""
+"""Recognise by file names what a directory is that is not a Hugging Face checkpoint, for the error message."""
 
 import os
 from collections.abc import Iterable

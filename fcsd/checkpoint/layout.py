@@ -20,10 +20,11 @@ Header = dict[str, TensorInfo]
 
 @dataclass(frozen=True)
 class Layout:
-    """The weights of a checkpoint as its headers tell them.
+    """The weights of a checkpoint, as its index and headers describe them.
 
     Attributes:
-        weight_map: the index's, tensor -> shard; None without an index.
+        path: the checkpoint's directory.
+        weight_map: the tensor -> shard table of the index; None without an index.
         shards: file name -> the tensors in it.
         files: file name -> the regular file behind it (links followed), of shards that are on this machine.
         problems: file name -> why it cannot be used; only ``read_layout(strict=False)`` returns any.

@@ -1,6 +1,7 @@
-"""Bounds and contradictions of the numbers in config.json, checked before any class sees them.
+"""Bounds and contradictions of the numbers in config.json, checked before any class is built from them.
 
-transformers accepts most of these: zero experts, more experts per token than experts, a negative layer count.
+transformers accepts most of what is refused here: zero experts, more experts per token than experts, a negative number
+of layers.
 """
 
 from collections.abc import Callable
@@ -10,12 +11,13 @@ from typing import Any
 
 from fcsd.checkpoint.files import quoted
 from fcsd.errors import BadInputError
+from fcsd.models.config_keys import EXPERT_COUNTS
 
-# key -> (least, most): the upper bounds are beyond every model, and small enough that nothing chokes on them.
+# key -> (least, most): the upper bounds are above those of every model, and so small that checking them costs little.
 _SIZES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("num_hidden_layers", "interleave_moe_layer_step", "decoder_sparse_step"), (1, 10_000)),
     **dict.fromkeys(("n_shared_experts", "first_k_dense_replace"), (0, 10_000)),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (1, 100_000)),
+    **dict.fromkeys(EXPERT_COUNTS, (1, 100_000)),
     **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group"), (1, 100_000)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 1 << 16)),
     **dict.fromkeys(("hidden_size", "intermediate_size", "intermediate_size_mlp"), (1, 1 << 22)),
@@ -33,9 +35,7 @@ def _indivisible(divisor: int, number: int) -> bool:
 
 # (key, other key, what must not hold between their values, in words)
 _CONTRADICTIONS: list[tuple[str, str, Callable[[int, int], bool], str]] = [
-    ("num_experts_per_tok", "num_experts", gt, "exceeds"),
-    ("num_experts_per_tok", "num_local_experts", gt, "exceeds"),
-    ("num_experts_per_tok", "n_routed_experts", gt, "exceeds"),
+    *[("num_experts_per_tok", key, gt, "exceeds") for key in EXPERT_COUNTS],
     ("num_experts", "num_local_experts", ne, "is not"),  # two names of one number
     ("topk_group", "n_group", gt, "exceeds"),
     ("n_group", "n_routed_experts", _indivisible, "does not divide"),
@@ -61,6 +61,11 @@ def check_numbers(config: dict[str, Any], where: str | Path) -> None:
         a, b = config.get(key), config.get(other)
         if a is not None and b is not None and wrong(a, b):
             raise BadInputError(f"{where}: {key}, {a}, {words} {other}, {b}")
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key)
+        lists = [rope.get(name) for name in ("short_factor", "long_factor")] if isinstance(rope, dict) else []
+        if len({len(factors) for factors in lists if isinstance(factors, list)}) > 1:
+            raise BadInputError(f"{where}: {key} has a short_factor and a long_factor of different lengths")
     for key in ("mlp_only_layers", "moe_layers"):
         layers = config.get(key)
         last = (config.get("num_hidden_layers") or _SIZES["num_hidden_layers"][1]) - 1

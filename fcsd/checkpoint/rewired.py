@@ -48,6 +48,26 @@ def describe(rewiring: dict[str, Any]) -> str:
     return f"{rewiring['wiring']}{variant}{kept}, layers {layers_text(rewiring['layers'])}, by fcsd"
 
 
+def refuse_rewired(path: Path, rewiring: dict[str, Any] | None) -> None:
+    """Check that a checkpoint is an original.
+
+    Args:
+        path: its directory, for the message.
+        rewiring: see :func:`read_rewiring`.
+
+    Raises:
+        BadInputError: it is rewired already.
+    """
+    if rewiring is None:
+        return
+    if rewiring["by"] != "fcsd":
+        raise BadInputError(
+            f"{path}: is rewired already, by AMD's farskip keys",
+            "Only an original can be converted; this model was trained with its wiring and has no original.",
+        )
+    raise BadInputError(f"{path}: is converted already", f"Convert its base model instead: {rewiring['base_model']}")
+
+
 def has_gated_attention(raw: dict[str, Any]) -> bool:
     """Whether config.json is of AMD's Instella-MoE with gated attention: see ``GATED_ATTENTION``."""
     return raw.get("model_type") == "instella_moe" or raw.get("gated_attention") is True

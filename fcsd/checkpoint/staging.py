@@ -1,4 +1,8 @@
-"""Output directories that exist as a whole or not at all, and files taken over from a source without touching it."""
+"""Output directories that exist as a whole or not at all, and files taken over from a source without touching it.
+
+Two processes may write to one OUT at the same time, and a user may put files there meanwhile. OUT is therefore looked
+at twice: before the work starts and at the rename that ends it. What was not there the first time is never deleted.
+"""
 
 import errno
 import fcntl
@@ -16,39 +20,52 @@ from fcsd.checkpoint import read_object
 from fcsd.disk import sync, sync_directories
 from fcsd.errors import ConfigError, DiskError, PreemptedError
 
-_CHUNK = 64 << 20  # bytes between two movements of the progress bar
-# What os.link says where two directories cannot share a file: other file system, no support, not ours, too many.
+Contents = frozenset[tuple[str, int, int, int]]  # of a directory: path, inode, size and time of every entry
+
+_CHUNK = 64 << 20  # bytes that are copied between two updates of the progress bar
+# The errors of os.link where two directories cannot share a file: another file system, no support, a file of another
+# user, too many links.
 _CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
-def check_out(out: Path, sources: list[Path], *, force: bool) -> None:
+def check_out(out: Path, sources: list[Path], *, force: bool) -> Contents | None:
     """Check that ``out`` may be written, before anything is.
 
+    Returns:
+        What ``out`` holds and ``staged`` may replace; None if it is empty or does not exist.
+
     Raises:
-        ConfigError: it lies in a source or holds one, is not a directory, is not empty without ``force``, or holds
-            what fcsd has not written.
+        ConfigError: ``out`` overlaps with a source, is not a directory, is not empty without ``force``, or holds what
+            fcsd has not written.
     """
     real = out.resolve()
     for source in (source.resolve() for source in sources):
         if real.is_relative_to(source) or source.is_relative_to(real):
             raise ConfigError(f"{out}: overlaps with its source {source}", "Choose a directory beside it.")
     if not real.exists():
-        return
+        return None
     if not real.is_dir():
         raise ConfigError(f"{out}: is a file", "OUT is the directory to write.")
     if not any(real.iterdir()):
-        return
+        return None
+    contents = _contents(real)  # before config.json is read: what comes later is not covered by that check
     if not force:
         raise ConfigError(f"{out}: is not empty", "Choose another directory, or replace it with --force.")
     if not (real / "config.json").is_file() or "fcsd" not in read_object(real / "config.json"):
         raise ConfigError(f"{out}: is not empty and not fcsd's work", "--force replaces converted directories only.")
+    return contents
 
 
 @contextmanager
-def staged(out: Path) -> Iterator[Path]:
+def staged(out: Path, former: Contents | None = None) -> Iterator[Path]:
     """A new directory beside ``out`` that takes its place when the block succeeds, and vanishes when it does not.
 
-    Call ``check_out`` first: what is at ``out`` is replaced.
+    Args:
+        out: the directory to write.
+        former: what ``check_out`` found there and allows to be replaced.
+
+    Raises:
+        ConfigError: ``out`` no longer holds what ``former`` says; it is left as it is.
     """
     real = out.resolve()
     real.parent.mkdir(parents=True, exist_ok=True)
@@ -60,29 +77,69 @@ def staged(out: Path) -> Iterator[Path]:
         with _interruptible():
             yield stage
         sync_directories(stage)
-        former = real.with_name(f".{real.name}.old-{uuid.uuid4().hex[:8]}")
-        replaced = real.exists()
-        if replaced:
-            real.rename(former)
-        try:
-            stage.rename(real)
-        except OSError:
-            if replaced:
-                former.rename(real)
-            raise
+        if former is None:
+            _rename_to_empty(stage, real)
+        else:
+            _replace(stage, real, former)
         sync(real.parent)
-        if replaced:
-            shutil.rmtree(former)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
         os.close(lock)
 
 
+def _rename_to_empty(stage: Path, out: Path) -> None:
+    """Rename a directory; the system refuses it if a file, or a directory that is not empty, is at ``out``."""
+    try:
+        stage.rename(out)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise _appeared(out) from None
+
+
+def _replace(stage: Path, out: Path, former: Contents) -> None:
+    """Put ``stage`` in the place of ``out`` if ``out`` still holds ``former``."""
+    aside = out.with_name(f".{out.name}.old-{uuid.uuid4().hex[:8]}")
+    try:
+        out.rename(aside)
+    except FileNotFoundError:  # removed meanwhile
+        return _rename_to_empty(stage, out)
+    try:
+        if _contents(aside) != former:
+            raise _appeared(out)
+        _rename_to_empty(stage, out)
+    except BaseException:
+        with suppress(ConfigError):  # if something is at ``out`` again, both stay
+            _rename_to_empty(aside, out)
+        raise
+    shutil.rmtree(aside)
+
+
+def _appeared(out: Path) -> ConfigError:
+    return ConfigError(
+        f"{out}: changed while this command ran; it was left as it is and nothing was written",
+        "Did another fcsd write there? Look at it, then choose another directory or run the command again.",
+    )
+
+
+def _contents(directory: Path) -> Contents:
+    """Path, inode, size and time of modification of everything below a directory; a changed file changes its time."""
+    found = ((str(path.relative_to(directory)), path.lstat()) for path in directory.rglob("*"))
+    return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+def copy_small(files: Mapping[str, Path], into: Path) -> None:
+    """Copy files, name relative to ``into`` -> file, and never link them: people edit these in place."""
+    for name, file in files.items():
+        (into / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, into / name)
+
+
 def take_over(files: Mapping[str, Path], into: Path) -> int:
     """Give ``into`` the files, name -> regular file, by hard link or, where that cannot be, by copy.
 
-    A link shares the file with its source: nobody may open it for writing. A copy shares blocks where the file
-    system can, and shows its progress.
+    A link shares the file with its source, so no process may open it for writing. A copy shares blocks where the file
+    system supports it, and shows its progress.
 
     Returns:
         The number of bytes copied; 0 if all were linked.
@@ -93,7 +150,7 @@ def take_over(files: Mapping[str, Path], into: Path) -> int:
     copies = {name: file for name, file in files.items() if not _linked(file, into / name)}
     total = sum(file.stat().st_size for file in copies.values())
     if total > shutil.disk_usage(into).free:
-        raise DiskError(f"{into.parent}: {total} bytes must be copied, and do not fit", "Choose the source's disk.")
+        raise DiskError(f"{into.parent}: {total} bytes must be copied, and do not fit", "Write to the source's disk.")
     if copies:
         _copy(copies, into, total)
     return total
@@ -135,14 +192,14 @@ def _copy_chunk(source: BinaryIO, target: BinaryIO) -> int:
 
 
 def _lock(directory: Path) -> int:
-    """Hold a directory until the descriptor is closed, at the latest when this process ends, however it ends."""
+    """Lock a directory until the descriptor is closed, at the latest when this process ends."""
     descriptor = os.open(directory, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 
 
 def _remove_abandoned(out: Path) -> None:
-    """Delete what a killed process left beside ``out``; a living one holds its lock."""
+    """Delete what a killed process left beside ``out``; a process that still runs holds the lock."""
     for stage in out.parent.glob(f".{out.name}.tmp-*"):
         with suppress(BlockingIOError):
             lock = _lock(stage)
@@ -152,7 +209,7 @@ def _remove_abandoned(out: Path) -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM raises inside the block, as Ctrl-C does, so that it cleans up after itself."""
+    """Make SIGTERM raise inside the block, as Ctrl-C does, so that the block removes what it has written."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,13 +1,14 @@
-"""Do the files hold exactly the tensors that config.json describes? Names, shapes and dtypes, from headers alone.
+"""Compare the tensors in the files with those that config.json describes: names, shapes and dtypes, by headers alone.
 
-What is expected is not written down here: transformers builds the base class on the meta device (no memory), and
-the conversion it would apply on saving gives the on-disk names.
+The expected tensors are not listed here. transformers builds the base class on the meta device, which takes no memory,
+and the conversion that it would apply on saving gives the on-disk names.
 """
 
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from inspect import getattr_static
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from fcsd.checkpoint.files import quoted, shown
 from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
 from fcsd.errors import BadInputError
+from fcsd.models.config_keys import EXPERT_COUNTS, WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,20 +25,21 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _SHOWN = 5  # names in a message
-_NOT_FOR_BUILDING = ("auto_map", "fcsd", "quantization_config", "model_type", "architectures")
+_NOT_FOR_BUILDING = ("auto_map", "fcsd", WEIGHTS_FILE, "quantization_config", "model_type", "architectures")
 _MXFP4_BLOCK = 32  # values that share a scale, packed in 16 bytes
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What config.json describes against what the headers hold, by on-disk names.
+    """The differences between config.json and the headers, by on-disk names.
 
     Attributes:
-        parameters: every tensor of the base model, unquantised: name -> shape. Tied copies are left out.
-        missing: expected and not there.
-        unexpected: there, and neither expected nor declared by the base class as ignored.
-        wrong: of another shape or dtype than expected, in words.
-        carried: there, and ignored by the base class (multi-token-prediction layers): kept, never loaded.
+        parameters: every tensor of the base model as it is without quantisation: name -> shape. Tied copies are left
+            out.
+        missing: tensors that are expected and not in the files.
+        unexpected: tensors in the files that are neither expected nor declared by the base class as ignored.
+        wrong: descriptions of the tensors that have another shape or dtype than expected.
+        carried: tensors that the base class ignores (multi-token-prediction layers). They are kept and never loaded.
         text: the decoder's config with transformers' defaults filled in.
     """
 
@@ -48,7 +51,7 @@ class Comparison:
     text: dict[str, Any] = field(repr=False)
 
     def problems(self) -> dict[str, str]:
-        """``missing``, ``unexpected``, ``wrong``, those that there are: how many, and the first few by name."""
+        """The number and first names of the missing, unexpected and wrong tensors, for each kind that there is."""
         kinds = {"missing": self.missing, "unexpected": self.unexpected, "wrong": self.wrong}
         return {kind: _some(kind, names) for kind, names in kinds.items() if names}
 
@@ -70,7 +73,7 @@ def verify_tensors(layout: Layout, config: CheckpointConfig, *, allow_unexpected
 
 
 def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
-    """As :func:`verify_tensors`, without raising on a mismatch.
+    """Compare as :func:`verify_tensors` does, but report a mismatch instead of raising.
 
     Raises:
         BadInputError: transformers cannot build the config, or it describes far more than the files could hold.
@@ -103,12 +106,12 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
 
 
 def _refuse_inflated(held: int, config: CheckpointConfig, where: Path) -> None:
-    """Refuse a config that would have us build or list much more than there is."""
-    parts = [config.text, *([config.raw["vision_config"]] if "vision_config" in config.raw else [])]
+    """Refuse a config that describes many more layers or experts than there are tensors, before they are built."""
+    parts = [config.text, *filter(None, [config.raw.get("vision_config")])]
     layers = sum(part.get("num_hidden_layers") or 0 for part in parts)
     if layers > held:
         raise BadInputError(f"{where}: config.json says {layers} layers, but the files hold only {held} tensors")
-    per_layer = max(config.text.get(key) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    per_layer = max(config.text.get(key) or 0 for key in EXPERT_COUNTS)
     fused = config.model_type in ("llama4", "llama4_text", "gpt_oss")  # one tensor holds all experts of a layer
     if not fused and layers * per_layer > 10 * held + 100_000:
         raise BadInputError(
@@ -124,18 +127,29 @@ def _on_meta(config: CheckpointConfig, where: Path) -> "PreTrainedModel":
     from fcsd.models.archs import ARCHS
 
     row = ARCHS[config.model_type]
-    fields = {key: value for key, value in deepcopy(config.raw).items() if key not in _NOT_FOR_BUILDING}
-    for part in (fields, *(value for value in fields.values() if isinstance(value, dict))):
+    raw = {key: value for key, value in deepcopy(config.raw).items() if key not in _NOT_FOR_BUILDING}
+    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
         for key in [key for key in part if key.endswith("_implementation")]:
             del part[key]
     cls, _ = row.classes["AutoModelForCausalLM"]
+    _refuse_shadowing(raw, getattr(transformers, row.config), where)
     try:
-        built = getattr(transformers, row.config).from_dict(fields, attn_implementation="eager")
+        built = getattr(transformers, row.config).from_dict(raw, attn_implementation="eager")
         with torch.device("meta"):
             return getattr(transformers, cls)(built)
-    except Exception as error:  # a stranger's values can fail anywhere in there
+    except Exception as error:  # unchecked values can fail anywhere in there
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadInputError(f"{where}: transformers cannot build this config.json ({quoted(reason)})") from error
+
+
+def _refuse_shadowing(raw: dict[str, Any], config_class: Any, where: Path) -> None:
+    """Refuse keys that would take the place of a method or a table of transformers' config class."""
+    own = {field.name for field in fields(config_class)}
+    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
+        for key in part.keys() - own:
+            attribute = getattr_static(config_class, key, None)
+            if not isinstance(attribute, property | str | float | None):
+                raise BadInputError(f"{where}: config.json has the key {quoted(key)}, which is no setting")
 
 
 def _on_disk(model: "PreTrainedModel", state: dict[str, Any]) -> dict[str, Shape]:

@@ -27,8 +27,14 @@ _DATA: contextvars.ContextVar[TextIO] = contextvars.ContextVar("stdout of the ru
 
 
 def emit(text: object, end: str = "\n") -> None:
-    """Prints a command's result to stdout; anything else that is printed goes to stderr."""
-    print(text, end=end, file=_DATA.get(), flush=True)
+    """Prints a command's result to stdout; anything else that is printed goes to stderr.
+
+    A character that stdout's encoding does not have, as in a file name that is not UTF-8, is printed escaped.
+    """
+    stream = _DATA.get()
+    encoding = stream.encoding or "utf-8"
+    printable = str(text).encode(encoding, "backslashreplace").decode(encoding)
+    print(printable, end=end, file=stream, flush=True)
 
 
 def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

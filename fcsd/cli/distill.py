@@ -79,10 +79,10 @@ def distill(
 
         scorer = benchmark(resolved.recipe.early_stop, accept_unsafe_exec=accept_unsafe_exec)
 
-    from fcsd.distill.loop import distill as run
+    from fcsd.distill.loop import distill_model
 
     processes = (gpus or 1) * nodes
-    directory = run(
+    directory = distill_model(
         resolved, resume=resume, dry_run=dry_run, processes=processes, scorer=scorer, join_timeout=join_timeout
     )
     if os.environ.get("RANK", "0") == "0":
@@ -124,10 +124,9 @@ def plan(
 ) -> None:
     """Say whether a recipe fits, how long it takes and what it costs. Reads no weight; exit 8 if it does not fit."""
     from fcsd.config import load_recipe
-    from fcsd.plan import Hardware
-    from fcsd.plan import plan as run
+    from fcsd.plan import Hardware, plan_run
     from fcsd.plan.report import to_json, to_text
 
-    planned = run(load_recipe(recipe, sets).recipe, Hardware(gpus, nodes, gpu_mem, price), mfu)
+    planned = plan_run(load_recipe(recipe, sets).recipe, Hardware(gpus, nodes, gpu_mem, price), mfu)
     emit(json.dumps(to_json(planned), indent=2) if as_json else to_text(planned))
     planned.check()

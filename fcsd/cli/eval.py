@@ -104,8 +104,7 @@ def evaluate(
 
     from fcsd.eval import compare, tables
     from fcsd.eval.engines.engine import Engine
-    from fcsd.eval.harness import evaluate as run
-    from fcsd.eval.harness import names_of
+    from fcsd.eval.harness import evaluate_models, names_of
 
     required = None if require is None else compare.Requirement.parse(require)  # refused now, not after hours
     others = [model for model in models if model != baseline]
@@ -122,7 +121,7 @@ def evaluate(
         ep_size=ep_size,
         gpus=gpus or 1 if backend == "vllm" else 1,  # answers do not depend on the number of processes
     )
-    results = run(
+    results = evaluate_models(
         models,
         suite=suite,
         tasks=_names(tasks),
@@ -142,7 +141,7 @@ def evaluate(
     if baseline:
         names = dict(zip(others, names_of([*others, baseline]), strict=False))
         name = names.get(untrained) if untrained else None
-        comparisons = compare.compare(results, untrained=name)
+        comparisons = compare.compare_models(results, untrained=name)
         if out:
             tables.report(results, out, comparisons, margin=margin)
     if as_json:  # the results of single questions are long; they are in --out

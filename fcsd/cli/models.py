@@ -10,10 +10,10 @@ from fcsd.cli.options import AsJson, CreatePr, DryRun, Force, Model, Out, Privat
 
 
 def inspect(model: Model, trust_remote_code: Trust = False, as_json: AsJson = False) -> None:
-    """Say what MODEL is. Reads headers only: layers, experts, size, possible wirings, what is missing."""
-    from fcsd import checkpoint
+    """Describe MODEL: layers, experts, size, possible wirings, missing tensors. Only headers are read."""
+    from fcsd.checkpoint import inspect_checkpoint
 
-    found = checkpoint.inspect(model, trust_remote_code=trust_remote_code)
+    found = inspect_checkpoint(model, trust_remote_code=trust_remote_code)
     emit(found.to_json() if as_json else found.to_text())
 
 
@@ -48,10 +48,10 @@ def convert(
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rewire MODEL into OUT. Links the weights, writes config and code, proves parity with the original."""
-    from fcsd import convert as conversion
+    """Write a rewired copy of MODEL to OUT. Weights are linked, and parity with MODEL is proven."""
+    from fcsd.convert import convert_checkpoint
 
-    done = conversion.convert(
+    done = convert_checkpoint(
         model,
         out,
         wiring=wiring,
@@ -72,18 +72,25 @@ def convert(
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory or a converted model.")],
     out: Out,
-    checkpoint: Annotated[str, typer.Option(help="Which one of a run: latest, best or step-N.")] = "latest",
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The checkpoint of a run: latest, best or step-N. The default is best where scores or held-out "
+            "losses were measured, and latest otherwise.",
+        ),
+    ] = None,
     force: Force = False,
     push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Then push to the hub.")] = None,
     private: Private = False,
     create_pr: CreatePr = False,
     revision: Revision = None,
 ) -> None:
-    """Write the final directory. With its card, and proof that a fresh process reloads it. Prints OUT."""
-    from fcsd.export import final as exporting
+    """Write the directory to give to others, with a card, and prove that it reloads. Prints OUT."""
+    from fcsd.export.final import export_model
 
     target = {"private": private, "create_pr": create_pr, "revision": revision}
-    emit(exporting.export(run, out, checkpoint=checkpoint, force=force, push=push, **target))
+    emit(export_model(run, out, checkpoint=checkpoint, force=force, push=push, **target))
 
 
 def push(
@@ -94,6 +101,6 @@ def push(
     revision: Revision = None,
 ) -> None:
     """Upload an exported directory to the hub. Prints its address."""
-    from fcsd.export import push as pushing
+    from fcsd.export.push import push_model
 
-    emit(pushing.push(directory, repo, private=private, create_pr=create_pr, revision=revision))
+    emit(push_model(directory, repo, private=private, create_pr=create_pr, revision=revision))

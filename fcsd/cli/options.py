@@ -13,7 +13,7 @@ UnsafeExec = Annotated[
     bool, typer.Option("--accept-unsafe-exec", help="Run generated programs even without a sandbox.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it is not empty.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow Python code that MODEL brings along.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Accept a MODEL with code of its own; it is not run.")]
 Sets = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a value; repeatable.")]
 Private = Annotated[bool, typer.Option("--private", help="Create the hub repository as private.")]
 CreatePr = Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")]

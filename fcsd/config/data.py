@@ -38,11 +38,19 @@ class Source(Section):
     """A Jinja file with the chat template; null means the tokenizer's own template."""
     train_on: Literal["response", "all"] = "response"
     """The tokens of a chat that count in the loss: `response` means those of the assistant, `all` means all."""
+    earlier_reasoning: Literal["dropped", "kept"] = "dropped"
+    """What later turns of a chat read where the chat template changes earlier turns, as Qwen3's removes their
+    reasoning. `dropped`: what the template shows at that moment; such a chat becomes several documents, one for each
+    response that the next turn changes. `kept`: every turn as it was written, in one document."""
     overlong: Literal["auto", "split", "truncate", "skip"] = "auto"
     """What happens to a document longer than `data.seq_len`: `split` spreads it over several rows, `truncate` cuts it
-    to one row, and `skip` leaves it out. `auto` splits text and truncates chats."""
+    to one row, and `skip` leaves it out. `auto` splits text and truncates chats. A chat is cut so that the row holds
+    its first response, or half a row of it."""
+    min_counted: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """The smallest share of the tokens in the packed rows of this source, padding included, that must count in the
+    loss. A source below it is refused before the first step."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """The share of this source in the mixture, relative to the weights of the other sources."""
+    """The share of this source in the mixture, relative to the weights of the other sources; see `data.weight_by`."""
 
     @property
     def chat(self) -> bool:
@@ -74,6 +82,9 @@ class Data(Section):
 
     sources: Annotated[list[Source], Field(min_length=1)]
     """The sources of training text and chats, mixed in proportion to their `weight`."""
+    weight_by: Literal["tokens", "counted", "rows"] = "tokens"
+    """What the weights are shares of: `tokens` that the model reads, padding excluded; `counted`, the tokens that count
+    in the loss; or packed `rows`, padding included."""
     seq_len: Annotated[int, Field(ge=2)] = 256
     """The number of tokens per row. Several short documents are packed into one row."""
     held_out: Source | None = None

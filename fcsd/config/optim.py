@@ -25,8 +25,17 @@ class Optim(Section):
     """The shape of the learning rate after the warm-up: it falls from `lr` to `min_lr` along a cosine or a line, or it
     stays at `lr`."""
     weight_decay: Weight = 0.0
-    """The decoupled weight decay of AdamW, for all trained parameters; 0 turns it off."""
+    """The decoupled weight decay of AdamW; 0 turns it off. See `decay_norms` for the parameters that it acts on."""
+    decay_norms: bool = False
+    """Whether `weight_decay` acts on the gains of norms and on biases, too. If false, it acts on the weights of linear
+    layers, of experts and of embeddings only."""
     betas: list[Beta] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     """The decay rates of AdamW's first and second moment."""
     grad_clip: Weight = 1.0
     """The largest global L2 norm of the gradients; larger gradients are scaled down to it. 0 turns clipping off."""
+    accumulate_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """The precision in which the gradients of micro-batches are summed. `auto` is fp32 with `parallel.zero_stage` 0, as
+    in section 4.1.1 of the Ladder paper, and `train.dtype` otherwise. With bf16 weights, fp32 takes two more bytes for
+    each gradient that a process holds, and `zero_stage` 1 does not offer it."""
+    reduce_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """The precision in which gradients are summed over the processes. `auto` is that of `accumulate_dtype`."""

@@ -13,6 +13,7 @@ from fcsd.config.optim import Optim
 from fcsd.config.parallel import Parallel
 from fcsd.config.train import Train
 
+MAX_ROWS = 2**31  # the order of all rows of a schedule is drawn at the start, 16 bytes a row
 NO_METRIC, HELD_OUT = "none", "held_out"
 
 
@@ -49,7 +50,8 @@ class EarlyStop(Section):
     """When to stop before the last step, and which checkpoint is the best."""
 
     metric: Annotated[str, Field(min_length=1, max_length=64)] = NO_METRIC
-    """What is scored: `none`; `held_out`, the cross-entropy on data.held_out; or a task of the suite: `mbpp_plus`."""
+    """What is scored: `none`; `held_out`, the loss on data.held_out, which is the KL if the run has a teacher in memory
+    and the cross-entropy otherwise; or a task of the suite: `mbpp_plus`."""
     suite: str = "strict"
     """The suite of `fcsd eval` whose settings the task has."""
     every: Positive = 1000
@@ -148,11 +150,32 @@ class Recipe(Section):
             raise ValueError(f"train.steps ({self.train.steps}) go beyond optim.horizon ({self.optim.horizon})")
         if self.train.trace_every and self.parallel.ep_size == 1:
             raise ValueError("train.trace_every needs parallel.ep_size above 1: otherwise no communication is exposed")
+        if self.train.dtype == "fp32" and "bf16" in (self.optim.accumulate_dtype, self.optim.reduce_dtype):
+            raise ValueError("optim.accumulate_dtype and optim.reduce_dtype cannot be bf16 if train.dtype is fp32")
+        if self.train.dtype == "bf16" and self.parallel.zero_stage == 1 and self.accumulate_dtype == "fp32":
+            raise ValueError("optim.accumulate_dtype fp32 needs parallel.zero_stage 0 or 2: ZeRO-1 sums in bf16")
+        if (rows := self.schedule_steps * (self.train.batch_tokens // self.data.seq_len)) > MAX_ROWS:
+            raise ValueError(
+                f"train.steps ({self.train.steps}) of the schedule's {self.schedule_steps} steps take {rows:,} rows of "
+                f"data.seq_len tokens; a run has at most {MAX_ROWS:,}"
+            )
         if self.train.eval_every and self.data.held_out is None:
             raise ValueError("train.eval_every needs data.held_out, the text to measure on")
         if self.early_stop.metric == HELD_OUT and self.data.held_out is None:
             raise ValueError("early_stop.metric held_out needs data.held_out, the text to measure on")
         return self
+
+    @property
+    def accumulate_dtype(self) -> Literal["bf16", "fp32"]:
+        """The precision in which the gradients of micro-batches are summed."""
+        if self.optim.accumulate_dtype == "auto":
+            return "fp32" if self.parallel.zero_stage == 0 else self.train.dtype
+        return self.optim.accumulate_dtype
+
+    @property
+    def reduce_dtype(self) -> Literal["bf16", "fp32"]:
+        """The precision in which gradients are summed over the processes."""
+        return self.accumulate_dtype if self.optim.reduce_dtype == "auto" else self.optim.reduce_dtype
 
     @property
     def schedule_steps(self) -> int:

@@ -1,10 +1,11 @@
-"""Early stopping: a score every so many steps, the best of them, and when no better one is to be expected.
+"""Early stopping: the model is scored at intervals, the best step is kept, and a run that no longer improves stops.
 
 FarSkip section 3.1: a converted model may collapse late in training, so its authors stop early by MBPP+, every 1000
-steps with a patience of 20 scores and a delta of 2 %, the defaults here. Whether that is relative they leave open.
+steps with a patience of 20 scores and a delta of 2 %, which are the defaults here. The paper does not say whether the
+delta is relative.
 
-This module says what follows from a history of scores. Benchmarks are run by ``fcsd.eval``; the command that starts a
-run hands it a ``Scorer``.
+This module decides from the history of scores. ``fcsd.eval`` runs the benchmarks; the command that starts a run passes
+a ``Scorer`` to it.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ History = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows from a history: the step of the best score, the scores since the last improvement, and the end."""
+    """The step of the best score, the number of scores since the last improvement, and whether the run stops."""
 
     best: int | None
     waited: int
@@ -54,7 +55,7 @@ def judge(history: Sequence[dict[str, Any]], settings: EarlyStop, mode: Literal[
 
 
 def require_scorer(settings: EarlyStop, scorer: Scorer | None) -> None:
-    """A run that is to be scored needs something to score it with.
+    """Checks that a run which names a benchmark was given one.
 
     Raises:
         ConfigError: the recipe names a benchmark and the caller gave no scorer.

@@ -2,6 +2,8 @@
 
 import logging
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -12,11 +14,12 @@ from fcsd.config import Objective, Recipe, accumulation
 from fcsd.distill.expert_parallel import wire_sharded
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
 from fcsd.distill.teacher.original import final_hidden, output_head, pack_attention
-from fcsd.distill.teacher.targets import Targets, captured
+from fcsd.distill.teacher.targets import Targets, captured, compared_layers
 from fcsd.distill.top_k import TopK, kl_from_top_k
 from fcsd.distill.update import judges_on_device
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
+from fcsd.parallel.turns import in_turns
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -28,29 +31,39 @@ class Student(nn.Module):
         super().__init__()
         self.model = model
         self.objective = objective
+        self._beside = ThreadPoolExecutor(1, "teacher")  # starts its thread when a teacher takes turns
 
     def forward(
         self,
         batch: dict[str, Tensor],
-        targets: Targets | None,
+        targets: Targets | Callable[[], Targets] | None,
         denominator: Tensor,
         terms: tuple[str, ...],
     ) -> dict[str, Tensor]:
         """The loss terms ``kl``, ``sft`` and ``hidden`` named in ``terms``, unweighted, as fp32 scalars.
 
         Args:
-            batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``.
-            targets: the teacher's part; ``kl`` and ``hidden`` need it.
+            batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``; and, where the host has looked
+                for them, ``kept``, the flat positions with a label.
+            targets: the teacher's part, which ``kl`` and ``hidden`` need; or what computes it, in turns with the
+                student's own pass (``fcsd.parallel.turns``).
             denominator: what the sums over tokens are divided by.
         """
-        wanted = targets.streams if targets is not None and "hidden" in terms else {}
-        with captured(self.model, tuple(wanted)) as streams:
-            hidden = final_hidden(self.model, batch)
+        compared = compared_layers(self.model, self.objective) if targets is not None and "hidden" in terms else ()
+        with captured(self.model, compared) as streams:
+            if callable(targets):
+                with in_turns(targets, self._beside) as pending:
+                    hidden = final_hidden(self.model, batch)
+                targets = pending.value
+            else:
+                hidden = final_hidden(self.model, batch)
         head, labels = output_head(self.model), batch["labels"]
         chunk = self.objective.chunk(len(head))
         counts = labels != IGNORE
         losses = {}
         if "hidden" in terms:
+            assert targets is not None
+            wanted = targets.streams
             # Taken out one by one: what backward keeps of a layer replaces both its streams.
             distances = [
                 squared_distance(streams.pop(k), wanted.pop(k), counts, denominator=denominator) for k in tuple(wanted)
@@ -62,13 +75,16 @@ class Student(nn.Module):
                 "temperature": self.objective.temperature,
                 "denominator": denominator,
                 "chunk_tokens": chunk,
+                "kept": batch.get("kept"),
             }
             if isinstance(targets.output, TopK):
                 losses["kl"] = kl_from_top_k(hidden, head, targets.output, counts, **options)
             else:
                 losses["kl"] = kl_divergence(hidden, head, *targets.output, counts, **options)
         if "sft" in terms:
-            losses["sft"] = cross_entropy(hidden, head, labels, denominator=denominator, chunk_tokens=chunk)
+            losses["sft"] = cross_entropy(
+                hidden, head, labels, denominator=denominator, chunk_tokens=chunk, kept=batch.get("kept")
+            )
         return losses
 
 
@@ -100,6 +116,9 @@ def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "gradient_clipping": optim.grad_clip if zero_stage and not on_device else 0.0,
         "bf16": {"enabled": train.dtype == "bf16", "check_grad_overflow": not on_device},
         "zero_optimization": {"stage": zero_stage},
+        "communication_data_type": recipe.reduce_dtype,
+        # Without ZeRO DeepSpeed offers no other dtype than that of the weights; see build_engine.
+        "data_types": {"grad_accum_dtype": recipe.accumulate_dtype if zero_stage else train.dtype},
         # torch's AdamW in its one kernel: DeepSpeed's own is compiled on first use, for a minute, and needs a compiler.
         "optimizer": {"type": "AdamW", "params": {**adamw, "torch_adam": True, "fused": True}},
         "steps_per_print": None,
@@ -115,12 +134,32 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     student = Student(model, recipe.objective).train()
-    trainable = [parameter for parameter in student.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(
-        model=student, model_parameters=trainable, config=deepspeed_config(recipe, world.size)
+        model=student, model_parameters=parameter_groups(student, recipe), config=deepspeed_config(recipe, world.size)
     )
+    if not recipe.parallel.zero_stage:
+        for parameter in student.parameters():
+            if parameter.requires_grad:
+                parameter.grad_dtype = DTYPES[recipe.accumulate_dtype]  # autograd sums in it, DeepSpeed takes it over
     wire_sharded(model, recipe.parallel.ep_size, recipe.parallel)
     return engine
+
+
+def parameter_groups(student: nn.Module, recipe: Recipe) -> list[Any]:
+    """The trained parameters for the optimizer; those without weight decay are a group of their own, if there are any.
+
+    A norm's gain and a bias are told by their names and shapes: of a parameter called ``bias``, and of one that is a
+    vector, every entry acts on a single unit. Experts stack their biases, so these are matrices.
+    """
+    trained = [(name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad]
+    if recipe.optim.decay_norms or not recipe.optim.weight_decay:
+        return [parameter for _, parameter in trained]
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in trained:
+        groups[parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]].append(parameter)
+    decayed = {"name": "decayed", "params": groups[True], "weight_decay": recipe.optim.weight_decay}
+    spared = {"name": "not decayed", "params": groups[False], "weight_decay": 0.0}
+    return [group for group in (decayed, spared) if group["params"]]
 
 
 def import_deepspeed() -> Any:

@@ -86,10 +86,10 @@ def wire_sharded(model: PreTrainedModel, ep_size: int, parallel: Parallel) -> No
     """
     if ep_size > 1:
         from fcsd.parallel.overlap import overlap
-        from fcsd.parallel.transports.copies import Puts
-        from fcsd.parallel.transports.symmetric_memory import open_window
+        from fcsd.parallel.transports.copies import CopiesTransport
+        from fcsd.parallel.transports.symmetric_memory import open_buffers
         from fcsd.parallel.transports.transport import all_to_all
 
         on_cuda = model.device.type == "cuda"
-        transport = Puts(open_window) if on_cuda and parallel.transport == "auto" else all_to_all
+        transport = CopiesTransport(open_buffers) if on_cuda and parallel.transport == "auto" else all_to_all
         overlap(model, wiring_of(model.config), parallel.overlap, fused=parallel.fused and on_cuda, transport=transport)

@@ -32,7 +32,8 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         rows: their numbers in the run.
-        columns: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]`` int64.
+        columns: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]`` int64, and ``kept``, the flat
+            positions that have a label, ``[counted]`` int64.
         counted: ``[]`` int64, the number of positions with a label.
         targets: what a teacher cache holds for the rows, in host memory; None without a cache.
     """
@@ -62,7 +63,9 @@ def gather_step(
     for numbers in rows_of_step(recipe, world, step):
         columns = batch(rows, numbers)
         targets = None if cache is None else cache(columns, numbers)
-        gathered.append(MicroBatch(numbers, columns, (columns["labels"] != IGNORE).sum(), targets))
+        # Looked for here, because a GPU could not say how many they are without making the host wait.
+        columns["kept"] = (columns["labels"].flatten() != IGNORE).nonzero().squeeze(1)
+        gathered.append(MicroBatch(numbers, columns, torch.tensor(len(columns["kept"])), targets))
     return gathered
 
 

@@ -4,6 +4,7 @@ Read from the top: ``distill`` checks the recipe and claims the run directory, `
 ``take_steps`` trains, ``finish_step`` evaluates, logs and saves, and ``publish_model`` writes ``final/``.
 """
 
+import gc
 import math
 import sys
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from fcsd.distill.metrics import Meter
 from fcsd.distill.prepare import Prepared, prepare_run
 from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals, trackers, watchdog
 from fcsd.distill.run.nonfinite import Skips
-from fcsd.distill.run.report import Reporter, reporting
+from fcsd.distill.run.report import Reporter, opening, reporting
 from fcsd.distill.run.saver import Saver
 from fcsd.distill.run.signals import Preemption
 from fcsd.distill.run.watchdog import Watchdog
@@ -33,7 +34,7 @@ from fcsd.launch.preflight import TIMEOUT
 from fcsd.launch.world import World, join_world
 
 
-def distill(
+def distill_model(
     resolved: ResolvedRecipe,
     *,
     resume: str = "auto",
@@ -44,7 +45,12 @@ def distill(
 ) -> Path:
     """Runs a recipe, from its start or from a checkpoint; every process of the run calls it.
 
+    A process that torchrun did not start is a run of its own, on one GPU or on the CPU. It may call this function
+    again: the second run gives what it would have given as the first. The call takes over SIGTERM and SIGUSR1, which
+    only the main thread of a process may do, and it ends the process if no step is made for ``faults.stuck_seconds``.
+
     Args:
+        resolved: the recipe, as ``load_recipe`` returns it.
         resume: ``auto`` continues from the newest whole checkpoint in the run directory, if there is one;
             ``never`` insists on a new run; anything else is the path of a checkpoint.
         dry_run: check the recipe, say what it would do on ``processes`` GPUs, and plan it; nothing is written.
@@ -69,6 +75,7 @@ def distill(
         return directory
     early_stop.require_scorer(recipe.early_stop, scorer)
     trackers.require_tracker(recipe.report)
+    run_dir.require_usable(directory, filter(None, (recipe.model, recipe.teacher)))
     world = join_world(join_timeout)
     _hide_progress_bars(world)
     with ExitStack() as held:
@@ -136,11 +143,14 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, dog: Wa
         reporter = None
         if run.world.rank == 0:
             reporter = shown.enter_context(reporting(run.directory, run.resolved, start=run.done))
+            reporter.say(opening(recipe, run.directory, run.done))
         shown.callback(dog.leave)  # however the steps end, each rank takes its own time for what is left to do
         steps = recipe.train.steps if not scores.verdict.stop else run.done
         feed = shown.enter_context(feeding(run.rows, recipe, run.world, first, steps, run.cache))
         meter = Meter(run.directory, recipe, run.world, run.hosts, run.done, feed)
         tools = Tools(feed, scores, skips, saver, samples, meter, reporter, preemption, dog)
+        gc.collect()
+        gc.freeze()  # the collector need not look at imported libraries and models in the middle of a step
         take_steps(run, tools, range(first, steps + 1))
         publish_model(run, tools)
 
@@ -221,7 +231,11 @@ def publish_model(run: Prepared, tools: Tools) -> None:
     newest = tools.saver.checkpoint
     if newest is None:
         return
-    best = checkpoints.best(run.folder, tools.scores.verdict.best)
+    verdict = tools.scores.verdict
+    best = checkpoints.best(run.folder, verdict.best)
+    if tools.reporter and verdict.best is not None:
+        stopped = f"stopped early: {verdict.waited} scores in a row were no improvement; " if verdict.stop else ""
+        tools.reporter.say(f"{stopped}final/ is the model with the best score, that of step {verdict.best}")
     run.world.on_first(
         lambda: run_dir.publish(manifest.verified_model(best) if best else newest / manifest.MODEL, run.directory)
     )

@@ -33,6 +33,7 @@ def kl_divergence(
     temperature: float = 1.0,
     denominator: float | Tensor = 1.0,
     chunk_tokens: int = 512,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """KL(teacher ‖ student) of the next-token distributions (FarSkip eq. 4).
 
@@ -41,6 +42,8 @@ def kl_divergence(
         student_head, teacher_head: ``[vocab, hidden]`` output weights.
         mask: ``[...]`` bool, true where the position counts.
         temperature: softens both distributions; the loss is scaled by its square (Hinton et al. 2015, §2).
+        kept: ``[counted]`` int64, the positions that count in flat ``mask``, if the caller knows them: to look for them
+            on a GPU, the host waits for it.
 
     Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
     """
@@ -56,8 +59,9 @@ def kl_divergence(
             temperature=temperature,
             denominator=denominator,
             chunk_tokens=chunk_tokens,
+            kept=kept,
         )
-    keep = mask.flatten().nonzero().squeeze(1)
+    keep = mask.flatten().nonzero().squeeze(1) if kept is None else kept
     teacher_rows = teacher_hidden.detach().flatten(0, -2)[keep]
     teacher_weight = for_matmul(teacher_head.detach())
 
@@ -82,6 +86,7 @@ def cross_entropy(
     *,
     denominator: float | Tensor = 1.0,
     chunk_tokens: int = 512,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Negative log-likelihood of the data (FarSkip eq. 3).
 
@@ -89,6 +94,7 @@ def cross_entropy(
         student_hidden: ``[..., hidden]`` after the final norm.
         student_head: ``[vocab, hidden]`` output weight.
         labels: ``[...]`` int64, already shifted: the token each position predicts, or ``IGNORE``.
+        kept: as in ``kl_divergence``.
 
     Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
     """
@@ -96,10 +102,10 @@ def cross_entropy(
         from fcsd.kernels import fused_kl
 
         return fused_kl.cross_entropy(
-            student_hidden, student_head, labels, denominator=denominator, chunk_tokens=chunk_tokens
+            student_hidden, student_head, labels, denominator=denominator, chunk_tokens=chunk_tokens, kept=kept
         )
     labels = labels.flatten()
-    keep = (labels != IGNORE).nonzero().squeeze(1)
+    keep = (labels != IGNORE).nonzero().squeeze(1) if kept is None else kept
     targets = labels[keep].unsqueeze(1)
 
     def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,8 @@ from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
 from fcsd.distill import expert_parallel, update
 from fcsd.distill.data.corpus import Corpus, load_tokenizer
+from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows
-from fcsd.distill.data.shared_corpora import load_corpora
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
 from fcsd.distill.run import checkpoints, run_dir
 from fcsd.distill.run.identity import require_agreement, run_identity
@@ -32,7 +32,6 @@ class Prepared:
     Attributes:
         world: the processes of the run; their collectives run on the device.
         hosts: the same processes, which talk over gloo: to agree on something, no host waits for its device.
-        directory: of the run.
         source: the directory that the student was made from.
         student: the model inside ``engine``.
         teacher: the model in memory, if the run has one.
@@ -48,7 +47,6 @@ class Prepared:
     resolved: ResolvedRecipe
     world: World
     hosts: World
-    directory: Path
     source: Path
     student: PreTrainedModel
     teacher: PreTrainedModel | None
@@ -66,6 +64,11 @@ class Prepared:
     def recipe(self) -> Recipe:
         """The recipe of the run."""
         return self.resolved.recipe
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(self.recipe.output_dir)
 
     @property
     def done(self) -> int:
@@ -115,7 +118,6 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
         resolved=resolved,
         world=world,
         hosts=hosts_of(world),
-        directory=directory,
         source=source,
         student=student,
         teacher=teacher,
@@ -146,7 +148,8 @@ def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
     """The rows of the whole schedule in their order, of which a shorter run takes the first."""
     whole = recipe.schedule_steps * (recipe.train.batch_tokens // recipe.data.seq_len)
     packed = [Rows(corpus, recipe.data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
-    return Mixture(packed, [source.weight for source in recipe.data.sources], whole, recipe.seed)
+    weights = [source.weight for source in recipe.data.sources]
+    return Mixture(packed, weights, whole, recipe.seed, recipe.data.weight_by)
 
 
 def load_teacher(recipe: Recipe, student: PreTrainedModel, world: World) -> PreTrainedModel:

@@ -1,6 +1,7 @@
-"""What a recipe would do, without doing it."""
+"""The dry run: what a recipe would do, and its first rows, without a step."""
 
 import sys
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -10,9 +11,10 @@ from fcsd.distill import expert_parallel
 from fcsd.distill.data.corpus import Corpus, listed, load_corpus, load_tokenizer
 from fcsd.distill.data.rows import Rows, batch
 from fcsd.distill.losses import IGNORE
+from fcsd.distill.run import run_dir
 from fcsd.distill.student import meta_student, student_source
 from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_name
-from fcsd.plan import plan
+from fcsd.plan import plan_run
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import present
 
@@ -26,8 +28,9 @@ def print_dry_run(recipe: Recipe, processes: int) -> None:
         ConfigError, BadInputError: see ``preview``.
         DoesNotFitError: it does not fit, by the plan.
     """
+    run_dir.require_usable(Path(recipe.output_dir), filter(None, (recipe.model, recipe.teacher)))
     print(preview(recipe, processes), file=sys.stderr)
-    planned = plan(recipe, present(processes))
+    planned = plan_run(recipe, present(processes))
     print(to_text(planned), file=sys.stderr)
     planned.check()
 
@@ -65,8 +68,9 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     ]
     for item, corpus, rows in zip(data.sources, corpora, packed, strict=True):
         left_out = f"; left out: {listed(reasons)}" if (reasons := corpus.left_out(data.seq_len)) else ""
-        sizes = f"{corpus.tokens:,} tokens, of which {corpus.counted():,} count, {rows.per_epoch:,} rows{left_out}"
-        lines.append(f"data        {item.path}: {sizes}")
+        counted = round(rows.counted * rows.per_epoch * data.seq_len)
+        sizes = f"{corpus.tokens:,} tokens in {rows.per_epoch:,} rows, {rows.filled:.1%} full"
+        lines.append(f"data        {item.path}: {sizes}; {counted:,} tokens ({rows.counted:.1%}) count{left_out}")
         lines.append(f"first row   {show_first_row(corpus, rows, tokenizer)}")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What student and teacher answer to the fixed prompts of ``fcsd chat`` as training goes on (FarSkip App. B)."""
+"""The answers of student and teacher to the fixed prompts of ``fcsd chat`` during training (FarSkip App. B)."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,9 @@
 """One optimizer step, and one measurement on held-out text, over all ranks."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,8 +67,7 @@ class LaunchedStep:
         if found.pop("counted") == 0:
             raise BadInputError(
                 f"step {self.number}, rows {self.rows.start} to {self.rows.stop - 1}: no token counts in the loss",
-                hint="`fcsd distill RECIPE --dry-run` shows what counts; raise data.seq_len or train.batch_tokens, "
-                "or set overlong: skip for chats whose answers lie beyond the end of a row",
+                hint="`fcsd distill RECIPE --dry-run` shows what counts; raise data.seq_len or train.batch_tokens",
             )
         norm = found.pop("grad_norm")
         loss = sum(weight * found[name] for name, weight in self.weights.items())
@@ -76,7 +77,11 @@ class LaunchedStep:
 def launch_step(
     engine: Any, teacher: Teacher | None, micros: list[MicroBatch], recipe: Recipe, world: World, step: int
 ) -> LaunchedStep:
-    """Takes step 1, 2, ... without waiting for the device, as far as the engine allows that (see ``update``).
+    """Takes step 1, 2, ... while the host goes on.
+
+    The host still waits for the device in two places. With divided experts, each MoE layer needs the splits of its
+    all-to-alls on the host, to size buffers and collectives. And ``update`` waits for the gradient norm in those cases
+    of its table in which DeepSpeed or torch decides on the host whether the step is taken.
 
     The loss is of the global batch before the step. If it or a gradient is not finite on any rank, ``grad_norm`` is
     not finite either, and no rank changes its weights or its optimizer's moments.
@@ -95,7 +100,7 @@ def launch_step(
     totals = torch.zeros(len(weights), device=world.device)
     norm: Tensor | float = 0.0
     for micro in micros:
-        terms = engine(micro.columns, _targets(micro, teacher, world), denominator, tuple(weights))
+        terms = engine(micro.columns, _targets(micro, teacher, recipe, world), denominator, tuple(weights))
         totals += torch.stack([terms[name].detach() for name in weights])
         loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
         last = micro is micros[-1]
@@ -135,13 +140,22 @@ def train_step(
     return launch_step(engine, teacher, micros, recipe, world, step).metrics()
 
 
-def _targets(micro: MicroBatch, teacher: Teacher | None, world: World) -> Targets | None:
-    """What the student is compared with on a micro-batch."""
-    if micro.targets is None:
-        return None if teacher is None else teacher(micro.columns, micro.rows)
-    assert isinstance(micro.targets.output, TopK)
-    kept = TopK(*(column.to(world.device, non_blocking=True) for column in micro.targets.output))
-    return micro.targets._replace(output=kept)
+def _targets(
+    micro: MicroBatch, teacher: Teacher | None, recipe: Recipe, world: World
+) -> Targets | Callable[[], Targets] | None:
+    """What the student is compared with on a micro-batch.
+
+    A teacher whose experts are divided runs in turns with the student, so that each covers the other's all-to-alls.
+    """
+    if micro.targets is not None:
+        assert isinstance(micro.targets.output, TopK)
+        kept = TopK(*(column.to(world.device, non_blocking=True) for column in micro.targets.output))
+        return micro.targets._replace(output=kept)
+    if teacher is None:
+        return None
+    in_turns = recipe.parallel.teacher_ep_size > 1 and recipe.parallel.overlap == "on"
+    run = partial(teacher, micro.columns, micro.rows)
+    return run if in_turns else run()
 
 
 @torch.no_grad()

@@ -1,22 +1,26 @@
 """The student before its first step: a checkpoint's weights or random ones, in its own wiring or the recipe's."""
 
-import shutil
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import Source, read_config, read_layout, resolve
+from fcsd.checkpoint import INDEX, Location, read_config, read_layout, resolve
+from fcsd.checkpoint.location import origin
+from fcsd.checkpoint.rewired import refuse_rewired
+from fcsd.checkpoint.side_files import side_files
+from fcsd.checkpoint.staging import copy_small
+from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.config import Recipe
-from fcsd.convert import OTHER_WEIGHTS, choose_wiring, fingerprint, refuse_rewired
 from fcsd.distill import expert_parallel
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, converted_config, register
+from fcsd.models.export_template import CODE_FILES
 
 
-def student_source(recipe: Recipe) -> Source:
+def student_source(recipe: Recipe) -> Location:
     """Where the student comes from. With random weights only its config and tokenizer are fetched.
 
     Raises:
@@ -25,7 +29,7 @@ def student_source(recipe: Recipe) -> Source:
     return resolve(recipe.model, weights=recipe.init.weights == "loaded")
 
 
-def student_config(recipe: Recipe, source: Source) -> PretrainedConfig:
+def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
     """The student's config, rewired if the recipe says so.
 
     Raises:
@@ -41,7 +45,7 @@ def student_config(recipe: Recipe, source: Source) -> PretrainedConfig:
         raise BadInputError(f"{source.path}: random weights are not quantised", "Remove quantization_config.")
     if init.wiring is None:
         return config
-    refuse_rewired(source, checked)
+    refuse_rewired(source.path, checked.rewired)
     wiring = choose_wiring(
         checked,
         ARCHS[checked.model_type],
@@ -53,7 +57,8 @@ def student_config(recipe: Recipe, source: Source) -> PretrainedConfig:
         tp_degree=init.tp_degree,
         reduce=init.reduce,
     )
-    return converted_config(config, wiring.to_block(**(_origin(source) if init.weights == "loaded" else {})))
+    made_from = origin(source, read_layout(source.path)) if init.weights == "loaded" else {}
+    return converted_config(config, wiring.to_block(**made_from))
 
 
 def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -73,20 +78,11 @@ def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) ->
     return expert_parallel.randomise(config, ep_size, dtype=dtype, device=device, seed=recipe.seed)
 
 
-def meta_student(recipe: Recipe, source: Source) -> PreTrainedModel:
+def meta_student(recipe: Recipe, source: Location) -> PreTrainedModel:
     """The student on the meta device: all shapes, no memory."""
     config = student_config(recipe, source)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-
-
-def _origin(source: Source) -> dict[str, str | None]:
-    """What ``fcsd convert`` records of the original."""
-    return {
-        "base_model": source.repo_id or str(source.path.resolve()),
-        "base_revision": source.revision,
-        "base_sha256": fingerprint(read_layout(source.path)),
-    }
 
 
 def write_student(model: PreTrainedModel, source: Path, directory: Path, world: World, *, random: bool = False) -> None:
@@ -106,7 +102,5 @@ def write_student(model: PreTrainedModel, source: Path, directory: Path, world: 
 
 
 def _copy_others(source: Path, directory: Path) -> None:
-    for path in source.iterdir():
-        weights = path.name.endswith(OTHER_WEIGHTS)
-        if path.is_file() and not weights and not (directory / path.name).exists():
-            shutil.copy(path, directory)
+    written = {path.name for path in directory.iterdir()}
+    copy_small(side_files(source, written | {INDEX}, code=CODE_FILES), directory)

@@ -1,4 +1,4 @@
-"""``fcsd cache-teacher``: run the teacher once over the rows of a recipe, and keep what it says of them."""
+"""``fcsd cache-teacher``: runs the teacher once over the rows of a recipe and writes its top-k probabilities."""
 
 import logging
 import sys
@@ -40,7 +40,7 @@ def cache_teacher(resolved: ResolvedRecipe, *, shard_bytes: int = _SHARD_BYTES) 
     Returns: its directory.
 
     Raises:
-        ConfigError: the recipe names no cache, or more words than the vocabulary has; see
+        ConfigError: the recipe names no cache, or a larger ``top_k`` than the vocabulary; see
             ``fcsd.distill.expert_parallel.check``.
         BadInputError: the directory holds the cache of another teacher or text.
         NonFiniteError: the teacher gives NaN or infinity for a row.
@@ -72,7 +72,9 @@ def _write(recipe: Recipe, settings: TeacherCache, folder: Path, world: World, s
     expert_parallel.wire_sharded(model, ep_size, recipe.parallel)
     vocab_size = len(output_head(model))
     if settings.top_k > vocab_size:
-        raise ConfigError(f"objective.teacher_cache.top_k is {settings.top_k}, the vocabulary has {vocab_size} words")
+        raise ConfigError(
+            f"objective.teacher_cache.top_k is {settings.top_k}, the vocabulary has {vocab_size} token ids"
+        )
     corpora, rows, _ = read_data(recipe, load_tokenizer(student_source(recipe).path), vocab_size, world)
     key = teacher_cache.key_of(recipe, settings, run_identity(recipe, corpora, world), hashes, vocab_size)
     shards = teacher_cache.plan(teacher_cache.rows_needed(recipe), recipe.data.seq_len, settings.top_k, shard_bytes)
@@ -106,11 +108,11 @@ def _write_shard(
     for first in range(0, longest, recipe.train.micro_batch_size):
         own = numbers[first : first + recipe.train.micro_batch_size]
         micro = {name: tensor.to(world.device) for name, tensor in batch(rows, own or [0]).items()}
-        told = _told(model, micro, recipe, settings)
+        found = _top_k_of(model, micro, recipe, settings)
         if own:
             digests += [row_digest(micro, at) for at in range(len(own))]
             counts += (micro["labels"] != IGNORE).sum(1).tolist()
-            kept.append(TopK(*(column.cpu() for column in told)))
+            kept.append(TopK(*(column.cpu() for column in found)))
 
     def commit() -> None:
         if shard is None:
@@ -124,8 +126,8 @@ def _write_shard(
 
 
 @torch.no_grad()
-def _told(model: PreTrainedModel, micro: dict[str, Tensor], recipe: Recipe, settings: TeacherCache) -> TopK:
-    """What the model says of the positions that count."""
+def _top_k_of(model: PreTrainedModel, micro: dict[str, Tensor], recipe: Recipe, settings: TeacherCache) -> TopK:
+    """The model's distribution at the positions that count."""
     hidden = final_hidden(model, micro)[micro["labels"] != IGNORE]
     objective = recipe.objective
     return top_k(

@@ -1,12 +1,14 @@
-"""A teacher's distribution by its k most likely words and one bucket for the rest, and the divergence from that.
+"""A teacher's distribution by its k most likely token ids and one bucket for the rest, and the divergence from that.
 
-With ``q`` the teacher, ``p`` the student, ``S`` the k words, ``T`` all others and ``q_T``, ``p_T`` their probabilities:
+Let ``q`` be the teacher, ``p`` the student, ``S`` the k token ids, ``T`` all others, and ``q_T``, ``p_T`` the
+probabilities of ``T``:
 
     KL_k = sum over S of q log(q / p)  +  q_T log(q_T / p_T)   <=   KL(q ‖ p)
 
-by the data-processing inequality; what is missing is ``q_T KL(q(.|T) ‖ p(.|T))`` exactly, nothing at k = V. Inside the
-tail the student is its own teacher: its gradient at the logits of T is ``p - q_T p(.|T)`` instead of ``p - q``, off by
-at most ``2 q_T`` in the sum of absolute values.
+by the data-processing inequality; what is missing is ``q_T KL(q(.|T) ‖ p(.|T))`` exactly, nothing at k = V. Inside
+the tail the teacher's distribution is unknown, and the loss uses the student's own in its place. The gradient at the
+logits of T is therefore ``p - q_T p(.|T)`` instead of ``p - q``; the error is at most ``2 q_T`` in the sum of absolute
+values.
 """
 
 from typing import NamedTuple
@@ -18,7 +20,7 @@ from fcsd.distill.losses import chunked, for_matmul, logits_of
 
 
 class TopK(NamedTuple):
-    """Of each of ``tokens`` positions: log-probabilities of the most likely words, these, and the rest's."""
+    """Of each of ``tokens`` positions: log-probabilities of the most likely token ids, these, and the rest's."""
 
     log_probs: Tensor  # [tokens, k] fp32
     words: Tensor  # [tokens, k] int32
@@ -27,7 +29,7 @@ class TopK(NamedTuple):
 
 @torch.no_grad()
 def top_k(hidden: Tensor, head: Tensor, k: int, *, temperature: float = 1.0, chunk_tokens: int = 512) -> TopK:
-    """The k most likely next words and the rest.
+    """The k most likely next token ids and the rest.
 
     Args:
         hidden: ``[tokens, hidden]`` after the final norm.
@@ -53,6 +55,7 @@ def kl_from_top_k(
     temperature: float = 1.0,
     denominator: float | Tensor = 1.0,
     chunk_tokens: int = 512,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """``KL_k``, see above; a lower bound of FarSkip's equation 4.
 
@@ -61,7 +64,7 @@ def kl_from_top_k(
         student_head: ``[vocab, hidden]`` output weight.
         teacher: of the positions where ``mask`` is true, in their order, at the same temperature.
         mask: ``[...]`` bool, true where the position counts.
-        temperature: as in ``kl_divergence``.
+        temperature, kept: as in ``kl_divergence``.
 
     Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
     """
@@ -82,5 +85,5 @@ def kl_from_top_k(
         gradient = log_p.exp_().mul_(off.nan_to_num(0.0).unsqueeze(1)).scatter_(1, words, difference[:, :-1])
         return loss * temperature**2, gradient.mul_(temperature)
 
-    keep = mask.flatten().nonzero().squeeze(1)
+    keep = mask.flatten().nonzero().squeeze(1) if kept is None else kept
     return chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens) / denominator

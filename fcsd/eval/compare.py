@@ -171,11 +171,11 @@ class Requirement:
                 )
 
 
-def compare(results: Sequence[Result], *, untrained: str | None = None) -> list[Comparison]:
+def compare_models(results: Sequence[Result], *, untrained: str | None = None) -> list[Comparison]:
     """Compare every model with the one whose results are marked as baseline.
 
     Args:
-        results: as ``harness.evaluate`` returns them.
+        results: as ``evaluate_models`` returns them.
         untrained: the name of the untrained conversion among the models, for the recoveries.
 
     Raises:

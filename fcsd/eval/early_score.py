@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.config import EarlyStop
 from fcsd.eval.code.sandbox import find_sandbox
 from fcsd.eval.engines.engine import Engine
-from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.results import PERPLEXITIES
 from fcsd.eval.score import Score, Scorer
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select
@@ -73,7 +73,7 @@ def score(
         group: the ranks; None for all of the default process group, or for this process where there is none.
         suite: ``strict`` for EvalPlus' base and plus tests, ``paper`` for lm-eval's three base asserts.
         task: a benchmark of the suite, by column.
-        data_mirror, limit, accept_unsafe_exec: as for ``harness.evaluate``; batch_size: as for ``engine.Engine``.
+        data_mirror, limit, accept_unsafe_exec: as for ``evaluate_models``; batch_size: as for ``Engine``.
         timeout_s: how long a rank waits for any other, in seconds.
 
     Raises:
@@ -87,7 +87,7 @@ def score(
         members = tuple(dist.get_process_group_ranks(group))
         channel = _channel(dist.group.WORLD, members, timeout_s)
         team = Team(World(dist.get_rank(group), len(members), model.device, channel), lockstep=True)
-    (result,) = evaluate(
+    (result,) = evaluate_models(
         [Loaded(f"step {step}", model, tokenizer)],
         suite=suite,
         tasks=[task],

@@ -42,14 +42,14 @@ class Loaded(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-def evaluate(
-    models: Sequence[str | Loaded],
+def evaluate_models(
+    models: Sequence[str | Path | Loaded],
     *,
     suite: str = "paper",
     tasks: Sequence[str] | None = None,
     num_fewshot: int | None = None,
     apply_chat_template: bool | None = None,
-    baseline: str | Loaded | None = None,
+    baseline: str | Path | Loaded | None = None,
     data_mirror: str | Path | None = None,
     held_out: str | Path | None = None,
     limit: int | None = None,
@@ -81,8 +81,8 @@ def evaluate(
         One result per model and task: ``model, path, suite, baseline, column, task, metric, filter, value, stderr, n,
         chance, items, settings, settings_sha256, data_sha256, data_files, sandbox, engine, versions, seconds``.
         ``value`` is a fraction (or a loss in nats per token, or a perplexity); ``items`` holds the results of the
-        single questions in a fixed order, by which ``compare`` pairs models. ``path`` is the model's absolute path, or
-        its hub id; None for a model in memory.
+        single questions in a fixed order, by which ``compare_models`` pairs models. ``path`` is the model's absolute
+        path, or its hub id; None for a model in memory.
 
     Raises:
         ConfigError: unknown suite or task, a task that cannot run here, two models of one name.
@@ -92,6 +92,7 @@ def evaluate(
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be at least 1, not {limit}")
+    models, baseline = [_spelled(m) for m in models], None if baseline is None else _spelled(baseline)
     ordered = [*([] if baseline is None else [baseline]), *(m for m in models if m != baseline)]
     names = names_of([m.name if isinstance(m, Loaded) else m for m in ordered])
     text = None if held_out is None else HeldOut(Path(held_out))
@@ -156,6 +157,10 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def _spelled(model: str | Path | Loaded) -> str | Loaded:
+    return str(model) if isinstance(model, Path) else model
 
 
 @contextlib.contextmanager

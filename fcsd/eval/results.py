@@ -11,7 +11,7 @@ from typing import Any
 from fcsd.disk import write_text
 from fcsd.errors import BadInputError
 
-# One model's score on one task, as ``harness.evaluate`` describes it.
+# One model's score on one task, as ``evaluate_models`` describes it.
 Result = dict[str, Any]
 
 # The verdicts on the models of a directory; no model's file may have this name.

@@ -1,4 +1,4 @@
-"""The model card of an exported directory: what it is, how it came about, how to load it."""
+"""The model card of an exported directory: the model, its training, its scores and how to load it."""
 
 import logging
 from pathlib import Path
@@ -45,9 +45,9 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("{title}", trust_remote_code=True)
 ```
 
-The code in this directory needs torch and transformers (>=5.17,<6) only; with `import fcsd` before, no remote code
-is needed. The model type, `{model_type}`, is its own: an engine that does not know it stops with an error, none runs
-the base model's graph on these weights without saying so.
+The code in this directory needs only torch and transformers (>=5.17,<6). After `import fcsd` no remote code is needed.
+The model has a model type of its own, `{model_type}`. An engine that does not know this type stops with an error, and
+does not run the base model's graph on these weights.
 {sections}"""
 
 
@@ -65,7 +65,7 @@ def model_card(raw: dict[str, Any], arch: "Arch", former: Path | None, run: Path
     block = raw["fcsd"]
     rows = read_directory(run / "eval") if run else []  # where `fcsd eval` puts those of a model that lies in a run
     own = _own(rows, run) if run else []
-    base = block["base_model"] if block["base_revision"] else None  # a directory here means nothing elsewhere
+    base = block["base_model"] if block["base_revision"] else None  # a local name helps nobody else
     data = ModelCardData(
         base_model=base,
         base_model_relation="finetune" if base else None,

@@ -1,28 +1,32 @@
-"""A run's or a converted model's final directory: weights, code, card; proven to reload before it appears."""
+"""The command ``fcsd export``: the directory in which a run or a converted model is given to others.
+
+It holds weights, code and a card, and appears after a fresh process has reloaded it. A run may still be training:
+when it deletes the checkpoint that is being exported, the choice is made again.
+"""
 
 import json
 import logging
-import shutil
 from pathlib import Path
 
 from fcsd.checkpoint import read_config, read_layout, resolve, verify_tensors
-from fcsd.checkpoint.staging import check_out, staged, take_over
-from fcsd.convert import other_files, written_files
+from fcsd.checkpoint.side_files import side_files
+from fcsd.checkpoint.staging import check_out, copy_small, staged, take_over
 from fcsd.disk import write_text
-from fcsd.errors import BadInputError, ConfigError
+from fcsd.errors import BadInputError, CheckpointError, ConfigError, FcsdError
 from fcsd.export.card import model_card
 from fcsd.export.reload import RECORD, prove_reload
 
 log = logging.getLogger(__name__)
 
 _CARD = "README.md"
+_ATTEMPTS = 5  # to export a checkpoint before the run that is still training deletes it
 
 
-def export(
-    run_or_model: str,
+def export_model(
+    run_or_model: str | Path,
     out: str | Path,
     *,
-    checkpoint: str = "latest",
+    checkpoint: str | None = None,
     force: bool = False,
     push: str | None = None,
     private: bool = False,
@@ -34,80 +38,116 @@ def export(
     Args:
         run_or_model: a run directory, or a converted model (directory or hub id).
         out: directory to write.
-        checkpoint: of a run: ``latest``, ``step-N``, or ``best`` by its early-stopping score, else its held-out loss.
+        checkpoint: of a run: ``latest``, ``step-N``, or ``best`` by its early-stopping score or else by its held-out
+            loss. The default is ``best`` where one of them was measured, and ``latest`` otherwise.
         force: replace an ``out`` that fcsd wrote.
-        push: hub repository to upload it to; the other arguments are those of ``fcsd.export.push.push``.
+        push: hub repository to upload it to; the other arguments are those of ``push_model``.
 
     Returns:
         ``out``.
 
     Raises:
-        BadInputError: it is neither a run nor a converted model, or it is damaged.
-        CheckpointError: the run's checkpoint is damaged.
-        ConfigError: ``out`` may not be written.
-        FcsdError: the directory does not reload to equal logits; nothing is left of it then.
+        BadInputError: ``run_or_model`` is neither a run nor a converted model, or it is damaged.
+        CheckpointError: the run's checkpoint is damaged, or training deleted the checkpoint in every attempt.
+        ConfigError: ``out`` may not be written, or the run has no such checkpoint.
+        FcsdError: the directory does not reload to equal logits; it is removed then.
     """
-    from fcsd.models.archs import ARCHS
-
     out = Path(out)
-    run = Path(run_or_model) if (Path(run_or_model) / "config.resolved.yaml").is_file() else None
-    source = resolve(str(_model_of(run, checkpoint)) if run else run_or_model)
-    check_out(out, [source.path], force=force)
-    config = read_config(source.path)
+    if (Path(run_or_model) / "config.resolved.yaml").is_file():
+        _write_checkpoint(Path(run_or_model), checkpoint, out, force=force, title=push)
+    else:
+        _write(resolve(str(run_or_model)).path, None, out, force=force, title=push)
+    if push:
+        from fcsd.export.push import push_model
+
+        log.info("pushed to %s", push_model(out, push, private=private, create_pr=create_pr, revision=revision))
+    return out
+
+
+def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bool, title: str | None) -> None:
+    """Export a run's checkpoint, see ``export``."""
+    from fcsd.distill.run.manifest import verified_model
+
+    for _ in range(_ATTEMPTS):
+        chosen = _choose(run, checkpoint)
+        log.info("exporting %s", chosen)
+        try:
+            return _write(verified_model(chosen), run, out, force=force, title=title)
+        except (FcsdError, OSError):
+            if chosen.exists():
+                raise
+            log.warning("%s was deleted by the running training; choosing again", chosen)
+    raise CheckpointError(
+        f"{run}: training deleted the chosen checkpoint in each of {_ATTEMPTS} attempts",
+        "Export after training has ended, or let the run keep more checkpoints.",
+    )
+
+
+def _write(model: Path, run: Path | None, out: Path, *, force: bool, title: str | None) -> None:
+    """Export a model directory, which comes from ``run`` if that is given; see ``export``."""
+    from fcsd.models.archs import ARCHS
+    from fcsd.models.export_template import converted_files
+
+    former = check_out(out, [model], force=force)
+    config = read_config(model)
     if config.rewired is None or config.foreign:
-        raise BadInputError(f"{source.path}: is not converted by fcsd", "Convert it first: fcsd convert MODEL OUT.")
-    layout = read_layout(source.path)
+        raise BadInputError(f"{model}: is not converted by fcsd", "Convert it first: fcsd convert MODEL OUT.")
+    layout = read_layout(model)
     verify_tensors(layout, config)
     arch = ARCHS[config.model_type]
 
-    texts = dict(written_files(config, arch, config.raw["fcsd"]))
-    others = other_files(source.path, texts.keys() | layout.shards.keys() | {RECORD})
+    texts = converted_files(config.raw, arch, config.raw["fcsd"])
+    others = side_files(model, texts.keys() | layout.shards.keys() | {RECORD})
     raw = json.loads(texts["config.json"])
-    texts[_CARD] = model_card(raw, arch, others.pop(_CARD, None), run, title=push or out.resolve().name)
-    with staged(out) as stage:
+    texts[_CARD] = model_card(raw, arch, others.pop(_CARD, None), run, title=title or out.resolve().name)
+    with staged(out, former) as stage:
         take_over(layout.files, stage)
-        for name, file in others.items():
-            (stage / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, stage / name)
+        copy_small(others, stage)
         for name, text in texts.items():
             write_text(stage / name, text)
         record = prove_reload(layout, stage, config, arch)
         write_text(stage / RECORD, json.dumps(record, indent=2) + "\n")
-    log.info("reloaded without fcsd: logits of the first %d of %d layers equal", record["layers"], record["of"])
-    if push:
-        from fcsd.export.push import push as upload
-
-        log.info("pushed to %s", upload(out, push, private=private, create_pr=create_pr, revision=revision))
-    return out
+    log.info("reloaded without fcsd: logits of the first %d of %d layers are equal", record["layers"], record["of"])
 
 
-def _model_of(run: Path, checkpoint: str) -> Path:
-    """The model directory of a run's checkpoint, whole: all that is known here of how a run is laid out.
+def _choose(run: Path, checkpoint: str | None) -> Path:
+    """The checkpoint of a run that ``export`` is asked for; not verified.
 
     Raises:
-        ConfigError: there is no such checkpoint, or the run measured no held-out loss.
+        ConfigError: there is no such checkpoint, or ``best`` was asked for and nothing was measured.
         BadInputError: the run has no checkpoint yet.
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError: a manifest is damaged.
     """
-    from fcsd.distill.run import checkpoints, manifest, run_dir
+    from fcsd.distill.run import checkpoints, run_dir
 
     committed = checkpoints.checkpoints(run / run_dir.CHECKPOINTS)
     if not committed:
-        raise BadInputError(f"{run}: has no checkpoint yet", "Let it run to its first one, or resume it.")
+        raise BadInputError(f"{run}: has no checkpoint yet", "Wait for its first checkpoint, or resume the run.")
     named = {path.name: path for path in committed} | {"latest": committed[-1]}
-    if checkpoint not in (*named, "best"):
+    if checkpoint in named:
+        return named[checkpoint]
+    if checkpoint not in (None, "best"):
         raise ConfigError(f"checkpoint {checkpoint!r}: there are best, {', '.join(reversed(named))}")
-    return manifest.verified_model(_best(run, committed) if checkpoint == "best" else named[checkpoint])
+    if best := _best(run, committed):
+        log.info("the best checkpoint of %s is %s (the latest is %s)", run, best.name, committed[-1].name)
+        return best
+    if checkpoint == "best":
+        raise ConfigError(f"{run}: no checkpoint's held-out loss was measured", "Export latest, or set eval_every.")
+    return committed[-1]
 
 
-def _best(run: Path, committed: list[Path]) -> Path:
+def _best(run: Path, committed: list[Path]) -> Path | None:
+    """The best of a run's checkpoints by its early-stopping score, else by its held-out loss; None without either."""
     from fcsd.distill.run import checkpoints, manifest
-    from fcsd.distill.run.report import read_metrics
+    from fcsd.distill.run.report import METRICS, read_metrics
 
     if scored := checkpoints.best(committed[0].parent, manifest.read_manifest(committed[-1])["progress"].get("best")):
         return scored
+    if not (run / METRICS).is_file():
+        return None
     steps = {int(path.name.removeprefix("step-")): path for path in committed}
-    losses = {line["step"]: line["held_out_sft"] for line in read_metrics(run) if "held_out_sft" in line}
-    if not (measured := losses.keys() & steps.keys()):
-        raise ConfigError(f"{run}: no checkpoint's held-out loss was measured", "Export latest, or set eval_every.")
-    return steps[min(measured, key=losses.__getitem__)]
+    # As early stopping does: the KL where the run has one, because the cross-entropy may rise while the KL falls.
+    records = [line for line in read_metrics(run) if "held_out_sft" in line]
+    losses = {line["step"]: line.get("held_out_kl", line["held_out_sft"]) for line in records}
+    measured = losses.keys() & steps.keys()
+    return steps[min(measured, key=losses.__getitem__)] if measured else None

@@ -1,4 +1,4 @@
-"""An exported directory to the hub: uploaded to a pull request, and merged when all of it has arrived."""
+"""The command ``fcsd push``: an exported directory is uploaded to a pull request, which is merged at the end."""
 
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _AGAIN = "Run it again; what has arrived is not sent twice."
 _REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
 
 
-def push(
+def push_model(
     directory: str | Path,
     repo: str,
     *,
@@ -29,15 +29,15 @@ def push(
     revision: str | None = None,
     token: str | None = None,
 ) -> str:
-    """Upload what ``fcsd export`` wrote.
+    """Upload a directory that ``fcsd export`` wrote.
 
-    The upload goes to a pull request, which is merged last, so that nobody sees half a model; started again after a
-    break, it sends only what is missing.
+    The upload goes to a pull request, which is merged last, so the repository never shows a part of a model. When it is
+    run again after an interruption, it sends only what is missing.
 
     Args:
         directory: an exported directory, unchanged since its reload proof but for the card.
         repo: ``org/name``; made if it does not exist.
-        private: make it private; an existing public one is refused.
+        private: create the repository as private; an existing public one is refused.
         create_pr: leave the pull request open.
         revision: commit to this branch instead, made if it does not exist.
         token: of the hub; by default the one that ``hf auth login`` stored, or HF_TOKEN. It is never shown.
@@ -118,7 +118,7 @@ def _refuse_another_model(api: "HfApi", repo: str) -> None:
 
 @contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into one line that cannot hold a token."""
+    """Turn exceptions of huggingface_hub into one line, which cannot hold a token."""
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HTTPError,  # pyright: ignore[reportPrivateImportUsage]

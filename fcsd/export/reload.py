@@ -7,8 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.checkpoint import CheckpointConfig, Layout, read_layout, read_object
-from fcsd.convert import fingerprint
+from fcsd.checkpoint import CheckpointConfig, Layout, fingerprint, read_layout, read_object
 from fcsd.disk import bytes_sha256, file_sha256
 from fcsd.errors import BadInputError, DoesNotFitError, FcsdError
 from fcsd.parity import first_layers, logits, plan_proof, shortened, token_ids

@@ -1,1 +1,1 @@
-"""Triton kernels, each equal to a torch reference elsewhere in fcsd."""
+"""Triton kernels, each with a torch reference that computes the same."""

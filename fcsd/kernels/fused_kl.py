@@ -54,6 +54,7 @@ def kl_divergence(
     temperature: float = 1.0,
     denominator: float | Tensor = 1.0,
     chunk_tokens: int = 512,
+    kept: Tensor | None = None,
     tuning: Tuning = DEFAULT,
 ) -> Tensor:
     """KL(teacher ‖ student); arguments and result as ``fcsd.distill.losses.kl_divergence``."""
@@ -66,7 +67,7 @@ def kl_divergence(
         teacher = _product(teacher_rows[rows].to(teacher_weight.dtype), teacher_weight.t())
         return divergence(student, teacher, gradient, scale, temperature, tuning.launch)
 
-    return _swept(student_hidden, student_head, mask, fill, scale * temperature, chunk_tokens, tuning)
+    return _swept(student_hidden, student_head, mask, kept, fill, scale * temperature, chunk_tokens, tuning)
 
 
 def cross_entropy(
@@ -76,6 +77,7 @@ def cross_entropy(
     *,
     denominator: float | Tensor = 1.0,
     chunk_tokens: int = 512,
+    kept: Tensor | None = None,
     tuning: Tuning = DEFAULT,
 ) -> Tensor:
     """Negative log-likelihood; arguments and result as ``fcsd.distill.losses.cross_entropy``."""
@@ -85,14 +87,21 @@ def cross_entropy(
     def fill(rows: Rows, logits: Tensor, gradient: Tensor | None) -> Tensor:
         return negative_log_likelihood(logits, targets[rows], gradient, scale, tuning.launch)
 
-    return _swept(student_hidden, student_head, labels != IGNORE, fill, scale, chunk_tokens, tuning)
+    return _swept(student_hidden, student_head, labels != IGNORE, kept, fill, scale, chunk_tokens, tuning)
 
 
 def _swept(
-    hidden: Tensor, head: Tensor, counts: Tensor, fill: Fill, scale: Tensor, chunk_tokens: int, tuning: Tuning
+    hidden: Tensor,
+    head: Tensor,
+    counts: Tensor,
+    kept: Tensor | None,
+    fill: Fill,
+    scale: Tensor,
+    chunk_tokens: int,
+    tuning: Tuning,
 ) -> Tensor:
     """``scale`` times the sum of ``fill`` over the positions that count."""
-    keep = counts.flatten().nonzero().squeeze(1)
+    keep = counts.flatten().nonzero().squeeze(1) if kept is None else kept
     chunks = range(0, len(keep), chunk_tokens)
     gathered = keep if len(keep) < counts.numel() else None
     return _FusedHeadLoss.apply(  # type: ignore[return-value]

@@ -18,6 +18,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..errors import BadInputError, ConfigError
 from .archs import ARCHS, Arch
+from .config_keys import EXPERT_COUNTS, WEIGHTS_FILE
 from .norms import fuse_norms
 from .wiring import DESYNC, WiredModel, Wiring, hf_parts, wire_layers
 
@@ -46,7 +47,15 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
     """Rewire a model in place. A former wiring is undone first; ``unwired()`` restores transformers' own graph.
 
+    No weight changes, and inputs and outputs keep their shapes: token ids ``[batch, seq]`` give logits
+    ``[batch, seq, vocab]``. The config does not change either, so ``save_pretrained`` does not record the new wiring;
+    ``convert_checkpoint`` does.
+
+    Returns:
+        ``model`` itself.
+
     Raises:
+        BadInputError: the architecture is not supported.
         ConfigError: the wiring does not fit the model.
     """
     arch = arch_of(model.config)
@@ -99,9 +108,7 @@ def wiring_of(config: PretrainedConfig) -> Wiring:
 def experts_of(config: PretrainedConfig) -> int:
     """Routed experts of a MoE layer; 0 for a dense architecture."""
     fields = config.get_text_config().to_dict()
-    return next(
-        (fields[name] for name in ("n_routed_experts", "num_experts", "num_local_experts") if name in fields), 0
-    )
+    return next((fields[name] for name in EXPERT_COUNTS if name in fields), 0)
 
 
 @cache
@@ -117,6 +124,7 @@ def config_class(model_type: str) -> type[PretrainedConfig]:
         "__annotations__": {"fcsd": dict | None},
         "model_type": PREFIX + model_type,
         "fcsd": None,
+        WEIGHTS_FILE: property(lambda self: None, lambda self, value: None),  # see REFUSAL
     }
     return type(f"Fcsd{base.__name__}", (base,), namespace)
 
@@ -179,6 +187,9 @@ def load_model(
         config: replaces the directory's own.
         auto: transformers Auto class to load through.
         kwargs: further arguments of ``from_pretrained``.
+
+    Returns:
+        A transformers model: token ids ``[batch, seq]`` give logits ``[batch, seq, vocab]``.
 
     Raises:
         BadInputError: the architecture is not supported, or tensors and config do not match.

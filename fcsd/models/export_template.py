@@ -5,16 +5,20 @@ statements, what ``build.py`` makes at run time for one architecture. transforme
 wants every other import to be a package: there are torch and transformers.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib.resources import files
+from typing import Any
 
 from .archs import Arch
 from .build import PREFIX
+from .config_keys import REFUSAL, WEIGHTS_FILE
 from .wiring import Blocks
 
 CONFIGURATION, MODELING = "configuration_fcsd", "modeling_fcsd"
 VERBATIM = ("wiring.py", "desync.py")
+CODE_FILES = frozenset((f"{CONFIGURATION}.py", f"{MODELING}.py", *VERBATIM))
 # [oldest, first too new) transformers on which the rendered classes are tested; pyproject.toml says the same.
 TRANSFORMERS = ((5, 17), (6, 0))
 
@@ -38,6 +42,8 @@ class Fcsd{config}(transformers.{config}):
 
     model_type = "{prefix}{model_type}"
     fcsd: dict | None = None
+    # config.json names no file here, so that transformers' own class refuses the model; this class finds its weights.
+    {weights_file} = property(lambda self: None, lambda self, value: None)
 '''
 
 _MODELING = '''"""Rewired {model_type}, written by fcsd: transformers' own classes, taken apart by wiring.py."""
@@ -68,10 +74,26 @@ class Fcsd{name}(WiredModel, {name}):
 '''
 
 
-def architectures(arch: Arch, base: str) -> list[str]:
-    """``architectures`` of config.json for a checkpoint whose base class is ``base``."""
-    assert base in {name for name, _ in arch.classes.values()}
-    return [f"Fcsd{base}"]
+def converted_files(raw: Mapping[str, Any], arch: Arch, block: Mapping[str, Any]) -> dict[str, str]:
+    """What fcsd writes into a converted directory: config.json and code.
+
+    Args:
+        raw: the config.json of the base, or of a converted model whose code is to be written anew.
+        arch: the architecture's row.
+        block: see ``Wiring.to_block``.
+
+    Returns:
+        File name -> text.
+    """
+    base, _ = arch.classes["AutoModelForCausalLM"]
+    own = {
+        "model_type": PREFIX + arch.model_type,
+        "architectures": [f"Fcsd{base}"],
+        "auto_map": auto_map(arch),
+        WEIGHTS_FILE: REFUSAL,
+        "fcsd": block,
+    }
+    return {"config.json": json.dumps({**raw, **own}, indent=2) + "\n", **render(arch)}
 
 
 def auto_map(arch: Arch) -> dict[str, str]:
@@ -84,7 +106,7 @@ def render(arch: Arch) -> Mapping[str, str]:
     """File name -> text of the code in a converted directory of this architecture."""
     oldest, too_new = TRANSFORMERS
     decoders = dict(sorted(arch.classes.values()))
-    common = {"model_type": arch.model_type, "prefix": PREFIX, "config": arch.config}
+    common = {"model_type": arch.model_type, "prefix": PREFIX, "config": arch.config, "weights_file": WEIGHTS_FILE}
     configuration = _CONFIGURATION.format(
         **common,
         oldest=oldest,

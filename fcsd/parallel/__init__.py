@@ -1,1 +1,1 @@
-"""When and how it is communicated: the same function as ``models/``, spread over ranks."""
+"""When and how a model communicates: the function of ``models/``, computed by several ranks together."""

@@ -1,8 +1,8 @@
-"""Attention split without copying it: transformers' own attention function, with a call before and after it.
+"""Attention with calls before and after its core, without a copy of transformers' code.
 
 Every attention module of transformers computes q, k and v, calls the attention function that its config names, and
-projects the output. A function of ours under another name runs what it is handed through the module's keyword
-arguments, then transformers' function of the same name without the prefix.
+projects the output. fcsd registers attention functions under names of its own. Each calls what it is handed through the
+module's keyword arguments, around transformers' function of the same name without the prefix.
 """
 
 import sys
@@ -20,12 +20,12 @@ from fcsd.kernels.packed_attention import NAME as PACKED
 
 PREFIX = "fcsd_"
 SPLIT = ("sdpa", "eager", PACKED)
-# The last projection before rotary embeddings: of latent attention, and of any other.
+# The last projection before rotary embeddings: in latent attention, and in any other attention.
 _LAST = ("kv_a_proj_with_mqa", "v_proj")
 
 
 class Around(NamedTuple):
-    """What to run before core attention, q, k and v being known, and after it, before the output projection."""
+    """What to call before core attention, when q, k and v are known, and after it, before the output projection."""
 
     before_core: Callable[[], None]
     after_core: Callable[[], None]
@@ -40,7 +40,8 @@ def split_attention(model: PreTrainedModel) -> None:
     name = (model.config._attn_implementation or "eager").removeprefix(PREFIX)
     if name not in SPLIT:
         raise ConfigError(
-            f"overlap needs attention {' or '.join(SPLIT)}, not {name}", hint="load the model with another one"
+            f"overlap needs attention {' or '.join(SPLIT)}, not {name}",
+            hint=f"load the model with attn_implementation={SPLIT[0]!r}",
         )
     AttentionInterface.register(PREFIX + name, _with_calls(name))
     AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
@@ -56,7 +57,7 @@ def join_attention(model: PreTrainedModel) -> None:
 
 @contextmanager
 def after_projections(attention: nn.Module, call: Callable[[], None]) -> Iterator[None]:
-    """Call while ``attention`` runs, once what rotary embeddings need is projected and before they begin."""
+    """Call ``call`` while ``attention`` runs: after the projections that rotary embeddings need, and before them."""
     projections = dict(attention.named_children())
     hook = projections[next(name for name in _LAST if name in projections)].register_forward_hook(lambda *_: call())
     try:
@@ -67,7 +68,7 @@ def after_projections(attention: nn.Module, call: Callable[[], None]) -> Iterato
 
 def _with_calls(name: str) -> Callable[..., Any]:
     def attention(module: nn.Module, *args: Any, around: Around | None = None, **kwargs: Any) -> tuple[Tensor, Any]:
-        # Eager attention is not registered: each modeling file has its own.
+        # Eager attention is not registered: each modeling file of transformers has its own function.
         eager = sys.modules[type(module).__module__].eager_attention_forward if name == "eager" else None
         core = eager or ALL_ATTENTION_FUNCTIONS[name]
         if around is None:

@@ -1,8 +1,11 @@
-"""An all-to-all in flight: launched now, awaited at first use; the same in the backward pass, the other way round.
+"""An all-to-all in flight: launched now and awaited at its first use, in the forward and in the backward pass.
 
-Two autograd nodes make one exchange. ``_Launch`` starts it in forward and awaits its gradient's in backward;
-``_Await`` awaits it in forward and starts its gradient's in backward. The one edge between them carries a gradient
-buffer that is still being written; no other node can read it or add to it.
+Two autograd nodes make one exchange. ``_Launch`` starts the exchange in the forward pass and awaits the exchange of the
+gradient in the backward pass. ``_Await`` awaits in the forward pass and starts the gradient's exchange in the backward
+pass. In the backward pass the one edge between the two nodes carries a gradient that is still being received; no other
+node can read it or add to it.
+
+``exchange_now`` does the same at once, in one node and without a transport: it is the reference.
 """
 
 from collections.abc import Iterator
@@ -11,77 +14,108 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
 from fcsd.parallel import order
-from fcsd.parallel.transports.transport import Route, Transport, Work, all_to_all
+from fcsd.parallel.transports.codec import Codec
+from fcsd.parallel.transports.transport import Splits, Transport, Work, all_to_all
+from fcsd.parallel.turns import yield_turn
 
 
 @dataclass
 class Exchange:
-    """One all-to-all of one layer, and its gradient's.
+    """One all-to-all of one layer, and the one that carries its gradient back.
 
     Args:
         name: ``dispatch`` or ``combine``.
         layer: 0-based index of the decoder layer.
-        route: of the rows.
-        back: of their gradients.
-        kept: whether what arrives is saved for the backward pass.
+        group: the process group of the ranks that exchange rows.
+        there: the splits of the rows.
+        back: the splits of their gradients.
+        kept: whether the rows that arrive are saved for the backward pass.
+        transport: how the rows travel.
         eager: await every collective where it starts.
-        ready: CUDA event after which the rows to send are complete; with it the forward launch does not wait for
-            what the compute stream was given since. ``side`` is the stream it is launched from.
+        codec: packs the rows into records for the wire; None sends the rows as they are.
+        back_codec: the same for the gradients.
+        ready: CUDA event after which the rows to send are complete. With it the forward launch does not wait for what
+            the compute stream was given since then.
+        side: the CUDA stream from which a launch with ``ready`` starts.
     """
 
     name: str
     layer: int
     group: Any
-    route: Route
-    back: Route
+    there: Splits
+    back: Splits
     kept: bool
     transport: Transport = all_to_all
     eager: bool = False
+    codec: Codec | None = None
+    back_codec: Codec | None = None
     ready: torch.Event | None = None
     side: torch.cuda.Stream | None = None
-    in_flight: tuple[Work, Tensor, Tensor] | None = field(default=None, init=False)
+    in_flight: tuple[Work, Tensor, Tensor] | None = field(default=None, init=False)  # work, received, sent
+    _unpack: tuple[Codec, int, torch.dtype] | None = field(default=None, init=False)  # codec, width, dtype of the rows
 
-    def launch(self, rows: Tensor, route: Route, passes: str) -> Tensor:
-        """Start sending ``rows [sent, hidden]``; the buffer ``[received, hidden]`` fills until ``land``."""
+    def launch(self, rows: Tensor, passes: str) -> Tensor:
+        """Start to send ``rows [sent, hidden]``.
+
+        Args:
+            passes: ``fwd``, ``recompute``, or ``bwd`` for gradients.
+
+        Returns: a tensor ``[received, hidden]`` that stands for the rows in flight. It must not be read: ``land``
+            returns the rows.
+        """
         rows = rows.contiguous()
-        # Layers that are recomputed take turns with the backward pass of others.
+        splits, codec = (self.back, self.back_codec) if passes == "bwd" else (self.there, self.codec)
+        # A recomputed layer's exchanges alternate with exchanges of other layers' backward passes.
         keep = (self.kept and passes == "fwd") or passes == "recompute"
-        with record_function(f"fcsd::{self.name}.{passes}.L{self.layer}"), self._stream() as early:
-            received, work = self.transport(rows, route, self.group, keep)
-        if early:
+        with record_function(f"fcsd::{self.name}.{passes}.L{self.layer}"), self._launch_stream() as side:
+            sent = rows if codec is None else codec.encode(rows)
+            received, work = self.transport(sent, splits, self.group, keep)
+        if side is not None:
             received.record_stream(torch.cuda.current_stream())
+            if codec is not None:
+                sent.record_stream(torch.cuda.current_stream())  # made on the side stream; freed when this one waited
+                rows.record_stream(side)
         if self.eager:
             work.wait()
-        self.in_flight = (work, received, rows)
-        return received
+        self.in_flight = (work, received, sent)
+        if codec is None:
+            return received
+        self._unpack = (codec, rows.shape[1], rows.dtype)
+        return _stand_in(rows, len(received))
 
     def land(self) -> Tensor:
-        """The received rows, complete; both buffers are let go."""
-        assert self.in_flight is not None, f"{self.name} of layer {self.layer} is not under way"
+        """Wait for the received rows ``[received, hidden]``; the exchange then refers to no buffer any more."""
+        assert self.in_flight is not None, f"{self.name} of layer {self.layer} has not been launched"
+        yield_turn()
         work, received, _ = self.in_flight
         self.in_flight = None
         work.wait()
-        return received
+        if self._unpack is None:
+            return received
+        (codec, width, dtype), self._unpack = self._unpack, None
+        return codec.decode(received, width, dtype)
 
     @contextmanager
-    def _stream(self) -> Iterator[bool]:
-        ready, self.ready = self.ready, None  # the gradient is launched from the compute stream
+    def _launch_stream(self) -> Iterator[torch.cuda.Stream | None]:
+        """Make the side stream current if it may launch; else the compute stream stays current, and None is given."""
+        ready, self.ready = self.ready, None  # the exchange of the gradient is launched from the compute stream
         if ready is None or self.side is None:
-            yield False
+            yield None
             return
         self.side.wait_event(ready)
         with torch.cuda.stream(self.side):
-            yield True
+            yield self.side
 
 
 class Deferred:
-    """Rows that may still be on the wire; ``wait`` gives them ``[received, hidden]``, once.
+    """Rows that may still be in flight; ``wait`` returns them, ``[received, hidden]``, and is called once.
 
-    With no exchange they were here already.
+    Without an exchange the rows are there already.
     """
 
     def __init__(self, rows: Tensor, exchange: Exchange | None) -> None:
@@ -97,23 +131,34 @@ class Deferred:
 
 
 def launch(rows: Tensor, exchange: Exchange, gradient_awaited_at: int | None) -> Deferred:
-    """Send ``rows [sent, hidden]`` on their way; their gradient is awaited at this place in the backward pass."""
+    """Start to send ``rows [sent, hidden]``.
+
+    Args:
+        gradient_awaited_at: the place in the backward pass at which their gradient is awaited, from ``order.mark``.
+    """
     token = _Launch.apply(rows, exchange)
     order.run_at(token, gradient_awaited_at)
     return Deferred(token, exchange)
+
+
+def exchange_now(rows: Tensor, exchange: Exchange) -> Tensor:
+    """Send ``rows [sent, hidden]`` and wait for ``[received, hidden]``; the gradient is exchanged in the same way.
+
+    Of the exchange it uses the splits, the group and the codecs.
+    """
+    return _Now.apply(rows, exchange)
 
 
 class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        exchange.launch(rows, exchange.route, "recompute" if order.in_backward() else "fwd")
-        # Stands for the rows on the wire: the shape of their gradient, and no memory.
-        return rows.new_empty(()).expand(rows.shape)
+        exchange.launch(rows, "recompute" if order.in_backward() else "fwd")
+        return _stand_in(rows, len(rows))  # has the shape of the rows' gradient
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        del grad  # the buffer that lands
+        del grad  # stands for the gradient in flight
         return ctx.exchange.land(), None
 
 
@@ -125,4 +170,27 @@ class _Await(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.launch(grad, ctx.exchange.back, "bwd"), None
+        return ctx.exchange.launch(grad, "bwd"), None
+
+
+class _Now(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return _exchange_now(rows, exchange.there, exchange.codec, exchange.group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchange_now(grad, ctx.exchange.back, ctx.exchange.back_codec, ctx.exchange.group), None
+
+
+def _exchange_now(rows: Tensor, splits: Splits, codec: Codec | None, group: Any) -> Tensor:
+    sent = rows.contiguous() if codec is None else codec.encode(rows.contiguous())
+    received = sent.new_empty(sum(splits.receives), sent.shape[1])
+    dist.all_to_all_single(received, sent, splits.receives, splits.sends, group=group)
+    return received if codec is None else codec.decode(received, rows.shape[1], rows.dtype)
+
+
+def _stand_in(rows: Tensor, count: int) -> Tensor:
+    """A tensor of the shape ``[count, hidden]`` and the dtype of ``rows`` that takes the memory of one number."""
+    return rows.new_empty(()).expand(count, rows.shape[1])

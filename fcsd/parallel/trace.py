@@ -1,9 +1,10 @@
 """How much communication a profiler trace hides, by the ranges ``fcsd::{kind}.{pass}.L{layer}`` that fcsd records.
 
-A collective is every device event whose launch lies in such a range, from the first one's start to the last one's end:
-one NCCL kernel, or the copies into the memory of peers and out of the own. Autograd sequence numbers are altered on
-purpose, so the profiler's own links from backward to forward say nothing. Computation is everything else but NCCL:
-every kernel, fill, and copy within the device. HolisticTraceAnalysis counts kernels alone; its figure stands beside.
+A collective consists of all device events that were launched inside one such range: an NCCL kernel, or the copies into
+the memory of peers and out of this rank's buffer. It lasts from the start of its first event to the end of its last.
+Computation is every other kernel, fill and copy within the device, except NCCL's kernels. fcsd changes autograd's
+sequence numbers, so the links that the profiler makes from the backward to the forward pass are meaningless and are not
+used. HolisticTraceAnalysis counts kernels only; its figure is computed too.
 """
 
 import gzip
@@ -23,21 +24,21 @@ from fcsd.errors import BadInputError
 RANGE = re.compile(r"fcsd::(?P<kind>\w+)\.(?P<passes>\w+)\.L(?P<layer>\d+)")
 ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
-_LEAVES = re.compile(r"Memcpy (?!DtoD)")  # copies from or to the host, or another device
+_LEAVES = re.compile(r"Memcpy (?!DtoD)")  # copies from or to the host, or to another device
 
 
 class Call(NamedTuple):
-    """One collective on one rank: from its first event on the device to the end of its last, in µs of that clock."""
+    """One collective on one rank: the start of its first event on the device and the end of its last, in µs."""
 
     kind: str  # dispatch, combine, plan, reduce
     passes: str  # fwd, bwd, recompute
     layer: int
     start: float
     end: float
-    copies: tuple[tuple[float, float], ...] = ()  # start and end of each copy: what an NCCL kernel does is not seen
+    copies: tuple[tuple[float, float], ...] = ()  # start and end of each copy; empty for an NCCL kernel
 
     def waits(self, until: float) -> float:
-        """For how long nothing moves before ``until``, when the last rank starts."""
+        """How many µs of the time before ``until``, when the last rank starts, this rank copies nothing."""
         before = max(self.start, min(until, self.end))
         return before - self.start - covered(self.start, before, union(list(self.copies)))
 
@@ -52,28 +53,28 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank's trace says."""
+    """The collectives and the computation in one rank's trace."""
 
     rank: int
     calls: list[Call]
     computation: list[Kernel]
     busy: np.ndarray  # [n, 2], disjoint: when something is computed
-    hta_nccl: np.ndarray  # [n, 2], disjoint: when any NCCL kernel runs, whoever launched it, as HTA sees it
-    hta_computation: np.ndarray  # [n, 2], disjoint: when any other kernel runs, those inside a range included
+    hta_nccl: np.ndarray  # [n, 2], disjoint: when any NCCL kernel runs, as HTA counts it, ZeRO's included
+    hta_computation: np.ndarray  # [n, 2], disjoint: when any other kernel runs, also one inside a range
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """The calls of one kind in one pass, over all ranks given; times in ms, summed."""
+    """The calls of one kind in one pass on all ranks given; times are sums in ms."""
 
     calls: int
-    on_device: float  # from the start of a call to its end, waiting for late ranks included
-    hidden: float  # of it, while something is computed
-    late: float | None  # of it, before the last rank's start, while this one copies nothing; None with one trace
+    on_device: float  # from the start of a call to its end, including the time in which it waits for late ranks
+    hidden: float  # the part of it during which something is computed
+    late: float | None  # the part of it before the last rank starts, while this one copies nothing; None with one trace
 
     @property
     def share(self) -> float:
-        """The paper's percentage: the part of the time on the device that lies under computation (FarSkip Table 3)."""
+        """The share of the time on the device during which something is computed, 0..1 (FarSkip Table 3)."""
         return self.hidden / self.on_device if self.on_device else 0.0
 
     @property
@@ -82,10 +83,10 @@ class Overlap:
 
 
 def files(given: list[Path]) -> list[Path]:
-    """Trace files; a directory stands for those that ``fcsd bench train --out`` left in it.
+    """Paths of trace files; a directory stands for the traces that ``fcsd bench train --out`` wrote into it.
 
     Raises:
-        BadInputError: there are none in a directory.
+        BadInputError: a directory contains no trace.
     """
     found = []
     for path in given:
@@ -97,10 +98,10 @@ def files(given: list[Path]) -> list[Path]:
 
 
 def read(path: Path) -> Trace:
-    """A Chrome trace that ``torch.profiler`` exported, plain or gzipped.
+    """Read a Chrome trace that ``torch.profiler`` exported, plain or gzipped.
 
     Raises:
-        BadInputError: not such a trace, or no ``fcsd::`` range with device events in it.
+        BadInputError: the file is not such a trace, or no range of fcsd in it has device events.
     """
     try:
         text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -122,7 +123,7 @@ def read(path: Path) -> Trace:
             continue
         start, end = event["ts"], event["ts"] + event["dur"]
         is_nccl = event["name"].startswith("nccl")
-        whole = math.ceil(start), math.floor(end)  # HTA knows whole microseconds only
+        whole = math.ceil(start), math.floor(end)  # HTA counts whole microseconds only
         if event["cat"] == "kernel" and whole[0] < whole[1]:
             (nccl if is_nccl else not_nccl).append(whole)
         if (found := owner.get(event["args"].get("correlation"))) is not None:
@@ -132,7 +133,7 @@ def read(path: Path) -> Trace:
     if not parts:
         raise BadInputError(
             f"{path}: no collective of fcsd ran on a device in it",
-            hint="profile CPU and CUDA activities of a model under fcsd.parallel.overlap",
+            hint="profile the CPU and CUDA activities of a model that fcsd.parallel.overlap has wired",
         )
     calls = []
     for (_, name), mine in parts.items():
@@ -149,7 +150,7 @@ def read(path: Path) -> Trace:
 
 
 def _ranges(events: list[dict[str, Any]]) -> dict[tuple[Any, Any], list[tuple[float, float, int, str]]]:
-    """The ranges of fcsd by process and thread, in order: start, end, number, name. They never nest."""
+    """The ranges of fcsd by process and thread, in the order of time: start, end, number, name. They never nest."""
     ranges = defaultdict(list)
     for number, event in enumerate(events):
         if event.get("cat") == "user_annotation" and RANGE.fullmatch(event["name"]):
@@ -158,7 +159,7 @@ def _ranges(events: list[dict[str, Any]]) -> dict[tuple[Any, Any], list[tuple[fl
 
 
 def _enclosing(ranges: dict[Any, list[tuple[float, float, int, str]]], event: dict[str, Any]) -> tuple[int, str] | None:
-    """Number and name of the range in which a launch lies."""
+    """The number and name of the range in which a launch lies; None outside of all ranges."""
     found = ranges.get((event["pid"], event["tid"]), [])
     place = bisect_right(found, (event["ts"], float("inf"))) - 1
     if place < 0 or event["ts"] > found[place][1]:
@@ -167,7 +168,7 @@ def _enclosing(ranges: dict[Any, list[tuple[float, float, int, str]]], event: di
 
 
 def union(intervals: list[tuple[float, float]]) -> np.ndarray:
-    """Disjoint intervals ``[n, 2]`` in order that cover the same points."""
+    """The disjoint intervals, ordered, that cover the same points: ``[n, 2]``."""
     ordered = np.array(sorted(intervals), dtype=np.float64).reshape(-1, 2)
     if not len(ordered):
         return ordered
@@ -177,18 +178,18 @@ def union(intervals: list[tuple[float, float]]) -> np.ndarray:
 
 
 def covered(start: float, end: float, by: np.ndarray) -> float:
-    """How much of an interval lies in the disjoint intervals ``by [n, 2]``."""
+    """The length of the part of an interval that lies in the disjoint intervals ``by [n, 2]``."""
     return float(np.clip(np.minimum(by[:, 1], end) - np.maximum(by[:, 0], start), 0, None).sum())
 
 
 def overlaps(traces: list[Trace], *, without_last: bool = False) -> dict[tuple[str, str], Overlap]:
-    """(kind, pass) -> what is hidden of it; the kind ``all`` sums dispatch and combine.
+    """(kind, pass) -> how much of it is hidden; the kind ``all`` sums dispatch and combine.
 
     Args:
-        traces: one of each rank, or of some; with several, times on the device before the last rank's start count
-            as waiting.
-        without_last: leave out the combine of the last layer in each pass, which nothing follows (and its gradient,
-            which nothing precedes).
+        traces: one trace of each rank, or of some ranks. With several traces, the time on the device before the last
+            rank starts counts as waiting.
+        without_last: leave out the combine of the last layer, which no computation follows in the forward pass and
+            precedes in the backward pass.
     """
     last = max(call.layer for trace in traces for call in trace.calls)
     starts = _last_starts(traces)
@@ -208,7 +209,7 @@ def overlaps(traces: list[Trace], *, without_last: bool = False) -> dict[tuple[s
 
 
 def _numbered(calls: list[Call]) -> list[tuple[tuple[str, str, int, int], Call]]:
-    """Each call with its kind, pass, layer, and how often that came before: what names it on every rank."""
+    """Each call with a name that is the same on every rank: kind, pass, layer, and how many such calls came before."""
     seen: dict[tuple[str, str, int], int] = defaultdict(int)
     numbered = []
     for call in calls:
@@ -229,8 +230,8 @@ def _last_starts(traces: list[Trace]) -> dict[tuple[str, str, int, int], float]:
 def hta_overlap(trace: Trace) -> float:
     """The percentage that HolisticTraceAnalysis's ``get_comm_comp_overlap`` gives for this rank.
 
-    Of the time in which any NCCL kernel runs, ZeRO's and the split plan's included, the part in which a kernel of
-    computation runs too.
+    It is the part of the time of all NCCL kernels, including ZeRO's and those that exchange counts, during which a
+    kernel of computation runs too.
     """
     total = float((trace.hta_nccl[:, 1] - trace.hta_nccl[:, 0]).sum())
     hidden = sum(covered(start, end, trace.hta_computation) for start, end in trace.hta_nccl)
@@ -257,7 +258,7 @@ def to_text(traces: list[Trace]) -> str:
 
 
 def to_json(traces: list[Trace]) -> dict[str, Any]:
-    """The same as data: times in ms, shares in 0..1, HTA's figure in per cent."""
+    """The same as data: times in ms, shares in 0..1, and HTA's figure in per cent."""
 
     def rows(found: dict[tuple[str, str], Overlap]) -> dict[str, Any]:
         return {

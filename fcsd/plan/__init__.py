@@ -60,11 +60,16 @@ class Plan:
         return f"cheapest change that fits: {' '.join(written)} ({total / GIB:.1f} GiB{more})"
 
 
-def plan(recipe: Recipe, hardware: Hardware, utilisation: float | None = None) -> Plan:
-    """Plans a recipe; seconds at most, for a model of any size.
+def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = None) -> Plan:
+    """Plans a recipe within seconds, for a model of any size; no weight is read.
 
     Args:
-        utilisation: share of the GPUs' peak to reckon with instead of the measured or assumed one.
+        recipe: a complete recipe, such as ``load_recipe(...).recipe``.
+        hardware: the GPUs that it would run on.
+        utilisation: the share of the GPUs' peak that is reached, from 0 to 1; None for the measured or assumed one.
+
+    Returns:
+        The plan, whether the recipe fits or not; ``Plan.check`` raises if it does not.
 
     Raises:
         BadInputError: the student or the teacher is not a model.
@@ -93,7 +98,7 @@ def plan_setup(
     hardware: Hardware,
     utilisation: float | None = None,
 ) -> Plan:
-    """As :func:`plan`, of what was read already."""
+    """As :func:`plan_run`, of what was read already."""
 
     def memory_of(setup: Setup, hardware: Hardware) -> Memory:
         return memory(model.numbers, teacher, model.layer_bytes(setup), setup, hardware)

@@ -1,18 +1,19 @@
-"""Memory of one GPU over an optimizer step: what is held throughout, and the moments at which the rest piles up.
+"""Memory of one GPU over an optimizer step.
 
-Held throughout are weights, optimizer states and the teacher. Activations shrink in backward while gradients grow, and
-the optimizer has temporaries of its own, so no single sum is the peak: each moment of a step is added up by parts and
-the fullest one decides. The figures are what ``torch.cuda.max_memory_allocated`` counts, from the second step on; what
-comes on top of it are ``Memory.context`` and ``Memory.slack``.
+Weights, optimizer states and the teacher stay in memory for the whole step. The rest changes: activations shrink in the
+backward pass while gradients grow, and the optimizer has temporaries. The peak is therefore computed as the largest of
+several moments, each of which is the sum of its parts. The figures are those that ``torch.cuda.max_memory_allocated``
+counts from the second step on; ``Memory.context`` and ``Memory.slack`` come on top of them.
 
-ZeRO is DeepSpeed 0.19.8's as ``fcsd.distill.engine`` configures it (``runtime/zero/stage_1_and_2.py``): dense
-parameters are partitioned over all processes, routed experts over those that hold the same ones
-(``world / ep_size``).
+ZeRO works as in DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``) with the configuration of ``fcsd.distill.engine``:
+dense parameters are partitioned over all processes, and routed experts over the ``world / ep_size`` processes that hold
+the same experts.
 """
 
 from dataclasses import dataclass
 
 from fcsd.config.objective import automatic_chunk
+from fcsd.parallel.transports import copies
 from fcsd.plan.activations import LayerBytes
 from fcsd.plan.model import FINAL_NORM, ModelNumbers
 from fcsd.plan.setup import GIB, USABLE, Hardware, Setup
@@ -23,7 +24,6 @@ EXPERT_GROUP = 178_956_971  # parameters in one of the groups that DeepSpeed cut
 # Beyond max_memory_allocated; assumptions, to be held against nvidia-smi and memory_reserved.
 CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces
 COMMUNICATOR = int(0.5 * GIB)  # NCCL's buffers of one process group: all, expert-parallel, expert-data-parallel
-BUFFERS = 3 * 1.25  # times the rows of an exchange: what ``parallel.puts`` receives into, of each sharded model
 SLACK = 0.1  # of what comes and goes: blocks that the caching allocator cannot reuse
 
 
@@ -136,18 +136,18 @@ def loss_bytes(model: ModelNumbers, setup: Setup) -> tuple[int, int]:
 def step_bytes(model: ModelNumbers, own: Shard, setup: Setup) -> int:
     """Beyond weights and states while the optimizer steps, group after group.
 
-    ZeRO holds all averaged gradients in the weights' dtype and makes a group's flat and, for bf16, an fp32 copy of it;
-    torch's fused AdamW takes nothing more. Dense parameters are one group; experts are cut into groups of at most
+    ZeRO holds all averaged gradients as they were accumulated and makes a group's flat and, for bf16, an fp32 copy of
+    it; torch's fused AdamW takes nothing more. Dense parameters are one group; experts are cut into groups of at most
     ``EXPERT_GROUP`` or of one tensor that is larger. Without ZeRO all groups are one.
     """
-    copy = 4 if setup.dtype == "bf16" else 0
+    copy = 4 if setup.gradient_width == 2 else 0
     if not setup.zero_stage:
         return copy * sum(own.partition)
     dense, experts = own.partition
     # the largest tensor holds two of an expert's three matrices, of all experts in a layer
     tensor = 2 * max(layer.routed for layer in model.layers) // (3 * setup.ep_size)
     group = min(experts, max(EXPERT_GROUP, tensor) * setup.ep_size // setup.world)
-    return setup.width * (dense + experts) + (setup.width + copy) * max(dense, group)
+    return setup.gradient_width * (dense + experts) + (setup.gradient_width + copy) * max(dense, group)
 
 
 def moments(
@@ -169,8 +169,8 @@ def moments(
     # The teacher's final states, and of each compared layer both streams, which the loss replaces by their difference.
     targets = stream * (1 + 2 * setup.compared) if setup.teacher != "none" else 0
     several = setup.accumulation > 1
-    partition = width * sum(own.partition)
-    whole = width * own.trained
+    partition = setup.gradient_width * sum(own.partition)
+    whole = setup.gradient_width * own.trained
 
     # Gradients from earlier micro-batches, and how they grow: stage 2 parts with what other ranks own.
     before = (partition if setup.zero_stage == 2 else whole) if several else 0
@@ -191,9 +191,9 @@ def moments(
     if held["teacher"]:
         found.append(Moment("teacher's forward pass", **held, gradients=before, activations=2 * stream + forward))
 
-    grown = width * model.head * (not setup.freeze_lm_head)
+    grown = setup.gradient_width * model.head * (not setup.freeze_lm_head)
     for number, layer in reversed(list(enumerate(model.layers))):
-        size, gradient = layers[layer.kind], width * (layer.dense + layer.routed // setup.ep_size)
+        size, gradient = layers[layer.kind], setup.gradient_width * (layer.dense + layer.routed // setup.ep_size)
         grown += gradient
         if setup.zero_stage == 2:
             # What is reduced lives in the partition's buffer; at most a layer's gradients wait for their bucket.
@@ -221,7 +221,9 @@ def memory(
     if setup.ep_size > 1:
         rows = setup.micro_batch_size * setup.seq_len * model.top_k * setup.imbalance
         sharded = 2 if setup.teacher == "sharded" else 1
-        context += int(sharded * BUFFERS * rows * model.hidden * setup.width)
+        # What ``CopiesTransport`` receives into: the largest exchange's bytes, as often and as large as it makes them.
+        buffers = copies.BUFFERS * copies.SLACK * rows * model.hidden * setup.width
+        context += int(sharded * buffers)
     return Memory(moments(model, teacher, layers, setup), context, int(USABLE * hardware.memory * GIB))
 
 

@@ -15,6 +15,7 @@ from fcsd.checkpoint import read_config, resolve
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
 from fcsd.models.build import arch_of, decoder_layers, register
+from fcsd.models.config_keys import EXPERT_COUNTS
 from fcsd.models.wiring import hf_parts
 from fcsd.plan.activations import LayerBytes, RoutedExperts, attention, fuse_norms, measure_layer
 from fcsd.plan.setup import Setup
@@ -22,7 +23,6 @@ from fcsd.plan.setup import Setup
 _ATTENTION = "fcsd_plan"
 FINAL_NORM = -1  # its place among the kinds of layers
 _CONFIGS = Path(__file__).with_name("configs")
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _numbers(model: PreTrainedModel, streams: int, attention_width: int) -> Mode
         other=model.num_parameters() - inside - embedding - head * (not tied),
         hidden=outputs.weight.shape[1],
         vocab=outputs.weight.shape[0],
-        experts=next((text[name] for name in _NUM_EXPERTS if text.get(name)), 0)
+        experts=next((text[name] for name in EXPERT_COUNTS if text.get(name)), 0)
         if kinds and any(x.routed for x in layers)
         else 0,
         top_k=text.get("num_experts_per_tok") or 0,

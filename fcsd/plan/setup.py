@@ -73,6 +73,7 @@ class Setup:
     batch_tokens: int
     tokens: int
     dtype: Literal["bf16", "fp32"] = "bf16"
+    accumulate_dtype: Literal["bf16", "fp32"] = "bf16"
     zero_stage: int = 1
     recompute: bool = False
     ep_size: int = 1
@@ -107,6 +108,11 @@ class Setup:
         return 2 if self.dtype == "bf16" else 4
 
     @property
+    def gradient_width(self) -> int:
+        """Bytes of a gradient as it is accumulated."""
+        return 4 if "fp32" in (self.dtype, self.accumulate_dtype) else 2
+
+    @property
     def accumulation(self) -> float:
         """Micro-batches of an optimizer step; a fraction where the batch is no multiple of what runs at once."""
         return self.batch_tokens / (self.micro_batch_size * self.seq_len * self.world)
@@ -138,6 +144,7 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         batch_tokens=train.batch_tokens,
         tokens=train.steps * train.batch_tokens,
         dtype=train.dtype,
+        accumulate_dtype=recipe.accumulate_dtype,
         zero_stage=parallel.zero_stage,
         recompute=train.activation_checkpointing,
         ep_size=parallel.ep_size,

@@ -30,6 +30,7 @@ def on_device(correlation: int, ts: float, dur: float, name: str = "gemm", cat: 
 
 
 STEP = [
+    on_host("fcsd.phase::beside", 100, 60, tid=3),  # another thread's: it does not count for the main thread
     on_host("fcsd.phase::teacher", 0, 100),
     on_host("fcsd.phase::student", 100, 100),
     on_host("fcsd.phase::loss", 150, 20),  # nested: the innermost counts

@@ -12,7 +12,7 @@ import sparse_checkpoint
 import tiny
 from gate import edit, open_base, refused, shards
 
-from fcsd.checkpoint import INDEX, inspect, read_layout
+from fcsd.checkpoint import INDEX, inspect_checkpoint, read_layout
 from fcsd.errors import BadInputError
 
 
@@ -65,7 +65,7 @@ ROUTER = "model.layers.1.mlp.gate.weight"
 def test_tensors_that_do_not_match(model, change, reasons):
     rewrite(model, change)
     refused(model, *reasons)
-    assert inspect(str(model)).problems if reasons[0][0] != "4" else True
+    assert inspect_checkpoint(str(model)).problems if reasons[0][0] != "4" else True
 
 
 def test_unexpected_tensors_can_be_allowed(model):
@@ -107,7 +107,7 @@ def test_unexpected_tensors_can_be_allowed(model):
         ({"num_experts_per_tok": 9}, "num_experts_per_tok, 9, exceeds num_local_experts, 8"),
         ({"num_experts_per_tok": None}, "num_experts_per_tok is null"),
         ({"sliding_window": -1}, "sliding_window is -1"),
-        ({"dtype": 0}, "dtype is not a name"),
+        ({"dtype": 0}, "dtype is '0', not one of"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"num_key_value_heads": 3}, "num_key_value_heads, 3, does not divide num_attention_heads, 4"),
         ({"hidden_size": 128}, "wrong ("),
@@ -194,7 +194,7 @@ def check_config_values(model: Path, cases: list[tuple[str, Any]]) -> int:
     opened = 0
     for key, value in cases:
         (model / "config.json").write_text(json.dumps({**json.loads(text), key: value}))
-        for call in (open_base, inspect):
+        for call in (open_base, inspect_checkpoint):
             try:
                 call(str(model))
                 opened += 1

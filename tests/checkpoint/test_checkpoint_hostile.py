@@ -14,7 +14,7 @@ import pytest
 import tiny
 from gate import edit, open_base, refused, shards, state_of
 
-from fcsd.checkpoint import INDEX, contained, inspect, read_layout
+from fcsd.checkpoint import INDEX, contained, inspect_checkpoint, read_layout
 from fcsd.errors import BadInputError
 
 
@@ -57,7 +57,7 @@ def test_the_good_one_is_taken(model):
         (["model.safetensors"], "not a .safetensors file"),
     ],
 )
-@pytest.mark.parametrize("call", [open_base, inspect])
+@pytest.mark.parametrize("call", [open_base, inspect_checkpoint])
 def test_shard_names(model, shard, reason, call):
     shutil.copy(shards(model)[0], model.parent / "outside.safetensors")
     edit(model / INDEX, lambda index: index["weight_map"].update({"model.norm.weight": shard}))
@@ -121,7 +121,7 @@ def test_shard_missing_or_damaged(model):
     os.truncate(second, second.stat().st_size - 1)
     for file in rest:
         file.write_bytes(b"")
-    problems = "\n".join(inspect(str(model)).problems)
+    problems = "\n".join(inspect_checkpoint(str(model)).problems)
     assert f"{first.name}: is missing" in problems
     assert f"{second.name}: is truncated" in problems and f"{rest[-1].name}: is truncated" in problems
 
@@ -216,7 +216,7 @@ class Payload:
         (["config.resolved.yaml", "metrics.jsonl", "checkpoints/step-1/MANIFEST.json"], "is an fcsd run"),
     ],
 )
-@pytest.mark.parametrize("call", [open_base, inspect])
+@pytest.mark.parametrize("call", [open_base, inspect_checkpoint])
 def test_other_things(tmp_path, files, reason, call):
     canary, path = tmp_path / "canary", tmp_path / "model"
     path.mkdir()
@@ -275,7 +275,7 @@ def test_auto_map(model, name):
     text = (model / name).read_text() or "{}"
     (model / name).write_text(json.dumps({**json.loads(text), "auto_map": AUTO_MAP}))
     refused(model, f"{name}: auto_map asks for code of its own")
-    refused(model, f"{name}: auto_map asks for code of its own", call=inspect)
+    refused(model, f"{name}: auto_map asks for code of its own", call=inspect_checkpoint)
     base = open_base(str(model), trust_remote_code=True)
     assert base.config.model_type == "qwen3_moe" and not canary.exists()
 
@@ -285,8 +285,8 @@ def test_nothing_is_asked_on_a_terminal(model):
     canary = plant(model)
     edit(model / "config.json", lambda config: config.update(auto_map=AUTO_MAP))
     program = (
-        "import sys; from fcsd.checkpoint import inspect; assert sys.stdin.isatty()\n"
-        "for trust in (True, False): print(inspect(sys.argv[1], trust_remote_code=trust).architecture)"
+        "import sys; from fcsd.checkpoint import inspect_checkpoint; assert sys.stdin.isatty()\n"
+        "for trust in (True, False): print(inspect_checkpoint(sys.argv[1], trust_remote_code=trust).architecture)"
     )
     ours, theirs = pty.openpty()
     run = subprocess.Popen([sys.executable, "-c", program, str(model)], stdin=theirs, stdout=theirs, stderr=theirs)

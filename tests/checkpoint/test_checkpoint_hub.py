@@ -12,7 +12,7 @@ import sparse_checkpoint
 import tiny
 from huggingface_hub import constants
 
-from fcsd.checkpoint import inspect, resolve
+from fcsd.checkpoint import inspect_checkpoint, resolve
 from fcsd.errors import BadInputError, DiskError
 
 
@@ -87,7 +87,7 @@ def test_token_opens_the_gate_and_is_not_shown(hub, saved, monkeypatch, capfd):
     hub.token = "hf_canary"
     monkeypatch.setenv("HF_TOKEN", hub.token)
     hub.add("org/gated", saved, gated="manual")
-    assert inspect("org/gated").gated
+    assert inspect_checkpoint("org/gated").gated
     monkeypatch.setenv("HF_TOKEN", "hf_canary_wrong")
     error = refused("org/gated@none")
     captured = capfd.readouterr()
@@ -96,8 +96,8 @@ def test_token_opens_the_gate_and_is_not_shown(hub, saved, monkeypatch, capfd):
 
 def test_inspect_fetches_headers_only(hub, saved):
     hub.add("org/model", saved)
-    report = inspect("org/model")
-    local = json.loads(inspect(str(saved)).to_json())
+    report = inspect_checkpoint("org/model")
+    local = json.loads(inspect_checkpoint(str(saved)).to_json())
     remote = json.loads(report.to_json())
     assert remote.pop("revision") == hub.repos["org/model"].refs["main"]
     assert (remote.pop("model"), local.pop("revision"), local.pop("model")) == ("org/model", None, str(saved))
@@ -119,7 +119,7 @@ def test_unreachable_hub_fails_fast_and_directories_still_work(saved):
 
 def test_inspect_of_109b_downloads_megabytes(hub, tmp_path):
     hub.add("org/scout", sparse_checkpoint.scout(tmp_path / "scout", shards=20))
-    report = inspect("org/scout")
+    report = inspect_checkpoint("org/scout")
     assert not report.problems and report.bytes > 200e9
     assert sum(size for name, size in hub.sent.items() if name.endswith(".safetensors")) < 20e6
 

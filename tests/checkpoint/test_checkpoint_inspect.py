@@ -12,9 +12,10 @@ import torch
 import transformers
 from gate import open_base
 
-from fcsd.checkpoint import INDEX, inspect, read_layout
+from fcsd.checkpoint import INDEX, inspect_checkpoint, read_layout
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
+from fcsd.models.export_template import auto_map
 from fcsd.models.wiring import Wiring
 
 # architecture -> (dense layers, MoE layers, experts, per token, shared) of the tiny models
@@ -43,7 +44,7 @@ def test_every_architecture(arch, tmp_path):
     model = tiny.model(arch)
     model.save_pretrained(tmp_path, max_shard_size="300KB")
     open_base(str(tmp_path))
-    report = inspect(str(tmp_path))
+    report = inspect_checkpoint(str(tmp_path))
     assert report.problems == [] and report.carried == []
     dense, moe, experts, per_token, shared = SHAPES[arch]
     assert (report.layers, report.dense_layers, report.moe_layers) == (4, dense, moe)
@@ -81,13 +82,13 @@ def test_llama4_with_vision(tmp_path):
     )
     model = transformers.Llama4ForConditionalGeneration(config)
     model.save_pretrained(tmp_path)
-    report = inspect(str(tmp_path))
+    report = inspect_checkpoint(str(tmp_path))
     assert report.problems == [] and report.model_type == "llama4" and report.layers == 4 and report.moe_layers == 2
     assert report.parameters == sum(tensor.numel() for tensor in model.state_dict().values())
     config = json.loads((tmp_path / "config.json").read_text())
     edit_config(tmp_path, vision_config={**config["vision_config"], "num_hidden_layers": "2"})
     with pytest.raises(BadInputError, match="num_hidden_layers is '2'"):
-        inspect(str(tmp_path))
+        inspect_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
@@ -116,7 +117,7 @@ def test_the_key_of_the_original_config_counts(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["num_experts"] = config.pop("num_local_experts")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert inspect(str(tmp_path)).experts == 8
+    assert inspect_checkpoint(str(tmp_path)).experts == 8
     edit_config(tmp_path, num_experts=7)
     with pytest.raises(BadInputError, match="unexpected"):
         open_base(str(tmp_path))
@@ -129,12 +130,12 @@ def test_multi_token_prediction_is_carried(arch, layer, tmp_path):
     tensors = {name: (t.dtype, t.shape) for name, t in read_layout(tmp_path).tensors.items()}
     extra = f"model.layers.{layer}.eh_proj.weight"
     sparse_checkpoint.write_header(tmp_path / "model.safetensors", {**tensors, extra: ("F32", (64, 128))})
-    report = inspect(str(tmp_path))
+    report = inspect_checkpoint(str(tmp_path))
     assert report.carried == [extra] and report.problems == []
     assert f"1 tensors, kept as they are ({extra}" in report.to_text()
     extra = f"model.layers.{layer - 1}.eh_proj.weight"
     sparse_checkpoint.write_header(tmp_path / "model.safetensors", {**tensors, extra: ("F32", (64, 128))})
-    assert inspect(str(tmp_path)).problems == [f"1 unexpected ({extra})"]
+    assert inspect_checkpoint(str(tmp_path)).problems == [f"1 unexpected ({extra})"]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_multi_token_prediction_is_carried(arch, layer, tmp_path):
 )
 def test_quantised_layouts(arch, cls, method, dtype, broken, tmp_path):
     path = sparse_checkpoint.write(tmp_path / "model", tiny.config(arch), cls, 2, method)
-    report = inspect(str(path))
+    report = inspect_checkpoint(str(path))
     assert report.problems == [] and report.quantization == method and dtype in report.dtypes
     # Parameters are those of the model, not the bytes they are packed in.
     assert report.parameters == sum(tensor.numel() for tensor in tiny.model(arch).state_dict().values())
@@ -182,10 +183,10 @@ def test_converted_by_fcsd(tmp_path):
         tmp_path,
         model_type="fcsd_deepseek_v2",
         architectures=["FcsdDeepseekV2ForCausalLM"],
-        auto_map={"AutoConfig": "modeling_fcsd.FcsdConfig"},
+        auto_map=auto_map(ARCHS["deepseek_v2"]),
         fcsd=block,
     )
-    report = inspect(str(tmp_path))
+    report = inspect_checkpoint(str(tmp_path))
     assert report.rewired == {"by": "fcsd", **block} and report.wirings == [] and report.problems == []
     assert report.model_type == "deepseek_v2" and report.shared_experts == 2
     assert "farskip, layers 1-3, by fcsd" in report.to_text()
@@ -204,7 +205,7 @@ def test_trained_by_amd(tmp_path):
         attn_only_farskip=True,
         mlp_only_farskip=False,
     )
-    report = inspect(str(tmp_path))
+    report = inspect_checkpoint(str(tmp_path))
     assert report.rewired == {"by": "amd", "wiring": "farskip", "variant": "attn-only", "start": 1, "end": 10_000}
     assert (report.architecture, report.layers, report.moe_layers, report.experts) == (
         "InstellaMoEForCausalLM",
@@ -216,7 +217,7 @@ def test_trained_by_amd(tmp_path):
     assert "farskip (attn-only), layers from 1 up to 10000, by AMD" in report.to_text()
     edit_config(tmp_path, farskip=False)  # the other flag alone changes nothing in AMD's code
     with pytest.raises(BadInputError, match="auto_map"):
-        inspect(str(tmp_path))
+        inspect_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_trained_by_amd(tmp_path):
 def test_amds_keys_that_leave_the_wiring_standard(tmp_path, keys):
     tiny.model("deepseek_v3").save_pretrained(tmp_path)
     edit_config(tmp_path, **keys)
-    report = inspect(str(tmp_path))
+    report = inspect_checkpoint(str(tmp_path))
     assert report.rewired is None and report.wirings == list(ARCHS["deepseek_v3"].wirings) and report.problems == []
 
 
@@ -240,21 +241,21 @@ def test_gated_attention_is_named(tmp_path):
     tiny.model("deepseek_v3").save_pretrained(tmp_path)
     edit_config(tmp_path, gated_attention=True)
     with pytest.raises(BadInputError, match="its attention is gated"):
-        inspect(str(tmp_path))
+        inspect_checkpoint(str(tmp_path))
     edit_config(tmp_path, farskip=True, architectures=["InstellaMoEForCausalLM"])
-    report = inspect(str(tmp_path))
+    report = inspect_checkpoint(str(tmp_path))
     assert report.wirings == [] and len(report.problems) == 1
     assert "problem       its attention is gated (self_attn.gate_proj)" in report.to_text()
     edit_config(tmp_path, farskip=False, model_type="instella_moe", gated_attention=False)
     with pytest.raises(BadInputError, match="its attention is gated"):
-        inspect(str(tmp_path))
+        inspect_checkpoint(str(tmp_path))
 
 
 @pytest.mark.timeout(120)
 def test_109b_and_671b(tmp_path):
     """Header-only: hundreds of GB, as sparse files, in seconds and without their memory."""
     scout = sparse_checkpoint.scout(tmp_path / "scout")
-    report = inspect(str(scout))
+    report = inspect_checkpoint(str(scout))
     assert report.problems == [] and report.moe_layers == 48 and report.experts == 16
     assert 108e9 < report.parameters < 109e9 and 16e9 < report.active_parameters < 19e9 and report.bytes > 216e9
     assert sum(file.stat().st_blocks * 512 for file in scout.iterdir()) < 10e6
@@ -268,7 +269,7 @@ def test_109b_and_671b(tmp_path):
 
 def test_json_is_stable_and_text_is_short(tmp_path):
     tiny.model("mixtral", dtype=torch.bfloat16).save_pretrained(tmp_path)
-    report = inspect(str(tmp_path))
+    report = inspect_checkpoint(str(tmp_path))
     assert list(json.loads(report.to_json())) == [
         *("model", "revision", "gated", "model_type", "architecture", "layers", "dense_layers", "moe_layers"),
         *("experts", "experts_per_token", "shared_experts", "parameters", "active_parameters", "bytes", "shards"),

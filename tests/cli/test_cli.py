@@ -3,6 +3,7 @@
 import errno
 import importlib
 import inspect
+import io
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from fcsd import __version__, errors
+from fcsd.cli import command
 from fcsd.cli.main import app
 from fcsd.foreign_errors import _TABLE, translate
 
@@ -205,10 +207,21 @@ def test_eval_refuses_a_single_task_that_is_far_below(library) -> None:
     assert "more than 3 points below teacher on task7" in missed.stderr
 
 
+def test_a_file_name_that_is_not_utf8_is_printed_escaped() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="utf-8", errors="strict")  # closes ``raw`` when it is deleted
+    token = command._DATA.set(stream)
+    try:
+        command.emit(os.fsdecode(b"model\xff"))
+    finally:
+        command._DATA.reset(token)
+    assert raw.getvalue() == b"model\\udcff\n"
+
+
 def test_export_and_push(library) -> None:
     export = library("fcsd.export.final", "export", Path("final"))
     assert run("export", "runs/x", "final", "--push", "org/name", "--private").stdout == "final\n"
-    wanted = {"checkpoint": "latest", "force": False, "push": "org/name", "private": True, "create_pr": False}
+    wanted = {"checkpoint": None, "force": False, "push": "org/name", "private": True, "create_pr": False}
     export.assert_called_once_with("runs/x", Path("final"), **wanted, revision=None)
     push = library("fcsd.export.push", "push", "address")
     assert run("push", "final", "org/name", "--create-pr", "--revision", "b").stdout == "address\n"
@@ -358,7 +371,7 @@ def test_ctrl_c_ends_with_130_and_no_orphan(tmp_path: Path, import_first: str) -
         "def slow(model, *, trust_remote_code=False):\n"
         f"    pathlib.Path({str(ready)!r}).touch()\n"
         "    time.sleep(600)\n"
-        "checkpoint.inspect = slow\n"
+        "checkpoint.inspect_checkpoint = slow\n"
         "sys.argv = ['fcsd', 'inspect', 'm']\n"
         "main()\n"
     )

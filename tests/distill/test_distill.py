@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, out: Path, size: int = 1, **changes: Any) -> list[dict[str, Any]]:
     """The metrics of a run in ``size`` fresh processes."""
     recipe = runs.resolved(folder, output_dir=str(out), **changes)
-    results = ranks.on_ranks(size, loop.distill, recipe)
+    results = ranks.on_ranks(size, loop.distill_model, recipe)
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -110,7 +110,7 @@ def test_a_run_leaves_what_the_next_command_needs(folder: Path, tmp_path: Path) 
 
 def twice(*recipes: Any) -> None:
     for recipe in recipes:
-        loop.distill(recipe)
+        loop.distill_model(recipe)
 
 
 def test_two_runs_in_one_process_are_the_same_run(folder: Path, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def poisoned(recipe: Any) -> None:
         return hidden * torch.nan if not model.training and calls > 4 and os.environ["RANK"] == "1" else hidden
 
     targets.final_hidden = final_hidden
-    loop.distill(recipe)
+    loop.distill_model(recipe)
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank(folder: Path, tmp_path: Path) -> None:
@@ -159,6 +159,18 @@ def test_a_loss_that_is_not_finite_stops_every_rank(folder: Path, tmp_path: Path
     assert all(isinstance(error, NonFiniteError) for error in results)
     assert all("step 3" in str(error) and "step-2" in error.hint for error in results)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
+
+
+def test_a_step_without_a_counted_token_is_an_error(folder: Path, tmp_path: Path) -> None:
+    """Every answer lies beyond the end of its row."""
+    texts.write_jsonl(tmp_path / "long.jsonl", [texts.chat("why? " * 20, "because") for _ in range(40)], "chat")
+    (tmp_path / "template.jinja").write_text(texts.PLAIN)
+    source = {"path": str(tmp_path / "long.jsonl"), "messages": "chat"}
+    source["chat_template"] = str(tmp_path / "template.jinja")
+    changes = {"data__sources": [source], "train__log_every": 9, "checkpoint__every_steps": 0}
+    with pytest.raises(BadInputError, match="step 1, rows 0 to 7: no token counts in the loss"):
+        train(folder, tmp_path / "run", 2, **changes)
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
 
 
 def test_bad_input_writes_nothing(folder: Path, tmp_path: Path) -> None:
@@ -182,6 +194,19 @@ def test_a_dry_run_shows_the_first_row_and_writes_nothing(folder: Path, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_in_which_nothing_counts_is_refused(folder: Path, tmp_path: Path) -> None:
+    chats = [texts.chat("q" * 300, "y")] * 4  # 2 of 307 tokens count; the first row of 32 has none of them
+    source = {**chats_and_text(folder)[1], "overlong": "split"}
+    texts.write_jsonl(folder / "chats.jsonl", chats, "chat")
+    run = tmp_path / "run"
+    with pytest.raises(BadInputError, match=r"chats\.jsonl: only 0\.65% of the tokens in its rows of 32 count"):
+        train(folder, run, data__sources=[source])
+    assert not run.exists()
+    small = {"train__batch_tokens": 32, "train__micro_batch_size": 1}
+    with pytest.raises(BadInputError, match="step 1, rows 0 to 0: no token counts in the loss"):
+        train(folder, run, data__sources=[{**source, "min_counted": 0}], **small)
+
+
 def test_a_resumed_run_must_have_the_same_data_rendered_the_same_way(folder: Path, tmp_path: Path) -> None:
     def identity(place: Path, template: str = "", line: str = "", **fields: Any) -> dict[str, object]:
         place.mkdir()
@@ -196,13 +221,28 @@ def test_a_resumed_run_must_have_the_same_data_rendered_the_same_way(folder: Pat
     for number, (changes, differing) in enumerate(
         [
             ({}, []),  # in another place
-            ({"template": "~"}, ["data.sources.0: chat template"]),
-            ({"line": "{}\n"}, ["data.sources.0: chats.jsonl"]),
+            ({"template": "~"}, ["data.sources.0: chat template", "data.sources.0: documents"]),
+            ({"line": "{}\n"}, ["data.sources.0: chats.jsonl", "data.sources.0: documents"]),
             ({"train_on": "all"}, ["data.sources.0.train_on"]),
         ]
     ):
         other = identity(tmp_path / str(number), **changes)
         assert [line.partition(" was ")[0] for line in differences(first, other)] == differing
+
+
+def test_fields_that_change_no_row_are_no_part_of_a_runs_identity(folder: Path) -> None:
+    """So that runs resume which were started before these fields existed."""
+    text, chats = chats_and_text(folder)
+
+    def named(*sources: dict[str, Any]) -> set[str]:
+        recipe = runs.resolved(folder, data__sources=list(sources)).recipe
+        corpora = [load_corpus(source, texts.tokenizer(), 256) for source in recipe.data.sources]
+        keys = {"data.weight_by", "data.sources.0.earlier_reasoning", "data.sources.0: documents"}
+        return keys & run_identity(recipe, corpora, World(0, 1, torch.device("cpu"))).keys()
+
+    assert named(text) == named(text, text) == set()
+    assert named(chats) == {"data.sources.0.earlier_reasoning", "data.sources.0: documents"}
+    assert named(text, chats) == {"data.weight_by"}
 
 
 def test_learning_rate_rises_then_falls_to_the_minimum() -> None:

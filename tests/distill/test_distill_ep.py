@@ -20,7 +20,7 @@ from fcsd.distill import loop, update
 from fcsd.distill.expert_parallel import check, wire_sharded
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import CheckpointError, ConfigError
-from fcsd.export.final import export
+from fcsd.export.final import export_model
 from fcsd.parallel.weights.tensor_map import pieces, take
 
 ARCHES = ("qwen3_moe", "deepseek_v2", "llama4_text")
@@ -67,7 +67,7 @@ def distill(recipes: list[ResolvedRecipe]) -> None:
     update.global_norm = watched
     for recipe in recipes:
         out = Path(recipe.recipe.output_dir)
-        loop.distill(recipe)
+        loop.distill_model(recipe)
 
 
 def run_all(folder: Path, out: Path, size: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def counted(recipe: ResolvedRecipe) -> int:
         kernel(*args, **kwargs)
 
     private._fused_adamw_ = watched
-    loop.distill(recipe)
+    loop.distill_model(recipe)
     return len(calls)
 
 
@@ -245,7 +245,7 @@ def test_two_steps_and_a_resume_are_four_steps(models: dict[str, Path], tmp_path
 def refusal(recipe: ResolvedRecipe) -> str:
     """What resuming says."""
     with pytest.raises(CheckpointError) as caught:
-        loop.distill(recipe)
+        loop.distill_model(recipe)
     return str(caught.value)
 
 
@@ -257,7 +257,7 @@ def test_every_checkpoint_is_an_export_and_a_start_and_belongs_to_its_processes(
     trained |= {"train__eval_every": 1}
     train(runs.resolved(folder, **trained), 2)
     losses = {line["step"]: line["held_out_sft"] for line in read_metrics(run)}
-    chosen = export(str(run), out, checkpoint="best")  # reloads it in a fresh process to equal logits
+    chosen = export_model(str(run), out, checkpoint="best")  # reloads it in a fresh process to equal logits
     step = min(losses, key=losses.__getitem__)
     saved = run / "checkpoints" / f"step-{step}" / "model"
     assert (chosen / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
@@ -281,7 +281,7 @@ def scored(recipes: list[ResolvedRecipe]) -> None:
     from fcsd.eval.early_score import scorer
 
     for recipe in recipes:
-        loop.distill(recipe, scorer=scorer(recipe.recipe.early_stop))
+        loop.distill_model(recipe, scorer=scorer(recipe.recipe.early_stop))
 
 
 def test_scores_and_the_best_checkpoint_are_those_of_one_process(
@@ -345,7 +345,7 @@ def test_what_cannot_be_expert_parallel_is_refused_before_anything_is_written(
         with pytest.raises(ConfigError, match=message):
             check(recipe.recipe, processes)
         with pytest.raises(ConfigError, match=message):
-            loop.distill(recipe, dry_run=True, processes=processes)
+            loop.distill_model(recipe, dry_run=True, processes=processes)
     replicated = {**SHARDED, "teacher": str(tmp_path / "llama"), "parallel__teacher_placement": "replicated"}
     check(runs.resolved(models["deepseek_v2"], **replicated).recipe, 2)
     assert not (tmp_path / "run").exists()

@@ -18,7 +18,7 @@ from fcsd.distill.run import checkpoints, manifest
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import CheckpointError, ConfigError
 from fcsd.eval.score import Score, Scorer
-from fcsd.export.final import _model_of
+from fcsd.export.final import _choose
 
 SCRIPT = [0.50, 0.51, 0.60, 0.61, 0.59, 0.612, 0.2, 0.7]  # of steps 1, 2, ...
 STOPPING = {"metric": "scripted", "every": 1, "patience": 3, "delta": 0.02}
@@ -81,7 +81,9 @@ def scripted(resolved: ResolvedRecipe, killed_before: int | None = None) -> None
         rename(partial, final)
 
     checkpoints._rename = deadly
-    loop.distill(resolved, scorer=Scorer(lambda model, tokenizer, step, group: Score(SCRIPT[step - 1], 0.01, 100)))
+    loop.distill_model(
+        resolved, scorer=Scorer(lambda model, tokenizer, step, group: Score(SCRIPT[step - 1], 0.01, 100))
+    )
 
 
 def outcome(run: Path) -> list[tuple[Any, ...]]:
@@ -118,10 +120,11 @@ def test_the_best_outlives_the_newest_and_is_what_is_published(folder: Path, tmp
     changed = recipe(folder, run, early_stop=STOPPING | {"patience": 9}, checkpoint__every_steps=1, train__steps=5)
     assert ranks.on_ranks(1, scripted, changed) == [None]
     assert names(run) == ["step-4", "step-5"]
-    assert _model_of(run, "best") == run / "checkpoints" / "step-4" / "model"
-    assert _model_of(run, "latest") == run / "checkpoints" / "step-5" / "model"
-    best, last = weights(_model_of(run, "best")), weights(_model_of(run, "latest"))
+    assert _choose(run, "best") == run / "checkpoints" / "step-4"
+    assert _choose(run, "latest") == run / "checkpoints" / "step-5"
+    best, last = (weights(_choose(run, which) / "model") for which in ("best", "latest"))
     assert weights(run / "final") == best != last
+    assert _choose(run, None) == run / "checkpoints" / "step-4", "the best is what is exported"
     # A finished run, started again with more patience, publishes again and does nothing else.
     shutil.rmtree(run / "final")
     assert ranks.on_ranks(1, scripted, changed) == [None]
@@ -130,7 +133,7 @@ def test_the_best_outlives_the_newest_and_is_what_is_published(folder: Path, tmp
     with (run / "checkpoints" / "step-4" / "model" / "model.safetensors").open("r+b") as file:
         file.write(b"damaged")
     with pytest.raises(CheckpointError, match=r"step-4: model/model.safetensors is damaged"):
-        _model_of(run, "best")
+        manifest.verified_model(_choose(run, "best"))
     (error,) = ranks.on_ranks(1, scripted, changed)
     assert isinstance(error, CheckpointError) and "step-4" in str(error)
 
@@ -148,7 +151,7 @@ def test_a_score_that_was_due_when_the_run_ended_is_made_up_for(folder: Path, tm
 def distilled(resolved: ResolvedRecipe, mirror: str | None = None) -> None:
     from fcsd.eval.early_score import scorer
 
-    loop.distill(resolved, scorer=scorer(resolved.recipe.early_stop))
+    loop.distill_model(resolved, scorer=scorer(resolved.recipe.early_stop))
 
 
 def test_weights_are_the_same_with_and_without_it(folder: Path, tmp_path: Path, repo: Path) -> None:
@@ -170,7 +173,7 @@ def test_weights_are_the_same_with_and_without_it(folder: Path, tmp_path: Path, 
         progress = manifest.read_manifest(run / "checkpoints" / "step-4")["progress"]
         assert [entry["value"] for entry in progress.get("scores", [])] == scores
         if name == "held_out":
-            assert scores == [line["held_out_sft"] for line in read_metrics(run) if "score" in line]
+            assert scores == [line["held_out_kl"] for line in read_metrics(run) if "score" in line]
         if name == "benchmark":
             assert [entry["n"] for entry in progress["scores"]] == [2, 2]
     assert found["none"] == found["held_out"] == found["benchmark"]
@@ -181,7 +184,7 @@ def test_what_cannot_be_scored_is_refused_before_anything_is_written(folder: Pat
 
     run = tmp_path / "run"
     with pytest.raises(ConfigError, match="scripted needs a scorer"):
-        loop.distill(recipe(folder, run))
+        loop.distill_model(recipe(folder, run))
     assert not run.exists()
     with pytest.raises(ConfigError, match="suite 'strict' has no task 'scripted'"):
         scorer(EarlyStop(metric="scripted"))

@@ -163,7 +163,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def distilled(folder: Path, out: Path, size: int = 1, **changes: Any) -> list[dict[str, Any]]:
-    for result in ranks.on_ranks(size, loop.distill, runs.resolved(folder, output_dir=str(out), **changes)):
+    for result in ranks.on_ranks(size, loop.distill_model, runs.resolved(folder, output_dir=str(out), **changes)):
         if isinstance(result, Exception):
             raise result
     return read_metrics(out)

@@ -14,7 +14,7 @@ from files import snapshot
 
 from fcsd.checkpoint import read_config
 from fcsd.config import load_recipe
-from fcsd.convert import convert
+from fcsd.convert import convert_checkpoint
 from fcsd.distill import loop
 from fcsd.distill.preview import preview
 from fcsd.distill.run.report import read_metrics
@@ -91,7 +91,7 @@ def test_pretraining_desync_from_a_config_to_an_export(folder: Path, tmp_path: P
 
 
 def distill(recipe: Any) -> None:
-    for result in ranks.on_ranks(1, loop.distill, recipe):
+    for result in ranks.on_ranks(1, loop.distill_model, recipe):
         if isinstance(result, Exception):
             raise result
 
@@ -104,7 +104,7 @@ def test_pretraining_without_a_wiring_leaves_a_model_of_transformers(folder: Pat
 
 def test_an_original_rewired_on_the_way_in_is_its_conversion(folder: Path, tmp_path: Path) -> None:
     before = snapshot(folder / "llama")
-    convert(str(folder / "llama"), tmp_path / "converted", wiring="farskip", layers="last:2", check=False)
+    convert_checkpoint(str(folder / "llama"), tmp_path / "converted", wiring="farskip", layers="last:2", check=False)
     converted = resolved(folder, tmp_path, "llama", model=str(tmp_path / "converted"), output_dir=str(tmp_path / "a"))
     rewired = resolved(folder, tmp_path, "llama", init={"wiring": "farskip", "layers": "last:2"})
     assert teacher_name(rewired.recipe) == str(folder / "llama")
@@ -119,7 +119,7 @@ def test_an_original_rewired_on_the_way_in_is_its_conversion(folder: Path, tmp_p
 
 
 def test_starts_that_make_no_sense_are_refused(folder: Path, tmp_path: Path) -> None:
-    convert(str(folder / "llama"), tmp_path / "converted", check=False)
+    convert_checkpoint(str(folder / "llama"), tmp_path / "converted", check=False)
     for error, message, model, init in [
         (BadInputError, "is converted already", tmp_path / "converted", {"wiring": "ladder"}),
         (BadInputError, "has no model.safetensors", folder / "config", {}),

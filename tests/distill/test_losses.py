@@ -173,3 +173,19 @@ def test_bf16_on_a_gpu_is_close_to_float64(tokens: int) -> None:
     for x, y in zip(ours, theirs, strict=True):
         assert x.grad is not None and y.grad is not None
         torch.testing.assert_close(x.grad, y.grad, rtol=2e-2, atol=2e-2 * y.grad.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_that_the_caller_knows_change_no_bit(dtype: torch.dtype) -> None:
+    hidden, head, teacher_hidden, teacher_head = sides(dtype)
+    mask = some()
+    labels = torch.randint(VOCAB, (1, TOKENS)).masked_fill(~mask, IGNORE)
+    kept = mask.flatten().nonzero().squeeze(1)
+
+    def both(kept: Tensor | None) -> list[Tensor]:
+        ours = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
+        loss = kl_divergence(*ours, teacher_hidden, teacher_head, mask, kept=kept)
+        (loss + cross_entropy(*ours, labels, kept=kept)).backward()
+        return [loss, *(x.grad for x in ours if x.grad is not None)]
+
+    assert all(torch.equal(one, other) for one, other in zip(both(kept), both(None), strict=True))

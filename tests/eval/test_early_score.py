@@ -16,7 +16,7 @@ from fcsd.errors import FcsdError
 from fcsd.eval import evalplus_tasks
 from fcsd.eval.code import judge_process
 from fcsd.eval.early_score import Score, score
-from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.models.build import load_model
 
 TASK = {"task": "HEval+", "limit": 3}  # the bundled teacher solves these; its MBPP+ answers would take minutes
@@ -108,7 +108,7 @@ def test_training_is_the_same_to_the_last_bit_and_every_rank_knows_the_score(rep
     monkeypatch.setattr(evalplus_tasks, "MAX_NEW_TOKENS", 64)
     model, tokenizer = teacher(repo)
     alone = score(model, tokenizer, 0, None, data_mirror=repo / "assets/mirror", **TASK)
-    (row,) = evaluate(
+    (row,) = evaluate_models(
         [Loaded("x", model, tokenizer)],
         suite="strict",
         tasks=["HEval+"],

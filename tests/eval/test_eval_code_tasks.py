@@ -15,7 +15,7 @@ from fcsd.eval import evalplus_tasks
 from fcsd.eval.code.judge import pass_at_1, score
 from fcsd.eval.code.problems import load_evalplus
 from fcsd.eval.engines import adapter
-from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.suite import SUITES
 
 CODE = ["HEval+", "MBPP+"]
@@ -39,7 +39,7 @@ def mirror(repo) -> Path:
 
 def test_all_eleven_run_on_the_bundled_teacher_and_data(repo, mirror, tmp_path):
     teacher = str(repo / "assets/teacher")
-    rows = evaluate([teacher], data_mirror=mirror, limit=3, out=tmp_path)
+    rows = evaluate_models([teacher], data_mirror=mirror, limit=3, out=tmp_path)
     assert [row["column"] for row in rows] == [row.column for row in SUITES["paper"]]
     assert [row["n"] for row in rows] == [3 * 57 if row["column"] == "MMLU" else 3 for row in rows]
     assert all(0 <= row["value"] <= 1 and row["data_files"] for row in rows)
@@ -47,14 +47,16 @@ def test_all_eleven_run_on_the_bundled_teacher_and_data(repo, mirror, tmp_path):
         row["column"]: row["column"] in CODE for row in rows
     }
     assert sum(row["value"] for row in rows) > 11 * 0.4, "the trained teacher knows most of its world"
-    assert evaluate([teacher], data_mirror=mirror, limit=3, out=tmp_path, tasks=["HEval+"])[0]["items"] == next(
+    assert evaluate_models([teacher], data_mirror=mirror, limit=3, out=tmp_path, tasks=["HEval+"])[0]["items"] == next(
         row["items"] for row in rows if row["column"] == "HEval+"
     )
 
 
 def test_strict_scores_the_teachers_programs_by_evalplus(repo, mirror, monkeypatch):
     monkeypatch.setattr(evalplus_tasks, "MAX_NEW_TOKENS", 64)  # enough for the bundled solutions
-    human, mbpp = evaluate([str(repo / "assets/teacher")], suite="strict", tasks=CODE, data_mirror=mirror, limit=3)
+    human, mbpp = evaluate_models(
+        [str(repo / "assets/teacher")], suite="strict", tasks=CODE, data_mirror=mirror, limit=3
+    )
     assert human["value"] == human["base_value"] == 1.0 and human["items"] == [1.0] * 3
     assert human["settings"]["harness"] == "evalplus" and human["settings"]["chat"] is False
     assert human["filter"] == "plus" and human["sandbox"] and list(human["data_files"]) == ["HumanEvalPlus.jsonl"]
@@ -76,7 +78,7 @@ def test_strict_asks_as_evalplus_does_and_sanitizes(chat, mirror, monkeypatch):
 
     monkeypatch.setattr(adapter.HFAdapter, "generate_until", answers)
     subject = loaded(chat)
-    rows = evaluate([subject], suite="strict", tasks=CODE, data_mirror=mirror, limit=4)
+    rows = evaluate_models([subject], suite="strict", tasks=CODE, data_mirror=mirror, limit=4)
     for row, (task, own), requests in zip(rows, problems.items(), asked, strict=True):
         assert row["items"] == [1.0, 0.0, 0.0, 1.0] and row["value"] == 0.5 and row["base_value"] == 0.75
         assert row["settings"]["chat"] is chat
@@ -147,7 +149,7 @@ def test_no_generated_program_runs_without_a_sandbox_unless_that_is_accepted(mir
     real = adapter.HFAdapter.generate_until
     monkeypatch.setattr(adapter.HFAdapter, "generate_until", lambda *a: generated.append(1) or real(*a))
     with pytest.raises(FcsdError, match="no sandbox for generated code"):
-        evaluate([loaded()], **options)
+        evaluate_models([loaded()], **options)
     assert not generated, "refused before the model was run"
-    (row,) = evaluate([loaded()], **options, accept_unsafe_exec=True)
+    (row,) = evaluate_models([loaded()], **options, accept_unsafe_exec=True)
     assert (row["sandbox"], row["value"]) == ("none", 0.0)

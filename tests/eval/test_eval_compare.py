@@ -6,7 +6,7 @@ import random
 import pytest
 
 from fcsd.errors import ConfigError, VerdictError
-from fcsd.eval.compare import NO, UNDECIDED, YES, Difference, Requirement, compare
+from fcsd.eval.compare import NO, UNDECIDED, YES, Difference, Requirement, compare_models
 from fcsd.eval.statistics import estimate, paired_difference, share_recovered
 from fcsd.eval.tables import difference_table, plain_table, report, table_1
 
@@ -77,7 +77,7 @@ def table(n: int = 1000, drop: int = 0) -> list[dict]:
 
 
 def test_comparison_numbers():
-    student = next(c for c in compare(table(drop=40), untrained="untrained") if c.model == "student")
+    student = next(c for c in compare_models(table(drop=40), untrained="untrained") if c.model == "student")
     assert student.overall is not None and student.loss is not None
     assert [t.points for t in student.tasks] == pytest.approx([-4.0, -4.0])
     assert student.overall.points == pytest.approx(-4.0)
@@ -93,14 +93,14 @@ def test_comparison_numbers():
 
 def test_recovery_is_measured_from_chance_where_the_untrained_model_is_below_it():
     rows = [row("teacher", "A", [1.0] * 75 + [0.0] * 25), row("untrained", "A", [1.0] * 10 + [0.0] * 90)]
-    (student,) = compare([*rows, row("student", "A", [1.0] * 50 + [0.0] * 50)][::1], untrained="untrained")[1:]
+    (student,) = compare_models([*rows, row("student", "A", [1.0] * 50 + [0.0] * 50)][::1], untrained="untrained")[1:]
     assert student.tasks[0].recovery is not None
     assert student.tasks[0].recovery[0] == pytest.approx(0.5)
 
 
 def test_nothing_to_win_back_where_the_teacher_guesses():
     rows = [row("teacher", "A", [1.0] * 26 + [0.0] * 74), row("student", "A", [1.0] * 25 + [0.0] * 75)]
-    assert compare(rows)[0].tasks[0].recovery is None
+    assert compare_models(rows)[0].tasks[0].recovery is None
 
 
 def require(text: str, comparisons: list) -> None:
@@ -111,7 +111,7 @@ def test_verdicts():
     assert Difference("A", -0.2, 0.3, low=-0.8, high=0.4).verdict(1.0) == YES
     assert Difference("A", -2.0, 0.3, low=-2.6, high=-1.4).verdict(1.0) == NO
     assert Difference("A", -0.8, 0.3, low=-1.4, high=-0.2).verdict(1.0) == UNDECIDED
-    few, many = compare(table(n=20)), compare(table(n=2000))
+    few, many = compare_models(table(n=20)), compare_models(table(n=2000))
     assert few[1].tasks[0].points == 0.0 and few[1].tasks[0].verdict(1.0) == UNDECIDED
     assert many[1].tasks[0].verdict(1.0) == YES
     require("within 1.0", [many[1]])
@@ -129,14 +129,16 @@ def questions(right: int, n: int = 1000) -> list[float]:
 def test_a_collapsed_task_is_named_and_refused_only_where_it_is_shown():
     tasks = {"A": (800, 815), "B": (800, 815), "C": (800, 815), "D": (800, 762)}
     rows = [row("teacher", column, questions(score)) for column, (score, _) in tasks.items()]
-    (student,) = compare([*rows, *(row("student", column, questions(score)) for column, (_, score) in tasks.items())])
+    (student,) = compare_models(
+        [*rows, *(row("student", column, questions(score)) for column, (_, score) in tasks.items())]
+    )
     assert student.overall is not None and student.overall.verdict(1.0) == YES
     assert student.sentence(1.0).endswith("; further below on D (-3.8)"), "named although nobody asked for it"
     require("within 1.0", [student])
     require("within 1.0, each within 3.0", [student])  # 3.8 below, but not shown to be more than 3
     with pytest.raises(VerdictError, match=r"more than 2 points below teacher on D \(-3.8, at most -2.9\)"):
         require("within 1.0, each within 2", [student])
-    many = compare(table(n=2000, drop=0))[1]
+    many = compare_models(table(n=2000, drop=0))[1]
     assert "further below" not in many.sentence(1.0)
 
 
@@ -146,7 +148,7 @@ def test_perplexities_are_compared_in_nats_and_partial_credit_in_points():
     credit = {"teacher": [0.75] * 400, "student": [0.7] * 200 + [0.8] * 200}
     rows = [row(model, "PPL", items, metric="word_perplexity") for model, items in texts.items()]
     rows += [row(model, "IFEval", items) for model, items in credit.items()]
-    (student,) = compare(rows)
+    (student,) = compare_models(rows)
     (loss,) = student.perplexities
     assert (loss.column, loss.unit) == ("PPL", "word") and loss.nats == pytest.approx(2 / 50)
     (task,) = student.tasks
@@ -158,7 +160,9 @@ def test_perplexities_are_compared_in_nats_and_partial_credit_in_points():
 
 
 def test_differences_as_a_table():
-    header, _, *tasks, overall = difference_table(compare(table(drop=40), untrained="untrained"), 1.0).splitlines()
+    header, _, *tasks, overall = difference_table(
+        compare_models(table(drop=40), untrained="untrained"), 1.0
+    ).splitlines()
     assert [cell.strip() for cell in header.split("|")[1:-1]] == [
         "Minus teacher",
         "untrained",
@@ -169,25 +173,25 @@ def test_differences_as_a_table():
     cells = [cell.strip() for cell in overall.split("|")[1:-1]]
     assert len(tasks) == 2 and cells[0] == "Avg" and cells[3].startswith("-4.0 ± 0.4: no") and "90.0 ±" in cells[4]
     only_loss = [row for row in table() if row["column"] == "Held-out loss"]
-    assert difference_table(compare(only_loss), 1.0) == ""
+    assert difference_table(compare_models(only_loss), 1.0) == ""
 
 
 def test_unequal_evaluations_are_not_compared():
     for change in ({"data_sha256": "x"}, {"settings_sha256": "x"}, {"engine": {"dtype": "bfloat16"}}):
         rows = [row("teacher", "A", [1.0, 0.0]), row("student", "A", [1.0, 0.0], **change)]
         with pytest.raises(ConfigError, match="differ in"):
-            compare(rows)
+            compare_models(rows)
     with pytest.raises(ConfigError, match="same tasks"):
-        compare([row("teacher", "A", [1.0]), row("student", "B", [1.0])])
+        compare_models([row("teacher", "A", [1.0]), row("student", "B", [1.0])])
     with pytest.raises(ConfigError, match="no baseline"):
-        compare([row("student", "B", [1.0])])
+        compare_models([row("student", "B", [1.0])])
     with pytest.raises(ConfigError, match="no model 'x'"):
-        compare(table(), untrained="x")
+        compare_models(table(), untrained="x")
 
 
 def test_report_writes_tables_and_a_picture(tmp_path):
     rows = table(drop=40)
-    comparisons = compare(rows, untrained="untrained")
+    comparisons = compare_models(rows, untrained="untrained")
     report(rows, tmp_path, comparisons)
     assert "| teacher   | 80.0 | 80.0 | 80.0 | 2.003         |" in table_1(rows)
     text = plain_table(rows, comparisons)

@@ -17,7 +17,7 @@ from fcsd.errors import BadInputError
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.engine import Engine
-from fcsd.eval.harness import evaluate
+from fcsd.eval.harness import evaluate_models
 
 TASKS = ["PIQA", "HS", "GSM-8K"]
 
@@ -40,7 +40,7 @@ def scores(model: Path, mirror: Path, out: Path | None = None, **engine) -> list
     settings = Engine(device="cpu", batch_size=engine.pop("batch_size", 4), **engine)
     generate = HFAdapter._generate
     with patch.object(HFAdapter, "_generate", lambda self, prompts, stops, _: generate(self, prompts, stops, 16)):
-        rows = evaluate([str(model)], tasks=TASKS, data_mirror=mirror, limit=5, engine=settings, out=out)
+        rows = evaluate_models([str(model)], tasks=TASKS, data_mirror=mirror, limit=5, engine=settings, out=out)
     return [(row["column"], row["value"], row["items"]) for row in rows]
 
 
@@ -88,7 +88,7 @@ def test_the_batch_size_changes_nothing_in_fp32_and_is_told_in_bf16(model: Path,
     pairs = zip(one, eight, strict=True)
     record_property("bf16_flips", sum(a != b for x, y in pairs for a, b in zip(x[2], y[2], strict=True)))
 
-    rows = evaluate([str(model)], tasks=["PIQA"], data_mirror=mirror, limit=1, engine=Engine(batch_size=8))
+    rows = evaluate_models([str(model)], tasks=["PIQA"], data_mirror=mirror, limit=1, engine=Engine(batch_size=8))
     assert rows[0]["engine"]["batch_size"] == 8, "compare refuses models of another"
 
 

@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.eval.engines import adapter
-from fcsd.eval.harness import Loaded, evaluate, names_of
+from fcsd.eval.harness import Loaded, evaluate_models, names_of
 from fcsd.eval.results import read_results
 from fcsd.eval.suite import SUITES, TEACHERS, select
 from fcsd.serve import logprobs
@@ -38,7 +38,7 @@ def loaded(name: str = "tiny", seed: int = 0) -> Loaded:
 @pytest.mark.usefixtures("datasets_cache")
 def test_all_nine_tasks_equal_lm_eval_itself(mirror, tmp_path):
     subject = loaded()
-    rows = evaluate([subject], tasks=NINE, data_mirror=mirror, limit=3, out=tmp_path / "out")
+    rows = evaluate_models([subject], tasks=NINE, data_mirror=mirror, limit=3, out=tmp_path / "out")
     assert [row["column"] for row in rows] == NINE
     lm_tasks = Path(simple_evaluate.__code__.co_filename).parent / "tasks"
     folders = {row.directory for row in select("paper", NINE)}
@@ -70,7 +70,7 @@ def test_models_get_the_same_questions_and_held_out_loss_is_the_models_own(mirro
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": " ".join(eval_data.WORDS[i:])}) + "\n" for i in range(5)))
     one, two = loaded("one"), loaded("two", seed=1)
-    rows = evaluate([two], baseline=one, tasks=["gsm8k"], data_mirror=mirror, held_out=text, limit=2)
+    rows = evaluate_models([two], baseline=one, tasks=["gsm8k"], data_mirror=mirror, held_out=text, limit=2)
     gsm, loss, gsm2, loss2 = rows
     assert [row["model"] for row in rows] == ["one", "one", "two", "two"]
     assert [row["baseline"] for row in rows] == [True, True, False, False]
@@ -97,7 +97,7 @@ def test_evaluation_leaves_no_trace(mirror, tmp_path, monkeypatch):
     torch.manual_seed(7)
     random.seed(7)
     cache, bar = datasets.config.HF_DATASETS_CACHE, datasets.is_progress_bar_enabled()
-    evaluate([subject], tasks=["piqa", "gsm8k"], data_mirror=mirror, limit=2)
+    evaluate_models([subject], tasks=["piqa", "gsm8k"], data_mirror=mirror, limit=2)
     assert (torch.rand(1), random.random()) == expected
     assert [module.training for module in subject.model.modules()] == modes
     assert subject.model.get_output_embeddings().weight.data_ptr() == tied
@@ -108,31 +108,31 @@ def test_evaluation_leaves_no_trace(mirror, tmp_path, monkeypatch):
 def test_a_mirror_never_reaches_the_users_dataset_cache(mirror):
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     before = {p for p in cache.rglob("*")} if cache.exists() else set()
-    evaluate([loaded()], tasks=["gsm8k", "hellaswag"], data_mirror=mirror, limit=1)
+    evaluate_models([loaded()], tasks=["gsm8k", "hellaswag"], data_mirror=mirror, limit=1)
     assert ({p for p in cache.rglob("*")} if cache.exists() else set()) == before
     with pytest.raises(BadInputError, match="cannot load the data of gsm8k"):
-        evaluate([loaded()], tasks=["gsm8k"], limit=1)  # offline, and nothing cached
+        evaluate_models([loaded()], tasks=["gsm8k"], limit=1)  # offline, and nothing cached
 
 
 def test_a_directory_named_like_a_dataset_is_not_taken_for_it(mirror, monkeypatch):
     monkeypatch.chdir(mirror)
     with pytest.raises(BadInputError, match="cannot load the data of piqa"):
-        evaluate([loaded()], tasks=["piqa"], limit=1)
+        evaluate_models([loaded()], tasks=["piqa"], limit=1)
 
 
 def test_missing_and_empty_data_are_errors(tmp_path):
     root = eval_data.write_mirror(tmp_path / "mirror", rows=2)
     with pytest.raises(BadInputError, match="ARC-C: arc_challenge has 2 examples to show, 25 are asked for"):
-        evaluate([loaded()], suite="ladder", tasks=["ARC-C"], data_mirror=root)
+        evaluate_models([loaded()], suite="ladder", tasks=["ARC-C"], data_mirror=root)
     shutil.rmtree(root / "openai")
     with pytest.raises(BadInputError, match="no directory openai/gsm8k"):
-        evaluate([loaded()], tasks=["GSM-8K"], data_mirror=root)
+        evaluate_models([loaded()], tasks=["GSM-8K"], data_mirror=root)
     for file in (root / "baber/piqa/default").iterdir():
         file.write_text("")
     with pytest.raises(BadInputError, match=r"PIQA: .*(empty|cannot load)"):
-        evaluate([loaded()], tasks=["PIQA"], data_mirror=root)
+        evaluate_models([loaded()], tasks=["PIQA"], data_mirror=root)
     with pytest.raises(BadInputError, match="not a directory"):
-        evaluate([loaded()], tasks=["PIQA"], data_mirror=tmp_path / "nowhere")
+        evaluate_models([loaded()], tasks=["PIQA"], data_mirror=tmp_path / "nowhere")
 
 
 def test_no_score_for_a_broken_model_or_a_cut_prompt(mirror, tmp_path):
@@ -140,21 +140,21 @@ def test_no_score_for_a_broken_model_or_a_cut_prompt(mirror, tmp_path):
     with torch.no_grad():
         broken.model.get_decoder().layers[1].mlp.gate.weight.fill_(float("nan"))
     with pytest.raises(NonFiniteError):
-        evaluate([broken], tasks=["PIQA"], data_mirror=mirror, out=tmp_path)
+        evaluate_models([broken], tasks=["PIQA"], data_mirror=mirror, out=tmp_path)
     assert not list(tmp_path.glob("*.json"))
     short = loaded("short")
     short.model.config.max_position_embeddings = 64
     with pytest.raises(BadInputError, match="GSM-8K: a prompt needs"):
-        evaluate([short], tasks=["GSM-8K"], data_mirror=mirror)
+        evaluate_models([short], tasks=["GSM-8K"], data_mirror=mirror)
 
 
 def test_refusals():
     with pytest.raises(ConfigError, match="has no task 'boolq'"):
         select("paper", ["boolq"])
     with pytest.raises(ConfigError, match="unknown suite"):
-        evaluate([loaded()], suite="papers")
+        evaluate_models([loaded()], suite="papers")
     with pytest.raises(ConfigError, match="limit"):
-        evaluate([loaded()], tasks=["piqa"], limit=0)
+        evaluate_models([loaded()], tasks=["piqa"], limit=0)
     with pytest.raises(ConfigError, match="twice"):
         names_of(["runs/a", "runs/a"])
     assert names_of(["comparison", "org/base"]) == [str(Path("comparison").resolve())[1:].replace("/", "--"), "base"]
@@ -194,7 +194,7 @@ def test_generated_programs_are_judged_in_the_sandbox(mirror, monkeypatch):
         return [right[0], "    raise SystemExit(0)\n", "    import os; os._exit(0)\n", *right[3:]]
 
     monkeypatch.setattr(adapter.HFAdapter, "generate_until", answers)
-    human, mbpp = evaluate([loaded()], tasks=["HEval+", "MBPP+"], data_mirror=mirror, limit=5)
+    human, mbpp = evaluate_models([loaded()], tasks=["HEval+", "MBPP+"], data_mirror=mirror, limit=5)
     for row in (human, mbpp):
         assert row["items"] == [1.0, 0.0, 0.0, 1.0, 1.0] and row["value"] == pytest.approx(0.6)
         assert row["sandbox"] and row["metric"] in ("pass@1", "pass_at_1")
@@ -208,10 +208,10 @@ def test_models_by_path_resume_after_a_kill_and_keep_other_results(mirror, tmp_p
         subject.tokenizer.save_pretrained(tmp_path / name)
     teacher, student = str(tmp_path / "teacher"), str(tmp_path / "student")
     options = dict(tasks=["piqa", "arc_easy"], data_mirror=mirror, baseline=teacher)
-    whole = evaluate([student], **options)
+    whole = evaluate_models([student], **options)
     assert [(row["model"], row["baseline"]) for row in whole[::2]] == [("teacher", True), ("student", False)]
     assert [row["value"] for row in whole[:2]] == [
-        row["value"] for row in evaluate([subject], tasks=options["tasks"], data_mirror=mirror)
+        row["value"] for row in evaluate_models([subject], tasks=options["tasks"], data_mirror=mirror)
     ]
 
     out, scored = tmp_path / "out", []
@@ -228,11 +228,11 @@ def test_models_by_path_resume_after_a_kill_and_keep_other_results(mirror, tmp_p
 
     monkeypatch.setattr(adapter, "continuation_logprobs", dies)
     with pytest.raises(KeyboardInterrupt):
-        evaluate([student], **options, out=out)
-    again = evaluate([student], **options, out=out)
+        evaluate_models([student], **options, out=out)
+    again = evaluate_models([student], **options, out=out)
     assert [(row["value"], row["items"]) for row in again] == [(row["value"], row["items"]) for row in whole]
     assert len(scored) == 2 * (8 * 2 + 8 * 4), "each request was scored once"
 
-    evaluate([student], tasks=["piqa"], data_mirror=mirror, limit=2, out=out)
+    evaluate_models([student], tasks=["piqa"], data_mirror=mirror, limit=2, out=out)
     kept = [(row["column"], row["n"]) for row in read_results(out / "student.json")]
     assert kept == [("PIQA", 8), ("ARC-E", 8), ("PIQA", 2)]

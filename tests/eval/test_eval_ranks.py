@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from fcsd.errors import NonFiniteError
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.engine import Engine
-from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.results import read_results
 from fcsd.launch.shared_work import Team
 from fcsd.launch.world import World
@@ -37,8 +37,8 @@ def scored(rank: int, mirror: Path) -> list[dict[str, Any]]:
         subject = Loaded("tiny", model(), eval_data.tokenizer())
         shared = team(rank, 2) if dist.is_initialized() else None
         options = dict(data_mirror=mirror, engine=Engine(batch_size=2), team=shared)
-        rows = evaluate([subject], tasks=TASKS, limit=5, **options)
-        rows += evaluate([subject], tasks=["GSM-8K"], limit=1, **options)  # fewer documents than ranks
+        rows = evaluate_models([subject], tasks=TASKS, limit=5, **options)
+        rows += evaluate_models([subject], tasks=["GSM-8K"], limit=1, **options)  # fewer documents than ranks
     return [*rows, {"generated": len(texts)}]
 
 

@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval import ifeval, tasks
 from fcsd.eval.engines import adapter
-from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SUITES, select, select_any
 from fcsd.eval.tables import table_1
 
@@ -59,7 +59,7 @@ def test_a_suite_runs_and_equals_lm_eval(suite: str, subject: Loaded, mirror: Pa
     monkeypatch.setattr(
         adapter.HFAdapter, "generate_until", lambda self, requests: ["a river, a stone" for _ in requests]
     )
-    rows = evaluate([subject], suite=suite, data_mirror=mirror, limit=1)
+    rows = evaluate_models([subject], suite=suite, data_mirror=mirror, limit=1)
     assert [row["column"] for row in rows] == [row.column for row in SUITES[suite]]
     assert all(row["n"] == len(row["items"]) == (57 if row["task"] == "mmlu" else 1) for row in rows)
     assert table_1(rows).splitlines()[0].count("|") == len(rows) + 3
@@ -80,7 +80,7 @@ def test_a_suite_runs_and_equals_lm_eval(suite: str, subject: Loaded, mirror: Pa
 
 
 def test_wikitext_is_a_perplexity_over_words(subject: Loaded, mirror: Path) -> None:
-    (row,) = evaluate([subject], suite="pretrain-ladder", tasks=["wikitext"], data_mirror=mirror)
+    (row,) = evaluate_models([subject], suite="pretrain-ladder", tasks=["wikitext"], data_mirror=mirror)
     assert row["n"] == 3 and [words for _, words in row["items"]] == [40, 40, 40]
     assert row["value"] > 40 and 0 < row["stderr"] < row["value"]
     assert table_1([row]).splitlines()[-1].split("|")[3].strip() == "-", "no part of an average of accuracies"
@@ -95,7 +95,7 @@ def test_ifeval_judges_by_its_rules(subject: Loaded, mirror: Path, monkeypatch: 
         "THE RIVER RUNS PAST THE GARDEN.",
     ]
     monkeypatch.setattr(adapter.HFAdapter, "generate_until", lambda self, requests: answers)
-    (row,) = evaluate([subject], suite="ladder", tasks=["IFEval"], data_mirror=mirror, limit=4)
+    (row,) = evaluate_models([subject], suite="ladder", tasks=["IFEval"], data_mirror=mirror, limit=4)
     # Two of four prompts are followed, strictly and loosely; and four of six instructions: 1, 2, 0 and 1.
     assert row["value"] == pytest.approx((2 / 4 + 4 / 6) / 2)
     assert row["items"] == pytest.approx([(1 + 4 / 6) / 2, (1 + 8 / 6) / 2, 0, 4 / 6 / 2])
@@ -130,7 +130,7 @@ def test_any_task_of_lm_eval_is_scored_as_lm_eval_scores_it(subject: Loaded, mir
     """Neither of these is in suite `paper`; the shots of the second are lm-eval's, those of the first are asked for."""
     folder = Path(simple_evaluate.__code__.co_filename).parent / "tasks"
     for name, directory, metric, shots in (("sciq", "sciq", "acc_norm", 2), ("boolq", "super_glue/boolq", "acc", None)):
-        (row,) = evaluate([subject], tasks=[name], num_fewshot=shots, data_mirror=mirror, limit=3)
+        (row,) = evaluate_models([subject], tasks=[name], num_fewshot=shots, data_mirror=mirror, limit=3)
         assert (row["column"], row["task"], row["metric"], row["n"]) == (name, name, metric, 3)
         assert row["settings"]["shots"] == shots and row["data_files"] and row["chance"] is None
         with monkeypatch.context() as inside:
@@ -150,17 +150,17 @@ def test_settings_of_named_tasks(subject: Loaded, mirror: Path) -> None:
     chatty = Loaded("chatty", subject.model, eval_data.tokenizer())
     chatty.tokenizer.chat_template = "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} {% endfor %}"
     ask = {"tasks": ["piqa"], "data_mirror": mirror, "limit": 2}
-    (plain,) = evaluate([chatty], **ask)
-    (chat,) = evaluate([chatty], apply_chat_template=True, num_fewshot=1, **ask)
+    (plain,) = evaluate_models([chatty], **ask)
+    (chat,) = evaluate_models([chatty], apply_chat_template=True, num_fewshot=1, **ask)
     assert (plain["settings"]["chat"], plain["settings"]["shots"]) == (False, 0)
     assert (chat["settings"]["chat"], chat["settings"]["shots"]) == (True, 1)
     assert plain["settings"]["prompts_sha256"] != chat["settings"]["prompts_sha256"]
     with pytest.raises(BadInputError, match="PIQA: the model has no chat template"):
-        evaluate([subject], apply_chat_template=True, **ask)
+        evaluate_models([subject], apply_chat_template=True, **ask)
     with pytest.raises(ConfigError, match="settings of suite 'paper' are fixed"):
-        evaluate([subject], num_fewshot=2, data_mirror=mirror)
+        evaluate_models([subject], num_fewshot=2, data_mirror=mirror)
     with pytest.raises(ConfigError, match="EvalPlus shows no examples"):
-        evaluate([subject], suite="strict", tasks=["HEval+"], num_fewshot=2, data_mirror=mirror)
+        evaluate_models([subject], suite="strict", tasks=["HEval+"], num_fewshot=2, data_mirror=mirror)
 
 
 def test_tasks_that_cannot_be_scored_are_refused_before_the_model_runs(subject: Loaded, mirror: Path) -> None:
@@ -178,7 +178,7 @@ def test_ifeval_without_its_tools_is_refused_before_anything_runs(
     subject: Loaded, mirror: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask() -> None:
-        evaluate([subject], suite="ladder", tasks=["IFEval"], data_mirror=mirror)
+        evaluate_models([subject], suite="ladder", tasks=["IFEval"], data_mirror=mirror)
 
     with monkeypatch.context() as without:
         without.setattr(nltk.data, "path", [os.devnull])

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from safetensors.torch import load_file, save_file
 
 from fcsd import parity
 from fcsd.checkpoint import Layout
-from fcsd.convert import convert
-from fcsd.distill.run.manifest import write_manifest
+from fcsd.convert import convert_checkpoint
+from fcsd.distill.run import manifest
 from fcsd.errors import BadInputError, CheckpointError, ConfigError, DoesNotFitError, FcsdError
 from fcsd.export import final as exporting
 from fcsd.export import reload
 from fcsd.export.card import SENTENCES, model_card
-from fcsd.export.final import export
+from fcsd.export.final import export_model
 from fcsd.models import build
 from fcsd.models.archs import ARCHS
 from fcsd.models.wiring import NAMES
@@ -37,7 +38,7 @@ def converted(tmp_path: Path) -> Path:
     (tmp_path / "base" / "README.md").write_text(README)
     (tmp_path / "base" / "LICENSE").write_text("A licence.")
     (tmp_path / "base" / "chat_template.jinja").write_text("{{ messages }}")
-    convert(str(tmp_path / "base"), tmp_path / "converted", layers="1-3", check=False)
+    convert_checkpoint(str(tmp_path / "base"), tmp_path / "converted", layers="1-3", check=False)
     return tmp_path / "converted"
 
 
@@ -56,8 +57,9 @@ def run(converted: Path, tmp_path: Path) -> Path:
         for file in converted.iterdir():
             if not (folder / "model" / file.name).exists() and "safetensors" not in file.name:
                 (folder / "model" / file.name).write_bytes(file.read_bytes())
-        files = {name: {"sha256": digest} for name, digest in snapshot(folder).items()}
-        write_manifest(folder, {"step": step, "files": files, "progress": {"step": step}})
+        files = manifest.described(folder, manifest.files(folder))
+        content = {"step": step, "identity": {}, "files": files, "progress": {"step": step}}
+        manifest.write_manifest(folder, content)
         records.append({"step": step, "kl": loss / 2, "held_out_sft": loss})
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     row = {"task": "piqa_task", "column": "PIQA", "metric": "acc_norm", "stderr": 0.01, "n": 100, "items": []}
@@ -71,12 +73,13 @@ def run(converted: Path, tmp_path: Path) -> Path:
 
 def test_a_converted_model_is_exported_and_proven(converted: Path, tmp_path: Path) -> None:
     before = snapshot(tmp_path)
-    assert export(str(converted), tmp_path / "out") == tmp_path / "out"
+    assert export_model(str(converted), tmp_path / "out") == tmp_path / "out"
     after = snapshot(tmp_path)
     assert {name: after[name] for name in before} == before
     assert list(tmp_path.glob(".*")) == []
     out = tmp_path / "out"
-    assert set(snapshot(out)) == set(snapshot(converted)) | {reload.RECORD}
+    assert set(snapshot(out)) == set(snapshot(converted)) - {".fcsd.json"} | {reload.RECORD}
+    assert not any(str(tmp_path) in path.read_text() for path in out.iterdir() if path.suffix in (".json", ".md"))
     for shard in converted.glob("*.safetensors"):
         assert (out / shard.name).samefile(shard)
     assert (out / "LICENSE").read_text() == "A licence."
@@ -138,9 +141,9 @@ def test_a_run_exports_its_latest_or_best_checkpoint(run: Path, tmp_path: Path, 
     before = snapshot(run)
     with monkeypatch.context() as patch:
         patch.setattr(exporting, "prove_reload", lambda *args: {"layers": 4, "of": 4})
-        best = export(str(run), tmp_path / "best", checkpoint="best")
-    latest = export(str(run), tmp_path / "latest")
-    assert exporting._model_of(run, "step-10") == run / "checkpoints" / "step-10" / "model"
+        best = export_model(str(run), tmp_path / "best", checkpoint="best")
+    latest = export_model(str(run), tmp_path / "latest", checkpoint="latest")
+    assert exporting._choose(run, "step-10") == run / "checkpoints" / "step-10"
     assert snapshot(run) == before
     for out, step in ((latest, 20), (best, 10)):
         model = run / "checkpoints" / f"step-{step}" / "model"
@@ -159,44 +162,90 @@ def test_a_run_exports_its_latest_or_best_checkpoint(run: Path, tmp_path: Path, 
 def test_what_cannot_be_exported_is_refused(run: Path, converted: Path, tmp_path: Path) -> None:
     before = snapshot(tmp_path)
     with pytest.raises(BadInputError, match="is not converted by fcsd"):
-        export(str(tmp_path / "base"), tmp_path / "out")
+        export_model(str(tmp_path / "base"), tmp_path / "out")
     with pytest.raises(ConfigError, match="there are best, latest, step-20, step-10"):
-        export(str(run), tmp_path / "out", checkpoint="step-30")
+        export_model(str(run), tmp_path / "out", checkpoint="step-30")
     with pytest.raises(ConfigError, match="is not empty"):
-        export(str(converted), tmp_path / "base")
+        export_model(str(converted), tmp_path / "base")
     with pytest.raises(ConfigError, match="overlaps"):
-        export(str(converted), converted, force=True)
+        export_model(str(converted), converted, force=True)
     assert snapshot(tmp_path) == before
     (run / "checkpoints" / "step-20" / "model" / "chat_template.jinja").write_text("{{ other }}")
     with pytest.raises(CheckpointError, match=r"model/chat_template\.jinja is damaged"):
-        export(str(run), tmp_path / "out")
+        export_model(str(run), tmp_path / "out", checkpoint="latest")
     for committed in ("step-10", "step-20"):
         (run / "checkpoints" / committed).rename(run / committed)
     with pytest.raises(BadInputError, match="has no checkpoint yet"):
-        export(str(run), tmp_path / "out")
+        export_model(str(run), tmp_path / "out")
 
 
 def test_a_run_without_held_out_loss_has_no_best(run: Path, tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text('{"step": 20, "kl": 1.0}\n')
     with pytest.raises(ConfigError, match="was measured"):
-        export(str(run), tmp_path / "out", checkpoint="best")
+        export_model(str(run), tmp_path / "out", checkpoint="best")
+    assert exporting._choose(run, None).name == "step-20"
+    (run / "metrics.jsonl").unlink()
+    assert exporting._choose(run, None).name == "step-20"
+
+
+def test_the_best_checkpoint_is_the_default_and_is_said(run: Path, tmp_path: Path, monkeypatch, caplog) -> None:
+    """A run that was stopped early ends after its best checkpoint: the last one is not the one to give away."""
+    monkeypatch.setattr(exporting, "prove_reload", lambda *args: {"layers": 4, "of": 4})
+    caplog.set_level("INFO", "fcsd")
+    out = export_model(str(run), tmp_path / "out")
+    assert (out / "model.safetensors").samefile(run / "checkpoints" / "step-10" / "model" / "model.safetensors")
+    assert any("is step-10 (the latest is step-20)" in message for message in caplog.messages)
+
+
+def test_a_checkpoint_that_training_deletes_is_chosen_again(run: Path, tmp_path: Path, monkeypatch, caplog) -> None:
+    """Retention deletes the checkpoint while it is read; the next attempt takes the newest one then."""
+    verify, committed = exporting.verify_tensors, run / "checkpoints"
+
+    def delete_step_20(layout: Layout, *rest: Any) -> Any:
+        if "step-20" in str(layout.path):
+            (committed / "step-30.tmp-0123abcd").rename(committed / "step-30")
+            shutil.rmtree(committed / "step-20")
+        return verify(layout, *rest)
+
+    monkeypatch.setattr(exporting, "verify_tensors", delete_step_20)
+    monkeypatch.setattr(exporting, "prove_reload", lambda *args: {"layers": 4, "of": 4})
+    out = export_model(str(run), tmp_path / "out", checkpoint="latest")
+    assert (out / "model.safetensors").samefile(committed / "step-30" / "model" / "model.safetensors")
+    assert any("step-20 was deleted by the running training" in message for message in caplog.messages)
+
+
+def test_training_that_deletes_faster_than_export_reads_is_named(run: Path, tmp_path: Path, monkeypatch) -> None:
+    steps = iter(range(21, 99))
+
+    def delete(layout: Layout, *rest: Any) -> None:
+        checkpoint, step = layout.path.parent, next(steps)
+        newer, content = checkpoint.with_name(f"step-{step}"), manifest.read_manifest(checkpoint)
+        shutil.copytree(checkpoint, newer)
+        manifest.write_manifest(newer, content | {"step": step})
+        shutil.rmtree(checkpoint)
+        raise FileNotFoundError(layout.path)
+
+    monkeypatch.setattr(exporting, "verify_tensors", delete)
+    with pytest.raises(CheckpointError, match="training deleted the chosen checkpoint in each of 5 attempts"):
+        export_model(str(run), tmp_path / "out", checkpoint="latest")
+    assert not (tmp_path / "out").exists()
 
 
 def test_of_a_large_model_the_first_layers_are_reloaded(converted: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(parity, "free_memory", lambda: 1_500_000)
-    out = export(str(converted), tmp_path / "out")
+    out = export_model(str(converted), tmp_path / "out")
     record = json.loads((out / reload.RECORD).read_text())
     assert 0 < record["layers"] < record["of"] == 4
     monkeypatch.setattr(parity, "free_memory", lambda: 1000)
     with pytest.raises(DoesNotFitError):
-        export(str(converted), tmp_path / "none")
+        export_model(str(converted), tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
 def test_a_quantised_model_is_dequantised_for_its_proof(tmp_path: Path) -> None:
     base = quantised.write("deepseek_v3", tmp_path / "base")
-    convert(str(base), tmp_path / "converted", check=False)
-    out = export(str(tmp_path / "converted"), tmp_path / "out")
+    convert_checkpoint(str(base), tmp_path / "converted", check=False)
+    out = export_model(str(tmp_path / "converted"), tmp_path / "out")
     assert (out / "model.safetensors").samefile(base / "model.safetensors")
 
 
@@ -236,6 +285,6 @@ def test_without_proof_there_is_no_directory(converted: Path, tmp_path: Path, mo
     monkeypatch.setattr(exporting, "prove_reload", spoilt)
     before = snapshot(converted)
     with pytest.raises(FcsdError, match=message):
-        export(str(converted), tmp_path / "out")
+        export_model(str(converted), tmp_path / "out")
     assert not (tmp_path / "out").exists() and list(tmp_path.glob(".*")) == []
     assert snapshot(converted) == before

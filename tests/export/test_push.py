@@ -10,11 +10,11 @@ import transformers
 from files import snapshot
 from huggingface_hub import constants
 
-from fcsd.convert import convert
+from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, ConfigError, FcsdError
 from fcsd.export import final as exporting
-from fcsd.export.final import export
-from fcsd.export.push import push
+from fcsd.export.final import export_model
+from fcsd.export.push import push_model
 from fcsd.export.reload import RECORD
 
 TOKEN = "hf_canary0123456789"
@@ -24,8 +24,8 @@ TOKEN = "hf_canary0123456789"
 def exported(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("exported")
     tiny.model("deepseek_v2").save_pretrained(path / "base", max_shard_size="300KB")
-    convert(str(path / "base"), path / "converted", check=False)
-    return export(str(path / "converted"), path / "out")
+    convert_checkpoint(str(path / "base"), path / "converted", check=False)
+    return export_model(str(path / "converted"), path / "out")
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def local(directory: Path) -> dict[str, bytes]:
 
 def test_all_of_it_arrives_and_loads(hub, exported: Path, tmp_path: Path) -> None:
     before = snapshot(exported)
-    assert push(exported, "org/mine", private=True) == f"{hub.url}/org/mine"
+    assert push_model(exported, "org/mine", private=True) == f"{hub.url}/org/mine"
     assert snapshot(exported) == before
     there = files_at(hub, "org/mine")
     assert there.pop(".gitattributes") == b""
@@ -59,7 +59,7 @@ def test_all_of_it_arrives_and_loads(hub, exported: Path, tmp_path: Path) -> Non
 
 
 def test_main_changes_once_and_last(hub, exported: Path) -> None:
-    push(exported, "org/mine")
+    push_model(exported, "org/mine")
     writes = [line for line in hub.requests if line.startswith(("POST", "PUT"))]
     (merge,) = [number for number, line in enumerate(writes) if line.endswith("/merge")]
     assert merge == len(writes) - 1
@@ -68,14 +68,14 @@ def test_main_changes_once_and_last(hub, exported: Path) -> None:
 
 def test_a_pull_request_is_left_open(hub, exported: Path) -> None:
     hub.add("org/theirs", {"config.json": b'{"model_type": "llama"}'})
-    address = push(exported, "org/theirs", create_pr=True)
+    address = push_model(exported, "org/theirs", create_pr=True)
     assert address == f"{hub.url}/org/theirs/discussions/1"
     assert files_at(hub, "org/theirs").keys() == {"config.json"}
     assert "modeling_fcsd.py" in files_at(hub, "org/theirs", "refs/pr/1")
 
 
 def test_a_branch_is_made_and_main_left_alone(hub, exported: Path) -> None:
-    assert push(exported, "org/mine", revision="step-20") == f"{hub.url}/org/mine/tree/step-20"
+    assert push_model(exported, "org/mine", revision="step-20") == f"{hub.url}/org/mine/tree/step-20"
     assert files_at(hub, "org/mine").keys() == {".gitattributes"}
     assert "modeling_fcsd.py" in files_at(hub, "org/mine", "step-20")
 
@@ -87,12 +87,12 @@ def test_a_branch_is_made_and_main_left_alone(hub, exported: Path) -> None:
 def test_a_broken_push_resumes(hub, exported: Path, call: str, fault: int | tuple[str, int]) -> None:
     hub.faults[call] = fault
     with pytest.raises(FcsdError) as caught:
-        push(exported, "org/mine")
+        push_model(exported, "org/mine")
     message = f"{caught.value} {caught.value.hint}"
     assert caught.value.hint and "\n" not in message and TOKEN not in message
     assert not hub.faults and files_at(hub, "org/mine").keys() == {".gitattributes"}  # nothing half done
 
-    push(exported, "org/mine")
+    push_model(exported, "org/mine")
     assert files_at(hub, "org/mine").keys() == local(exported).keys() | {".gitattributes"}
     sent = [line.split()[1] for line in hub.requests if line.startswith("PUT /lfs/")]
     assert len(set(sent)) == len(list(exported.glob("*.safetensors")))
@@ -108,38 +108,38 @@ def test_what_an_earlier_push_left_is_replaced(hub, exported: Path) -> None:
         "NOTES": b"kept",
     }
     hub.add("org/mine", old)
-    push(exported, "org/mine")
+    push_model(exported, "org/mine")
     assert files_at(hub, "org/mine").keys() == local(exported).keys() | {"NOTES"}
 
 
 def test_what_may_not_be_pushed_is_refused_before_a_request(hub, exported: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=RECORD):
-        push(exported.parent / "converted", "org/mine")
+        push_model(exported.parent / "converted", "org/mine")
     with pytest.raises(ConfigError, match="exclude each other"):
-        push(exported, "org/mine", create_pr=True, revision="x")
+        push_model(exported, "org/mine", create_pr=True, revision="x")
     assert hub.requests == []
 
 
 def test_another_model_or_a_public_repository_is_not_taken(hub, exported: Path) -> None:
     hub.add("org/base", {"config.json": b'{"model_type": "llama"}'})
     with pytest.raises(ConfigError, match="holds another model, of type 'llama'"):
-        push(exported, "org/base")
+        push_model(exported, "org/base")
     with pytest.raises(ConfigError, match="exists already and is public"):
-        push(exported, "org/base", private=True)
+        push_model(exported, "org/base", private=True)
     assert len(hub.repos["org/base"].commits) == 1
 
 
 def test_who_may_not_write_is_told(hub, exported: Path, monkeypatch) -> None:
     with pytest.raises(FcsdError, match="the hub answered 401") as caught:
-        push(exported, "org/mine", token="hf_another0123456789")
+        push_model(exported, "org/mine", token="hf_another0123456789")
     assert "hf_" not in f"{caught.value} {caught.value.hint}".replace("hf auth", "")
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ConfigError, match="no hub token"):
-        push(exported, "org/mine")
+        push_model(exported, "org/mine")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="offline mode is on"):
-        push(exported, "org/mine")
+        push_model(exported, "org/mine")
 
 
 def test_export_pushes_when_asked_only_and_never_unproven(
@@ -149,7 +149,7 @@ def test_export_pushes_when_asked_only_and_never_unproven(
     converted = str(exported.parent / "converted")
     with monkeypatch.context() as patch:
         patch.setattr(exporting, "prove_reload", lambda *args: {"layers": 1, "of": 1})
-        export(converted, tmp_path / "quiet")
+        export_model(converted, tmp_path / "quiet")
     assert hub.requests == []
 
     def fail(*args: object) -> None:
@@ -158,10 +158,10 @@ def test_export_pushes_when_asked_only_and_never_unproven(
     with monkeypatch.context() as patch:
         patch.setattr(exporting, "prove_reload", fail)
         with pytest.raises(FcsdError, match="not proven"):
-            export(converted, tmp_path / "failed", push="org/mine")
+            export_model(converted, tmp_path / "failed", push="org/mine")
     assert hub.requests == []
 
-    out = export(converted, tmp_path / "out", push="org/mine")
+    out = export_model(converted, tmp_path / "out", push="org/mine")
     assert files_at(hub, "org/mine").keys() == local(out).keys() | {".gitattributes"}
     assert "# org/mine" in (out / "README.md").read_text()
     shown = capfd.readouterr()

@@ -1,4 +1,7 @@
-"""Rows moved by kernels (compiled on a GPU, else in Triton's interpreter) are those that torch moves, gradients too."""
+"""The kernels that move rows equal their torch reference, in values and gradients.
+
+The kernels are compiled on a GPU and run in Triton's interpreter elsewhere.
+"""
 
 import os
 
@@ -6,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fcsd.kernels.rows import collect, places, spread
+from fcsd.kernels import rows_reference
+from fcsd.kernels.rows import permute, row_numbers, unpermute
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 TOKENS = 7
@@ -21,37 +25,27 @@ def draw(dtype: torch.dtype, top_k: int, width: int) -> tuple[Tensor, Tensor, Te
     return tokens, rows, weight, torch.randperm(TOKENS * top_k, generator=generator)
 
 
-def spread_by_torch(tokens: Tensor, weight: Tensor | None, order: Tensor, top_k: int) -> Tensor:
-    rows = tokens[order // top_k]
-    return rows if weight is None else rows * weight.reshape(-1, 1)[order]
-
-
-def collect_by_torch(rows: Tensor, weight: Tensor | None, order: Tensor, top_k: int) -> Tensor:
-    pairs = torch.zeros_like(rows).index_put((order,), rows).view(-1, top_k, rows.shape[1])
-    return (pairs if weight is None else pairs * weight.unsqueeze(2)).sum(dim=1)
-
-
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("top_k, width", [(1, 16), (3, 40), (8, 1100)])  # one block, a ragged one, two of them
-@pytest.mark.parametrize("move", ["spread", "collect"])
+@pytest.mark.parametrize("move", ["permute", "unpermute"])
 def test_rows_and_gradients_are_those_of_torch(move, top_k, width, dtype, weighted):
     tokens, rows, weights, order = draw(dtype, top_k, width)
-    place = places(order, top_k)
-    assert torch.equal(place.flatten()[order], torch.arange(len(order)))
-    given, upstream = (tokens, rows) if move == "spread" else (rows, tokens)
-    by_torch = spread_by_torch if move == "spread" else collect_by_torch
-    by_kernel = spread if move == "spread" else collect
+    row_of = row_numbers(order, top_k)
+    assert torch.equal(row_of.flatten()[order], torch.arange(len(order)))
+    given, upstream = (tokens, rows) if move == "permute" else (rows, tokens)
+    by_torch = rows_reference.permute if move == "permute" else rows_reference.unpermute
+    by_kernel = permute if move == "permute" else unpermute
     results = []
     for device, each in (("cpu", torch.float32), (DEVICE, dtype)):  # bf16 is held against fp32 sums
         x = given.to(device, each, copy=True).requires_grad_()
         weight = weights.to(device, copy=True).requires_grad_() if weighted else None
-        out = by_kernel(x, weight, place.to(device)) if results else by_torch(x, weight, order, top_k)
+        out = by_kernel(x, weight, row_of.to(device)) if results else by_torch(x, weight, order, top_k)
         out.backward(upstream.to(device, each))
         found = (out.detach(), x.grad, *([] if weight is None else [weight.grad]))
         assert all(tensor is not None for tensor in found)
         results.append([tensor.cpu().float() for tensor in found if tensor is not None])
-    if move == "spread" and (not weighted or dtype == torch.float32):
+    if move == "permute" and (not weighted or dtype == torch.float32):
         assert torch.equal(results[1][0], results[0][0].to(dtype).float())
     rounding = 1e-5 if dtype == torch.float32 else 2**-7  # the interpreter cuts bf16 off where a GPU rounds
     torch.testing.assert_close(results[1], results[0], rtol=rounding, atol=1e-5)
@@ -59,9 +53,9 @@ def test_rows_and_gradients_are_those_of_torch(move, top_k, width, dtype, weight
 
 def test_a_gradient_that_is_not_contiguous_and_rows_that_need_none():
     tokens, _, weights, order = draw(torch.float32, 2, 16)
-    place = places(order, 2).to(DEVICE)
+    row_of = row_numbers(order, 2).to(DEVICE)
     x = tokens.to(DEVICE).requires_grad_()
-    out = collect(spread(x, None, place), weights.to(DEVICE), place)
+    out = unpermute(permute(x, None, row_of), weights.to(DEVICE), row_of)
     out.sum().backward()  # the gradient is one number, expanded
     assert x.grad is not None
     torch.testing.assert_close(x.grad.cpu(), weights.sum(dim=1, keepdim=True).expand_as(tokens))

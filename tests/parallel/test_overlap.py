@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from file_window import opener
+from file_buffers import opener
 from ranks import in_group
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -22,7 +22,7 @@ from fcsd.models.wiring import WiredLayer, Wiring
 from fcsd.parallel.deferred import Exchange
 from fcsd.parallel.expert.autoep import allow_string_keys, expert_parallel_config, shard_experts
 from fcsd.parallel.overlap import Schedule, overlap
-from fcsd.parallel.transports.copies import Puts
+from fcsd.parallel.transports.copies import CopiesTransport
 
 MOE = [a for a in tiny.CONFIGS if ARCHS[a].autoep is not None]
 ALL = (0, 1, 2, 3)
@@ -159,7 +159,7 @@ def _by_copies(rank: int, folder: str) -> list[str]:
     """Rows copied into the peers' memory; the second batch does not fit the buffers of the first."""
     problems: list[str] = []
     model = _sharded("deepseek_v2")
-    transport = Puts(opener(folder))
+    transport = CopiesTransport(opener(folder))
     batches = [tiny.tokens(seed=rank, length=length) for length in (6, 40, 40)]
     for wiring in WIRINGS:
         _compare(model, wiring, batches, "by copies", problems, transport=transport)
@@ -467,7 +467,7 @@ def test_captured_hidden_states_are_full_streams(two_ranks):
 
 
 def test_zero_3_is_refused(two_ranks):
-    assert all("overlap does not serve ZeRO-3" in rank["ZeRO-3"] for rank in two_ranks)
+    assert all("overlap does not support ZeRO-3" in rank["ZeRO-3"] for rank in two_ranks)
 
 
 def test_what_cannot_overlap_says_why():

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fcsd.bench.shapes import deepseek_v2_lite
 from fcsd.cli.main import app
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
-from fcsd.plan import Hardware, Setup, plan, plan_setup
+from fcsd.plan import Hardware, Setup, plan_run, plan_setup
 from fcsd.plan.memory import BUCKET, checkpoint_bytes, disk_bytes, loss_bytes, optimizer_bytes, shard
 from fcsd.plan.model import MetaModel, ModelNumbers
 from fcsd.plan.search import candidates
@@ -74,6 +74,16 @@ def test_what_a_layer_keeps_is_what_autograd_saves(tmp_path):
     there = {hidden.untyped_storage().data_ptr(), *(part.untyped_storage().data_ptr() for part in rope)}
     real = sum(storage.nbytes() for address, storage in saved.items() if address not in there)
     assert found.kept == pytest.approx(real, rel=0.06)
+
+
+def test_gradients_summed_in_fp32_take_twice_the_memory_of_bf16(tmp_path):
+    model = meta(tmp_path, tiny.config("qwen3_moe"))
+    found = {}
+    for dtype in ("bf16", "fp32"):
+        setup = replace(SMALL, zero_stage=0, accumulate_dtype=dtype)
+        memory = plan_setup("tiny", model, model.numbers, setup, Hardware(gpus=2)).memory
+        found[dtype] = next(moment for moment in memory.moments if moment.name == "gradient reduction").gradients
+    assert found["bf16"] == 2 * model.numbers.total and found["fp32"] == 4 * model.numbers.total
 
 
 def test_loss_temporaries_as_measured():
@@ -279,21 +289,21 @@ def test_bad_models_and_batches(tmp_path):
     runs.write_models(tmp_path)
     recipe = runs.resolved(tmp_path).recipe
     with pytest.raises(BadInputError):
-        plan(recipe.model_copy(update={"model": str(tmp_path / "nothing")}), Hardware(2))
+        plan_run(recipe.model_copy(update={"model": str(tmp_path / "nothing")}), Hardware(2))
     with pytest.raises(ConfigError, match="no multiple"):
-        plan(recipe, Hardware(3))
+        plan_run(recipe, Hardware(3))
     for factor in (2, 3):  # of the GPUs, of the experts
         parallel = recipe.parallel.model_copy(update={"ep_size": 2 * factor})
         changed = recipe.model_copy(update={"parallel": parallel})
         with pytest.raises(ConfigError, match=f"ep_size {2 * factor} must divide both: 2 GPUs and 8 experts"):
-            plan(changed, Hardware(2))
+            plan_run(changed, Hardware(2))
 
 
 def test_a_model_rewired_on_the_way_in_has_two_streams(tmp_path):
     runs.write_models(tmp_path)
     original = {"model": str(tmp_path / "teacher"), "train__activation_checkpointing": True}
     recomputed = [
-        plan(runs.resolved(tmp_path, **changes).recipe, Hardware(2)).numbers.streams
+        plan_run(runs.resolved(tmp_path, **changes).recipe, Hardware(2)).numbers.streams
         for changes in ({}, original, original | {"init": {"wiring": "farskip"}})
     ]
     assert recomputed == [2, 1, 2]

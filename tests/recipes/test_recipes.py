@@ -13,7 +13,7 @@ from fcsd.distill.sweep.trials import all_trials
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.build import converted_config
 from fcsd.models.wiring import Wiring
-from fcsd.plan import Hardware, plan
+from fcsd.plan import Hardware, plan_run
 from fcsd.plan.model import MetaModel
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import setup_of
@@ -105,7 +105,7 @@ def test_it_fits_the_hardware_it_names(name: str, layers: int, nodes: int, tmp_p
     SHAPES[name](layers).save_pretrained(tmp_path)
     numbers = {1: "eight", 4: "32"}
     assert f"# Hardware: {numbers[nodes]} GPUs of 141 GB" in recipes.read(name)
-    planned = plan(load_recipe(name, [f"model={tmp_path}"]).recipe, Hardware(8, nodes, 141))
+    planned = plan_run(load_recipe(name, [f"model={tmp_path}"]).recipe, Hardware(8, nodes, 141))
     assert planned.memory.fits and planned.setup.accumulation.is_integer()
     for sweep in (f"{name}-sweep", f"{name}-sft-sweep"):
         trials = all_trials(load_recipe(sweep))
@@ -124,7 +124,7 @@ def test_it_is_planned_without_the_hub(name: str, repo: Path, tmp_path: Path, mo
         block = wiring.to_block(base_model="assets/teacher", base_revision=None, base_sha256=None)
         converted_config(original, block).save_pretrained(tmp_path / "runs/tiny-farskip")
     recipe = load_recipe(name).recipe
-    planned = plan(recipe, Hardware(recipe.parallel.ep_size))
+    planned = plan_run(recipe, Hardware(recipe.parallel.ep_size))
     assert planned.packaged == (() if name.startswith("tiny") else (recipe.model,))
     assert ("packaged with fcsd" in to_text(planned)) == bool(planned.packaged)
 

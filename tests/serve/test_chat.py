@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from fcsd.cli.main import app
-from fcsd.convert import convert
+from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError
 from fcsd.serve import chat as chatting
 from fcsd.serve.chat import PROMPTS, Answer, answer, chat, load_speaker, read_prompts, side_by_side
@@ -29,7 +29,7 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
     network.generation_config.update(do_sample=True, temperature=0.7, top_p=0.95, max_new_tokens=8)
     network.save_pretrained(root / "teacher")
     eval_data.tokenizer().save_pretrained(root / "teacher")
-    convert(str(root / "teacher"), root / "converted", check=False)
+    convert_checkpoint(str(root / "teacher"), root / "converted", check=False)
     return root / "teacher", root / "converted"
 
 

@@ -1,8 +1,8 @@
-"""How much of each dispatch and combine can be hidden at all: the cover it has, beside its time on the wire.
+"""The largest part of each dispatch and combine that can be hidden: its cover compared with its time on the wire.
 
-FarSkip equation 9: a collective is hidden while the computation between its launch and its await lasts. Cover is
-measured in a pass that sends nothing, as the time of the compute stream from the one to the other; the wire is
-measured by sending rows of the same sizes with nothing beside them.
+By FarSkip equation 9 a collective is hidden for as long as the computation between its launch and its await lasts: its
+cover. The cover is measured in a pass that sends nothing, as the time of the compute stream between the two. The time
+on the wire is measured by sending rows of the same sizes while nothing else runs.
 """
 
 import statistics
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fcsd.models.wiring import LayerWiring
 from fcsd.parallel.overlap import Schedule
-from fcsd.parallel.transports.transport import Route, Work, all_to_all
+from fcsd.parallel.transports.transport import Splits, Work, all_to_all
 
-# What a layer launches, in order: forward, backward; and forward, recompute, backward.
+# The collectives of a layer in the order of their launches: forward and backward; forward, recompute and backward.
 _ORDER = [("dispatch", "fwd"), ("combine", "fwd"), ("combine", "bwd"), ("dispatch", "bwd")]
 _RECOMPUTED = [*_ORDER[:2], ("dispatch", "recompute"), ("combine", "recompute"), *_ORDER[2:]]
 
@@ -29,7 +29,7 @@ Moment = Any  # a CUDA event, or seconds where there is no CUDA
 
 
 def now(device: torch.device) -> Moment:
-    """This moment of the current stream."""
+    """The present moment of the current stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -38,34 +38,34 @@ def now(device: torch.device) -> Moment:
 
 
 def milliseconds(start: Moment, end: Moment) -> float:
-    """From one moment to the other; the device must be done with both."""
+    """The time from ``start`` to ``end``; the device must have reached both."""
     return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
 
 class NoWire:
-    """A transport that sends nothing: the rows it hands out have the right shape and finite values, at no cost."""
+    """A transport that sends nothing. It returns rows of the right shape with finite values, without any work."""
 
     def __init__(self) -> None:
         self._rows: Tensor | None = None
 
-    def __call__(self, rows: Tensor, route: Route, group: Any, keep: bool) -> tuple[Tensor, Work]:
-        count = sum(route.receives)
+    def __call__(self, rows: Tensor, splits: Splits, group: Any, keep: bool) -> tuple[Tensor, Work]:
+        count = sum(splits.receives)
         if self._rows is None or self._rows.shape[0] < count:
             self._rows = torch.randn(2 * count, rows.shape[1], dtype=rows.dtype, device=rows.device)
         return self._rows[:count], _Arrived()
 
 
 class _Arrived:
-    """Work that is done."""
+    """Work that is complete."""
 
     def wait(self) -> None: ...
 
 
 @dataclass
 class _Call:
-    """One collective that was not sent: what it would have sent, and when it was launched and awaited."""
+    """A collective that was not sent: what it would have sent, and the moments of its launch and its await."""
 
-    route: Route
+    splits: Splits
     width: int
     dtype: torch.dtype
     group: Any
@@ -78,7 +78,7 @@ class _Call:
 
 
 class Meter:
-    """Schedules whose collectives are noted instead of sent; ``choose`` is for ``overlap``, once per wiring."""
+    """Records collectives instead of sending them; ``choose`` is an argument of ``overlap``, for one call of it."""
 
     def __init__(self) -> None:
         self._no_wire = NoWire()
@@ -86,18 +86,18 @@ class Meter:
         self._calls: dict[int, list[_Call]] = defaultdict(list)
 
     def choose(self, _: LayerWiring, schedule: Schedule) -> Schedule:
-        """The schedule with this meter in place of the wire."""
+        """The same schedule with this meter as its transport."""
         self._layers += 1
         return replace(schedule, transport=partial(self._note, self._layers - 1))
 
-    def _note(self, layer: int, rows: Tensor, route: Route, group: Any, keep: bool) -> tuple[Tensor, Work]:
-        received, _ = self._no_wire(rows, route, group, keep)
-        call = _Call(route, rows.shape[1], rows.dtype, group, now(rows.device), rows.device)
+    def _note(self, layer: int, rows: Tensor, splits: Splits, group: Any, keep: bool) -> tuple[Tensor, Work]:
+        received, _ = self._no_wire(rows, splits, group, keep)
+        call = _Call(splits, rows.shape[1], rows.dtype, group, now(rows.device), rows.device)
         self._calls[layer].append(call)
         return received, call
 
     def measure(self, run: Callable[[], None]) -> list["Window"]:
-        """The windows of one forward and backward pass, ``run``; every rank calls it."""
+        """The windows of one forward and backward pass, which ``run`` executes; every rank calls it."""
         self._calls.clear()
         run()
         windows = []
@@ -113,7 +113,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Window:
-    """One collective: the computation it has to hide under and its time on the wire, in ms."""
+    """One collective: the duration of the computation that can hide it, and its time on the wire, in ms."""
 
     kind: str
     passes: str
@@ -128,12 +128,12 @@ class Window:
 
 def _on_the_wire(call: _Call, repeats: int = 3) -> float:
     """Median milliseconds of the exchange alone, all ranks starting together."""
-    rows = torch.zeros(sum(call.route.sends), call.width, dtype=call.dtype, device=call.device)
+    rows = torch.zeros(sum(call.splits.sends), call.width, dtype=call.dtype, device=call.device)
     times = []
     for _ in range(repeats):
         dist.barrier()
         start = now(call.device)
-        _, work = all_to_all(rows, call.route, call.group, True)
+        _, work = all_to_all(rows, call.splits, call.group, True)
         work.wait()
         end = now(call.device)
         if call.device.type == "cuda":
@@ -143,7 +143,7 @@ def _on_the_wire(call: _Call, repeats: int = 3) -> float:
 
 
 def ceiling(windows: list[Window], passes: str, *, without_last: bool = False) -> float:
-    """The largest share of dispatch and combine time of a pass that can lie under computation, 0..1.
+    """The largest share of the time of dispatch and combine in a pass that computation can hide, 0..1.
 
     Args:
         without_last: leave out the last layer's combine, or its gradient, which has nothing to hide under.

@@ -1,4 +1,4 @@
-"""The model that the training benchmark steps: random weights, experts over all ranks, and a router made even."""
+"""The model of the training benchmark: random weights, experts divided over all ranks, and an even router."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fcsd.distill.engine import import_deepspeed
 from fcsd.distill.losses import cross_entropy
 from fcsd.launch.world import World
+from fcsd.parallel.expert.lookup import expert_blocks
 from fcsd.parallel.weights.random_init import random_expert_parallel
 
 
@@ -30,7 +31,7 @@ class Decoder(nn.Module):
 
 
 class _Bare:
-    """A model without an engine: forward and backward, and a step that only drops the gradients."""
+    """A model without an engine: it runs forward and backward passes, and its step only drops the gradients."""
 
     def __init__(self, module: Decoder) -> None:
         self.module = module
@@ -73,19 +74,17 @@ def make_engine(config: PretrainedConfig, micro_batch: int, world: World, *, rec
 
 @contextmanager
 def evenly_routed(model: nn.Module) -> Iterator[None]:
-    """Let every router choose experts in turn, so that all get as many tokens; scores and their cost stay."""
-    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, RouterOutput
+    """Let every router choose the experts in turn, so that all get equally many tokens; scores are computed."""
 
     def in_turn(_module: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         scores, chosen, counts = output
         experts = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % len(counts)
         rounds, rest = divmod(chosen.numel(), len(counts))
-        # From the host's numbers alone: counting on the device would wait for it.
+        # Computed from numbers that the host has: counting on the device would make the host wait for it.
         even = rounds + (torch.arange(len(counts), device=counts.device) < rest).to(counts.dtype)
-        return RouterOutput(scores, experts, even)
+        return scores, experts, even
 
-    routers = [module.router for module in model.modules() if isinstance(module, AutoEPMoELayer)]
-    hooks = [router.register_forward_hook(in_turn) for router in routers]
+    hooks = [block.router.register_forward_hook(in_turn) for block in expert_blocks(model).values()]
     try:
         yield
     finally:

@@ -48,8 +48,8 @@ from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import LayerWiring, Wiring
 from fcsd.parallel import trace
 from fcsd.parallel.overlap import Schedule, overlap
-from fcsd.parallel.transports.copies import Puts
-from fcsd.parallel.transports.symmetric_memory import open_window
+from fcsd.parallel.transports.copies import CopiesTransport
+from fcsd.parallel.transports.symmetric_memory import open_buffers
 from fcsd.parallel.transports.transport import all_to_all
 
 Choices = dict[str, Callable[[], Any]]  # name -> what turns the model into that variant
@@ -148,7 +148,7 @@ def variants(model: PreTrainedModel, layers: int) -> Choices:
     def by(change: dict[str, Any]) -> Callable[[LayerWiring, Schedule], Schedule]:
         return lambda _, schedule: replace(schedule, **change)
 
-    copies = Puts(open_window)
+    copies = CopiesTransport(open_buffers)
     ours = {
         STANDARD: partial(overlap, model, standard, "eager-sync"),
         STANDARD_COPIES: partial(overlap, model, standard, "eager-sync", transport=copies),

@@ -1,7 +1,7 @@
-"""A source of text or chats -> its documents as tokens, and which of these count in the loss.
+"""A source of text or chats -> its documents as token ids, and which of these count in the loss.
 
-Tokenised once and memory-mapped from the ``datasets`` cache. A row that cannot be used is counted under its
-reason and left out; a source without a single usable row is an error.
+A source is tokenised once and memory-mapped from the cache of ``datasets``. A row that cannot be used is counted under
+its reason and left out; a source without a single usable row is an error.
 """
 
 import hashlib
@@ -15,20 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import datasets.config
 import numpy as np
 import pyarrow.compute as pc
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fcsd.config import Source
-from fcsd.distill.data.documents import Documents
-from fcsd.distill.data.records import Skip, chat_of, row_of_line, text_of
-from fcsd.distill.data.render import encode_chat, encode_text, read_template
-from fcsd.distill.data.tables import Table, open_source
+from fcsd.distill.data.chat_template import Rendering, read_template, render_chat
+from fcsd.distill.data.encode import Document, encode_rendering, encode_text
+from fcsd.distill.data.examples import Message, Skip, chat_of, row_of_line, text_of
+from fcsd.distill.data.json_lines import COLUMN
+from fcsd.distill.data.limited_process import LimitedProcess, LimitExceededError
+from fcsd.distill.data.raw_table import RawTable, cache_folder, digest, open_source
+from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.errors import BadInputError
 
-_VERSION = 1  # of what is cached below
+_VERSION = 2  # of the cached tokens; a change of how text or chats become tokens needs another number
 _ROWS_PER_PROCESS = 20_000
+_HOPELESS = 3  # chats on which a template may exceed its limits before it has rendered one
 _FEATURES = {
     "ids": datasets.List(datasets.Value("int32")),
     "counts": datasets.List(datasets.Value("bool")),
@@ -42,11 +45,13 @@ class Corpus:
 
     Attributes:
         name: its path in the recipe.
-        lengths: ``[documents]`` int64, the tokens of each; 0 for what was skipped.
-        sha256: of every data file by its name, of the tokenizer and of the chat template.
-        skipped: rows of the source that were left out, by reason.
-        overlong: ``split``, ``truncate`` or ``skip``: what becomes of a document that outgrows a row.
-        padding: the token id that fills a row up.
+        lengths: ``[documents]`` int64, the number of tokens of each document; 0 stands for a row that was left out.
+        sha256: of every data file by its name, of the tokenizer, of the chat template, and of the ``lengths`` of chats,
+            which tells hosts apart on which the template exceeded its limits for different chats.
+        skipped: how many rows of the source were left out, by reason.
+        overlong: ``split``, ``truncate`` or ``skip``: what happens to a document that is longer than a row.
+        padding: the token id that fills the rest of a row.
+        min_counted: the smallest share of the tokens in its rows that must count in the loss.
     """
 
     name: str
@@ -55,7 +60,8 @@ class Corpus:
     skipped: dict[str, int]
     overlong: str
     padding: int
-    _documents: Documents
+    _documents: TokenSlices
+    min_counted: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -70,11 +76,11 @@ class Corpus:
         return self.piece(number, 0, None)
 
     def piece(self, number: int, first: int, last: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """As ``document``, of its tokens ``first`` to ``last`` (exclusive; None for the end) alone."""
+        """As ``document``, for its tokens ``first`` to ``last`` (exclusive; None for the end)."""
         return self._documents.piece(number, first, last)
 
     def left_out(self, seq_len: int) -> dict[str, int]:
-        """What a run with rows of ``seq_len`` tokens does without, by reason."""
+        """What is left out of a run with rows of ``seq_len`` tokens, by reason."""
         overlong = int((self.lengths > seq_len).sum())
         if self.overlong == "split" or overlong == 0:
             return self.skipped
@@ -85,7 +91,7 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a model directory.
 
     Raises:
-        BadInputError: there is none, or it cannot end a document.
+        BadInputError: there is none, it is not a fast one, or it has no EOS token.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
@@ -100,23 +106,23 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
     """Reads and tokenises a source.
 
     Args:
-        vocab_size: of the model; a row with a token id at or above it is skipped.
+        vocab_size: of the model; a row with a token id at or above it is left out.
 
     Raises:
-        BadInputError: no such file, split, column or chat template; unreadable as its format; no usable row.
+        BadInputError: there is no such file, split, column or chat template; a file is not in its format; no row can be
+            used; the chat template exceeds its limits on every chat.
         ConfigError: the format cannot be told from the name, or the chat template's file cannot be read.
     """
     template = read_template(source, tokenizer) if source.chat else None
     table = open_source(source)
     backend: Any = tokenizer
-    sha256 = table.sha256 | {"tokenizer": _digest([backend.backend_tokenizer.to_str(), tokenizer.special_tokens_map])}
+    sha256 = table.sha256 | {"tokenizer": digest([backend.backend_tokenizer.to_str(), tokenizer.special_tokens_map])}
     if template is not None:
-        sha256["chat template"] = _digest(template)
-    columns = ["text"] if table.lines else list(source.columns)
-    shape = (source.columns, source.message_keys, source.train_on, source.max_rows, table.lines, vocab_size)
-    fingerprint = _digest([_VERSION, sha256, shape])[:32]
-    cache = Path(datasets.config.HF_DATASETS_CACHE) / "fcsd"  # never beside the user's data
-    cache.mkdir(parents=True, exist_ok=True)
+        sha256["chat template"] = digest(template)
+    columns = [COLUMN] if table.lines else list(source.columns)
+    chats = (source.message_keys, source.train_on, source.earlier_reasoning)
+    fingerprint = digest([_VERSION, sha256, source.columns, chats, source.max_rows, table.lines, vocab_size])[:32]
+    cache_folder().mkdir(parents=True, exist_ok=True)
     encoded = table.rows.map(
         partial(_encode, source=source, lines=table.lines, tokenizer=tokenizer, template=template, limit=vocab_size),
         input_columns=columns,
@@ -124,17 +130,27 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
         batched=True,
         num_proc=_processes(len(table.rows)),
         features=datasets.Features(_FEATURES),
-        cache_file_name=str(cache / f"{fingerprint}.arrow"),
+        cache_file_name=str(cache_folder() / f"{fingerprint}.arrow"),
         new_fingerprint=fingerprint,
         desc=f"tokenising {source.path}",
     )
     lengths = pc.call_function("list_value_length", [encoded.data.column("ids")]).to_numpy().astype(np.int64)
+    if template is not None:  # only a template can exceed a limit on one host and not on another
+        sha256["documents"] = hashlib.sha256(lengths.tobytes()).hexdigest()
     reasons = encoded.data.column("skipped").drop_null().value_counts().to_pylist()
     skipped = {entry["values"]: entry["counts"] for entry in reasons}
     if not lengths.any():
         raise BadInputError(f"{source.path}: no usable row: {listed(skipped)}", hint=_fields_of(table, source))
-    overlong = {"auto": "truncate" if source.chat else "split"}.get(source.overlong, source.overlong)
-    return Corpus(source.path, lengths, sha256, skipped, overlong, backend.eos_token_id, Documents(encoded))
+    return Corpus(
+        name=source.path,
+        lengths=lengths,
+        sha256=sha256,
+        skipped=skipped,
+        overlong={"auto": "truncate" if source.chat else "split"}.get(source.overlong, source.overlong),
+        padding=backend.eos_token_id,
+        _documents=TokenSlices(encoded),
+        min_counted=source.min_counted,
+    )
 
 
 def listed(reasons: Mapping[str, int], most: int = 8) -> str:
@@ -152,36 +168,65 @@ def _encode(
     template: str | None,
     limit: int,
 ) -> dict[str, list[Any]]:
-    """For each row its tokens, or none and the reason."""
+    """The documents of each row; for a row that cannot be used, an empty document and the reason."""
     encoded: dict[str, list[Any]] = {name: [] for name in _FEATURES}
-    for values in zip(*columns, strict=True):
-        try:
-            row = row_of_line(values[0], source.columns) if lines else dict(zip(source.columns, values, strict=True))
-            if template is None:
-                ids, counts = encode_text(text_of(row, source), tokenizer)
-            else:
-                ids, counts = encode_chat(chat_of(row, source), tokenizer, template, source.train_on)
-            if max(ids) >= limit:
-                raise Skip("outside the vocabulary")
-            result = (ids, counts, None)
-        except Skip as skip:
-            result = ([], [], str(skip))
-        for name, value in zip(encoded, result, strict=True):
-            encoded[name].append(value)
+    render = partial(
+        render_chat, template=template or "", special_tokens=dict(tokenizer.special_tokens_map), source=source
+    )
+    with LimitedProcess(render) as limited:
+        for values in zip(*columns, strict=True):
+            reason = None
+            try:
+                row = (
+                    row_of_line(values[0], source.columns) if lines else dict(zip(source.columns, values, strict=True))
+                )
+                if template is None:
+                    documents = [encode_text(text_of(row, source), tokenizer)]
+                else:
+                    renderings = _rendered(chat_of(row, source), limited, source)
+                    documents = [encode_rendering(rendering, tokenizer) for rendering in renderings]
+                if max(max(document.ids, default=0) for document in documents) >= limit:
+                    raise Skip("outside the vocabulary")
+            except Skip as skip:
+                documents, reason = [Document([], [])], str(skip)
+            for document in documents:
+                for name, value in zip(encoded, (*document, reason), strict=True):
+                    encoded[name].append(value)
     return encoded
 
 
+def _rendered(messages: list[Message], render: LimitedProcess, source: Source) -> list[Rendering]:
+    """The texts of a chat.
+
+    Raises:
+        Skip: the template cannot render the chat.
+        BadInputError: the template exceeded its limits on the first chats, and would do so on all others.
+    """
+    try:
+        found = render(messages)
+    except LimitExceededError as error:
+        if render.stopped >= _HOPELESS and not render.answered:
+            raise BadInputError(
+                f"{source.path}: the chat template {error} on each of {render.stopped} chats",
+                hint="name another Jinja file with `chat_template:`",
+            ) from error
+        raise Skip(f"the chat template {error}") from error
+    if isinstance(found, str):
+        raise Skip(found)
+    return found
+
+
 def _processes(rows: int) -> int | None:
-    """How many processes tokenise; None is this one alone."""
+    """How many processes tokenise; None means this process alone."""
     count = min(len(os.sched_getaffinity(0)), rows // _ROWS_PER_PROCESS)
     return count if count > 1 else None
 
 
-def _fields_of(table: Table, source: Source) -> str | None:
-    """What the first JSON object is made of, for a source none of whose rows could be used."""
-    for line in table.rows[:100]["text"] if table.lines else ():
+def _fields_of(table: RawTable, source: Source) -> str | None:
+    """A hint that names the fields of the first JSON object, for a source of which no row could be used."""
+    for line in table.rows[:100][COLUMN] if table.lines else ():
         try:
-            row = json.loads(line)
+            row = json.loads(line or b"")
         except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
@@ -189,7 +234,3 @@ def _fields_of(table: Table, source: Source) -> str | None:
             guess = f"; did you mean {close[0]!r}?" if close and close[0] not in source.columns else ""
             return f"the first row has {', '.join(map(repr, list(row)[:20]))}{guess}"
     return None
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

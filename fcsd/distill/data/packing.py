@@ -1,8 +1,9 @@
 """Which tokens of which documents make up row ``i``, from the documents' lengths alone.
 
-Two ways to fill rows of ``seq_len`` tokens. ``Stream`` lays the documents end to end and cuts anywhere: no token is
-lost or wasted, but the second half of a cut document has lost its beginning. ``Bins`` keeps documents whole, as a
-chat needs it: each goes to the fullest row that still has room for it, and what no document fills is padding.
+There are two ways to fill rows of ``seq_len`` tokens. ``Stream`` lays the documents end to end and cuts them anywhere:
+it loses no token and needs no padding, but the second part of a cut document lacks its beginning. ``Bins`` keeps
+documents whole, as chats need it: each document goes into the fullest row that still has room for it, and the rest of
+a row is padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,19 +11,25 @@ from functools import lru_cache
 
 import numpy as np
 
-# (document, its first token in the row, its last one, exclusive)
+# number of a document, its first token in the row, its last token in the row, exclusive
 Piece = tuple[int, int, int]
 
 
 class Stream:
-    """Documents end to end, reshuffled each epoch; in their own order if ``seed`` is None.
+    """Documents end to end, shuffled again in each epoch; in their own order if ``seed`` is None.
 
     Args:
-        lengths: ``[documents]`` int64.
+        lengths: ``[documents]`` int64, the tokens of each document.
+
+    Attributes:
+        per_epoch: the number of rows that hold every document once; the last tokens that do not fill a row are left
+            out.
+        tokens: the number of tokens in these rows, padding excluded.
     """
 
     def __init__(self, lengths: np.ndarray, seq_len: int, seed: Sequence[int] | None) -> None:
         self.per_epoch = int(lengths.sum()) // seq_len
+        self.tokens = self.per_epoch * seq_len
         self._lengths, self._seq_len, self._seed = lengths, seq_len, seed
         self._epoch = lru_cache(maxsize=2)(self._lay_out)
 
@@ -32,7 +39,7 @@ class Stream:
         return order, np.cumsum(self._lengths[order])
 
     def pieces(self, number: int) -> Iterator[Piece]:
-        """What fills a row, in order."""
+        """The pieces of documents that fill a row, in order."""
         epoch, row = divmod(number, self.per_epoch)
         order, ends = self._epoch(epoch)
         start, stop = row * self._seq_len, (row + 1) * self._seq_len
@@ -45,10 +52,19 @@ class Stream:
 
 
 class Bins:
-    """Whole documents, those that are longer than a row cut to it; filled once, rows reshuffled each epoch."""
+    """One piece of each document, which is kept whole. Rows are filled once and shuffled again in each epoch.
 
-    def __init__(self, lengths: np.ndarray, seq_len: int, seed: Sequence[int] | None) -> None:
-        self._lengths = np.minimum(lengths, seq_len)
+    Args:
+        firsts: ``[documents]`` int64, where the piece of each document begins.
+        lengths: ``[documents]`` int64, the tokens of each piece, at most ``seq_len``; 0 leaves a document out.
+
+    Attributes:
+        per_epoch, tokens: see ``Stream``.
+    """
+
+    def __init__(self, firsts: np.ndarray, lengths: np.ndarray, seq_len: int, seed: Sequence[int] | None) -> None:
+        self._firsts, self._lengths = firsts, lengths
+        self.tokens = int(lengths.sum())
         order = _order(np.flatnonzero(lengths), seed)
         row_of = _best_fit(self._lengths[order], seq_len)
         by_row = np.argsort(row_of, kind="stable")
@@ -58,18 +74,19 @@ class Bins:
         self._epoch = lru_cache(maxsize=2)(lambda epoch: _order(np.arange(self.per_epoch), seed, epoch))
 
     def pieces(self, number: int) -> Iterator[Piece]:
-        """As ``Stream.pieces``; together they may be shorter than a row."""
+        """As ``Stream.pieces``; together the pieces may be shorter than a row."""
         epoch, place = divmod(number, self.per_epoch)
         row = int(self._epoch(epoch)[place])
         for document in self._order[self._starts[row] : self._starts[row + 1]]:
-            yield int(document), 0, int(self._lengths[document])
+            first = int(self._firsts[document])
+            yield int(document), first, first + int(self._lengths[document])
 
 
 def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """The row of each document when it goes where the least room remains; ``[documents]`` int64."""
+    """The row of each document, ``[documents]`` int64, if each goes into the row where it leaves the least room."""
     row_of = np.empty_like(lengths)
-    with_room: list[list[int]] = [[] for _ in range(seq_len + 1)]  # the rows with so many tokens of room
-    rooms = 0  # bit n is set where some row has room for n tokens
+    with_room: list[list[int]] = [[] for _ in range(seq_len + 1)]  # [n]: the rows that have room for just n tokens
+    rooms = 0  # bit n is set if there is such a row
     rows = 0
     for place, length in enumerate(lengths.data):
         if fitting := rooms >> length:
@@ -87,5 +104,5 @@ def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def _order(items: np.ndarray, seed: Sequence[int] | None, *epoch: int) -> np.ndarray:
-    """The items as an epoch shuffles them; without one, as they are shuffled once and for all."""
+    """The items in the order of an epoch; without an epoch, in the order that all epochs share."""
     return items if seed is None else np.random.default_rng([*seed, *epoch]).permutation(items)

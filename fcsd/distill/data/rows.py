@@ -1,14 +1,15 @@
 """Documents -> rows of exactly ``seq_len`` tokens, any of which can be computed from its number alone.
 
-Rows of several corpora are mixed by weight. Row ``i`` of a run depends on the seed, the data and the tokenizer
-only: not on ranks, accumulation or where the run was resumed.
+Rows of several corpora are mixed by weight. Row ``i`` of a run depends only on the seed, the data, the tokenizer and
+the recipe's section ``data``. It does not depend on ranks, accumulation, or where the run was resumed.
 
-Inside a row position ids restart at 0 with every document. With no attention mask and no cache, transformers
-reads the restart as a document boundary and attention stays within it; labels do not cross it either. Padding is one
-more document, no token of which counts.
+Position ids restart at 0 with every document of a row. Without an attention mask and a cache, transformers takes the
+restart for a document boundary, and attention stays within the document; labels do not cross the boundary either.
+Padding is one more document, no token of which counts.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,21 +25,40 @@ Row = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Rows:
-    """The packed rows of one corpus: endless, reshuffled each epoch; in file order if ``seed`` is None."""
+    """The packed rows of one corpus: endless, shuffled again in each epoch; in file order if ``seed`` is None.
+
+    Attributes:
+        per_epoch: the number of rows that hold every document once.
+        filled: the share of the tokens in these rows that is no padding; 1.0 if documents are split over rows.
+        counted: the share of the tokens in these rows that counts in the loss.
+
+    Raises:
+        BadInputError: the documents do not fill one row, or ``counted`` is below the corpus' ``min_counted``.
+    """
 
     def __init__(self, corpus: Corpus, seq_len: int, seed: Sequence[int] | None = None) -> None:
         self._corpus, self._seq_len = corpus, seq_len
         self._count_up = np.arange(seq_len)
         if corpus.overlong == "split":
             self._layout = Stream(corpus.lengths, seq_len, seed)
+            counted = corpus.counted() * self._layout.tokens / corpus.tokens
         else:
-            fitting = np.where(corpus.lengths > seq_len, 0, corpus.lengths)
-            self._layout = Bins(fitting if corpus.overlong == "skip" else corpus.lengths, seq_len, seed)
+            firsts, lengths, cut_away = _cut(corpus, seq_len)
+            self._layout = Bins(firsts, lengths, seq_len, seed)
+            counted = corpus.counted() - cut_away
         self.per_epoch = self._layout.per_epoch
         if self.per_epoch == 0:
             raise BadInputError(
                 f"{corpus.name}: {corpus.tokens} tokens do not fill one row of {seq_len}",
                 hint="give more text or lower data.seq_len",
+            )
+        self.filled = self._layout.tokens / (self.per_epoch * seq_len)
+        self.counted = counted / (self.per_epoch * seq_len)
+        if self.counted < corpus.min_counted:
+            raise BadInputError(
+                f"{corpus.name}: only {self.counted:.2%} of the tokens in its rows of {seq_len:,} count in the loss;"
+                f" min_counted of this source is {corpus.min_counted:.2%}",
+                hint="raise data.seq_len, or lower min_counted of the source if so few tokens are intended",
             )
 
     def __getitem__(self, number: int) -> Row:
@@ -56,12 +76,29 @@ class Rows:
 
 
 class Mixture:
-    """The rows of a whole run, drawn from several corpora in proportion to their weights."""
+    """The rows of a whole run, each drawn from one of several corpora at random.
 
-    def __init__(self, corpora: Sequence[Rows], weights: Sequence[float], rows: int, seed: int) -> None:
-        shares = np.asarray(weights) / np.sum(weights)
+    All rows have the same number of tokens, but a row of whole documents ends with padding, and not every token counts.
+    A corpus is therefore drawn with a probability in proportion to its weight divided by what one of its rows holds,
+    so that the weights are, on average over the run, the shares of what ``weight_by`` names.
+
+    Args:
+        weight_by: ``tokens`` for the tokens that the model reads, padding excluded; ``counted`` for the tokens that
+            count in the loss; ``rows`` for rows, padding included.
+    """
+
+    def __init__(
+        self,
+        corpora: Sequence[Rows],
+        weights: Sequence[float],
+        rows: int,
+        seed: int,
+        weight_by: Literal["tokens", "counted", "rows"] = "tokens",
+    ) -> None:
+        held = {"tokens": [c.filled for c in corpora], "counted": [c.counted for c in corpora]}.get(weight_by, 1.0)
+        drawn_by = np.asarray(weights) / held
         self._corpora = corpora
-        self._corpus = np.random.default_rng(seed).choice(len(corpora), size=rows, p=shares)
+        self._corpus = np.random.default_rng(seed).choice(len(corpora), size=rows, p=drawn_by / np.sum(drawn_by))
         self._number = np.empty(rows, dtype=np.int64)
         for which in range(len(corpora)):
             drawn = self._corpus == which
@@ -73,11 +110,11 @@ class Mixture:
 
 
 def batch(rows: Rows | Mixture, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
-    """``input_ids``, ``position_ids``, ``labels`` of the rows so numbered, each ``[batch, seq_len]`` int64.
+    """``input_ids``, ``position_ids`` and ``labels`` of the rows with these numbers, each ``[batch, seq_len]`` int64.
 
-    ``borders``, ``[documents + 1]`` int32, says where documents begin when the rows are laid end to end. A label is
-    the token its position predicts; ``IGNORE`` where that token does not count, and at the last position of a document
-    or row.
+    ``borders``, ``[documents + 1]`` int32, is where documents begin if the rows are laid end to end, and where the last
+    one ends. The label of a position is the next token. It is ``IGNORE`` where that token does not count, and at the
+    last position of a document or row.
     """
     packed = [rows[number] for number in numbers]
     input_ids, position_ids, counts = (torch.from_numpy(np.stack(column)) for column in zip(*packed, strict=True))
@@ -85,3 +122,35 @@ def batch(rows: Rows | Mixture, numbers: Iterable[int]) -> dict[str, torch.Tenso
     labels[:, :-1] = input_ids[:, 1:].masked_fill((position_ids[:, 1:] == 0) | ~counts[:, 1:], IGNORE)
     borders = document_borders(position_ids)
     return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, "borders": borders}
+
+
+def _cut(corpus: Corpus, seq_len: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """One piece of each document that fits into a row.
+
+    Returns: where each piece begins and its tokens, both ``[documents]`` int64, 0 tokens for a document that is left
+    out; and how many tokens that count the pieces lack.
+    """
+    firsts, lengths, cut_away = np.zeros_like(corpus.lengths), corpus.lengths.copy(), 0
+    for number in np.flatnonzero(corpus.lengths > seq_len):
+        _, counts = corpus.document(int(number))
+        first, last = (0, 0) if corpus.overlong == "skip" else _window(counts, seq_len)
+        firsts[number], lengths[number] = first, last - first
+        cut_away += int(counts.sum()) - int(counts[first:last].sum())
+    return firsts, lengths, cut_away
+
+
+def _window(counts: np.ndarray, seq_len: int) -> tuple[int, int]:
+    """The first and last token, exclusive, of the part of a long document that a row takes.
+
+    It is the beginning of the document if that holds the first response, or half a row of it. Otherwise the part begins
+    later, just so late that it does. It ends with its last token that counts.
+
+    Args:
+        counts: ``[tokens]`` bool, more than ``seq_len``; at least one token counts.
+    """
+    counted = np.flatnonzero(counts)
+    gaps = np.flatnonzero(np.diff(counted) > 1)
+    response = counted[: gaps[0] + 1] if len(gaps) else counted
+    needed = min(int(response[-1]) + 1, int(response[0]) + seq_len // 2)
+    first = max(0, needed - seq_len)
+    return first, int(counted[counted < first + seq_len][-1]) + 1

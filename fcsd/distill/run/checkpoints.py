@@ -1,4 +1,4 @@
-"""Checkpoints that exist as a whole or not at all.
+"""Checkpoints: each exists as a whole or not at all.
 
 ``checkpoints/step-N/`` holds ``model/`` (an ordinary Hugging Face directory), ``engine/`` (DeepSpeed's files), one
 ``rank-R.json`` of random state for each process, and ``MANIFEST.json``: the size and sha256 of every file, the
@@ -90,7 +90,7 @@ def find(folder: Path, resume: str, report: Callable[[str], None]) -> Path | Non
 
     Raises:
         CheckpointError: the one asked for is damaged, or none in ``folder`` is whole.
-        ConfigError: ``never``, but ``folder`` has checkpoints that a new run would replace.
+        ConfigError: ``never``, or the path of an older one, but ``folder`` has checkpoints that the run would replace.
     """
     if resume == "auto":
         return _newest(folder, report)
@@ -100,8 +100,15 @@ def find(folder: Path, resume: str, report: Callable[[str], None]) -> Path | Non
                 f"{folder} has checkpoints of an earlier run", hint="use --resume auto or another output_dir"
             )
         return None
-    manifest.verify(Path(resume))
-    return Path(resume)
+    asked = Path(resume)
+    manifest.verify(asked)
+    step = manifest.read_manifest(asked)["step"]
+    if newer := [path.name for path in checkpoints(folder) if (manifest.step_of(path) or 0) > step]:
+        raise ConfigError(
+            f"{folder} has {', '.join(newer)}, which a run from step {step} would have to write again",
+            hint="move what is newer out of that folder, or set another output_dir",
+        )
+    return asked
 
 
 def _newest(folder: Path, report: Callable[[str], None]) -> Path | None:
@@ -124,15 +131,15 @@ def _newest(folder: Path, report: Callable[[str], None]) -> Path | None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Deletes what a save that did not come to its end has left."""
+    """Deletes what interrupted saves have left."""
     for partial in folder.glob("step-*.tmp-*"):
         shutil.rmtree(partial)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The committed checkpoints in ``folder``, oldest first; not verified."""
-    names = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
-    return sorted(names, key=lambda path: int(path.name.removeprefix("step-")))
+    committed = [path for path in folder.glob("step-*") if manifest.step_of(path) is not None]
+    return sorted(committed, key=lambda path: manifest.step_of(path) or 0)
 
 
 def best(folder: Path, step: int | None) -> Path | None:
@@ -181,7 +188,7 @@ def _save_engine(engine: Any, partial: Path, world: World) -> None:
 
 
 def _rename(partial: Path, final: Path) -> None:
-    """The moment a checkpoint comes to be."""
+    """From here on the checkpoint exists."""
     partial.rename(final)
     sync(final.parent)
 

@@ -36,9 +36,11 @@ _FREE = (
     "early_stop.delta",
     "early_stop.data_mirror",
 )
-_SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template)")
+_SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template|min_counted)")
 _CODE = ("torch", "transformers", "deepspeed")  # whose other versions may compute other bits
 _SCHEDULE, _SCHEDULE_BEFORE = "optim.schedule_steps", "train.schedule_steps"
+# Keys that runs had no choice in before they existed: what held then, or the key whose value it was.
+_BEFORE = {"optim.accumulate_dtype": "train.dtype", "optim.reduce_dtype": "train.dtype", "optim.decay_norms": True}
 
 
 def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
@@ -47,14 +49,24 @@ def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[st
     if world.device.type != "cuda" or recipe.train.attention == "masked":
         del fields["train.attention"]  # what older runs and other devices do
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
+    # These fields change nothing here. Without them, runs resume that were started before the fields existed.
+    if len(corpora) == 1 or all(corpus.overlong == "split" for corpus in corpora):
+        own.pop("data.weight_by", None)
+    for number, source in enumerate(recipe.data.sources):
+        if not source.chat:
+            own.pop(f"data.sources.{number}.earlier_reasoning", None)
     made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
     code = {"version of fcsd": __version__} | {f"version of {name}": version(name) for name in _CODE}
+    own |= {"optim.accumulate_dtype": recipe.accumulate_dtype, "optim.reduce_dtype": recipe.reduce_dtype}
+    own["optim.decay_norms"] = recipe.optim.decay_norms or not recipe.optim.weight_decay
     return {**own, **made_of, **code, _SCHEDULE: recipe.schedule_steps, "processes": world.size}
 
 
 def current_names(identity: dict[str, Any]) -> dict[str, Any]:
     """The identity in a checkpoint under today's names of the recipe's keys, so that older runs can be resumed."""
     names = translated(identity)
+    for key, before in _BEFORE.items():
+        names.setdefault(key, before if isinstance(before, bool) else names.get(before))
     if _SCHEDULE_BEFORE in names:
         names[_SCHEDULE] = names.pop(_SCHEDULE_BEFORE)
     return names

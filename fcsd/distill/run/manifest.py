@@ -14,6 +14,7 @@ T = TypeVar("T")
 MANIFEST = "MANIFEST.json"
 MODEL = "model"
 _VERSION = 1
+_CONTENT = {"step": int, "identity": dict, "progress": dict, "files": dict}  # what a manifest must have
 
 
 def write_manifest(checkpoint: Path, content: dict[str, Any]) -> None:
@@ -26,17 +27,33 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, not yet held against its files.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is none, it cannot be read, or the directory's name says another step.
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint}: {MANIFEST} is missing or unreadable") from error
     if not isinstance(manifest, dict) or manifest.pop("seal", None) != json_sha256(manifest):
         raise CheckpointError(f"{checkpoint}: {MANIFEST} is damaged")
-    if manifest["version"] != _VERSION:
-        raise CheckpointError(f"{checkpoint}: {MANIFEST} is of version {manifest['version']}, not {_VERSION}")
+    if manifest.get("version") != _VERSION:
+        raise CheckpointError(f"{checkpoint}: {MANIFEST} is of version {manifest.get('version')}, not {_VERSION}")
+    if missing := [name for name, kind in _CONTENT.items() if not isinstance(manifest.get(name), kind)]:
+        raise CheckpointError(f"{checkpoint}: {MANIFEST} has no usable {missing[0]!r}")
+    for name, entry in manifest["files"].items():
+        if not isinstance(entry, dict) or entry.keys() != {"size", "sha256"}:
+            raise CheckpointError(f"{checkpoint}: {MANIFEST} does not give size and sha256 of {name}")
+    if step_of(checkpoint) not in (None, manifest["step"]):
+        raise CheckpointError(
+            f"{checkpoint}: was renamed, its {MANIFEST} is of step {manifest['step']}",
+            hint=f"call it step-{manifest['step']} again",
+        )
     return manifest
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step in the name of a checkpoint's directory; None if it has no such name."""
+    prefix, _, number = checkpoint.name.partition("step-")
+    return int(number) if not prefix and number.isdecimal() else None
 
 
 def size(checkpoint: Path) -> int:

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradients are not finite: no rank's weights change, and a few in a row may be passed over."""
+"""Steps whose loss or gradients are not finite: they change no weight, and a few in a row may be skipped."""
 
 import math
 import sys
@@ -11,7 +11,7 @@ from fcsd.launch.world import World
 
 
 class Skips:
-    """The steps passed over so far; the ranks agree, since the metrics they judge are the same.
+    """The steps skipped so far. All ranks decide alike, because they judge the same metrics.
 
     Args:
         progress: that of the checkpoint the run continues from.

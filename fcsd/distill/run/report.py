@@ -1,17 +1,21 @@
-"""What a run shows: a line for people, a line of ``metrics.jsonl`` for programs, curves for both."""
+"""What a run reports: lines on the terminal, records in ``metrics.jsonl``, and ``curves.png``."""
 
 import json
 import math
+import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from fcsd.config import ResolvedRecipe
+from fcsd.config import Recipe, ResolvedRecipe
+from fcsd.distill.run.run_dir import CHECKPOINTS
 from fcsd.distill.run.trackers import Log, tracking
 
 METRICS = "metrics.jsonl"
@@ -24,10 +28,15 @@ _PANELS |= {"tokens_per_second": "tokens/s", "mfu": "model FLOPs utilization"}
 
 
 class Reporter:
-    """Writes metrics as they come. On a terminal a progress bar stays below the lines."""
+    """Writes metrics as they come. On a terminal a progress bar stays below the lines.
 
-    def __init__(self, path: Path, track: Log, progress: Progress, task: TaskID) -> None:
+    Args:
+        start, total: steps taken before, and at the end of the run.
+    """
+
+    def __init__(self, path: Path, track: Log, progress: Progress, task: TaskID, start: int, total: int) -> None:
         self._path, self._track, self._progress, self._task = path, track, progress, task
+        self._start, self._total, self._began = start, total, time.monotonic()
 
     def say(self, text: str) -> None:
         """A line for people, on stderr."""
@@ -42,7 +51,16 @@ class Reporter:
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         self._track({k: v for k, v in metrics.items() if k != "step"}, metrics["step"])
-        self.say("  ".join(f"{name} {_short(value)}" for name, value in metrics.items()))
+        shown = "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
+        self.say(f"{shown}  {self._left(metrics['step'])}")
+
+    def _left(self, step: int) -> str:
+        """How far the run is, and when it will end at the speed it has had so far, pauses included."""
+        elapsed, taken = time.monotonic() - self._began, step - self._start
+        seconds = elapsed * (self._total - step) / max(1, taken)
+        end = datetime.now().astimezone() + timedelta(seconds=seconds)
+        share = f"{step / self._total:.0%} of {self._total:,} steps"
+        return share if step == self._total else f"{share}, ends in {duration(seconds)}, at {end:%Y-%m-%d %H:%M}"
 
 
 @contextmanager
@@ -68,7 +86,7 @@ def reporting(run: Path, resolved: ResolvedRecipe, *, start: int) -> Iterator[Re
     try:
         with tracking(run, recipe, start=start) as track, bar as progress:
             task = progress.add_task(recipe.name, total=recipe.train.steps, completed=start)
-            yield Reporter(path, track, progress, task)
+            yield Reporter(path, track, progress, task, start, recipe.train.steps)
     finally:
         with suppress(OSError):  # of a full disk the run says more
             draw_curves(run)
@@ -105,6 +123,33 @@ def draw_curves(run: Path) -> Path:
             axes.set_yscale("log")
     figure.savefig(run / CURVES, dpi=120)
     return run / CURVES
+
+
+def opening(recipe: Recipe, run: Path, start: int) -> str:
+    """What a run says before its first step: how far it goes, when and where it saves, and how it is resumed."""
+    settings = recipe.checkpoint
+    every = [f"every {settings.every_steps:,} steps"] * bool(settings.every_steps)
+    every += [f"every {settings.every_minutes:g} minutes"] * bool(settings.every_minutes)
+    begins = f"steps {start + 1:,} to {recipe.train.steps:,}" if start < recipe.train.steps else "no step is left"
+    saves = f"saves {' and '.join([*every, 'at the end'])} to {run / CHECKPOINTS}"
+    return f"{begins}; {saves}\nif it is ended, resume it with: {_command()}"
+
+
+def _command() -> str:
+    """What the user typed, as far as this process can tell; a launcher starts fcsd as a module."""
+    name = Path(sys.argv[0]).name
+    own = name in ("fcsd", "__main__.py")
+    return shlex.join(["fcsd", *sys.argv[1:]]) if own else "the same command"
+
+
+def duration(seconds: float) -> str:
+    """A time for people: ``45 s``, ``12 min``, ``3 h 20 min``, ``2 d 1 h``."""
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The directory of a run: owned by one run at a time, and saying how it came about."""
+"""The directory of a run: one process owns it at a time, and it records how the run was started."""
 
 import fcntl
 import json
@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,6 +19,28 @@ from fcsd.launch import environment
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
 _LOCK = ".lock"
+
+
+def require_usable(run: Path, models: Iterable[str]) -> None:
+    """Checks that a run could write to ``run``; nothing is written.
+
+    Args:
+        models: directories or hub ids of the models that the run reads.
+
+    Raises:
+        ConfigError: it is a file, it cannot be made, or it is the directory of one of the models.
+    """
+    hint = "set another output_dir"
+    for model in models:
+        if Path(model).is_dir() and run.resolve() == Path(model).resolve():
+            raise ConfigError(f"output_dir {run} is the directory of the model {model}", hint)
+    place = run
+    while not (place.exists() or place.is_symlink()) and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise ConfigError(f"output_dir {run}: {place} is not a directory", hint)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir {run}: {place} is not writable", hint)
 
 
 @contextmanager
@@ -40,6 +62,8 @@ def claim(run: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
+        for unfinished in run.glob(f"{FINAL}.tmp-*"):  # of a run that was killed while it published
+            shutil.rmtree(unfinished)
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""When a run saves, and what becomes of it when the disk is full."""
+"""When a run saves, and what it does when the disk is full."""
 
 import shutil
 import sys

@@ -22,8 +22,9 @@ _ECHO = 1.0  # seconds in which a second signal is the first once more: one sent
 class Preemption:
     """Whether this run was asked to end, and how long it still has.
 
-    Until ``defer`` a signal ends the process at once; afterwards the main thread asks for ``time_left``. A second
-    signal ends the process on the spot, and so does the end of the time, wherever the main thread is then.
+    Until ``defer`` is called a signal ends the process at once. Afterwards the main thread asks for ``time_left`` after
+    each step. A second signal ends the process immediately, wherever the main thread is, and so does the end of the
+    time.
     """
 
     def __init__(self, grace_seconds: float) -> None:
@@ -47,7 +48,7 @@ class Preemption:
         if self._asked is None:
             self._asked = now
             if self._checkpoint is None:
-                # no Exception: a library that is loading something might take it for its own
+                # not an Exception: a library that is loading something might catch it
                 print(f"{signal.Signals(number).name}: ended before the first step; nothing is lost", file=sys.stderr)
                 raise SystemExit(PreemptedError.exit_code)
             self._timer = threading.Timer(self._grace, self._end, ("no time is left to finish the step and save",))
@@ -57,7 +58,7 @@ class Preemption:
             self._end("a second signal")
 
     def close(self) -> None:
-        """The run has ended in time."""
+        """The run has ended by itself; the timer is cancelled."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -70,7 +71,7 @@ class Preemption:
 
 @contextmanager
 def preemptible(grace_seconds: float) -> Iterator[Preemption]:
-    """Takes the signals over; only the main thread may."""
+    """Handles the signals inside the block; only the main thread may enter it."""
     preemption = Preemption(grace_seconds)
     before = {number: signal.signal(number, preemption.notice) for number in _SIGNALS}
     try:

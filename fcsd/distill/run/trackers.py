@@ -1,4 +1,4 @@
-"""Where metrics go besides ``metrics.jsonl``. A tracker may fail to start, to answer or to end; the run goes on."""
+"""Where metrics go besides ``metrics.jsonl``. If a tracker fails to start, to answer or to end, the run continues."""
 
 import importlib.util
 import sys
@@ -27,7 +27,7 @@ class Tracker(Protocol):
 
 
 def require_tracker(report: str) -> None:
-    """Whether a recipe's ``report`` can be had here; its package is not imported.
+    """Checks that the package of a recipe's ``report`` is installed; it is not imported.
 
     Raises:
         ConfigError: the package is not installed.
@@ -42,7 +42,7 @@ def require_tracker(report: str) -> None:
 def tracking(run: Path, recipe: Recipe, *, start: int) -> Iterator[Log]:
     """The recipe's tracker, for a run that begins after step ``start``; without one, what is logged goes nowhere.
 
-    Its first error is a warning, and the last that is heard of it.
+    Its first error is printed as a warning, and the tracker is not used any more.
     """
     tracker: Tracker | None = None
 

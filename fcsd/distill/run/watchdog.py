@@ -1,8 +1,9 @@
-"""A rank that is lost or stuck ends the run on every rank, whatever the communication library would wait for.
+"""If a rank is lost or stuck, the run ends on every rank, however long the communication library would wait.
 
-Once a second a thread of each rank tells the others, through a store, that it lives, where its main thread is and for
-how long that has made no step. It needs the interpreter only, so it goes on while the main thread waits in a
-collective. It counts its own rounds, not time: a job that is suspended as a whole and goes on later has lost nobody.
+Once a second a thread of each rank writes to a store that the rank is alive, where its main thread is, and for how
+long the main thread has completed no step. The thread needs only the interpreter, so it continues while the main thread
+waits in a collective. It counts its own rounds instead of time: if the whole job is suspended and continued later, no
+rank counts as lost.
 """
 
 import faulthandler
@@ -22,15 +23,15 @@ from fcsd.errors import PeerLostError
 from fcsd.foreign_errors import translate
 from fcsd.launch.world import World
 
-_ROUND = 1.0  # seconds between two signs of life
-_SILENCE = 120.0  # seconds without one after which a rank is lost; no call holds the interpreter for so long
-_MOMENT = 3.0  # for the main thread to come forward with an error of its own, which says more
+_ROUND = 1.0  # seconds between two messages of a rank to the store
+_SILENCE = 120.0  # seconds without a message after which a rank is lost; no call holds the interpreter for so long
+_MOMENT = 3.0  # in which the main thread may raise an error of its own, which says more
 _WAITING = ("/torch/distributed/", "/deepspeed/comm/", "/fcsd/parallel/deferred.py")
 _HINT = "the first error in that rank's output is the cause; the same command resumes from the last checkpoint"
 
 
 class Watchdog:
-    """This rank's signs of life, and its view of the others'; made by ``watched``."""
+    """Tells the other ranks that this one is alive, and watches them; made by ``watched``."""
 
     def __init__(self, world: World, stuck_seconds: float, silence: float) -> None:
         self._rank, self._stuck, self._silence = world.rank, stuck_seconds, silence
@@ -39,14 +40,14 @@ class Watchdog:
         self._store = _store(world)
         self._tell()
         here = _host()
-        everyone = world.everywhere(lambda: (here, os.getpid()))  # all have told something from here on
+        everyone = world.everywhere(lambda: (here, os.getpid()))  # from here on every rank has written a message
         self._keys = [str(rank) for rank in range(world.size)]
         self._signs: list[Any] = [None] * world.size
         self._heard = [0] * world.size  # the round in which each rank's last sign came
-        self._handles: dict[int, int] = {}  # pidfd -> rank on this host; it can be read once the process has ended
+        self._handles: dict[int, int] = {}  # pidfd -> rank on this host; it becomes readable when the process ends
         self._ends = select.poll()
         for rank, (host, pid) in enumerate(everyone):
-            with suppress(OSError):  # a sandbox without them: what is left is silence
+            with suppress(OSError):  # a sandbox without pidfds: there only the messages are watched
                 if host == here and rank != world.rank:
                     handle = os.pidfd_open(pid)
                     self._handles[handle] = rank
@@ -56,11 +57,11 @@ class Watchdog:
         self._thread.start()
 
     def beat(self) -> None:
-        """The main thread has come a step further."""
+        """The main thread has completed a step."""
         self._idle = 0
 
     def leave(self) -> None:
-        """Nothing more is expected of any rank: they come here together, or one has failed."""
+        """Ends the watch: either all ranks come here, or one has failed."""
         self._left.set()
         self._thread.join()
 
@@ -90,7 +91,7 @@ class Watchdog:
         ]
         self._signs = signs
         if silent := self._silent():
-            return f"{_named(silent)} gave no sign of life for {self._silence:g} seconds"
+            return f"{_named(silent)} sent no message for {self._silence:g} seconds"
         if max(sign["idle"] for sign in signs) * _ROUND <= self._stuck:
             return None
         blamed = [rank for rank, sign in enumerate(signs) if not sign["waits"]] or range(len(signs))
@@ -122,7 +123,7 @@ def watched(world: World, stuck_seconds: float, silence: float = _SILENCE) -> It
 
     Args:
         stuck_seconds: longest time between two ``beat``s of any rank.
-        silence: longest time without a sign of life of any rank.
+        silence: longest time without a message of any rank.
 
     Raises:
         PeerLostError: a collective failed because a rank is gone; the message names it.

@@ -1,9 +1,9 @@
-"""What the teacher says of every row of a run, on disk: top-k log-probabilities and the mass of the rest.
+"""The teacher's distribution for every row of a run, on disk: top-k log-probabilities and the mass of the rest.
 
-``shard-N.safetensors`` holds a range of rows; ``shard-N.json`` beside it, its range, size and sha256, is written when
-the shard is on disk, so a killed writer goes on where it stopped. ``KEY.json`` says what all of it depends on;
-``MANIFEST.json``, written last, lists the shards. A reader checks the key, the hash of each shard when it opens it,
-and, row by row, that the tokens are those the teacher saw.
+``shard-N.safetensors`` holds a range of rows. ``shard-N.json`` beside it holds that range, the size and the sha256; it
+is written when the shard is on disk, so that a killed writer continues where it stopped. ``KEY.json`` lists what the
+cache depends on. ``MANIFEST.json``, written last, lists the shards. A reader checks the key, the hash of each shard
+when it opens it, and for every row that its tokens are those that the teacher was given.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 
 KEY, MANIFEST = "KEY.json", "MANIFEST.json"
-_POSITION = 8  # bytes a word takes: fp32 log-probability, int32 id
+_POSITION = 8  # bytes of one of the k entries of a position: fp32 log-probability, int32 token id
 
 
 class Shard(NamedTuple):
@@ -167,7 +167,7 @@ def _from_shards(folder: Path, rows: int) -> Teacher:
             row = number - starts[which]
             if digests[row] != row_digest(micro, at):
                 raise BadInputError(
-                    f"{folder}: row {number} of the run is not the text that the teacher saw",
+                    f"{folder}: row {number} of the run is not the text that the teacher was given",
                     hint="the data, the tokenizer or the packing changed: write the cache again",
                 )
             found.append(TopK(*(column[ends[row] : ends[row + 1]] for column in kept)))

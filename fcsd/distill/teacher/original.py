@@ -1,4 +1,4 @@
-"""The frozen original, and what is read of either model: its last hidden states and its output head."""
+"""The frozen teacher: which model it is, and what the loss reads of teacher and student alike."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from fcsd.checkpoint import read_config, read_layout, resolve, sample_sha256
+from fcsd.checkpoint import fingerprint, read_config, read_layout, resolve, sample_sha256
+from fcsd.checkpoint.location import read_base_path
 from fcsd.config import Recipe
-from fcsd.convert import fingerprint
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
 from fcsd.models.build import arch_of
@@ -34,8 +34,9 @@ def teacher_name(recipe: Recipe) -> str:
     block = student_block(recipe)
     if not block.get("base_model"):
         raise ConfigError(f"{recipe.model} records no base model", hint="set `teacher:` in the recipe")
-    revision = block.get("base_revision")
-    return f"{block['base_model']}@{revision}" if revision else block["base_model"]
+    if revision := block.get("base_revision"):
+        return f"{block['base_model']}@{revision}"
+    return read_base_path(resolve(recipe.model, weights=False).path) or block["base_model"]
 
 
 def student_block(recipe: Recipe) -> dict[str, Any]:
@@ -79,8 +80,9 @@ def expect_fingerprint(recipe: Recipe, found: str, what: str) -> None:
 def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """``[batch, seq, hidden]`` after the final norm.
 
-    Position ids that restart, no attention mask and no cache keep attention inside documents. An architecture whose
-    code ignores them is given its masks; a model with packed attention is given the borders of the documents.
+    Attention stays inside documents because position ids restart and there is neither a mask nor a cache. An
+    architecture whose code does not look at position ids for that is given explicit masks, and a model with packed
+    attention is given the borders of the documents.
     """
     arch = arch_of(model.config)
     decoder: Any = model.get_submodule(arch.classes["AutoModelForCausalLM"][1])
@@ -102,7 +104,7 @@ def pack_attention(model: PreTrainedModel, recipe: Recipe) -> None:
 
 
 def _document_masks(decoder: Any, ids: Tensor, positions: Tensor) -> dict[str, Tensor | None]:
-    """By kind of attention, what a decoder makes of position ids that it does pass on."""
+    """By kind of attention, the mask that other decoders derive from the position ids themselves."""
     given = {"config": decoder.config, "inputs_embeds": decoder.embed_tokens(ids), "attention_mask": None}
     given |= {"past_key_values": None, "position_ids": positions}
     return {

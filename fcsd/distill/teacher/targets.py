@@ -1,4 +1,4 @@
-"""What the student is held against: the teacher's final hidden states, and its streams after single layers."""
+"""What the student is compared with: the teacher's final hidden states, and its streams after single layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ class Targets(NamedTuple):
     streams: dict[int, Tensor]
 
 
-# (micro-batch, the numbers of its rows in the run) -> what the teacher makes of it
+# (micro-batch, the numbers of its rows in the run) -> the teacher's part of the loss on it
 Teacher = Callable[[dict[str, Tensor], Sequence[int]], Targets]
 
 
@@ -56,9 +56,9 @@ def compared_layers(model: PreTrainedModel, objective: Objective) -> tuple[int, 
 def captured(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """The full stream ``o_k`` after each of ``layers``, of the forward pass inside the block; none is copied.
 
-    A stream whose last output is still on the wire is awaited at the end of its layer, so overlap is lost there, and
-    only there. The hooks compute nothing and are gone before backward: a recompute of activation checkpointing must
-    not run them again.
+    If the last output of a stream is still in flight, it is awaited at the end of its layer. Overlap is lost there and
+    only there. The hooks compute nothing and are removed before the backward pass, so that the recompute of activation
+    checkpointing does not run them again.
     """
     streams: dict[int, Tensor] = {}
 

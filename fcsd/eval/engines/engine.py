@@ -139,7 +139,9 @@ def _in_transformers(
 
     kind = getattr(torch, dtype)
     if engine.ep_size > 1:
-        network = _expert_parallel(path, kind, device, engine.ep_size)
+        from fcsd.parallel.weights.loading import load_expert_parallel
+
+        network = load_expert_parallel(path, dtype=kind, device=device, ep_size=engine.ep_size)
     elif device == "auto":
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fcsd-offload-"))
         network = load_model(path, dtype=kind, device_map="auto", offload_folder=folder)
@@ -154,20 +156,6 @@ def _in_transformers(
         cache=cache,
         team=team,
     )
-
-
-def _expert_parallel(path: Path, dtype: Any, device: str, ep_size: int) -> Any:
-    """A model whose routed experts ``ep_size`` ranks divide among them; every rank holds all other weights."""
-    from fcsd.models.build import arch_of, load_model, unwired
-    from fcsd.models.wiring import Wiring
-    from fcsd.parallel.expert.autoep import shard_experts
-    from fcsd.parallel.expert.block import wire_parallel
-
-    network: Any = load_model(path, dtype=dtype)
-    block = network.config.to_dict().get("fcsd")
-    shard_experts(network, arch_of(network.config), ep_size)
-    wire_parallel(network, Wiring.from_block(block) if block else unwired())
-    return network.to(device)
 
 
 def _in_vllm(path: Path, engine: Engine, dtype: str, cache: AnswerCache | None) -> Adapter:

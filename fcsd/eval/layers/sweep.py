@@ -12,7 +12,7 @@ from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.engine import Engine
-from fcsd.eval.harness import Loaded, evaluate
+from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.layers.rewiring import Layers, Subject, first, last, load_subject, reads_in_flight
 from fcsd.eval.perplexity import HeldOut, held_out_result
 from fcsd.eval.results import Result, is_accuracy, shown
@@ -54,7 +54,7 @@ def sweep_layers(
         points: values of N; None for at most ``POINTS`` from 0 to all layers. 0 is always measured.
         tasks: some of ``suite`` or of lm-eval's; None for none, then only the held-out loss is measured.
         limit: use only the first ``limit`` documents of every task and of the held-out text.
-        num_fewshot, apply_chat_template, data_mirror, held_out: see ``harness.evaluate``.
+        num_fewshot, apply_chat_template, data_mirror, held_out: see ``evaluate_models``.
         batch_size: see ``engine.Engine``; device, dtype: see ``load_subject``.
 
     Returns:
@@ -62,8 +62,8 @@ def sweep_layers(
         model as ``[difference, paired standard error]``.
 
     Raises:
-        ConfigError: nothing to measure, a point outside the model, or as ``harness.evaluate``.
-        BadInputError, NonFiniteError: as ``harness.evaluate``; finished points stay.
+        ConfigError: nothing to measure, a point outside the model, or as ``evaluate_models``.
+        BadInputError, NonFiniteError: as ``evaluate_models``; finished points stay.
     """
     if not tasks and held_out is None:
         raise ConfigError("a sweep needs something to measure", "give --tasks, --held-out or both")
@@ -87,7 +87,7 @@ def sweep_layers(
         results = []
         if tasks:
             loaded = Loaded(subject.name, subject.model, subject.tokenizer)
-            results += evaluate(
+            results += evaluate_models(
                 [loaded],
                 suite=suite,
                 tasks=tasks,

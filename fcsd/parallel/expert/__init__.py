@@ -1,1 +1,1 @@
-"""Expert parallelism of one MoE block: routing, dispatch, experts, combine, and the DeepSpeed AutoEP adapter."""
+"""Expert parallelism of one MoE block: its experts and where they are, and how rows reach them and come back."""

@@ -1,23 +1,128 @@
-"""DeepSpeed AutoEP: configuration, the shim that transformers 5.23 needs, and sharding without an engine.
+"""DeepSpeed AutoEP as an ``ExpertBlock``; its configuration, and dividing a model's experts without an engine.
 
-Everything version-dependent about AutoEP is in this file.
+This is the only file of ``fcsd/parallel`` that imports DeepSpeed or knows how AutoEP names things. It imports DeepSpeed
+where it is needed, because ``expert_parallel_config`` must not load it.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.errors import ConfigError
 from fcsd.models.archs import Arch
+from fcsd.models.wiring import Blocks
+from fcsd.parallel.expert.block import ExpertBlock, Origin, Routing
+from fcsd.parallel.expert.placement import Placement
+
+# AutoEP keeps the gate, down and up projections of a rank's experts as w1, w2 and w3; transformers fuses gate and up.
+_EXPERTS = {
+    "experts.w1": Origin("experts.gate_up_proj", ("experts.w1", "experts.w3"), of_experts=True),
+    "experts.w2": Origin("experts.down_proj", ("experts.w2",), of_experts=True),
+    "experts.w3": None,
+}
+
+
+def adapt(module: nn.Module) -> ExpertBlock | None:
+    """The block of a module that AutoEP put in the place of a MoE block; None for any other module."""
+    # AutoEP's own mark of its class: looking at it does not load DeepSpeed.
+    return AutoEPBlock(module) if getattr(module, "_is_autoep_layer", False) else None
+
+
+@dataclass(frozen=True)
+class AutoEPBlock:
+    """The ``ExpertBlock`` of an AutoEP layer.
+
+    ``deepspeed.initialize`` may replace the layer's process group, so everything is read when it is asked for.
+    """
+
+    layer: Any
+
+    @property
+    def router(self) -> nn.Module:
+        return self.layer.router
+
+    @property
+    def experts(self) -> nn.Module:
+        return self.layer.experts
+
+    @property
+    def shared(self) -> Callable[[Tensor], Tensor] | None:
+        return None if self.layer.shared_experts is None else self._run_shared
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.layer.num_experts, self.layer.ep_size)
+
+    @property
+    def group(self) -> Any:
+        return self.layer.ep_group
+
+    @property
+    def rank(self) -> int:
+        return self.layer.ep_rank
+
+    @property
+    def top_k(self) -> int:
+        return self.layer.top_k
+
+    @property
+    def prescaled(self) -> bool:
+        return self.layer.score_apply == "pre"
+
+    def route(self, tokens: Tensor) -> Routing:
+        routing = Routing(*self.layer.router(tokens, self.layer.expert_bias))
+        with torch.no_grad():
+            self.layer.tokens_per_expert.add_(routing.counts)
+        return routing
+
+    def run(self, rows: Tensor, counts: Tensor) -> Tensor:
+        from deepspeed.module_inject.auto_ep_layer import permute_by_local_expert, unpermute_by_local_expert
+
+        by_expert, indices, aligned, total = permute_by_local_expert(rows, counts)
+        del rows  # freed while the experts run
+        return unpermute_by_local_expert(self.layer.experts(by_expert, aligned), indices, total)
+
+    def origin(self, name: str, blocks: Blocks) -> Origin | None:
+        if name in _EXPERTS:
+            return _EXPERTS[name]
+        renamed = {
+            "router.gate.": blocks.router,
+            "router.": blocks.router,
+            "shared_experts.": blocks.shared,
+            "shared_experts_gate.": blocks.shared_gate,
+        }
+        prefix = next(prefix for prefix in renamed if name.startswith(prefix))
+        return Origin(f"{renamed[prefix]}.{name.removeprefix(prefix)}", (name,))
+
+    def _run_shared(self, x: Tensor) -> Tensor:
+        out = self.layer.shared_experts(x)
+        if self.layer.shared_experts_gate is not None:
+            out = torch.sigmoid(self.layer.shared_experts_gate(x)) * out
+        return out
+
+
+def has_partitioned_parameters(model: nn.Module) -> bool:
+    """Whether ZeRO-3 has divided the parameters of a model."""
+    from deepspeed.runtime.zero.partition_parameters import is_zero_param
+
+    return any(map(is_zero_param, model.parameters()))
 
 
 def expert_parallel_config(arch: Arch, ep_size: int) -> dict[str, Any]:
     """The ``expert_parallel`` section of a DeepSpeed config.
 
-    AutoEP finds MoE blocks by ``model_type``, which a converted model changes on purpose, so the row's keys are given.
+    AutoEP finds MoE blocks by ``model_type``, which a converted model changes on purpose. The section therefore holds
+    the keys of the architecture's row.
+
+    Args:
+        ep_size: the number of ranks that share the experts of a layer.
 
     Raises:
-        ConfigError: the architecture has no experts, or AutoEP cannot hold its experts.
+        ConfigError: the architecture has no experts, or has experts that AutoEP does not support.
     """
     if arch.autoep is None:
         raise ConfigError(f"{arch.model_type} cannot be expert-parallel: {arch.no_ep or 'it has no experts'}")
@@ -25,10 +130,10 @@ def expert_parallel_config(arch: Arch, ep_size: int) -> dict[str, Any]:
 
 
 def allow_string_keys() -> None:
-    """Let AutoEP 0.19.8 look up transformers' output recorders by class name.
+    """Let AutoEP of DeepSpeed 0.19.8 look up transformers' output recorders by class name.
 
-    Since transformers 5.23 the registry turns each key into the name of the key's class, so that a name given
-    directly is not found; earlier versions hold a plain dict and need nothing.
+    Since transformers 5.23 the registry replaces each key by the name of the key's class, so it does not find a name
+    that is given directly. Earlier versions use a plain dict and need no change.
     """
     from transformers.utils import output_capturing
 
@@ -38,7 +143,7 @@ def allow_string_keys() -> None:
 
     def get(self: dict, key: Any, default: Any = None) -> Any:
         found = dict.get(self, key if isinstance(key, str) else str(key.__class__), default)
-        return {} if found is None else found  # a class may be entered with None
+        return {} if found is None else found  # the registry may hold None for a class
 
     def put(self: dict, key: Any, value: Any) -> None:
         dict.__setitem__(self, key if isinstance(key, str) else str(key.__class__), value)
@@ -49,8 +154,11 @@ def allow_string_keys() -> None:
 def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
     """Replace every MoE block by an AutoEP layer that keeps this rank's experts, without an engine.
 
-    A model on the meta device stays there. ``deepspeed.initialize`` takes what it gets if its config has no
+    A model on the meta device stays there. ``deepspeed.initialize`` takes the model as it is if its config has no
     ``expert_parallel`` section. The default process group must exist.
+
+    Args:
+        ep_size: the number of neighbouring ranks that share the experts of a layer.
 
     Raises:
         ConfigError: see ``expert_parallel_config``; or AutoEP found no MoE block.
@@ -59,22 +167,21 @@ def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
-    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
     from deepspeed.utils import groups
 
     allow_string_keys()
     config = expert_parallel_config(arch, ep_size)
     accelerator: Any = get_accelerator()
     config["use_grouped_mm"] = accelerator.device_name() == "cuda"
-    config["top_k"] = model.config.get_text_config().num_experts_per_tok  # AutoEP knows no config within a config
+    config["top_k"] = model.config.get_text_config().num_experts_per_tok  # AutoEP does not look into a nested config
     sharder = AutoEP(model, parse_autoep_config(config))
     specs = sharder.ep_parser()
     if not specs:
         raise ConfigError(f"DeepSpeed AutoEP found no MoE block in {type(model).__name__}")
     if f"ep_size_{ep_size}" not in groups._get_expert_parallel_group_dict():
         groups._create_expert_and_data_parallel(ep_size)
-    with next(model.parameters()).device:  # AutoEP makes its layers on the default device
+    with next(model.parameters()).device:  # AutoEP creates its layers on the default device
         sharder.replace_moe_layers(specs, ep_size=ep_size, ep_rank=dist.get_rank() % ep_size)
     for module in model.modules():
-        if isinstance(module, AutoEPMoELayer):
-            module.set_deepspeed_parallelism(False)
+        if adapt(module) is not None:
+            module.set_deepspeed_parallelism(False)  # pyright: ignore[reportCallIssue]

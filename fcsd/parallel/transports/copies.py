@@ -1,19 +1,21 @@
-"""All-to-all by copies into the memory of the other ranks of one host: no multiprocessor takes part in it.
+"""An all-to-all by copies into the memory of the other ranks of one host, which takes no SM.
 
-Every rank has buffers that the others write into, shared by all layers. For exchange n a rank
+Every rank has buffers that the other ranks write into, shared by all layers. For exchange n a rank does this:
 
-    for each peer:  copies its rows into the peer's buffer | sets ARRIVED n there
-    for each peer:  awaits ARRIVED n of the peer
+    for each peer:  copy its rows into the peer's buffer, then set flag ARRIVED to n at the peer
+    for each peer:  wait until the peer has set flag ARRIVED to n here
 
-each line on a stream of its own. The copies run on copy engines, and the flags are written and awaited by the streams
-themselves. Rows are read where they arrived: a copy within the device would be a kernel, which computation waits for.
-There are two such buffers, taken in turn. Nobody writes into one that is still read: a rank starts exchange n + 2 when
-the rows of n + 1 have arrived, which the others sent once they had read those of n.
+Each of the two loops runs on a stream of its own. Copy engines do the copies; the streams themselves write the flags
+and wait for them. The received rows are read in the buffer: copying them within the device would need a kernel, for
+which the computation would wait. There are two such buffers, used in turn, and a rank never writes into one that is
+still read: it starts exchange n + 2 after the rows of n + 1 have arrived, and the other ranks sent those after they had
+read the rows of n.
 
-Rows that are kept for longer have a third buffer, from which they are copied out as they arrive; FREE n says when.
+Rows that the caller keeps for longer go through a third buffer. They are copied out of it as they arrive, and flag FREE
+set to n says that they have been.
 
-When any rank would receive more than its buffer holds, all ranks know it from their routes, and all send the rows of
-that exchange by ``all_to_all``: nothing is ever dropped. The next exchange finds larger buffers.
+If any rank would receive more rows than its buffer holds, all ranks know this from their splits, and all of them send
+the rows of this exchange by ``all_to_all``. No row is ever dropped. The next exchange makes larger buffers.
 """
 
 import math
@@ -25,18 +27,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fcsd.parallel.transports.transport import Route, Work, all_to_all
+from fcsd.parallel.transports.transport import Splits, Work, all_to_all
 
 ARRIVED, FREE = 0, 1
+_IN_TURN = 2  # buffers whose rows are read in place
+BUFFERS = _IN_TURN + 1  # of one transport; the last is for rows that the caller keeps
+SLACK = 1.25  # size of a buffer over the largest exchange that was seen before it was made
 _ALIGNMENT = 512  # bytes, of each buffer
 
 
-class Window(Protocol):
-    """The buffers of all ranks of a group as one rank sees them, with a number for each flag and pair of ranks.
+class PeerBuffers(Protocol):
+    """The buffers of all ranks of a group as one rank sees them, with one flag of each kind for each pair of ranks.
 
     Attributes:
-        rank: of this process, of ``size``.
-        buffers: of each rank, ``[capacity]`` bytes; the own is the one that others write into.
+        rank: the rank of this process.
+        size: the number of ranks.
+        buffers: the buffer of each rank, ``uint8 [capacity]``; the other ranks write into ``buffers[rank]``.
     """
 
     rank: int
@@ -44,95 +50,99 @@ class Window(Protocol):
     buffers: list[Tensor]
 
     def sending(self) -> AbstractContextManager[Any]:
-        """Where copies to others are given: after what the current stream was given so far."""
+        """The stream of copies to other ranks; it first waits for what the current stream has been given so far."""
         ...
 
     def receiving(self) -> AbstractContextManager[Any]:
-        """Where copies out of the own buffer are given, likewise."""
+        """The stream of copies out of this rank's buffer; it waits in the same way."""
         ...
 
-    def tell(self, peer: int, flag: int, number: int) -> None:
-        """Set this rank's flag at ``peer`` once all copies given before are complete."""
+    def set_flag(self, peer: int, flag: int, number: int) -> None:
+        """Set this rank's flag at ``peer`` when all copies given to the current stream so far are complete."""
         ...
 
-    def hear(self, peer: int, flag: int, number: int) -> None:
-        """Let copies given from now on wait until ``peer`` has set its flag here to ``number`` or more."""
+    def await_flag(self, peer: int, flag: int, number: int) -> None:
+        """Let the current stream wait until ``peer`` has set its flag here to ``number`` or to a larger number."""
         ...
 
     def work(self) -> Work:
-        """Done when all copies given so far are."""
+        """Work that is done when all copies given so far are complete."""
         ...
 
 
-class Puts:
+# (group, capacity in bytes) -> buffers, on all ranks together; None where ranks cannot reach each other's memory.
+OpenBuffers = Callable[[Any, int], PeerBuffers | None]
+
+
+class CopiesTransport:
     """The transport, for one process group.
 
     Args:
-        open_window: makes the window of a group with a capacity in bytes, on all ranks together; None where there
-            can be none.
-        slack: room for how many times the rows of the largest exchange so far.
+        open_buffers: makes the buffers.
+        slack: size of a new buffer over the largest exchange so far.
     """
 
-    def __init__(self, open_window: Callable[[Any, int], Window | None], slack: float = 1.25) -> None:
-        self._lent, self._kept = _Lane(open_window, slack, keep=False), _Lane(open_window, slack, keep=True)
+    def __init__(self, open_buffers: OpenBuffers, slack: float = SLACK) -> None:
+        self._in_place = _Lane(open_buffers, slack, keep=False)
+        self._kept = _Lane(open_buffers, slack, keep=True)
 
-    def __call__(self, rows: Tensor, route: Route, group: Any, keep: bool) -> tuple[Tensor, Work]:
-        """As ``transport.all_to_all``; rows that are not kept are to be read before the next such exchange starts."""
-        return (self._kept if keep else self._lent)(rows, route, group)
+    def __call__(self, rows: Tensor, splits: Splits, group: Any, keep: bool) -> tuple[Tensor, Work]:
+        """See ``transport.Transport``."""
+        return (self._kept if keep else self._in_place)(rows, splits, group)
 
 
 class _Lane:
-    """Exchanges one after the other whose rows are kept, through one buffer, or are not, through two in turn."""
+    """Exchanges that follow one another: through one buffer if their rows are kept, else through two in turn."""
 
-    def __init__(self, open_window: Callable[[Any, int], Window | None], slack: float, keep: bool) -> None:
-        self._open, self._slack, self._keep, self._slots = open_window, slack, keep, 1 if keep else 2
-        self._window: Window | None = None
-        self._capacity = self._largest = self._exchanges = 0
+    def __init__(self, open_buffers: OpenBuffers, slack: float, keep: bool) -> None:
+        self._open, self._slack, self._keep, self._slots = open_buffers, slack, keep, 1 if keep else _IN_TURN
+        self._peers: PeerBuffers | None = None
+        self._capacity = self._largest = self._exchanges = 0  # bytes, bytes, number of exchanges through the buffers
         self._last: _Awaited | None = None
 
-    def __call__(self, rows: Tensor, route: Route, group: Any) -> tuple[Tensor, Work]:
-        assert self._last is None or self._last.awaited, "the rows of the exchange before were never awaited"
+    def __call__(self, rows: Tensor, splits: Splits, group: Any) -> tuple[Tensor, Work]:
+        assert self._last is None or self._last.awaited, "the exchange before this one was never awaited"
         if self._largest > self._capacity:
             self._capacity = math.ceil(self._slack * self._largest / _ALIGNMENT) * _ALIGNMENT
-            self._window, self._exchanges, self._last = self._open(group, self._slots * self._capacity), 0, None
-        needed = route.most * rows.shape[1] * rows.element_size()
+            self._peers, self._exchanges, self._last = self._open(group, self._slots * self._capacity), 0, None
+        needed = splits.most * rows.shape[1] * rows.element_size()
         self._largest = max(self._largest, needed)
-        if self._window is None or needed > self._capacity:
-            return all_to_all(rows, route, group, self._keep)
+        if self._peers is None or needed > self._capacity:
+            return all_to_all(rows, splits, group, self._keep)
         self._exchanges += 1
-        received = self._exchange(self._window, rows, route)
-        work = _Awaited(self._window.work())
+        received = self._exchange(self._peers, rows, splits)
+        work = _Awaited(self._peers.work())
         if not self._keep:
             self._last = work
         return received, work
 
-    def _exchange(self, window: Window, rows: Tensor, route: Route) -> Tensor:
+    def _exchange(self, peers: PeerBuffers, rows: Tensor, splits: Splits) -> Tensor:
         row = rows.shape[1] * rows.element_size()
-        outgoing, incoming = _spans(route.sends, row), _spans(route.receives, row)
-        number, me, others = self._exchanges, window.rank, range(1, window.size)
+        outgoing, incoming = _spans(splits.sends, row), _spans(splits.receives, row)
+        number, me, others = self._exchanges, peers.rank, range(1, peers.size)
         start = number % self._slots * self._capacity
-        arriving = window.buffers[me][start : start + sum(route.receives) * row]
-        shape = sum(route.receives), rows.shape[1]
+        arriving = peers.buffers[me][start : start + sum(splits.receives) * row]
+        shape = sum(splits.receives), rows.shape[1]
         received = rows.new_empty(shape) if self._keep else arriving.view(rows.dtype).view(shape)
         source, target = rows.view(torch.uint8).view(-1), received.view(torch.uint8).view(-1)
-        with window.sending():
+        with peers.sending():
             for step in others:  # at every moment each rank sends to another one
-                peer = (me + step) % window.size
+                peer = (me + step) % peers.size
                 if self._keep:
-                    window.hear(peer, FREE, number - 1)
+                    peers.await_flag(peer, FREE, number - 1)
                 part = source[outgoing[peer]]
-                window.buffers[peer].narrow(0, start + route.places[peer] * row, len(part)).copy_(part)
-                window.tell(peer, ARRIVED, number)
-        with window.receiving():
+                peers.buffers[peer].narrow(0, start + splits.offsets[peer] * row, len(part)).copy_(part)
+                peers.set_flag(peer, ARRIVED, number)
+        with peers.receiving():
             target[incoming[me]].copy_(source[outgoing[me]])
             for step in others:
-                peer = (me - step) % window.size
-                window.hear(peer, ARRIVED, number)
+                peer = (me - step) % peers.size
+                peers.await_flag(peer, ARRIVED, number)
                 if self._keep:
                     target[incoming[peer]].copy_(arriving[incoming[peer]])
             if self._keep:
                 for step in others:
-                    window.tell((me - step) % window.size, FREE, number)
+                    peers.set_flag((me - step) % peers.size, FREE, number)
         return received
 
 
@@ -148,5 +158,5 @@ class _Awaited:
 
 
 def _spans(counts: list[int], row: int) -> list[slice]:
-    """The bytes of each rank's rows, one after the other."""
+    """The bytes of each rank's rows, where the rows of all ranks lie one after the other."""
     return [slice(*ends) for ends in pairwise(accumulate((count * row for count in counts), initial=0))]

@@ -1,4 +1,4 @@
-"""A window on CUDA: torch's symmetric memory, with flags that streams write and await without a kernel."""
+"""Peer buffers on CUDA: torch's symmetric memory, with flags that streams write and wait for without a kernel."""
 
 import os
 import platform
@@ -11,46 +11,53 @@ import torch.distributed as dist
 from torch.autograd import _profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
 
 from fcsd.parallel.process_settings import OverlapWarning
-from fcsd.parallel.transports.copies import Window
+from fcsd.parallel.transports.copies import PeerBuffers
 from fcsd.parallel.transports.transport import Work
 
-_MARK, _FLAGS = 2048, 4096  # bytes before the marks, and before the buffer; first a 32-bit number per flag and rank
+# Bytes before the marks, and before the buffer. The memory begins with one 32-bit number for each flag and rank.
+_MARK, _FLAGS = 2048, 4096
 
 
-def open_window(group: Any, capacity: int) -> Window | None:
-    """A window for a group whose GPUs are of one host and reach each other; None for any other, on all ranks.
+def open_buffers(group: Any, capacity: int) -> PeerBuffers | None:
+    """Buffers of ``capacity`` bytes for a group whose GPUs are in one host and reach each other's memory.
 
-    What the device was given before is complete on all ranks when this returns, so an older window may go.
+    All ranks call it together. When it returns, everything that any rank had given to its device before is complete,
+    so buffers that were made earlier can be freed.
+
+    Returns: None, on all ranks, for any other group.
     """
     torch.cuda.synchronize()
-    # Without peer-to-peer copies NCCL goes through the host's memory; whoever asks it to means all traffic.
-    places = _everywhere((platform.node(), os.environ.get("NCCL_P2P_DISABLE", "0")), group)
-    if len({host for host, _ in places}) > 1 or any(disabled != "0" for _, disabled in places):
+    # Without peer-to-peer copies NCCL goes through host memory; a user who asks NCCL to do so means all traffic.
+    hosts = _gather((platform.node(), os.environ.get("NCCL_P2P_DISABLE", "0")), group)
+    if len({host for host, _ in hosts}) > 1 or any(disabled != "0" for _, disabled in hosts):
         return None
-    window, problem = None, None
+    buffers, problem = None, None
     try:
-        window = SymmetricWindow(group, capacity)
-    except (RuntimeError, ImportError) as error:  # no peer access; or bindings that ROCm, for one, does not have
+        buffers = SymmetricBuffers(group, capacity)
+    except (RuntimeError, ImportError) as error:  # no peer access; or CUDA's bindings are missing, as under ROCm
         problem = str(error)
-    # No flag is set before all were cleared.
-    problems = [found for found in _everywhere(problem, group) if found]
+    # This collective also makes sure that no flag is set before all ranks have cleared theirs.
+    problems = [found for found in _gather(problem, group) if found]
     if problems:
-        warnings.warn(f"rows travel by NCCL, GPUs cannot copy them: {problems[0]}", OverlapWarning, stacklevel=2)
+        message = f"rows travel by NCCL because the GPUs cannot copy into each other's memory: {problems[0]}"
+        warnings.warn(message, OverlapWarning, stacklevel=2)
         return None
-    return window
+    return buffers
 
 
-def _everywhere(value: Any, group: Any) -> list[Any]:
+def _gather(value: Any, group: Any) -> list[Any]:
+    """The values of all ranks."""
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-class SymmetricWindow:
-    """See ``puts.Window``.
+class SymmetricBuffers:
+    """The ``copies.PeerBuffers`` of a group of GPUs.
 
     Raises:
-        RuntimeError: the GPUs of ``group`` do not reach each other.
+        ImportError: CUDA's Python bindings are missing.
+        RuntimeError: the GPUs of ``group`` cannot reach each other's memory.
     """
 
     def __init__(self, group: Any, capacity: int) -> None:
@@ -67,7 +74,7 @@ class SymmetricWindow:
         self._addresses = handle.buffer_ptrs
         marks = [handle.get_buffer(rank, (self.size,), torch.uint8, _MARK) for rank in range(self.size)]
         self._mark, self._mark_there = marks[self.rank][:1], marks[self.rank - 1][self.rank :][:1]
-        self._kept = memory, handle
+        self._held = memory, handle  # the buffers above are views of this memory
         self._out, self._in = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         torch.cuda.synchronize()
 
@@ -77,23 +84,23 @@ class SymmetricWindow:
     def receiving(self) -> AbstractContextManager[Any]:
         return self._after_current(self._in)
 
-    def tell(self, peer: int, flag: int, number: int) -> None:
-        # Flags 0: after a fence for the whole system.
-        self._check(self._driver.cuStreamWriteValue32(_stream(), self._flag(peer, flag, self.rank), number, 0))
+    def set_flag(self, peer: int, flag: int, number: int) -> None:
+        # Option 0 writes the number after a fence for the whole system.
+        self._check(self._driver.cuStreamWriteValue32(_stream(), self._address(peer, flag, self.rank), number, 0))
 
-    def hear(self, peer: int, flag: int, number: int) -> None:
-        # Flags 0: until the number there is this one or a later one.
-        self._check(self._driver.cuStreamWaitValue32(_stream(), self._flag(self.rank, flag, peer), number, 0))
+    def await_flag(self, peer: int, flag: int, number: int) -> None:
+        # Option 0 waits until the number there is this one or a larger one.
+        self._check(self._driver.cuStreamWaitValue32(_stream(), self._address(self.rank, flag, peer), number, 0))
 
     def work(self) -> Work:
         if _profiler_enabled():
-            # A trace shows copies, and no waits: this one, of a byte, shows when the last rows have arrived.
+            # A trace shows copies but no waits; this copy of one byte shows when the last rows have arrived.
             with torch.cuda.stream(self._in):
                 self._mark_there.copy_(self._mark)
         return _Done([self._out.record_event(), self._in.record_event()])
 
-    def _flag(self, at: int, flag: int, of: int) -> int:
-        """The address at one rank of another's flag."""
+    def _address(self, at: int, flag: int, of: int) -> int:
+        """The address, in the memory of rank ``at``, of the flag that rank ``of`` sets."""
         return self._addresses[at] + 4 * (flag * self.size + of)
 
     def _check(self, answer: tuple[Any]) -> None:
@@ -107,6 +114,8 @@ class SymmetricWindow:
 
 
 class _Done:
+    """Work of copies: the current stream waits for the events that follow them."""
+
     def __init__(self, events: list[Any]) -> None:
         self._events = events
 

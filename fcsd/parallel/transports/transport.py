@@ -1,4 +1,4 @@
-"""How rows travel between the ranks of an expert-parallel group, and how many go where."""
+"""How rows travel between the ranks of a process group, and how many of them go where."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,28 +9,28 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Route:
-    """One all-to-all as one rank sees it, in rows.
+class Splits:
+    """The sizes of one all-to-all as one rank sees it, in rows.
 
     Attributes:
-        sends: to each rank, in the order of ranks.
-        receives: from each rank.
-        places: where this rank's rows begin among all those that each rank receives.
-        most: the most that any rank receives, equal on all ranks.
+        sends: how many rows go to each rank, in the order of ranks.
+        receives: how many rows come from each rank.
+        offsets: the number of the first of this rank's rows among all rows that each rank receives.
+        most: the most rows that any rank receives; equal on all ranks.
     """
 
     sends: list[int]
     receives: list[int]
-    places: list[int]
+    offsets: list[int]
     most: int
 
 
-def route(matrix: list[list[int]], rank: int) -> Route:
-    """The route of ``rank``, given how many rows each rank sends to each: ``matrix[sender][receiver]``."""
-    return Route(
+def splits_of(matrix: list[list[int]], rank: int) -> Splits:
+    """The splits of ``rank``, given how many rows each rank sends to each: ``matrix[sender][receiver]``."""
+    return Splits(
         sends=matrix[rank],
         receives=[row[rank] for row in matrix],
-        places=[sum(column[:rank]) for column in zip(*matrix, strict=True)],
+        offsets=[sum(column[:rank]) for column in zip(*matrix, strict=True)],
         most=max(sum(column) for column in zip(*matrix, strict=True)),
     )
 
@@ -41,14 +41,16 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
-# (rows to send, route, group, whether the caller keeps what arrives) -> (buffer being filled, work)
-Transport = Callable[[Tensor, Route, Any, bool], tuple[Tensor, Work]]
+# (rows to send [sent, width], splits, group, keep) -> (buffer [received, width] that is being filled, its work).
+# ``keep`` says that the caller keeps the buffer; without it the caller must have read the buffer before it starts the
+# next exchange without ``keep``. A transport copies rows of any dtype and does not interpret them.
+Transport = Callable[[Tensor, Splits, Any, bool], tuple[Tensor, Work]]
 
 
-def all_to_all(rows: Tensor, route: Route, group: Any, keep: bool) -> tuple[Tensor, Work]:
-    """torch.distributed's own: NCCL or gloo."""
-    del keep  # the caller owns what arrives
-    received = rows.new_empty(sum(route.receives), rows.shape[1])
-    work = dist.all_to_all_single(received, rows, route.receives, route.sends, group=group, async_op=True)
+def all_to_all(rows: Tensor, splits: Splits, group: Any, keep: bool) -> tuple[Tensor, Work]:
+    """The all-to-all of torch.distributed, by NCCL or gloo."""
+    del keep  # every call makes a new buffer
+    received = rows.new_empty(sum(splits.receives), rows.shape[1])
+    work = dist.all_to_all_single(received, rows, splits.receives, splits.sends, group=group, async_op=True)
     assert work is not None
     return received, work

@@ -1,1 +1,1 @@
-"""Which tensors of a divided model make up which tensors on disk; loading, saving, random initialisation."""
+"""Which tensors of a divided model make up which tensors on disk; loading, saving and random initialisation."""

@@ -1,7 +1,7 @@
-"""Expert-parallel models made rank by rank: each process holds its own experts and never the whole model.
+"""Models with divided experts, made so that no process ever holds the whole model.
 
-The model is built without memory, AutoEP shards it while it is still empty, and then every tensor is made where it
-will live, one after the other.
+The model is built on the meta device, which takes no memory, and its experts are divided there. Then every tensor that
+this rank has is made on the device where it stays, one after the other.
 """
 
 from pathlib import Path
@@ -15,10 +15,9 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from fcsd.checkpoint import Layout, read_config, read_layout, verify_tensors
 from fcsd.checkpoint.weights import Reader
 from fcsd.errors import BadInputError
-from fcsd.models.build import PREFIX, arch_of, model_classes, register, unwired
-from fcsd.models.wiring import Wiring
+from fcsd.models.build import PREFIX, arch_of, model_classes, register, wiring_of
 from fcsd.parallel.expert.autoep import shard_experts
-from fcsd.parallel.expert.block import wire_parallel
+from fcsd.parallel.expert.blocking import wire_parallel
 from fcsd.parallel.weights.tensor_map import on_disk, pieces, put, state
 
 _AUTO = "AutoModelForCausalLM"
@@ -32,19 +31,22 @@ def load_expert_parallel(
     ep_size: int,
     config: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
-    """Load a checkpoint directory, converted or not, of which this rank reads its own experts only.
+    """Load a checkpoint directory, converted or not; this rank reads only its own experts.
 
-    Bit for bit ``load_model``, then ``shard_experts``, then ``wire_parallel`` with the checkpoint's own wiring; in
-    eval mode. In host memory are, besides what lives on ``device``, one tensor of the checkpoint at a time. An engine
-    takes the model as it is: ``deepspeed.initialize`` without an ``expert_parallel`` section.
+    The model equals, bit for bit, that of ``load_model``, ``shard_experts`` and ``wire_parallel`` with the checkpoint's
+    own wiring. It is in eval mode. Host memory holds one tensor of the checkpoint at a time, besides what stays on
+    ``device``. ``deepspeed.initialize`` takes the model as it is if its config has no ``expert_parallel`` section.
 
     Args:
-        ep_size: ranks among which the experts of a layer are spread; divides the world and the experts.
-        config: replaces the directory's own.
+        path: the checkpoint directory.
+        dtype: of the weights in memory.
+        device: where the model stays.
+        ep_size: the number of ranks that share the experts of a layer; divides the world and the experts.
+        config: replaces the config of the directory.
 
     Raises:
         BadInputError: the architecture is not supported, the checkpoint is quantised, or its tensors do not match
-            its config; nothing has been read then but headers.
+            its config. In all these cases nothing but headers has been read.
         ConfigError: see ``shard_experts``.
     """
     path = Path(path)
@@ -68,8 +70,8 @@ def _verified(path: Path) -> Layout:
     config = read_config(path)
     if config.quantization is not None:
         raise BadInputError(
-            f"{path}: is quantised ({config.quantization}), which expert parallelism does not load",
-            "Save a dequantised copy in bf16 first.",
+            f"{path} is quantised ({config.quantization}), and expert parallelism cannot load that",
+            "save a dequantised copy in bf16 first",
         )
     layout = read_layout(path)
     verify_tensors(layout, config)
@@ -95,7 +97,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def _keep_in_fp32(model: PreTrainedModel) -> None:
-    """Make tensors fp32 that the family keeps so in any model of half precision, as ``from_pretrained`` does."""
+    """Make the tensors fp32 that the family keeps in fp32 in models of half precision, as ``from_pretrained`` does."""
     kept = tuple(model._keep_in_fp32_modules_strict or ())
     for path, module in model.named_modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
@@ -104,23 +106,22 @@ def _keep_in_fp32(model: PreTrainedModel) -> None:
 
 
 def shard_empty(model: PreTrainedModel, ep_size: int) -> None:
-    """Leave an empty model this rank's experts, and wire it as its config says."""
+    """Divide the experts of a model on the meta device, which keeps this rank's, and wire it as its config says."""
     shard_experts(model, arch_of(model.config), ep_size)
-    block = model.config.to_dict().get("fcsd")
-    wire_parallel(model, Wiring.from_block(block) if block else unwired())
+    wire_parallel(model, wiring_of(model.config))
 
 
 def give_memory(model: PreTrainedModel, device: torch.device) -> None:
-    """Put an empty model's parameters on ``device``, with whatever was there, and its buffers."""
-    made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
+    """Make the parameters of a model on the meta device real, with undefined values, and move its buffers."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights remain one parameter
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in made:
                 real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-                vars(real).update(vars(parameter))  # AutoEP's marks, which DeepSpeed reads
+                vars(real).update(vars(parameter))  # marks of divided experts, which DeepSpeed reads
                 made[parameter] = real
             setattr(module, name, made[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):
-            # What AutoEP adds are counters, at zero.
+            # Buffers on the meta device are counters of divided experts, which start at zero.
             real = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
             setattr(module, name, real)

@@ -1,7 +1,8 @@
-"""Randomly initialised models of full size, whole or divided among ranks, and then never whole in one memory.
+"""Randomly initialised models of full size, whole or with divided experts.
 
-Every module draws from a generator of its own, and so does every expert, so the weights are the same on any number of
-ranks. Distributions are the family's own: transformers initialises each module, and an expert as a layer of one.
+Every module and every expert draws from a generator of its own, so the weights are the same on any number of ranks, and
+no process needs the whole model. The distributions are those of the family: transformers initialises each module, and
+each expert as a layer with one expert.
 """
 
 import copy
@@ -16,7 +17,7 @@ from fcsd.models.build import register
 from fcsd.parallel.weights.loading import empty_model, give_memory, shard_empty
 from fcsd.parallel.weights.tensor_map import Piece, pieces, put, state
 
-# Path -> module, and the innermost model around it, whose rules initialise it.
+# Path -> module, and the innermost model that contains it, whose rules initialise it.
 Owned = dict[str, tuple[nn.Module, PreTrainedModel]]
 
 
@@ -25,7 +26,7 @@ def random_model(
 ) -> PreTrainedModel:
     """A random causal LM with all its experts, wired as its config says, in eval mode.
 
-    The weights are ``random_expert_parallel``'s.
+    The weights are those of ``random_expert_parallel``.
     """
     register()
     model = empty_model(config, dtype)
@@ -42,11 +43,11 @@ def random_expert_parallel(
 ) -> PreTrainedModel:
     """A random causal LM with this rank's experts, wired as its config says, in eval mode.
 
-    The same weights for the same seed, kind of device and version of torch, whatever ``ep_size``.
+    The weights depend on the seed, the kind of device and the version of torch, but not on ``ep_size``.
 
     Args:
-        config: transformers', or a converted model's.
-        ep_size: as in ``load_expert_parallel``.
+        config: the config of a transformers model or of a converted one.
+        ep_size: see ``load_expert_parallel``.
 
     Raises:
         ConfigError: see ``shard_experts``.
@@ -70,7 +71,10 @@ def random_expert_parallel(
 
 
 def drawn(model: PreTrainedModel, seed: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """The weights of a model that is not sharded and may be empty, module by module, under the names of its state."""
+    """The weights of a model whose experts are not divided, module by module, under the names of ``state``.
+
+    The model itself may be on the meta device.
+    """
     names = state(model).keys()
     for path, (module, owner) in _owned(model).items():
         prefix = f"{path}." if path else ""
@@ -87,7 +91,7 @@ def drawn(model: PreTrainedModel, seed: int, device: torch.device) -> Iterator[d
 
 
 def _owned(model: PreTrainedModel) -> Owned:
-    """All modules of a model, before AutoEP replaces some."""
+    """All modules of a model, before its MoE blocks are replaced."""
     models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
 
     def owner(path: str) -> PreTrainedModel:
@@ -100,9 +104,9 @@ def _owned(model: PreTrainedModel) -> Owned:
 def _initial(
     path: str, module: tuple[nn.Module, PreTrainedModel], seed: int, device: torch.device, expert: int | None = None
 ) -> dict[str, Tensor]:
-    """A module's own parameters and buffers by name, as its family initialises them; of one expert with ``expert``.
+    """A module's own parameters and buffers by name, as its family initialises them; with ``expert`` of that one only.
 
-    What the family leaves alone is NaN, so that it shows.
+    A parameter that the family does not initialise is NaN, so that the omission is seen.
     """
     twin = copy.copy(module[0])
     twin._parameters = dict(twin._parameters)

@@ -1,7 +1,8 @@
-"""A model written as an ordinary directory: every rank writes what it has, nothing is gathered.
+"""A model written as an ordinary directory: every rank writes the tensors that it has, and nothing is gathered.
 
-Where each tensor lies in which file follows from names and shapes alone, so ranks need not talk; an expert of a fused
-tensor is a range of bytes in it. A rank's extra memory is what transformers makes one tensor on disk of.
+The place of each tensor in the files follows from names and shapes alone, so the ranks need not communicate. An expert
+of a fused tensor is a range of bytes in it. A rank needs extra memory for the largest tensor on disk that transformers
+makes from the tensors in memory.
 """
 
 from collections import Counter
@@ -10,13 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch.distributed as dist
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fcsd.checkpoint import compare_tensors, read_config, read_layout
 from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
+from fcsd.parallel.expert.lookup import expert_blocks
 from fcsd.parallel.weights.tensor_map import Piece, State, on_disk, pieces, shape, state, take
 
 Specs = dict[str, tuple[str, Shape]]  # name on disk -> dtype and shape, of all ranks' tensors
@@ -25,18 +26,18 @@ Specs = dict[str, tuple[str, Shape]]  # name on disk -> dtype and shape, of all 
 def save_model(model: PreTrainedModel, directory: Path, source: Path | None = None, max_shard: int = MAX_SHARD) -> None:
     """Write weights under their original names, and the configs, as ``save_pretrained`` of the whole model would.
 
-    For models whose experts AutoEP has sharded and for models that every rank has. Every rank calls it, and it does
-    not communicate: the directory is whole when all have returned, each with its own part on the disk.
+    The model is one whose experts are divided, or one that every rank has. Every rank calls this function, and it does
+    not communicate: the directory is complete when all ranks have returned and each has its part on the disk.
 
     Args:
-        directory: empty, on a disk that all ranks see, and not yet a checkpoint to anybody.
-        source: the checkpoint that the model came from; tensors in it that transformers does not load (layers of
+        directory: an empty directory on a disk that all ranks see; nobody reads it before it is complete.
+        source: the checkpoint that the model came from. Its tensors that transformers does not load (layers of
             multi-token prediction) are copied.
-        max_shard: bytes in a file, but for a single larger tensor.
+        max_shard: the largest size of a file in bytes, unless a single tensor is larger.
     """
-    experts = next((module for module in model.modules() if isinstance(module, AutoEPMoELayer)), None)
-    found = list(on_disk(model, pieces(model))) if experts else []
-    specs = _of_pieces(state(model), found) if experts else specs_of(model)
+    block = next(iter(expert_blocks(model).values()), None)
+    found = list(on_disk(model, pieces(model))) if block else []
+    specs = _of_pieces(state(model), found) if block else specs_of(model)
     with ExitStack() as held:
         carried: Specs = {}
         if source is not None:
@@ -45,7 +46,7 @@ def save_model(model: PreTrainedModel, directory: Path, source: Path | None = No
             names = compare_tensors(layout, read_config(source)).carried
             carried = {name: (layout.tensors[name].dtype, layout.tensors[name].shape) for name in names}
         writer = held.enter_context(Writer(directory, {**specs, **carried}, max_shard))
-        for name, value, row in _own_pieces(model, found, experts.ep_size) if experts else _own_part(model):
+        for name, value, row in _own_pieces(model, found, block.placement.ranks) if block else _own_part(model):
             writer.write(name, value, row)
         for turn, name in enumerate(carried):
             if _my_turn(turn):
@@ -65,7 +66,7 @@ def _of_pieces(tensors: State, found: list[Piece]) -> Specs:
 
 
 def _own_pieces(model: PreTrainedModel, found: list[Piece], ep_size: int) -> Iterator[tuple[str, Tensor, int | None]]:
-    """What this rank writes: of the ranks that have a tensor one does, by turns."""
+    """What this rank writes. Of the ranks that have a tensor one writes it; they take turns."""
     tensors = state(model)
     replica, replicas = dist.get_rank() // ep_size, dist.get_world_size() // ep_size
     for turn, piece in enumerate(found):
@@ -74,7 +75,7 @@ def _own_pieces(model: PreTrainedModel, found: list[Piece], ep_size: int) -> Ite
 
 
 def specs_of(model: PreTrainedModel) -> Specs:
-    """The tensors on disk of a model that is not sharded, which may be on the meta device."""
+    """The tensors on disk of a model whose experts are not divided, and which may be on the meta device."""
     empty = {name: tensor.detach().to("meta") for name, tensor in state(model).items()}
     return {
         name: (NAMES[tensor.dtype], tuple(tensor.shape))
@@ -83,7 +84,7 @@ def specs_of(model: PreTrainedModel) -> Specs:
 
 
 def _own_part(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, int | None]]:
-    """This rank's share of a model that all have."""
+    """What this rank writes of a model that every rank has."""
     for turn, (name, tensor) in enumerate(state(model).items()):
         if _my_turn(turn):
             for on_disk_name, value in revert_weight_conversion(model, {name: tensor.detach()}).items():

@@ -1,35 +1,35 @@
-"""Which tensors of an expert-parallel model make up those of the original, under transformers' names and on disk.
+"""Which tensors of a model with divided experts make up which tensors of the original, in transformers and on disk.
 
-AutoEP renames a MoE block's children and keeps gate, down and up projections of this rank's experts apart, as ``w1``,
-``w2`` and ``w3``. Transformers fuses gate and up of all experts into one tensor; on disk an expert has tensors of its
-own in most families, and is a row of transformers' tensor in Llama-4.
+A divided MoE block holds this rank's experts under names of its own (``ExpertBlock.origin``). Transformers fuses the
+gate and up projections of all experts into one tensor. On disk an expert has tensors of its own in most families; in
+Llama-4 it is a row of transformers' tensor.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fcsd.models.build import arch_of
-from fcsd.models.wiring import Blocks
+from fcsd.parallel.expert.block import ExpertBlock, Origin
+from fcsd.parallel.expert.lookup import expert_blocks
 
 State = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of the original model, or one expert's row of it, and where it is.
+    """A tensor of the original model, or one expert's row of it, and the tensors that hold its values.
 
     Args:
-        name: of the original's tensor.
-        parts: names in ``state``; one below the other they are the piece, or its transpose if ``transposed``.
-        expert: its number in the whole model; None for what every rank has.
-        local: its number on this rank; None if another rank has it.
-        row: index into the first dimension of the original's tensor; None if the piece is all of it.
+        name: the name of the original tensor.
+        parts: names in ``state``. The parts, one below the other, are the piece, or its transpose if ``transposed``.
+        expert: the number of the expert in the whole model; None for a tensor that every rank has.
+        local: the expert's slot on this rank; None if another rank has the expert.
+        row: index into the first dimension of the original tensor; None if the piece is the whole tensor.
     """
 
     name: str
@@ -41,56 +41,48 @@ class Piece:
 
     @property
     def here(self) -> bool:
-        """Whether this rank has it."""
+        """Whether this rank has the values."""
         return self.expert is None or self.local is not None
 
 
 def state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers themselves, each under the first of its names."""
+    """A model's own parameters and persistent buffers (no copies), each under the first of its names."""
     named = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(named.items())}
     return {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
 
 
 def pieces(model: PreTrainedModel) -> Iterator[Piece]:
-    """The pieces of a model whose experts AutoEP has sharded, under transformers' names, all ranks' experts."""
-    blocks = arch_of(model.config).blocks
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AutoEPMoELayer)}
+    """The pieces of a model with divided experts, of all ranks, under transformers' names."""
+    arch = arch_of(model.config)
+    blocks = expert_blocks(model)
     for name in state(model):
-        path = next((path for path in layers if name.startswith(f"{path}.")), None)
-        inner = name.removeprefix(f"{path}.")
+        path = next((path for path in blocks if name.startswith(f"{path}.")), None)
         if path is None:
             yield Piece(name, (name,))
-        elif inner == "experts.w1":
-            yield from _experts(f"{path}.experts", "gate_up_proj", ("w1", "w3"), layers[path], blocks.prescaled)
-        elif inner == "experts.w2":
-            yield from _experts(f"{path}.experts", "down_proj", ("w2",), layers[path], blocks.prescaled)
-        elif inner != "experts.w3":
-            yield Piece(f"{path}.{_original(inner, blocks)}", (name,))
+            continue
+        origin = blocks[path].origin(name.removeprefix(f"{path}."), arch.blocks)
+        if origin is None:
+            continue  # the values of an original tensor that the first of its parts stands for
+        if origin.of_experts:
+            yield from _experts(path, origin, blocks[path], arch.blocks.prescaled)
+        else:
+            yield Piece(f"{path}.{origin.name}", (name,))
 
 
-def _experts(path: str, name: str, parts: tuple[str, ...], layer: AutoEPMoELayer, transposed: bool) -> Iterator[Piece]:
-    first, count = layer.ep_rank * layer.num_local_experts, layer.num_local_experts
-    for expert in range(layer.num_experts):
-        local = expert - first if first <= expert < first + count else None
-        names = tuple(f"{path}.{part}" for part in parts)
-        yield Piece(f"{path}.{name}", names, transposed, expert, local, row=expert)
-
-
-def _original(name: str, blocks: Blocks) -> str:
-    """AutoEP's name inside a MoE block -> transformers'."""
-    renamed = {
-        "router.gate.": blocks.router,
-        "router.": blocks.router,
-        "shared_experts.": blocks.shared,
-        "shared_experts_gate.": blocks.shared_gate,
-    }
-    prefix = next(prefix for prefix in renamed if name.startswith(prefix))
-    return f"{renamed[prefix]}.{name.removeprefix(prefix)}"
+def _experts(path: str, origin: Origin, block: ExpertBlock, transposed: bool) -> Iterator[Piece]:
+    placement, parts = block.placement, tuple(f"{path}.{part}" for part in origin.parts)
+    for expert in range(placement.experts):
+        local = placement.slot(expert) if placement.rank(expert) == block.rank else None
+        yield Piece(f"{path}.{origin.name}", parts, transposed, expert, local, row=expert)
 
 
 def on_disk(model: PreTrainedModel, found: Iterable[Piece]) -> Iterator[Piece]:
-    """The same pieces as they lie in files: transformers' own conversion, run backwards on the parts' numbers."""
+    """The same pieces as they lie in files.
+
+    The tensors of a file follow from transformers' own conversion, run backwards on tensors that hold the numbers of
+    the parts in place of their values.
+    """
     numbered: list[tuple[Piece, str]] = []
     probes: dict[str, list[Tensor]] = {}
     for piece in found:
@@ -110,7 +102,7 @@ def on_disk(model: PreTrainedModel, found: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def put(tensors: State, piece: Piece, value: Tensor) -> None:
-    """Copy a piece's value into the model, cast and moved as the model's tensors are."""
+    """Copy a piece's value into the model's tensors, in their dtype and on their device."""
     targets = _tensors(tensors, piece)
     rows = value.T if piece.transposed else value
     with torch.no_grad():
@@ -119,14 +111,14 @@ def put(tensors: State, piece: Piece, value: Tensor) -> None:
 
 
 def take(tensors: State, piece: Piece) -> Tensor:
-    """A piece's value, on the model's device; a view where it is one tensor."""
+    """A piece's value on the model's device; a view if one tensor holds it."""
     parts = _tensors(tensors, piece)
     rows = parts[0] if len(parts) == 1 else torch.cat(parts)
     return (rows.T if piece.transposed else rows).detach()
 
 
 def shape(tensors: State, piece: Piece) -> tuple[int, ...]:
-    """A piece's shape, whichever rank has it."""
+    """A piece's shape, also if another rank has the values."""
     shapes = [tensors[part].shape[piece.expert is not None :] for part in piece.parts]
     whole = (sum(each[0] for each in shapes), *shapes[0][1:])
     return whole[::-1] if piece.transposed else whole

@@ -12,12 +12,13 @@ import torch
 from tokenizers import decoders
 
 from fcsd.config import Source
+from fcsd.distill.data.chat_template import render_chat
 from fcsd.distill.data.corpus import Corpus, load_corpus
-from fcsd.distill.data.render import encode_chat
+from fcsd.distill.data.encode import Document, encode_rendering
 from fcsd.distill.data.rows import Mixture, Rows, batch
 from fcsd.distill.feed import rows_of_step
 from fcsd.distill.losses import IGNORE
-from fcsd.distill.preview import show_first_row
+from fcsd.distill.preview import preview, show_first_row
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import World
 
@@ -31,33 +32,70 @@ def corpus(path: Path, rows: list[object], template: str = texts.PLAIN, **source
     return load_corpus(Source(path=str(path), **fields), texts.tokenizer(), tiny.VOCAB)
 
 
-def counted(template: str, *contents: str, train_on: str = "response") -> str:
-    """The rendered chat with a ``_`` for everything that does not count; ``.`` is EOS."""
-    ids, counts = encode_chat(texts.chat(*contents), texts.tokenizer(), template, train_on)
-    return "".join(c if count else "_" for c, count in zip(texts.decode(ids), counts, strict=True))
+def documents(chat: list[dict[str, str]], template: str, **source) -> list[Document]:
+    """The documents that a chat becomes."""
+    tokenizer = texts.tokenizer()
+    found = render_chat(chat, template, dict(tokenizer.special_tokens_map), Source(path="x", messages="m", **source))
+    assert not isinstance(found, str), found
+    return [encode_rendering(rendering, tokenizer) for rendering in found]
+
+
+def counted(template: str, *contents: str, **source) -> list[str]:
+    """The documents of a chat with a ``_`` for everything that does not count; ``.`` is EOS."""
+    return [
+        "".join(c if count else "_" for c, count in zip(texts.decode(ids), counts, strict=True))
+        for ids, counts in documents(texts.chat(*contents), template, **source)
+    ]
 
 
 def test_marked_and_unmarked_templates_count_the_same_tokens() -> None:
     for template in (texts.PLAIN, texts.MARKED, texts.STRICT):
-        assert counted(template, "hi", "yo", "so", "no") == "_______yo._______no."
-        assert counted(template, "hi", "yo", "so") == "_______yo._____"
-        assert counted(template, "hi", "yo", train_on="all") == "U:hi;A:yo."
+        for reasoning in ("dropped", "kept"):
+            assert counted(template, "hi", "yo", "so", "no", earlier_reasoning=reasoning) == ["_______yo._______no."]
+            assert counted(template, "hi", "yo", "so", earlier_reasoning=reasoning) == ["_______yo."]
+        assert counted(template, "hi", "yo", "so", train_on="all") == ["U:hi;A:yo.U:so;"]
 
 
-def test_a_turn_that_later_turns_rewrite_is_context() -> None:
-    assert counted(texts.FORGETFUL, "hi", "yo", "so", "no") == "_______________" + "__(hm)no."
-    assert counted(texts.FORGETFUL, "hi", "yo") == "_______(hm)yo."
+def test_a_response_that_the_next_turn_changes_counts_as_it_was_written() -> None:
+    for template in (texts.FORGETFUL, texts.MARKED_FORGETFUL):
+        assert counted(template, "hi", "yo", "so", "no") == ["_______(hm)yo.", "_________________(hm)no."]
+        assert counted(template, "hi", "yo", "so", "no", earlier_reasoning="kept") == ["_______(hm)yo._______(hm)no."]
+        assert counted(template, "hi", "yo") == ["_______(hm)yo."]
+
+
+def test_qwen3s_reasoning_is_learned_in_every_turn() -> None:
+    """The last answer was given after a tool's: its template keeps the reasoning since the last question."""
+    roles = ("user", "assistant", "user", "assistant", "tool", "assistant")
+    contents = ("hi", "<think>a</think>yo", "so", "<think>b</think>run", "ok", "<think>c</think>no")
+    chat = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+    first, second = documents(chat, texts.QWEN3)
+    (kept,) = documents(chat, texts.QWEN3, earlier_reasoning="kept")
+    learned = [texts.decode([i for i, count in zip(*found, strict=True) if count]) for found in (first, second, kept)]
+    assert learned == ["<think>a</think>yo;", "<think>b</think>run;<think>c</think>no;", "".join(learned[:2])]
+    assert texts.decode(first.ids) == "user:hi;assistant:<think>a</think>yo;"
+    assert texts.decode(second.ids).startswith("user:hi;assistant:yo;user:so;assistant:<think>b</think>run;tool:ok;")
+    assert texts.decode(kept.ids) == texts.decode(first.ids) + texts.decode(second.ids).removeprefix(
+        "user:hi;assistant:yo;"
+    )
+
+
+def test_every_turn_of_a_chat_becomes_a_document_of_the_corpus(tmp_path: Path) -> None:
+    chats = [texts.chat("hi", "yo", "so", "no"), texts.chat("hi"), texts.chat("ok", "go")]
+    got = corpus(tmp_path / "a.jsonl", chats, texts.FORGETFUL)
+    assert got.lengths.tolist() == [14, 24, 0, 14] and got.skipped == {"without a response": 1}
+    kept = corpus(tmp_path / "a.jsonl", chats, texts.FORGETFUL, earlier_reasoning="kept")
+    assert kept.lengths.tolist() == [28, 0, 14]
 
 
 def test_a_template_without_stable_turns_is_refused_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match="30 no response keeps its rendering in the whole chat"):
+    with pytest.raises(BadInputError, match="30 no response begins where the chat template"):
         corpus(tmp_path / "a.jsonl", CHATS, texts.FORGETTING_ALL)
     got = corpus(tmp_path / "a.jsonl", CHATS, texts.FORGETTING_ALL, train_on="all")
     assert got.counted() == got.tokens
 
 
 def test_content_cannot_pass_for_a_response() -> None:
-    assert counted(texts.PLAIN, "A:no<eos>", "yo") == "_" * len("U:A:no.;A:") + "yo."
+    assert counted(texts.PLAIN, "A:no<eos>", "yo") == ["_" * len("U:A:no.;A:") + "yo."]
 
 
 def test_every_way_to_write_a_chat_gives_the_same_documents(tmp_path: Path) -> None:
@@ -130,7 +168,7 @@ def test_the_tokenizers_own_template_is_used_and_its_absence_refused(tmp_path: P
 
 def test_rows_keep_chats_whole_and_lose_none(tmp_path: Path) -> None:
     rows = Rows(corpus(tmp_path / "a.jsonl", CHATS), seq_len=100, seed=[0])
-    wanted = sorted(texts.decode(encode_chat(chat, texts.tokenizer(), texts.PLAIN, "all")[0]) for chat in CHATS)
+    wanted = sorted(texts.decode(documents(chat, texts.PLAIN)[0].ids) for chat in CHATS)
     for epoch in (0, 1):
         found = []
         for number in range(epoch * rows.per_epoch, (epoch + 1) * rows.per_epoch):
@@ -147,18 +185,95 @@ def test_rows_keep_chats_whole_and_lose_none(tmp_path: Path) -> None:
 
 def test_chats_that_outgrow_a_row_follow_the_policy(tmp_path: Path) -> None:
     chats = [texts.chat("hi", "y" * n) for n in (5, 50, 5)]  # of 13, 58 and 13 tokens
-    documents = {}
+    kept = {}
     for policy in ("auto", "truncate", "skip", "split"):
         got = corpus(tmp_path / "a.jsonl", chats, overlong=policy)
         rows = Rows(got, seq_len=20)
-        documents[policy] = [texts.decode(rows[n][0].tolist()).rstrip(".") for n in range(rows.per_epoch)]
+        kept[policy] = [texts.decode(rows[n][0].tolist()).rstrip(".") for n in range(rows.per_epoch)]
         said = {"split": {}, "skip": {"over 20 tokens": 1}}.get(policy, {"cut to 20 tokens": 1})
         assert got.left_out(20) == said
-    assert documents["auto"] == documents["truncate"] == ["U:hi;A:yyyyy", "U:hi;A:" + "y" * 13, "U:hi;A:yyyyy"]
-    assert documents["skip"] == ["U:hi;A:yyyyy", "U:hi;A:yyyyy"]
-    assert documents["split"][1] == "y" * 20
+    assert kept["auto"] == kept["truncate"] == ["U:hi;A:yyyyy", "U:hi;A:" + "y" * 13, "U:hi;A:yyyyy"]
+    assert kept["skip"] == ["U:hi;A:yyyyy", "U:hi;A:yyyyy"]
+    assert kept["split"][1] == "y" * 20
     with pytest.raises(BadInputError, match="do not fill one row"):
         Rows(corpus(tmp_path / "a.jsonl", chats, overlong="skip"), seq_len=12)
+
+
+def test_a_long_chat_is_cut_where_something_counts(tmp_path: Path) -> None:
+    def row(*contents: str) -> str:
+        """The first row of 20 tokens; what does not count is ``_``."""
+        rows = Rows(corpus(tmp_path / "a.jsonl", [texts.chat(*contents)]), seq_len=20)
+        ids, positions, counts = rows[0]
+        assert positions[:5].tolist() == [0, 1, 2, 3, 4] and rows.counted == counts.sum() / 20
+        return "".join(c if count else "_" for c, count in zip(texts.decode(ids.tolist()), counts, strict=True))
+
+    assert row("q" * 50, "yo") == "_" * 17 + "yo."  # the question alone would fill two rows
+    assert row("q" * 50, "y" * 50) == "_" * 10 + "y" * 10
+    assert row("hi", "yo", "q" * 50, "no") == "_______yo." + "_" * 10  # the second question is cut off
+    assert row("hi", "yo", "q", "n" * 50) == "_______yo.______nnnn"
+
+
+def test_a_source_in_which_too_little_counts_is_refused(tmp_path: Path) -> None:
+    chats = [texts.chat("q" * 150, "y")] * 3  # 2 of 157 tokens count
+    rows = Rows(corpus(tmp_path / "a.jsonl", chats), seq_len=160)
+    assert rows.counted == 2 / 160
+    with pytest.raises(BadInputError, match=r"a.jsonl: only 1.25% of the tokens in its rows of 160 count") as caught:
+        Rows(corpus(tmp_path / "a.jsonl", chats, min_counted=0.02), seq_len=160)
+    assert "min_counted" in str(caught.value.hint)
+    with pytest.raises(BadInputError, match=r"only 0.83% of the tokens in its rows of 240 count"):
+        Rows(corpus(tmp_path / "a.jsonl", chats), seq_len=240)
+    assert Rows(corpus(tmp_path / "a.jsonl", chats, min_counted=0.0), seq_len=240).per_epoch == 3
+
+
+def test_a_template_that_fails_costs_the_row(tmp_path: Path) -> None:
+    for cause, reason in {
+        "{{ 1 // 0 }}": "integer division or modulo by zero",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "maximum recursion depth exceeded",
+        "{{ 'x' * 3 * 10 ** 9 }}": "MemoryError",
+    }.items():
+        template = "{% if messages[0].content == 'bad' %}" + cause + "{% endif %}" + texts.PLAIN
+        got = corpus(tmp_path / "a.jsonl", [texts.chat("bad", "yo"), texts.chat("hi", "yo")], template)
+        assert got.lengths.tolist() == [0, 10]
+        assert got.skipped == {f"refused by the chat template: {reason}": 1}
+
+
+def test_a_template_that_does_not_end_costs_the_row(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("fcsd.distill.data.limited_process.CPU_SECONDS", 0.5)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    some = "{% if messages[0].content == 'bad' %}" + loop + "{% endif %}" + texts.PLAIN
+    got = corpus(tmp_path / "a.jsonl", [texts.chat("bad", "yo"), texts.chat("hi", "yo")] * 2, some)
+    assert got.lengths.tolist() == [0, 10, 0, 10]
+    assert got.skipped == {"the chat template ran for more than 0.5 s": 2}
+    with pytest.raises(BadInputError, match=r"ran for more than 0\.5 s on each of 3 chats"):
+        corpus(tmp_path / "a.jsonl", CHATS, loop)
+
+
+def test_several_processes_render_the_same_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = corpus(tmp_path / "a.jsonl", CHATS, texts.FORGETFUL)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr("fcsd.distill.data.corpus._ROWS_PER_PROCESS", 10)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    several = corpus(tmp_path / "a.jsonl", CHATS, texts.FORGETFUL)
+    assert len(list((tmp_path / "elsewhere" / "fcsd").glob("*_of_00002.arrow"))) == 2
+    assert several.lengths.tolist() == one.lengths.tolist() and len(one.lengths) == 2 * len(CHATS)
+
+
+def test_a_dry_run_counts_after_cutting(tmp_path: Path) -> None:
+    from runs import resolved, write_models
+
+    write_models(tmp_path)
+    texts.write_jsonl(tmp_path / "a.jsonl", [texts.chat("hi", "y" * 50, "so", "no")] * 40, "messages")
+    (tmp_path / "t.jinja").write_text(texts.PLAIN)
+    source = {
+        "path": str(tmp_path / "a.jsonl"),
+        "messages": "messages",
+        "chat_template": str(tmp_path / "t.jinja"),
+    }
+    recipe = resolved(tmp_path).recipe
+    data = recipe.data.model_copy(update={"sources": [Source(**source)]})
+    shown = preview(recipe.model_copy(update={"data": data}))
+    assert "2,720 tokens in 40 rows, 100.0% full; 1,000 tokens (78.1%) count" in shown  # 25 of 32 in each row
+    assert "40 cut to 32 tokens" in shown
 
 
 @pytest.mark.parametrize("arch", ["deepseek_v2", "qwen3_moe", "llama"])
@@ -173,7 +288,7 @@ def test_packed_loss_is_the_unpacked_loss_of_the_responses(tmp_path: Path, arch:
     )
     alone = []
     for chat in CHATS[:4]:
-        ids, counts = map(torch.tensor, encode_chat(chat, texts.tokenizer(), texts.MARKED, "response"))
+        ids, counts = map(torch.tensor, documents(chat, texts.MARKED)[0])
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
         alone.append(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")[counts[1:]])
     assert keep.sum() == chats.counted() < chats.tokens
@@ -192,7 +307,7 @@ def test_a_step_has_the_same_samples_at_any_world_size(tmp_path: Path) -> None:
         rows = Mixture(packed, [1.0, 2.0], 80, seed=0)
         worlds = [World(rank, size, torch.device("cpu")) for rank in range(size)]
         micro = [batch(rows, numbers) for world in worlds for numbers in rows_of_step(recipe, world, step)]
-        whole = {name: torch.cat([data[name] for data in micro]).tolist() for name in micro[0]}
+        whole = {name: torch.cat([data[name] for data in micro]).tolist() for name in micro[0] if name != "borders"}
         return sorted(json.dumps(row) for row in zip(*whole.values(), strict=True))
 
     for step in (9, 1):

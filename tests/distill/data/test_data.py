@@ -13,8 +13,8 @@ import torch
 
 from fcsd.config import Source
 from fcsd.distill.data.corpus import Corpus, load_corpus
-from fcsd.distill.data.documents import Documents
 from fcsd.distill.data.rows import Mixture, Rows, batch
+from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.teacher.original import final_hidden
 from fcsd.errors import BadInputError, ConfigError
@@ -52,7 +52,7 @@ def test_slices_of_the_buffers_are_what_datasets_formats() -> None:
         datasets.Dataset.from_dict(columns, features).select(range(*span)) for span in ((0, 70), (70, 71), (71, 200))
     ]
     table = datasets.concatenate_datasets([*parts, datasets.Dataset.from_dict(columns, features)])
-    found, reference = Documents(table), table.with_format("numpy")
+    found, reference = TokenSlices(table), table.with_format("numpy")
     assert found.counted() == 2 * sum(map(sum, columns["counts"]))
     assert len(table.data.column("ids").chunks) > 2
     for number in range(len(table)):
@@ -110,6 +110,39 @@ def test_a_mixture_keeps_its_weights_and_skips_no_row(tmp_path: Path) -> None:
     other = Rows(corpus(tmp_path / "b.jsonl", ["b" * 99] * 9), 10, [0, 1])
     drawn = [chr(int(Mixture([one, other], [3.0, 1.0], 400, seed=1)[n][0][0]) + 29) for n in range(400)]
     assert 0.68 < drawn.count("a") / 400 < 0.82
+
+
+def test_weights_are_shares_of_what_the_recipe_says(tmp_path: Path) -> None:
+    """Text fills its rows; a row of chats ends with padding, and of a chat only the response counts."""
+    text = Rows(corpus(tmp_path / "a.jsonl", ["a" * 999] * 9), 40, [0, 0])
+    (tmp_path / "t.jinja").write_text(texts.PLAIN)
+    chats = texts.write_jsonl(tmp_path / "b.jsonl", [texts.chat("b" * 12, "b" * 5)] * 40, "messages")
+    source = Source(path=str(chats), messages="messages", chat_template=str(tmp_path / "t.jinja"))
+    chat = Rows(load_corpus(source, texts.tokenizer(), tiny.VOCAB), 40, [0, 1])  # 23 tokens, of which 6 count
+    assert (text.filled, text.counted) == (1.0, 1.0)
+    assert (chat.filled, chat.counted) == (23 / 40, 6 / 40)
+
+    def shares(weight_by: str) -> dict[str, float]:
+        """How much of a run is text, by rows, by tokens that are no padding, and by tokens that count."""
+        mixture = Mixture([text, chat], [1.0, 1.0], 600, seed=1, weight_by=weight_by)
+        drawn = ["a" if texts.ids("U")[0] not in mixture[n][0] else "b" for n in range(600)]
+        counted = {kind: sum(int(mixture[n][2].sum()) for n in range(600) if drawn[n] == kind) for kind in "ab"}
+        rows = {kind: drawn.count(kind) for kind in "ab"}
+        tokens = {"a": 40 * rows["a"], "b": 23 * rows["b"]}
+        return {
+            name: of["a"] / sum(of.values())
+            for name, of in {"rows": rows, "tokens": tokens, "counted": counted}.items()
+        }
+
+    for weight_by in ("rows", "tokens", "counted"):
+        assert abs(shares(weight_by)[weight_by] - 0.5) < 0.05, weight_by
+    assert shares("rows")["counted"] > 0.8
+
+
+def test_full_rows_are_drawn_alike_whatever_weights_are_shares_of(tmp_path: Path) -> None:
+    packed = [Rows(corpus(tmp_path / f"{n}.jsonl", [letter * 99] * 9), 10, [0, n]) for n, letter in enumerate("ab")]
+    tokens, rows = (Mixture(packed, [0.7, 0.1], 500, seed=3, weight_by=by) for by in ("tokens", "rows"))
+    assert all((tokens[n][0] == rows[n][0]).all() for n in range(500))
 
 
 def test_bad_rows_are_counted_and_left_out(tmp_path: Path) -> None:
@@ -216,17 +249,17 @@ def test_several_processes_tokenise_to_the_same_corpus(tmp_path: Path, monkeypat
     monkeypatch.setattr("fcsd.distill.data.corpus._ROWS_PER_PROCESS", 10)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
     several = corpus(tmp_path / "a.jsonl")
-    assert len(list((tmp_path / "elsewhere" / "fcsd").glob("*.arrow"))) == 3
+    assert len(list((tmp_path / "elsewhere" / "fcsd").glob("*_of_*.arrow"))) == 3
     assert several.skipped == one.skipped and several.lengths.tolist() == one.lengths.tolist()
     for number in range(len(TEXTS)):
         assert several.document(number)[0].tolist() == one.document(number)[0].tolist()
 
 
 def test_a_huge_row_is_left_out(tmp_path: Path) -> None:
-    path = texts.write_jsonl(tmp_path / "a.jsonl", ["fine", "x" * 100_000_000, "fine too"])
+    path = texts.write_jsonl(tmp_path / "a.jsonl", ["fine", "x" * 40_000_001, "fine too"])
     got = load_corpus(Source(path=str(path)), texts.tokenizer(), tiny.VOCAB)
     assert got.lengths.tolist() == [5, 0, 9]
-    assert got.skipped == {"over 10,000,000 characters": 1}
+    assert got.skipped == {"a line over 40,000,000 bytes": 1}
 
 
 def test_nothing_is_written_beside_the_data(tmp_path: Path) -> None:

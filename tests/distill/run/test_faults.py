@@ -62,7 +62,7 @@ def killed(recipe: Any, point: str, rank: int) -> None:
         return real(*arguments, **named)
 
     setattr(module, point, reached)
-    loop.distill(recipe)
+    loop.distill_model(recipe)
 
 
 # What a save calls, in order -> the ranks that call it
@@ -110,7 +110,7 @@ def photographed(recipe: Any, album: Path) -> None:
             busy = False
 
     sys.addaudithook(look)
-    loop.distill(recipe)
+    loop.distill_model(recipe)
 
 
 def test_at_every_moment_of_a_save_there_is_one_whole_checkpoint(folder: Path, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def dying(recipe: Any, phase: str, end: Callable[[], None]) -> None:
             return made
 
         prepare.build_engine = built
-    loop.distill(recipe)
+    loop.distill_model(recipe)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=nightly)])
@@ -187,7 +187,7 @@ def test_out_of_memory_says_what_to_lower_and_nobody_waits(folder: Path, tmp_pat
 
 
 def different(recipes: list[Any]) -> None:
-    loop.distill(recipes[int(os.environ["RANK"])])
+    loop.distill_model(recipes[int(os.environ["RANK"])])
 
 
 def test_ranks_with_different_recipes_end_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_killed_again_and_again_at_random_it_is_still_the_same_run(folder: Path,
     draw, kills = random.Random(0), 0
     while True:
         before = len(checkpoints.checkpoints(tmp_path / "run" / "checkpoints"))
-        process = ranks.start(loop.distill, recipe)
+        process = ranks.start(loop.distill_model, recipe)
         # Each attempt commits something, or there would be no end to them.
         while process.is_alive() and len(checkpoints.checkpoints(tmp_path / "run" / "checkpoints")) == before:
             time.sleep(0.01)

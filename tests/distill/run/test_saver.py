@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import ranks
 import runs
+import torch
 
 from fcsd.config import Checkpoint
 from fcsd.distill import loop
 from fcsd.distill.run import checkpoints, manifest, saver
 from fcsd.errors import DiskError
+from fcsd.launch.world import World
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def limited(recipe: Any, first: int, last: int, rank: int, size: int) -> None:
         return real(*arguments, **named)
 
     checkpoints.save = save
-    loop.distill(recipe)
+    loop.distill_model(recipe)
 
 
 def names(run: Path) -> list[str]:
@@ -74,3 +76,37 @@ def test_room_is_looked_for_before_a_save(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(manifest, "size", lambda _: 910)
     with pytest.raises(DiskError, match="a checkpoint needs"):
         room._require_room()
+
+
+def test_a_save_is_due_by_steps_or_by_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    hosts = World(0, 1, torch.device("cpu"))
+
+    def dues(**settings: Any) -> list[int]:
+        nonlocal now
+        now = 1000.0
+        mine: Any = saver.Saver(
+            tmp_path, None, None, {}, None, settings=Checkpoint(**settings), failures=0, checkpoint=None
+        )  # type: ignore[arg-type]
+        found = []
+        for step in range(1, 13):
+            now += 25.0
+            if mine.due(step, hosts):
+                found.append(step)
+                mine._last = now  # as after a save
+        return found
+
+    assert dues(every_steps=5) == [5, 10]
+    assert dues(every_steps=0) == []
+    assert dues(every_steps=0, every_minutes=1.0) == [3, 6, 9, 12]
+    assert dues(every_steps=5, every_minutes=1.0) == [3, 5, 8, 10]
+
+
+def test_a_run_that_saves_by_time_saves(folder: Path, tmp_path: Path) -> None:
+    """Every step takes longer than a hundred-thousandth of a minute."""
+    recipe = runs.resolved(
+        folder, output_dir=str(tmp_path / "run"), checkpoint={"every_steps": 0, "every_minutes": 1e-5, "keep": 9}
+    )
+    runs.train(recipe, 2)
+    assert names(tmp_path / "run") == ["step-1", "step-2", "step-3", "step-4"]

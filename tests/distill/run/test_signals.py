@@ -48,7 +48,7 @@ def signalled(recipe: Any, phase: str, told: tuple[int, ...], number: int) -> No
         return real(*arguments, **named)
 
     setattr(module, name, reached)
-    loop.distill(recipe)
+    loop.distill_model(recipe)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def slow_to_save(recipe: Any) -> None:
         return done
 
     loop.launch_step, checkpoints.save = launch_step, measured
-    loop.distill(recipe)
+    loop.distill_model(recipe)
 
 
 def test_a_save_that_takes_too_long_is_not_begun(folder: Path, tmp_path: Path) -> None:

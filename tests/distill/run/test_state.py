@@ -126,7 +126,7 @@ def test_a_changed_run_is_refused_by_name(folder: Path, single: Path, tmp_path: 
 
 def newer(recipe: ResolvedRecipe) -> None:
     identity.__version__ = "99"
-    loop.distill(recipe)
+    loop.distill_model(recipe)
 
 
 def test_other_code_does_not_continue_a_run(folder: Path, single: Path, tmp_path: Path) -> None:
@@ -149,6 +149,12 @@ def test_a_run_from_before_keys_were_renamed_goes_on(folder: Path, single: Path,
     del content["seal"]
     identity_then = flat_before(content["identity"])
     identity_then["train.schedule_steps"] = identity_then.pop("optim.schedule_steps")
+    for later in (
+        "optim.accumulate_dtype",
+        "optim.reduce_dtype",
+        "optim.decay_norms",
+    ):  # fields that came with the names
+        del identity_then[later]
     assert {"train.lr", "train.betas.1", "train.expert_parallel", "train.schedule_steps"} <= identity_then.keys()
     assert not any(key.startswith(("optim.", "parallel.")) for key in identity_then)
     manifest.write_manifest(checkpoint, {**content, "identity": identity_then})
@@ -156,6 +162,63 @@ def test_a_run_from_before_keys_were_renamed_goes_on(folder: Path, single: Path,
         train(runs.resolved(folder, output_dir=str(run), optim__lr=0.002, optim__min_lr=1e-9))
     train(runs.resolved(folder, output_dir=str(run)))
     assert outcome(run) == outcome(single)
+
+
+def test_an_older_checkpoint_is_refused_where_newer_ones_would_be_written_again(folder: Path, single: Path) -> None:
+    before = outcome(single)
+    with pytest.raises(ConfigError, match="has step-4, which a run from step 2 would have to write again"):
+        train(runs.resolved(folder, output_dir=str(single)), resume=str(single / "checkpoints" / "step-2"))
+    assert outcome(single) == before
+
+
+def test_a_renamed_checkpoint_is_no_other_step(single: Path, tmp_path: Path) -> None:
+    shutil.copytree(single / "checkpoints" / "step-2", tmp_path / "step-3")
+    with pytest.raises(CheckpointError, match=r"was renamed, its MANIFEST.json is of step 2"):
+        checkpoints.find(tmp_path / "elsewhere", str(tmp_path / "step-3"), print)
+
+
+@pytest.mark.parametrize("missing", ["step", "identity", "progress", "files", "version"])
+def test_a_manifest_that_lacks_something_is_an_error_of_the_checkpoint(
+    single: Path, tmp_path: Path, missing: str
+) -> None:
+    content = manifest.read_manifest(single / "checkpoints" / "step-2")
+    del content[missing]
+    sealed = {**content, "seal": manifest._seal_of(content)}
+    (tmp_path / manifest.MANIFEST).write_text(json.dumps(sealed))
+    with pytest.raises(CheckpointError, match=missing):
+        manifest.read_manifest(tmp_path)
+
+
+def test_a_manifest_of_brackets_is_unreadable(tmp_path: Path) -> None:
+    (tmp_path / manifest.MANIFEST).write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match="missing or unreadable"):
+        manifest.verify(tmp_path)
+
+
+def test_what_a_killed_publication_left_goes_at_the_next_start(tmp_path: Path) -> None:
+    (tmp_path / "run" / "final.tmp-0123abcd").mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    with run_dir.claim(tmp_path / "run"):
+        assert not list((tmp_path / "run").glob("final.*"))
+
+
+def test_an_output_dir_that_cannot_be_one_is_refused_first(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for place, reason in [
+        (folder / "student", "is the directory of the model"),
+        (tmp_path / "file", "is not a directory"),
+        (tmp_path / "file" / "below", "is not a directory"),
+    ]:
+        for dry_run in (True, False):
+            with pytest.raises(ConfigError, match=reason):
+                loop.distill_model(runs.resolved(folder, output_dir=str(place)), dry_run=dry_run)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert not (folder / "student" / ".lock").exists()
+
+
+def test_more_steps_than_there_is_memory_for_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="a run has at most 2,147,483,648"):
+        runs.resolved(folder, train__steps=10**18)
 
 
 def test_never_does_not_replace_an_earlier_run(folder: Path, single: Path) -> None:

@@ -118,6 +118,6 @@ def test_a_package_that_is_missing_is_named_before_anything_is_loaded(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     recipe = runs.resolved(tmp_path, report="trackio", model="no/such/model")
     with pytest.raises(ConfigError, match="report trackio: the package is not installed") as caught:
-        loop.distill(recipe)
+        loop.distill_model(recipe)
     assert "pip install trackio" in str(caught.value.hint)
     assert json.loads((tmp_path / "recipe.yaml").read_text())["report"] == "trackio" and not (tmp_path / "run").exists()

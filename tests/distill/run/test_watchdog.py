@@ -44,7 +44,7 @@ def misbehave(trouble: str) -> None:
     ("trouble", "limits", "codes", "message"),
     [
         ("stuck", (3, 600), [6, 6], "no step for 3 seconds, because of rank 1: rank 0 in all_reduce ("),
-        ("stopped", (600, 3), [6, -signal.SIGKILL], "rank 1 gave no sign of life for 3 seconds"),
+        ("stopped", (600, 3), [6, -signal.SIGKILL], "rank 1 sent no message for 3 seconds"),
         ("gone", (600, 600), [6, 3], "rank 1 ended while the run was going on"),
         ("gone meanwhile", (600, 600), [6, 3], "rank 1 ended while the run was going on"),
     ],

@@ -46,7 +46,7 @@ def recipe(folder: Path, out: Path, plan: dict[str, Any], **changes: Any) -> Res
 
 def distilled(path: Path) -> None:
     try:
-        loop.distill(load_recipe(path))
+        loop.distill_model(load_recipe(path))
     except FcsdError as error:
         os._exit(error.exit_code)
 
@@ -98,7 +98,7 @@ def test_two_stages_share_a_run_and_the_chosen_one_becomes_the_full_run(folder: 
         train__batch_tokens=values["train.batch_tokens"],
         optim__lr=values["optim.lr"],
     )
-    assert ranks.on_ranks(1, loop.distill, alone) == [tmp_path / "alone"]
+    assert ranks.on_ranks(1, loop.distill_model, alone) == [tmp_path / "alone"]
     numbers = [[(m["step"], m["loss"], m["lr"]) for m in read_metrics(run)] for run in (full, tmp_path / "alone")]
     assert numbers[0] == numbers[1], "a trial and its continuation are one run of six steps"
     assert weights(full / "final") == weights(tmp_path / "alone" / "final")

@@ -12,8 +12,8 @@ import texts
 import tiny
 from safetensors.torch import load_file, save_file
 
-from fcsd.checkpoint import read_layout, sample_sha256
-from fcsd.convert import convert, fingerprint
+from fcsd.checkpoint import fingerprint, read_layout, sample_sha256
+from fcsd.convert import convert_checkpoint
 from fcsd.distill import loop
 from fcsd.distill.teacher.original import identify_teacher
 from fcsd.errors import BadInputError, CheckpointError
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     """A teacher and its conversion by ``fcsd convert``, which records the teacher's fingerprint."""
     tiny.model("llama", initializer_range=0.1).save_pretrained(tmp_path / "teacher")
     texts.tokenizer().save_pretrained(tmp_path / "teacher")
-    convert(str(tmp_path / "teacher"), tmp_path / "student", check=False)
+    convert_checkpoint(str(tmp_path / "teacher"), tmp_path / "student", check=False)
     return tmp_path
 
 
@@ -55,7 +55,7 @@ def test_a_changed_teacher_is_refused_by_both_hashes_and_can_be_accepted(folder:
     config = folder / "teacher" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 1e-3}))
     changed = fingerprint(read_layout(folder / "teacher"))
-    (result,) = ranks.on_ranks(1, loop.distill, recipe(folder))
+    (result,) = ranks.on_ranks(1, loop.distill_model, recipe(folder))
     assert isinstance(result, BadInputError)
     assert original in str(result) and changed in str(result) and changed in str(result.hint)
     assert not (folder / "run").exists()
@@ -66,10 +66,10 @@ def test_a_changed_teacher_is_refused_by_both_hashes_and_can_be_accepted(folder:
 
 def test_new_weights_under_the_old_headers_are_noticed_on_resume(folder: Path) -> None:
     started = recipe(folder, train__steps=2)
-    assert ranks.on_ranks(1, loop.distill, started) == [folder / "run"]
+    assert ranks.on_ranks(1, loop.distill_model, started) == [folder / "run"]
     before = sample_sha256(read_layout(folder / "teacher"))
     perturb(folder / "teacher")
     assert sample_sha256(read_layout(folder / "teacher")) != before
     shutil.rmtree(folder / "run" / "final")
-    (result,) = ranks.on_ranks(1, loop.distill, started)
+    (result,) = ranks.on_ranks(1, loop.distill_model, started)
     assert isinstance(result, CheckpointError) and "teacher.sample was" in str(result)

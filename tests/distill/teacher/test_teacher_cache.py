@@ -70,8 +70,8 @@ def test_a_cache_of_all_words_trains_as_the_teacher_does(folder: Path, tmp_path:
 
 def three(whole: Any, live: Any) -> None:
     cache_teacher(whole, shard_bytes=SHARD)
-    loop.distill(whole)
-    loop.distill(live)
+    loop.distill_model(whole)
+    loop.distill_model(live)
 
 
 def test_ranks_share_the_work_and_a_cache_trains_on_any_of_them(folder: Path, written: Path, tmp_path: Path) -> None:
@@ -80,10 +80,10 @@ def test_ranks_share_the_work_and_a_cache_trains_on_any_of_them(folder: Path, wr
     alone = recipe(folder, tmp_path / "alone")
     on_ranks(1, write, alone)
     assert contents(tmp_path / "alone" / "cache") == contents(written / "cache")
-    on_ranks(2, loop.distill, recipe(folder, tmp_path))
+    on_ranks(2, loop.distill_model, recipe(folder, tmp_path))
     metrics = read_metrics(tmp_path / "run")
     live = runs.resolved(folder, output_dir=str(tmp_path / "live"), objective__sft=0.0)
-    on_ranks(1, loop.distill, live)
+    on_ranks(1, loop.distill_model, live)
     first = read_metrics(tmp_path / "live")[0]["kl"]
     assert 0 < metrics[0]["kl"] < first, "a lower bound"
     assert metrics[-1]["kl"] < metrics[0]["kl"]
@@ -92,11 +92,11 @@ def test_ranks_share_the_work_and_a_cache_trains_on_any_of_them(folder: Path, wr
 def test_with_a_cache_no_teacher_is_loaded(folder: Path, written: Path, tmp_path: Path) -> None:
     shutil.copytree(written / "cache", tmp_path / "cache")
     gone = recipe(folder, tmp_path, teacher=str(tmp_path / "gone"))
-    on_ranks(1, loop.distill, gone)
+    on_ranks(1, loop.distill_model, gone)
     assert read_metrics(tmp_path / "run")[-1]["step"] == 4
     changed = recipe(folder, tmp_path, teacher=str(tmp_path / "gone"), teacher_sha256="0" * 64)
     with pytest.raises(BadInputError, match="the recipe asks for 0000"):
-        on_ranks(1, loop.distill, changed)
+        on_ranks(1, loop.distill_model, changed)
 
 
 def test_the_command_caches_a_teacher_whose_experts_are_divided(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_the_command_caches_a_teacher_whose_experts_are_divided(tmp_path: Path) 
 
 
 def both(cached: Any, live: Any) -> None:
-    loop.distill(cached)
-    loop.distill(live)
+    loop.distill_model(cached)
+    loop.distill_model(live)
 
 
 def killed(resolved: Any) -> None:
@@ -141,7 +141,7 @@ def test_a_killed_writer_goes_on_where_it_stopped(folder: Path, written: Path, t
     shards = sorted((tmp_path / "cache").glob("shard-*.safetensors"))
     assert len(shards) == 3 and not (tmp_path / "cache" / "MANIFEST.json").exists()
     with pytest.raises(BadInputError, match=r"MANIFEST.json: is missing"):
-        on_ranks(1, loop.distill, resolved)
+        on_ranks(1, loop.distill_model, resolved)
     before = [path.stat().st_ino for path in shards]
     on_ranks(1, write, resolved)
     assert [path.stat().st_ino for path in shards] == before, "what was there was not written again"
@@ -165,7 +165,7 @@ def test_another_teacher_text_or_setting_is_refused_by_name(folder: Path, writte
     ]:
         resolved = recipe(folder, tmp_path, **changes)
         with pytest.raises(BadInputError, match=named):
-            on_ranks(1, loop.distill, resolved)
+            on_ranks(1, loop.distill_model, resolved)
         if "holds" not in named:
             with pytest.raises(BadInputError, match=named):
                 on_ranks(1, write, resolved)
@@ -180,7 +180,7 @@ def test_damage_and_rows_of_another_text_are_found(folder: Path, written: Path, 
     data[-10] ^= 1
     shard.write_bytes(data)
     with pytest.raises(BadInputError, match=r"shard-000002.safetensors: is missing or damaged"):
-        on_ranks(1, loop.distill, recipe(folder, tmp_path))
+        on_ranks(1, loop.distill_model, recipe(folder, tmp_path))
     shard.with_suffix(".json").unlink()  # as the hint says
     on_ranks(1, write, recipe(folder, tmp_path))
     assert contents(tmp_path / "cache") == contents(written / "cache")

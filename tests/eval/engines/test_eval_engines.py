@@ -10,10 +10,12 @@ import ranks
 import tiny
 import torch
 
-from fcsd.convert import convert
+from fcsd.checkpoint import read_layout
+from fcsd.checkpoint.weights import Reader
+from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.eval.engines.engine import Engine
-from fcsd.eval.harness import evaluate
+from fcsd.eval.harness import evaluate_models
 from fcsd.models import build
 
 TASKS = ["PIQA", "CSQa", "GSM-8K"]
@@ -66,9 +68,9 @@ def test_vllm_scores_as_transformers_and_resumes(vllm, model, mirror, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "river stone lamp"}\n{"text": "garden window bread music"}\n')
     options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=2, held_out=text)
-    expected = evaluate([str(model)], **options)
+    expected = evaluate_models([str(model)], **options)
     engine = Engine(backend="vllm", gpus=2, max_length=900, dtype="float32", batch_size=8)
-    rows = evaluate([str(model)], engine=engine, out=tmp_path / "out", **options)
+    rows = evaluate_models([str(model)], engine=engine, out=tmp_path / "out", **options)
     assert scores(rows[:3]) == scores(expected[:3])
     assert rows[3]["value"] == pytest.approx(expected[3]["value"], rel=1e-5)
     assert rows[0]["engine"]["name"] == "vllm" and rows[0]["engine"]["version"] == "0.18.0"
@@ -76,21 +78,23 @@ def test_vllm_scores_as_transformers_and_resumes(vllm, model, mirror, tmp_path):
     (made,) = vllm.made
     wanted = {"dtype": "float32", "tensor_parallel_size": 2, "max_model_len": 900, "max_num_seqs": 8, "seed": 0}
     assert {key: made.arguments[key] for key in wanted} == wanted and made.asked > 0
-    again = evaluate([str(model)], engine=engine, out=tmp_path / "out", **options)
+    again = evaluate_models([str(model)], engine=engine, out=tmp_path / "out", **options)
     assert scores(again) == scores(rows) and vllm.made[1].asked == 0, "every answer was kept"
 
 
 def test_vllm_gives_no_false_score(vllm, model, mirror, tmp_path):
     with pytest.raises(BadInputError, match="GSM-8K: a prompt needs"):
-        evaluate([str(model)], tasks=["GSM-8K"], data_mirror=mirror, engine=Engine(backend="vllm", max_length=64))
+        evaluate_models(
+            [str(model)], tasks=["GSM-8K"], data_mirror=mirror, engine=Engine(backend="vllm", max_length=64)
+        )
     network = tiny.model("deepseek_v2", **SIZES)
     with torch.no_grad():
         network.get_decoder().norm.weight.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match="NaN"):
-        evaluate([str(write(tmp_path / "nan", network))], tasks=["PIQA"], data_mirror=mirror, engine=VLLM)
-    convert(model, tmp_path / "rewired", check=False)
+        evaluate_models([str(write(tmp_path / "nan", network))], tasks=["PIQA"], data_mirror=mirror, engine=VLLM)
+    convert_checkpoint(model, tmp_path / "rewired", check=False)
     with pytest.raises(ConfigError, match="rewired models unless fcsd's plugin"):
-        evaluate([str(tmp_path / "rewired")], tasks=["PIQA"], data_mirror=mirror, engine=VLLM)
+        evaluate_models([str(tmp_path / "rewired")], tasks=["PIQA"], data_mirror=mirror, engine=VLLM)
     assert len(vllm.made) == 2
 
 
@@ -108,32 +112,45 @@ def test_a_model_larger_than_memory_scores_the_same(model, mirror, monkeypatch):
 
     options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=2)
     with eval_data.short_answers():
-        expected = evaluate([str(model)], **options)
+        expected = evaluate_models([str(model)], **options)
         monkeypatch.setattr(build, "load_model", crowded)
-        rows = evaluate([str(model)], engine=Engine(device="auto", dtype="float32"), **options)
+        rows = evaluate_models([str(model)], engine=Engine(device="auto", dtype="float32"), **options)
     assert scores(rows) == scores(expected)
     assert rows[0]["engine"]["devices"] == ["cpu", "disk"] and set(used[0].values()) == {"cpu", "disk"}
 
 
 def sharded(rank: int, model: Path, rewired: Path, mirror: Path, out: Path) -> list[Any]:
+    """Scores twice, the engine's description, and the expert tensors that this rank read."""
     engine = Engine(ep_size=2, batch_size=3, device="cpu")
     options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=3)
+    raw, read = Reader.raw, set()
+
+    def noted(self: Reader, name: str, row: int | None = None) -> Any:
+        read.add(name)
+        return raw(self, name, row)
+
+    Reader.raw = noted
+    build.load_model = None  # type: ignore[assignment]: a rank that loads the whole model fails
     with eval_data.short_answers():
-        rows = evaluate([str(model), str(rewired)], engine=engine, out=out, **options)
-        again = evaluate([str(model)], engine=engine, out=out, **options)
-    return [scores(rows), scores(again), rows[0]["engine"]]
+        rows = evaluate_models([str(model), str(rewired)], engine=engine, out=out, **options)
+        again = evaluate_models([str(model)], engine=engine, out=out, **options)
+    return [scores(rows), scores(again), rows[0]["engine"], {name for name in read if ".experts." in name}]
 
 
 def test_experts_spread_over_two_ranks_score_the_same(model, mirror, tmp_path):
-    convert(model, tmp_path / "rewired", check=False)
-    (first, again, engine), (second, _, _) = ranks.in_group(
+    convert_checkpoint(model, tmp_path / "rewired", check=False)
+    (first, again, engine, read), (second, _, _, read_by_second) = ranks.in_group(
         2, sharded, model, tmp_path / "rewired", mirror, tmp_path / "out"
     )
     options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=3, engine=Engine(device="cpu"))
     with eval_data.short_answers():
-        assert first == second == scores(evaluate([str(model), str(tmp_path / "rewired")], **options))
+        assert first == second == scores(evaluate_models([str(model), str(tmp_path / "rewired")], **options))
     assert again == first[: len(TASKS)]
     assert engine["ranks"] == 2 and engine["ep_size"] == 2
+    # Each rank read its own experts and no others.
+    on_disk = {name for name in read_layout(model).tensors if ".experts." in name}
+    assert read | read_by_second == on_disk and not read & read_by_second
+    assert len(read) == len(read_by_second)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +165,7 @@ def test_experts_spread_over_two_ranks_score_the_same(model, mirror, tmp_path):
 )
 def test_engines_that_cannot_be_are_refused(engine, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        evaluate(["nowhere"], tasks=["PIQA"], engine=engine)
+        evaluate_models(["nowhere"], tasks=["PIQA"], engine=engine)
     if engine is VLLM:
         assert caught.value.hint == "pip install 'fcsd[vllm]'"
 
@@ -156,4 +173,4 @@ def test_engines_that_cannot_be_are_refused(engine, message):
 def test_options_of_the_other_backend_are_refused(vllm):
     for engine in (Engine(backend="vllm", device="cpu"), Engine(backend="vllm", ep_size=2)):
         with pytest.raises(ConfigError, match="is for --backend hf"):
-            evaluate(["nowhere"], tasks=["PIQA"], engine=engine)
+            evaluate_models(["nowhere"], tasks=["PIQA"], engine=engine)

@@ -12,7 +12,7 @@ from accelerate import dispatch_model
 from typer.testing import CliRunner
 
 from fcsd.cli.main import app
-from fcsd.convert import convert
+from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.layers import sweep as sweeping
 from fcsd.eval.layers.rewiring import load_subject, reads_in_flight
@@ -114,7 +114,7 @@ def test_refusals(teacher, text, tmp_path):
             sweep_layers(str(teacher), out=tmp_path / "out", **options)
     with pytest.raises(ConfigError, match="no variant"):
         load_subject(str(teacher), wiring="parallel", variant="attn-only")
-    convert(str(teacher), tmp_path / "converted", check=False)
+    convert_checkpoint(str(teacher), tmp_path / "converted", check=False)
     with pytest.raises(BadInputError, match="converted already"):
         sweep_layers(str(tmp_path / "converted"), out=tmp_path / "out", held_out=text)
     assert not (tmp_path / "out").exists()

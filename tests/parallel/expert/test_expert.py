@@ -11,7 +11,7 @@ from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, wire
 from fcsd.models.wiring import Wiring
 from fcsd.parallel.expert.autoep import expert_parallel_config, shard_experts
-from fcsd.parallel.expert.block import wire_parallel
+from fcsd.parallel.expert.blocking import wire_parallel
 
 MOE = [a for a in tiny.CONFIGS if ARCHS[a].autoep is not None]
 WIRINGS = [Wiring("farskip", (0, 1, 2, 3)), Wiring("ladder", (2, 3)), Wiring("standard", ())]

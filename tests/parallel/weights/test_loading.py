@@ -46,7 +46,7 @@ def join() -> int:
 
 def _differences(cases, world):
     from fcsd.parallel.expert.autoep import shard_experts
-    from fcsd.parallel.expert.block import wire_parallel
+    from fcsd.parallel.expert.blocking import wire_parallel
     from fcsd.parallel.weights.loading import load_expert_parallel
 
     rank = join()

@@ -1,4 +1,4 @@
-"""The double of symmetric memory: files that all processes map, copies and flags that take their time."""
+"""Peer buffers for tests, in files that all processes map; flags are set and seen after random delays."""
 
 import random
 import time
@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 
-class FileWindow:
-    """See ``fcsd.parallel.transports.copies.Window``."""
+class FileBuffers:
+    """See ``fcsd.parallel.transports.copies.PeerBuffers``."""
 
     def __init__(self, group, capacity, prefix):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -22,15 +22,15 @@ class FileWindow:
 
     sending = receiving = nullcontext
 
-    def tell(self, peer, flag, number):
+    def set_flag(self, peer, flag, number):
         time.sleep(random.random() * 2e-3)
         self.flags[peer][flag * self.size + self.rank] = number
 
-    def hear(self, peer, flag, number):
+    def await_flag(self, peer, flag, number):
         time.sleep(random.random() * 2e-3)
         until = time.monotonic() + 60
         while self.flags[self.rank][flag * self.size + peer] < number:
-            assert time.monotonic() < until, f"rank {self.rank} never heard {flag} {number} of {peer}"
+            assert time.monotonic() < until, f"rank {peer} never set flag {flag} at rank {self.rank} to {number}"
             time.sleep(1e-4)
 
     def work(self):
@@ -44,6 +44,6 @@ def _mapped(path, count, dtype):
 
 
 def opener(folder):
-    """What ``Puts`` opens windows with; every window has files of its own."""
+    """The ``open_buffers`` of a ``CopiesTransport``; each call makes files of its own in ``folder``."""
     numbers = count()
-    return lambda group, capacity: FileWindow(group, capacity, f"{folder}/{next(numbers)}")
+    return lambda group, capacity: FileBuffers(group, capacity, f"{folder}/{next(numbers)}")

@@ -1,4 +1,4 @@
-"""The corpora of a run: tokenised by one process of each host, found in the cache by the others."""
+"""The corpora of a run on every rank: one process of a host tokenises, and the others find its result in the cache."""
 
 import os
 import sys
@@ -18,13 +18,14 @@ _BEAT = 60.0  # seconds; far below the shortest timeout of a collective
 def load_corpora(
     sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, vocab_size: int, seq_len: int, world: World
 ) -> list[Corpus]:
-    """The corpora of ``sources`` on every rank; rank 0 says what is left out of rows of ``seq_len`` tokens.
+    """The corpora of ``sources`` on every rank; rank 0 prints what is left out of rows of ``seq_len`` tokens.
 
     Raises:
         BadInputError, ConfigError: as ``load_corpus``, on every rank.
     """
     corpora: list[Corpus] = []
-    # The cache may be shared by the hosts or not: rank 0 fills it first, then the first process of each other host.
+    # Hosts may share the cache or not. Rank 0 fills it first, then the first process of each other host, then the rest
+    # read it.
     mine = 0 if world.rank == 0 else 1 if os.environ["LOCAL_RANK"] == "0" else 2
     for turn in range(3):
         wanted = sources if turn == mine else ()
@@ -36,7 +37,7 @@ def load_corpora(
 
 
 def _patiently(world: World, work: Callable[[], None]) -> None:
-    """``world.everywhere`` for work that takes hours on some ranks: no collective waits longer than a beat."""
+    """``world.everywhere`` for work that takes hours on some ranks: no collective waits longer than ``_BEAT``."""
     job: Future[None] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Rows copied into the peers' memory are the rows that torch's all-to-all brings, whatever arrives late."""
+"""Copies into the memory of peers bring the rows that torch's all-to-all brings, however late anything arrives."""
 
 import random
 import subprocess
@@ -8,11 +8,11 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from file_window import opener
+from file_buffers import opener
 from ranks import in_group
 
-from fcsd.parallel.transports.copies import Puts
-from fcsd.parallel.transports.transport import all_to_all, route
+from fcsd.parallel.transports.copies import CopiesTransport
+from fcsd.parallel.transports.transport import all_to_all, splits_of
 
 
 def _matrix(world, kind, seed):
@@ -32,25 +32,27 @@ KINDS = ["uneven", "all to the last", "uneven", "nothing", "overflow", "uneven",
 
 
 def _problems(rank, folder):
-    """Exchanges of every kind, in turn, beside torch's, and which of them went by torch."""
+    """Exchanges of every kind, one after the other, that differ from torch's; and which of them torch sent."""
     random.seed(rank)
-    puts = Puts(opener(folder), slack=4)
+    copies = CopiesTransport(opener(folder), slack=4)
     problems, by_torch = [], []
-    lent = {}  # rows that were lent, with what they should be: good until the next ones are
+    in_place = {}  # rows that are read in the buffer, with the rows expected: valid until the next such exchange
     for seed, kind in enumerate(KINDS * 4):
-        way = route(_matrix(dist.get_world_size(), kind, seed), rank)
-        rows = torch.randn(sum(way.sends), 256, generator=torch.Generator().manual_seed(100 * rank + seed)).bfloat16()
+        splits = splits_of(_matrix(dist.get_world_size(), kind, seed), rank)
+        rows = torch.randn(
+            sum(splits.sends), 256, generator=torch.Generator().manual_seed(100 * rank + seed)
+        ).bfloat16()
         keep = seed % 3 == 0
         if not keep:
-            problems += [name for name, pair in lent.items() if not torch.equal(*pair)]
-            lent.clear()
-        received, work = puts(rows, way, dist.group.WORLD, keep)
+            problems += [name for name, pair in in_place.items() if not torch.equal(*pair)]
+            in_place.clear()
+        received, work = copies(rows, splits, dist.group.WORLD, keep)
         if isinstance(work, dist.Work):
             by_torch.append((kind, keep))
         work.wait()
-        expected, work = all_to_all(rows, way, dist.group.WORLD, keep)
+        expected, work = all_to_all(rows, splits, dist.group.WORLD, keep)
         work.wait()
-        lent[f"rank {rank}: {kind} {seed}"] = received, expected
+        in_place[f"rank {rank}: {kind} {seed}"] = received, expected
     return problems, by_torch
 
 
@@ -59,21 +61,21 @@ def test_copies_bring_what_all_to_all_brings(world):
     with tempfile.TemporaryDirectory() as folder:
         found = in_group(world, _problems, folder)
     assert [problem for problems, _ in found for problem in problems] == []
-    # What does not fit goes by torch, on all ranks; the next exchange finds buffers for it, and goes by copies.
+    # Torch sends what does not fit, on all ranks; the next exchange makes buffers that hold it, and is sent by copies.
     by_torch = [("uneven", True), ("all to the last", False), ("overflow", False), ("overflow", True)]
     assert [kinds for _, kinds in found] == [by_torch] * world
 
 
-def test_a_route_and_its_reverse():
+def test_splits_and_their_reverse():
     matrix = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    there = route(matrix, 1)
-    assert (there.sends, there.receives, there.places, there.most) == ([4, 5, 6], [2, 5, 8], [1, 2, 3], 18)
-    back = route([list(column) for column in zip(*matrix, strict=True)], 1)
-    assert (back.sends, back.receives, back.places, back.most) == (there.receives, there.sends, [1, 4, 7], 24)
+    there = splits_of(matrix, 1)
+    assert (there.sends, there.receives, there.offsets, there.most) == ([4, 5, 6], [2, 5, 8], [1, 2, 3], 18)
+    back = splits_of([list(column) for column in zip(*matrix, strict=True)], 1)
+    assert (back.sends, back.receives, back.offsets, back.most) == (there.receives, there.sends, [1, 4, 7], 24)
 
 
 @pytest.mark.multi_gpu
 def test_gpus_bring_what_nccl_brings():
-    # Compares a hundred exchanges before it times any.
+    # The command compares a hundred exchanges before it times any.
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "fcsd.bench.transports"]
     subprocess.run(command, check=True, timeout=300)

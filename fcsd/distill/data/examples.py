@@ -1,12 +1,13 @@
-"""One row of a source -> a text or a chat, or the reason why it cannot be used."""
+"""One row of a source -> a text or a chat, or the reason why the row cannot be used."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from fcsd.config import Source
+from fcsd.distill.data.json_lines import LONGEST_LINE
 
-MAX_CHARACTERS = 10_000_000  # a tokenizer takes several hundred bytes of memory for each
+MAX_CHARACTERS = 10_000_000  # of a text or a chat; a tokenizer needs several hundred bytes of memory for each
 
 # message_keys -> (key of the speaker, key of the text, roles by other names)
 _KEYS = {
@@ -14,25 +15,32 @@ _KEYS = {
     "from/value": ("from", "value", {"human": "user", "gpt": "assistant"}),
 }
 _ROLES = ("system", "user", "assistant", "tool")
-_TOO_LONG = f"over {MAX_CHARACTERS:,} characters"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors put it in front of UTF-8
 
 Message = dict[str, str]
 
 
 class Skip(Exception):
-    """This row cannot be used; the message is the reason it is counted under."""
+    """This row cannot be used; the message is the reason under which it is counted."""
 
 
-def row_of_line(line: str, columns: tuple[str, ...]) -> dict[str, Any]:
-    """The columns of a JSON line."""
-    if not line.strip():
-        raise Skip("empty")
-    if len(line) > 2 * MAX_CHARACTERS:
-        raise Skip(_TOO_LONG)
-    if "\ufffd" in line:  # what the reader puts in place of bytes that are not UTF-8
-        raise Skip("not UTF-8")
+def too_long() -> Skip:
+    """For a row with more text than ``MAX_CHARACTERS``."""
+    return Skip(f"over {MAX_CHARACTERS:,} characters")
+
+
+def row_of_line(line: bytes | None, columns: tuple[str, ...]) -> dict[str, Any]:
+    """The columns of a JSON line; None is a line that was too long to be read."""
+    if line is None:
+        raise Skip(f"a line over {LONGEST_LINE:,} bytes")
     try:
-        row = json.loads(line)
+        text = line.removeprefix(_BYTE_ORDER_MARK).decode()
+    except UnicodeDecodeError:
+        raise Skip("not UTF-8") from None
+    if not text.strip():
+        raise Skip("empty")
+    try:
+        row = json.loads(text)
     except (ValueError, RecursionError):
         raise Skip("not JSON") from None
     missing = [name for name in columns if not isinstance(row, dict) or name not in row]
@@ -43,11 +51,14 @@ def row_of_line(line: str, columns: tuple[str, ...]) -> dict[str, Any]:
 
 def text_of(row: Mapping[str, Any], source: Source) -> str:
     """The plain text of a row."""
-    return _written(row[source.column])
+    text = _text(row[source.column])
+    if not text.strip():
+        raise Skip("empty")
+    return text
 
 
 def chat_of(row: Mapping[str, Any], source: Source) -> list[Message]:
-    """The chat of a row: messages with a known ``role`` and a ``content``, an answer among them."""
+    """The chat of a row: messages with a known ``role`` and a ``content``, at least one of them by the assistant."""
     if source.messages is None:
         assert source.prompt is not None and source.response is not None
         question, answer = (_text(row[name]) for name in (source.prompt, source.response))
@@ -60,7 +71,7 @@ def chat_of(row: Mapping[str, Any], source: Source) -> list[Message]:
     if not all(map(str.strip, answers)):
         raise Skip("empty response")
     if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
-        raise Skip(_TOO_LONG)
+        raise too_long()
     return messages
 
 
@@ -81,18 +92,11 @@ def _messages(value: object, keys: str) -> list[Message]:
     return messages
 
 
-def _written(value: object) -> str:
-    text = _text(value)
-    if not text.strip():
-        raise Skip("empty")
-    return text
-
-
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise Skip("not text")
     if len(value) > MAX_CHARACTERS:
-        raise Skip(_TOO_LONG)
+        raise too_long()
     try:
         value.encode()
     except UnicodeEncodeError:  # half of a surrogate pair

@@ -1,5 +1,6 @@
-"""Where a model is: a directory, or a hub repository at a pinned commit, in huggingface_hub's cache."""
+"""Where a model is: in a directory, or in the hub cache at the commit that a hub id was resolved to."""
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -9,20 +10,24 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from fcsd.checkpoint.files import contained, read_object
+from fcsd.checkpoint.fingerprint import fingerprint
 from fcsd.checkpoint.headers import TensorInfo, parse_header
 from fcsd.checkpoint.kind import expect_checkpoint, expect_directory
+from fcsd.checkpoint.layout import Layout
 from fcsd.errors import BadInputError, DiskError
 
 # Weights in other formats, or in a subdirectory: the same model again, for another program.
 OTHER_FORMATS = ["*/*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]
 OTHER_FORMATS += ["*.distcp", "consolidated*"]
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # all but the weights: config, tokenizer, index
+_BASE_PATH = ".fcsd.json"
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@\s]+))?")
 
 
 @dataclass(frozen=True)
-class Source:
-    """A checkpoint on this machine; a hub repository also has its id and the commit it was resolved to."""
+class Location:
+    """A checkpoint on this machine. One from the hub also has its repository id and the commit it was resolved to."""
 
     path: Path
     repo_id: str | None = None
@@ -30,13 +35,13 @@ class Source:
     gated: bool = False
 
 
-def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: bool = True) -> Source:
-    """Find a model, downloading what is not in the hub cache; a broken download resumes where it stopped.
+def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: bool = True) -> Location:
+    """Find a model and download what is not in the hub cache; an interrupted download resumes where it stopped.
 
     Args:
-        model: a directory, or ``org/name`` or ``org/name@revision`` on the hub. A directory wins.
+        model: a directory, or ``org/name`` or ``org/name@revision`` on the hub. If both exist, the directory is taken.
         allow_patterns: download only the files that match one of these globs.
-        weights: whether it must have any; without, only its small files are downloaded.
+        weights: whether the checkpoint must have weights; if not, only its small files are downloaded.
 
     Raises:
         BadInputError: it is not there, not accessible, or not a transformers checkpoint in safetensors.
@@ -45,7 +50,7 @@ def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: boo
     match = _HUB_ID.fullmatch(model)
     if os.path.exists(path) or match is None:
         expect_directory(path, weights=weights)
-        return Source(path)
+        return Location(path)
     from huggingface_hub import snapshot_download
 
     repo, revision = match["repo"], match["revision"]
@@ -63,11 +68,49 @@ def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: boo
     path = Path(folder)
     if allow_patterns is None:
         expect_directory(path)
-    return Source(path, repo, path.name, gated)
+    return Location(path, repo, path.name, gated)
 
 
-def remote_headers(source: Source) -> dict[str, Callable[[], dict[str, TensorInfo]]]:
-    """For every safetensors file of a hub source: what reads its header over the network, by ranged requests.
+def origin(source: Location, layout: Layout | None) -> dict[str, str | None]:
+    """What a conversion records of its original in the ``fcsd`` block; of a directory its name only, not its path.
+
+    Args:
+        source: where the original is.
+        layout: its weights; None leaves out the fingerprint.
+    """
+    return {
+        "base_model": source.repo_id or source.path.resolve().name,
+        "base_revision": source.revision,
+        "base_sha256": None if layout is None else fingerprint(layout),
+    }
+
+
+def base_path_file(source: Location) -> dict[str, str]:
+    """The file of a converted directory that says where its original lies on this machine: name -> text.
+
+    The file is hidden, so neither ``fcsd export`` nor ``fcsd push`` hands it on. An original on the hub needs none.
+    """
+    if source.repo_id is not None:
+        return {}
+    return {_BASE_PATH: json.dumps({"base_path": str(source.path.resolve())}) + "\n"}
+
+
+def read_base_path(directory: Path) -> str | None:
+    """The path in the file of :func:`base_path_file`; None if there is no such file.
+
+    Raises:
+        BadInputError: the file does not hold a path.
+    """
+    if not (directory / _BASE_PATH).exists():
+        return None
+    path = read_object(contained(directory, _BASE_PATH)).get("base_path")
+    if not isinstance(path, str):
+        raise BadInputError(f"{directory / _BASE_PATH}: has no base_path", "Delete it, and set `teacher:` in recipes.")
+    return path
+
+
+def remote_headers(source: Location) -> dict[str, Callable[[], dict[str, TensorInfo]]]:
+    """Functions that read headers over the network by ranged requests, for every safetensors file of a hub repository.
 
     Empty for a directory, and when the hub cannot be reached.
     """
@@ -87,7 +130,7 @@ def remote_headers(source: Source) -> dict[str, Callable[[], dict[str, TensorInf
     }
 
 
-def _remote_header(source: Source, name: str, size: int) -> dict[str, TensorInfo]:
+def _remote_header(source: Location, name: str, size: int) -> dict[str, TensorInfo]:
     from huggingface_hub import HfFileSystem
 
     assert source.repo_id is not None
@@ -99,7 +142,7 @@ def _remote_header(source: Source, name: str, size: int) -> dict[str, TensorInfo
 
 
 def _look_up(repo: str, revision: str | None) -> tuple[bool, bool]:
-    """Whether the hub can be reached and the repository is gated; refuses a repository that holds something else."""
+    """Whether the hub can be reached, and whether the repository is gated; refuses one that holds no checkpoint."""
     from huggingface_hub import HfApi, is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
@@ -117,7 +160,7 @@ def _look_up(repo: str, revision: str | None) -> tuple[bool, bool]:
 
 @contextmanager
 def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Turn what huggingface_hub raises into one line and its remedy, free of URLs that could carry a token."""
+    """Turn exceptions of huggingface_hub into one line and a hint, without URLs, which could carry a token."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -1,7 +1,7 @@
-"""The documents of a tokenised source, sliced out of its memory-mapped Arrow buffers.
+"""Slices of the documents of a tokenised source, read from its memory-mapped Arrow buffers.
 
-``datasets`` needs 0.8 ms to format one document. A slice of the buffers takes microseconds, and reads the pages of that
-document alone.
+``datasets`` needs 0.8 ms to format one document. A slice of the buffers takes microseconds and reads only the pages of
+that document.
 """
 
 import datasets
@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 
-class Documents:
+class TokenSlices:
     """Token ids of each document, and which of them count in the loss.
 
     Args:

@@ -1,0 +1,169 @@
+"""The formats of the wire on a GPU: are kernels and reference equal in every bit, and how fast are the kernels?
+
+    python -m fcsd.bench.formats [--out FILE]
+
+The speed of encode and decode is the bytes that they read and write per second, as a share of what a copy inside the
+GPU reaches on the same rows. Prints a table; ``--out`` writes all figures as JSON. Exit code 1 if any bit differs.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fcsd.kernels.bit_split import Draws, Format, kernels, reference
+from fcsd.launch.environment import snapshot
+
+WIDTH = 4096  # values of a row
+ROWS = 65536  # that are timed: 512 MiB in bf16, more than a GPU's cache holds; a kernel outlasts its launch
+REPEATS = 7
+RUNS = 10  # launched at once in each repeat, so that the GPU does not wait for the host
+WORKERS = 16  # processes that compile and check; compiling takes nearly all of the time
+TIMED = (
+    "int8",
+    "int8:int",
+    "int7",
+    "int6",
+    "int5",
+    "int5:g128:sr",
+    "int4:g128",
+    "int4",
+    "int4:g32:int",
+    "int4:g128:sr",
+    "int3",
+    "int3:g128:sr",
+    "int2:g32:sr",
+    "int2:g64:sr:clip0.7",
+    "int2:g128:sr:clip0.6",
+)
+
+
+def all_formats() -> list[str]:
+    """The names of all widths, groups and kinds of scale, with and without spikes; with spikes also clipped."""
+    metas: tuple[Literal["bf16", "int"], ...] = ("bf16", "int")
+    found = [
+        str(Format(bits, group, spikes, meta))
+        for bits, group, spikes, meta in product(range(2, 9), (32, 64, 128), (False, True), metas)
+    ]
+    clipped = [str(Format(bits, 64, True, meta, 0.7)) for bits, meta in product((2, 3), metas)]
+    edges = [str(Format(bits, group, True, "int")) for bits, group in product((3, 7, 8), (16, 256))]
+    return found + clipped + edges
+
+
+def sample(width: int) -> Tensor:
+    """Rows, fp32 ``[8, width]``, with what a format must survive: one case in each."""
+    rows = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
+    rows[0, 1::7] *= 1000  # massive activations
+    rows[1] = -3.3  # constant
+    rows[2] = rows[2].abs() + 5  # one-sided
+    rows[3, :3] = torch.tensor([float("inf"), float("nan"), -0.0])
+    rows[4] = (torch.arange(width) % 16) / 2  # ties
+    rows[5] *= 2.0**-124  # some subnormal
+    rows[6, ::5] = 3e38  # ranges that overflow
+    rows[7] = -0.0
+    return rows
+
+
+def differences(name: str, device: str, width: int = WIDTH) -> list[str]:
+    """Where kernels and reference differ in format ``name``: "encode bfloat16", "decode float32", ..."""
+    format, found = Format.parse(name), []
+    dtypes = [(torch.bfloat16, torch.int16), (torch.float32, torch.int32)]
+    for dtype, bits in dtypes if format.group >= 128 else dtypes[:1]:  # the dtype and the group do not interact
+        rows = sample(width).to(device, dtype)
+        records = reference.encode(rows, format)
+        if not torch.equal(kernels.encode(rows, format), records):
+            found.append(f"encode {dtype}".replace("torch.", ""))
+        if format.group == 64:  # nor do draws
+            draws = Draws(2**40 + 1, 2, 3, 1, torch.arange(len(rows), device=device))
+            if not torch.equal(kernels.encode(rows, format, draws), reference.encode(rows, format, draws)):
+                found.append(f"encode {dtype} with draws".replace("torch.", ""))
+        decoded = [part.decode(records, format, width, dtype).view(bits) for part in (kernels, reference)]
+        if not torch.equal(*decoded):
+            found.append(f"decode {dtype}".replace("torch.", ""))
+    return found
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """Of one run on the GPU: the median over repeats, each the mean of some runs."""
+    times = []
+    for _ in range(REPEATS + 1):  # the first warms up
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(RUNS):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / RUNS)
+    return statistics.median(times[1:])
+
+
+def measure(name: str, rows: Tensor, copy: float) -> dict[str, float]:
+    """Milliseconds and shares of the copy's bytes per second, ``copy``, of encode, decode, and one after the other."""
+    format = Format.parse(name)
+    records = kernels.encode(rows, format)
+    moved = rows.nbytes + records.nbytes  # read and written, by either
+    encode = milliseconds(lambda: kernels.encode(rows, format))
+    decode = milliseconds(lambda: kernels.decode(records, format, rows.shape[1], rows.dtype))
+    return {
+        "bits_on_the_wire": 8 * records.nbytes / rows.numel(),
+        "encode_ms": encode,
+        "decode_ms": decode,
+        "encode_share": moved / encode / copy,
+        "decode_share": moved / decode / copy,
+        "share": 2 * moved / (encode + decode) / copy,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, help="JSON file to write the figures to")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("fcsd.bench.formats compares kernels on a GPU, and this machine has none")
+    names = all_formats()
+    workers = multiprocessing.get_context("spawn").Pool(min(WORKERS, os.cpu_count() or 1))
+    with workers as pool:
+        found = dict(zip(names, pool.map(partial(differences, device="cuda"), names, chunksize=1), strict=True))
+    wrong = {name: parts for name, parts in found.items() if parts}
+
+    rows = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(rows)
+    copy = 2 * rows.nbytes / milliseconds(lambda: target.copy_(rows))  # bytes per millisecond
+    speeds = {name: measure(name, rows, copy) for name in TIMED}
+    result = {
+        "environment": snapshot(),
+        "rows": ROWS,
+        "width": WIDTH,
+        "checked": names,
+        "different": wrong,
+        "copy_gb_per_s": copy / 1e6,
+        "formats": speeds,
+    }
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(result, indent=1))
+
+    print(f"{len(names)} formats: kernels and reference differ in {len(wrong)}")
+    for name, parts in list(wrong.items())[:8]:
+        print(f"  {name}: {', '.join(parts)}")
+    print(f"copy {copy / 1e6:.0f} GB/s read and written, {ROWS} rows of {WIDTH} bf16 values; shares are of this figure")
+    print(f"{'format':22}{'bits':>6}{'encode ms':>11}{'share':>7}{'decode ms':>11}{'share':>7}{'both':>7}")
+    for name, at in speeds.items():
+        print(
+            f"{name:22}{at['bits_on_the_wire']:6.2f}{at['encode_ms']:11.3f}{at['encode_share']:7.0%}"
+            f"{at['decode_ms']:11.3f}{at['decode_share']:7.0%}{at['share']:7.0%}"
+        )
+    if wrong:
+        raise SystemExit(f"kernels and reference differ in {len(wrong)} of {len(names)} formats")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The wiring that a user asks for by name, layers and options, held against the checkpoint that is to have it."""
+
+from typing import Any
+
+import torch
+
+from fcsd.checkpoint.config_json import CheckpointConfig
+from fcsd.errors import ConfigError
+from fcsd.models.archs import Arch
+from fcsd.models.build import check_desync, config_class, model_classes
+from fcsd.models.selection import select_layers
+from fcsd.models.wiring import Wiring
+
+
+def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, **fields: Any) -> Wiring:
+    """The wiring that the options of ``convert`` ask for, tried on a model without memory.
+
+    Args:
+        config: of the original.
+        arch: the architecture's row.
+        name: the wiring.
+        layers: see ``fcsd.models.selection.select_layers``.
+        fields: further fields of ``Wiring``; one that is None takes its default.
+
+    Raises:
+        ConfigError: the wiring does not fit the model, or its options do not go together.
+    """
+    if name not in arch.wirings:
+        raise ConfigError(f"{arch.model_type} has no wiring {name!r}", f"One of {', '.join(arch.wirings)}.")
+    if fields.get("border") and fields.get("variant") == "mlp-only":
+        raise ConfigError(f"{name} mlp-only has no border: its attention reads the full stream", "Leave out --border.")
+    try:
+        chosen = {key: value for key, value in fields.items() if value is not None}
+        wiring = Wiring(name, select_layers(layers, config.text["num_hidden_layers"]), **chosen)
+        cls = model_classes(arch.model_type)["AutoModelForCausalLM"]
+        raw = {key: value for key, value in config.raw.items() if key not in ("model_type", "quantization_config")}
+        with torch.device("meta"):
+            model = cls(config_class(arch.model_type).from_dict({**raw, "fcsd": wiring.to_block()}))
+        check_desync(model.config, wiring)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return wiring

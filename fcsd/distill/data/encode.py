@@ -1,0 +1,38 @@
+"""A text or a chat -> the token ids of its documents, and which of them count in the loss.
+
+Of a plain text every token counts, its EOS included. A chat is what its template renders, and nothing is added to it.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from fcsd.distill.data.chat_template import Rendering
+
+
+class Document(NamedTuple):
+    """A document as tokens.
+
+    Attributes:
+        ids: the token ids.
+        counts: for each token, whether it counts in the loss.
+    """
+
+    ids: list[int]
+    counts: list[bool]
+
+
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Document:
+    """The tokens of a plain text and EOS, all of which count."""
+    ids: Any = [*tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]  # type: ignore[misc]
+    return Document(ids, [True] * len(ids))
+
+
+def encode_rendering(rendering: Rendering, tokenizer: PreTrainedTokenizerBase) -> Document:
+    """The tokens of a rendered chat; those count that begin inside a span that counts."""
+    encoded: Any = tokenizer(rendering.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    starts = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
+    borders = np.array(rendering.spans, dtype=np.int64).ravel()  # ascending: a span begins, ends, the next begins, ...
+    counts = np.searchsorted(borders, starts, side="right") % 2 == 1
+    return Document(encoded["input_ids"], counts.tolist())

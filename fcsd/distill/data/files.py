@@ -1,0 +1,57 @@
+"""The files that the path of a source stands for: a file, all files below a folder, or those that match a pattern."""
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from fcsd.errors import BadInputError
+
+MOST_ENTRIES = 200_000  # files and folders that a search visits before it gives up
+
+
+def find_files(path: str) -> list[Path]:
+    """The existing files that ``path`` stands for, sorted; none if there is no such file.
+
+    ``**`` in a pattern stands for any number of folders. A pattern does not find hidden files and folders unless it
+    names them with their dot, as in a shell. It follows links to folders, as ``glob`` does. The search of a folder
+    finds hidden files and follows no link to a folder, so that it finds no file twice.
+
+    Raises:
+        BadInputError: the search would visit more than ``MOST_ENTRIES`` files and folders.
+    """
+    parts = Path(path).parts
+    if Path(path).is_dir():
+        found: Iterator[str] = _below(path, path, links=False)
+    elif "**" in parts:
+        fixed = next(place for place, part in enumerate(parts) if glob.has_magic(part))
+        base = str(Path(*parts[:fixed]))
+        below = _below(base, path, links=True)
+        found = (name for name in below if _matches(Path(name).relative_to(base).parts, parts[fixed:]))
+    else:
+        found = glob.iglob(path)
+    return sorted(Path(name) for name in found if os.path.isfile(name))
+
+
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether folders and a file name fit a pattern, part by part."""
+    if not pattern or not names:
+        return not names and all(part == "**" for part in pattern)
+    visible = pattern[0].startswith(".") or not names[0].startswith(".")
+    if pattern[0] == "**":
+        return _matches(names, pattern[1:]) or (visible and _matches(names[1:], pattern))
+    return visible and fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
+
+
+def _below(folder: str, path: str, links: bool) -> Iterator[str]:
+    """All files below a folder; ``links`` says whether links to folders are followed."""
+    visited = 0
+    for place, folders, names in os.walk(folder, followlinks=links):
+        visited += len(folders) + len(names)
+        if visited > MOST_ENTRIES:
+            raise BadInputError(
+                f"{path}: there are more than {MOST_ENTRIES:,} files and folders below {folder}",
+                hint="name a folder that is nearer to the data",
+            )
+        yield from (os.path.join(place, name) for name in names)

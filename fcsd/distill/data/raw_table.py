@@ -1,0 +1,171 @@
+"""A source of a recipe -> its rows as a memory-mapped table, before anything in them is read.
+
+Rows of JSON lines stay lines. A streamed dataset is written as such lines once, in the cache of ``datasets``, and is
+read from there afterwards.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import datasets.config
+import pyarrow as pa
+from datasets.exceptions import DatasetGenerationError
+
+from fcsd.config import Source
+from fcsd.distill.data.files import find_files
+from fcsd.distill.data.json_lines import COLUMN, read_json_lines
+from fcsd.errors import BadInputError, ConfigError
+
+_ENDINGS = {"jsonl": (".jsonl", ".ndjson", ".jsonl.gz"), "parquet": (".parquet",)}
+
+
+@dataclass(frozen=True)
+class RawTable:
+    """The rows of a source.
+
+    Attributes:
+        rows: the source's columns, or one column ``line`` of JSON lines as bytes.
+        lines: whether the rows are JSON lines.
+        sha256: of every data file, by its path relative to the folder that contains them all. For a streamed dataset,
+            of the rows that were read.
+    """
+
+    rows: datasets.Dataset
+    lines: bool
+    sha256: dict[str, str]
+
+
+def cache_folder() -> Path:
+    """Where fcsd keeps what it made of data files; never beside the user's data."""
+    return Path(datasets.config.HF_DATASETS_CACHE) / "fcsd"
+
+
+def digest(value: object) -> str:
+    """The SHA-256 of a value that JSON can express; of anything else in it, its text counts."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def open_source(source: Source) -> RawTable:
+    """Finds, hashes and opens a source, the first ``max_rows`` rows of it.
+
+    Raises:
+        BadInputError: there is no such file, split or column, or a file is not in its format.
+        ConfigError: the format cannot be told from the file's name.
+    """
+    kind, files = _find(source)
+    try:
+        sha256 = _hashes(files)
+        rows = _open(source, kind, files, sha256)
+        if not files:
+            sha256 = _hashes([Path(entry["filename"]) for entry in rows.cache_files])
+            if source.streaming:
+                sha256 = {source.path: digest(list(sha256.values()))}
+    except (DatasetGenerationError, pa.ArrowException, OSError, ValueError, RuntimeError) as error:
+        if isinstance(error.__cause__, BadInputError):
+            raise error.__cause__ from None
+        cause = str(error.__cause__ or error).strip().splitlines()[0]
+        raise BadInputError(f"{source.path}: cannot be read as {kind}: {cause}") from error
+    if source.max_rows is not None and source.max_rows < len(rows):
+        rows = rows.select(range(source.max_rows))
+    return RawTable(rows, kind == "jsonl" or source.streaming, sha256)
+
+
+def check_columns(path: str, wanted: Iterable[str], present: Iterable[str]) -> None:
+    """Refuses a source that lacks a column which the recipe names.
+
+    Raises:
+        BadInputError: a column is missing; the message names the columns that there are.
+    """
+    present = list(present)
+    for name in wanted:
+        if name not in present:
+            close = get_close_matches(name, present, n=1)
+            raise BadInputError(
+                f"{path}: no column {name!r}, only {', '.join(present)}",
+                hint=f"did you mean {close[0]!r}?" if close else "column, messages, or prompt and response say which",
+            )
+
+
+def _find(source: Source) -> tuple[str, list[Path]]:
+    """The format of a source and its files; no files for a dataset that ``datasets`` locates itself."""
+    if source.format == "hf" or (source.format == "auto" and _is_saved_dataset(source.path)):
+        return "hf", []
+    files = find_files(source.path)
+    if not files:
+        raise BadInputError(f"{source.path}: no such data file", hint="a dataset of the hub needs format: hf")
+    if not any(name.stat().st_size for name in files):
+        raise BadInputError(f"{source.path}: is empty")
+    if source.format != "auto":
+        return source.format, files
+    for kind, endings in _ENDINGS.items():
+        matching = [name for name in files if name.name.endswith(endings)]
+        if matching:
+            return kind, matching
+    raise ConfigError(f"{source.path}: the format cannot be told from the name", hint="set `format:` beside it")
+
+
+def _is_saved_dataset(path: str) -> bool:
+    """Whether ``save_to_disk`` wrote this folder."""
+    return (Path(path) / "state.json").exists() or (Path(path) / "dataset_dict.json").exists()
+
+
+def _open(source: Source, kind: str, files: list[Path], sha256: dict[str, str]) -> datasets.Dataset:
+    table: Any
+    if kind == "jsonl":
+        name = f"lines-{digest([list(sha256.values()), source.max_rows])[:32]}.arrow"
+        return read_json_lines(files, cache_folder() / name, source.max_rows)
+    if kind == "parquet":
+        table = datasets.load_dataset("parquet", data_files=list(map(str, files)), split="train")
+    elif source.streaming:
+        features = datasets.Features({COLUMN: datasets.Value("binary")})
+        return datasets.Dataset.from_generator(_stream, features=features, gen_kwargs=_address(source))
+    elif _is_saved_dataset(source.path):
+        table = datasets.load_from_disk(source.path)
+        if isinstance(table, datasets.DatasetDict):
+            if source.split not in table:
+                raise BadInputError(f"{source.path}: no split {source.split!r}, only {', '.join(map(str, table))}")
+            table = table[source.split]
+    else:
+        table = datasets.load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
+    check_columns(source.path, source.columns, table.column_names)
+    return table.select_columns(list(source.columns))
+
+
+def _address(source: Source) -> dict[str, Any]:
+    """What identifies a streamed dataset; ``datasets`` reads the same address only once."""
+    fields = ("path", "subset", "split", "revision", "columns", "max_rows")
+    return {name: getattr(source, name) for name in fields}
+
+
+def _stream(
+    path: str, subset: str | None, split: str, revision: str | None, columns: tuple[str, ...], max_rows: int
+) -> Iterator[dict[str, bytes]]:
+    """The first rows of a dataset as JSON lines, read over the network without fetching the rest of its files."""
+    stream: Any = datasets.load_dataset(path, subset, split=split, revision=revision, streaming=True)
+    for number, row in enumerate(islice(stream, max_rows)):
+        if number == 0:
+            check_columns(path, columns, row)
+        # A value that JSON cannot express, such as an image, becomes null: it is not text either.
+        line = json.dumps({name: row[name] for name in columns if name in row}, default=lambda _: None)
+        yield {COLUMN: line.encode()}
+
+
+def _hashes(files: Sequence[Path]) -> dict[str, str]:
+    """The SHA-256 of files by their path relative to the folder that contains them all."""
+    if not files:
+        return {}
+    folder = os.path.commonpath([path.absolute().parent for path in files])
+    return {os.path.relpath(path.absolute(), folder): _sha256(path) for path in files}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

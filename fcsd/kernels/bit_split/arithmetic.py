@@ -1,0 +1,110 @@
+"""What the kernels of ``kernels`` compute with: scale bytes, bf16 as integers, rounding, and numbers of groups.
+
+Every backend gives the same bits: nothing here depends on how a device or the interpreter casts, fuses or
+approximates.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _mantissa(j):
+    """``scale.MANTISSAS[j]``."""
+    m = tl.where(j >= 1, 602079, 0)
+    m = tl.where(j >= 2, 1247372, m)
+    m = tl.where(j >= 3, 1938980, m)
+    m = tl.where(j >= 4, 2680227, m)
+    m = tl.where(j >= 5, 3474675, m)
+    m = tl.where(j >= 6, 4326144, m)
+    m = tl.where(j >= 7, 5238726, m)
+    m = tl.where(j >= 8, 6216807, m)
+    return tl.where(j >= 9, 7265088, m)
+
+
+@triton.jit
+def code_of(step, ROUNDING: tl.constexpr):
+    """``scale.code_of``."""
+    if ROUNDING == "nearest":
+        step = step * 1.0352649688720703
+    bits = step.to(tl.int32, bitcast=True)
+    if ROUNDING == "ceil":
+        bits -= 1
+    code = ((bits >> 23) - 127) * 10 + 128
+    if ROUNDING == "ceil":
+        code += 1
+    mantissa = bits & 0x7FFFFF
+    for j in tl.static_range(1, 10):  # pyright: ignore[reportGeneralTypeIssues]
+        code += (mantissa >= _mantissa(j)).to(tl.int32)
+    return code
+
+
+@triton.jit
+def step_of(code):
+    """``scale.step_of``."""
+    tens = code + 2
+    return ((((tens // 10) + 114) << 23) | _mantissa(tens % 10)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_bf16(x):
+    """The bits of ``x``, fp32 and not NaN, in bf16: rounded to nearest, ties to even. int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+
+
+@triton.jit
+def from_bf16(bits):
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nearest(x):
+    """To the nearest whole number, ties to even: the sum with 1.5 * 2^23 has no bits for fractions."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def least(x):
+    """Of each group: ``[groups, group / 8, 8] -> [groups]``."""
+    return tl.min(tl.min(x, 2), 1)
+
+
+@triton.jit
+def greatest(x):
+    return tl.max(tl.max(x, 2), 1)
+
+
+@triton.jit
+def beside(x):
+    """One number of each group, ``[groups]``, beside its values: ``[groups, 1, 1]``."""
+    return tl.expand_dims(tl.expand_dims(x, 1), 2)
+
+
+@triton.jit
+def whole(x, noise):
+    """To the nearest whole number; with noise from [0, 1), down after the noise was added."""
+    if noise is None:
+        return nearest(x)
+    else:
+        return tl.floor(x + noise)
+
+
+@triton.jit
+def uniform(seed, place, pair, step, lane, eighth):
+    """``Draws.uniform`` of the eights of values at ``place``, ``[groups, group / 8]``, of one row."""
+    zero = tl.zeros_like(place)
+    a, b, c, d = tl.philox(seed, place, zero + pair.to(tl.int32), zero + step, zero + lane)
+    a, b, c, d = tl.expand_dims(a, 2), tl.expand_dims(b, 2), tl.expand_dims(c, 2), tl.expand_dims(d, 2)
+    word = tl.where(eighth < 4, tl.where(eighth < 2, a, b), tl.where(eighth < 6, c, d))
+    half = (word >> ((eighth & 1) * 16).to(tl.uint32)) & 0xFFFF
+    return half.to(tl.int32).to(tl.float32) * 1.52587890625e-05  # 2^-16
+
+
+@triton.jit
+def numbers(start, INTEGER: tl.constexpr):
+    """A pointer to scales, zeros or indices: of one byte each beside integer scales, of two otherwise."""
+    if INTEGER:
+        return start
+    else:
+        return start.to(tl.pointer_type(tl.uint16))

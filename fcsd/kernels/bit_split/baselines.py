@@ -1,0 +1,52 @@
+"""Two formats of other works, with which FlashCommunication V2 compares (section 4): what they do to the values.
+
+They serve studies of quality alone. They make no records and have no kernels. On the wire both would take the bytes
+of ``Format(bits, group)``: codes, and two bf16 numbers for each group.
+"""
+
+import torch
+from torch import Tensor
+
+from fcsd.kernels.bit_split import reference
+from fcsd.kernels.bit_split.format import Format
+
+
+def hadamard(rows: Tensor, bits: int, group: int = 32) -> Tensor:
+    """Rows ``[n, width]``, rounded to nearest after each group was rotated by a Hadamard matrix (QuaRot), fp32.
+
+    The rotation spreads a large value over its group.
+
+    Raises:
+        ConfigError: there is no such format, or groups do not divide the row.
+    """
+    matrix = torch.ones(1, 1, device=rows.device)
+    while len(matrix) < group:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    matrix = matrix * group**-0.5  # symmetric and orthogonal: its own inverse
+    format, width = Format(bits, group), rows.shape[1]
+    format.row_bytes(width)
+    turned = (rows.float().view(-1, group) @ matrix).view(len(rows), width)
+    back = reference.decode(reference.encode(turned, format), format, width, torch.float32)
+    return (back.view(-1, group) @ matrix).view(len(rows), width)
+
+
+def logfmt(rows: Tensor, bits: int, group: int = 32) -> Tensor:
+    """Rows ``[n, width]`` in LogFMT (DeepSeek-V3's hardware paper, section 3.2), fp32: levels that grow by a factor.
+
+    A code is a sign and ``bits - 1`` bits: zero, or one of the levels between the least and the greatest magnitude of
+    the group, which are at most a factor of 2^32 apart. Values go to the nearest level.
+
+    Raises:
+        ConfigError: there is no such format, or groups do not divide the row.
+    """
+    Format(bits, group).row_bytes(rows.shape[1])
+    x = rows.float().reshape(-1, group)
+    size = x.abs()
+    high = size.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    low = torch.where(size > 0, size, high).amin(1, keepdim=True).maximum(high * 2.0**-32)
+    count = 2 ** (bits - 1) - 1  # levels beside zero; with 2 bits there is one, the greatest magnitude
+    share = torch.linspace(0, 1, count, device=x.device) if count > 1 else torch.ones(1, device=x.device)
+    levels = torch.exp(low.log() + share * (high.log() - low.log()))
+    levels = torch.cat([torch.zeros_like(high), levels], dim=1)
+    nearest = torch.searchsorted((levels[:, 1:] + levels[:, :-1]) / 2, size)
+    return (levels.gather(1, nearest) * x.sign()).view(len(rows), rows.shape[1])

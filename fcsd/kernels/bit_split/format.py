@@ -1,0 +1,167 @@
+"""A format of the wire: its name, its options, and the bytes that a row takes in it."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from fcsd.errors import ConfigError
+
+GROUPS = (16, 32, 64, 128, 256)  # a place in a group fits a byte; 16 values make every plane a multiple of 2 bytes
+Meta = Literal["bf16", "int"]
+Rounding = Literal["floor", "nearest", "ceil"]
+
+_HINT = "write for example int8, int4:g32, int3:g128:sr or int2:g64:sr:clip0.7; docs/wires.md explains the parts"
+
+
+class Layout(NamedTuple):
+    """Where the parts of a record start, in bytes."""
+
+    planes: tuple[int, ...]  # one for each plane
+    scales: int
+    zeros: int
+    spikes: int
+    indices: int
+    end: int  # where the padding starts
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the values of a row are rounded and stored. ``str`` writes a format as ``parse`` reads it.
+
+    Args:
+        bits: bits of a code, 2 to 8.
+        group: values that share a scale: 16, 32, 64, 128 or 256.
+        spikes: the least and the greatest value of each group are stored as they are (spike reserving).
+        meta: how scales and zeros are stored: "bf16" or "int". They and the indices of spikes take two bytes each with
+            "bf16" and one with "int", as in the paper's Table 4.
+        clip: what the range of the other values is multiplied by, 0.1 to 1. Only with spikes, and at most 3 bits:
+            without spike reserving the largest activations would be cut off.
+
+    Raises:
+        ConfigError: a value is none of these.
+    """
+
+    bits: int
+    group: int = 128
+    spikes: bool = False
+    meta: Meta = "bf16"
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8:
+            raise ConfigError(f"a format of the wire has 2 to 8 bits, not {self.bits}", hint=_HINT)
+        if self.group not in GROUPS:
+            raise ConfigError(f"a group of a format has 16, 32, 64, 128 or 256 values, not {self.group}", hint=_HINT)
+        if self.meta not in ("bf16", "int"):
+            raise ConfigError(f'scales are stored as "bf16" or "int", not as "{self.meta}"', hint=_HINT)
+        if not 0.1 <= self.clip <= 1:
+            raise ConfigError(f"a format clips to 0.1 to 1 of the range, not to {self.clip}", hint=_HINT)
+        if self.clip != 1 and (not self.spikes or self.bits > 3):
+            raise ConfigError("only formats of 2 or 3 bits with spike reserving (sr) can clip", hint=_HINT)
+
+    @classmethod
+    def parse(cls, text: str) -> "Format":
+        """Read ``intB[:gN][:sr][:bf16|:int][:clipX]``, the parts after the first in any order.
+
+        Without a group it is the paper's: 128 for 5 bits and more, 32 for fewer. Without ``bf16`` or ``int`` the
+        scales are integers with ``sr`` and bf16 otherwise, as in the paper's tables.
+
+        Raises:
+            ConfigError: the text is not a format.
+        """
+        first, *parts = text.split(":")
+        bits = re.fullmatch(r"int(\d)", first)
+        options: dict[str, str] = {}
+        for part in parts:
+            option = re.fullmatch(r"(?P<group>g\d+)|(?P<spikes>sr)|(?P<meta>bf16|int)|(?P<clip>clip\d+(\.\d+)?)", part)
+            name = option.lastgroup if option else None
+            if name is None or name in options:
+                raise ConfigError(f'"{text}" is not a format of the wire: "{part}" is unknown or repeated', hint=_HINT)
+            options[name] = part
+        if bits is None:
+            raise ConfigError(f'"{text}" is not a format of the wire: it must start with int2 to int8', hint=_HINT)
+        width, spikes = int(bits[1]), "spikes" in options
+        return cls(
+            width,
+            int(options["group"][1:]) if "group" in options else _paper_group(width),
+            spikes,
+            "int" if options.get("meta", "int" if spikes else "bf16") == "int" else "bf16",
+            float(options["clip"].removeprefix("clip")) if "clip" in options else 1.0,
+        )
+
+    def __str__(self) -> str:
+        """The shortest name, for example ``int4`` or ``int3:g128:sr``."""
+        group = f":g{self.group}" if self.group != _paper_group(self.bits) else ""
+        meta = f":{self.meta}" if self.meta != ("int" if self.spikes else "bf16") else ""
+        clip = f":clip{self.clip}" if self.clip != 1 else ""
+        return f"int{self.bits}{group}{':sr' if self.spikes else ''}{meta}{clip}"
+
+    @property
+    def levels(self) -> int:
+        """The highest code."""
+        return 2**self.bits - 1
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """The bits of each plane, from the highest bits of a code down: ``(4, 2, 1)`` for 7."""
+        return tuple(plane for plane in (8, 4, 2, 1) if self.bits & plane)
+
+    @property
+    def rounding(self) -> Rounding:
+        """How the step between codes is rounded to an integer scale.
+
+        ``floor`` is the paper's. It loses up to 6.7 % of the range, which costs less than larger steps do at 3 bits
+        and more at 4; with 6 bits and more, ``ceil`` keeps every error below half a step.
+        """
+        if self.clip != 1 or self.bits in (4, 5):
+            return "nearest"
+        return "floor" if self.bits <= 3 else "ceil"
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits on the wire per value: codes, scales, zeros, spikes and indices, without the padding of the row."""
+        return self.bits + 8 * self._group_bytes / self.group
+
+    @property
+    def meta_bytes(self) -> int:
+        """Bytes of a scale, of a zero and of an index."""
+        return 1 if self.meta == "int" else 2
+
+    @property
+    def _group_bytes(self) -> int:
+        """Bytes of a group that are not codes: scale and zero, two spikes of 2 bytes and their indices."""
+        number = self.meta_bytes
+        return 2 * number + (4 + 2 * number if self.spikes else 0)
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of the record of a row of ``width`` values, a multiple of 16.
+
+        Raises:
+            ConfigError: groups do not divide the row.
+        """
+        return self.layout(width).bytes
+
+    def layout(self, width: int) -> Layout:
+        """Where the parts of a record of ``width`` values start.
+
+        Raises:
+            ConfigError: groups do not divide the row.
+        """
+        if width % self.group:
+            fits = [group for group in GROUPS if width % group == 0]
+            hint = "the width must be a multiple of 16"
+            if fits:
+                hint = f"use groups of {fits[-1]} values: int{self.bits}:g{fits[-1]}"
+            raise ConfigError(f"the groups of format {self} do not divide rows of {width} values", hint=hint)
+        groups = width // self.group
+        sizes = [width * plane // 8 for plane in self.planes]
+        number = groups * self.meta_bytes
+        sizes += [number, number, 4 * groups * self.spikes, 2 * number * self.spikes]
+        starts = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
+        return Layout(tuple(starts[:-5]), *starts[-5:], bytes=-(-starts[-1] // 16) * 16)
+
+
+def _paper_group(bits: int) -> int:
+    """FlashCommunication V2, section 3: 128 values; 32 with 4 bits and fewer."""
+    return 128 if bits >= 5 else 32

@@ -1,0 +1,142 @@
+"""Records by torch, on any device: the reference that the kernels equal bit for bit."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fcsd.kernels.bit_split import scale
+from fcsd.kernels.bit_split.draws import Draws
+from fcsd.kernels.bit_split.format import Format
+
+_EXPONENT = 0x7F800000  # the exponent's bits of fp32: all set in infinities and NaN, none in zero and subnormal numbers
+_LEAST_STEP = 2.0**-100  # of a group that is constant; large enough that quotients by it stay finite
+
+
+def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
+    """Rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[n, row_bytes]``.
+
+    Args:
+        draws: with them a value goes up or down at random, so that it is right on average; else to the nearest code.
+
+    Raises:
+        ConfigError: the format's groups do not divide the row.
+    """
+    size = format.row_bytes(rows.shape[1])
+    x = rows.float().contiguous().view(len(rows), rows.shape[1] // format.group, format.group)
+    exponent = x.view(torch.int32) & _EXPONENT
+    broken = (exponent == _EXPONENT).any(2)  # [n, groups]
+    x = x.masked_fill((exponent == _EXPONENT) | (exponent == 0), 0.0)
+    parts = []
+    if format.spikes:
+        ends, places = _spikes(x)
+        x = x.scatter(2, places, 0.0)
+        ends = ends.to(torch.bfloat16)
+        index = torch.uint8 if format.meta == "int" else torch.int16
+        parts = [_bytes(ends.transpose(1, 2)), _bytes(places.transpose(1, 2).to(index))]
+    low, high = x.amin(2) * format.clip, x.amax(2) * format.clip
+    noise = None if draws is None else draws.uniform(rows.shape[1]).view_as(x)
+    encode_groups = _encode_integer if format.meta == "int" else _encode_bf16
+    codes, scales, zeros = encode_groups(x, low, high, broken, noise, format)
+    planes = split(codes.flatten(1), format)
+    record = torch.cat([*planes, _bytes(scales), _bytes(zeros), *parts], dim=1)
+    return F.pad(record, (0, size - record.shape[1]))
+
+
+def decode(records: Tensor, format: Format, width: int, dtype: torch.dtype) -> Tensor:
+    """Records, uint8 ``[n, row_bytes]``, as rows ``[n, width]`` of ``dtype``.
+
+    Raises:
+        ConfigError: the format's groups do not divide the row.
+    """
+    layout, groups = format.layout(width), width // format.group
+    codes = join(records, format, width).view(len(records), groups, format.group)
+    scales, zeros = records[:, layout.scales : layout.zeros], records[:, layout.zeros : layout.spikes]
+    if format.meta == "int":
+        broken = scales == scale.BROKEN
+        x = (codes - zeros.int().unsqueeze(2)).float() * scale.step_of(scales).unsqueeze(2)
+    else:
+        step = scales.contiguous().view(torch.bfloat16).float()
+        broken = step.isnan()
+        x = codes.float() * step.unsqueeze(2) + zeros.contiguous().view(torch.bfloat16).float().unsqueeze(2)
+    if format.spikes:
+        ends = records[:, layout.spikes : layout.indices].contiguous().view(torch.bfloat16).float()
+        places = records[:, layout.indices : layout.end].contiguous()
+        places = (places if format.meta == "int" else places.view(torch.int16)).long()
+        for ends_of_one, places_of_one in zip(ends.chunk(2, 1), places.chunk(2, 1), strict=True):
+            x = x.scatter(2, places_of_one.unsqueeze(2), ends_of_one.unsqueeze(2))
+    return x.to(dtype).masked_fill(broken.unsqueeze(2), float("nan")).view(len(records), width)
+
+
+def split(codes: Tensor, format: Format) -> list[Tensor]:
+    """Codes ``[n, width]``, int32, as planes: uint8 ``[n, width * bits of the plane / 8]`` each, highest bits first."""
+    planes, left = [], format.bits
+    for bits in format.planes:
+        left -= bits
+        fields = ((codes >> left) & (2**bits - 1)).view(len(codes), codes.shape[1] * bits // 8, 8 // bits)
+        shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=codes.device)
+        planes.append((fields << shifts).sum(2).to(torch.uint8))
+    return planes
+
+
+def join(records: Tensor, format: Format, width: int) -> Tensor:
+    """The codes, int32 ``[n, width]``, of the planes with which records start."""
+    codes = records.new_zeros(len(records), width, dtype=torch.int32)
+    left, start = format.bits, 0
+    for bits in format.planes:
+        left -= bits
+        plane = records[:, start : start + width * bits // 8].int().unsqueeze(2)
+        shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=records.device)
+        codes += ((plane >> shifts) & (2**bits - 1)).view(len(records), width) << left
+        start += width * bits // 8
+    return codes
+
+
+def _spikes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the greatest value of each group, and the first place of either: ``[n, groups, 2]`` both."""
+    ends = torch.stack([x.amin(2), x.amax(2)], dim=2)
+    places = torch.arange(x.shape[2], device=x.device)
+    first = [torch.where(x == ends[:, :, end, None], places, x.shape[2]).amin(2) for end in (0, 1)]
+    return ends, torch.stack(first, dim=2)
+
+
+def _encode_integer(
+    x: Tensor, low: Tensor, high: Tensor, broken: Tensor, noise: Tensor | None, format: Format
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, int32 ``[n, groups, group]``, scales and zeros, uint8 ``[n, groups]``; value 0 has a code of its own."""
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    code = scale.code_of((high - low) / _levels(low, format), format.rounding)
+    broken = broken | (code > scale.GREATEST)
+    code = code.clamp(0, scale.GREATEST)
+    step = scale.step_of(code)
+    zero = ((0 - low) / step).round().clamp(max=format.levels)
+    codes = (_whole(x * step.reciprocal().unsqueeze(2), noise) + zero.unsqueeze(2)).clamp(0, format.levels)
+    code = code.masked_fill(broken, scale.BROKEN)
+    return codes.int(), code.to(torch.uint8), zero.to(torch.uint8)
+
+
+def _encode_bf16(
+    x: Tensor, low: Tensor, high: Tensor, broken: Tensor, noise: Tensor | None, format: Format
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, int32 ``[n, groups, group]``, scales and zeros, bf16 ``[n, groups]``; code 0 is the least value."""
+    zero = low.to(torch.bfloat16)
+    step = ((high - zero.float()) / _levels(low, format)).clamp(min=_LEAST_STEP).to(torch.bfloat16)
+    broken = broken | ~step.isfinite() | ~zero.isfinite()
+    codes = (x - zero.float().unsqueeze(2)) * step.float().reciprocal().unsqueeze(2)
+    codes = _whole(codes.clamp(0, format.levels), noise)
+    codes = codes.masked_fill(broken.unsqueeze(2), 0)
+    return codes.int(), step.masked_fill(broken, float("nan")), zero.masked_fill(broken, 0)
+
+
+def _whole(x: Tensor, noise: Tensor | None) -> Tensor:
+    """Rounded to nearest, ties to even; with noise from [0, 1), down after the noise was added."""
+    return x.round() if noise is None else (x + noise).floor()
+
+
+def _levels(like: Tensor, format: Format) -> Tensor:
+    """The highest code, as a tensor: on GPUs, torch divides by a number by multiplying with its reciprocal."""
+    return torch.full_like(like, format.levels)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """``[n, ...]`` as the bytes of each row, uint8 ``[n, bytes]``."""
+    return values.contiguous().flatten(1).view(torch.uint8)

@@ -1,0 +1,65 @@
+"""How many rows each rank sends to each, made known to the host without stopping the device.
+
+On CUDA the ranks exchange their counts on a stream of its own while the compute stream goes on. The host waits for the
+counts only after it has given the device enough to do. On other devices the exchange blocks.
+
+Every rank learns the counts of every rank. It therefore knows where its rows begin in the buffers of the others, and
+whether any rank receives more rows than a buffer holds, without another exchange.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Gathered(NamedTuple):
+    """The counts of all ranks, and a summary of them on the host."""
+
+    everyone: Tensor  # [ranks, counts of a rank]
+    summary: Any  # nested lists of integers
+
+
+def gather(
+    counts: Tensor,
+    summarise: Callable[[Tensor], Tensor],
+    group: Any,
+    ranks: int,
+    side: torch.cuda.Stream | None,
+) -> Callable[[], Gathered]:
+    """Start to gather ``counts [n]`` of all ranks; the returned function waits for the result.
+
+    Args:
+        summarise: ``[ranks, n]`` -> the integers that the host needs, as a tensor on the same device.
+        ranks: the size of ``group``.
+        side: the CUDA stream to use; None gathers at once.
+    """
+    if side is None:
+        everyone = _all_gather(counts, group, ranks)
+        gathered = Gathered(everyone, summarise(everyone).tolist())
+        return lambda: gathered
+    side.wait_stream(torch.cuda.current_stream())
+    counts.record_stream(side)
+    with torch.cuda.stream(side):
+        everyone = _all_gather(counts, group, ranks)
+        summary = summarise(everyone)
+        on_host = torch.empty(summary.shape, dtype=summary.dtype, pin_memory=True)
+        on_host.copy_(summary, non_blocking=True)
+        done = side.record_event()
+
+    def wait() -> Gathered:
+        compute = torch.cuda.current_stream()
+        compute.wait_event(done)
+        everyone.record_stream(compute)
+        done.synchronize()
+        return Gathered(everyone, on_host.tolist())
+
+    return wait
+
+
+def _all_gather(counts: Tensor, group: Any, ranks: int) -> Tensor:
+    everyone = counts.new_empty(ranks * counts.numel())
+    dist.all_gather_into_tensor(everyone, counts, group=group)
+    return everyone.view(ranks, -1)

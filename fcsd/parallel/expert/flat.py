@@ -1,0 +1,137 @@
+"""The flat dispatcher: one row for each token and chosen expert, sent straight to the expert's rank and back."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from fcsd.kernels import rows_reference
+from fcsd.parallel import order
+from fcsd.parallel.deferred import Deferred, Exchange, exchange_now, launch
+from fcsd.parallel.expert.block import ExpertBlock
+from fcsd.parallel.expert.counts import gather
+from fcsd.parallel.expert.dispatcher import Wire
+from fcsd.parallel.transports.transport import Splits, splits_of
+from fcsd.parallel.turns import yield_turn
+
+_Move = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class _Plan(NamedTuple):
+    """The sizes of one layer's exchanges in one pass."""
+
+    dispatch: Splits
+    combine: Splits
+    counts: Tensor  # [ranks, slots]: how many rows come from each rank for each expert of this one
+
+
+class FlatDispatcher:
+    """A ``Dispatcher``. A buffer of rows lives from its launch to its first use.
+
+    Args:
+        block: the MoE block.
+        layer: 0-based index of the decoder layer.
+        x: normalised input ``[batch, seq, hidden]``.
+        wire: how the rows travel.
+    """
+
+    def __init__(self, block: ExpertBlock, layer: int, x: Tensor, wire: Wire) -> None:
+        self._block, self._layer, self._wire, self._shape = block, layer, wire, x.shape
+        self._placement = block.placement
+        tokens = x.reshape(-1, x.shape[-1])
+        routing = block.route(tokens)
+        # [tokens * top_k]: the (token, k) pair of each row, where rows are ordered by the position of their expert.
+        pairs = torch.argsort(self._placement.positions(routing.experts).view(-1), stable=True)
+        permute, self._unpermute = _moves(pairs, block.top_k, wire.fused)
+        self._wait_for_plan = self._start_plan(self._placement.by_position(routing.counts), len(pairs))
+        # The scores multiply the rows before the experts, or their outputs after them.
+        before, self._after = (routing.scores, None) if block.prescaled else (None, routing.scores)
+        # [tokens * top_k, hidden]: the rows to send, one destination after the other.
+        self._packed: Tensor | None = permute(tokens, before)
+        self._packed_event = None if wire.side is None else torch.cuda.current_stream().record_event()
+        self._dispatch: Deferred | None = None
+        self._combine: Deferred | None = None
+
+    def advance(self, awaited_at: int | None) -> None:
+        """See ``Dispatcher``: the first call starts dispatch, later calls do nothing."""
+        if self._packed is None:
+            return
+        yield_turn()
+        self._plan = self._wait_for_plan()
+        exchange = self._exchange("dispatch", self._plan.dispatch, self._plan.combine, kept=False)
+        exchange.ready, exchange.side = self._packed_event, self._wire.side
+        self._dispatch = self._send(self._packed, exchange, awaited_at)
+        self._packed = None
+
+    def run_experts(self, awaited_at: int | None) -> None:
+        """See ``Dispatcher``."""
+        assert self._dispatch is not None, "dispatch has not started"
+        outputs = self._block.run(self._dispatch.wait(), self._plan.counts)
+        self._dispatch = None
+        exchange = self._exchange("combine", self._plan.combine, self._plan.dispatch, kept=True)
+        self._combine = self._send(outputs, exchange, awaited_at)
+
+    def land(self) -> Tensor:
+        """See ``Dispatcher``."""
+        assert self._combine is not None, "combine has not started"
+        rows = self._combine.wait()
+        self._combine = None
+        return self._unpermute(rows, self._after).view(self._shape)
+
+    def _start_plan(self, counts: Tensor, rows: int) -> Callable[[], _Plan]:
+        """Exchange ``counts [experts]`` of this rank's ``rows``, in the order of positions."""
+        ranks, slots, rank, group = self._placement.ranks, self._placement.slots, self._block.rank, self._block.group
+        if ranks == 1:  # the host knows the only split
+            plan = _plan([[rows]], 0, counts.view(1, 1, -1))
+            return lambda: plan
+        passes = "recompute" if order.in_backward() else "fwd"
+        with record_function(f"fcsd::plan.{passes}.L{self._layer}"):
+            wait = gather(
+                counts, lambda every: every.view(ranks, ranks, slots).sum(dim=2), group, ranks, self._wire.side
+            )
+
+        def wait_for_plan() -> _Plan:
+            everyone, matrix = wait()
+            return _plan(matrix, rank, everyone.view(ranks, ranks, slots))
+
+        return wait_for_plan
+
+    def _exchange(self, name: str, there: Splits, back: Splits, kept: bool) -> Exchange:
+        wire = self._wire
+        eager = wire.mode == "eager-sync"
+        return Exchange(name, self._layer, self._block.group, there, back, kept, wire.transport, eager)
+
+    def _send(self, rows: Tensor, exchange: Exchange, awaited_at: int | None) -> Deferred:
+        if self._placement.ranks == 1:
+            return Deferred(rows, None)
+        if self._wire.mode == "off":
+            return Deferred(exchange_now(rows, exchange), None)
+        return launch(rows, exchange, awaited_at)
+
+
+def _moves(pairs: Tensor, top_k: int, fused: bool) -> tuple[_Move, _Move]:
+    """``permute`` and ``unpermute`` between tokens ``[tokens, hidden]`` and rows ``[tokens * top_k, hidden]``.
+
+    Each takes what it moves, and the weights ``[tokens, top_k]`` of the rows or None.
+    """
+    if not fused:
+        reference = {"order": pairs, "top_k": top_k}
+        return partial(rows_reference.permute, **reference), partial(rows_reference.unpermute, **reference)
+    from fcsd.kernels import rows  # loads Triton
+
+    row_of = rows.row_numbers(pairs, top_k)
+    return partial(rows.permute, row_of=row_of), partial(rows.unpermute, row_of=row_of)
+
+
+def _plan(matrix: list[list[int]], rank: int, counts: Tensor) -> _Plan:
+    """The plan of ``rank``.
+
+    Args:
+        matrix: how many rows each rank sends to each, ``matrix[sender][receiver]``.
+        counts: ``[senders, receivers, slots]``.
+    """
+    transposed = [list(column) for column in zip(*matrix, strict=True)]
+    return _Plan(splits_of(matrix, rank), splits_of(transposed, rank), counts[:, rank])

@@ -1,0 +1,141 @@
+"""All-reduces in flight: a sum over ranks is started when the last summand is known and awaited where it is read.
+
+Under tensor parallelism (Megatron-LM §3) the ranks hold partial sums of the output of attention and of the MLP.
+``reduce`` sums them: its gradient is the identity, because every rank computes the same loss from the same sum.
+``reduce_gradient`` is its transpose at the input of a sub-block: it changes nothing in the forward pass, and in the
+backward pass it sums the gradients, to which each rank has contributed its own part.
+"""
+
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from fcsd.errors import ConfigError
+from fcsd.parallel import order
+from fcsd.parallel.transports.transport import Work
+
+# ``nccl`` is torch.distributed's all-reduce, which is gloo's on CPU. ``none`` sends nothing: its time is the bound that
+# no other kind can beat, and its results are wrong.
+Kind = Literal["nccl", "none"]
+WRONG_RESULTS: tuple[Kind, ...] = ("none",)
+
+
+class Reduction:
+    """A sum over the ranks of a group that may still be in flight.
+
+    Attributes:
+        exact: whether ``wait`` returns the sum; False for the kinds in ``WRONG_RESULTS``.
+    """
+
+    def __init__(self, group: Any, kind: Kind, layer: int) -> None:
+        if kind not in get_args(Kind):
+            raise ConfigError(f"unknown kind of reduction {kind!r}", hint=f"one of {', '.join(get_args(Kind))}")
+        self.exact = kind not in WRONG_RESULTS
+        self._group, self._layer = group, layer
+        self._sends = kind != "none" and dist.get_world_size(group) > 1
+        self._work: Work | None = None
+        self._tensor: Tensor | None = None
+
+    def start(self, x: Tensor, passes: str) -> None:
+        """Start to replace ``x`` by its sum; ``passes`` is ``fwd``, ``bwd`` or ``recompute``."""
+        self._tensor = x
+        if self._sends:
+            with record_function(f"fcsd::reduce.{passes}.L{self._layer}"):
+                self._work = dist.all_reduce(x, group=self._group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """The sum, complete, in the memory of the tensor that was given; called once."""
+        work, self._work = self._work, None
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None, "a reduction is awaited once, after it was started"
+        if work is not None:
+            work.wait()
+        return tensor
+
+
+def reduce(x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0) -> Reduction:
+    """Start to sum ``x``, of any shape, over the ranks of ``group``; differentiable.
+
+    The sum is written over ``x``, so nothing else may use ``x`` afterwards. If autograd has saved ``x``, the backward
+    pass raises torch's error for a tensor that was modified in place.
+
+    Args:
+        kind: how the ranks reduce; see ``Kind``.
+        layer: 0-based index of the decoder layer, for the profiler.
+
+    Raises:
+        ConfigError: the kind is unknown.
+    """
+    reduction = Reduction(group, kind, layer)
+    x = x.contiguous()
+    if x.requires_grad and torch.is_grad_enabled():
+        _Reduce.apply(x, reduction)
+    else:
+        reduction.start(x, _forward_pass())
+    return reduction
+
+
+def reduce_gradient(
+    x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0, awaited_at: int | None = None
+) -> Tensor:
+    """``x``, of any shape; its gradient is summed over the ranks of ``group``.
+
+    The sum starts when the gradients of all readers of the result are in.
+
+    Args:
+        kind: how the ranks reduce; see ``Kind``.
+        layer: 0-based index of the decoder layer, for the profiler.
+        awaited_at: the place in the backward pass where the sum is awaited, from ``order.mark``; None awaits it as
+            soon as no node is ready that was created later.
+
+    Raises:
+        ConfigError: the kind is unknown.
+    """
+    reduction = Reduction(group, kind, layer)
+    awaited: Any = _AwaitGradient.apply(x, reduction)
+    order.run_at(awaited, awaited_at)
+    return _StartGradient.apply(awaited, reduction)
+
+
+def _forward_pass() -> str:
+    return "recompute" if order.in_backward() else "fwd"
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reduction: Reduction) -> Tensor:
+        ctx.mark_dirty(x)
+        reduction.start(x, _forward_pass())
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _AwaitGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reduction: Reduction) -> Tensor:
+        ctx.reduction = reduction
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        del grad  # the sum in flight
+        return ctx.reduction.wait(), None
+
+
+class _StartGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reduction: Reduction) -> Tensor:
+        ctx.reduction = reduction
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        own = grad.clone(memory_format=torch.contiguous_format)  # other nodes may have been given the same tensor
+        ctx.reduction.start(own, "bwd")
+        return own, None

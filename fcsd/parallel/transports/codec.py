@@ -1,0 +1,21 @@
+"""Rows in another form while they are on the wire: a codec packs each row into a record of bytes, and unpacks it."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Codec(Protocol):
+    """Turns rows into records and back, on whatever stream is current.
+
+    ``Exchange`` sends the records through any transport, which copies them unchanged.
+    """
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """``[rows, width]`` of a floating dtype -> a new ``uint8 [rows, bytes of a record]``."""
+        ...
+
+    def decode(self, records: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """``uint8 [rows, bytes of a record]`` -> a new ``[rows, width]`` of ``dtype``."""
+        ...

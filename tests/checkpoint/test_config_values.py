@@ -1,0 +1,74 @@
+"""Values of config.json that no tensor backs, and keys that are no settings, are refused before a model is built."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from gate import edit, open_base, refused
+
+from fcsd.checkpoint import inspect_checkpoint
+from fcsd.convert import convert_checkpoint
+
+LONG = [1.0] * 1000
+
+
+def longrope(short: list[float], long: list[float]) -> dict[str, Any]:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 8}
+    return {"rope_parameters": {**rope, "short_factor": short, "long_factor": long}}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("good") / "model"
+    tiny.model("qwen3_moe").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def model(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_labels": 2_000_000_000}, "num_labels is '2000000000', not a whole number from 0 to 10000"),
+        ({"vision_config": {"num_labels": 2_000_000_000}}, "num_labels is '2000000000'"),
+        ({"num_labels": -1}, "num_labels is '-1'"),
+        ({"partial_rotary_factor": 1e12}, "partial_rotary_factor is '1000000000000.0'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1e12}}, "partial_rotary_factor is"),
+        ({"dtype": "int8"}, "dtype is 'int8', not one of float64"),
+        ({"torch_dtype": "nn"}, "torch_dtype is 'nn', not one of float64"),
+        ({"return_dict": False}, "return_dict is 'False', not true"),
+        ({"torchscript": True}, "torchscript is 'True', not false"),
+        (longrope([1.0] * 8, LONG), "a short_factor and a long_factor of different lengths"),
+        (longrope(LONG, LONG), "transformers cannot build this config.json"),
+        ({"to_dict": 1}, "the key 'to_dict', which is no setting"),
+        ({"attribute_map": {"hidden_size": "vocab_size"}}, "the key 'attribute_map', which is no setting"),
+        ({"sub_configs": {"text_config": "x"}}, "config.json"),
+    ],
+)
+@pytest.mark.parametrize("call", [open_base, inspect_checkpoint])
+def test_values(model: Path, change: dict[str, Any], reason: str, call) -> None:
+    edit(model / "config.json", lambda config: config.update(change))
+    refused(model, reason, call=call)
+
+
+def test_settings_that_say_what_is_so_anyway_are_accepted(model: Path) -> None:
+    usual = {"num_labels": 2, "return_dict": True, "torchscript": False, "torch_dtype": "torch.bfloat16"}
+    edit(model / "config.json", lambda config: config.update(usual, partial_rotary_factor=1.0))
+    assert open_base(str(model)).comparison.problems() == {}
+
+
+def test_a_model_that_builds_and_does_not_run_is_bad_input(model: Path, tmp_path: Path, monkeypatch) -> None:
+    """Whatever no check covers ends in one line and exit code 3, and leaves nothing behind."""
+    from fcsd.checkpoint import config_json
+
+    monkeypatch.delitem(config_json._VALUES, "return_dict")
+    edit(model / "config.json", lambda config: config.update(return_dict=False))
+    refused(model, "transformers cannot run this model", call=lambda path: convert_checkpoint(path, tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert json.loads((model / "config.json").read_text())["return_dict"] is False

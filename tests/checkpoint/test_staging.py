@@ -1,0 +1,89 @@
+"""OUT is looked at again at the rename: what appeared there while a command ran is neither replaced nor deleted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from files import snapshot
+
+from fcsd.checkpoint.staging import check_out, staged
+from fcsd.errors import ConfigError
+
+
+def fcsd_directory(path: Path, content: str) -> Path:
+    """A directory that ``--force`` may replace."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"fcsd": {}, "content": content}))
+    return path
+
+
+def changed() -> Any:
+    """The block must end in the error that says that OUT is not what it was."""
+    return pytest.raises(ConfigError, match="changed while this command ran")
+
+
+def test_a_file_that_appears_in_out_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with (
+        pytest.raises(ConfigError, match="changed while this command ran"),
+        staged(out, check_out(out, [], force=True)),
+    ):
+        out.mkdir()
+        (out / "thesis.txt").write_text("irreplaceable")
+    assert snapshot(tmp_path).keys() == {"out/thesis.txt"}
+
+
+def test_a_file_that_appears_at_out_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with (
+        pytest.raises(ConfigError, match="changed while this command ran"),
+        staged(out, check_out(out, [], force=False)),
+    ):
+        out.write_text("irreplaceable")
+    assert out.read_text() == "irreplaceable" and list(tmp_path.iterdir()) == [out]
+
+
+def test_of_two_commands_with_one_out_the_first_to_end_wins(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with changed(), staged(out, check_out(out, [], force=False)) as first:
+        (first / "a").write_text("first")
+        with staged(out, check_out(out, [], force=False)) as second:
+            (second / "a").write_text("second")
+        assert first.exists()  # the second one does not take it for a left-over
+    assert (out / "a").read_text() == "second" and list(tmp_path.iterdir()) == [out]
+
+
+def test_force_replaces_what_was_there_and_nothing_later(tmp_path: Path) -> None:
+    out = fcsd_directory(tmp_path / "out", "former")
+    with staged(out, check_out(out, [], force=True)) as stage:
+        (stage / "config.json").write_text("new")
+    assert (out / "config.json").read_text() == "new" and list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("change", ["added", "edited", "replaced"])
+def test_force_keeps_what_changed_meanwhile(tmp_path: Path, change: str) -> None:
+    out = fcsd_directory(tmp_path / "out", "former")
+    expected = {}
+    with (
+        pytest.raises(ConfigError, match="changed while this command ran"),
+        staged(out, check_out(out, [], force=True)),
+    ):
+        if change == "added":
+            (out / "notes.txt").write_text("irreplaceable")
+        elif change == "edited":
+            (out / "config.json").write_text(json.dumps({"fcsd": {}, "content": "edited by hand"}))
+        else:
+            with staged(out, check_out(out, [], force=True)) as other:
+                (other / "config.json").write_text("of another command")
+        expected = snapshot(out)
+    assert snapshot(out) == expected and list(tmp_path.iterdir()) == [out]
+
+
+def test_an_out_that_was_removed_meanwhile_is_written(tmp_path: Path) -> None:
+    out = fcsd_directory(tmp_path / "out", "former")
+    with staged(out, check_out(out, [], force=True)) as stage:
+        (stage / "config.json").write_text("new")
+        (out / "config.json").unlink()
+        out.rmdir()
+    assert (out / "config.json").read_text() == "new"

@@ -1,0 +1,113 @@
+"""Data files as they are found in the world: odd bytes, huge lines, compressed floods, patterns that match the disk."""
+
+import glob
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import texts
+import tiny
+
+from fcsd.config import Source
+from fcsd.distill.data import files, json_lines
+from fcsd.distill.data.corpus import Corpus, load_corpus
+from fcsd.distill.data.files import find_files
+from fcsd.distill.data.json_lines import read_json_lines
+from fcsd.errors import BadInputError
+
+LINES = [json.dumps({"text": f"document {n}"}).encode() for n in range(5)]
+
+
+def corpus(path: Path) -> Corpus:
+    return load_corpus(Source(path=str(path)), texts.tokenizer(), tiny.VOCAB)
+
+
+def test_a_byte_order_mark_costs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(LINES))
+    got = corpus(tmp_path / "a.jsonl")
+    assert got.skipped == {}
+    assert [texts.decode(got.document(n)[0].tolist()) for n in range(5)] == [f"document {n}." for n in range(5)]
+
+
+def test_odd_bytes_cost_at_most_their_row(tmp_path: Path) -> None:
+    replacement = json.dumps({"text": "a \ufffd b"}, ensure_ascii=False).encode()
+    separator = json.dumps({"text": "a \u2028 b"}, ensure_ascii=False).encode()
+    odd = [b'{"text": "\xff"}', b'{"text": "a\x00b"}', b"\x00" * 4096, replacement, separator]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([b"\x00" * 4096, *odd, LINES[1]]))
+    got = corpus(tmp_path / "a.jsonl")
+    assert got.skipped == {"not UTF-8": 1, "not JSON": 3}
+    assert got.lengths.tolist() == [0, 0, 0, 0, 6, 6, 11]
+
+
+def test_a_line_without_end_needs_the_memory_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_lines, "LONGEST_LINE", 1 << 20)
+    long = b"x" * (30 << 20)
+    plain, packed = tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"
+    plain.write_bytes(b"\n".join([LINES[0], long, LINES[1]]) + b"\n" + long)
+    packed.write_bytes(gzip.compress(plain.read_bytes(), 1))
+    del long
+    for path in (plain, packed):
+        tracemalloc.start()
+        rows = read_json_lines([path], tmp_path / f"{path.name}.arrow", None)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert rows["line"][:] == [LINES[0], None, LINES[1], None]
+        assert peak < 15 << 20
+
+
+def test_a_line_that_is_too_long_is_counted_and_the_limit_is_exact(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(json_lines, "LONGEST_LINE", len(LINES[0]))
+    monkeypatch.setattr(json_lines, "_BLOCK", 7)
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*LINES, LINES[0] + b" ", b"", LINES[0]]))
+    rows = read_json_lines([tmp_path / "a.jsonl"], tmp_path / "a.arrow", None)
+    assert rows["line"][:] == [*LINES, None, b"", LINES[0]]
+    assert corpus(tmp_path / "a.jsonl").skipped == {"a line over 40,000,000 bytes": 1, "empty": 1}
+
+
+def test_a_compressed_flood_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_lines, "_LARGE", 4 << 20)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * (3 << 20)))
+    with pytest.raises(BadInputError, match=r"a\.jsonl\.gz: expands to more than 100 times its size"):
+        corpus(tmp_path / "a.jsonl.gz")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(LINES))[:-12])
+    with pytest.raises(BadInputError, match="cannot be read as gzip"):
+        corpus(tmp_path / "b.jsonl.gz")
+    assert not list(tmp_path.glob("**/*.arrow"))
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    for lines in (LINES, LINES[:2], LINES):
+        (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+        assert len(corpus(tmp_path / "a.jsonl").lengths) == len(lines)
+
+
+def test_files_of_one_name_are_hashed_apart(tmp_path: Path) -> None:
+    for n, folder in enumerate(("one", "two")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jsonl").write_bytes(LINES[n])
+    assert {"one/a.jsonl", "two/a.jsonl"} <= corpus(tmp_path).sha256.keys()
+
+
+def test_patterns_find_what_glob_finds(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b/c.jsonl", "b/d/e.jsonl", "b/d/e.txt", ".hidden/f.jsonl", "b/.g.jsonl", "b/[1]/h.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "linked").symlink_to(tmp_path / "b")
+    for pattern in ("**/*.jsonl", "b/**/e.*", "**", "**/d/**", "?/**/[a-e].jsonl", "*.jsonl", "**/.g.jsonl", "x/**/*"):
+        wanted = glob.glob(f"{tmp_path}/{pattern}", recursive=True)
+        found = [str(path) for path in find_files(f"{tmp_path}/{pattern}")]
+        assert found == sorted(path for path in wanted if Path(path).is_file()), pattern
+    assert len(find_files(str(tmp_path))) == 7  # with hidden files, each once
+
+
+def test_a_search_of_the_whole_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_ENTRIES", 1000)
+    for path in ("/**/*.parquet", "/"):
+        with pytest.raises(BadInputError, match="more than 1,000 files and folders below /") as caught:
+            corpus(Path(path))
+        assert caught.value.hint == "name a folder that is nearer to the data"
+    (tmp_path / "loop").symlink_to(tmp_path)
+    with pytest.raises(BadInputError, match="no such data file"):
+        corpus(tmp_path / "**" / "*.parquet")

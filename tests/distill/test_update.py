@@ -1,0 +1,119 @@
+"""Clipping and skipping on the device: what DeepSpeed decides on the host, to the last bit, without a wait."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import runs
+import torch
+from safetensors.torch import load_file
+
+from fcsd.distill import engine, loop, update
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    runs.write_models(folder)
+    return folder
+
+
+def on_the_host(resolved: Any) -> None:
+    """A run in which DeepSpeed itself clips and skips."""
+    engine.judges_on_device = update.judges_on_device = lambda recipe: False
+    loop.distill_model(resolved)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_clipping_on_the_device_is_deepspeeds(folder: Path, tmp_path: Path, stage: int) -> None:
+    changes = {"train__dtype": "bf16", "optim__grad_clip": 0.3, "parallel__zero_stage": stage}
+    assert (
+        ranks.on_ranks(2, on_the_host, runs.resolved(folder, output_dir=str(tmp_path / "host"), **changes))
+        == [None] * 2
+    )
+    runs.train(runs.resolved(folder, output_dir=str(tmp_path / "device"), **changes), 2)
+    assert runs.outcome(tmp_path / "device") == runs.outcome(tmp_path / "host")
+    losses, _ = runs.outcome(tmp_path / "device")
+    assert all(float.fromhex(norm) > 0.3 for *_, norm in losses), "every step was clipped"
+
+
+def configured(resolved: Any) -> Any:
+    """What DeepSpeed would wait for, as the engine of a run has it."""
+    from fcsd.distill import prepare
+    from fcsd.launch.world import join_world
+
+    Path(resolved.recipe.output_dir).mkdir()
+    made = prepare.prepare_run(resolved, "auto", join_world()).engine
+    return made.tput_timer.config.enabled, made.optimizer.check_grad_overflow, made.optimizer.clip_grad
+
+
+def test_deepspeed_is_not_left_to_wait_for_the_device(folder: Path, tmp_path: Path) -> None:
+    resolved = runs.resolved(folder, output_dir=str(tmp_path / "run"), train__dtype="bf16")
+    assert ranks.on_ranks(1, configured, resolved) == [(False, False, 0.0)]
+
+
+def in_bf16_without_zero(resolved: Any) -> Any:
+    """The gradients of the first step of a run, before they are clipped, and its weights after the last."""
+    from fcsd.distill import prepare
+    from fcsd.distill.step import train_step
+    from fcsd.launch.world import join_world
+
+    found: dict[str, Any] = {}
+    real = update.global_norm
+
+    def watched(engine: Any, recipe: Any, world: Any) -> Any:
+        for name, parameter in engine.module.model.named_parameters():
+            found.setdefault(name, parameter.grad.clone())
+        return real(engine, recipe, world)
+
+    update.global_norm = watched
+    Path(resolved.recipe.output_dir).mkdir()
+    run = prepare.prepare_run(resolved, "auto", join_world())
+    for step in (1, 2):
+        train_step(run.engine, run.live, run.rows, run.recipe, run.world, step)
+    return found, {name: tensor.clone() for name, tensor in run.student.state_dict().items()}
+
+
+def test_without_zero_bf16_is_clipped_and_sums_in_fp32(folder: Path, tmp_path: Path) -> None:
+    common = {"train__dtype": "bf16", "parallel__zero_stage": 0, "train__micro_batch_size": 1}
+    cases: dict[str, dict[str, Any]] = {
+        "unclipped": {"optim__grad_clip": 0.0},
+        "clipped": {"optim__grad_clip": 1e-9},
+        "summed in bf16": {"optim__grad_clip": 0.0, "optim__accumulate_dtype": "bf16"},
+    }
+    found = {}
+    for name, changes in cases.items():
+        resolved = runs.resolved(folder, output_dir=str(tmp_path / name), **common, **changes)
+        ((gradients, weights),) = ranks.on_ranks(1, in_bf16_without_zero, resolved)
+        found[name] = gradients, weights
+    gradients, weights = found["unclipped"]
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    assert {gradient.dtype for gradient in found["summed in bf16"][0].values()} == {torch.bfloat16}
+    assert not all(torch.equal(gradient, gradient.bfloat16()) for gradient in gradients.values()), "8 were summed"
+    assert not all(torch.equal(weights[name], found["clipped"][1][name]) for name in weights)
+
+
+def groups(resolved: Any) -> list[tuple[float, set[int]]]:
+    """Weight decay and numbers of dimensions of the parameters in each of the optimizer's groups."""
+    from fcsd.distill.student import load_student
+
+    model = load_student(resolved.recipe, dtype=torch.float32, device=torch.device("cpu"))
+    student = engine.Student(model, resolved.recipe.objective)
+    made = engine.parameter_groups(student, resolved.recipe)
+    assert sum(len(group["params"]) for group in made) == len(list(student.parameters()))
+    return [(group["weight_decay"], {parameter.ndim for parameter in group["params"]}) for group in made]
+
+
+def test_norms_and_biases_do_not_decay(folder: Path, tmp_path: Path) -> None:
+    (decayed, spared) = groups(runs.resolved(folder, optim__weight_decay=0.1))
+    assert decayed[0] == 0.1 and min(decayed[1]) == 2
+    assert spared == (0.0, {1})
+    run = tmp_path / "run"
+    # A learning rate of nearly nothing at a decay that takes every weight to zero in a step.
+    changes = {"optim__weight_decay": 1e9, "optim__lr": 1e-9, "optim__warmup_steps": 0, "optim__schedule": "constant"}
+    runs.train(runs.resolved(folder, output_dir=str(run), train__steps=1, **changes))
+    before, after = (load_file(place / "model.safetensors") for place in (folder / "student", run / "final"))
+    for name, tensor in after.items():
+        expected = torch.zeros_like(tensor) if tensor.ndim > 1 else before[name]
+        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}: {m}")  # noqa: B023
