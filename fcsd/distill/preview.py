@@ -14,8 +14,9 @@ from fcsd.distill.losses import IGNORE
 from fcsd.distill.run import run_dir
 from fcsd.distill.student import meta_student, student_source
 from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_name
-from fcsd.plan import Hardware, plan_run
+from fcsd.plan import plan_run
 from fcsd.plan.report import to_text
+from fcsd.plan.setup import present
 
 _SHOWN = 1024  # tokens of the first row that are printed
 
@@ -29,7 +30,7 @@ def print_dry_run(recipe: Recipe, processes: int) -> None:
     """
     run_dir.require_usable(Path(recipe.output_dir), filter(None, (recipe.model, recipe.teacher)))
     print(preview(recipe, processes), file=sys.stderr)
-    planned = plan_run(recipe, Hardware(processes))
+    planned = plan_run(recipe, present(processes))
     print(to_text(planned), file=sys.stderr)
     planned.check()
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -28,7 +28,7 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
 
     Returns: whether it does; a model with windows, chunks or sinks, or one not loaded with ``sdpa``, stays as it is.
     """
-    if not _is_plain(model) or model.config._attn_implementation not in ("sdpa", NAME):
+    if not attends_to_all(model.config) or model.config._attn_implementation not in ("sdpa", NAME):
         return False
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
@@ -117,8 +117,9 @@ def _attention(
     return attend(query, key, value, borders, scaling).contiguous(), None
 
 
-def _is_plain(model: PreTrainedModel) -> bool:
-    config = model.config.get_text_config()
+def attends_to_all(model_config: PretrainedConfig) -> bool:
+    """Whether each layer attends to everything before a token: there are no windows and no chunks."""
+    config = model_config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         return set(kinds) == {"full_attention"}

@@ -1,10 +1,11 @@
 """``fcsd plan``: whether a recipe fits, how long it takes and what it costs, from config.json and the meta device.
 
 No weight is read. ``setup`` is the recipe, ``model`` the architecture in numbers, ``activations`` what its layers keep,
-``memory`` the sums, ``speed`` time and cost, ``search`` what to change.
+``memory`` the sums, ``speed`` time and cost, ``search`` what to change. ``configs`` holds the configurations of the
+models in the packaged recipes, for planning without the hub.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fcsd.config import Recipe, accumulation
 from fcsd.errors import ConfigError, DoesNotFitError
@@ -21,8 +22,10 @@ class Plan:
 
     Attributes:
         host: bytes of host memory of each process while loading.
-        disk: bytes of the checkpoints that exist at the same time.
-        change: what to write to make it fit, and the total it leads to; None if it fits or nothing helps.
+        disk: bytes of the checkpoints that exist at the same time, and of the teacher cache.
+        change: what to write to make it fit, the total of a GPU and the bytes of disk that it leads to; None if it fits
+            or nothing helps.
+        packaged: models whose configuration is fcsd's own, because neither the hub nor its cache gave it.
     """
 
     name: str
@@ -33,7 +36,8 @@ class Plan:
     speed: Speed
     host: int
     disk: int
-    change: tuple[list[str], int] | None
+    change: tuple[list[str], int, int] | None
+    packaged: tuple[str, ...] = ()
 
     def check(self) -> None:
         """
@@ -51,8 +55,9 @@ class Plan:
                 "no change of the documented knobs makes it fit; larger GPUs, a shorter data.seq_len, or a "
                 "train.batch_tokens that more GPUs can share would"
             )
-        written, total = self.change
-        return f"cheapest change that fits: {' '.join(written)} ({total / GIB:.1f} GiB)"
+        written, total, disk = self.change
+        more = f", and {disk / 1e9:,.0f} GB of disk instead of {self.disk / 1e9:,.0f}" if disk > self.disk else ""
+        return f"cheapest change that fits: {' '.join(written)} ({total / GIB:.1f} GiB{more})"
 
 
 def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = None) -> Plan:
@@ -72,15 +77,17 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     """
     accumulation(recipe, hardware.world)
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
-    teacher = model.numbers if recipe.teacher is None else MetaModel(recipe.teacher).numbers
-    setup = setup_of(recipe, hardware.world, len(model.numbers.layers))
+    followed = model if recipe.teacher is None else MetaModel(recipe.teacher)
+    named = {recipe.model: model, recipe.teacher or recipe.model: followed}
+    setup = setup_of(recipe, hardware.world, len(model.numbers.layers), model.plain)
     if not setup.possible(model.numbers.experts):
         have = f"{hardware.world} GPUs and {model.numbers.experts} experts a layer"
         raise ConfigError(
             f"parallel.ep_size {setup.ep_size} must divide both: {have}",
             hint="set it, or --gpus and --nodes, otherwise",
         )
-    return plan_setup(recipe.name, model, teacher, setup, hardware, utilisation)
+    planned = plan_setup(recipe.name, model, followed.numbers, setup, hardware, utilisation)
+    return replace(planned, packaged=tuple(name for name, one in named.items() if one.packaged))
 
 
 def plan_setup(
@@ -99,7 +106,9 @@ def plan_setup(
     needed, change = memory_of(setup, hardware), None
     if not needed.fits:
         found = cheapest(setup, hardware, model.numbers.experts, lambda s, h: memory_of(s, h).fits)
-        change = None if found is None else (changes(setup, *found), memory_of(*found).total)
+        if found is not None:
+            disk = disk_bytes(model.numbers, found[0])
+            change = changes(setup, *found), memory_of(*found).total, disk
     return Plan(
         name=name,
         numbers=model.numbers,

@@ -4,9 +4,9 @@ A layer of the real model runs forward and backward on tensors that have shapes 
 appears and goes is counted. So whatever an architecture's code saves (fp32 copies in norms, rotary embeddings, latents
 of MLA) is in the figure, for all architectures alike. Two pieces differ from what would run there:
 
-- attention: a stand-in keeps what sdpa's kernels keep: q, k, v, the output and an fp32 log-sum-exp per row.
-  Packed rows need a mask; then sdpa keeps a bias ``[batch, 1, seq, seq]`` per layer, and transformers repeats keys and
-  values to all heads, because no fused kernel takes a mask and grouped heads together.
+- attention: a stand-in keeps what the kernels of sdpa and of packed attention keep: q, k, v, the output and an fp32
+  log-sum-exp per row. Where packed rows need a mask, sdpa keeps a bias ``[batch, 1, seq, seq]`` per layer, and
+  transformers repeats keys and values to all heads, because no fused kernel takes a mask and grouped heads together.
 - routed experts under expert parallelism: a stand-in with the steps of ``fcsd.parallel.expert.block``, whose rows
   (``tokens * top_k * imbalance``) are known beforehand.
 """
@@ -113,11 +113,11 @@ class _Attention(torch.autograd.Function):
         return (*gradients, None)
 
 
-def attention(packed: bool, widths: list[int]) -> Callable[..., tuple[Tensor, None]]:
+def attention(masked: bool, widths: list[int]) -> Callable[..., tuple[Tensor, None]]:
     """The stand-in, as a function for transformers' ``AttentionInterface``.
 
     Args:
-        packed: rows hold several documents, so that sdpa runs with a mask.
+        masked: attention runs with a mask, as packed rows need without packed attention.
         widths: takes each layer's ``heads * (d_k + d_v)``.
     """
 
@@ -125,13 +125,45 @@ def attention(packed: bool, widths: list[int]) -> Callable[..., tuple[Tensor, No
         widths.append(query.shape[1] * (query.shape[-1] + value.shape[-1]))
         bias: Tensor | None = None
         repeats = query.shape[1] // key.shape[1]
-        if packed:
+        if masked:
             bias = query.new_empty(len(query), 1, query.shape[2], query.shape[2])
             if repeats > 1:
                 key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         return _Attention.apply(query, key, value, bias), None  # type: ignore[return-value]
 
     return run
+
+
+class _Norm(torch.autograd.Function):
+    """An RMSNorm in one kernel, which keeps its input and an fp32 scale per row; ``[..., width]`` to the same shape."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors[:2]
+        return torch.empty_like(hidden), torch.empty_like(weight)
+
+
+class _FusedNorm(nn.Module):
+    weight: Tensor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _Norm.apply(hidden, self.weight)  # type: ignore[return-value]
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Lets every RMSNorm of a model on the meta device keep what ``fcsd.models.norms`` keeps on a GPU.
+
+    torch's own ``rms_norm`` falls apart into small operations on the meta device, and these keep more.
+    """
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
+            module.__class__ = _FusedNorm
 
 
 class _Rows(torch.autograd.Function):

@@ -16,7 +16,7 @@ from fcsd.config.objective import automatic_chunk
 from fcsd.parallel.transports import copies
 from fcsd.plan.activations import LayerBytes
 from fcsd.plan.model import FINAL_NORM, ModelNumbers
-from fcsd.plan.setup import GIB, Hardware, Setup
+from fcsd.plan.setup import GIB, USABLE, Hardware, Setup
 
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
 EXPERT_GROUP = 178_956_971  # parameters in one of the groups that DeepSpeed cuts experts into for its optimizer
@@ -25,7 +25,6 @@ EXPERT_GROUP = 178_956_971  # parameters in one of the groups that DeepSpeed cut
 CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces
 COMMUNICATOR = int(0.5 * GIB)  # NCCL's buffers of one process group: all, expert-parallel, expert-data-parallel
 SLACK = 0.1  # of what comes and goes: blocks that the caching allocator cannot reuse
-USABLE = 0.99  # of the memory as it is sold: the driver's share of an H200 is 1.2 GiB
 
 
 @dataclass(frozen=True)
@@ -235,12 +234,22 @@ def host_bytes(model: ModelNumbers, setup: Setup) -> int:
     return setup.width * (own.trained + own.frozen + layer) + 2 * GIB
 
 
-def disk_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """Checkpoints that exist at once: ``keep``, and one being written before the oldest goes.
-
-    Each holds the model directory, DeepSpeed's copy of the weights, and fp32 optimizer states of what is trained.
-    """
+def checkpoint_bytes(model: ModelNumbers, setup: Setup) -> int:
+    """A checkpoint: the model directory, DeepSpeed's copy of the weights, fp32 optimizer states of what is trained."""
     own = shard(model, setup)
     trained = model.total - own.frozen
     states = 8 + (4 if setup.zero_stage or setup.dtype == "bf16" else 0)
-    return (2 * setup.width * model.total + states * trained) * (setup.keep + 1)
+    return 2 * setup.width * model.total + states * trained
+
+
+def cache_bytes(setup: Setup) -> int:
+    """The teacher cache: of each position the stored token ids with their log probabilities, and the mass of the rest.
+
+    Positions that do not count are not stored, so this is the most that it can be.
+    """
+    return setup.tokens * (8 * setup.cached + 4) if setup.cached else 0
+
+
+def disk_bytes(model: ModelNumbers, setup: Setup) -> int:
+    """What exists at once: ``keep`` checkpoints, the best one, one that is being written, and the teacher cache."""
+    return checkpoint_bytes(model, setup) * (setup.keep + setup.best + 1) + cache_bytes(setup)

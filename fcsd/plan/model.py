@@ -1,5 +1,6 @@
 """A model in numbers, and one layer of each kind at work, from its config alone: built on the meta device."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,17 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fcsd.checkpoint import read_config, resolve
+from fcsd.errors import BadInputError
+from fcsd.kernels.packed_attention import attends_to_all
 from fcsd.models.build import arch_of, decoder_layers, register
 from fcsd.models.config_keys import EXPERT_COUNTS
 from fcsd.models.wiring import hf_parts
-from fcsd.plan.activations import LayerBytes, RoutedExperts, attention, measure_layer
+from fcsd.plan.activations import LayerBytes, RoutedExperts, attention, fuse_norms, measure_layer
 from fcsd.plan.setup import Setup
 
 _ATTENTION = "fcsd_plan"
 FINAL_NORM = -1  # its place among the kinds of layers
+_CONFIGS = Path(__file__).with_name("configs")
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,18 @@ class ModelNumbers:
         return self.dense + (self.routed * self.top_k // self.experts if self.experts else 0)
 
 
+def packaged_config(name: str) -> PretrainedConfig | None:
+    """The configuration in ``fcsd/plan/configs`` of a model of the packaged recipes; None for other models.
+
+    It holds the published dimensions and no more: enough to build the model on the meta device.
+    """
+    path = {path.stem.replace("--", "/"): path for path in _CONFIGS.glob("*.json")}.get(name)
+    if path is None:
+        return None
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
 class MetaModel:
     """A model without weights: its ``numbers``, and what its layers keep.
 
@@ -88,21 +104,38 @@ class MetaModel:
         name: directory (its ``config.json`` is enough) or hub id, converted or not.
         rewired: it is rewired on the way in.
 
+    Attributes:
+        packaged: neither the hub nor its cache gave the configuration, so it is the one in ``fcsd/plan/configs``.
+
     Raises:
-        BadInputError: see ``fcsd.checkpoint.read_config``.
+        BadInputError: see ``fcsd.checkpoint.resolve`` and ``fcsd.checkpoint.read_config``; of a model that has a
+            packaged configuration, only what is wrong with the files that were found.
     """
 
     def __init__(self, name: str, rewired: bool = False) -> None:
-        local = Path(name)
-        folder = local if (local / "config.json").is_file() else resolve(name, allow_patterns=["*.json"]).path
-        rewired = rewired or read_config(folder).rewired is not None
         register()
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        self.packaged, config = False, None
+        try:
+            local = Path(name)
+            folder = local if (local / "config.json").is_file() else resolve(name, allow_patterns=["*.json"]).path
+        except BadInputError:
+            config = packaged_config(name)
+            if config is None:
+                raise
+            self.packaged = True
+        else:
+            rewired = rewired or read_config(folder).rewired is not None
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
         self._config = AutoConfig.for_model(arch_of(config).model_type, **fields)
         self._measured: dict[Any, dict[int, LayerBytes]] = {}
-        model, _, width = self._run(seq_len=2, packed=False)
+        model, _, width = self._run(seq_len=2, masked=False)
         self.numbers = _numbers(model, 2 if rewired else 1, width)
+
+    @property
+    def plain(self) -> bool:
+        """Whether each layer attends to everything before a token, which packed attention requires."""
+        return attends_to_all(self._config)
 
     def layer_bytes(self, setup: Setup) -> dict[int, LayerBytes]:
         """By kind of layer, and for the final norm at ``FINAL_NORM``.
@@ -110,14 +143,16 @@ class MetaModel:
         Measured for one row in bf16. All of it grows with the rows; fp32 is taken as twice that, which is a little
         much: what bf16 models compute in fp32 is doubled, too.
         """
-        key = (setup.seq_len, setup.packed, setup.ep_size > 1, setup.imbalance)
+        key = (setup.seq_len, setup.masked, setup.ep_size > 1, setup.fused, setup.imbalance)
         if key not in self._measured:
             self._measured[key] = self._measure(setup)
         times = setup.micro_batch_size * setup.width // 2
         return {kind: one.times(times) for kind, one in self._measured[key].items()}
 
     def _measure(self, setup: Setup) -> dict[int, LayerBytes]:
-        model, calls, _ = self._run(setup.seq_len, setup.packed)
+        model, calls, _ = self._run(setup.seq_len, setup.masked)
+        if setup.fused and setup.ep_size > 1:
+            fuse_norms(model)
         hidden = torch.empty(1, setup.seq_len, self.numbers.hidden, dtype=torch.bfloat16, device="meta")
         decoder, layers = _decoder(model), decoder_layers(model)
         found = {FINAL_NORM: measure_layer(decoder.norm, list(decoder.norm.parameters()), hidden)}
@@ -152,10 +187,10 @@ class MetaModel:
 
         return run, list(routed.parameters())
 
-    def _run(self, seq_len: int, packed: bool) -> tuple[PreTrainedModel, list[dict[str, Any]], int]:
+    def _run(self, seq_len: int, masked: bool) -> tuple[PreTrainedModel, list[dict[str, Any]], int]:
         """A fresh model, what each of its layers is called with, and the width of its attention."""
         widths: list[int] = []
-        AttentionInterface.register(_ATTENTION, attention(packed, widths))
+        AttentionInterface.register(_ATTENTION, attention(masked, widths))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 self._config, dtype=torch.bfloat16, attn_implementation=_ATTENTION, trust_remote_code=False

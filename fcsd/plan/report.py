@@ -3,8 +3,9 @@
 from dataclasses import asdict
 
 from fcsd.plan import Plan
-from fcsd.plan.setup import GIB
-from fcsd.plan.speed import PEAK
+from fcsd.plan.memory import cache_bytes
+from fcsd.plan.setup import GIB, Setup
+from fcsd.plan.speed import PEAK, Speed
 
 
 def to_text(plan: Plan) -> str:
@@ -12,8 +13,10 @@ def to_text(plan: Plan) -> str:
     numbers, setup, hardware, speed = plan.numbers, plan.setup, plan.hardware, plan.speed
     experts = f", {numbers.experts} experts a layer, {numbers.top_k} for a token" if numbers.experts else ""
     nodes = f" on {hardware.nodes} nodes" if hardware.nodes > 1 else ""
-    rows = [
-        ("recipe", plan.name),
+    rows = [("recipe", plan.name)]
+    if hardware.source:
+        rows.append(("hardware", hardware.source))
+    rows += [
         (
             "parameters",
             f"{_billions(numbers.total)}, {_billions(numbers.active)} active: {_billions(numbers.routed)} routed, "
@@ -27,6 +30,9 @@ def to_text(plan: Plan) -> str:
         ),
     ]
     peak = plan.memory.peak
+    for name in plan.packaged:
+        text = f"of {name}: packaged with fcsd, because neither the hub nor its cache gave one"
+        rows.append(("config", text))
     lines = [*(f"{name:<12} {text}" for name, text in rows), f"memory of a GPU, fullest at: {peak.name}"]
     parts = {**peak.parts, "context": plan.memory.context, "allocator slack": plan.memory.slack}
     lines += [f"  {name:<16} {_gib(size)}" for name, size in parts.items() if size]
@@ -34,17 +40,23 @@ def to_text(plan: Plan) -> str:
     cost = "" if speed.cost is None else f", cost {speed.cost:,.0f} at {hardware.price:g} per GPU-hour"
     rows = [
         ("host memory", f"{_gib(plan.host).strip()} a process while loading"),
-        ("disk", f"{plan.disk / 1e9:,.0f} GB: {setup.keep} checkpoints and one being written"),
+        ("disk", f"{plan.disk / 1e9:,.0f} GB: {_files(setup)}"),
         (
             "time",
             f"{setup.tokens:,} tokens at {speed.tokens_per_second:,.0f} tokens/s: {speed.hours:,.1f} hours, "
             f"{speed.gpu_hours:,.1f} GPU-hours{cost}",
         ),
+        ("of these", _hours(speed)),
         (
             "assumed",
-            f"{speed.utilisation:.0%} of {PEAK[setup.dtype] / 1e12:g} TFLOP/s (--mfu), "
+            f"{speed.utilisation:.1%} of {PEAK[setup.dtype] / 1e12:g} TFLOP/s (--mfu), "
             f"fullest rank receives {setup.imbalance:g} times the mean rows",
         ),
+    ]
+    if speed.limited_by_host:
+        slow = "starting kernels takes longer than computing; a larger train.micro_batch_size would be faster"
+        rows.append(("note", slow))
+    rows += [
         ("verdict", "fits" if plan.memory.fits else f"does not fit; {plan.advice()}"),
     ]
     return "\n".join([*lines, *(f"{name:<12} {text}" for name, text in rows)])
@@ -61,6 +73,7 @@ def to_json(plan: Plan) -> dict[str, object]:
         "recipe": plan.name,
         "fits": memory.fits,
         "change": plan.change[0] if plan.change else None,
+        "packaged_configs": list(plan.packaged),
         "parameters": totals,
         "model": numbers,
         "setup": {**asdict(plan.setup), "accumulation": plan.setup.accumulation},
@@ -79,6 +92,18 @@ def to_json(plan: Plan) -> dict[str, object]:
         "disk": plan.disk,
         "speed": asdict(plan.speed),
     }
+
+
+def _files(setup: Setup) -> str:
+    """What the disk holds."""
+    best = ", the best one" if setup.best else ""
+    cache = f", and a teacher cache of {cache_bytes(setup) / 1e9:,.0f} GB" if setup.cached else ""
+    return f"{setup.keep} checkpoints{best} and one being written{cache}"
+
+
+def _hours(speed: Speed) -> str:
+    """The parts of the hours that are not nothing."""
+    return ", ".join(f"{name} {hours:,.2f} hours" for name, hours in speed.parts.items() if hours)
 
 
 def _gib(size: int) -> str:

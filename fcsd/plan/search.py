@@ -6,6 +6,7 @@ from dataclasses import replace
 from fcsd.plan.setup import Hardware, Setup
 
 MOST_GPUS = 64  # times as many as asked for
+CACHED = 64  # token ids per position, the default of objective.teacher_cache.top_k
 
 
 def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple[Setup, Hardware]]:
@@ -13,26 +14,28 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
 
     The innermost knob is the cheapest: recompute (one more forward pass), smaller micro-batches (less work per kernel),
     ZeRO-2 (gradients reduced at every micro-batch), the teacher's experts sharded and experts over more ranks (more
-    all-to-all), more nodes.
+    all-to-all), a teacher cache (disk, and the divergence over the stored token ids alone), more nodes.
     """
     for nodes in _doubled(hardware.nodes, hardware.nodes * MOST_GPUS):
         larger = replace(hardware, nodes=nodes)
-        for ep_size in _doubled(setup.ep_size, larger.world if experts else setup.ep_size):
-            for teacher in _teachers(setup, ep_size):
-                for stage in sorted({setup.zero_stage, 2}):
-                    for rows in _halved(setup.micro_batch_size):
-                        for recompute in sorted({setup.recompute, True}):
-                            changed = replace(
-                                setup,
-                                world=larger.world,
-                                ep_size=ep_size,
-                                teacher=teacher,
-                                zero_stage=stage,
-                                micro_batch_size=rows,
-                                recompute=recompute,
-                            )
-                            if changed.possible(experts):
-                                yield changed, larger
+        for cached in [0, CACHED] if _can_cache(setup) else [setup.cached]:
+            for ep_size in _doubled(setup.ep_size, larger.world if experts else setup.ep_size):
+                for teacher in ["none"] if cached else _teachers(setup, ep_size):
+                    for stage in sorted({setup.zero_stage, 2}):
+                        for rows in _halved(setup.micro_batch_size):
+                            for recompute in sorted({setup.recompute, True}):
+                                changed = replace(
+                                    setup,
+                                    world=larger.world,
+                                    ep_size=ep_size,
+                                    teacher=teacher,
+                                    cached=cached,
+                                    zero_stage=stage,
+                                    micro_batch_size=rows,
+                                    recompute=recompute,
+                                )
+                                if changed.possible(experts):
+                                    yield changed, larger
 
 
 def cheapest(
@@ -48,11 +51,18 @@ def changes(before: Setup, after: Setup, hardware: Hardware) -> list[str]:
         "train.activation_checkpointing": (before.recompute, after.recompute),
         "train.micro_batch_size": (before.micro_batch_size, after.micro_batch_size),
         "parallel.zero_stage": (before.zero_stage, after.zero_stage),
-        "parallel.teacher_placement": (before.teacher, after.teacher),
+        "parallel.teacher_placement": (before.teacher, before.teacher if after.cached else after.teacher),
         "parallel.ep_size": (before.ep_size, after.ep_size),
     }
     written = [f"--set {key}={str(new).lower()}" for key, (old, new) in keys.items() if old != new]
+    if after.cached and not before.cached:
+        written.append("--set objective.teacher_cache.path=runs/teacher-cache")
     return written + ([f"--nodes {hardware.nodes}"] if before.world != after.world else [])
+
+
+def _can_cache(setup: Setup) -> bool:
+    """A cache serves the divergence alone, and takes the place of a teacher that runs beside the student."""
+    return setup.teacher != "none" and "kl" in setup.terms and not setup.compared
 
 
 def _teachers(setup: Setup, ep_size: int) -> list:

@@ -1,6 +1,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import runs
@@ -13,11 +14,20 @@ from fcsd.bench.shapes import deepseek_v2_lite
 from fcsd.cli.main import app
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
-from fcsd.plan.memory import BUCKET, loss_bytes, optimizer_bytes, shard
+from fcsd.plan.memory import BUCKET, checkpoint_bytes, disk_bytes, loss_bytes, optimizer_bytes, shard
 from fcsd.plan.model import MetaModel, ModelNumbers
 from fcsd.plan.search import candidates
-from fcsd.plan.setup import GIB, setup_of
-from fcsd.plan.speed import forward_flops
+from fcsd.plan.setup import GIB, USABLE, present, setup_of
+from fcsd.plan.speed import (
+    BENCHMARK,
+    PEAK,
+    WRITE,
+    attention_flops,
+    flops_per_token,
+    forward_flops,
+    speed,
+    work_per_token,
+)
 
 SMALL = Setup(world=2, micro_batch_size=2, seq_len=64, batch_tokens=512, tokens=5120)
 
@@ -46,7 +56,7 @@ def test_what_a_layer_keeps_is_what_autograd_saves(tmp_path):
     """Against a real forward pass on the CPU."""
     config = tiny.config("llama", hidden_size=64, intermediate_size=256)
     model = meta(tmp_path, config)
-    found = model.layer_bytes(replace(SMALL, packed=False, micro_batch_size=1))[0]
+    found = model.layer_bytes(replace(SMALL, micro_batch_size=1))[0]
     layer = tiny.model("llama", dtype=torch.bfloat16, intermediate_size=256).train().model.layers[0]
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     saved = {}
@@ -64,34 +74,6 @@ def test_what_a_layer_keeps_is_what_autograd_saves(tmp_path):
     there = {hidden.untyped_storage().data_ptr(), *(part.untyped_storage().data_ptr() for part in rope)}
     real = sum(storage.nbytes() for address, storage in saved.items() if address not in there)
     assert found.kept == pytest.approx(real, rel=0.06)
-
-
-def test_measured_peak_of_the_overlap_run(tmp_path):
-    """docs/RESULTS.md: eight V2-Lite layers, EP 4, 4 x 4096 tokens, ZeRO-1, CE in chunks of 4096: 43.0 to 43.3 GiB."""
-    setup = Setup(
-        **dict(world=4, micro_batch_size=4, seq_len=4096, batch_tokens=65536, tokens=65536, terms=("sft",)),
-        **dict(ep_size=4, chunk_tokens=4096, packed=False, overlap_comm=True),
-    )
-    model = meta(tmp_path, deepseek_v2_lite(8))
-    planned = plan_setup("overlap", model, model.numbers, setup, Hardware(gpus=4))
-    assert planned.memory.peak.total / GIB == pytest.approx(43.15, rel=0.1)
-    assert planned.memory.fits
-    # 16384 tokens in 347.2 ms: the utilisation that the plan assumes was derived from this run.
-    assert planned.speed.tokens_per_second / 4 == pytest.approx(16384 / 0.3472, rel=0.05)
-
-
-def test_measured_peak_of_self_distillation(tmp_path, repo):
-    """docs/RESULTS.md: student and teacher of 27 layers on four H200s, with recompute."""
-    measured = json.loads((repo / "docs/results/memory_v2lite_4xh200.json").read_text())["measured"]
-    setup = Setup(
-        **dict(world=4, micro_batch_size=1, seq_len=4096, batch_tokens=4 * 4096, tokens=2**20, recompute=True),
-        **dict(ep_size=4, teacher="sharded", imbalance=1.0),
-    )
-    model = meta(tmp_path, deepseek_v2_lite(27))
-    memory = plan_setup("v2", model, model.numbers, setup, Hardware(gpus=4)).memory
-    assert memory.peak.total == pytest.approx(measured["peak"], rel=0.1)
-    (step,) = (moment for moment in memory.moments if moment.name == "optimizer step")
-    assert step.total == pytest.approx(measured["step"], rel=0.02)
 
 
 def test_gradients_summed_in_fp32_take_twice_the_memory_of_bf16(tmp_path):
@@ -186,6 +168,99 @@ def test_the_advice_fits_and_is_the_first_that_does(tmp_path):
     assert nothing.change is None and "no change" in nothing.advice()
 
 
+def test_the_teacher_cache_comes_after_smaller_micro_batches_and_before_more_machines(tmp_path):
+    model = meta(tmp_path, tiny.config("qwen3_moe"))
+    setup = replace(SMALL, world=2, micro_batch_size=2, teacher="replicated")
+    tried = list(candidates(setup, Hardware(2), model.numbers.experts))
+    first = {
+        "micro-batch": next(n for n, (one, _) in enumerate(tried) if one.micro_batch_size == 1),
+        "cache": next(n for n, (one, _) in enumerate(tried) if one.cached),
+        "nodes": next(n for n, (_, hardware) in enumerate(tried) if hardware.nodes > 1),
+    }
+    assert first["micro-batch"] < first["cache"] < first["nodes"]
+    assert all(one.teacher == "none" for one, _ in tried if one.cached)
+    for other in ({"teacher": "none"}, {"terms": ("sft",)}, {"compared": 2}):  # none to replace, or it cannot
+        assert not any(one.cached for one, _ in candidates(replace(setup, **other), Hardware(2), 8))
+
+
+def test_a_plan_that_only_a_teacher_cache_fits_says_so_and_what_it_takes(tmp_path):
+    model = meta(tmp_path, tiny.config("llama"))
+    setup = replace(SMALL, world=1, micro_batch_size=1, tokens=512 * 10**6, teacher="replicated")
+
+    def planned(setup, memory):
+        return plan_setup("x", model, model.numbers, setup, Hardware(1, memory=memory))
+
+    smallest = replace(setup, recompute=True)
+    with_teacher = min(planned(replace(smallest, zero_stage=stage), 141).memory.total for stage in (1, 2))
+    without = min(planned(replace(smallest, zero_stage=s, teacher="none"), 141).memory.total for s in (1, 2))
+    between = planned(setup, (with_teacher + without) / 2 / USABLE / GIB)
+    assert without < with_teacher and between.change is not None
+    assert "--set objective.teacher_cache.path=runs/teacher-cache" in between.change[0]
+    assert not any("placement" in word for word in between.change[0])
+    bytes_of_cache = setup.tokens * (64 * 8 + 4)
+    assert between.change[2] == between.disk + bytes_of_cache
+    assert f"{between.change[2] / 1e9:,.0f} GB of disk instead of {between.disk / 1e9:,.0f}" in between.advice()
+
+
+def test_hours_are_steps_and_what_runs_between_them(tmp_path):
+    model = meta(tmp_path, tiny.config("qwen3_moe"))
+    alone = replace(SMALL, tokens=512 * 100, teacher="replicated")
+
+    def parts(**changes):
+        return plan_setup("x", model, model.numbers, replace(alone, **changes), Hardware(2)).speed
+
+    bare = parts()
+    assert [name for name, hours in bare.parts.items() if hours] == ["forward and backward", "optimizer"]
+    assert bare.hours == pytest.approx(100 * 512 / bare.tokens_per_second / 3600)
+    more = parts(saves=4, evaluations=3, held_out=64, benchmarks=2)
+    written = checkpoint_bytes(model.numbers, alone)
+    assert more.parts["checkpoints"] == pytest.approx(4 * written / WRITE / 3600)
+    assert more.parts["evaluations"] > 2 * BENCHMARK / 3600 and more.hours == pytest.approx(sum(more.parts.values()))
+    timed = parts(saves=1, saves_per_hour=10**4)
+    assert timed.parts["checkpoints"] > parts(saves=1).parts["checkpoints"]
+    cached = parts(teacher="none", cached=64)
+    assert cached.parts["teacher cache"] > 0 and cached.flops < bare.flops
+
+
+def test_utilisation_is_of_the_whole_step_without_recompute(tmp_path):
+    model = meta(tmp_path, tiny.config("llama")).numbers
+    for recompute in (False, True):
+        setup = replace(SMALL, recompute=recompute)
+        found = speed(model, model, setup, Hardware(2), 0.5)
+        counted = flops_per_token(model, model, replace(setup, recompute=False))
+        assert found.tokens_per_second == pytest.approx(2 * PEAK["bf16"] * 0.5 / counted)
+        assert not found.limited_by_host and found.utilisation == pytest.approx(0.5)
+    assert speed(model, model, SMALL, Hardware(2)).limited_by_host  # it is very small
+
+
+def test_attention_of_short_documents_is_cheaper_and_a_mask_costs_more(tmp_path):
+    model = meta(tmp_path, tiny.config("llama")).numbers
+    setup = replace(SMALL, seq_len=4096)
+    whole = work_per_token(model, model, setup)
+    assert whole == flops_per_token(model, model, setup)
+    quarter = work_per_token(model, model, replace(setup, document=1024))
+    assert whole - quarter == pytest.approx(0.75 * 3 * attention_flops(model, 4096))
+    assert work_per_token(model, model, replace(setup, masked=True)) > whole
+
+
+def test_disk_counts_the_best_checkpoint_and_the_cache(tmp_path):
+    numbers = meta(tmp_path, tiny.config("llama")).numbers
+    one = checkpoint_bytes(numbers, SMALL)
+    assert disk_bytes(numbers, SMALL) == 3 * one
+    assert disk_bytes(numbers, replace(SMALL, best=True)) == 4 * one
+    assert disk_bytes(numbers, replace(SMALL, cached=8)) == 3 * one + SMALL.tokens * 68
+
+
+def test_a_dry_run_is_planned_for_the_gpus_that_are_present(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert present(4).memory == 141 and "assumes H200s" in present(4).source
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(name="NVIDIA A100-SXM4-80GB", total_memory=79 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    found = present(4)
+    assert found.world == 4 and found.memory * USABLE == pytest.approx(79) and "A100" in found.source
+
+
 def test_plan_command_and_dry_run(tmp_path):
     runs.write_models(tmp_path)
     resolved = runs.resolved(tmp_path, parallel__zero_stage=2)
@@ -193,7 +268,7 @@ def test_plan_command_and_dry_run(tmp_path):
     run = CliRunner().invoke(app, ["plan", recipe, "--gpus", "2", "--price", "2.5", "--mfu", "0.5", "--json"])
     assert run.exit_code == 0, run.output
     told = json.loads(run.stdout)
-    assert told["fits"] and told["speed"]["utilisation"] == 0.5 and told["hardware"]["gpus"] == 2
+    assert told["fits"] and told["speed"]["utilisation"] == pytest.approx(0.5) and told["hardware"]["gpus"] == 2
     assert told["speed"]["cost"] == pytest.approx(2.5 * told["speed"]["gpu_hours"])
     assert told["memory"]["total"] >= told["memory"]["peak_allocated"] > BUCKET * 4  # an fp32 bucket
     assert told["setup"]["tokens"] == resolved.recipe.train.steps * resolved.recipe.train.batch_tokens
@@ -207,6 +282,7 @@ def test_plan_command_and_dry_run(tmp_path):
 
     dry = CliRunner().invoke(app, ["distill", recipe, "--dry-run", "--gpus", "2"])
     assert dry.exit_code == 0 and "verdict      fits" in dry.stderr and not (tmp_path / "run").exists()
+    assert dry.stderr.index(" count") < dry.stderr.index("assumes H200s") < dry.stderr.index("memory of a GPU")
 
 
 def test_bad_models_and_batches(tmp_path):
@@ -238,5 +314,11 @@ def test_a_recipe_becomes_a_setup(tmp_path):
     recipe = runs.resolved(tmp_path, objective__kl=0.0, train__activation_checkpointing=True).recipe
     setup = setup_of(recipe, 2, 4)
     assert setup.teacher == "none" and setup.terms == ("sft",) and setup.recompute and setup.accumulation == 2
+    assert setup.masked and setup.document is None  # fp32 takes a mask
+    half = runs.resolved(tmp_path, train__dtype="bf16").recipe
+    assert not setup_of(half, 2, 4).masked and setup_of(half, 2, 4, plain=False).masked
+    times = {"checkpoint": {"every_steps": 2, "every_minutes": 30}, "train__eval_every": 2, "train__steps": 5}
+    timed = setup_of(runs.resolved(tmp_path, early_stop={"metric": "mbpp_plus", "every": 2}, **times).recipe, 2, 4)
+    assert (timed.saves, timed.saves_per_hour, timed.benchmarks, timed.best) == (3, 2.0, 2, True)
     streams = setup_of(runs.resolved(tmp_path, objective__hidden={"weight": 1.0, "layers": "last:3"}).recipe, 2, 4)
     assert streams.compared == 3 and streams.teacher == "replicated"

@@ -3,14 +3,19 @@
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from fcsd import recipes
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import load_recipe
 from fcsd.distill.run.identity import flat
 from fcsd.distill.sweep.trials import all_trials
-from fcsd.errors import ConfigError
+from fcsd.errors import BadInputError, ConfigError
+from fcsd.models.build import converted_config
+from fcsd.models.wiring import Wiring
 from fcsd.plan import Hardware, plan_run
+from fcsd.plan.model import MetaModel
+from fcsd.plan.report import to_text
 from fcsd.plan.setup import setup_of
 
 NAMES = recipes.names()
@@ -106,6 +111,48 @@ def test_it_fits_the_hardware_it_names(name: str, layers: int, nodes: int, tmp_p
         trials = all_trials(load_recipe(sweep))
         assert len(trials) == 9, "whatever the first stage chooses; five of them run"
         assert all(setup_of(trial.full.recipe, 8 * nodes, layers).accumulation.is_integer() for trial in trials)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_planned_without_the_hub(name: str, repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    if name.startswith("tiny"):  # its first line says to convert the bundled model, of which the plan reads the config
+        original = AutoConfig.from_pretrained(repo / "assets/teacher")
+        wiring = Wiring("farskip", tuple(range(original.num_hidden_layers)))
+        block = wiring.to_block(base_model="assets/teacher", base_revision=None, base_sha256=None)
+        converted_config(original, block).save_pretrained(tmp_path / "runs/tiny-farskip")
+    recipe = load_recipe(name).recipe
+    planned = plan_run(recipe, Hardware(recipe.parallel.ep_size))
+    assert planned.packaged == (() if name.startswith("tiny") else (recipe.model,))
+    assert ("packaged with fcsd" in to_text(planned)) == bool(planned.packaged)
+
+
+# Parameters in billions, all and those of one token, of the language models alone except for Scout.
+PACKAGED = {
+    "deepseek-ai/DeepSeek-V2-Lite": (15.7, 2.7),
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": (15.7, 2.7),
+    "Qwen/Qwen3-30B-A3B": (30.5, 3.3),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": (107.8, 17.2),
+    "meta-llama/Llama-3.1-8B-Instruct": (8.03, 8.03),
+    "meta-llama/Llama-3.2-1B": (1.24, 1.24),
+}
+
+
+def test_packaged_configurations_are_those_of_the_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    named = {load_recipe(name).recipe.model for name in NAMES if not name.startswith("tiny")}
+    assert set(PACKAGED) == named
+    for name, (total, active) in PACKAGED.items():
+        model = MetaModel(name)
+        assert model.packaged
+        assert (model.numbers.total / 1e9, model.numbers.active / 1e9) == pytest.approx((total, active), rel=0.02)
+    with pytest.raises(BadInputError):
+        MetaModel("meta-llama/Llama-3.2-1B@main")  # another revision may have another configuration
+    with pytest.raises(BadInputError):
+        MetaModel("org/other")
 
 
 @pytest.mark.parametrize("name", NAMES)
