@@ -161,18 +161,6 @@ def test_a_loss_that_is_not_finite_stops_every_rank(folder: Path, tmp_path: Path
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
 
 
-def test_a_step_without_a_counted_token_is_an_error(folder: Path, tmp_path: Path) -> None:
-    """Every answer lies beyond the end of its row."""
-    texts.write_jsonl(tmp_path / "long.jsonl", [texts.chat("why? " * 20, "because") for _ in range(40)], "chat")
-    (tmp_path / "template.jinja").write_text(texts.PLAIN)
-    source = {"path": str(tmp_path / "long.jsonl"), "messages": "chat"}
-    source["chat_template"] = str(tmp_path / "template.jinja")
-    changes = {"data__sources": [source], "train__log_every": 9, "checkpoint__every_steps": 0}
-    with pytest.raises(BadInputError, match="step 1, rows 0 to 7: no token counts in the loss"):
-        train(folder, tmp_path / "run", 2, **changes)
-    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
-
-
 def test_bad_input_writes_nothing(folder: Path, tmp_path: Path) -> None:
     for error, changes in [
         (BadInputError, {"data__sources": [{"path": "missing.jsonl"}]}),
