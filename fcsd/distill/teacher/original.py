@@ -122,7 +122,7 @@ def compile_layers(model: PreTrainedModel, recipe: Recipe, backend: str = "induc
     """
     if recipe.train.compile:
         for layer in decoder_layers(model):
-            layer.compile(dynamic=False, backend=backend)
+            layer.compile(backend=backend)  # the number of documents varies: its second value makes it dynamic
 
 
 def without_compiling(recipe: Recipe) -> AbstractContextManager[Any]:
