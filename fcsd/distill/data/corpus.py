@@ -31,7 +31,7 @@ from fcsd.errors import BadInputError
 
 _VERSION = 2  # version of the cached tokens; raise it when the way in which text or chats become tokens changes
 _ROWS_PER_PROCESS = 20_000
-_HOPELESS = 3  # if a template exceeds its limits on the first chats, this many of them end the run
+_HOPELESS = 3  # the run ends if a template exceeds its limits on this many chats before it has rendered one
 _FEATURES = {
     "ids": datasets.List(datasets.Value("int32")),
     "counts": datasets.List(datasets.Value("bool")),

@@ -1,4 +1,4 @@
-"""Finds the files that the path of a source stands for: a file, all files below a folder, or the matches of a pattern."""
+"""Finds the files that the path of a source stands for: one file, all files below a folder, or those of a pattern."""
 
 import glob
 import os

@@ -23,10 +23,11 @@ class LimitExceededError(Exception):
 
 
 class LimitedProcess:
-    """Calls ``function`` in a child process, one call at a time. If the child was stopped, the next call starts another.
+    """Calls ``function`` in a child process, one call at a time.
 
-    The child is forked, so it starts in milliseconds and shares the objects that ``function`` needs. It starts no
-    thread and uses no device. It ends when the ``with`` block or the parent process ends.
+    If the child was stopped, the next call starts another one. The child is forked, so it starts in milliseconds and
+    has all objects that ``function`` needs. It starts no thread and uses no device. It ends when the ``with`` block or
+    the parent process ends.
 
     Args:
         function: its argument and its result must be picklable. It must catch its own exceptions, because an exception

@@ -148,7 +148,7 @@ def _address(source: Source) -> dict[str, Any]:
 def _stream(
     path: str, subset: str | None, split: str, revision: str | None, columns: tuple[str, ...], max_rows: int
 ) -> Iterator[dict[str, bytes]]:
-    """The first rows of a dataset as JSON lines. They are read over the network; the rest of the files is not fetched."""
+    """The first rows of a dataset as JSON lines. They are read over the network without fetching whole files."""
     stream: Any = datasets.load_dataset(path, subset, split=split, revision=revision, streaming=True)
     for number, row in enumerate(islice(stream, max_rows)):
         if number == 0:
