@@ -104,9 +104,9 @@ def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
 
 
 def pack_attention(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Let a model that is trained or followed use packed attention where the recipe, the device and the model allow it.
+    """Lets a student or teacher use packed attention, if the recipe asks for it and the model is in bf16 on a GPU.
 
-    This must happen before ``wire_sharded``, which wraps the attention function.
+    This must be called before ``wire_sharded``, which wraps the attention function.
     """
     if recipe.train.attention == "packed" and model.device.type == "cuda" and model.dtype == torch.bfloat16:
         use_packed_attention(model)
@@ -123,10 +123,10 @@ def _document_masks(decoder: Any, ids: Tensor, positions: Tensor) -> dict[str, T
 
 
 def compile_layers(model: PreTrainedModel, recipe: Recipe, backend: str = "inductor") -> None:
-    """Compile each decoder layer on its own, if the recipe says so; the model computes the same up to rounding.
+    """Compiles each decoder layer separately if the recipe says so. The results stay the same up to rounding.
 
     Args:
-        backend: of torch.compile; tests use one that needs no compiler.
+        backend: the backend of torch.compile; tests use one that needs no compiler.
     """
     if recipe.train.compile:
         for layer in decoder_layers(model):
@@ -134,8 +134,10 @@ def compile_layers(model: PreTrainedModel, recipe: Recipe, backend: str = "induc
 
 
 def without_compiling(recipe: Recipe) -> AbstractContextManager[Any]:
-    """Inside the block layers run compiled for the shapes that they were compiled for. For other shapes, such as those
-    of generation, they run uncompiled instead of being compiled again and again."""
+    """A context in which layers run compiled only for the shapes for which they were compiled already.
+
+    For other shapes, such as those of generation, they run uncompiled instead of being compiled again and again.
+    """
     return torch.compiler.set_stance("eager_on_recompile") if recipe.train.compile else nullcontext()
 
 
