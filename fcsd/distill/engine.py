@@ -1,4 +1,4 @@
-"""The student inside a DeepSpeed engine, whose forward gives the terms of the loss."""
+"""Builds the DeepSpeed engine around the student, whose forward pass returns the terms of the loss."""
 
 import logging
 import warnings
@@ -125,7 +125,7 @@ def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         # compiler.
         "optimizer": {"type": "AdamW", "params": {**adamw, "torch_adam": True, "fused": True}},
         "steps_per_print": None,
-        "timers": {"throughput": {"enabled": False}},  # it waits for the device before and after every step
+        "timers": {"throughput": {"enabled": False}},  # this timer waits for the device around every step
     }
 
 

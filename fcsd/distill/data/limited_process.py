@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 CPU_SECONDS = 20.0  # per call; CPU time is limited so that the load of the machine does not decide which rows are used
-MEMORY = 1 << 30  # bytes that a call may allocate beyond what the parent process had
+MEMORY = 1 << 30  # bytes that a child may allocate in addition to the memory of its parent
 
 
 class LimitExceededError(Exception):

@@ -136,7 +136,7 @@ def _entry(trial: Trial, out: Path) -> dict[str, Any]:
 
 
 def outcome(run: Path, plan: Sweep) -> dict[str, Any]:
-    """The result of a trial: its last ``step``, its ``tokens``, and ``value``, the metric's mean over ``plan.window``."""
+    """The end of a trial: its last ``step``, its ``tokens``, and ``value``, the metric's mean over the last steps."""
     records = [line for line in read_metrics(run) if line["step"] <= plan.steps]
     first = records[-1]["step"] - plan.window + 1
     values = [line[plan.metric] for line in records if line["step"] >= first and plan.metric in line]
