@@ -61,7 +61,7 @@ def judge(history: Sequence[dict[str, Any]], settings: EarlyStop, mode: Literal[
 
 
 def require_scorer(settings: EarlyStop, scorer: Scorer | None) -> None:
-    """Checks that a run which names a benchmark was given one.
+    """Checks that the caller gave a scorer if the recipe names a benchmark.
 
     Raises:
         ConfigError: the recipe names a benchmark and the caller gave no scorer.

@@ -152,8 +152,9 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
 def parameter_groups(student: nn.Module, recipe: Recipe) -> list[Any]:
     """The trained parameters for the optimizer. Parameters without weight decay form a group of their own, if any.
 
-    Norm gains and biases have no weight decay. A parameter counts as one of them if it is a vector or if the last part
-    of its name contains ``bias``. The name is needed because experts stack their biases into matrices.
+    Unless ``optim.decay_norms`` is set, norm gains and biases have no weight decay. A parameter counts as one of them
+    if it is a vector or if the last part of its name contains ``bias``. The name is needed because experts stack their
+    biases into matrices.
     """
     trained = [(name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad]
     if recipe.optim.decay_norms or not recipe.optim.weight_decay:

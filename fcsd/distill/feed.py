@@ -1,9 +1,9 @@
-"""The micro-batches of the coming steps, prepared by a thread while the device computes.
+"""Prepares the micro-batches of the coming steps in a thread while the device computes.
 
-Rows are packed, and the targets of a teacher cache are read, one step ahead of the training thread. On GPUs a
-micro-batch is copied from pinned memory on a stream of its own, and an event tells the stream of the training thread
-when the copy is done. Nothing here draws a random number: which rows make up a step depends on its number alone, so
-the order, and where a resumed run continues, do not depend on the thread.
+The thread works one step ahead of the training thread: it packs rows and reads the targets of a teacher cache. On GPUs
+a micro-batch is copied from pinned memory on a separate stream, and an event tells the stream of the training thread
+when the copy is done. The thread draws no random number. The rows of a step depend only on the number of the step, so
+neither their order nor the point where a resumed run continues depends on the thread.
 """
 
 import queue
@@ -45,7 +45,7 @@ class MicroBatch(NamedTuple):
 
 
 def rows_of_step(recipe: Recipe, world: World, step: int) -> list[range]:
-    """The rows of this rank's micro-batches in step 1, 2, ...; together the ranks cover the step's rows once."""
+    """The row numbers of this rank's micro-batches in a step, counted from 1. No two ranks have the same row."""
     micro, whole = recipe.train.micro_batch_size, recipe.train.batch_tokens // recipe.data.seq_len
     first = (step - 1) * whole + world.rank * micro
     return [range(start, start + micro) for start in range(first, step * whole, micro * world.size)]

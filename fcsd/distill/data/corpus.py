@@ -154,7 +154,7 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
 
 
 def listed(reasons: Mapping[str, int], most: int = 8) -> str:
-    """The commonest reasons with their counts, in one line."""
+    """The most frequent reasons with their counts, in one line."""
     common = sorted(reasons.items(), key=lambda item: -item[1])
     rest = sum(count for _, count in common[most:])
     return ", ".join([f"{count:,} {reason}" for reason, count in common[:most]] + [f"{rest:,} others"] * (rest > 0))
@@ -200,7 +200,7 @@ def _rendered(messages: list[Message], render: LimitedProcess, source: Source) -
 
     Raises:
         Skip: the template cannot render the chat.
-        BadInputError: the template exceeded its limits on the first chats, and would do so on all others.
+        BadInputError: the template exceeded its limits on each of the first chats, and so probably on all others.
     """
     try:
         found = render(messages)

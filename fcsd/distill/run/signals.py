@@ -74,7 +74,7 @@ class Preemption:
 
 @contextmanager
 def preemptible(grace_seconds: float) -> Iterator[Preemption]:
-    """Handles the signals inside the block; only the main thread may enter it."""
+    """Handles SIGTERM and SIGUSR1 during the block, which only the main thread may enter."""
     preemption = Preemption(grace_seconds)
     before = {number: signal.signal(number, preemption.notice) for number in _SIGNALS}
     try:
