@@ -1,1 +1,1 @@
-"""Heal a rewired model by distilling its original into it."""
+"""Distillation: restores the quality of a rewired model by training it to match its original."""

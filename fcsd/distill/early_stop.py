@@ -19,10 +19,10 @@ from fcsd.eval.score import Scorer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# 0.51 is not better than 0.50 by more than 0.01, whatever the last bit of the difference says.
+# 0.51 must not count as better than 0.50 by more than 0.01 because of a rounding error in the difference.
 _ROUNDING = 1e-9
 
-# One entry a score, as it is kept in checkpoints: ``step`` and ``value``, for benchmarks ``stderr`` and ``n`` too.
+# One entry for each score, as checkpoints store it: ``step`` and ``value``; for benchmarks also ``stderr`` and ``n``.
 History = list[dict[str, Any]]
 
 
@@ -36,11 +36,17 @@ class Verdict:
 
 
 def judge(history: Sequence[dict[str, Any]], settings: EarlyStop, mode: Literal["max", "min"]) -> Verdict:
-    """Whether to stop, and which step to keep.
+    """Decides from the scores so far whether the run stops and which step is kept.
 
-    A score improves on the last one that did if it is better by more than ``delta``: of that score where
-    ``delta_kind`` is ``relative``, else as it stands. After ``patience`` scores in a row that do not improve, the run
-    stops. The best step is that of the best score, however small its lead, the earliest among equals.
+    A score counts as an improvement if it is better than the last improvement by more than ``delta``. ``delta`` is a
+    fraction of that earlier score if ``delta_kind`` is ``relative``, and an absolute difference otherwise. After
+    ``patience`` scores in a row without an improvement, the run stops. The best step is the step with the best score,
+    even if it is better by less than ``delta``. Of equal scores, the earliest is taken.
+
+    Args:
+        history: the scores of the run so far, oldest first.
+        settings: the ``early_stop`` section of the recipe.
+        mode: ``max`` if a higher score is better, ``min`` if a lower one is.
     """
     sign = 1.0 if mode == "max" else -1.0
     reference, waited = None, 0
@@ -55,7 +61,7 @@ def judge(history: Sequence[dict[str, Any]], settings: EarlyStop, mode: Literal[
 
 
 def require_scorer(settings: EarlyStop, scorer: Scorer | None) -> None:
-    """Checks that a run which names a benchmark was given one.
+    """Checks that the caller gave a scorer if the recipe names a benchmark.
 
     Raises:
         ConfigError: the recipe names a benchmark and the caller gave no scorer.
@@ -65,12 +71,12 @@ def require_scorer(settings: EarlyStop, scorer: Scorer | None) -> None:
 
 
 class ScoreHistory:
-    """The scores of one run so far; with metric ``none`` it scores nothing and never stops.
+    """The scores of one run so far. With the metric ``none`` the model is never scored and the run never stops early.
 
     Args:
-        settings: the recipe's.
-        scorer: the benchmark; the metrics ``none`` and ``held_out`` need none.
-        progress: that of the checkpoint the run continues from.
+        settings: the ``early_stop`` section of the recipe.
+        scorer: runs the benchmark; None for the metrics ``none`` and ``held_out``, which need no benchmark.
+        progress: the progress stored in the checkpoint from which the run continues.
     """
 
     def __init__(self, settings: EarlyStop, scorer: Scorer | None, progress: dict[str, Any]) -> None:
@@ -79,11 +85,11 @@ class ScoreHistory:
         self._history: History = list(progress.get("scores", []))
 
     def due(self, step: int) -> bool:
-        """Whether the model is scored after this step; the held-out loss is measured then, too."""
+        """Whether the model is scored after this step. The held-out loss is then measured as well."""
         return self._settings.metric != NO_METRIC and step % self._settings.every == 0
 
     def missed(self, step: int) -> bool:
-        """Whether the run was ended at this step before it was scored; it is then scored on resuming."""
+        """Whether an earlier attempt ended after this step before the model was scored. It is then scored on resume."""
         return step > 0 and self.due(step) and all(entry["step"] != step for entry in self._history)
 
     def take(
@@ -96,10 +102,10 @@ class ScoreHistory:
         """Scores the model and returns what is to be logged; every rank calls this.
 
         Args:
-            metrics: those of this step, the held-out losses among them.
+            metrics: the metrics of this step, including the held-out losses.
         """
         if self._settings.metric == HELD_OUT:
-            # What a run from a teacher in memory learns is the divergence; the cross-entropy may rise meanwhile.
+            # With a teacher in memory the student is trained on the divergence; its cross-entropy may rise meanwhile.
             entry = {"value": metrics.get("held_out_kl", metrics["held_out_sft"])}
         else:
             assert self._scorer is not None
@@ -110,11 +116,11 @@ class ScoreHistory:
 
     @property
     def verdict(self) -> Verdict:
-        """What follows from the scores so far."""
+        """The decision of ``judge`` on the scores so far."""
         return judge(self._history, self._settings, self._mode)
 
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """What a checkpoint stores of the scores; empty if the model is never scored."""
         if self._settings.metric == NO_METRIC:
             return {}
         return {"scores": self._history, "best": self.verdict.best}

@@ -1,4 +1,4 @@
-"""The student inside a DeepSpeed engine, whose forward gives the terms of the loss."""
+"""Builds the DeepSpeed engine around the student, whose forward pass returns the terms of the loss."""
 
 import logging
 import warnings
@@ -25,13 +25,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Student(nn.Module):
-    """A causal LM together with what it is asked to match."""
+    """A causal LM together with the objective that it is trained on."""
 
     def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
-        self._beside = ThreadPoolExecutor(1, "teacher")  # starts its thread when a teacher takes turns
+        self._beside = ThreadPoolExecutor(1, "teacher")  # the thread starts when a teacher first runs in turns
 
     def forward(
         self,
@@ -43,11 +43,12 @@ class Student(nn.Module):
         """The loss terms ``kl``, ``sft`` and ``hidden`` named in ``terms``, unweighted, as fp32 scalars.
 
         Args:
-            batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``; and, where the host has looked
-                for them, ``kept``, the flat positions with a label.
-            targets: the teacher's part, which ``kl`` and ``hidden`` need; or what computes it, in turns with the
-                student's own pass (``fcsd.parallel.turns``).
-            denominator: what the sums over tokens are divided by.
+            batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``. It may also have ``kept``, the
+                positions with a label in the flattened batch, if the host has computed them.
+            targets: the teacher's output, which ``kl`` and ``hidden`` need, or a function that computes it. The
+                function runs in turns with the student's forward pass (``fcsd.parallel.turns``).
+            denominator: the number by which the sums over tokens are divided.
+            terms: the names of the loss terms to compute.
         """
         compared = compared_layers(self.model, self.objective) if targets is not None and "hidden" in terms else ()
         with captured(self.model, compared) as streams:
@@ -64,7 +65,8 @@ class Student(nn.Module):
         if "hidden" in terms:
             assert targets is not None
             wanted = targets.streams
-            # Taken out one by one: what backward keeps of a layer replaces both its streams.
+            # The streams are removed from the dicts one by one, so that both streams of a layer are freed as soon as
+            # only their difference is kept for backward.
             distances = [
                 squared_distance(streams.pop(k), wanted.pop(k), counts, denominator=denominator) for k in tuple(wanted)
             ]
@@ -89,10 +91,10 @@ class Student(nn.Module):
 
 
 def freeze(model: PreTrainedModel, objective: Objective) -> None:
-    """Takes the parts named in the recipe out of training.
+    """Freezes the embeddings and the output head if the recipe says so.
 
     Raises:
-        ConfigError: one of two parts that share their weight would be frozen and the other not.
+        ConfigError: the embeddings and the output head share one weight, and only one of them is to be frozen.
     """
     inputs: Any = model.get_input_embeddings()
     tied = inputs.weight is output_head(model)
@@ -106,7 +108,7 @@ def freeze(model: PreTrainedModel, objective: Objective) -> None:
 
 
 def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
-    """The engine's configuration; the learning rate in it is a placeholder that each step overwrites."""
+    """The configuration of the DeepSpeed engine. Each step overwrites the learning rate in it."""
     train, optim, zero_stage = recipe.train, recipe.optim, recipe.parallel.zero_stage
     on_device = judges_on_device(recipe)
     adamw = {"lr": optim.lr, "betas": list(optim.betas), "eps": 1e-8, "weight_decay": optim.weight_decay}
@@ -119,15 +121,16 @@ def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "communication_data_type": recipe.reduce_dtype,
         # Without ZeRO DeepSpeed offers no other dtype than that of the weights; see build_engine.
         "data_types": {"grad_accum_dtype": recipe.accumulate_dtype if zero_stage else train.dtype},
-        # torch's AdamW in its one kernel: DeepSpeed's own is compiled on first use, for a minute, and needs a compiler.
+        # torch's fused AdamW is used because DeepSpeed's own is compiled on first use, which takes a minute and a
+        # compiler.
         "optimizer": {"type": "AdamW", "params": {**adamw, "torch_adam": True, "fused": True}},
         "steps_per_print": None,
-        "timers": {"throughput": {"enabled": False}},  # it waits for the device before and after every step
+        "timers": {"throughput": {"enabled": False}},  # this timer waits for the device around every step
     }
 
 
 def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
-    """A DeepSpeed engine around ``Student(model)`` in training mode; what is sharded already, it takes as it is."""
+    """A DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so."""
     deepspeed = import_deepspeed()
     freeze(model, recipe.objective)
     pack_attention(model, recipe)
@@ -140,17 +143,18 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
     if not recipe.parallel.zero_stage:
         for parameter in student.parameters():
             if parameter.requires_grad:
-                parameter.grad_dtype = DTYPES[recipe.accumulate_dtype]  # autograd sums in it, DeepSpeed takes it over
+                parameter.grad_dtype = DTYPES[recipe.accumulate_dtype]  # autograd and DeepSpeed sum in it
     wire_sharded(model, recipe.parallel.ep_size, recipe.parallel)
     compile_layers(model, recipe)
     return engine
 
 
 def parameter_groups(student: nn.Module, recipe: Recipe) -> list[Any]:
-    """The trained parameters for the optimizer; those without weight decay are a group of their own, if there are any.
+    """The trained parameters for the optimizer. Parameters without weight decay form a group of their own, if any.
 
-    A norm's gain and a bias are told by their names and shapes: of a parameter called ``bias``, and of one that is a
-    vector, every entry acts on a single unit. Experts stack their biases, so these are matrices.
+    Unless ``optim.decay_norms`` is set, norm gains and biases have no weight decay. A parameter counts as one of them
+    if it is a vector or if the last part of its name contains ``bias``. The name is needed because experts stack their
+    biases into matrices.
     """
     trained = [(name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad]
     if recipe.optim.decay_norms or not recipe.optim.weight_decay:
@@ -164,14 +168,14 @@ def parameter_groups(student: nn.Module, recipe: Recipe) -> list[Any]:
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed, quiet, without compiling anything, and in the process group of the run."""
-    # Its collectives go by names that torch has since deprecated, and torch says so at every rank.
+    """Imports DeepSpeed, silences its log, keeps it from compiling, and joins it to the run's process group."""
+    # DeepSpeed calls collectives by names that torch has deprecated, and torch warns of it on every rank.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch\.distributed)\b")
     import deepspeed
     from deepspeed.ops import __compatible_ops__
     from deepspeed.utils import logger
 
-    logger.setLevel(logging.ERROR)  # it writes to stdout, which is for data
+    logger.setLevel(logging.ERROR)  # DeepSpeed logs to stdout, which is reserved for data
     __compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed

@@ -1,4 +1,4 @@
-"""Expert parallelism of a run: what it asks of the recipe, and what it does to the student and the teacher.
+"""Expert parallelism of a run: the checks of the recipe, and how the student and the teacher are sharded.
 
 Every process is data parallel, and each group of ``parallel.ep_size`` neighbouring processes divides the experts of
 each MoE layer among its members. The experts are sharded before DeepSpeed sees the model. Its engine finds AutoEP's
@@ -23,7 +23,8 @@ def check(recipe: Recipe, processes: int) -> None:
     """Checks ``parallel.ep_size`` against the number of processes and the configs of the models.
 
     Raises:
-        ConfigError: it does not divide the number of processes or of experts, or a model cannot be expert-parallel.
+        ConfigError: ``ep_size`` does not divide the number of processes or of experts, or a model does not support
+            expert parallelism.
     """
     ep_size = recipe.parallel.ep_size
     if ep_size == 1:
@@ -54,11 +55,12 @@ def _check_model(name: str, ep_size: int, hint: str) -> None:
 def load(
     path: Path, ep_size: int, *, dtype: torch.dtype, device: torch.device, config: PretrainedConfig | None = None
 ) -> PreTrainedModel:
-    """A model in eval mode, with this process's share of the experts.
+    """Loads a model in eval mode with this process's share of the experts.
 
     Args:
+        path: the checkpoint directory.
         ep_size: the number of processes that divide the experts; with 1 every process has all of them.
-        config: replaces the directory's own.
+        config: is used in place of the config in the directory.
     """
     if ep_size == 1:
         return load_model(path, dtype=dtype, device=device, config=config)
@@ -70,7 +72,7 @@ def load(
 def randomise(
     config: PretrainedConfig, ep_size: int, *, dtype: torch.dtype, device: torch.device, seed: int
 ) -> PreTrainedModel:
-    """As ``load``, with random weights: the same weights at any ``ep_size``."""
+    """Like ``load``, but with random weights, which are the same at any ``ep_size``."""
     from fcsd.parallel.weights.random_init import random_expert_parallel, random_model
 
     if ep_size == 1:
@@ -79,7 +81,7 @@ def randomise(
 
 
 def wire_sharded(model: PreTrainedModel, ep_size: int, parallel: Parallel) -> None:
-    """Makes a model compute its own wiring, overlapped and fused as ``parallel`` says.
+    """Installs the overlapped schedule of the model's own wiring, with the settings of ``parallel``.
 
     Args:
         ep_size: the number of processes that divide the model's experts; with 1 the model is left as it is.

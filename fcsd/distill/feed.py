@@ -1,9 +1,9 @@
-"""The micro-batches of the coming steps, prepared by a thread while the device computes.
+"""Prepares the micro-batches of the coming steps in a thread while the device computes.
 
-Rows are packed, and the targets of a teacher cache are read, one step ahead of the training thread. On GPUs a
-micro-batch is copied from pinned memory on a stream of its own, and an event tells the stream of the training thread
-when the copy is done. Nothing here draws a random number: which rows make up a step depends on its number alone, so
-the order, and where a resumed run continues, do not depend on the thread.
+The thread works one step ahead of the training thread: it packs rows and reads the targets of a teacher cache. On GPUs
+a micro-batch is copied from pinned memory on a separate stream, and an event tells the stream of the training thread
+when the copy is done. The thread draws no random number. The rows of a step depend only on the number of the step, so
+neither their order nor the point where a resumed run continues depends on the thread.
 """
 
 import queue
@@ -23,17 +23,17 @@ from fcsd.distill.teacher.targets import Targets, Teacher
 from fcsd.distill.top_k import TopK
 from fcsd.launch.world import World
 
-_AHEAD = 1  # steps that wait in the queue, besides the one that the thread is preparing
-_POLL = 0.05  # seconds between two looks at whether the run has ended
+_AHEAD = 1  # the number of steps that wait in the queue, besides the one that the thread is preparing
+_POLL = 0.05  # seconds between two checks whether the run has ended
 
 
 class MicroBatch(NamedTuple):
     """Rows of one forward pass on this process.
 
     Attributes:
-        rows: their numbers in the run.
-        columns: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]`` int64, and ``kept``, the flat
-            positions that have a label, ``[counted]`` int64.
+        rows: the numbers of these rows in the run.
+        columns: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]`` int64, and ``kept``, the
+            positions in the flattened batch that have a label, ``[counted]`` int64.
         counted: ``[]`` int64, the number of positions with a label.
         targets: what a teacher cache holds for the rows, in host memory; None without a cache.
     """
@@ -45,7 +45,7 @@ class MicroBatch(NamedTuple):
 
 
 def rows_of_step(recipe: Recipe, world: World, step: int) -> list[range]:
-    """The rows of this rank's micro-batches in step 1, 2, ...; together the ranks cover the step's rows once."""
+    """The row numbers of this rank's micro-batches in a step, counted from 1. No two ranks have the same row."""
     micro, whole = recipe.train.micro_batch_size, recipe.train.batch_tokens // recipe.data.seq_len
     first = (step - 1) * whole + world.rank * micro
     return [range(start, start + micro) for start in range(first, step * whole, micro * world.size)]
@@ -63,14 +63,14 @@ def gather_step(
     for numbers in rows_of_step(recipe, world, step):
         columns = batch(rows, numbers)
         targets = None if cache is None else cache(columns, numbers)
-        # Looked for here, because a GPU could not say how many they are without making the host wait.
+        # The positions are computed on the host. On a GPU the host would have to wait to learn how many they are.
         columns["kept"] = (columns["labels"].flatten() != IGNORE).nonzero().squeeze(1)
         gathered.append(MicroBatch(numbers, columns, torch.tensor(len(columns["kept"])), targets))
     return gathered
 
 
 def to_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    """A micro-batch whose columns are on ``device``; targets stay where they are.
+    """Copies the columns of a micro-batch to ``device``. The targets stay where they are.
 
     A copy from pinned memory is only launched; the host does not wait for it.
     """
@@ -100,7 +100,7 @@ class Feed:
     def take(self) -> list[MicroBatch]:
         """The micro-batches of the next step, on the device.
 
-        Raises: whatever the thread met while it prepared them, such as a damaged shard of a teacher cache.
+        Raises: any error that the thread met while it prepared them, such as a damaged shard of a teacher cache.
         """
         began = time.perf_counter()
         found = self._ready.get()
@@ -113,11 +113,11 @@ class Feed:
             stream.wait_event(copied)
             for micro in micros:
                 for tensor in (*micro.columns.values(), micro.counted):
-                    tensor.record_stream(stream)  # its memory belongs to the stream of the copies
+                    tensor.record_stream(stream)  # the tensor was allocated on the copy stream
         return micros
 
     def close(self) -> None:
-        """Ends the thread; what it has prepared is dropped."""
+        """Ends the thread and drops the steps that it has prepared."""
         self._ended.set()
         while self._thread.is_alive():
             with suppress(queue.Empty):
@@ -153,7 +153,7 @@ class Feed:
 def feeding(
     rows: Mixture, recipe: Recipe, world: World, first: int, last: int, cache: Teacher | None = None
 ) -> Iterator[Feed]:
-    """Micro-batches of the steps ``first`` to ``last`` are prepared ahead inside the block."""
+    """Prepares the micro-batches of the steps ``first`` to ``last`` ahead of time, as long as the block runs."""
     feed = Feed(rows, recipe, world, first, last, cache)
     try:
         yield feed

@@ -1,7 +1,8 @@
-"""Distillation: the student learns from the frozen teacher over packed text, from the recipe to a finished run.
+"""A distillation run, from the recipe to the finished model: the student learns from the frozen teacher.
 
-Read from the top: ``distill`` checks the recipe and claims the run directory, ``prepare_run`` loads everything,
-``take_steps`` trains, ``finish_step`` evaluates, logs and saves, and ``publish_model`` writes ``final/``.
+The functions follow the order of a run. ``distill_model`` checks the recipe and claims the run directory,
+``prepare_run`` loads everything, ``take_steps`` trains, ``finish_step`` evaluates, logs and saves, and
+``publish_model`` writes ``final/``.
 """
 
 import gc
@@ -47,28 +48,31 @@ def distill_model(
     """Runs a recipe, from its start or from a checkpoint; every process of the run calls it.
 
     A process that torchrun did not start is a run of its own, on one GPU or on the CPU. It may call this function
-    again: the second run gives what it would have given as the first. The call takes over SIGTERM and SIGUSR1, which
-    only the main thread of a process may do, and it ends the process if no step is made for ``faults.stuck_seconds``.
+    several times, and an earlier call does not change the result of a later one. The call installs handlers for
+    SIGTERM and SIGUSR1, so it must be made from the main thread. It ends the process if no step is completed for
+    ``faults.stuck_seconds``.
 
     Args:
         resolved: the recipe, as ``load_recipe`` returns it.
         resume: ``auto`` continues from the newest whole checkpoint in the run directory, if there is one;
-            ``never`` insists on a new run; anything else is the path of a checkpoint.
-        dry_run: check the recipe, say what it would do on ``processes`` GPUs, and plan it; nothing is written.
+            ``never`` requires a new run; any other value is the path of a checkpoint.
+        dry_run: checks the recipe, prints what it would do on ``processes`` GPUs, and plans it; nothing is written.
+        processes: the number of GPUs that a dry run assumes.
         scorer: the benchmark of ``early_stop.metric``, from ``fcsd.eval.early_score``.
         join_timeout: seconds to wait for the other processes.
 
     Returns: the run directory, with ``checkpoints/``, ``final/``, ``metrics.jsonl`` and ``curves.png``. With early
-        stopping, ``final/`` is the best checkpoint, else the last.
+        stopping, ``final/`` holds the model of the best checkpoint, otherwise that of the last.
 
     Raises:
-        ConfigError, BadInputError: before anything is written; BadInputError also for a step without counted tokens.
+        ConfigError, BadInputError: the recipe or its inputs cannot be used; this is raised before anything is written.
+            BadInputError is also raised by a step in which no token counts.
         CheckpointError: the checkpoint is damaged or belongs to another run.
-        DoesNotFitError: by its plan, on a dry run.
-        PeerLostError: another process did not come up, is gone, or is stuck; all processes end with its exit code.
+        DoesNotFitError: on a dry run, if by the plan the run needs more memory than a GPU has.
+        PeerLostError: another process did not start, is gone, or is stuck; all processes end with its exit code.
         NonFiniteError: loss or gradients are not finite; the message names the last good checkpoint.
-        PreemptedError: SIGTERM or SIGUSR1; the message names the last checkpoint.
-        DiskError: checkpoints cannot be written any more; the message names the last one.
+        PreemptedError: the process received SIGTERM or SIGUSR1; the message names the last checkpoint.
+        DiskError: checkpoints can no longer be written; the message names the last one.
     """
     recipe, directory = resolved.recipe, Path(resolved.recipe.output_dir)
     if dry_run:
@@ -90,7 +94,7 @@ def distill_model(
 
 @dataclass(frozen=True)
 class Tools:
-    """What accompanies the steps of a run; ``reporter`` is on rank 0 only."""
+    """The objects that feed, measure, score and save the steps of a run. Only rank 0 has a ``reporter``."""
 
     feed: Feed
     scores: ScoreHistory
@@ -105,7 +109,7 @@ class Tools:
 
 @dataclass(frozen=True)
 class Duties:
-    """What follows a step besides the next one."""
+    """What is to be done after a step, before the next one."""
 
     last: bool
     score: bool
@@ -116,12 +120,12 @@ class Duties:
 
     @property
     def any(self) -> bool:
-        """Whether the numbers of the step are needed before the next step is launched."""
+        """Whether the metrics of the step are needed before the next step is launched."""
         return self.last or self.score or self.evaluate or self.log or self.save or self.end
 
 
 def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, dog: Watchdog) -> None:
-    """Takes the steps that are left and publishes the model."""
+    """Takes the remaining steps and publishes the model."""
     recipe, first = run.recipe, run.done + 1
     random = recipe.init.weights == "random"
     saver = Saver(
@@ -145,24 +149,24 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, dog: Wa
         if run.world.rank == 0:
             reporter = shown.enter_context(reporting(run.directory, run.resolved, start=run.done))
             reporter.say(opening(recipe, run.directory, run.done))
-        shown.callback(dog.leave)  # however the steps end, each rank takes its own time for what is left to do
+        shown.callback(dog.leave)  # after the last step, ranks may work for different times, so none is watched
         steps = recipe.train.steps if not scores.verdict.stop else run.done
         feed = shown.enter_context(feeding(run.rows, recipe, run.world, first, steps, run.cache))
         meter = Meter(run.directory, recipe, run.world, run.hosts, run.done, feed)
         tools = Tools(feed, scores, skips, saver, samples, meter, reporter, preemption, dog)
         gc.collect()
-        gc.freeze()  # the collector need not look at imported libraries and models in the middle of a step
+        gc.freeze()  # libraries and models are excluded from garbage collection, which would slow steps down
         take_steps(run, tools, range(first, steps + 1))
         publish_model(run, tools)
 
 
 def take_steps(run: Prepared, tools: Tools, steps: range) -> None:
-    """Trains. While the device takes a step, the host judges the one before.
+    """Takes the steps. While the device computes a step, the host checks the metrics of the step before.
 
-    A step is launched, and its numbers travel to the host behind it. Where something follows the step (an evaluation, a
-    line in the log, a checkpoint), the host waits for the numbers at once. Otherwise it looks at them after it has
-    launched the next step. No decision depends on that: a step whose numbers are not finite has changed no weight, and
-    nothing is saved before all steps up to it have been judged.
+    The metrics of a step are copied to the host after the device has computed the step. If an evaluation, a line in the
+    log or a checkpoint follows the step, the host waits for the metrics at once. Otherwise it reads them after it has
+    launched the next step. The delay changes no result: a step whose metrics are not finite has changed no weight, and
+    a checkpoint is saved only after all steps up to it have been checked.
     """
     unjudged: LaunchedStep | None = None
     for step in steps:
@@ -184,7 +188,7 @@ def take_steps(run: Prepared, tools: Tools, steps: range) -> None:
 
 
 def duties_after(run: Prepared, tools: Tools, step: int) -> Duties:
-    """What follows a step; all ranks agree on it."""
+    """What is to be done after a step. The result is the same on all ranks."""
     recipe = run.recipe
     last = step == recipe.train.steps
     end = tools.preemption.time_left(run.hosts) < math.inf
@@ -229,7 +233,7 @@ def finish_step(
 
 
 def publish_model(run: Prepared, tools: Tools) -> None:
-    """``final/``: the model of the best checkpoint where steps were scored, else of the last one."""
+    """Writes ``final/``: the model of the best checkpoint if the model was scored, otherwise that of the last one."""
     newest = tools.saver.checkpoint
     if newest is None:
         return
@@ -244,7 +248,7 @@ def publish_model(run: Prepared, tools: Tools) -> None:
 
 
 def _log_if_skipped(run: Prepared, tools: Tools, launched: LaunchedStep) -> None:
-    """Judges an earlier step, which is worth a line only if it was skipped."""
+    """Checks the metrics of an earlier step, and logs them only if the step was skipped."""
     metrics = launched.metrics()
     if tools.skips.judge(launched.number, metrics, tools.saver.checkpoint):
         _log(run, tools, launched.number, metrics)
@@ -270,7 +274,7 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _hide_progress_bars(world: World) -> None:
-    """Bars of loading and tokenising are for the terminal of rank 0."""
+    """Hides the progress bars of loading and tokenising, except on rank 0 in a terminal."""
     if world.rank or not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()

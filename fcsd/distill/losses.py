@@ -1,9 +1,9 @@
-"""What the student is asked to match, from hidden states and output heads, one chunk of tokens at a time.
+"""The terms of the distillation loss, computed from hidden states and output heads, one chunk of tokens at a time.
 
-``[tokens, vocab]`` is never held in full. A chunk's logits give its loss and, at once, the gradient with
-respect to those logits, which is multiplied back through the head before the next chunk follows: backward
-recomputes nothing. Softmax, divergence and sums are fp32 whatever the inputs (fp64 for fp64 inputs): in bf16
-a divergence near alignment comes out with the wrong sign.
+The logits ``[tokens, vocab]`` are never held in full. The forward pass computes the logits of a chunk, the chunk's loss
+and the gradient of the loss with respect to these logits. It multiplies this gradient by the head before the next chunk
+follows, so the backward pass recomputes nothing. Softmax, divergence and sums are computed in fp32 for any inputs (in
+fp64 for fp64 inputs). In bf16, the divergence of two nearly equal distributions can get the wrong sign.
 
 Every loss is a sum over the positions where ``mask`` is true, divided by ``denominator``. The caller passes
 ``max(1, unmasked positions of the whole global batch)`` for a token mean, or 1 for the plain sum of FarSkip's
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 IGNORE = -100  # label of a position that predicts nothing
 
-# (logits [chunk, vocab], rows of the chunk) -> the chunk's summed loss, and its gradient at the logits
+# (logits [chunk, vocab], rows of the chunk) -> the summed loss of the chunk, and its gradient at the logits
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
@@ -38,12 +38,14 @@ def kl_divergence(
     """KL(teacher ‖ student) of the next-token distributions (FarSkip eq. 4).
 
     Args:
-        student_hidden, teacher_hidden: ``[..., hidden]`` after the final norm; the widths may differ.
+        student_hidden, teacher_hidden: ``[..., hidden]`` after the final norm. The two widths may differ.
         student_head, teacher_head: ``[vocab, hidden]`` output weights.
         mask: ``[...]`` bool, true where the position counts.
-        temperature: softens both distributions; the loss is scaled by its square (Hinton et al. 2015, §2).
-        kept: ``[counted]`` int64, the positions that count in flat ``mask``, if the caller knows them: to look for them
-            on a GPU, the host waits for it.
+        temperature: softens both distributions. The loss is scaled by its square (Hinton et al. 2015, §2).
+        denominator: the number by which the sum over positions is divided.
+        chunk_tokens: the number of positions whose logits are computed at a time.
+        kept: ``[counted]`` int64, the positions in the flattened ``mask`` that count, if the caller knows them.
+            Otherwise they are computed here, and on a GPU the host then waits for the device.
 
     Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
     """
@@ -72,8 +74,8 @@ def kl_divergence(
         gap = log_q.sub_(log_p).masked_fill_(q == 0, 0.0)  # 0 * log 0 = 0
         divergence = gap.mul_(q).sum()
         difference = log_p.exp_().sub_(q)
-        # The difference sums to 0 but for the rounding of both normalisers, which it takes out of the
-        # divergence: each addend q log(q/p) + p - q is non-negative by itself.
+        # The sum of p - q is 0 except for the rounding errors of the two softmax normalisers. Adding it removes these
+        # errors from the divergence: each addend q log(q/p) + p - q is non-negative by itself.
         return (divergence + difference.sum()) * temperature**2, difference.mul_(temperature)
 
     return chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens) / denominator
@@ -93,8 +95,8 @@ def cross_entropy(
     Args:
         student_hidden: ``[..., hidden]`` after the final norm.
         student_head: ``[vocab, hidden]`` output weight.
-        labels: ``[...]`` int64, already shifted: the token each position predicts, or ``IGNORE``.
-        kept: as in ``kl_divergence``.
+        labels: ``[...]`` int64, already shifted: the token that each position predicts, or ``IGNORE``.
+        denominator, chunk_tokens, kept: as in ``kl_divergence``.
 
     Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
     """
@@ -118,9 +120,9 @@ def cross_entropy(
 
 
 def squared_distance(student: Tensor, teacher: Tensor, mask: Tensor, *, denominator: float | Tensor = 1.0) -> Tensor:
-    """``‖o - t‖²`` of one layer's full streams, summed over hidden units and positions (FarSkip eq. 5).
+    """The squared distance ``‖o - t‖²`` of one layer's full streams, summed over hidden units and positions.
 
-    Kept for backward is the difference alone, in the student's dtype.
+    This is FarSkip eq. 5. Only the difference is kept for the backward pass, in the student's dtype.
 
     Args:
         student, teacher: ``[..., hidden]`` after the same layer, before any norm.
@@ -147,17 +149,17 @@ class _SquaredDistance(torch.autograd.Function):
 
 
 def _fuses(head: Tensor) -> bool:
-    """Whether the Triton path of ``fcsd.kernels`` takes these weights; this file is its reference."""
+    """Whether the Triton kernels of ``fcsd.kernels`` support these weights. This file is their reference."""
     return head.is_cuda and head.dtype != torch.float64
 
 
 def chunked(hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_tokens: int) -> Tensor:
-    """Sum of ``chunk_loss`` over the rows of ``hidden [tokens, hidden]``."""
+    """The sum of ``chunk_loss`` over all chunks of the rows of ``hidden`` ``[tokens, hidden]``."""
     return _ChunkedHeadLoss.apply(hidden, head, chunk_loss, chunk_tokens, torch.is_grad_enabled())  # type: ignore[return-value]
 
 
 class _ChunkedHeadLoss(torch.autograd.Function):
-    """Loss and its gradients in one sweep over the chunks; backward only scales them."""
+    """Computes the loss and its gradients in one pass over the chunks. The backward pass only scales the gradients."""
 
     @staticmethod
     def forward(
@@ -189,17 +191,21 @@ class _ChunkedHeadLoss(torch.autograd.Function):
 
 
 def for_matmul(head: Tensor) -> Tensor:
-    """The head as its products need it: tensor cores sum bf16 operands in fp32, a CPU needs fp32 operands."""
+    """The head as an operand of matrix products that sum in fp32.
+
+    On a GPU it stays as it is, because tensor cores sum bf16 operands in fp32. On a CPU it is converted to fp32, or
+    stays fp64.
+    """
     return head if head.is_cuda else head.to(torch.promote_types(head.dtype, torch.float32))
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` with an unrounded fp32 result also for half-precision operands."""
+    """``left @ right`` with an fp32 result, also for half-precision operands on a GPU."""
     if left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left @ right
 
 
 def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
-    """``[tokens, vocab]`` in fp32 or better."""
+    """The logits ``[tokens, vocab]`` of ``hidden`` ``[tokens, hidden]``, in fp32 or fp64."""
     return _product(hidden.to(weight.dtype), weight.t())

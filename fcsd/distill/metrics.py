@@ -1,5 +1,5 @@
-"""How fast a run is, and what it takes: tokens per second, share of the GPUs' peak, memory of the fullest process, and
-in steps that are profiled the communication that nothing hides.
+"""Measures the speed and the memory of a run: tokens per second, the share of the GPUs' peak FLOP/s, and the memory of
+the process that uses most. Steps that are profiled also give the exposed communication.
 """
 
 import resource
@@ -22,18 +22,19 @@ from fcsd.plan.model import MetaModel
 from fcsd.plan.setup import GIB, setup_of
 from fcsd.plan.speed import PEAK, flops_per_token
 
-WAITS = 0.01  # share of the time of steps above which waiting for data is warned of
-_SAME_PEAK = ("H200", "H100 80GB HBM3")  # in the names torch has for GPUs: both SXM, with the same arithmetic
+WAITS = 0.01  # a warning is printed if a larger share of the steps' time is spent waiting for data
+_SAME_PEAK = ("H200", "H100 80GB HBM3")  # parts of torch's names for GPUs; both are SXM and have the same peak
 
 
 class Meter:
-    """The steps of this process; every rank has one, and they read it together.
+    """Times the steps of this process. Every rank has a meter, and all ranks call ``read`` together.
 
     Args:
+        run: the run directory; traces of profiled steps are written below it.
         world: the processes, on their devices.
         hosts: the same processes, in a group whose collectives do not involve a device.
         start: the number of steps that were taken before.
-        feed: where the steps get their data.
+        feed: the source of the steps' data.
     """
 
     def __init__(self, run: Path, recipe: Recipe, world: World, hosts: World, start: int, feed: Feed) -> None:
@@ -52,7 +53,7 @@ class Meter:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Times the block, which is step 1, 2, ... and nothing else."""
+        """Times the block, which takes the step with this number (from 1) and does nothing else."""
         profiler = torch.profiler.profile() if self.traces(step) else None
         with profiler or nullcontext():
             began = time.perf_counter()
@@ -65,14 +66,15 @@ class Meter:
             self._exposed = exposed_communication(trace) if self._world.rank == 0 else {}
 
     def read(self, step: int) -> dict[str, float]:
-        """The speed of the run since the last reading, and what it takes; every rank calls it.
+        """The speed and the memory of the run. Every rank calls this after the same step.
 
         Returns:
-            Since the last reading ``tokens_per_second`` over all processes, ``mfu`` on a GPU whose peak is known, and
-            ``data_wait``, the share of the time of these steps that the slowest process spent waiting for data; the
-            first share above ``WAITS`` is warned of. Since the start ``seconds`` in steps, and of the fullest process
-            the peaks ``peak_host_memory_gib`` (resident) and ``peak_memory_gib`` (allocated by torch). After a profiled
-            step what ``exposed_communication`` gives.
+            The metrics by name. Three are measured since the last reading: ``tokens_per_second`` over all processes;
+            ``mfu``, on a GPU whose peak is known; and ``data_wait``, the share of the steps' time that the slowest
+            process spent waiting for data. The first share above ``WAITS`` causes a warning. Three are measured since
+            the start: ``seconds``, the time spent in steps; ``peak_host_memory_gib`` (resident) and
+            ``peak_memory_gib`` (allocated by torch), each of the process with the highest peak. After a profiled step
+            the values of ``exposed_communication`` are added.
         """
         before, seconds = self._read
         speed = (step - before) * self._recipe.train.batch_tokens / (self._seconds - seconds)
@@ -83,7 +85,7 @@ class Meter:
         own = self._memory() | {"data_wait": (self._feed.waited - self._waited) / (self._seconds - seconds)}
         everyone = self._hosts.everywhere(lambda: own)
         found |= {name: max(one[name] for one in everyone) for name in everyone[0]}
-        # The first step has nothing to hide its data under.
+        # No earlier step could hide the preparation of the first step's data.
         if before > self._start:
             self._warn(found["data_wait"])
         self._read, self._waited = (step, self._seconds), self._feed.waited
@@ -107,9 +109,12 @@ class Meter:
 
 
 def exposed_communication(path: Path) -> dict[str, float]:
-    """Of a profiled step on one rank ``exposed_communication_ms``, in which dispatch or combine ran and no kernel of
-    computation, and ``hidden_communication``, the share of their time that was hidden; nothing if there is neither,
-    as on a CPU.
+    """The exposed and the hidden communication in the trace of a profiled step on one rank.
+
+    Returns:
+        ``exposed_communication_ms``, the milliseconds in which dispatch or combine ran but no computation kernel, and
+        ``hidden_communication``, the share of their time that was hidden. The dict is empty if the trace has neither
+        dispatch nor combine on a device, for example on a CPU.
     """
     try:
         found = [overlap for (kind, _), overlap in overlaps([read(path)]).items() if kind == "all"]
@@ -120,13 +125,15 @@ def exposed_communication(path: Path) -> dict[str, float]:
 
 
 def gpu_peak(name: str, dtype: str) -> float | None:
-    """FLOP/s of a GPU by the name torch has for it; None if it is not known."""
+    """The peak FLOP/s of a GPU with torch's name ``name``; None if it is not known."""
     return PEAK[dtype] if any(part in name for part in _SAME_PEAK) else None
 
 
 def full_speed(recipe: Recipe, processes: int, peak: float) -> float:
-    """Tokens per second of a run that does nothing but the student's forward and backward and the teacher's forward,
-    at ``peak`` FLOP/s a process. Recomputed layers do not count (PaLM, appendix B: model FLOPs utilization).
+    """The tokens per second of a run at ``peak`` FLOP/s for each process.
+
+    The run is assumed to do nothing but the student's forward and backward pass and the teacher's forward pass.
+    Recomputed layers do not count (PaLM, appendix B: model FLOPs utilization).
     """
     student = MetaModel(recipe.model).numbers
     teacher = MetaModel(teacher_name(recipe)).numbers if needs_teacher(recipe) else student

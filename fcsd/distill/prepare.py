@@ -1,4 +1,4 @@
-"""All that a run needs before its first step: models, text, engine, and where it continues."""
+"""Prepares a run for its first step: loads the models and the text, builds the engine, and loads a checkpoint."""
 
 import sys
 from dataclasses import dataclass
@@ -34,21 +34,21 @@ from fcsd.launch.world import World
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the steps of a run work with.
+    """Everything that the steps of a run use.
 
     Attributes:
         world: the processes of the run; their collectives run on the device.
-        hosts: the same processes, which talk over gloo: to agree on something, no host waits for its device.
+        hosts: the same processes in a gloo group; its collectives do not make a host wait for its device.
         source: the directory that the student was made from.
         student: the model inside ``engine``.
-        teacher: the model in memory, if the run has one.
-        live: the targets from that model.
-        cache: the targets from a teacher cache, if the run has one.
-        rows: of the whole schedule.
-        held_out: rows that are measured and never trained on.
-        identity: what a run must share to continue from this one's checkpoints.
-        checkpoint: where the run continues; None if it starts anew.
-        progress: what that checkpoint says of the run so far; its ``step`` is 0 without one.
+        teacher: the teacher in memory, if the run has one.
+        live: computes the targets with ``teacher``; None without it.
+        cache: reads the targets from a teacher cache, if the run has one.
+        rows: the rows of the whole schedule.
+        held_out: rows that are only evaluated and never trained on.
+        identity: the facts that a run must share with this one in order to continue from its checkpoints.
+        checkpoint: the checkpoint from which the run continues; None if it starts anew.
+        progress: the progress stored in ``checkpoint``; ``{"step": 0}`` without a checkpoint.
     """
 
     resolved: ResolvedRecipe
@@ -79,23 +79,23 @@ class Prepared:
 
     @property
     def done(self) -> int:
-        """The number of steps that were taken before."""
+        """The number of steps that were taken before this process started."""
         return self.progress["step"]
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoints are."""
+        """The folder of the checkpoints."""
         return self.directory / run_dir.CHECKPOINTS
 
 
 def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared:
-    """Loads everything, and continues from a checkpoint if there is one; every process of the run calls it.
+    """Loads everything that a run needs, and its checkpoint if it continues; every process of the run calls this.
 
     Args:
-        resume: see ``distill``.
+        resume: see ``distill_model``.
 
     Raises:
-        ConfigError, BadInputError: the recipe cannot run here, or on this data; nothing is written then.
+        ConfigError, BadInputError: the recipe cannot run on these processes or on this data; nothing is written.
         CheckpointError: the checkpoint is damaged or belongs to another run.
     """
     recipe = resolved.recipe
@@ -143,7 +143,10 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
 def read_data(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world: World
 ) -> tuple[list[Corpus], Mixture, Rows | None]:
-    """The corpora of a run, its rows, and the held-out ones."""
+    """Loads the corpora of a run.
+
+    Returns: the training corpora, the rows of the run, and the held-out rows or None.
+    """
     data = recipe.data
     sources = [*data.sources, *([data.held_out] if data.held_out else [])]
     corpora = load_corpora(sources, tokenizer, vocab_size, data.seq_len, world)
@@ -152,7 +155,7 @@ def read_data(
 
 
 def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
-    """The rows of the whole schedule in their order, of which a shorter run takes the first."""
+    """The rows of the whole schedule, in their order. A run with fewer steps takes the first of these rows."""
     whole = recipe.schedule_steps * (recipe.train.batch_tokens // recipe.data.seq_len)
     packed = [Rows(corpus, recipe.data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
     weights = [source.weight for source in recipe.data.sources]
@@ -160,10 +163,12 @@ def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
 
 
 def load_teacher(recipe: Recipe, student: PreTrainedModel, world: World) -> PreTrainedModel:
-    """The frozen teacher, whose experts are divided as ``parallel.teacher_placement`` says.
+    """Loads the frozen teacher. Its experts are divided as ``parallel.teacher_placement`` says.
 
     Raises:
-        BadInputError: the loss cannot compare it with ``student``.
+        BadInputError: the vocabulary, the hidden size or the number of layers differs from that of ``student``; see
+            ``expect_comparable``.
+        ConfigError: the recipe compares a layer that the models do not have.
     """
     name, ep_size = teacher_name(recipe), recipe.parallel.teacher_ep_size
     dtype = DTYPES[recipe.train.dtype]
@@ -176,7 +181,7 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, world: World) -> PreT
 
 
 def hosts_of(world: World) -> World:
-    """The same processes in a group over gloo, whose collectives make no host wait for its device."""
+    """The same processes in a gloo group. Its collectives do not make a host wait for its device."""
     if world.device.type == "cpu":
         return world
     group: Any = dist.new_group(backend="gloo")

@@ -1,4 +1,4 @@
-"""The dry run: what a recipe would do, and its first rows, without a step."""
+"""The dry run: prints what a recipe would do and its first rows, and takes no step."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ from fcsd.plan import plan_run
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import present
 
-_SHOWN = 1024  # tokens of the first row that are printed
+_SHOWN = 1024  # the number of tokens of the first row that are printed
 
 
 def print_dry_run(recipe: Recipe, processes: int) -> None:
@@ -26,7 +26,7 @@ def print_dry_run(recipe: Recipe, processes: int) -> None:
 
     Raises:
         ConfigError, BadInputError: see ``preview``.
-        DoesNotFitError: it does not fit, by the plan.
+        DoesNotFitError: by the plan, the run needs more memory than a GPU has.
     """
     run_dir.require_usable(Path(recipe.output_dir), filter(None, (recipe.model, recipe.teacher)))
     print(preview(recipe, processes), file=sys.stderr)
@@ -36,12 +36,13 @@ def print_dry_run(recipe: Recipe, processes: int) -> None:
 
 
 def preview(recipe: Recipe, world_size: int = 1) -> str:
-    """Sizes, batch arithmetic, and the first packed row of each source with what counts in it.
+    """The text of the dry run: sizes, batch arithmetic, and the first packed row of each source.
 
-    The text is tokenised in full, into the cache of ``datasets`` where the run will find it; no weight is read.
+    The data are tokenised in full into the cache of ``datasets``, where the run will find them. No weight is read.
 
     Raises:
-        ConfigError, BadInputError: whatever would stop the run before its first step, weights aside.
+        ConfigError, BadInputError: for any problem that would stop the run before its first step, except for problems
+            with the weights.
     """
     data, train = recipe.data, recipe.train
     micro_steps = accumulation(recipe, world_size)
@@ -76,7 +77,10 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
 
 
 def show_first_row(corpus: Corpus, rows: Rows, tokenizer: PreTrainedTokenizerBase) -> str:
-    """How many positions of the first row count, and its text: ``⟦counts⟧``, ``|`` after a document."""
+    """The number of positions in the first row that count in the loss, and the text of the row.
+
+    Tokens that count stand between ``⟦`` and ``⟧``, and ``|`` separates documents.
+    """
     data = {name: column[0] for name, column in batch(rows, [0]).items()}
     counts = torch.zeros_like(data["labels"], dtype=torch.bool)
     counts[1:] = data["labels"][:-1] != IGNORE  # a token counts where it is predicted

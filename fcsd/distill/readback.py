@@ -1,16 +1,16 @@
-"""Numbers on their way from the device to the host, which goes on meanwhile."""
+"""Copies numbers from the device to the host without making the host wait."""
 
 import torch
 from torch import Tensor
 
 
 class Readback:
-    """Scalars by name, copied to pinned host memory behind the work that computes them.
+    """Copies named scalars to pinned host memory as soon as the device has computed them.
 
-    The constructor waits for nothing. ``wait`` waits for that work alone, not for what was launched later.
+    The constructor only launches the copy. ``wait`` waits for the copy, but not for work that was launched after it.
 
     Args:
-        values: tensors of one element on one device, or numbers that the host knows already.
+        values: by name, tensors of one element, all on one device, or numbers that are already on the host.
     """
 
     def __init__(self, values: dict[str, Tensor | float]) -> None:

@@ -1,4 +1,4 @@
-"""The answers of student and teacher to the fixed prompts of ``fcsd chat`` during training (FarSkip App. B)."""
+"""Records answers of student and teacher to the fixed prompts of ``fcsd chat`` during training (FarSkip App. B)."""
 
 import json
 from pathlib import Path
@@ -16,11 +16,13 @@ SAMPLES = "samples.jsonl"
 
 
 class Samples:
-    """Writes ``samples.jsonl``: for each evaluation and prompt the greedy answers. No random number is drawn.
+    """Writes ``samples.jsonl``, which holds the greedy answers to each prompt at each evaluation.
+
+    Greedy decoding draws no random number, so samples do not change the course of a run.
 
     Args:
-        teacher: None if the run has none; its answers, which do not change, are generated once.
-        start: the step the run continues from; later samples of an earlier attempt are dropped.
+        teacher: the teacher in memory, or None. Its answers do not change and are generated once.
+        start: the step from which the run continues. Samples that an earlier attempt took after it are dropped.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class Samples:
         start: int,
     ) -> None:
         self._path, self._tokens, self._world = run / SAMPLES, recipe.train.sample_tokens, world
-        # Models whose experts lie on several processes generate on all of them, in step.
+        # A model whose experts are divided among processes must generate on all of them at the same time.
         self._in_step = recipe.parallel.ep_size > 1
         self._student = Speaker("student", student, tokenizer)
         self._teacher = None if teacher is None else Speaker("teacher", teacher, tokenizer)
@@ -42,7 +44,7 @@ class Samples:
         world.on_first(lambda: self._keep(start))
 
     def take(self, step: int) -> None:
-        """Both models answer all prompts; every rank calls this."""
+        """Lets both models answer all prompts and appends the answers to the file. Every rank calls this."""
         if self._tokens == 0 or (self._world.rank and not self._in_step):
             return
         if self._teacher is not None and not self._known:
@@ -61,7 +63,7 @@ class Samples:
         turn = [{"role": "user", "content": prompt}]
         try:
             return answer(speaker, turn, seed=None, max_new_tokens=self._tokens, in_step=self._in_step)
-        except BadInputError as error:  # a prompt longer than a small model takes is no reason to stop
+        except BadInputError as error:  # the prompt may be too long for a small model
             return f"({error})"
         finally:
             speaker.model.train(training)
@@ -69,5 +71,5 @@ class Samples:
     def _keep(self, start: int) -> None:
         if self._path.exists():
             lines = self._path.read_text().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n")]  # a crash may have cut the last one off
+            whole = [line for line in lines if line.endswith("\n")]  # a crash may have cut off the last line
             write_text(self._path, "".join(line for line in whole if json.loads(line)["step"] <= start))

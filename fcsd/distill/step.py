@@ -1,4 +1,4 @@
-"""One optimizer step, and one measurement on held-out text, over all ranks."""
+"""Takes one optimizer step over all ranks, and measures the loss on held-out text."""
 
 import math
 from collections.abc import Callable
@@ -23,14 +23,18 @@ from fcsd.launch.world import World
 
 
 def loss_weights(recipe: Recipe) -> dict[str, float]:
-    """The terms of the loss that count, each with its weight."""
+    """The weights of the loss terms by name; terms with weight 0 are left out."""
     objective = recipe.objective
     weights = {"kl": objective.kl, "sft": objective.sft, "hidden": objective.hidden.weight}
     return {name: weight for name, weight in weights.items() if weight}
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """The learning rate of step 1, 2, ...: a linear rise to ``lr``, then the schedule down to ``min_lr``."""
+    """The learning rate of a step, counted from 1.
+
+    It rises linearly to ``lr`` during the warmup and then follows the schedule down to ``min_lr``. With the schedule
+    ``constant`` it stays at ``lr``.
+    """
     optim = recipe.optim
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
@@ -41,14 +45,15 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that the device is taking, or has taken.
+    """A step that was launched, which the device may not have finished yet.
 
     Attributes:
-        number: 1, 2, ...
-        rate: its learning rate.
-        weights: of the terms of the loss.
-        numbers: the terms, ``grad_norm`` and ``counted``, the positions with a label, on their way to the host.
-        rows: of the whole step, over all ranks.
+        number: the number of the step, counted from 1.
+        rate: the learning rate of the step.
+        weights: the weights of the loss terms.
+        numbers: the copy to the host of the loss terms, ``grad_norm``, and ``counted``, the number of positions with a
+            label.
+        rows: the numbers of the step's rows over all ranks.
     """
 
     number: int
@@ -58,7 +63,7 @@ class LaunchedStep:
     rows: range
 
     def metrics(self) -> dict[str, float]:
-        """``loss``, its unweighted terms, ``lr`` and ``grad_norm``; waits until the device has taken the step.
+        """``loss``, its unweighted terms, ``lr`` and ``grad_norm``. This waits until the device has taken the step.
 
         Raises:
             BadInputError: no position of the step's rows counts in the loss.
@@ -77,18 +82,19 @@ class LaunchedStep:
 def launch_step(
     engine: Any, teacher: Teacher | None, micros: list[MicroBatch], recipe: Recipe, world: World, step: int
 ) -> LaunchedStep:
-    """Takes step 1, 2, ... while the host goes on.
+    """Launches a step. The host does not wait until the device has taken it, except in two places.
 
-    The host still waits for the device in two places. With divided experts, each MoE layer needs the splits of its
-    all-to-alls on the host, to size buffers and collectives. And ``update`` waits for the gradient norm in those cases
-    of its table in which DeepSpeed or torch decides on the host whether the step is taken.
+    With divided experts, each MoE layer needs the splits of its all-to-alls on the host, to size buffers and
+    collectives. In some cases of the table in ``fcsd.distill.update``, the host decides whether the step is taken, and
+    ``update`` then waits for the gradient norm.
 
-    The loss is of the global batch before the step. If it or a gradient is not finite on any rank, ``grad_norm`` is
-    not finite either, and no rank changes its weights or its optimizer's moments.
+    The loss is that of the global batch before the weights change. If the loss or a gradient is not finite on any rank,
+    ``grad_norm`` is not finite either, and no rank changes its weights or its optimizer's moments.
 
     Args:
-        teacher: the model in memory, if the loss needs one.
+        teacher: computes the targets with the teacher in memory; None if the loss needs no such teacher.
         micros: this rank's part of the step, on the device.
+        step: the number of the step, counted from 1.
     """
     weights = loss_weights(recipe)
     counted = torch.stack([micro.counted for micro in micros]).sum()
@@ -106,9 +112,11 @@ def launch_step(
         last = micro is micros[-1]
         if last:
             dist.all_reduce(totals)
-            # Not finite on one rank is NaN on all. Gradients of NaN make the update skip the step.
+            # If a term is not finite on one rank, the loss becomes NaN on all. The gradients are then NaN as well, and
+            # the update skips the step.
             loss = loss * torch.where(totals.isfinite().all(), 1.0, math.nan)
-        # Each term is divided by the global batch already; the engine would average the ranks' gradients.
+        # The engine averages gradients over the ranks. Each term is already divided by the positions of the global
+        # batch, so the loss is multiplied by the number of ranks.
         engine.backward(loss * world.size, scale_wrt_gas=False)
         if last:
             norm = update(engine, recipe, world)
@@ -128,10 +136,11 @@ def train_step(
     step: int,
     cache: Teacher | None = None,
 ) -> dict[str, float]:
-    """Takes step 1, 2, ... and waits for it: the reference of ``launch_step`` with ``feed``, in one thread.
+    """Takes a step in one thread and waits for it. This is the reference of ``launch_step`` with ``fcsd.distill.feed``.
 
     Args:
-        cache: the targets of a teacher cache, if the run has one.
+        step: the number of the step, counted from 1.
+        cache: reads the targets from a teacher cache, if the run has one.
 
     Returns: the metrics of the step.
     """
@@ -143,9 +152,10 @@ def train_step(
 def _targets(
     micro: MicroBatch, teacher: Teacher | None, recipe: Recipe, world: World
 ) -> Targets | Callable[[], Targets] | None:
-    """What the student is compared with on a micro-batch.
+    """The targets of the student on a micro-batch, or a function that computes them, or None without a teacher.
 
-    A teacher whose experts are divided runs in turns with the student, so that each covers the other's all-to-alls.
+    A teacher whose experts are divided runs in turns with the student: one computes while the all-to-alls of the other
+    are in flight. In this case a function is returned.
     """
     if micro.targets is not None:
         assert isinstance(micro.targets.output, TopK)
@@ -160,9 +170,9 @@ def _targets(
 
 @torch.no_grad()
 def measure(engine: Any, teacher: Teacher | None, rows: Rows, recipe: Recipe, world: World) -> dict[str, float]:
-    """The terms per token over all rows of one epoch: cross-entropy and, with a teacher, KL; ``hidden`` if it counts.
+    """Measures the loss terms per token over all rows of one epoch. No random number is drawn.
 
-    No random number is drawn.
+    Returns: ``held_out_sft``, with a teacher ``held_out_kl``, and ``held_out_hidden`` if the term has a weight.
     """
     terms = ("sft",) if teacher is None else ("kl", "sft")
     if recipe.objective.hidden.weight:
@@ -174,7 +184,7 @@ def measure(engine: Any, teacher: Teacher | None, rows: Rows, recipe: Recipe, wo
     for first in range(0, rows.per_epoch, micro * world.size):
         start = first + world.rank * micro
         numbers = range(start, min(start + micro, rows.per_epoch))
-        # All ranks run equally often; one without rows left runs on a row that does not count.
+        # All ranks must run the model equally often. A rank without rows left runs it on a row that does not count.
         data = {name: column.to(world.device) for name, column in batch(rows, numbers or [0]).items()}
         if not numbers:
             data["labels"].fill_(IGNORE)

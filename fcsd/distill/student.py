@@ -1,4 +1,4 @@
-"""The student before its first step: a checkpoint's weights or random ones, in its own wiring or the recipe's."""
+"""Builds the student: with the weights of a checkpoint or random ones, in its own wiring or that of the recipe."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from fcsd.models.export_template import CODE_FILES
 
 
 def student_source(recipe: Recipe) -> Location:
-    """Where the student comes from. With random weights only its config and tokenizer are fetched.
+    """The checkpoint that the student is made from. With random weights, only its config and tokenizer are fetched.
 
     Raises:
         BadInputError: the path does not exist or is not a checkpoint.
@@ -30,11 +30,12 @@ def student_source(recipe: Recipe) -> Location:
 
 
 def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
-    """The student's config, rewired if the recipe says so.
+    """The student's config, with the wiring of the recipe if the recipe names one.
 
     Raises:
-        BadInputError: the architecture is not supported, or it is to be rewired and is already.
-        ConfigError: the wiring does not fit it.
+        BadInputError: the architecture is not supported; the recipe names a wiring, but the checkpoint is rewired
+            already; or the weights are random, but the config is quantised.
+        ConfigError: the wiring does not fit the architecture.
     """
     init = recipe.init
     register()
@@ -64,11 +65,12 @@ def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
 def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The student in eval mode. Every rank has the same weights, except for the experts that are divided over ranks.
 
-    Random weights follow the architecture's own rules (``initializer_range`` of the config) and the recipe's seed;
-    each module and each expert draws on its own, so they are the same at any ``parallel.ep_size``.
+    Random weights follow the architecture's own rules (``initializer_range`` of the config) and the recipe's seed.
+    Each module and each expert has a random generator of its own, so the weights are the same at any
+    ``parallel.ep_size``.
 
     Raises:
-        BadInputError, ConfigError: see ``student_config``; weights that do not match it.
+        BadInputError, ConfigError: see ``student_config``; also if the weights do not match the config.
     """
     source = student_source(recipe)
     config = student_config(recipe, source)
@@ -79,20 +81,21 @@ def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) ->
 
 
 def meta_student(recipe: Recipe, source: Location) -> PreTrainedModel:
-    """The student on the meta device: all shapes, no memory."""
+    """The student on the meta device, where tensors have shapes but no memory."""
     config = student_config(recipe, source)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def write_student(model: PreTrainedModel, source: Path, directory: Path, world: World, *, random: bool = False) -> None:
-    """The model directory of a checkpoint: ordinary Hugging Face, weights under their original names.
+    """Writes the model directory of a checkpoint, an ordinary Hugging Face directory with the original tensor names.
 
-    Every rank calls it and writes its part of the trained weights; all other files are those of ``source``.
+    Every rank calls this and writes its part of the trained weights. All other files are copied from ``source``.
 
     Args:
         source: the directory that the student was made from.
-        random: it gave a config and a tokenizer; it may have no weights.
+        directory: the directory to create.
+        random: whether the student began with random weights; ``source`` may then have no weights.
     """
     from fcsd.parallel.weights.saving import save_model
 

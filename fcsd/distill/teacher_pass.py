@@ -35,15 +35,20 @@ _SHARD_BYTES = 256 << 20
 
 
 def cache_teacher(resolved: ResolvedRecipe, *, shard_bytes: int = _SHARD_BYTES) -> Path:
-    """Writes the cache that ``objective.teacher_cache`` names, or the rest of one; every process calls it.
+    """Writes the cache that ``objective.teacher_cache`` names. Every process calls this.
 
-    Returns: its directory.
+    If an earlier call was interrupted, only the missing shards are written.
+
+    Args:
+        shard_bytes: the approximate size of a shard in bytes.
+
+    Returns: the directory of the cache.
 
     Raises:
-        ConfigError: the recipe names no cache, or a larger ``top_k`` than the vocabulary; see
+        ConfigError: the recipe names no cache, or ``top_k`` is larger than the vocabulary; see also
             ``fcsd.distill.expert_parallel.check``.
         BadInputError: the directory holds the cache of another teacher or text.
-        NonFiniteError: the teacher gives NaN or infinity for a row.
+        NonFiniteError: the teacher's log-probabilities for a row are NaN, as they are if a logit is NaN or infinity.
     """
     recipe = resolved.recipe
     settings = recipe.objective.teacher_cache
@@ -82,7 +87,7 @@ def _write(recipe: Recipe, settings: TeacherCache, folder: Path, world: World, s
     if world.rank == 0:
         log.info("%s: %d of %d shards to write", folder, len(missing), len(shards))
     for first in range(0, len(missing), world.size):
-        # All ranks run the model equally often, as an expert-parallel one must be.
+        # All ranks must run the model equally often, because its experts may be divided among them.
         together = missing[first : first + world.size]
         longest = max(len(shard.rows) for shard in together)
         own = together[world.rank] if world.rank < len(together) else None
@@ -100,7 +105,11 @@ def _write_shard(
     longest: int,
     world: World,
 ) -> None:
-    """Runs the model over ``longest`` rows; those of ``shard`` are kept."""
+    """Runs the model over ``longest`` rows and writes the results for the rows of ``shard``.
+
+    A rank whose shard is None or shorter than ``longest`` repeats row 0 and drops the result, so that all ranks run the
+    model equally often.
+    """
     numbers = [] if shard is None else list(shard.rows)
     digests: list[bytes] = []
     counts: list[int] = []
@@ -127,7 +136,7 @@ def _write_shard(
 
 @torch.no_grad()
 def _top_k_of(model: PreTrainedModel, micro: dict[str, Tensor], recipe: Recipe, settings: TeacherCache) -> TopK:
-    """The model's distribution at the positions that count."""
+    """The k most likely token ids at the positions of a micro-batch that count in the loss."""
     hidden = final_hidden(model, micro)[micro["labels"] != IGNORE]
     objective = recipe.objective
     return top_k(

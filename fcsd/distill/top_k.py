@@ -1,14 +1,14 @@
-"""A teacher's distribution by its k most likely token ids and one bucket for the rest, and the divergence from that.
+"""The teacher's k most likely token ids with one bucket for all others, and the KL divergence computed from them.
 
-Let ``q`` be the teacher, ``p`` the student, ``S`` the k token ids, ``T`` all others, and ``q_T``, ``p_T`` the
-probabilities of ``T``:
+Let ``q`` be the teacher's distribution, ``p`` the student's, ``S`` the k token ids, ``T`` all others (the tail), and
+``q_T``, ``p_T`` the probabilities of ``T``:
 
     KL_k = sum over S of q log(q / p)  +  q_T log(q_T / p_T)   <=   KL(q ‖ p)
 
-by the data-processing inequality; what is missing is ``q_T KL(q(.|T) ‖ p(.|T))`` exactly, nothing at k = V. Inside
-the tail the teacher's distribution is unknown, and the loss uses the student's own in its place. The gradient at the
-logits of T is therefore ``p - q_T p(.|T)`` instead of ``p - q``; the error is at most ``2 q_T`` in the sum of absolute
-values.
+by the data-processing inequality. The difference is exactly ``q_T KL(q(.|T) ‖ p(.|T))``, which is 0 at k = V. Inside
+the tail the teacher's distribution is unknown, and the loss uses the student's own distribution in its place. The
+gradient at the logits of T is therefore ``p - q_T p(.|T)`` instead of ``p - q``. The sum of the absolute errors of the
+gradient is at most ``2 q_T``.
 """
 
 from typing import NamedTuple
@@ -20,21 +20,26 @@ from fcsd.distill.losses import chunked, for_matmul, logits_of
 
 
 class TopK(NamedTuple):
-    """Of each of ``tokens`` positions: log-probabilities of the most likely token ids, these, and the rest's."""
+    """For each of ``tokens`` positions: the log-probabilities of the k most likely token ids, these ids, and the tail.
+
+    ``tail`` is the log-probability of all other token ids together.
+    """
 
     log_probs: Tensor  # [tokens, k] fp32
     words: Tensor  # [tokens, k] int32
-    tail: Tensor  # [tokens] fp32, -inf where there is no rest
+    tail: Tensor  # [tokens] fp32, -inf if there are no other token ids
 
 
 @torch.no_grad()
 def top_k(hidden: Tensor, head: Tensor, k: int, *, temperature: float = 1.0, chunk_tokens: int = 512) -> TopK:
-    """The k most likely next token ids and the rest.
+    """The k most likely next token ids at each position, and the tail.
 
     Args:
         hidden: ``[tokens, hidden]`` after the final norm.
         head: ``[vocab, hidden]`` output weight.
-        temperature: of the softmax.
+        k: the number of token ids, at most ``vocab``.
+        temperature: the temperature of the softmax.
+        chunk_tokens: the number of positions whose logits are computed at a time.
     """
     weight = for_matmul(head)
     chunks = []
@@ -57,14 +62,15 @@ def kl_from_top_k(
     chunk_tokens: int = 512,
     kept: Tensor | None = None,
 ) -> Tensor:
-    """``KL_k``, see above; a lower bound of FarSkip's equation 4.
+    """The divergence ``KL_k`` of this module's docstring, a lower bound of FarSkip's equation 4.
 
     Args:
         student_hidden: ``[..., hidden]`` after the final norm.
         student_head: ``[vocab, hidden]`` output weight.
-        teacher: of the positions where ``mask`` is true, in their order, at the same temperature.
+        teacher: the teacher's distribution at the positions where ``mask`` is true, in their order and at the same
+            temperature.
         mask: ``[...]`` bool, true where the position counts.
-        temperature, kept: as in ``kl_divergence``.
+        temperature, denominator, chunk_tokens, kept: as in ``kl_divergence``.
 
     Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
     """

@@ -1,8 +1,8 @@
-"""The update of the weights: gradients are clipped first, and one that is not finite changes nothing.
+"""The update of the weights: gradients are clipped, and a step whose gradients are not finite is skipped.
 
-Both are decided on the device where the optimizer allows it, because a host that asks for the norm waits for the whole
-backward pass. torch's fused AdamW takes a flag ``found_inf``: if it is 1, the kernel leaves weights, moments and the
-count of steps as they are.
+Both decisions depend on the norm of the gradients. They are made on the device where the optimizer allows it, because a
+host that reads the norm waits for the whole backward pass. torch's fused AdamW takes a flag ``found_inf``: if it is 1,
+the kernel leaves weights, moments and the count of steps as they are.
 
 =====================  =========================================  ========================================
 ZeRO stage, weights    the norm is computed by                    a norm that is not finite is judged
@@ -23,24 +23,25 @@ from torch import Tensor
 from fcsd.config import Recipe
 from fcsd.launch.world import World
 
-_EPSILON = 1e-6  # DeepSpeed's and torch's, added to the norm that divides
+_EPSILON = 1e-6  # added to the norm before the division, as DeepSpeed and torch do
 
 
 def judges_on_device(recipe: Recipe) -> bool:
-    """Whether ``install`` takes clipping and the judgement of the norm over from DeepSpeed."""
+    """Whether clipping and the check of the norm run on the device (``install``) instead of in DeepSpeed."""
     return recipe.parallel.zero_stage > 0 and recipe.train.dtype == "bf16"
 
 
 def install(engine: Any, recipe: Recipe) -> None:
-    """Lets ZeRO's inner optimizer clip and skip on the device; call it after a checkpoint is loaded.
+    """Makes ZeRO's inner optimizer clip and skip on the device. Call this after a checkpoint is loaded.
 
-    DeepSpeed's ``step`` would wait for the norm twice, to skip and to clip. The engine is configured not to do either,
-    see ``deepspeed_config``, and a hook of the inner optimizer does both with the norm that DeepSpeed computed.
+    DeepSpeed's ``step`` would wait for the norm twice: once to decide whether to skip the step, and once to clip.
+    ``deepspeed_config`` turns both off, and a hook of the inner optimizer does both with the norm that DeepSpeed
+    computed.
     """
     if not judges_on_device(recipe):
         return
     zero, limit = engine.optimizer, recipe.optim.grad_clip
-    zero.clip_grad = 0.0  # a checkpoint brings its own value back
+    zero.clip_grad = 0.0  # loading a checkpoint restores the stored value
 
     def before_step(optimizer: Any, *_: Any) -> None:
         norm = zero._global_grad_norm
@@ -55,9 +56,11 @@ def install(engine: Any, recipe: Recipe) -> None:
 
 
 def update(engine: Any, recipe: Recipe, world: World) -> Tensor | float:
-    """Clips and takes the optimizer's step after the last micro-batch; returns the global norm before clipping.
+    """Clips the gradients and takes the optimizer's step. Call this after the backward pass of the last micro-batch.
 
     If the norm is not finite, no weight and no moment changes on any rank.
+
+    Returns: the global L2 norm of the gradients before clipping.
     """
     if recipe.parallel.zero_stage:
         engine.step()
@@ -67,7 +70,7 @@ def update(engine: Any, recipe: Recipe, world: World) -> Tensor | float:
     if recipe.optim.grad_clip:
         with_gradient = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(with_gradient, recipe.optim.grad_clip, norm)
-    if recipe.train.dtype == "fp32":  # torch's optimizer itself, without a wrapper
+    if recipe.train.dtype == "fp32":  # the engine calls torch's optimizer directly, which reads found_inf
         engine.optimizer.found_inf = (~norm.isfinite()).float()
         engine.step()
     elif norm.isfinite():  # the host waits; DeepSpeed's wrapper of bf16 without ZeRO reads norms on the host anyway
@@ -79,9 +82,9 @@ def update(engine: Any, recipe: Recipe, world: World) -> Tensor | float:
 
 
 def global_norm(engine: Any, recipe: Recipe, world: World) -> Tensor:
-    """The L2 norm of all gradients, those of experts on other processes included, for ZeRO stage 0.
+    """The L2 norm of all gradients for ZeRO stage 0, including those of the experts on other processes.
 
-    DeepSpeed would use the norm over the experts of this process only.
+    DeepSpeed's own norm covers only the experts of this process.
     """
     ep_size = recipe.parallel.ep_size
     gradients: dict[bool, list[Tensor]] = {True: [], False: []}
@@ -91,7 +94,7 @@ def global_norm(engine: Any, recipe: Recipe, world: World) -> Tensor:
     norm = torch.nn.utils.get_total_norm(gradients[False])
     if ep_size > 1:
         squared = torch.nn.utils.get_total_norm(gradients[True]).square()
-        dist.all_reduce(squared)  # as many processes hold an expert as there are groups
+        dist.all_reduce(squared)  # each expert is summed world.size / ep_size times
         norm = (norm.square() + squared * ep_size / world.size).sqrt()
     return norm
 

@@ -1,1 +1,1 @@
-"""From the sources of a recipe to packed rows of token ids."""
+"""Turns the data sources of a recipe into packed rows of token ids."""

@@ -1,16 +1,18 @@
-"""A chat -> the texts that a model would have read and written in it, rendered turn by turn by the chat template.
+"""Renders a chat turn by turn with the chat template, to the texts that a model would have read and written in it.
 
 A response is what an assistant message adds to the rendering of all messages before it. Where the template marks
-responses with ``{% generation %}``, the marked part of that addition counts; otherwise all of it does, from the end of
-the generation prompt on.
+responses with ``{% generation %}``, the marked part of that addition counts in the loss. Otherwise the whole addition
+counts, from the end of the generation prompt on.
 
 Most templates render a chat so that every earlier turn stays as it was written. Then one text holds all responses.
 Some change earlier turns: Qwen3's removes the reasoning of all answers before the last question. There, one text
 cannot show each response as it was written in the context in which it was written. ``earlier_reasoning`` chooses:
 
-- ``dropped``: each response stands in the context that the template shows at that moment. A chat becomes several texts;
-  a new one begins with each response whose context changes what the last text contains. Every response counts once.
-- ``kept``: one text, in which every response stays as it was written. Later responses read the earlier reasoning.
+- ``dropped``: each response stands in the context that the template shows when the response is written. A chat may
+  become several texts: a new text begins with each response whose context differs from what the last text contains.
+  Every response counts once.
+- ``kept``: the chat becomes one text, in which every response stays as it was written. Later responses read the earlier
+  reasoning.
 
 The rendering runs in a child process with limits, because a template is a program that came with a model.
 """
@@ -38,7 +40,7 @@ class Rendering(NamedTuple):
 
     Attributes:
         text: what the tokenizer reads.
-        spans: first and last character, exclusive, of each part that counts in the loss.
+        spans: the first character and the end (exclusive) of each part that counts in the loss.
     """
 
     text: str
@@ -50,10 +52,10 @@ _Render = Callable[[list[Message], bool], Rendering]
 
 
 def read_template(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template of a source.
+    """The chat template of a source, or that of the tokenizer if the source names none.
 
     Raises:
-        ConfigError: its file cannot be read.
+        ConfigError: the template's file cannot be read.
         BadInputError: the source names no file, and the tokenizer has no template.
     """
     if source.chat_template is not None:
@@ -73,12 +75,14 @@ def read_template(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
 def render_chat(
     messages: list[Message], template: str, special_tokens: dict[str, Any], source: Source
 ) -> list[Rendering] | str:
-    """The texts of a chat with what counts in each, or the reason why the chat cannot be used.
+    """The texts of a chat with the spans that count in the loss, or the reason why the chat cannot be used.
 
-    It returns the reason instead of raising ``Skip``, and catches whatever the template raises, because it runs in a
-    ``LimitedProcess``.
+    The function runs in a ``LimitedProcess``. It therefore catches every exception of the template, and returns the
+    reason instead of raising ``Skip``.
 
     Args:
+        messages: the messages of the chat.
+        template: the chat template, a Jinja program.
         special_tokens: the tokenizer's ``special_tokens_map``, which templates read.
         source: its ``train_on`` and ``earlier_reasoning`` are read.
     """
@@ -105,7 +109,7 @@ def render_chat(
 
 
 def _dropping(messages: list[Message], render: _Render, marked: bool) -> list[Rendering]:
-    """Each response in the context that the template shows when the response is written."""
+    """The texts of ``dropped``: each response stands in the context that the template shows when it is written."""
     found: list[Rendering] = []
     for turn in _responses(messages):
         _, now = _written(messages, turn, render, marked)
@@ -116,7 +120,7 @@ def _dropping(messages: list[Message], render: _Render, marked: bool) -> list[Re
 
 
 def _keeping(messages: list[Message], render: _Render, marked: bool) -> Rendering:
-    """All responses as they were written, one after the other, and between them what the template adds."""
+    """The text of ``kept``: all responses as they were written, with the template's text between them."""
     text, spans = "", list[tuple[int, int]]()
     last = None  # the last response so far
     for turn in _responses(messages):
@@ -135,9 +139,10 @@ def _responses(messages: list[Message]) -> list[int]:
 
 
 def _written(messages: list[Message], turn: int, render: _Render, marked: bool) -> tuple[int, Rendering]:
-    """Where a response begins in the rendering that ends with it, and that rendering with what counts of the response.
+    """The rendering that ends with a response, and the position in it where the response begins.
 
-    Nothing counts of a response that does not begin as the generation prompt does, or that has nothing before it.
+    The spans of the rendering are the parts of this response that count. There are none if the rendering does not begin
+    with the rendering of the earlier messages. There are also none for an unmarked response in the first turn.
     """
     now = render(messages[: turn + 1], False)
     before = render(messages[:turn], not marked).text if turn else ""
@@ -148,10 +153,10 @@ def _written(messages: list[Message], turn: int, render: _Render, marked: bool) 
 
 
 def _between(messages: list[Message], last: int, turn: int, text: str, render: _Render, marked: bool) -> str:
-    """What the template adds after the response ``last``, with which ``text`` ends, until the response ``turn`` begins.
+    """The text that the template adds between the response ``last``, which ends ``text``, and the response ``turn``.
 
-    A placeholder takes the place of the response ``last``, because the template may render it in another way once
-    other messages follow. What follows the placeholder does not depend on that.
+    Both renderings have a placeholder in place of the response ``last``, because the template may change this response
+    once other messages follow. The text after the placeholder does not depend on the response.
     """
     until = [*messages[:last], {"role": "assistant", "content": _PLACEHOLDER}]
     alone = render(until, False).text.split(_PLACEHOLDER)

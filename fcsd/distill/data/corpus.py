@@ -1,7 +1,7 @@
-"""A source of text or chats -> its documents as token ids, and which of these count in the loss.
+"""Tokenises a source of text or chats into documents, and marks the tokens that count in the loss.
 
-A source is tokenised once and memory-mapped from the cache of ``datasets``. A row that cannot be used is counted under
-its reason and left out; a source without a single usable row is an error.
+A source is tokenised once and memory-mapped from the cache of ``datasets``. A row that cannot be used is left out, and
+such rows are counted by reason. A source without a single usable row is an error.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ from fcsd.distill.data.raw_table import RawTable, cache_folder, digest, open_sou
 from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.errors import BadInputError
 
-_VERSION = 2  # of the cached tokens; a change of how text or chats become tokens needs another number
+_VERSION = 2  # version of the cached tokens; raise it when the way in which text or chats become tokens changes
 _ROWS_PER_PROCESS = 20_000
-_HOPELESS = 3  # chats on which a template may exceed its limits before it has rendered one
+_HOPELESS = 3  # the run ends if a template exceeds its limits on this many chats before it has rendered one
 _FEATURES = {
     "ids": datasets.List(datasets.Value("int32")),
     "counts": datasets.List(datasets.Value("bool")),
@@ -44,12 +44,12 @@ class Corpus:
     """One tokenised source.
 
     Attributes:
-        name: its path in the recipe.
+        name: the path of the source in the recipe.
         lengths: ``[documents]`` int64, the number of tokens of each document; 0 stands for a row that was left out.
-        sha256: of every data file by its name, of the tokenizer, of the chat template, and of the ``lengths`` of chats,
-            which tells hosts apart on which the template exceeded its limits for different chats.
-        skipped: how many rows of the source were left out, by reason.
-        overlong: ``split``, ``truncate`` or ``skip``: what happens to a document that is longer than a row.
+        sha256: the SHA-256 of every data file by its name, of the tokenizer and of the chat template. For chats also
+            that of ``lengths``, which differs between two hosts if the template exceeded its limits on different chats.
+        skipped: the number of rows of the source that were left out, by reason.
+        overlong: what happens to a document that is longer than a row: ``split``, ``truncate`` or ``skip``.
         padding: the token id that fills the rest of a row.
         min_counted: the smallest share of the tokens in its rows that must count in the loss.
     """
@@ -68,19 +68,19 @@ class Corpus:
         return int(self.lengths.sum())
 
     def counted(self) -> int:
-        """How many of the tokens count in the loss."""
+        """The number of tokens that count in the loss."""
         return self._documents.counted()
 
     def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids of a document, and which of them count: ``[lengths[number]]`` int32 and bool."""
+        """The token ids of a document and which of them count, both ``[lengths[number]]``, int32 and bool."""
         return self.piece(number, 0, None)
 
     def piece(self, number: int, first: int, last: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """As ``document``, for its tokens ``first`` to ``last`` (exclusive; None for the end)."""
+        """Like ``document``, but only the tokens ``first`` to ``last`` (exclusive; None stands for the end)."""
         return self._documents.piece(number, first, last)
 
     def left_out(self, seq_len: int) -> dict[str, int]:
-        """What is left out of a run with rows of ``seq_len`` tokens, by reason."""
+        """The number of documents that a run with rows of ``seq_len`` tokens leaves out or cuts, by reason."""
         overlong = int((self.lengths > seq_len).sum())
         if self.overlong == "split" or overlong == 0:
             return self.skipped
@@ -91,7 +91,7 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a model directory.
 
     Raises:
-        BadInputError: there is none, it is not a fast one, or it has no EOS token.
+        BadInputError: there is no tokenizer, it is not a fast tokenizer, or it has no EOS token.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
@@ -106,7 +106,7 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
     """Reads and tokenises a source.
 
     Args:
-        vocab_size: of the model; a row with a token id at or above it is left out.
+        vocab_size: the vocabulary size of the model; a row with a token id of this size or larger is left out.
 
     Raises:
         BadInputError: there is no such file, split, column or chat template; a file is not in its format; no row can be
@@ -135,7 +135,7 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
         desc=f"tokenising {source.path}",
     )
     lengths = pc.call_function("list_value_length", [encoded.data.column("ids")]).to_numpy().astype(np.int64)
-    if template is not None:  # only a template can exceed a limit on one host and not on another
+    if template is not None:  # a template may exceed its limits on one host only
         sha256["documents"] = hashlib.sha256(lengths.tobytes()).hexdigest()
     reasons = encoded.data.column("skipped").drop_null().value_counts().to_pylist()
     skipped = {entry["values"]: entry["counts"] for entry in reasons}
@@ -154,7 +154,7 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
 
 
 def listed(reasons: Mapping[str, int], most: int = 8) -> str:
-    """The commonest reasons with their counts, in one line."""
+    """The most frequent reasons with their counts, in one line."""
     common = sorted(reasons.items(), key=lambda item: -item[1])
     rest = sum(count for _, count in common[most:])
     return ", ".join([f"{count:,} {reason}" for reason, count in common[:most]] + [f"{rest:,} others"] * (rest > 0))
@@ -168,7 +168,7 @@ def _encode(
     template: str | None,
     limit: int,
 ) -> dict[str, list[Any]]:
-    """The documents of each row; for a row that cannot be used, an empty document and the reason."""
+    """The tokenised documents of a batch of rows. A row that cannot be used gives an empty document and the reason."""
     encoded: dict[str, list[Any]] = {name: [] for name in _FEATURES}
     render = partial(
         render_chat, template=template or "", special_tokens=dict(tokenizer.special_tokens_map), source=source
@@ -200,7 +200,7 @@ def _rendered(messages: list[Message], render: LimitedProcess, source: Source) -
 
     Raises:
         Skip: the template cannot render the chat.
-        BadInputError: the template exceeded its limits on the first chats, and would do so on all others.
+        BadInputError: the template exceeded its limits on each of the first chats, and so probably on all others.
     """
     try:
         found = render(messages)
@@ -217,13 +217,13 @@ def _rendered(messages: list[Message], render: LimitedProcess, source: Source) -
 
 
 def _processes(rows: int) -> int | None:
-    """How many processes tokenise; None means this process alone."""
+    """The number of processes that tokenise; None stands for this process alone."""
     count = min(len(os.sched_getaffinity(0)), rows // _ROWS_PER_PROCESS)
     return count if count > 1 else None
 
 
 def _fields_of(table: RawTable, source: Source) -> str | None:
-    """A hint that names the fields of the first JSON object, for a source of which no row could be used."""
+    """A hint that names the fields of the first JSON object of a source; None if there is no JSON object."""
     for line in table.rows[:100][COLUMN] if table.lines else ():
         try:
             row = json.loads(line or b"")

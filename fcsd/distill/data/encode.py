@@ -1,6 +1,7 @@
-"""A text or a chat -> the token ids of its documents, and which of them count in the loss.
+"""Turns a text or a rendered chat into token ids, and marks the tokens that count in the loss.
 
-Of a plain text every token counts, its EOS included. A chat is what its template renders, and nothing is added to it.
+In a plain text every token counts, including the EOS token at its end. The rendering of a chat is tokenised as it is,
+and no token is added to it.
 """
 
 from typing import Any, NamedTuple
@@ -24,15 +25,15 @@ class Document(NamedTuple):
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Document:
-    """The tokens of a plain text and EOS, all of which count."""
+    """The tokens of a plain text, followed by EOS. All of them count."""
     ids: Any = [*tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]  # type: ignore[misc]
     return Document(ids, [True] * len(ids))
 
 
 def encode_rendering(rendering: Rendering, tokenizer: PreTrainedTokenizerBase) -> Document:
-    """The tokens of a rendered chat; those count that begin inside a span that counts."""
+    """The tokens of a rendered chat. A token counts if it begins inside a span that counts."""
     encoded: Any = tokenizer(rendering.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
-    borders = np.array(rendering.spans, dtype=np.int64).ravel()  # ascending: a span begins, ends, the next begins, ...
+    borders = np.array(rendering.spans, dtype=np.int64).ravel()  # ascending: begin and end of each span
     counts = np.searchsorted(borders, starts, side="right") % 2 == 1
     return Document(encoded["input_ids"], counts.tolist())

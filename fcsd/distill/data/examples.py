@@ -1,4 +1,4 @@
-"""One row of a source -> a text or a chat, or the reason why the row cannot be used."""
+"""Reads the text or the chat in one row of a source, or finds the reason why the row cannot be used."""
 
 import json
 from collections.abc import Mapping
@@ -7,9 +7,9 @@ from typing import Any
 from fcsd.config import Source
 from fcsd.distill.data.json_lines import LONGEST_LINE
 
-MAX_CHARACTERS = 10_000_000  # of a text or a chat; a tokenizer needs several hundred bytes of memory for each
+MAX_CHARACTERS = 10_000_000  # in a text or a chat; a tokenizer needs several hundred bytes of memory per character
 
-# message_keys -> (key of the speaker, key of the text, roles by other names)
+# message_keys -> (key of the speaker, key of the text, the names of roles that differ from ours -> our names)
 _KEYS = {
     "role/content": ("role", "content", {}),
     "from/value": ("from", "value", {"human": "user", "gpt": "assistant"}),
@@ -21,16 +21,20 @@ Message = dict[str, str]
 
 
 class Skip(Exception):
-    """This row cannot be used; the message is the reason under which it is counted."""
+    """Raised for a row that cannot be used. The message is the reason under which the row is counted."""
 
 
 def too_long() -> Skip:
-    """For a row with more text than ``MAX_CHARACTERS``."""
+    """The ``Skip`` for a row with more than ``MAX_CHARACTERS`` characters of text."""
     return Skip(f"over {MAX_CHARACTERS:,} characters")
 
 
 def row_of_line(line: bytes | None, columns: tuple[str, ...]) -> dict[str, Any]:
-    """The columns of a JSON line; None is a line that was too long to be read."""
+    """The columns of a JSON line. The line is None if it was too long to be read.
+
+    Raises:
+        Skip: the line cannot be used.
+    """
     if line is None:
         raise Skip(f"a line over {LONGEST_LINE:,} bytes")
     try:
@@ -50,7 +54,11 @@ def row_of_line(line: bytes | None, columns: tuple[str, ...]) -> dict[str, Any]:
 
 
 def text_of(row: Mapping[str, Any], source: Source) -> str:
-    """The plain text of a row."""
+    """The plain text of a row.
+
+    Raises:
+        Skip: the text cannot be used.
+    """
     text = _text(row[source.column])
     if not text.strip():
         raise Skip("empty")
@@ -58,7 +66,11 @@ def text_of(row: Mapping[str, Any], source: Source) -> str:
 
 
 def chat_of(row: Mapping[str, Any], source: Source) -> list[Message]:
-    """The chat of a row: messages with a known ``role`` and a ``content``, at least one of them by the assistant."""
+    """The chat of a row: messages with a known ``role`` and a ``content``, at least one of them by the assistant.
+
+    Raises:
+        Skip: the chat cannot be used.
+    """
     if source.messages is None:
         assert source.prompt is not None and source.response is not None
         question, answer = (_text(row[name]) for name in (source.prompt, source.response))

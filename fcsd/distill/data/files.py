@@ -1,4 +1,4 @@
-"""The files that the path of a source stands for: a file, all files below a folder, or those that match a pattern."""
+"""Finds the files that the path of a source stands for: one file, all files below a folder, or those of a pattern."""
 
 import glob
 import os
@@ -12,11 +12,11 @@ MOST_ENTRIES = 200_000  # files and folders that a search visits before it gives
 
 
 def find_files(path: str) -> list[Path]:
-    """The existing files that ``path`` stands for, sorted; none if there is no such file.
+    """The existing files that ``path`` stands for, sorted. The list is empty if there is no such file.
 
-    ``**`` in a pattern stands for any number of folders. A pattern does not find hidden files and folders unless it
-    names them with their dot, as in a shell. It follows links to folders, as ``glob`` does. The search of a folder
-    finds hidden files and follows no link to a folder, so that it finds no file twice.
+    ``**`` in a pattern stands for any number of folders. As in a shell, a pattern finds hidden files and folders only
+    if it names them with their dot. The search for a pattern follows links to folders, as ``glob`` does. The search of
+    a folder finds hidden files. It follows no link to a folder, so that it finds no file twice.
 
     Raises:
         BadInputError: the search would visit more than ``MOST_ENTRIES`` files and folders.
@@ -35,7 +35,7 @@ def find_files(path: str) -> list[Path]:
 
 
 def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether folders and a file name fit a pattern, part by part."""
+    """Whether the parts of a path match the parts of a pattern."""
     if not pattern or not names:
         return not names and all(part == "**" for part in pattern)
     visible = pattern[0].startswith(".") or not names[0].startswith(".")

@@ -1,8 +1,8 @@
-"""Files of JSON lines -> one Arrow file in the cache, a row for each line.
+"""Copies files of JSON lines into one Arrow file in the cache, with a row for each line.
 
-The lines are not parsed here: a reader with types would refuse a whole file because of one row of another type. They
-are kept as bytes, so that a line that is not UTF-8 can be told from one that contains the replacement character. No
-more than a block and one line of the longest permitted length are in memory at a time.
+The lines are not parsed here, because a reader with types would refuse a whole file because of one row of another type.
+The lines are kept as bytes, so that a line that is not UTF-8 can be distinguished from a line that contains the
+replacement character. The reader holds at most one block and one line of the longest permitted length in memory.
 """
 
 import gzip
@@ -25,8 +25,8 @@ COLUMN = "line"
 _BLOCK = 1 << 20  # bytes that are read at once
 _BATCH = 32 << 20  # bytes of lines that are written at once
 _GZIP_MAGIC = b"\x1f\x8b"
-_MOST_EXPANSION = 100  # text seldom shrinks more than tenfold; a file beyond this ratio is refused once it is large
-_LARGE = 1 << 30  # bytes
+_MOST_EXPANSION = 100  # text rarely compresses more than tenfold; a large file beyond this ratio is refused
+_LARGE = 1 << 30  # bytes of decompressed text below which the ratio is not checked
 
 
 def read_json_lines(files: Sequence[Path], cached: Path, max_rows: int | None) -> datasets.Dataset:
@@ -35,13 +35,13 @@ def read_json_lines(files: Sequence[Path], cached: Path, max_rows: int | None) -
     Args:
         cached: the Arrow file in the cache. It is written if it does not exist; its name must depend on the contents
             of ``files`` and on ``max_rows``.
-        max_rows: how many lines to read; None for all.
+        max_rows: the number of lines to read; None stands for all.
 
-    Returns: one column ``line``: the bytes of each line without its end, or null for a line longer than
-        ``LONGEST_LINE``.
+    Returns: a dataset with one column ``line``, which holds the bytes of each line without its line end, or null for a
+        line longer than ``LONGEST_LINE``.
 
     Raises:
-        BadInputError: a file is not what its compression says, or expands to more than 100 times its size.
+        BadInputError: a file is damaged gzip, or expands to more than 100 times its size.
     """
     if not cached.exists():
         lines = (line for path in files for line in _lines(_blocks(path)))
@@ -71,7 +71,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _lines(blocks: Iterable[bytes]) -> Iterator[bytes | None]:
-    """The lines of a file without their ends; None for one longer than ``LONGEST_LINE``."""
+    """The lines of a file without their line ends; None for a line longer than ``LONGEST_LINE``."""
     begun: list[bytes] = []  # the parts of a line that the last block did not end
     size = 0
     for block in blocks:
@@ -86,7 +86,7 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes | None]:
 
 
 def _write(lines: Iterable[bytes | None], cached: Path) -> None:
-    """Writes an Arrow file that appears under its name only when it is whole."""
+    """Writes an Arrow file, which appears under its name only when it is complete."""
     cached.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cached.parent, prefix="lines-") as folder:
         begun = Path(folder) / cached.name

@@ -1,7 +1,7 @@
-"""A function in a child process with limits on CPU time and memory.
+"""Runs a function in a child process with limits on CPU time and memory.
 
 A chat template is a program that came with a model. A loop in it cannot be interrupted from another thread of the same
-process, and what it allocates is allocated for the whole run. The operating system can stop a child process.
+process, and its memory counts as memory of the run. The operating system, however, can stop a child process.
 """
 
 import gc
@@ -14,27 +14,28 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
-CPU_SECONDS = 20.0  # per call; CPU time, so that a loaded machine leaves out the same rows as an idle one
-MEMORY = 1 << 30  # bytes that a call may allocate beyond what the parent process had
+CPU_SECONDS = 20.0  # per call; CPU time is limited so that the load of the machine does not decide which rows are used
+MEMORY = 1 << 30  # bytes that a child may allocate in addition to the memory of its parent
 
 
 class LimitExceededError(Exception):
-    """The child process was stopped; the message completes a sentence that begins with the name of the function."""
+    """The child process was stopped. The message is a verb phrase, to which the caller adds the subject."""
 
 
 class LimitedProcess:
-    """Calls ``function`` in a child process, one call at a time, and starts another child after one was stopped.
+    """Calls ``function`` in a child process, one call at a time.
 
-    The child is forked: it starts in milliseconds and knows whatever ``function`` needs. It runs no thread and touches
-    no device. It ends when the ``with`` block or the parent process ends.
+    If the child was stopped, the next call starts another one. The child is forked, so it starts in milliseconds and
+    has all objects that ``function`` needs. It starts no thread and uses no device. It ends when the ``with`` block or
+    the parent process ends.
 
     Args:
-        function: takes and returns what can be pickled. It must catch its own exceptions: one that leaves it ends the
-            child.
+        function: its argument and its result must be picklable. It must catch its own exceptions, because an exception
+            that it does not catch ends the child.
 
     Attributes:
-        answered: how many calls returned.
-        stopped: how many calls exceeded a limit.
+        answered: the number of calls that returned.
+        stopped: the number of calls that exceeded a limit or ended the child.
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -49,10 +50,10 @@ class LimitedProcess:
         self._stop()
 
     def __call__(self, argument: Any) -> Any:
-        """The value of ``function`` for an argument.
+        """Calls ``function`` with an argument and returns its result.
 
         Raises:
-            LimitExceededError: the call used more than ``CPU_SECONDS``, or the child ended otherwise.
+            LimitExceededError: the call used more than ``CPU_SECONDS``, or the child ended for another reason.
         """
         _, pipe = self._child = self._child or self._start()
         try:
@@ -75,7 +76,7 @@ class LimitedProcess:
         return process, ours
 
     def _stop(self) -> int | None:
-        """Ends the child, if there is one; its exit code."""
+        """Ends the child, if there is one, and returns its exit code."""
         if self._child is None:
             return None
         process, pipe = self._child
@@ -88,12 +89,12 @@ class LimitedProcess:
 
 
 def _serve(function: Callable[[Any], Any], pipe: Connection, parents_end: Connection) -> None:
-    """Answers calls until the parent closes its end."""
+    """The loop of the child: answers calls until the parent closes its end of the pipe."""
     parents_end.close()
-    gc.freeze()  # what the parent owns, tensors on a device among it, is not collected here
+    gc.freeze()  # the child must not collect objects of the parent, such as tensors on a device
     for number in (signal.SIGPROF, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which closes the pipe
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -104,7 +105,7 @@ def _serve(function: Callable[[Any], Any], pipe: Connection, parents_end: Connec
             argument = pipe.recv()
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends the process, in the middle of C code too
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends the process, even inside C code
         result = function(argument)
         signal.setitimer(signal.ITIMER_PROF, 0)
         pipe.send(result)

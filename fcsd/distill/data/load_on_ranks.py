@@ -1,4 +1,4 @@
-"""The corpora of a run on every rank: one process of a host tokenises, and the others find its result in the cache."""
+"""Loads the corpora on every rank: one process of a host tokenises, and the others find its result in the cache."""
 
 import os
 import sys
@@ -12,20 +12,20 @@ from fcsd.config import Source
 from fcsd.distill.data.corpus import Corpus, listed, load_corpus
 from fcsd.launch.world import World
 
-_BEAT = 60.0  # seconds; far below the shortest timeout of a collective
+_BEAT = 60.0  # seconds between two collectives while ranks wait; far below the shortest timeout of a collective
 
 
 def load_corpora(
     sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, vocab_size: int, seq_len: int, world: World
 ) -> list[Corpus]:
-    """The corpora of ``sources`` on every rank; rank 0 prints what is left out of rows of ``seq_len`` tokens.
+    """The corpora of ``sources`` on every rank. Rank 0 prints how many documents rows of ``seq_len`` tokens leave out.
 
     Raises:
-        BadInputError, ConfigError: as ``load_corpus``, on every rank.
+        BadInputError, ConfigError: see ``load_corpus``; they are raised on every rank.
     """
     corpora: list[Corpus] = []
-    # Hosts may share the cache or not. Rank 0 fills it first, then the first process of each other host, then the rest
-    # read it.
+    # The hosts may or may not share the cache. First rank 0 fills it, then the first process of each other host. The
+    # remaining processes then read it.
     mine = 0 if world.rank == 0 else 1 if os.environ["LOCAL_RANK"] == "0" else 2
     for turn in range(3):
         wanted = sources if turn == mine else ()
@@ -37,7 +37,7 @@ def load_corpora(
 
 
 def _patiently(world: World, work: Callable[[], None]) -> None:
-    """``world.everywhere`` for work that takes hours on some ranks: no collective waits longer than ``_BEAT``."""
+    """Like ``world.everywhere``, for work that takes hours on some ranks. No collective waits longer than ``_BEAT``."""
     job: Future[None] = Future()
 
     def run() -> None:
@@ -50,6 +50,6 @@ def _patiently(world: World, work: Callable[[], None]) -> None:
         wait([job], _BEAT)
         return job.done() and job.result() is None
 
-    Thread(target=run, daemon=True).start()  # Ctrl-C does not wait for a daemon
+    Thread(target=run, daemon=True).start()  # on Ctrl-C, Python does not wait for a daemon thread
     while not all(world.everywhere(is_over)):
         pass

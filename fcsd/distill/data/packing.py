@@ -1,9 +1,9 @@
-"""Which tokens of which documents make up row ``i``, from the documents' lengths alone.
+"""Decides from the documents' lengths which tokens of which documents make up a row.
 
-There are two ways to fill rows of ``seq_len`` tokens. ``Stream`` lays the documents end to end and cuts them anywhere:
-it loses no token and needs no padding, but the second part of a cut document lacks its beginning. ``Bins`` keeps
-documents whole, as chats need it: each document goes into the fullest row that still has room for it, and the rest of
-a row is padding.
+There are two ways to fill rows of ``seq_len`` tokens. ``Stream`` concatenates the documents and cuts them at any
+position. It loses no token and needs no padding, but the second part of a cut document lacks its beginning. ``Bins``
+keeps documents whole, which chats need. Each document goes into the fullest row that still has room for it, and the
+rest of a row is padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,20 +11,22 @@ from functools import lru_cache
 
 import numpy as np
 
-# number of a document, its first token in the row, its last token in the row, exclusive
+# number of a document, the first of its tokens in the row, the end of its tokens in the row (exclusive)
 Piece = tuple[int, int, int]
 
 
 class Stream:
-    """Documents end to end, shuffled again in each epoch; in their own order if ``seed`` is None.
+    """Concatenated documents, which are shuffled again in each epoch.
 
     Args:
-        lengths: ``[documents]`` int64, the tokens of each document.
+        lengths: ``[documents]`` int64, the number of tokens of each document.
+        seq_len: the number of tokens of a row.
+        seed: the seed of the shuffling; None keeps the documents in their own order.
 
     Attributes:
-        per_epoch: the number of rows that hold every document once; the last tokens that do not fill a row are left
+        per_epoch: the number of rows that hold every document once. The last tokens, which do not fill a row, are left
             out.
-        tokens: the number of tokens in these rows, padding excluded.
+        tokens: the number of tokens in these rows, without padding.
     """
 
     def __init__(self, lengths: np.ndarray, seq_len: int, seed: Sequence[int] | None) -> None:
@@ -34,7 +36,7 @@ class Stream:
         self._epoch = lru_cache(maxsize=2)(self._lay_out)
 
     def _lay_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The documents in the epoch's order, and where each ends when they are laid end to end."""
+        """The documents in the order of an epoch, and the position of each one's end when they are concatenated."""
         order = _order(np.flatnonzero(self._lengths), self._seed, epoch)
         return order, np.cumsum(self._lengths[order])
 
@@ -55,8 +57,10 @@ class Bins:
     """One piece of each document, which is kept whole. Rows are filled once and shuffled again in each epoch.
 
     Args:
-        firsts: ``[documents]`` int64, where the piece of each document begins.
-        lengths: ``[documents]`` int64, the tokens of each piece, at most ``seq_len``; 0 leaves a document out.
+        firsts: ``[documents]`` int64, the first token of the piece of each document.
+        lengths: ``[documents]`` int64, the number of tokens of each piece, at most ``seq_len``. A document with 0 is
+            left out.
+        seq_len, seed: see ``Stream``.
 
     Attributes:
         per_epoch, tokens: see ``Stream``.
@@ -74,7 +78,7 @@ class Bins:
         self._epoch = lru_cache(maxsize=2)(lambda epoch: _order(np.arange(self.per_epoch), seed, epoch))
 
     def pieces(self, number: int) -> Iterator[Piece]:
-        """As ``Stream.pieces``; together the pieces may be shorter than a row."""
+        """Like ``Stream.pieces``, but the pieces together may be shorter than a row."""
         epoch, place = divmod(number, self.per_epoch)
         row = int(self._epoch(epoch)[place])
         for document in self._order[self._starts[row] : self._starts[row + 1]]:
@@ -83,10 +87,10 @@ class Bins:
 
 
 def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """The row of each document, ``[documents]`` int64, if each goes into the row where it leaves the least room."""
+    """The row of each document, ``[documents]`` int64. Each goes into the row where it leaves the least room."""
     row_of = np.empty_like(lengths)
-    with_room: list[list[int]] = [[] for _ in range(seq_len + 1)]  # [n]: the rows that have room for just n tokens
-    rooms = 0  # bit n is set if there is such a row
+    with_room: list[list[int]] = [[] for _ in range(seq_len + 1)]  # [n]: the rows with room for exactly n tokens
+    rooms = 0  # bit n is set if with_room[n] is not empty
     rows = 0
     for place, length in enumerate(lengths.data):
         if fitting := rooms >> length:
@@ -104,5 +108,5 @@ def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def _order(items: np.ndarray, seed: Sequence[int] | None, *epoch: int) -> np.ndarray:
-    """The items in the order of an epoch; without an epoch, in the order that all epochs share."""
+    """The items in the order of an epoch. Without an epoch, the order depends on the seed alone."""
     return items if seed is None else np.random.default_rng([*seed, *epoch]).permutation(items)

@@ -1,7 +1,7 @@
-"""A source of a recipe -> its rows as a memory-mapped table, before anything in them is read.
+"""Opens a source of a recipe as a memory-mapped table of rows, which are not parsed yet.
 
-Rows of JSON lines stay lines. A streamed dataset is written as such lines once, in the cache of ``datasets``, and is
-read from there afterwards.
+A row of a JSON lines file is kept as a line. A streamed dataset is written once as JSON lines into the cache of
+``datasets``, and is read from there afterwards.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ class RawTable:
     Attributes:
         rows: the source's columns, or one column ``line`` of JSON lines as bytes.
         lines: whether the rows are JSON lines.
-        sha256: of every data file, by its path relative to the folder that contains them all. For a streamed dataset,
-            of the rows that were read.
+        sha256: the SHA-256 of every data file, by its path relative to the folder that contains all of them. For a
+            streamed dataset, the SHA-256 of the rows that were read.
     """
 
     rows: datasets.Dataset
@@ -44,17 +44,17 @@ class RawTable:
 
 
 def cache_folder() -> Path:
-    """Where fcsd keeps what it made of data files; never beside the user's data."""
+    """The folder for files that fcsd derives from data files. It lies in the cache, not beside the user's data."""
     return Path(datasets.config.HF_DATASETS_CACHE) / "fcsd"
 
 
 def digest(value: object) -> str:
-    """The SHA-256 of a value that JSON can express; of anything else in it, its text counts."""
+    """The SHA-256 of a value as JSON. Parts that JSON cannot express are replaced by ``str`` of them."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def open_source(source: Source) -> RawTable:
-    """Finds, hashes and opens a source, the first ``max_rows`` rows of it.
+    """Finds, hashes and opens a source. With ``max_rows``, only the first rows are kept.
 
     Raises:
         BadInputError: there is no such file, split or column, or a file is not in its format.
@@ -82,7 +82,7 @@ def check_columns(path: str, wanted: Iterable[str], present: Iterable[str]) -> N
     """Refuses a source that lacks a column which the recipe names.
 
     Raises:
-        BadInputError: a column is missing; the message names the columns that there are.
+        BadInputError: a column is missing; the message names the columns that exist.
     """
     present = list(present)
     for name in wanted:
@@ -95,7 +95,7 @@ def check_columns(path: str, wanted: Iterable[str], present: Iterable[str]) -> N
 
 
 def _find(source: Source) -> tuple[str, list[Path]]:
-    """The format of a source and its files; no files for a dataset that ``datasets`` locates itself."""
+    """The format of a source and its files. The list is empty for a dataset that ``datasets`` locates itself."""
     if source.format == "hf" or (source.format == "auto" and _is_saved_dataset(source.path)):
         return "hf", []
     files = find_files(source.path)
@@ -140,7 +140,7 @@ def _open(source: Source, kind: str, files: list[Path], sha256: dict[str, str]) 
 
 
 def _address(source: Source) -> dict[str, Any]:
-    """What identifies a streamed dataset; ``datasets`` reads the same address only once."""
+    """The fields that identify a streamed dataset. ``datasets`` reads a dataset with the same fields only once."""
     fields = ("path", "subset", "split", "revision", "columns", "max_rows")
     return {name: getattr(source, name) for name in fields}
 
@@ -148,18 +148,18 @@ def _address(source: Source) -> dict[str, Any]:
 def _stream(
     path: str, subset: str | None, split: str, revision: str | None, columns: tuple[str, ...], max_rows: int
 ) -> Iterator[dict[str, bytes]]:
-    """The first rows of a dataset as JSON lines, read over the network without fetching the rest of its files."""
+    """The first rows of a dataset as JSON lines. They are read over the network without fetching whole files."""
     stream: Any = datasets.load_dataset(path, subset, split=split, revision=revision, streaming=True)
     for number, row in enumerate(islice(stream, max_rows)):
         if number == 0:
             check_columns(path, columns, row)
-        # A value that JSON cannot express, such as an image, becomes null: it is not text either.
+        # A value that JSON cannot express, such as an image, becomes null, because it cannot be used as text.
         line = json.dumps({name: row[name] for name in columns if name in row}, default=lambda _: None)
         yield {COLUMN: line.encode()}
 
 
 def _hashes(files: Sequence[Path]) -> dict[str, str]:
-    """The SHA-256 of files by their path relative to the folder that contains them all."""
+    """The SHA-256 of each file, by its path relative to the folder that contains all of them."""
     if not files:
         return {}
     folder = os.path.commonpath([path.absolute().parent for path in files])

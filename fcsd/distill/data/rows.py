@@ -1,11 +1,11 @@
-"""Documents -> rows of exactly ``seq_len`` tokens, any of which can be computed from its number alone.
+"""Packs documents into rows of exactly ``seq_len`` tokens. Any row can be computed from its number alone.
 
 Rows of several corpora are mixed by weight. Row ``i`` of a run depends only on the seed, the data, the tokenizer and
 the recipe's section ``data``. It does not depend on ranks, accumulation, or where the run was resumed.
 
-Position ids restart at 0 with every document of a row. Without an attention mask and a cache, transformers takes the
-restart for a document boundary, and attention stays within the document; labels do not cross the boundary either.
-Padding is one more document, no token of which counts.
+Position ids restart at 0 with every document of a row. Without an attention mask and a cache, transformers treats the
+restart as a document boundary, and attention stays within the document. Labels do not cross the boundary either.
+Padding is treated as one more document, in which no token counts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,11 +25,16 @@ Row = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Rows:
-    """The packed rows of one corpus: endless, shuffled again in each epoch; in file order if ``seed`` is None.
+    """The packed rows of one corpus. There is a row for every number, because another epoch follows each epoch.
+
+    Args:
+        corpus: the tokenised source.
+        seq_len: the number of tokens of a row.
+        seed: the seed of the shuffling, which differs in each epoch; None keeps the order of the file.
 
     Attributes:
         per_epoch: the number of rows that hold every document once.
-        filled: the share of the tokens in these rows that is no padding; 1.0 if documents are split over rows.
+        filled: the share of the tokens in these rows that are not padding; 1.0 if documents are split over rows.
         counted: the share of the tokens in these rows that counts in the loss.
 
     Raises:
@@ -79,12 +84,17 @@ class Mixture:
     """The rows of a whole run, each drawn from one of several corpora at random.
 
     All rows have the same number of tokens, but a row of whole documents ends with padding, and not every token counts.
-    A corpus is therefore drawn with a probability in proportion to its weight divided by what one of its rows holds,
-    so that the weights are, on average over the run, the shares of what ``weight_by`` names.
+    The weights are the shares of the corpora in the quantity that ``weight_by`` names, on average over the run. The
+    probability of a corpus is therefore proportional to its weight divided by the amount of that quantity in one of its
+    rows.
 
     Args:
-        weight_by: ``tokens`` for the tokens that the model reads, padding excluded; ``counted`` for the tokens that
-            count in the loss; ``rows`` for rows, padding included.
+        corpora: the rows of each corpus.
+        weights: the weight of each corpus.
+        rows: the number of rows of the run.
+        seed: the seed of the draw.
+        weight_by: ``tokens`` for the tokens that the model reads, without padding; ``counted`` for the tokens that
+            count in the loss; ``rows`` for rows, with padding.
     """
 
     def __init__(
@@ -105,16 +115,16 @@ class Mixture:
             self._number[drawn] = np.arange(drawn.sum())
 
     def __getitem__(self, number: int) -> Row:
-        """As ``Rows.__getitem__``, for a row of the run."""
+        """The row of the run with this number."""
         return self._corpora[self._corpus[number]][int(self._number[number])]
 
 
 def batch(rows: Rows | Mixture, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
     """``input_ids``, ``position_ids`` and ``labels`` of the rows with these numbers, each ``[batch, seq_len]`` int64.
 
-    ``borders``, ``[documents + 1]`` int32, is where documents begin if the rows are laid end to end, and where the last
-    one ends. The label of a position is the next token. It is ``IGNORE`` where that token does not count, and at the
-    last position of a document or row.
+    ``borders``, ``[documents + 1]`` int32, holds the position of the first token of each document in the concatenated
+    rows, and the end of the last document. The label of a position is the next token. It is ``IGNORE`` where that token
+    does not count, and at the last position of a document or row.
     """
     packed = [rows[number] for number in numbers]
     input_ids, position_ids, counts = (torch.from_numpy(np.stack(column)) for column in zip(*packed, strict=True))
@@ -125,10 +135,10 @@ def batch(rows: Rows | Mixture, numbers: Iterable[int]) -> dict[str, torch.Tenso
 
 
 def _cut(corpus: Corpus, seq_len: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """One piece of each document that fits into a row.
+    """Chooses one piece of each document that fits into a row.
 
-    Returns: where each piece begins and its tokens, both ``[documents]`` int64, 0 tokens for a document that is left
-    out; and how many tokens that count the pieces lack.
+    Returns: the first token of each piece and its number of tokens, both ``[documents]`` int64, with 0 tokens for a
+        document that is left out; and the number of tokens that count but lie outside the pieces.
     """
     firsts, lengths, cut_away = np.zeros_like(corpus.lengths), corpus.lengths.copy(), 0
     for number in np.flatnonzero(corpus.lengths > seq_len):
@@ -140,10 +150,10 @@ def _cut(corpus: Corpus, seq_len: int) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def _window(counts: np.ndarray, seq_len: int) -> tuple[int, int]:
-    """The first and last token, exclusive, of the part of a long document that a row takes.
+    """The first token and the end (exclusive) of the part of a long document that goes into a row.
 
-    It is the beginning of the document if that holds the first response, or half a row of it. Otherwise the part begins
-    later, just so late that it does. It ends with its last token that counts.
+    The part must contain the first response, or the first half row of it. It begins at the beginning of the document
+    if this is possible, and otherwise as early as possible. It ends with its last token that counts.
 
     Args:
         counts: ``[tokens]`` bool, more than ``seq_len``; at least one token counts.

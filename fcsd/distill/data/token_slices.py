@@ -1,7 +1,7 @@
-"""Slices of the documents of a tokenised source, read from its memory-mapped Arrow buffers.
+"""Reads slices of the documents of a tokenised source from its memory-mapped Arrow buffers.
 
-``datasets`` needs 0.8 ms to format one document. A slice of the buffers takes microseconds and reads only the pages of
-that document.
+``datasets`` needs 0.8 ms to format one document. Slicing the buffers takes microseconds and reads only the memory pages
+of that document.
 """
 
 import datasets
@@ -11,10 +11,10 @@ import pyarrow.compute as pc
 
 
 class TokenSlices:
-    """Token ids of each document, and which of them count in the loss.
+    """The token ids of each document, and which of them count in the loss.
 
     Args:
-        table: the columns ``ids``, a list of int32 for each document, and ``counts``, a list of booleans as long.
+        table: has the columns ``ids``, a list of int32 for each document, and ``counts``, a list of as many booleans.
     """
 
     def __init__(self, table: datasets.Dataset) -> None:
@@ -24,13 +24,14 @@ class TokenSlices:
         self._starts = np.cumsum([0, *map(len, ids.chunks)])
 
     def counted(self) -> int:
-        """How many tokens of all documents count in the loss."""
+        """The number of tokens that count in the loss, over all documents."""
         return pc.call_function("sum", [pc.call_function("list_flatten", [self._column])]).as_py()
 
     def piece(self, number: int, first: int, last: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens ``first`` to ``last`` (exclusive; None for the end) of a document.
+        """The tokens ``first`` to ``last`` (exclusive; None stands for the end) of a document.
 
-        Returns: token ids ``[last - first]`` int32, which may be a view of the file, and which of them count, bool.
+        Returns: the token ids, int32, which may be a view of the file, and which of them count, bool; both
+            ``[last - first]``.
         """
         chunk = int(np.searchsorted(self._starts, number, side="right")) - 1
         place = number - int(self._starts[chunk])
@@ -38,7 +39,7 @@ class TokenSlices:
 
 
 class _Lists:
-    """One chunk of a column of lists: where each list begins among the values, and the values' buffer."""
+    """One chunk of a column of lists: the offset of each list among the values, and the buffer of the values."""
 
     def __init__(self, chunk: pa.ListArray) -> None:
         self._ends = chunk.offsets.to_numpy()
@@ -46,7 +47,7 @@ class _Lists:
         self._buffer = np.frombuffer(self._values.buffers()[1] or b"", dtype=np.uint8)
 
     def _span(self, place: int, first: int, last: int | None) -> tuple[int, int]:
-        """Where the part of a list lies in the buffer, in values."""
+        """The first value and the end (exclusive) of a part of a list, counted in values of the buffer."""
         start, end = self._values.offset + int(self._ends[place]), self._values.offset + int(self._ends[place + 1])
         return start + first, end if last is None else start + last
 

@@ -1,1 +1,1 @@
-"""The directory of a run and what keeps the run safe: checkpoints, signals, watchdog, metrics."""
+"""The run directory, and the parts that protect and record a run: checkpoints, signals, watchdog, metrics."""

@@ -1,10 +1,11 @@
-"""Checkpoints: each exists as a whole or not at all.
+"""Saves, finds and loads checkpoints. A checkpoint exists completely or not at all.
 
 ``checkpoints/step-N/`` holds ``model/`` (an ordinary Hugging Face directory), ``engine/`` (DeepSpeed's files), one
 ``rank-R.json`` of random state for each process, and ``MANIFEST.json``: the size and sha256 of every file, the
-position of the run, and what the run depends on. All of it is written to a temporary directory, synced to disk, and
-renamed, so a directory without a manifest that matches it was never complete or was damaged since. Nothing in a
-checkpoint, DeepSpeed's pickles above all, is loaded before its hashes match.
+position of the run, and the facts on which the run depends. All files are written to a temporary directory and synced
+to disk, and then the directory is renamed. A directory that does not match its manifest was therefore never complete,
+or was damaged later. No file of a checkpoint is loaded before its hash matches, which matters most for DeepSpeed's
+pickles.
 """
 
 import base64
@@ -38,12 +39,14 @@ def save(
     progress: dict[str, Any],
     write_model: Callable[[Path], None],
 ) -> Path:
-    """Commits ``step-{step}`` below ``folder``; called by every rank.
+    """Commits the checkpoint ``step-{step}`` in ``folder``. Every rank calls this.
 
     Args:
-        identity: what a resumed run must share, flat: see ``differences``.
-        progress: where the run stands; comes back from ``load``.
-        write_model: writes an ordinary model directory; called by every rank, fails on all or none.
+        identity: the facts that a resumed run must share, as a flat mapping; see ``run_identity``.
+        progress: the progress of the run, which ``load`` returns.
+        write_model: writes an ordinary model directory. Every rank calls it, and it must fail on all ranks or on none.
+
+    Returns: the directory of the checkpoint.
     """
     final = folder / f"step-{step}"
     partial = world.on_first(lambda: _fresh(folder, final.name))
@@ -51,7 +54,8 @@ def save(
 
     world.everywhere(lambda: write_json(partial / f"rank-{world.rank}.json", random_state()))
     write_model(partial / manifest.MODEL)
-    # Every rank hashes its share, whoever wrote it: the pages are in the cache of the host or of the shared disk.
+    # Every rank hashes a share of the files, no matter which rank wrote them. The files are still in the page cache of
+    # the host or of the shared disk.
     parts = world.everywhere(lambda: manifest.described(partial, manifest.files(partial)[world.rank :: world.size]))
     files = {name: entry for part in parts for name, entry in sorted(part.items())}
 
@@ -66,10 +70,13 @@ def save(
 
 
 def load(checkpoint: Path, world: World, engine: Any, identity: dict[str, Any]) -> dict[str, Any]:
-    """Puts a checkpoint from ``find`` into the engine and the random generators, and returns its ``progress``.
+    """Loads a checkpoint from ``find`` into the engine and the random generators, and returns its ``progress``.
+
+    Args:
+        identity: the facts that this run and the run of the checkpoint must share.
 
     Raises:
-        CheckpointError: it belongs to another run; the message names what differs.
+        CheckpointError: the checkpoint belongs to another run; the message names what differs.
     """
     content = world.everywhere(lambda: manifest.read_manifest(checkpoint))[0]
     if changed := differences(current_names(content["identity"]), identity):
@@ -83,14 +90,19 @@ def load(checkpoint: Path, world: World, engine: Any, identity: dict[str, Any]) 
 
 
 def find(folder: Path, resume: str, report: Callable[[str], None]) -> Path | None:
-    """The checkpoint to start from, verified; None to start anew.
+    """Finds and verifies the checkpoint from which a run continues.
 
     Args:
-        resume: ``auto`` for the newest in ``folder`` that is whole, ``never`` for none, or the path of one.
+        resume: ``auto`` for the newest complete checkpoint in ``folder``, ``never`` for a new run, or the path of a
+            checkpoint.
+        report: prints a message about a damaged checkpoint.
+
+    Returns: the directory of the checkpoint, or None if the run starts anew.
 
     Raises:
-        CheckpointError: the one asked for is damaged, or none in ``folder`` is whole.
-        ConfigError: ``never``, or the path of an older one, but ``folder`` has checkpoints that the run would replace.
+        CheckpointError: the checkpoint at the given path is damaged, or all checkpoints in ``folder`` are.
+        ConfigError: ``resume`` is ``never`` or the path of an older checkpoint, but ``folder`` has checkpoints that the
+            run would replace.
     """
     if resume == "auto":
         return _newest(folder, report)
@@ -112,7 +124,7 @@ def find(folder: Path, resume: str, report: Callable[[str], None]) -> Path | Non
 
 
 def _newest(folder: Path, report: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint; damaged ones on the way to it are set aside, unfinished ones removed."""
+    """The newest complete checkpoint. Newer ones that are damaged are renamed, and unfinished ones are deleted."""
     remove_unfinished(folder)
     for checkpoint in reversed(checkpoints(folder)):
         try:
@@ -131,24 +143,24 @@ def _newest(folder: Path, report: Callable[[str], None]) -> Path | None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Deletes what interrupted saves have left."""
+    """Deletes the temporary directories of interrupted saves."""
     for partial in folder.glob("step-*.tmp-*"):
         shutil.rmtree(partial)
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The committed checkpoints in ``folder``, oldest first; not verified."""
+    """The committed checkpoints in ``folder``, oldest first. They are not verified."""
     committed = [path for path in folder.glob("step-*") if manifest.step_of(path) is not None]
     return sorted(committed, key=lambda path: manifest.step_of(path) or 0)
 
 
 def best(folder: Path, step: int | None) -> Path | None:
-    """The checkpoint of the best step, if that is known and still there."""
+    """The checkpoint of step ``step``, the best one; None if the best step is not known or its checkpoint is gone."""
     return next((path for path in checkpoints(folder) if path.name == f"step-{step}"), None)
 
 
 def retain(folder: Path, keep: int, best_step: int | None = None) -> None:
-    """Deletes all but the newest ``keep`` checkpoints and the best, after a new one has been committed."""
+    """Deletes all checkpoints except for the newest ``keep`` and the best. Call this after a new one is committed."""
     for old in checkpoints(folder)[:-keep]:
         if old == best(folder, best_step):
             continue
@@ -164,7 +176,10 @@ def _fresh(folder: Path, name: str) -> Path:
 
 
 def _save_engine(engine: Any, partial: Path, world: World) -> None:
-    """DeepSpeed's part. A rank that cannot write still meets the others in the barriers; then all raise its error."""
+    """Writes DeepSpeed's files.
+
+    A rank that cannot write still takes part in the barriers, so that no rank hangs. Then all ranks raise its error.
+    """
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     failed: list[Exception] = []
@@ -188,13 +203,13 @@ def _save_engine(engine: Any, partial: Path, world: World) -> None:
 
 
 def _rename(partial: Path, final: Path) -> None:
-    """From here on the checkpoint exists."""
+    """Renames a complete temporary directory. From then on the checkpoint exists."""
     partial.rename(final)
     sync(final.parent)
 
 
 def random_state() -> dict[str, Any]:
-    """Every global random generator of this process, as JSON."""
+    """The states of all global random generators of this process, as values that JSON can express."""
     version, words, position = random.getstate()
     kind, keys, *rest = np.random.get_state(legacy=True)
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
@@ -207,7 +222,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Puts every generator where ``random_state`` found it."""
+    """Restores the states that ``random_state`` returned."""
     version, words, position = state["python"]
     random.setstate((version, tuple(words), position))
     np.random.set_state(tuple(state["numpy"]))

@@ -1,4 +1,4 @@
-"""What a run must share with the checkpoints it continues from, and the ranks of a run with each other."""
+"""The identity of a run: the facts that it must share with its checkpoints, and that its ranks must agree on."""
 
 import re
 from collections.abc import Iterable
@@ -11,8 +11,9 @@ from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.version import __version__
 
-# Recipe fields, by the beginning of their key, in which the two runs may differ. They do not change what is computed;
-# for the data, its hashes are compared instead. The number of steps may differ, too, but not the end of the schedule.
+# A resumed run may differ from the earlier one in recipe fields whose key begins with one of these. They do not change
+# what is computed. Paths of data are free because the hashes of the data are compared instead. The number of steps may
+# differ as well, but the end of the schedule may not.
 _FREE = (
     "name",
     "output_dir",
@@ -37,21 +38,23 @@ _FREE = (
     "early_stop.data_mirror",
 )
 _SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template|min_counted)")
-_CODE = ("torch", "transformers", "deepspeed")  # whose other versions may compute other bits
+_CODE = ("torch", "transformers", "deepspeed")  # other versions of these packages may give results with other bits
 _SCHEDULE, _SCHEDULE_BEFORE = "optim.schedule_steps", "train.schedule_steps"
-# Keys that runs had no choice in before they existed: what held then, or the key whose value it was.
+# Keys that older checkpoints lack, because these recipe fields did not exist. The value is what such runs did (True),
+# or the name of the key whose value they used.
 _BEFORE = {"optim.accumulate_dtype": "train.dtype", "optim.reduce_dtype": "train.dtype", "optim.decay_norms": True}
 
 
 def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
-    """What a run must have in common with the checkpoints it resumes from."""
+    """The facts that a run must have in common with the checkpoints from which it resumes, as a flat mapping."""
     fields = flat(recipe.model_dump())
     if world.device.type != "cuda" or recipe.train.attention == "masked":
-        del fields["train.attention"]  # what older runs and other devices do
+        del fields["train.attention"]  # older runs have no such key, and other devices ignore it
     if not recipe.train.compile:
-        del fields["train.compile"]  # as in older runs
+        del fields["train.compile"]  # older runs have no such key
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
-    # These fields change nothing here. Without them, runs resume that were started before the fields existed.
+    # The fields below change nothing in such a run. They are left out, so that runs can be resumed that were started
+    # before the fields existed.
     if len(corpora) == 1 or all(corpus.overlong == "split" for corpus in corpora):
         own.pop("data.weight_by", None)
     for number, source in enumerate(recipe.data.sources):
@@ -65,7 +68,7 @@ def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[st
 
 
 def current_names(identity: dict[str, Any]) -> dict[str, Any]:
-    """The identity in a checkpoint under today's names of the recipe's keys, so that older runs can be resumed."""
+    """The identity in a checkpoint with the current names of the recipe's keys, so that older runs can be resumed."""
     names = translated(identity)
     for key, before in _BEFORE.items():
         names.setdefault(key, before if isinstance(before, bool) else names.get(before))
@@ -75,7 +78,7 @@ def current_names(identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line for each key whose value is not the same in both."""
+    """One line for each key whose value differs between the two mappings."""
     absent = "nothing"
     return [
         f"{key} was {then.get(key, absent)!r} and is now {now.get(key, absent)!r}"
@@ -85,7 +88,7 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def flat(value: Any, key: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one mapping of dotted keys."""
+    """Turns nested mappings and lists into one mapping with dotted keys."""
     items: Iterable[tuple[Any, Any]]
     if isinstance(value, dict):
         items = value.items()
@@ -97,10 +100,10 @@ def flat(value: Any, key: str = "") -> dict[str, Any]:
 
 
 def require_agreement(world: World, facts: dict[str, Any]) -> None:
-    """Compares ``facts`` over all ranks, so that ranks which were started differently end instead of hanging.
+    """Compares ``facts`` over all ranks. Ranks that were started differently then end with an error instead of hanging.
 
     Raises:
-        ConfigError: they differ; the message names the first difference and the rank.
+        ConfigError: the facts differ; the message names the first difference and the rank.
     """
     everyone = world.everywhere(lambda: facts)
     for rank, others in enumerate(everyone):

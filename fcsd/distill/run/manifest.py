@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: the size and sha256 of every file, in a manifest that is sealed itself."""
+"""The manifest of a checkpoint: the size and sha256 of every file, and a hash of the manifest itself (the seal)."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -14,20 +14,25 @@ T = TypeVar("T")
 MANIFEST = "MANIFEST.json"
 MODEL = "model"
 _VERSION = 1
-_CONTENT = {"step": int, "identity": dict, "progress": dict, "files": dict}  # what a manifest must have
+_CONTENT = {"step": int, "identity": dict, "progress": dict, "files": dict}  # required keys and their types
 
 
 def write_manifest(checkpoint: Path, content: dict[str, Any]) -> None:
-    """Writes the manifest of a checkpoint; its ``files`` are ``described``."""
+    """Writes the manifest of a checkpoint.
+
+    Args:
+        content: ``step``, ``identity``, ``progress`` and ``files``; the last comes from ``described``.
+    """
     content = {"version": _VERSION, **content}
-    write_json(checkpoint / MANIFEST, {**content, "seal": json_sha256(content)})  # damage to the manifest shows, too
+    write_json(checkpoint / MANIFEST, {**content, "seal": json_sha256(content)})  # the seal reveals a damaged manifest
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, not yet held against its files.
+    """The manifest of a checkpoint. The files are not compared with it.
 
     Raises:
-        CheckpointError: there is none, it cannot be read, or the directory's name says another step.
+        CheckpointError: the manifest is missing, damaged or of another version, or the name of the directory has
+            another step.
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
@@ -51,21 +56,21 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step in the name of a checkpoint's directory; None if it has no such name."""
+    """The step in the name of a checkpoint's directory; None if the name is not that of a checkpoint."""
     prefix, _, number = checkpoint.name.partition("step-")
     return int(number) if not prefix and number.isdecimal() else None
 
 
 def size(checkpoint: Path) -> int:
-    """Bytes of a checkpoint's files."""
+    """The total size of a checkpoint's files in bytes."""
     return sum(entry["size"] for entry in read_manifest(checkpoint)["files"].values())
 
 
 def verify(checkpoint: Path) -> None:
-    """Holds every file against the manifest.
+    """Compares every file of a checkpoint with the manifest.
 
     Raises:
-        CheckpointError: a file is missing, of another size or content, or not in the manifest.
+        CheckpointError: a file is missing, has another size or content, or is not in the manifest.
     """
     expected = read_manifest(checkpoint)["files"]
     found = set(files(checkpoint)) - {MANIFEST}
@@ -81,10 +86,10 @@ def verify(checkpoint: Path) -> None:
 
 
 def verified_model(checkpoint: Path) -> Path:
-    """The model directory of a checkpoint, its files held against the manifest.
+    """The model directory of a checkpoint, after its files were compared with the manifest.
 
     Raises:
-        CheckpointError: one is damaged or missing.
+        CheckpointError: a file of the model is damaged or missing.
     """
     recorded = read_manifest(checkpoint)["files"]
     expected = {name: entry["sha256"] for name, entry in recorded.items() if name.startswith(f"{MODEL}/")}
@@ -96,7 +101,7 @@ def verified_model(checkpoint: Path) -> Path:
 
 
 def described(directory: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Size and sha256 of files, which are synced to disk, by name."""
+    """Syncs files to disk and returns their sizes and sha256 by name."""
     return _each(_record, directory, names)
 
 
@@ -106,13 +111,17 @@ def files(directory: Path) -> list[str]:
 
 
 def _record(path: Path) -> dict[str, Any]:
-    """Syncs a file to disk and describes it."""
+    """Syncs a file to disk and returns its size and sha256."""
     sync(path)
     return {"size": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def _each(function: Callable[[Path], T], directory: Path, names: Iterable[str]) -> dict[str, T]:
-    """``function`` of every file by name, several at a time: hashing is slower than a disk, and releases the lock."""
+    """The results of ``function`` for files, by name.
+
+    Several threads work at the same time. This helps because hashing is slower than a disk and releases the
+    interpreter lock.
+    """
     names = list(names)
     with ThreadPoolExecutor() as pool:
         return dict(zip(names, pool.map(lambda name: function(directory / name), names), strict=True))

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradients are not finite: they change no weight, and a few in a row may be skipped."""
+"""Counts steps whose loss or gradients are not finite. They change no weight, and a few in a row may be skipped."""
 
 import math
 import sys
@@ -11,10 +11,10 @@ from fcsd.launch.world import World
 
 
 class Skips:
-    """The steps skipped so far. All ranks decide alike, because they judge the same metrics.
+    """The steps that were skipped so far. All ranks come to the same decisions, because they see the same metrics.
 
     Args:
-        progress: that of the checkpoint the run continues from.
+        progress: the progress stored in the checkpoint from which the run continues.
     """
 
     def __init__(self, recipe: Recipe, world: World, progress: dict[str, Any]) -> None:
@@ -23,10 +23,13 @@ class Skips:
         self.total, self._in_a_row = progress.get("skipped", [0, 0])
 
     def judge(self, step: int, metrics: dict[str, float], checkpoint: Path | None) -> bool:
-        """Whether the step was skipped; if so, it is counted in ``metrics``.
+        """Whether the step was skipped. If so, ``skipped_steps`` is added to ``metrics``.
+
+        Args:
+            checkpoint: the last good checkpoint, which the error names; None if there is none.
 
         Raises:
-            NonFiniteError: it was one too many.
+            NonFiniteError: more than ``faults.nonfinite_skip`` steps in a row were not finite.
         """
         if all(map(math.isfinite, metrics.values())):
             self._in_a_row = 0
@@ -48,5 +51,5 @@ class Skips:
         return True
 
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """What a checkpoint stores: the number of skipped steps in total and in a row."""
         return {"skipped": [self.total, self._in_a_row]}

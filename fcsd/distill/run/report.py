@@ -1,4 +1,4 @@
-"""What a run reports: lines on the terminal, records in ``metrics.jsonl``, and ``curves.png``."""
+"""Reports the course of a run: lines on the terminal, records in ``metrics.jsonl``, and ``curves.png``."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from fcsd.distill.run.trackers import Log, tracking
 
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
-# Metrics that are drawn, in this order, if the run has them -> the axis label
+# The metrics that are drawn if the run has them, in this order -> the title of the panel
 _PANELS = {"kl": "KL(teacher || student)", "sft": "cross-entropy", "hidden": "hidden L2", "held_out_kl": "held-out KL"}
 _PANELS |= {"held_out_sft": "held-out cross-entropy", "score": "early-stopping score"}
 _PANELS |= {"grad_norm": "gradient norm", "lr": "learning rate"}
@@ -28,10 +28,13 @@ _PANELS |= {"tokens_per_second": "tokens/s", "mfu": "model FLOPs utilization"}
 
 
 class Reporter:
-    """Writes metrics as they come. On a terminal a progress bar stays below the lines.
+    """Writes metrics as soon as they are measured. On a terminal, a progress bar stays below the lines.
 
     Args:
-        start, total: steps taken before, and at the end of the run.
+        path: the file ``metrics.jsonl``.
+        track: passes metrics on to the tracker.
+        start: the number of steps that were taken before.
+        total: the number of steps at the end of the run.
     """
 
     def __init__(self, path: Path, track: Log, progress: Progress, task: TaskID, start: int, total: int) -> None:
@@ -39,14 +42,18 @@ class Reporter:
         self._start, self._total, self._began = start, total, time.monotonic()
 
     def say(self, text: str) -> None:
-        """A line for people, on stderr."""
+        """Prints a line on stderr."""
         self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def advance(self, step: int) -> None:
         self._progress.update(self._task, completed=step)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Appends one record, which has a ``step``; what is not finite is ``null`` in it."""
+        """Appends one record to ``metrics.jsonl``, with null for values that are not finite, and prints it.
+
+        Args:
+            metrics: the values by name, including ``step``.
+        """
         record = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in metrics.items()}
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -55,7 +62,7 @@ class Reporter:
         self.say(f"{shown}  {self._left(metrics['step'])}")
 
     def _left(self, step: int) -> str:
-        """How far the run is, and when it will end at the speed it has had so far, pauses included."""
+        """The share of the steps that are done, and the expected end of the run at its speed so far with all pauses."""
         elapsed, taken = time.monotonic() - self._began, step - self._start
         seconds = elapsed * (self._total - step) / max(1, taken)
         end = datetime.now().astimezone() + timedelta(seconds=seconds)
@@ -65,9 +72,10 @@ class Reporter:
 
 @contextmanager
 def reporting(run: Path, resolved: ResolvedRecipe, *, start: int) -> Iterator[Reporter]:
-    """A reporter for a run that begins after step ``start``; later records of an earlier attempt are dropped.
+    """A reporter for a run that begins after step ``start``.
 
-    However the run ends, its curves are drawn.
+    Records of later steps, which an earlier attempt wrote, are dropped. The curves are drawn at the end, whether the
+    run succeeds or fails.
     """
     recipe = resolved.recipe
     path = run / METRICS
@@ -88,12 +96,12 @@ def reporting(run: Path, resolved: ResolvedRecipe, *, start: int) -> Iterator[Re
             task = progress.add_task(recipe.name, total=recipe.train.steps, completed=start)
             yield Reporter(path, track, progress, task, start, recipe.train.steps)
     finally:
-        with suppress(OSError):  # of a full disk the run says more
+        with suppress(OSError):  # if the disk is full, the error of the run itself says more
             draw_curves(run)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of a run; a last line cut off by a crash is left out."""
+    """The records of a run. A last line that a crash has cut off is left out."""
     records = []
     for line in (run / METRICS).read_text().splitlines():
         try:
@@ -104,7 +112,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def draw_curves(run: Path) -> Path:
-    """``curves.png`` from ``metrics.jsonl``: one panel for each metric over the steps."""
+    """Draws ``curves.png`` from ``metrics.jsonl``, with a panel for each metric over the steps. Returns its path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -126,7 +134,7 @@ def draw_curves(run: Path) -> Path:
 
 
 def opening(recipe: Recipe, run: Path, start: int) -> str:
-    """What a run says before its first step: how far it goes, when and where it saves, and how it is resumed."""
+    """The text before the first step: which steps the run takes, when and where it saves, and how to resume it."""
     settings = recipe.checkpoint
     every = [f"every {settings.every_steps:,} steps"] * bool(settings.every_steps)
     every += [f"every {settings.every_minutes:g} minutes"] * bool(settings.every_minutes)
@@ -136,14 +144,14 @@ def opening(recipe: Recipe, run: Path, start: int) -> str:
 
 
 def _command() -> str:
-    """What the user typed, as far as this process can tell; a launcher starts fcsd as a module."""
+    """The command that the user typed, if this process can tell; a launcher starts fcsd as a module."""
     name = Path(sys.argv[0]).name
     own = name in ("fcsd", "__main__.py")
     return shlex.join(["fcsd", *sys.argv[1:]]) if own else "the same command"
 
 
 def duration(seconds: float) -> str:
-    """A time for people: ``45 s``, ``12 min``, ``3 h 20 min``, ``2 d 1 h``."""
+    """A readable duration: ``45 s``, ``12 min``, ``3 h 20 min``, ``2 d 1 h``."""
     minutes, hours = round(seconds / 60), round(seconds / 3600)
     if seconds < 90:
         return f"{seconds:.0f} s"

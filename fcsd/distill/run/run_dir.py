@@ -1,4 +1,4 @@
-"""The directory of a run: one process owns it at a time, and it records how the run was started."""
+"""The run directory: one process holds it at a time, and it records how the run was started."""
 
 import fcntl
 import json
@@ -22,13 +22,13 @@ _LOCK = ".lock"
 
 
 def require_usable(run: Path, models: Iterable[str]) -> None:
-    """Checks that a run could write to ``run``; nothing is written.
+    """Checks that a run could write to the directory ``run``. Nothing is written.
 
     Args:
         models: directories or hub ids of the models that the run reads.
 
     Raises:
-        ConfigError: it is a file, it cannot be made, or it is the directory of one of the models.
+        ConfigError: ``run`` is a file, it cannot be created, or it is the directory of one of the models.
     """
     hint = "set another output_dir"
     for model in models:
@@ -45,10 +45,10 @@ def require_usable(run: Path, models: Iterable[str]) -> None:
 
 @contextmanager
 def claim(run: Path) -> Iterator[None]:
-    """Holds ``run`` for this process; a directory that is still empty at the end is removed again.
+    """Locks the directory ``run`` for this process. If it is still empty at the end, it is removed again.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds the lock.
     """
     run.mkdir(parents=True, exist_ok=True)
     with (run / _LOCK).open("a+") as lock:
@@ -62,7 +62,7 @@ def claim(run: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
-        for unfinished in run.glob(f"{FINAL}.tmp-*"):  # of a run that was killed while it published
+        for unfinished in run.glob(f"{FINAL}.tmp-*"):  # left by a run that was killed in `publish`
             shutil.rmtree(unfinished)
         try:
             yield
@@ -74,7 +74,7 @@ def claim(run: Path) -> Iterator[None]:
 
 
 def describe(run: Path, resolved: ResolvedRecipe) -> None:
-    """Writes ``config.resolved.yaml`` and ``env.json``; ``command.txt`` gets a line for each start."""
+    """Writes ``config.resolved.yaml`` and ``env.json``, and appends the command to ``command.txt``."""
     write_text(run / "config.resolved.yaml", resolved.to_yaml())
     write_text(run / "env.json", json.dumps(environment.snapshot(), indent=2) + "\n")
     with (run / "command.txt").open("a") as file:
@@ -82,7 +82,10 @@ def describe(run: Path, resolved: ResolvedRecipe) -> None:
 
 
 def publish(model: Path, run: Path) -> Path:
-    """``run/final``: the files of a checkpoint's model directory, linked, so that retention may delete the rest."""
+    """Creates ``run/final`` from the model directory of a checkpoint and returns its path.
+
+    The files are hard links, so that the checkpoint itself may be deleted later.
+    """
     final, part = run / FINAL, run / f"{FINAL}.tmp-{uuid.uuid4().hex[:8]}"
     shutil.copytree(model, part, copy_function=_link)
     if final.exists():
@@ -94,5 +97,5 @@ def publish(model: Path, run: Path) -> Path:
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a file system without hard links
+    except OSError:  # the file system has no hard links
         shutil.copy2(source, target)

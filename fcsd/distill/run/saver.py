@@ -1,4 +1,4 @@
-"""When a run saves, and what it does when the disk is full."""
+"""Decides when a run saves a checkpoint, and handles a full disk."""
 
 import shutil
 import sys
@@ -13,15 +13,22 @@ from fcsd.errors import DiskError
 from fcsd.foreign_errors import translate
 from fcsd.launch.world import World
 
-_ROOM = 1.1  # free space a save wants, in sizes of the checkpoint before
+_ROOM = 1.1  # free space that a save needs, as a multiple of the size of the last checkpoint
 
 
 class Saver:
-    """The checkpoints of a run in progress; every rank has one and they agree.
+    """Saves the checkpoints of a run in progress. Every rank has a saver, and all of them have the same state.
+
+    Args:
+        folder: the folder of the checkpoints.
+        identity, write_model: see ``checkpoints.save``.
+        settings: the ``checkpoint`` section of the recipe.
+        failures: the number of saves in a row that may fail on a full disk.
+        checkpoint: the checkpoint from which the run continues; None if it starts anew.
 
     Attributes:
-        checkpoint: the last one committed; None before the first.
-        seconds: what the last save of this process took on the slowest rank; 0 before the first.
+        checkpoint: the last committed checkpoint; None before the first.
+        seconds: the duration of the last save on the slowest rank, in seconds; 0 before the first save.
     """
 
     def __init__(
@@ -46,7 +53,7 @@ class Saver:
         """Whether ``checkpoint.every_steps`` or ``checkpoint.every_minutes`` asks for a checkpoint after this step.
 
         Args:
-            hosts: all ranks; the first one whose minutes are over decides for all.
+            hosts: all ranks, in a gloo group. The first rank whose minutes are over decides for all.
         """
         every, minutes = self._settings.every_steps, self._settings.every_minutes
         if every and step % every == 0:
@@ -54,13 +61,18 @@ class Saver:
         return minutes > 0 and hosts.lowest(self._last + 60 * minutes - time.monotonic()) <= 0
 
     def save(self, step: int, progress: dict[str, Any], *, last: bool, best: int | None = None) -> None:
-        """Commits ``step-{step}``. Without room for it training goes on, until ``failures`` in a row or the last step.
+        """Commits the checkpoint ``step-{step}``.
+
+        If the disk is full, a warning is printed and training continues, unless this was the last step or more than
+        ``failures`` saves in a row have failed.
 
         Args:
-            best: the step whose checkpoint is kept besides the newest.
+            progress: the progress of the run, which the checkpoint stores.
+            last: whether this is the last step of the run.
+            best: the step whose checkpoint is kept besides the newest ones.
 
         Raises:
-            DiskError: the disk is full, and there is no later save to wait for.
+            DiskError: the disk is full, and training must not continue.
         """
         began = time.perf_counter()
         try:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: the run finishes its step, saves if there is time, and ends with exit code 143."""
+"""Handles SIGTERM and SIGUSR1: the run finishes its step, saves if there is time, and ends with exit code 143."""
 
 import math
 import os
@@ -15,16 +15,19 @@ from fcsd.errors import PreemptedError
 from fcsd.launch.world import World
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_MARGIN = 0.1  # share of the grace period that is left for ending
-_ECHO = 1.0  # seconds in which a second signal is the first once more: one sent to the group, one by the launcher
+_MARGIN = 0.1  # the share of the grace period that is reserved for ending the process
+_ECHO = 1.0  # seconds in which a second signal is ignored, since the launcher may repeat a signal sent to the group
 
 
 class Preemption:
-    """Whether this run was asked to end, and how long it still has.
+    """Records whether this run was asked to end, and how much time it still has.
 
-    Until ``defer`` is called a signal ends the process at once. Afterwards the main thread asks for ``time_left`` after
-    each step. A second signal ends the process immediately, wherever the main thread is, and so does the end of the
-    time.
+    Until ``defer`` is called, a signal ends the process at once. Afterwards the main thread calls ``time_left`` after
+    each step. A second signal ends the process immediately, whatever the main thread is doing. The process also ends
+    when the time is over.
+
+    Args:
+        grace_seconds: the time between a signal and the moment at which the process must have ended.
     """
 
     def __init__(self, grace_seconds: float) -> None:
@@ -34,21 +37,21 @@ class Preemption:
         self._checkpoint: Callable[[], Path | None] | None = None
 
     def defer(self, checkpoint: Callable[[], Path | None]) -> None:
-        """From now on a signal waits for the end of the step; ``checkpoint`` gives the last one committed."""
+        """From now on, a signal lets the run finish its step. ``checkpoint`` returns the last committed checkpoint."""
         self._checkpoint = checkpoint
 
     def time_left(self, world: World) -> float:
-        """Seconds until the first rank has to be gone, the same on all; infinity if none was asked to."""
+        """The seconds until the first rank must have ended, the same on all ranks; infinity if no signal came."""
         own = math.inf if self._asked is None else self._asked + self._grace - time.monotonic()
         return world.lowest(own)
 
     def notice(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler."""
+        """Handles a signal."""
         now = time.monotonic()
         if self._asked is None:
             self._asked = now
             if self._checkpoint is None:
-                # not an Exception: a library that is loading something might catch it
+                # SystemExit is not an Exception, which a library that is loading something might catch.
                 print(f"{signal.Signals(number).name}: ended before the first step; nothing is lost", file=sys.stderr)
                 raise SystemExit(PreemptedError.exit_code)
             self._timer = threading.Timer(self._grace, self._end, ("no time is left to finish the step and save",))
@@ -58,7 +61,7 @@ class Preemption:
             self._end("a second signal")
 
     def close(self) -> None:
-        """The run has ended by itself; the timer is cancelled."""
+        """Cancels the timer, because the run has ended by itself."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -71,7 +74,7 @@ class Preemption:
 
 @contextmanager
 def preemptible(grace_seconds: float) -> Iterator[Preemption]:
-    """Handles the signals inside the block; only the main thread may enter it."""
+    """Handles SIGTERM and SIGUSR1 during the block, which only the main thread may enter."""
     preemption = Preemption(grace_seconds)
     before = {number: signal.signal(number, preemption.notice) for number in _SIGNALS}
     try:
@@ -83,7 +86,7 @@ def preemptible(grace_seconds: float) -> Iterator[Preemption]:
 
 
 def preempted(reason: str, checkpoint: Path | None) -> PreemptedError:
-    """The end of a run that was asked to stop."""
+    """The error with which a run ends that was asked to end."""
     if checkpoint is None:
         return PreemptedError(f"preempted: {reason}; there is no checkpoint yet", "the same command starts anew")
     return PreemptedError(f"preempted: {reason}; the last checkpoint is {checkpoint}", "the same command resumes it")

@@ -1,4 +1,4 @@
-"""Where metrics go besides ``metrics.jsonl``. If a tracker fails to start, to answer or to end, the run continues."""
+"""Sends metrics to a tracker such as wandb. If the tracker fails to start, to answer or to end, the run continues."""
 
 import importlib.util
 import sys
@@ -15,11 +15,11 @@ from fcsd.foreign_errors import first_line
 Log = Callable[[dict[str, Any], int], None]  # metrics and their step
 
 _PROJECT = "fcsd"
-_ID = "tracker_id"  # a file in the run directory: attempts that continue each other are one run to a tracker
+_ID = "tracker_id"  # a file in the run directory; with this id a resumed run continues the same run of the tracker
 
 
 class Tracker(Protocol):
-    """What the trackers' own run objects have in common."""
+    """The methods that the run objects of all trackers have in common."""
 
     def log(self, metrics: dict[str, Any], step: int) -> None: ...
 
@@ -27,7 +27,7 @@ class Tracker(Protocol):
 
 
 def require_tracker(report: str) -> None:
-    """Checks that the package of a recipe's ``report`` is installed; it is not imported.
+    """Checks that the package of a recipe's ``report`` is installed, without importing it.
 
     Raises:
         ConfigError: the package is not installed.
@@ -40,15 +40,16 @@ def require_tracker(report: str) -> None:
 
 @contextmanager
 def tracking(run: Path, recipe: Recipe, *, start: int) -> Iterator[Log]:
-    """The recipe's tracker, for a run that begins after step ``start``; without one, what is logged goes nowhere.
+    """A function that logs to the recipe's tracker, for a run that begins after step ``start``.
 
-    Its first error is printed as a warning, and the tracker is not used any more.
+    If the recipe names no tracker, the function does nothing. The first error of a tracker is printed as a warning, and
+    the tracker is not used any more.
     """
     tracker: Tracker | None = None
 
     def attempt(action: Callable[[], Tracker | None]) -> Tracker | None:
         try:
-            with redirect_stdout(sys.stderr):  # stdout is for data
+            with redirect_stdout(sys.stderr):  # stdout is reserved for data
                 return action()
         except Exception as error:
             print(f"warning: {recipe.report}: {first_line(error)}; from here on without it", file=sys.stderr)
@@ -78,7 +79,7 @@ def _wandb(run: Path, recipe: Recipe, start: int) -> Tracker:
 def _trackio(run: Path, recipe: Recipe, start: int) -> Tracker:
     import trackio  # type: ignore[import-not-found]
 
-    name = f"{recipe.name}-{_id(run)}"  # runs are told apart by their names
+    name = f"{recipe.name}-{_id(run)}"  # trackio identifies a run by its name
     return trackio.init(project=_PROJECT, name=name, config=recipe.model_dump(), resume="allow")
 
 

@@ -1,9 +1,9 @@
-"""If a rank is lost or stuck, the run ends on every rank, however long the communication library would wait.
+"""Ends the run on every rank if one rank is lost or stuck, without waiting for the communication library's timeout.
 
-Once a second a thread of each rank writes to a store that the rank is alive, where its main thread is, and for how
-long the main thread has completed no step. The thread needs only the interpreter, so it continues while the main thread
-waits in a collective. It counts its own rounds instead of time: if the whole job is suspended and continued later, no
-rank counts as lost.
+Once a second, a thread of each rank writes a message to a store. The message says where the rank's main thread is, and
+for how long this thread has completed no step. The watching thread needs only the interpreter, so it continues while
+the main thread waits in a collective. It counts its own rounds instead of time. If the whole job is suspended and
+continued later, no rank therefore counts as lost.
 """
 
 import faulthandler
@@ -24,30 +24,35 @@ from fcsd.foreign_errors import translate
 from fcsd.launch.world import World
 
 _ROUND = 1.0  # seconds between two messages of a rank to the store
-_SILENCE = 120.0  # seconds without a message after which a rank is lost; no call holds the interpreter for so long
-_MOMENT = 3.0  # in which the main thread may raise an error of its own, which says more
+_SILENCE = 120.0  # a rank without a message for so many seconds is lost; no call holds the interpreter for so long
+_MOMENT = 3.0  # seconds in which the main thread may still raise an error of its own, which says more
 _WAITING = ("/torch/distributed/", "/deepspeed/comm/", "/fcsd/parallel/deferred.py")
 _HINT = "the first error in that rank's output is the cause; the same command resumes from the last checkpoint"
 
 
 class Watchdog:
-    """Tells the other ranks that this one is alive, and watches them; made by ``watched``."""
+    """Tells the other ranks that this rank is alive, and watches them. ``watched`` creates it.
+
+    Args:
+        stuck_seconds: the longest time between two calls of ``beat`` on any rank.
+        silence: the longest time in seconds without a message of a rank.
+    """
 
     def __init__(self, world: World, stuck_seconds: float, silence: float) -> None:
         self._rank, self._stuck, self._silence = world.rank, stuck_seconds, silence
         self._main = threading.get_ident()
-        self._rounds, self._idle = 0, -math.inf  # nothing is expected before the first beat
+        self._rounds, self._idle = 0, -math.inf  # no step is expected before the first beat
         self._store = _store(world)
         self._tell()
         here = _host()
-        everyone = world.everywhere(lambda: (here, os.getpid()))  # from here on every rank has written a message
+        everyone = world.everywhere(lambda: (here, os.getpid()))  # now every rank has written a message
         self._keys = [str(rank) for rank in range(world.size)]
         self._signs: list[Any] = [None] * world.size
-        self._heard = [0] * world.size  # the round in which each rank's last sign came
+        self._heard = [0] * world.size  # the round in which the last message of each rank came
         self._handles: dict[int, int] = {}  # pidfd -> rank on this host; it becomes readable when the process ends
         self._ends = select.poll()
         for rank, (host, pid) in enumerate(everyone):
-            with suppress(OSError):  # a sandbox without pidfds: there only the messages are watched
+            with suppress(OSError):  # a sandbox may lack pidfds; then only the messages are watched
                 if host == here and rank != world.rank:
                     handle = os.pidfd_open(pid)
                     self._handles[handle] = rank
@@ -57,16 +62,16 @@ class Watchdog:
         self._thread.start()
 
     def beat(self) -> None:
-        """The main thread has completed a step."""
+        """Records that the main thread has completed a step."""
         self._idle = 0
 
     def leave(self) -> None:
-        """Ends the watch: either all ranks come here, or one has failed."""
+        """Ends the watch. This is called when all ranks have finished their steps, or when one has failed."""
         self._left.set()
         self._thread.join()
 
     def ended(self, wait: float = 0.0) -> str | None:
-        """Which ranks on this host are gone, if any within ``wait`` seconds."""
+        """A message that names the ranks on this host that have ended; None if none ends within ``wait`` seconds."""
         ranks = [self._handles[handle] for handle, _ in self._ends.poll(wait * 1000)] if self._handles else []
         return f"{_named(ranks)} ended while the run was going on" if ranks else None
 
@@ -111,7 +116,7 @@ class Watchdog:
         print(f"{rank}error: {problem}\n{rank}hint: {_HINT}\n{rank}stacks:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=2)
         for handle, peer in self._handles.items():
-            if peer in self._silent():  # stopped, it cannot end by itself
+            if peer in self._silent():  # a stopped process cannot end by itself
                 with suppress(OSError):
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
         os._exit(PeerLostError.exit_code)
@@ -119,11 +124,11 @@ class Watchdog:
 
 @contextmanager
 def watched(world: World, stuck_seconds: float, silence: float = _SILENCE) -> Iterator[Watchdog]:
-    """A watchdog over the block, which all ranks enter.
+    """Runs a watchdog during the block, which all ranks must enter.
 
     Args:
-        stuck_seconds: longest time between two ``beat``s of any rank.
-        silence: longest time without a message of any rank.
+        stuck_seconds: the longest time between two calls of ``beat`` on any rank.
+        silence: the longest time in seconds without a message of a rank.
 
     Raises:
         PeerLostError: a collective failed because a rank is gone; the message names it.
@@ -134,7 +139,7 @@ def watched(world: World, stuck_seconds: float, silence: float = _SILENCE) -> It
     except RuntimeError as error:
         dog.leave()
         known = translate(error)
-        # A peer's end may be seen a moment after the collective that it broke.
+        # The end of another rank may be noticed a moment after the collective that failed because of it.
         if (known is None or isinstance(known, PeerLostError)) and (ended := dog.ended(_MOMENT)):
             raise PeerLostError(ended, _HINT) from error
         raise
@@ -143,7 +148,7 @@ def watched(world: World, stuck_seconds: float, silence: float = _SILENCE) -> It
 
 
 def _store(world: World) -> Any:
-    """A connection of its own to the store of the run: the main thread may be waiting on the other."""
+    """Opens a second connection to the store of the run, because the main thread may be waiting on the first."""
     from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     if world.size == 1:
@@ -154,7 +159,7 @@ def _store(world: World) -> Any:
 
 
 def _host() -> str:
-    """Processes with the same answer see each other's process ids."""
+    """The host name and the process namespace. Processes with the same result see each other's process ids."""
     return f"{os.uname().nodename} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -163,7 +168,7 @@ def _named(ranks: Any) -> str:
 
 
 def _whereabouts(thread: int) -> tuple[str, bool]:
-    """The innermost line of a thread, and whether it waits for other ranks."""
+    """The line that a thread executes, and whether the thread waits for other ranks there."""
     frame = sys._current_frames()[thread]
     file = frame.f_code.co_filename
     return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})", any(part in file for part in _WAITING)

@@ -1,1 +1,1 @@
-"""Choosing hyperparameters by short runs before the full run."""
+"""Sweeps: choose hyperparameters by short runs before the full run."""

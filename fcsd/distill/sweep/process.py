@@ -1,4 +1,4 @@
-"""A run of a sweep is a process of its own: DeepSpeed keeps process groups and memory until a process exits."""
+"""Starts each run of a sweep in its own process, because DeepSpeed keeps process groups and memory until the exit."""
 
 import os
 import re
@@ -16,19 +16,19 @@ from fcsd.launch.nodes import srun
 
 @dataclass(frozen=True)
 class Exit:
-    """How a process ended: exit code, negative for a signal, and why if it failed."""
+    """How a process ended: its exit code, which is negative after a signal, and the reason if it failed."""
 
     code: int
     error: str = ""
 
     @property
     def interrupted(self) -> bool:
-        """By Ctrl-C."""
+        """Whether Ctrl-C ended the process."""
         return self.code in (130, -signal.SIGINT)
 
     @property
     def terminated(self) -> bool:
-        """By SIGTERM."""
+        """Whether SIGTERM ended the process."""
         return self.code in (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
@@ -36,10 +36,14 @@ Launch = Callable[[Path], Exit]
 
 
 def launcher(gpus: int | None = None, accept_unsafe_exec: bool = False, nodes: int = 1) -> Launch:
-    """What runs a recipe on so many processes of each node.
+    """The function that runs a recipe in new processes, ``gpus`` of them on each of ``nodes`` nodes.
+
+    Args:
+        accept_unsafe_exec: whether ``--accept-unsafe-exec`` is passed on to the runs.
 
     Raises:
-        ConfigError: this is one of torchrun's processes; or several nodes, and not the job of ``fcsd.launch.nodes``.
+        ConfigError: torchrun started this process; or ``nodes`` is larger than 1 and this is not a Slurm job of
+            ``fcsd.launch.nodes``.
     """
     if "WORLD_SIZE" in os.environ:
         raise ConfigError("a sweep starts its own processes", "start it once, with --gpus N instead of torchrun")
@@ -53,9 +57,9 @@ def launcher(gpus: int | None = None, accept_unsafe_exec: bool = False, nodes: i
 
 
 def _run(recipe: Path, command: list[str]) -> Exit:
-    """``fcsd distill OPTIONS RECIPE``, its messages passed on to stderr as they come.
+    """Runs ``fcsd distill OPTIONS RECIPE`` and passes its messages on to stderr at once.
 
-    SIGTERM is passed on to the run, which ends as it would alone. Ctrl-C reaches it from the terminal.
+    SIGTERM is passed on to the run, which then ends in its usual way. Ctrl-C reaches the run from the terminal.
     """
     error = ""
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What a sweep found, for people: a table of its trials, and their losses over the tokens seen."""
+"""Reports the results of a sweep: a table of its trials, and a figure of the metric over the tokens seen."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ PICTURE = "sweep.png"
 
 
 def write_report(out: Path, record: dict[str, Any]) -> None:
-    """``table.md`` and ``sweep.png`` beside ``sweep.json``."""
+    """Writes ``table.md`` and ``sweep.png`` into ``out``, beside ``sweep.json``."""
     rows = table(record)
     text = markdown.table(rows[0], rows[1:], left=len(rows[0]))
     write_text(out / TABLE, f"{text}\n\n![loss over tokens]({PICTURE})\n")
@@ -20,7 +20,7 @@ def write_report(out: Path, record: dict[str, Any]) -> None:
 
 
 def to_text(record: dict[str, Any]) -> str:
-    """The table in aligned columns, and where the full run is."""
+    """The table in aligned columns, and the directory of the full run if there is one."""
     rows = table(record)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -28,7 +28,7 @@ def to_text(record: dict[str, Any]) -> str:
 
 
 def table(record: dict[str, Any]) -> list[list[str]]:
-    """A heading, and a row for each trial that ran: its values, stages, length, metric and what became of it."""
+    """A heading, and a row for each trial that ran: its values, stages, steps, tokens, metric and outcome."""
     entries = {name: record["trials"][name] for name in _order(record)}
     keys = list(next(iter(entries.values()))["values"]) if entries else []
     metric = f"{record['metric']}, mean of the last {record['window']} steps"
@@ -46,7 +46,10 @@ def table(record: dict[str, Any]) -> list[list[str]]:
 
 
 def draw(out: Path, record: dict[str, Any]) -> Path:
-    """``sweep.png``: the metric of every trial over the tokens it has seen, the chosen ones bold."""
+    """Draws ``sweep.png``: the metric of every trial over the tokens seen, with bold lines for the chosen trials.
+
+    Returns: the path of the figure.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -71,6 +74,6 @@ def draw(out: Path, record: dict[str, Any]) -> Path:
 
 
 def _order(record: dict[str, Any]) -> list[str]:
-    """The trials that ran, in the order in which the stages have them."""
+    """The names of the trials that ran, in the order of the stages."""
     names = dict.fromkeys(name for stage in record["stages"] for name in stage["trials"])
     return [name for name in names if name in record["trials"]]

@@ -1,11 +1,11 @@
-"""Choosing values by short runs: a grid for each stage, then the full run with what did best.
+"""Chooses values by short runs: a grid of trials for each stage, then the full run with the best values.
 
-FarSkip section 5.1 chooses the batch size first and the learning rate after it, by the training loss of runs of 2000
-steps. A run that two stages have in common is made once. Every trial is an ordinary run by an ordinary recipe,
-``OUT/trials/NAME.yaml``, in the directory ``OUT/trials/NAME``, so that a killed sweep continues where it was. With
-``horizon: full`` a trial follows the schedule of the full run, which later continues from the trial's checkpoint in
-the trial's directory; with ``horizon: trial`` each trial has a whole schedule to itself, and the full run starts anew
-in ``OUT/full``.
+FarSkip section 5.1 chooses the batch size first and then the learning rate, by the training loss of runs of 2000 steps.
+A trial that two stages have in common is run once. Every trial is an ordinary run of an ordinary recipe,
+``OUT/trials/NAME.yaml``, in the directory ``OUT/trials/NAME``, so that a sweep that was killed continues where it
+stopped. With ``horizon: full``, a trial follows the schedule of the full run. The full run then continues from the
+checkpoint of the chosen trial, in the directory of that trial. With ``horizon: trial``, each trial has a complete
+schedule of its own, and the full run starts anew in ``OUT/full``.
 """
 
 import json
@@ -28,24 +28,25 @@ FULL = "full.yaml"
 
 
 def sweep(resolved: ResolvedRecipe, launch: Launch, *, dry_run: bool = False) -> dict[str, Any]:
-    """Runs the trials one after the other, and the full run with the chosen values.
+    """Runs the trials one after the other, and then the full run with the chosen values.
 
-    A trial whose loss is not finite has lost. One that fails otherwise leaves its stage undecided: the others of the
-    stage run, then the sweep ends; started again, it repeats what failed.
+    A trial whose loss is not finite cannot be chosen. If a trial fails for another reason, the remaining trials of its
+    stage are run, and then the sweep ends without a choice. The same command then repeats the failed trials.
 
     Args:
-        resolved: a recipe with a ``sweep`` section; its ``output_dir`` is the sweep's.
+        resolved: a recipe with a ``sweep`` section; its ``output_dir`` is the directory of the sweep.
         launch: runs a recipe as ``fcsd distill`` does, in a process of its own.
-        dry_run: check every trial there could be and plan the first stage; nothing is written.
+        dry_run: checks every possible trial and plans the first stage; nothing is written.
 
     Returns:
-        What ``OUT/sweep.json`` says: ``trials`` by name, the choice of each of the ``stages``, the directory of the
-        full ``run`` or None, and the ``error`` that ended the sweep or None; see ``require_complete``.
-        ``OUT/table.md`` and ``OUT/sweep.png`` show the same.
+        The content of ``OUT/sweep.json``: ``trials`` by name, the choice of each of the ``stages``, the directory of
+        the full ``run`` or None, and the ``error`` that ended the sweep or None; see ``require_complete``.
+        ``OUT/table.md`` and ``OUT/sweep.png`` show the same results.
 
     Raises:
-        ConfigError: no sweep section, values that make no recipe, or a directory with other trials; before any run.
-        PreemptedError, KeyboardInterrupt: a run was ended from outside.
+        ConfigError: the recipe has no sweep section, some values do not make a valid recipe, or the directory holds
+            other trials; this is raised before any run.
+        PreemptedError, KeyboardInterrupt: a run was ended by a signal.
     """
     plan, out = plan_of(resolved), Path(resolved.recipe.output_dir)
     for trial in all_trials(resolved):
@@ -78,10 +79,10 @@ def sweep(resolved: ResolvedRecipe, launch: Launch, *, dry_run: bool = False) ->
 
 
 def require_complete(record: dict[str, Any]) -> None:
-    """Raises what ended a sweep before its end.
+    """Checks that a sweep came to its end.
 
     Raises:
-        FcsdError: with the exit code of the cause.
+        FcsdError: an error ended the sweep; the exit code is that of the cause.
     """
     if record["error"] is not None:
         failure = FcsdError(record["error"]["message"], record["error"]["hint"])
@@ -90,10 +91,10 @@ def require_complete(record: dict[str, Any]) -> None:
 
 
 def _decide(trials: list[Trial], record: dict[str, Any], out: Path, plan: Sweep, launch: Launch) -> dict[str, Any]:
-    """Runs what is not done of a stage, in ``record`` as it goes, and gives the values that did best.
+    """Runs the trials of a stage that are not done, updates ``record`` after each, and returns the best values.
 
     Raises:
-        FcsdError: trials failed, or all diverged.
+        FcsdError: some trials failed, or all diverged.
     """
     done = record["trials"]
     record["stages"].append({"trials": [trial.name for trial in trials], "chosen": None})
@@ -116,10 +117,10 @@ def _decide(trials: list[Trial], record: dict[str, Any], out: Path, plan: Sweep,
 
 
 def _run(trial: Trial, out: Path, plan: Sweep, launch: Launch) -> dict[str, Any]:
-    """Makes or resumes a trial; gives its entry of the record."""
+    """Runs or resumes a trial and returns its entry in the record."""
     entry = _entry(trial, out)
     recipe = Path(entry["recipe"])
-    write_text(recipe, trial.resolved.to_yaml())  # the same values as before, see _require_same
+    write_text(recipe, trial.resolved.to_yaml())  # an existing file has the same values, see _require_same
     print(f"trial {trial.name}", file=sys.stderr)
     ended = _launched(launch, recipe)
     if ended.code == NonFiniteError.exit_code:
@@ -135,7 +136,7 @@ def _entry(trial: Trial, out: Path) -> dict[str, Any]:
 
 
 def outcome(run: Path, plan: Sweep) -> dict[str, Any]:
-    """Where a trial ended: ``step``, ``tokens``, and ``value``, the mean of the metric over its last steps."""
+    """The end of a trial: its last ``step``, its ``tokens``, and ``value``, the metric's mean over the last steps."""
     records = [line for line in read_metrics(run) if line["step"] <= plan.steps]
     first = records[-1]["step"] - plan.window + 1
     values = [line[plan.metric] for line in records if line["step"] >= first and plan.metric in line]
@@ -143,7 +144,7 @@ def outcome(run: Path, plan: Sweep) -> dict[str, Any]:
 
 
 def _continue(chosen: Trial, out: Path, launch: Launch) -> str:
-    """The full run with the chosen values; gives its directory."""
+    """Runs the full run with the chosen values and returns its directory."""
     write_text(out / FULL, chosen.full.to_yaml())
     print(f"full run with {chosen.name}", file=sys.stderr)
     ended = _launched(launch, out / FULL)
@@ -155,7 +156,7 @@ def _continue(chosen: Trial, out: Path, launch: Launch) -> str:
 
 
 def _launched(launch: Launch, recipe: Path) -> Exit:
-    """Runs a recipe; what ends a run from outside ends the sweep, too."""
+    """Runs a recipe. A signal that ends the run ends the sweep as well."""
     ended = launch(recipe)
     if ended.interrupted:
         raise KeyboardInterrupt
@@ -165,9 +166,12 @@ def _launched(launch: Launch, recipe: Path) -> Exit:
 
 
 def _require_same(out: Path, trial: Trial) -> None:
-    """
+    """Checks that an earlier sweep in this directory did not run a trial of this name with other values.
+
+    The recipe of the earlier trial may have older names of keys.
+
     Raises:
-        ConfigError: a trial of this name ran in this directory with other values; keys may have had older names.
+        ConfigError: the values differ.
     """
     from fcsd.distill.run.identity import differences, flat
 

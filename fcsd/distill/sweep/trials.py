@@ -1,4 +1,4 @@
-"""The trials of a sweep: which there could be, what each is called, and by which recipe it runs."""
+"""The trials of a sweep: the list of possible trials, their names and their recipes."""
 
 import itertools
 import re
@@ -15,7 +15,14 @@ TRIALS = "trials"
 
 @dataclass(frozen=True)
 class Trial:
-    """One short run: its name, the value of every swept key, its recipe, and that of the full run with the values."""
+    """One short run.
+
+    Attributes:
+        name: the name of the trial, which is also that of its directory.
+        values: the value of every swept key.
+        resolved: the recipe of the trial.
+        full: the recipe of the full run with these values.
+    """
 
     name: str
     values: dict[str, Any]
@@ -24,10 +31,10 @@ class Trial:
 
 
 def plan_of(resolved: ResolvedRecipe) -> Sweep:
-    """The recipe's sweep section.
+    """The ``sweep`` section of a recipe.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the recipe has no such section.
     """
     if resolved.recipe.sweep is None:
         raise ConfigError(f"recipe {resolved.recipe.name} has no `sweep:` section", "packaged sweeps end in -sweep")
@@ -40,15 +47,16 @@ def points(stage: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def starting_values(resolved: ResolvedRecipe) -> dict[str, Any]:
-    """What the recipe itself says for every swept key: the value until its stage has chosen one."""
+    """The recipe's own value of every swept key, which is used until the stage of the key has chosen one."""
     return {key: value_of(resolved.recipe, key) for stage in plan_of(resolved).stages for key in stage}
 
 
 def all_trials(resolved: ResolvedRecipe) -> list[Trial]:
-    """Every trial that could come to be, whatever the stages choose, each once.
+    """All possible trials, for all possible choices of the stages. Each trial is listed once.
 
     Raises:
-        ConfigError: values that make no recipe, two trials of one name, or a metric that a trial does not have.
+        ConfigError: some values do not make a valid recipe, two trials would have the same name, or a trial does not
+            measure the metric of the sweep.
     """
     chosen = [starting_values(resolved)]
     found: dict[str, Trial] = {}
@@ -62,10 +70,10 @@ def all_trials(resolved: ResolvedRecipe) -> list[Trial]:
 
 
 def trial_of(resolved: ResolvedRecipe, values: dict[str, Any]) -> Trial:
-    """The trial of these values.
+    """The trial with these values of the swept keys.
 
     Raises:
-        ConfigError: they make no recipe, or a full run of fewer steps than a trial has.
+        ConfigError: the values do not make a valid recipe, or the full run would have fewer steps than a trial.
     """
     plan, out, name = plan_of(resolved), Path(resolved.recipe.output_dir), _name(values)
     full = vary(resolved, {**values, "sweep": None})
@@ -80,7 +88,7 @@ def trial_of(resolved: ResolvedRecipe, values: dict[str, Any]) -> Trial:
 
 
 def _name(values: dict[str, Any]) -> str:
-    """``batch_tokens-65536_lr-2e-05``, fit for a directory."""
+    """The name of the trial with these values, such as ``batch_tokens-65536_lr-2e-05``. It can name a directory."""
     parts = [f"{key.rpartition('.')[2]}-{value}" for key, value in values.items()]
     return "_".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part) for part in parts)[:100]
 

@@ -1,1 +1,1 @@
-"""The frozen original and what the student is held against: live, or from a cache on disk."""
+"""The frozen teacher and the targets of the student, which come from a model in memory or from a cache on disk."""

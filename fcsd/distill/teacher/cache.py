@@ -1,9 +1,9 @@
-"""The teacher's distribution for every row of a run, on disk: top-k log-probabilities and the mass of the rest.
+"""The teacher cache on disk: top-k log-probabilities and the probability of all other token ids, for all rows of a run.
 
-``shard-N.safetensors`` holds a range of rows. ``shard-N.json`` beside it holds that range, the size and the sha256; it
-is written when the shard is on disk, so that a killed writer continues where it stopped. ``KEY.json`` lists what the
-cache depends on. ``MANIFEST.json``, written last, lists the shards. A reader checks the key, the hash of each shard
-when it opens it, and for every row that its tokens are those that the teacher was given.
+``shard-N.safetensors`` holds a range of rows. ``shard-N.json`` beside it holds that range, the size and the sha256. It
+is written after the shard, so that a writer that was killed continues where it stopped. ``KEY.json`` lists the facts on
+which the cache depends. ``MANIFEST.json`` is written last and lists the shards. A reader checks the key, checks the
+hash of each shard when it opens the shard, and checks for every row that its tokens are those given to the teacher.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 
 KEY, MANIFEST = "KEY.json", "MANIFEST.json"
-_POSITION = 8  # bytes of one of the k entries of a position: fp32 log-probability, int32 token id
+_POSITION = 8  # bytes of each of the k entries of a position: fp32 log-probability and int32 token id
 
 
 class Shard(NamedTuple):
-    """One file and the rows in it."""
+    """One file of the cache: its name and the numbers of its rows."""
 
     name: str
     rows: range
@@ -44,10 +44,10 @@ def read_teacher_cache(
     """The targets of a run from its cache, and the hashes of the teacher that wrote it.
 
     Args:
-        identity: what the run depends on; the data's part must be the cache's.
+        identity: the facts on which the run depends. Those about the data must be the same as in the cache.
 
     Raises:
-        BadInputError: there is none, or it is of another teacher or text; the message names what differs.
+        BadInputError: there is no cache, or it is of another teacher or text; the message names what differs.
     """
     folder = Path(settings.path)
     recorded = read_key(folder)
@@ -63,7 +63,7 @@ def read_teacher_cache(
 def key_of(
     recipe: Recipe, settings: TeacherCache, identity: dict[str, object], teacher: dict[str, str], vocab_size: int
 ) -> dict[str, Any]:
-    """What a cache depends on, flat."""
+    """The facts on which a cache depends, as a flat mapping."""
     data = {key: value for key, value in identity.items() if key.startswith("data.") or key == "seed"}
     own = {
         "objective.temperature": recipe.objective.temperature,
@@ -75,22 +75,22 @@ def key_of(
 
 
 def rows_needed(recipe: Recipe) -> int:
-    """The rows that the steps of a run take, from row 0 on."""
+    """The number of rows that the steps of a run take, starting with row 0."""
     return recipe.train.steps * (recipe.train.batch_tokens // recipe.data.seq_len)
 
 
 def plan(rows: int, seq_len: int, k: int, shard_bytes: int) -> list[Shard]:
-    """``rows`` cut into shards of about ``shard_bytes``, every position of a row counted."""
+    """Divides ``rows`` rows into shards of about ``shard_bytes`` bytes, as if every position of a row counted."""
     per_shard = max(1, shard_bytes // (seq_len * k * _POSITION))
     starts = range(0, rows, per_shard)
     return [Shard(f"shard-{n:06d}.safetensors", range(s, min(s + per_shard, rows))) for n, s in enumerate(starts)]
 
 
 def begin(folder: Path, key: dict[str, Any], shards: list[Shard]) -> list[Shard]:
-    """Prepares ``folder`` for shards under ``key`` and returns those that are not there yet.
+    """Prepares ``folder`` for a cache with ``key`` and returns the shards that are still to be written.
 
     Raises:
-        BadInputError: it holds another key's.
+        BadInputError: the folder holds a cache with another key.
     """
     if (folder / KEY).exists():
         expect_key(folder, key)
@@ -105,9 +105,9 @@ def write_shard(folder: Path, shard: Shard, digests: list[bytes], counts: list[i
     """Commits a shard.
 
     Args:
-        digests: of each row, see ``row_digest``.
-        counts: the positions of each row that count.
-        kept: of all these positions, row after row.
+        digests: the digest of each row, see ``row_digest``.
+        counts: for each row, the number of positions that count.
+        kept: the teacher's distribution at all these positions, row after row.
     """
     tensors = {name: tensor.contiguous().cpu() for name, tensor in kept._asdict().items()}
     tensors["counts"] = torch.tensor(counts)
@@ -119,24 +119,24 @@ def write_shard(folder: Path, shard: Shard, digests: list[bytes], counts: list[i
 
 
 def finish(folder: Path, shards: list[Shard]) -> None:
-    """Writes the manifest: from here on the cache can be read."""
+    """Writes the manifest, after which the cache can be read."""
     commit_json(folder / MANIFEST, {shard.name: json.loads(_record(folder, shard).read_text()) for shard in shards})
 
 
 def read_key(folder: Path) -> dict[str, Any]:
-    """What a cache depends on.
+    """The facts on which the cache in ``folder`` depends.
 
     Raises:
-        BadInputError: there is none.
+        BadInputError: there is no cache.
     """
     return _read(folder / KEY)
 
 
 def expect_key(folder: Path, key: dict[str, Any]) -> None:
-    """Check that a cache is of ``key``.
+    """Checks that the cache in ``folder`` has the key ``key``.
 
     Raises:
-        BadInputError: it is not; the message names what differs.
+        BadInputError: the cache has another key; the message names what differs.
     """
     if changed := differences(read_key(folder), key):
         raise BadInputError(
@@ -146,10 +146,11 @@ def expect_key(folder: Path, key: dict[str, Any]) -> None:
 
 
 def _from_shards(folder: Path, rows: int) -> Teacher:
-    """The targets from a cache of at least ``rows`` rows; its key was checked.
+    """The function that reads the targets from a cache of at least ``rows`` rows, whose key was checked before.
 
     Raises:
-        BadInputError: it is not complete or too short; later, a shard is damaged, or a row is not the one cached.
+        BadInputError: the cache is not complete or has too few rows. The returned function raises it if a shard is
+            damaged, or if the text of a row is not the text in the cache.
     """
     manifest = _read(folder / MANIFEST)
     starts = [entry["rows"][0] for entry in manifest.values()]
@@ -177,13 +178,20 @@ def _from_shards(folder: Path, rows: int) -> Teacher:
 
 
 def row_digest(micro: dict[str, Tensor], at: int) -> bytes:
-    """sha256 of a row of a micro-batch: its tokens, where its documents start, what counts."""
+    """The SHA-256 of row ``at`` of a micro-batch, over its token ids, position ids and labels."""
     columns = [micro[name][at].cpu().numpy().tobytes() for name in ("input_ids", "position_ids", "labels")]
     return hashlib.sha256(b"".join(columns)).digest()
 
 
 def _load(path: Path, entry: dict[str, Any]) -> tuple[TopK, list[int], list[bytes]]:
-    """A shard: its positions, where each row's begin and end among them, and the rows' digests."""
+    """Reads a shard and checks its hash.
+
+    Returns: the distributions at its positions; the limits of the rows, of which row ``i`` has the positions
+        ``limits[i]`` to ``limits[i + 1]`` (exclusive); and the digests of the rows.
+
+    Raises:
+        BadInputError: the file is missing or damaged.
+    """
     data = path.read_bytes() if path.exists() else b""
     if hashlib.sha256(data).hexdigest() != entry["sha256"]:
         raise BadInputError(
@@ -221,7 +229,7 @@ def commit_json(path: Path, value: Any) -> None:
 
 
 def _commit(path: Path, data: bytes) -> None:
-    """A file that is there as a whole or not at all."""
+    """Writes a file so that it exists under its name only when it is complete."""
     part = path.with_name(f"{path.name}.part")
     with part.open("wb") as file:
         file.write(data)

@@ -1,4 +1,4 @@
-"""The frozen teacher: which model it is, and what the loss reads of teacher and student alike."""
+"""Identifies the frozen teacher, and computes the hidden states that the loss reads of teacher and student."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,16 +17,18 @@ from fcsd.models.build import arch_of, decoder_layers
 
 
 def needs_teacher(recipe: Recipe) -> bool:
-    """Whether a term of the loss compares with a teacher in memory."""
+    """Whether a term of the loss needs a teacher in memory."""
     objective = recipe.objective
     return objective.teacher_cache is None and bool(objective.kl or objective.hidden.weight)
 
 
 def teacher_name(recipe: Recipe) -> str:
-    """Directory or hub id of the teacher: the recipe's, or the original that the student was converted from.
+    """The directory or hub id of the teacher.
+
+    It is the teacher of the recipe or, if the recipe names none, the original that the student was converted from.
 
     Raises:
-        ConfigError: the recipe names none and the student's config records none.
+        ConfigError: the recipe names no teacher and the student's config records no original.
     """
     if recipe.teacher is not None:
         return recipe.teacher
@@ -41,7 +43,7 @@ def teacher_name(recipe: Recipe) -> str:
 
 
 def student_block(recipe: Recipe) -> dict[str, Any]:
-    """What the student's conversion recorded; empty for an original."""
+    """The block ``fcsd`` in the student's config, which the conversion wrote; empty for an original model."""
     return read_config(resolve(recipe.model, weights=False).path).raw.get("fcsd") or {}
 
 
@@ -49,7 +51,7 @@ def identify_teacher(recipe: Recipe) -> dict[str, str]:
     """Hashes of the teacher: ``teacher.fingerprint`` of its config and headers, ``teacher.sample`` of its weights.
 
     Raises:
-        BadInputError: it is not there, or not the one that the student was made from.
+        BadInputError: the teacher does not exist, or its fingerprint is not the expected one.
     """
     name = teacher_name(recipe)
     try:
@@ -64,10 +66,16 @@ def identify_teacher(recipe: Recipe) -> dict[str, str]:
 
 
 def expect_fingerprint(recipe: Recipe, found: str, what: str) -> None:
-    """Check a teacher's fingerprint against the recipe's, or else the one that the student records, if it does.
+    """Checks the fingerprint of a teacher against that of the recipe, or else against that which the student records.
+
+    If neither names a fingerprint, any teacher is accepted.
+
+    Args:
+        found: the fingerprint of the teacher.
+        what: names the teacher in the message of the error.
 
     Raises:
-        BadInputError: they differ.
+        BadInputError: the fingerprints differ.
     """
     expected = recipe.teacher_sha256 or student_block(recipe).get("base_sha256")
     if expected not in (None, found):
@@ -79,11 +87,11 @@ def expect_fingerprint(recipe: Recipe, found: str, what: str) -> None:
 
 
 def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    """``[batch, seq, hidden]`` after the final norm.
+    """The hidden states ``[batch, seq, hidden]`` after the final norm.
 
     Attention stays inside documents because position ids restart and there is neither a mask nor a cache. An
-    architecture whose code does not look at position ids for that is given explicit masks, and a model with packed
-    attention is given the borders of the documents.
+    architecture that does not derive the document boundaries from position ids gets explicit masks. A model with
+    packed attention gets the borders of the documents.
     """
     arch = arch_of(model.config)
     decoder: Any = model.get_submodule(arch.classes["AutoModelForCausalLM"][1])
@@ -96,16 +104,16 @@ def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
 
 
 def pack_attention(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Let a model that is trained or followed use packed attention where the recipe, the device and the model allow it.
+    """Lets a student or teacher use packed attention, if the recipe asks for it and the model is in bf16 on a GPU.
 
-    This must happen before ``wire_sharded``, which wraps the attention function.
+    This must be called before ``wire_sharded``, which wraps the attention function.
     """
     if recipe.train.attention == "packed" and model.device.type == "cuda" and model.dtype == torch.bfloat16:
         use_packed_attention(model)
 
 
 def _document_masks(decoder: Any, ids: Tensor, positions: Tensor) -> dict[str, Tensor | None]:
-    """By kind of attention, the mask that other decoders derive from the position ids themselves."""
+    """The masks, by kind of attention, that other decoders derive from the position ids themselves."""
     given = {"config": decoder.config, "inputs_embeds": decoder.embed_tokens(ids), "attention_mask": None}
     given |= {"past_key_values": None, "position_ids": positions}
     return {
@@ -115,10 +123,10 @@ def _document_masks(decoder: Any, ids: Tensor, positions: Tensor) -> dict[str, T
 
 
 def compile_layers(model: PreTrainedModel, recipe: Recipe, backend: str = "inductor") -> None:
-    """Compile each decoder layer on its own, if the recipe says so; the model computes the same up to rounding.
+    """Compiles each decoder layer separately if the recipe says so. The results stay the same up to rounding.
 
     Args:
-        backend: of torch.compile; tests use one that needs no compiler.
+        backend: the backend of torch.compile; tests use one that needs no compiler.
     """
     if recipe.train.compile:
         for layer in decoder_layers(model):
@@ -126,12 +134,14 @@ def compile_layers(model: PreTrainedModel, recipe: Recipe, backend: str = "induc
 
 
 def without_compiling(recipe: Recipe) -> AbstractContextManager[Any]:
-    """Inside the block layers run compiled for the shapes that they were compiled for. For other shapes, such as those
-    of generation, they run uncompiled instead of being compiled again and again."""
+    """A context in which layers run compiled only for the shapes for which they were compiled already.
+
+    For other shapes, such as those of generation, they run uncompiled instead of being compiled again and again.
+    """
     return torch.compiler.set_stance("eager_on_recompile") if recipe.train.compile else nullcontext()
 
 
 def output_head(model: PreTrainedModel) -> Tensor:
-    """``[vocab, hidden]``: the weight that turns final hidden states into logits."""
+    """The weight of the output head, ``[vocab, hidden]``, which maps final hidden states to logits."""
     head: Any = model.get_output_embeddings()
     return head.weight

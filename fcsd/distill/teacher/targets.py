@@ -1,4 +1,4 @@
-"""What the student is compared with: the teacher's final hidden states, and its streams after single layers."""
+"""The targets of the student: the teacher's final hidden states, and its streams after selected layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,23 +17,25 @@ from fcsd.models.selection import select_layers
 
 
 class Targets(NamedTuple):
-    """The teacher's part of the loss on one micro-batch.
+    """The teacher's outputs that the loss needs on one micro-batch.
 
-    ``output`` is the final hidden states ``[batch, seq, hidden]`` and the output head ``[vocab, hidden]``, or what a
-    cache kept of them; ``streams`` the full stream ``[batch, seq, hidden]`` after each layer that the objective
-    compares, by 0-based index.
+    Attributes:
+        output: the final hidden states ``[batch, seq, hidden]`` and the output head ``[vocab, hidden]``, or the top-k
+            distribution from a cache.
+        streams: the full stream ``[batch, seq, hidden]`` after each layer that the objective compares, by the 0-based
+            index of the layer.
     """
 
     output: tuple[Tensor, Tensor] | TopK
     streams: dict[int, Tensor]
 
 
-# (micro-batch, the numbers of its rows in the run) -> the teacher's part of the loss on it
+# (micro-batch, the numbers of its rows in the run) -> the targets on this micro-batch
 Teacher = Callable[[dict[str, Tensor], Sequence[int]], Targets]
 
 
 def live_teacher(model: PreTrainedModel, objective: Objective) -> Teacher:
-    """The targets from a frozen model in memory."""
+    """The function that computes the targets with a frozen model in memory."""
     layers = compared_layers(model, objective)
 
     @torch.no_grad()
@@ -46,7 +48,7 @@ def live_teacher(model: PreTrainedModel, objective: Objective) -> Teacher:
 
 
 def compared_layers(model: PreTrainedModel, objective: Objective) -> tuple[int, ...]:
-    """The layers whose streams the objective compares, none if that term has no weight."""
+    """The 0-based indices of the layers whose streams the objective compares; none if that term has no weight."""
     if not objective.hidden.weight:
         return ()
     return select_layers(objective.hidden.layers, len(decoder_layers(model)))
@@ -54,11 +56,11 @@ def compared_layers(model: PreTrainedModel, objective: Objective) -> tuple[int, 
 
 @contextmanager
 def captured(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """The full stream ``o_k`` after each of ``layers``, of the forward pass inside the block; none is copied.
+    """Collects the full stream ``o_k`` after each of ``layers`` in the forward pass inside the block, without copies.
 
-    If the last output of a stream is still in flight, it is awaited at the end of its layer. Overlap is lost there and
-    only there. The hooks compute nothing and are removed before the backward pass, so that the recompute of activation
-    checkpointing does not run them again.
+    If the last output of a layer is still in flight, it is awaited at the end of that layer. Only the captured layers
+    lose their overlap. The hooks compute nothing. They are removed before the backward pass, so that the recompute of
+    activation checkpointing does not run them again.
     """
     streams: dict[int, Tensor] = {}
 
@@ -79,11 +81,12 @@ def captured(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int
 
 
 def expect_comparable(student: PreTrainedModel, teacher: PreTrainedModel, recipe: Recipe, name: str) -> None:
-    """Check that a student and the teacher called ``name`` have what the objective compares.
+    """Checks that the objective can compare a student with the teacher called ``name``.
 
     Raises:
-        BadInputError: their vocabularies differ, or, for the streams, their widths or numbers of layers.
-        ConfigError: ``objective.hidden.layers`` names a layer that they do not have.
+        BadInputError: the sizes of their vocabularies differ. If streams are compared, also if their hidden sizes or
+            numbers of layers differ.
+        ConfigError: ``objective.hidden.layers`` names a layer that the models do not have.
     """
     pairs = [("vocabulary", *(len(output_head(model)) for model in (student, teacher)))]
     if recipe.objective.hidden.weight:
