@@ -1,1 +1,1 @@
-"""Measurements beside their baselines: `fcsd bench NAME`, or `python -m fcsd.bench.NAME` where no command exists."""
+"""Benchmarks that measure a part of fcsd and its baseline: `fcsd bench NAME`, or `python -m fcsd.bench.NAME`."""

@@ -1,13 +1,15 @@
-"""Where the time of a step goes: every millisecond of the device's timeline under the name of a phase.
+"""Divides the time of a traced step among the phases of the step and among computation, communication and idle time.
 
 A phase is a range ``fcsd.phase::NAME`` that a thread of the host records. A device event belongs to the phase of the
-thread that launched it. Autograd's threads record none: what they launch belongs to the phase in which the thread that
-waits for them is at that time.
-At each moment of the timeline exactly one of three things holds, and the moment is counted there:
+thread that launched it. Autograd's threads record no phases. What they launch belongs to the phase in which the thread
+that waits for them is at that time.
+At each moment, the timeline of the device is in exactly one of three states, and the moment is counted for it:
 
-- ``computing``: a kernel, fill or copy within the device runs. It counts for the phase of the event that began first.
-- ``exposed``: only communication runs. It counts for the phase of the communication that began first.
-- ``idle``: nothing runs. It counts for the phase of the event that runs next, because the device waits for its launch.
+- ``computing``: A kernel, fill or copy within the device runs. The moment counts for the phase of the event that began
+  first.
+- ``exposed``: Only communication runs. The moment counts for the phase of the communication that began first.
+- ``idle``: Nothing runs. The moment counts for the phase of the event that runs next, because the device waits for the
+  launch of that event.
 """
 
 import gzip
@@ -27,19 +29,19 @@ from fcsd.errors import BadInputError
 from fcsd.parallel.trace import LAUNCHES, ON_DEVICE, RANGE
 
 PREFIX = "fcsd.phase::"
-BETWEEN = "between"  # launched in no phase
+BETWEEN = "between"  # the name for events that were launched outside of every phase
 STATES = ("computing", "exposed", "idle")
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Records the block as a phase of the step; phases may nest, and the innermost one counts."""
+    """Records the block as a phase of the step. Phases may be nested; an event belongs to the innermost one."""
     with record_function(PREFIX + name):
         yield
 
 
 class Event(NamedTuple):
-    """Something that ran on the device, in µs, and the phase in which it was launched."""
+    """A kernel, copy or fill on the device: its start and end in µs, and the phase in which it was launched."""
 
     start: float
     end: float
@@ -52,9 +54,9 @@ class Account:
     """The timeline of one rank, in ms.
 
     Attributes:
-        total: from the start of the first device event to the end of the last.
-        phases: by phase, in order of appearance, the ms of each of ``STATES``; they add up to ``total``.
-        synchronisations: by phase, how often the host waited for the device, and for how many ms.
+        total: time from the start of the first device event to the end of the last.
+        phases: for each phase, in order of appearance, the ms in each of ``STATES``; all of them add up to ``total``.
+        synchronisations: for each phase, how often the host waited for the device, and for how many ms in all.
     """
 
     total: float
@@ -63,10 +65,10 @@ class Account:
 
 
 def read_account(path: Path) -> Account:
-    """The account of a gzipped or plain Chrome trace.
+    """Computes the account of a gzipped or plain Chrome trace.
 
     Raises:
-        BadInputError: it is not such a trace, or nothing in it ran on a device.
+        BadInputError: the file is not such a trace, or nothing in it ran on a device.
     """
     try:
         text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -77,7 +79,7 @@ def read_account(path: Path) -> Account:
     any_thread = _Ranges(events, lambda name: name[len(PREFIX) :] if name.startswith(PREFIX) else None)
 
     def phase_of(launch: dict[str, Any]) -> str:
-        """Of the thread that launches; autograd's threads have none and work for the thread that waits for them."""
+        """The phase of the thread that launches, or, for autograd's threads, that of the thread that waits for them."""
         return own.at(launch) or any_thread.at(launch) or BETWEEN
 
     collectives = _Ranges(events, lambda name: name if RANGE.fullmatch(name) else None, by_thread=True)
@@ -101,7 +103,7 @@ def read_account(path: Path) -> Account:
 
 
 class _Ranges:
-    """Ranges of the host by time, nested or not: the innermost one around a moment."""
+    """Finds the innermost of the host's ranges that contains a moment; ranges may be nested."""
 
     def __init__(self, events: list[dict[str, Any]], name_of: Any, by_thread: bool = False) -> None:
         self._by_thread = by_thread
@@ -118,7 +120,9 @@ class _Ranges:
     def at(self, event: dict[str, Any]) -> str | None:
         ranges = self._found.get(self._key(event), [])
         place = bisect_right(ranges, (event["ts"], float("inf"), "")) - 1
-        while place >= 0:  # ranges that began before, the latest first: the first that has not ended is the innermost
+        # The ranges that began before the event are tried from the latest to the earliest. The first one that has not
+        # ended is the innermost.
+        while place >= 0:
             if event["ts"] <= ranges[place][1]:
                 return ranges[place][2]
             place -= 1
@@ -126,7 +130,7 @@ class _Ranges:
 
 
 def _partition(events: list[Event], waits: dict[str, tuple[int, float]]) -> Account:
-    """Counts each moment between the borders of events once."""
+    """Counts each interval between two neighbouring starts or ends of events for one phase and one state."""
     phases: dict[str, dict[str, float]] = {}
 
     def count(name: str, state: str, microseconds: float) -> None:
@@ -151,7 +155,7 @@ def _partition(events: list[Event], waits: dict[str, tuple[int, float]]) -> Acco
 
 
 def to_text(account: Account) -> str:
-    """A line for each phase, and their sum."""
+    """Formats the account as a table with a line for each phase and for their sum, and the host's waits below it."""
     lines = [
         f"{'phase':20s} " + " ".join(f"{state + ' ms':>13s}" for state in STATES) + f" {'all ms':>9s} {'share':>7s}"
     ]

@@ -1,8 +1,9 @@
-"""The whole distillation step, teacher included: the speed of its variants, their bound, and where the time goes.
+"""Measures the whole distillation step, teacher included: the speed of its variants and how the time is spent.
 
-Student and teacher have random weights of a real shape, or of a checkpoint's config; recipe, packed rows, feed, loss,
-engine and optimizer step are those of ``fcsd distill``. All variants run on the same two models in one process group,
-interleaved, so that clocks and memory drift alike for all.
+Student and teacher have random weights. Their dimensions are those of a published model or of a checkpoint's config.
+The recipe, the packed rows, the feed, the loss, the engine and the optimizer step are those of ``fcsd distill``. All
+variants run in turns on the same two models and in one process group, so that changes of the GPUs' clocks and memory
+affect all of them alike.
 """
 
 import json
@@ -50,18 +51,24 @@ VARIANTS = (OVERLAPPED, APART, MASKED, BLOCKING, BOUND)
 
 @dataclass(frozen=True)
 class Load:
-    """What is timed.
+    """The workload that is timed.
 
     Attributes:
-        shape: a name in ``fcsd.bench.shapes``, or the directory of a checkpoint, whose config alone is read.
-        layers: decoder layers; a checkpoint's config says how many it has.
-        micro_batch: rows of ``seq`` tokens in a forward pass, on each process; ``accumulation`` of them make a step.
-        router: ``initialised`` as the random weights have it, or ``uniform``: every expert gets as many tokens.
-        variants: ``overlapped`` as ``fcsd distill`` runs it; ``apart``, the same with the teacher's pass before the
-            student's instead of in turns with it; ``masked``, as ``apart`` with a mask instead of packed attention;
-            ``blocking``, every collective awaited where it starts; ``comm-free``, which sends no rows.
-        sets: ``--set`` assignments to the recipe; without them KL from a teacher, ZeRO-1, experts over all processes.
-        rounds: how often the variants take turns.
+        shape: a name in ``fcsd.bench.shapes``, or the directory of a checkpoint, of which only the config is read.
+        layers: decoder layers of a shape; for a checkpoint, its config gives the number.
+        micro_batch: rows of ``seq`` tokens in a forward pass of each process.
+        seq: tokens of a row.
+        accumulation: micro-batches in a step of each process.
+        router: ``initialised`` keeps the random router; ``uniform`` sends equally many tokens to every expert.
+        variants: which variants are timed:
+            ``overlapped`` is the step of ``fcsd distill``;
+            ``apart`` runs the teacher's pass before the student's instead of in turns with it;
+            ``masked`` is ``apart`` with a mask instead of packed attention;
+            ``blocking`` awaits every collective where it starts;
+            ``comm-free`` sends no rows and is the bound.
+        sets: ``--set`` assignments to the recipe. By default the recipe has KL from a teacher, ZeRO-1, and experts
+            spread over all processes.
+        rounds: how often each variant is timed; in a round, each variant runs once.
         steps: timed steps of a variant in each round, which follow one another without a pause.
     """
 
@@ -87,21 +94,24 @@ class Load:
 
     @property
     def config(self) -> PretrainedConfig:
-        """The teacher's."""
+        """The teacher's config."""
         if self.shape in SHAPES:
             return SHAPES[self.shape](self.layers)
         return AutoConfig.from_pretrained(self.shape, trust_remote_code=False)
 
 
 def bench(load: Load, out: Path | None = None, *, traced: bool = False) -> dict[str, Any]:
-    """Measures, prints to stderr on rank 0, and gives what ``distill.json`` holds; every process of the run calls it.
+    """Measures all variants, prints a table to stderr on rank 0, and returns the content of ``distill.json``.
+
+    Every process of the run must call this function.
 
     Args:
-        out: directory for ``distill.json`` and, with ``traced``, for a Chrome trace of one step of each rank under each
-            variant but the bound, from which the account of rank 0 is made.
+        out: directory for ``distill.json``.
+        traced: also writes to ``out`` a Chrome trace of one step of each rank under each variant except the bound, and
+            computes the account of rank 0 from it.
 
     Raises:
-        ConfigError: a recipe that cannot be.
+        ConfigError: the recipe is invalid for this model or this number of processes.
     """
     world = join_world()
     import_deepspeed()
@@ -142,7 +152,7 @@ def bench(load: Load, out: Path | None = None, *, traced: bool = False) -> dict[
 
 
 def _full_speed(recipe: Recipe, world: World) -> float | None:
-    """Tokens per second at the GPUs' peak, of which a variant's speed is its MFU; None where the peak is not known."""
+    """Tokens per second at the GPUs' peak FLOP/s, by which MFU is computed; None if the GPUs' peak is not known."""
     if world.device.type != "cuda":
         return None
     peak = gpu_peak(torch.cuda.get_device_name(world.device), recipe.train.dtype)
@@ -150,7 +160,7 @@ def _full_speed(recipe: Recipe, world: World) -> float | None:
 
 
 class _Steps:
-    """One student, one teacher, and the steps they take under any variant."""
+    """One student and one teacher, with functions to choose a variant and to run steps of it."""
 
     def __init__(self, recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConfig, world: World) -> None:
         self.recipe, self._chosen, self._world, self._taken = recipe, recipe, world, 0
@@ -169,10 +179,11 @@ class _Steps:
         self._rows = training_rows(recipe, [random_corpus(student.config.vocab_size, recipe.data.seq_len)])
 
     def choose(self, variant: str) -> None:
-        """Wires both models as a variant wants them."""
+        """Wires both models for a variant."""
         parallel = self.recipe.parallel
         apart = self.recipe.model_copy(update={"parallel": parallel.model_copy(update={"overlap": "off"})})
-        self._chosen = self.recipe if variant in (OVERLAPPED, BOUND) else apart  # asks for turns, or does not
+        # The recipe decides whether the passes of teacher and student run in turns.
+        self._chosen = self.recipe if variant in (OVERLAPPED, BOUND) else apart
         on_cuda = self._world.device.type == "cuda"
         for model, ep_size in zip(self.models, (parallel.ep_size, parallel.teacher_ep_size), strict=False):
             join_attention(model)
@@ -187,14 +198,15 @@ class _Steps:
                 overlap(model, wiring_of(model.config), fused=parallel.fused and on_cuda, transport=NoWire())
 
     def one(self) -> None:
-        """One step, which is waited for."""
+        """Runs one step and waits until it is complete."""
         self._taken += 1
         train_step(self._engine, self._teacher, self._rows, self._chosen, self._world, self._taken)
 
     def several(self, count: int) -> dict[str, float]:
-        """Steps as a run takes them, after one that is not timed.
+        """Runs one step that is not timed, then ``count`` timed steps in the way of ``fcsd distill``.
 
-        Returns: ``seconds`` of a step, the ``data_wait`` of it, and the ``loss`` of the last one.
+        Returns: mean ``seconds`` of a step, the share ``data_wait`` of them spent waiting for data, and the ``loss`` of
+            the last step.
         """
         first, last = self._taken + 1, self._taken + 1 + count
         self._taken = last
@@ -215,7 +227,7 @@ class _Steps:
 
 
 class _Phases:
-    """An engine whose passes are phases of the step."""
+    """Wraps an engine so that each of its passes is recorded as a phase of the step."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -245,7 +257,11 @@ def _in_phase(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _time(steps: _Steps, load: Load, world: World) -> dict[str, dict[str, Any]]:
-    """By variant: seconds of a step in each round, the share of it spent waiting for data, memory, the last loss."""
+    """Times every variant.
+
+    Returns: for each variant, per round the ``seconds`` of a step and the share ``data_wait`` of them spent waiting for
+        data; the last ``loss``; and on GPUs the peak memory ``peak_gib``.
+    """
     measured: dict[str, dict[str, Any]] = {name: {"seconds": [], "data_wait": []} for name in load.variants}
     for _ in range(load.rounds):
         for name, found in measured.items():
@@ -262,7 +278,7 @@ def _time(steps: _Steps, load: Load, world: World) -> dict[str, dict[str, Any]]:
 
 
 def _accounts(steps: _Steps, load: Load, out: Path, world: World) -> dict[str, Any]:
-    """Traces a step of each variant but the bound on every rank; rank 0's account of each."""
+    """Traces a step of each variant except the bound on every rank; returns rank 0's account of each variant."""
     accounts: dict[str, Any] = {}
     for name in load.variants:
         if name == BOUND:
@@ -282,7 +298,11 @@ def _accounts(steps: _Steps, load: Load, out: Path, world: World) -> dict[str, A
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line for each variant: the median step, tokens per second, MFU, and the share of the bound's speed."""
+    """Formats the result as a table with a line for each variant.
+
+    The columns are the median step, half its range, tokens per second, the share of the bound's speed, MFU, the share
+    of time spent waiting for data, and peak memory.
+    """
     medians = {name: statistics.median(found["seconds"]) for name, found in result["variants"].items()}
     titles = ("step ms", "± ms", "tokens/s", "of bound", "MFU", "data", "peak GiB")
     lines = [f"{'':12s} " + " ".join(f"{title:>9s}" for title in titles)]

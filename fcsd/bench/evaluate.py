@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 from fcsd.eval.engines.adapter import HFAdapter
 
-# task -> (choices, tokens of the context, tokens of a choice); one token is a letter, negative: WinoGrande's way,
-# where the choice stands in the context and what follows is scored.
+# task -> (choices, tokens of the context, tokens of a choice). A choice of one token is a letter. A negative number
+# means that the task is like WinoGrande: the choice is a part of the context, and the text after it is scored.
 CHOICES = {
     "PIQA": (2, 12, 20),
     "ARC-E": (4, 28, 4),
@@ -37,7 +37,7 @@ CHOICES = {
     "MMLU": (4, 110, 1),
     "OBook": (4, 14, 4),
 }
-# task -> tokens of the prompt, examples included
+# task -> tokens of the prompt, including the few-shot examples
 PROMPTS = {"HEval+": 150, "GSM-8K": 800, "MBPP+": 450}
 SHAPES = {
     "llama": (LlamaConfig, dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16)),
@@ -60,12 +60,24 @@ SHARED = dict(
     tie_word_embeddings=False,
     max_position_embeddings=4096,
 )
-HFLM_BATCH = 64  # where HFLM's own search for a batch size stops
+HFLM_BATCH = 64  # the largest batch size that HFLM's own search tries
 
 
 @dataclass
 class Row:
-    """One task; rates in items a second, differences in nats."""
+    """The results of one task.
+
+    Attributes:
+        hflm: items per second of HFLM.
+        ours: items per second of the adapter.
+        ratio: seconds of HFLM divided by seconds of the adapter.
+        fp32_items: items that were compared in fp32.
+        fp32_flips: items that the two answer differently in fp32.
+        fp32_difference: the largest difference of a log-probability in fp32, in nats.
+        bf16_flips: items that the two answer differently in bf16.
+        bf16_difference: the largest difference of a log-probability in bf16, in nats.
+        hflm_flips: items that HFLM itself answers differently with a quarter of its batch size, in bf16.
+    """
 
     task: str
     items: int
@@ -80,21 +92,26 @@ class Row:
     hflm_flips: int = 0
 
 
-Items = list[list[Instance]]  # an item's requests
+Items = list[list[Instance]]  # for each item its requests
 
 
 def build(arch: str, words: int, layers: int | None) -> PreTrainedModel:
-    """A random fp32 model that only ever says tokens the tokenizer has, so that its texts can be compared."""
+    """Builds a random fp32 model that generates only tokens of the tokenizer, so that its texts can be compared.
+
+    Args:
+        words: number of tokens that the tokenizer has.
+        layers: decoder layers; None for those of the shape.
+    """
     config_class, shape = SHAPES[arch]
     config: Any = config_class(**{**SHARED, **shape, **({"num_hidden_layers": layers} if layers else {})})
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        model.lm_head.weight[words:] = 0  # logit zero, far below the best of the others
+        model.lm_head.weight[words:] = 0  # their logits are 0, which is far below the largest of the others
     return model.eval()
 
 
 def choice_items(task: str, count: int, words: list[str]) -> Items:
-    """Questions of a multiple-choice task, of lengths around the task's."""
+    """Makes random questions of a multiple-choice task, whose lengths vary around those of the task."""
     choices, context, length = CHOICES[task]
     rng = random.Random(task)
 
@@ -116,7 +133,7 @@ def choice_items(task: str, count: int, words: list[str]) -> Items:
 
 
 def prompt_items(task: str, count: int, words: list[str], new_tokens: int) -> Items:
-    """Prompts of a generation task; no stop string ever ends an answer early."""
+    """Makes random prompts of a generation task; no stop string ends an answer early."""
     rng = random.Random(task)
     settings = {"until": ["[never]"], "max_gen_toks": new_tokens, "do_sample": False}
     lengths = [max(1, round(PROMPTS[task] * rng.uniform(0.8, 1.2))) for _ in range(count)]
@@ -124,7 +141,7 @@ def prompt_items(task: str, count: int, words: list[str], new_tokens: int) -> It
 
 
 def answers(lm: Any, items: Items) -> tuple[list[Any], float]:
-    """Per item what the model answers, log-probabilities or a text, and the seconds it took."""
+    """Returns for each item the model's answers (log-probabilities or a text), and the seconds that all items took."""
     requests = [request for item in items for request in item]
     kind = requests[0].request_type
     _wait()
@@ -136,7 +153,7 @@ def answers(lm: Any, items: Items) -> tuple[list[Any], float]:
 
 
 def flips(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[int, float]:
-    """Items answered differently, and the largest difference of a log-probability."""
+    """Number of items that are answered differently, and the largest difference of a log-probability in nats."""
     count, largest = 0, 0.0
     for mine, other in zip(ours, theirs, strict=True):
         if isinstance(mine[0], str):
@@ -159,7 +176,7 @@ def lm_eval_model(model: PreTrainedModel, tokenizer: Any, batch_size: int) -> An
 
 
 def measure(model: PreTrainedModel, tokenizer: Any, tasks: dict[str, Items], share: float) -> list[Row]:
-    """All tasks: first a share of the items in fp32, then all of them in bf16."""
+    """Measures all tasks: first a share of the items in fp32, then all items in bf16."""
     rows = [Row(task, len(items)) for task, items in tasks.items()]
     for dtype in (torch.float32, torch.bfloat16):
         model.to(dtype)  # type: ignore[arg-type]
@@ -168,7 +185,7 @@ def measure(model: PreTrainedModel, tokenizer: Any, tasks: dict[str, Items], sha
         for row, items in zip(rows, tasks.values(), strict=True):
             part = items[: max(2, round(share * len(items)))]
             for lm in (ours, hflm):
-                answers(lm, part[:HFLM_BATCH])  # kernels are chosen and memory is taken
+                answers(lm, part[:HFLM_BATCH])  # this warm-up chooses kernels and allocates memory
             chosen = part if dtype == torch.float32 else items
             mine, my_seconds = answers(ours, chosen)
             other, other_seconds = answers(hflm, chosen)

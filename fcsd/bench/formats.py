@@ -2,8 +2,9 @@
 
     python -m fcsd.bench.formats [--out FILE]
 
-The speed of encode and decode is the bytes that they read and write per second, as a share of what a copy inside the
-GPU reaches on the same rows. Prints a table; ``--out`` writes all figures as JSON. Exit code 1 if any bit differs.
+The speed of encode and decode is the number of bytes that they read and write per second, as a share of what a copy
+within the GPU reaches on the same rows. The benchmark prints a table, and ``--out`` writes all figures as JSON. The
+exit code is 1 if any bit differs.
 """
 
 import argparse
@@ -24,9 +25,10 @@ from fcsd.kernels.bit_split import Draws, Format, kernels, reference
 from fcsd.launch.environment import snapshot
 
 WIDTH = 4096  # values of a row
-ROWS = 65536  # that are timed: 512 MiB in bf16, more than a GPU's cache holds; a kernel outlasts its launch
+# Rows that are timed, 512 MiB in bf16. They do not fit into a GPU's cache, and a kernel takes longer than its launch.
+ROWS = 65536
 REPEATS = 7
-RUNS = 10  # launched at once in each repeat, so that the GPU does not wait for the host
+RUNS = 10  # runs that are launched one after another in each repeat, so that the GPU does not wait for the host
 WORKERS = 16  # processes that compile and check; compiling takes nearly all of the time
 TIMED = (
     "int8",
@@ -48,7 +50,10 @@ TIMED = (
 
 
 def all_formats() -> list[str]:
-    """The names of all widths, groups and kinds of scale, with and without spikes; with spikes also clipped."""
+    """The names of the formats of all bit widths, groups and kinds of scale, with and without spikes.
+
+    Some formats with spikes are also clipped.
+    """
     metas: tuple[Literal["bf16", "int"], ...] = ("bf16", "int")
     found = [
         str(Format(bits, group, spikes, meta))
@@ -60,29 +65,30 @@ def all_formats() -> list[str]:
 
 
 def sample(width: int) -> Tensor:
-    """Rows, fp32 ``[8, width]``, with what a format must survive: one case in each."""
+    """Rows, fp32 ``[8, width]``, each with one of the difficult cases that a format must handle."""
     rows = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
     rows[0, 1::7] *= 1000  # massive activations
     rows[1] = -3.3  # constant
     rows[2] = rows[2].abs() + 5  # one-sided
     rows[3, :3] = torch.tensor([float("inf"), float("nan"), -0.0])
     rows[4] = (torch.arange(width) % 16) / 2  # ties
-    rows[5] *= 2.0**-124  # some subnormal
-    rows[6, ::5] = 3e38  # ranges that overflow
+    rows[5] *= 2.0**-124  # some of these values are subnormal
+    rows[6, ::5] = 3e38  # the range of a group overflows
     rows[7] = -0.0
     return rows
 
 
 def differences(name: str, device: str, width: int = WIDTH) -> list[str]:
-    """Where kernels and reference differ in format ``name``: "encode bfloat16", "decode float32", ..."""
+    """Lists where kernels and reference differ in format ``name``: "encode bfloat16", "decode float32", ..."""
     format, found = Format.parse(name), []
     dtypes = [(torch.bfloat16, torch.int16), (torch.float32, torch.int32)]
-    for dtype, bits in dtypes if format.group >= 128 else dtypes[:1]:  # the dtype and the group do not interact
+    # The dtype and the group size do not interact, so fp32 is checked for large groups only.
+    for dtype, bits in dtypes if format.group >= 128 else dtypes[:1]:
         rows = sample(width).to(device, dtype)
         records = reference.encode(rows, format)
         if not torch.equal(kernels.encode(rows, format), records):
             found.append(f"encode {dtype}".replace("torch.", ""))
-        if format.group == 64:  # nor do draws
+        if format.group == 64:  # draws and the group size do not interact either, so one size is enough
             draws = Draws(2**40 + 1, 2, 3, 1, torch.arange(len(rows), device=device))
             if not torch.equal(kernels.encode(rows, format, draws), reference.encode(rows, format, draws)):
                 found.append(f"encode {dtype} with draws".replace("torch.", ""))
@@ -93,9 +99,9 @@ def differences(name: str, device: str, width: int = WIDTH) -> list[str]:
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """Of one run on the GPU: the median over repeats, each the mean of some runs."""
+    """Milliseconds of one run on the GPU: the median over repeats, each of which is the mean of ``RUNS`` runs."""
     times = []
-    for _ in range(REPEATS + 1):  # the first warms up
+    for _ in range(REPEATS + 1):  # the first repeat is a warm-up
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(RUNS):
@@ -107,10 +113,16 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 
 def measure(name: str, rows: Tensor, copy: float) -> dict[str, float]:
-    """Milliseconds and shares of the copy's bytes per second, ``copy``, of encode, decode, and one after the other."""
+    """Measures encode, decode, and both one after the other: their milliseconds, and their share of a copy's speed.
+
+    Args:
+        name: the format.
+        rows: ``[rows, width]`` on the GPU.
+        copy: bytes per millisecond that a copy within the GPU reads and writes.
+    """
     format = Format.parse(name)
     records = kernels.encode(rows, format)
-    moved = rows.nbytes + records.nbytes  # read and written, by either
+    moved = rows.nbytes + records.nbytes  # bytes that encode reads and writes; decode moves as many
     encode = milliseconds(lambda: kernels.encode(rows, format))
     decode = milliseconds(lambda: kernels.decode(records, format, rows.shape[1], rows.dtype))
     return {

@@ -24,14 +24,14 @@ SHORT = next(iter(PROMPTS))
 
 
 class Clock:
-    """Measures one thing after another until the time is over, printing each."""
+    """Runs measurements one after another until the time is over, and prints each result at once."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.perf_counter() + seconds
         self.rows: list[dict[str, Any]] = []
 
     def measure(self, what: str, task: str, lm: Any, items: Items) -> dict[str, Any] | None:
-        """Items a second of ``lm`` on a task; None where there is no time left."""
+        """Measures the items per second of ``lm`` on a task; returns None without measuring if no time is left."""
         if time.perf_counter() > self._end:
             return None
         texts, seconds = answers(lm, items)
@@ -40,14 +40,14 @@ class Clock:
         return row | {"texts": texts}
 
     def check(self, what: str, work: Callable[[], dict[str, Any]]) -> None:
-        """Something else to find out, if there is time left."""
+        """Runs ``work`` and prints the values that it returns, if there is time left."""
         if time.perf_counter() <= self._end:
             began = time.perf_counter()
             found = work()
             self.say(what=what, **found, seconds=time.perf_counter() - began)
 
     def say(self, **row: Any) -> None:
-        """Print a line and keep it."""
+        """Prints a line with these values, and keeps them in ``rows``."""
         self.rows.append(row)
         shown = (f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
         print("  ".join(shown), flush=True)
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def way(model: Any, name: str) -> HFAdapter:
         lm = HFAdapter(model, tokenizer, generation=name)
-        answers(lm, prompt_items(SHORT, 8, words, 4))  # kernels are chosen and memory is taken
+        answers(lm, prompt_items(SHORT, 8, words, 4))  # this warm-up chooses kernels and allocates memory
         return lm
 
     llama = random_model("llama", torch.bfloat16)

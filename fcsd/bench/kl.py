@@ -1,9 +1,13 @@
 """Time, memory and error of the distillation loss on one GPU, beside full-logit torch and Liger.
 
-``python -m fcsd.bench.kl [--tune] [--out kl.json]``. Forward and backward in bf16, head trained. Each line:
-milliseconds (median), that time over full-logit torch's, over the time of the four matrix products at the rate
-measured here; temporary memory (peak minus inputs minus returned gradients) and its share of one model's fp32
-``[tokens, vocab]``; relative error of loss, hidden gradient and head gradient against float64.
+The command is ``python -m fcsd.bench.kl [--tune] [--out kl.json]``. It measures forward and backward in bf16 with a
+trained output head. Each line of the result contains:
+
+- the median milliseconds, also divided by the time of full-logit torch, and divided by the time of the four matrix
+  products at the rate that this benchmark measures
+- the temporary memory (the peak minus the inputs and the returned gradients), also as a share of one model's fp32
+  logits ``[tokens, vocab]``
+- the relative errors of the loss, of the hidden gradient and of the head gradient against float64
 """
 
 import argparse
@@ -31,7 +35,18 @@ Loss = Callable[..., Tensor]  # (student hidden, student head, teacher hidden, t
 
 @dataclass
 class Row:
-    """One measurement; ``note`` says what went wrong, if anything did."""
+    """One measurement of a variant at one shape.
+
+    Attributes:
+        note: the error, if the variant failed; else empty.
+        ms: median milliseconds of forward and backward.
+        over_torch: ``ms`` divided by that of full-logit torch.
+        over_products: ``ms`` divided by the time of the four matrix products at the measured rate.
+        temporary_mb: peak memory without inputs and returned gradients, in MB.
+        temporary_share: temporary memory divided by the bytes of one model's fp32 logits.
+        gradient_mb: size of the returned gradients, in MB.
+        loss_error, hidden_error, head_error: relative errors against float64.
+    """
 
     tokens: int
     hidden: int
@@ -76,10 +91,10 @@ def fused(
 
 def liger(*, compiled: bool) -> Loss:
     """Liger's chunked loss at beta 0, which is KL(teacher ‖ student)."""
-    # Not a dependency: carried to the machine as a wheel.
+    # Liger is not a dependency of fcsd. It must be installed by hand for this comparison.
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss  # pyright: ignore[reportMissingImports]
 
-    torch.compiler.reset()  # shapes of earlier cases must not make this one dynamic
+    torch.compiler.reset()  # otherwise the shapes of earlier cases would make torch compile for dynamic shapes
     module = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0, compiled=compiled)
 
     def loss(student: Tensor, student_head: Tensor, teacher: Tensor, teacher_head: Tensor) -> Tensor:
@@ -97,7 +112,7 @@ def gradients(loss: Loss, inputs: Sides) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def exact(inputs: Sides, chunk: int = 1024) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and gradients in float64; the gradients are kept in fp32."""
+    """Computes the loss and its gradients in float64; the gradients are returned in fp32."""
     student, student_head, teacher, teacher_head = inputs
     weight, other = student_head.double(), teacher_head.double()
     total = torch.zeros((), dtype=torch.float64, device="cuda")
@@ -107,7 +122,7 @@ def exact(inputs: Sides, chunk: int = 1024) -> tuple[Tensor, Tensor, Tensor]:
         rows = slice(at, at + chunk)
         log_p = (student[rows].double() @ weight.t()).log_softmax(-1)
         q = (teacher[rows].double() @ other.t()).log_softmax(-1)
-        log_p, q = q - log_p, q.exp_()  # the first is now log q/p
+        log_p, q = q - log_p, q.exp_()  # log_p now holds log(q/p)
         total += (q * log_p).sum()
         difference = q * torch.expm1(log_p.neg_())
         to_hidden[rows] = difference @ weight
@@ -121,13 +136,13 @@ def distance(got: Tensor, truth: Tensor) -> float:
 
 
 def product_rate() -> float:
-    """Flop per second of a large bf16 product on random data."""
+    """FLOP/s of a large bf16 matrix product on random data."""
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * 8192**3 / (clock(lambda: left @ right, 10) / 1e3)
 
 
 def clock(work: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds by CUDA events after two warm-ups."""
+    """Median milliseconds of ``work``, measured by CUDA events after two warm-up runs."""
     times = []
     for attempt in range(repeats + 2):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -144,7 +159,10 @@ def clock(work: Callable[[], object], repeats: int) -> float:
 def attempt(
     row: Row, make: Callable[[], Loss], inputs: Sides, truth: tuple[Tensor, Tensor, Tensor], rate: float
 ) -> Row:
-    """Error first, then memory, then time; an exception (a missing package too) becomes the row's note."""
+    """Measures the errors, then the memory, then the time of a loss, and fills them into ``row``.
+
+    If the loss raises an exception, for example because a package is missing, the row's note holds the message.
+    """
     try:
         loss = make()
         value, to_hidden, to_head = gradients(loss, inputs)
@@ -179,7 +197,7 @@ def variants(with_liger: bool) -> dict[str, Callable[[], Loss]]:
 
 
 def compare(rate: float, began: float, limits: argparse.Namespace) -> list[Row]:
-    """Every shape and variant, until the time is spent; what is left out says so."""
+    """Measures every shape and variant until the time is over. A row's note says when a shape was left out."""
     rows = []
     for hidden, vocab in SHAPES:
         for tokens in TOKENS:
@@ -208,7 +226,7 @@ def compare(rate: float, began: float, limits: argparse.Namespace) -> list[Row]:
 
 
 def tune(rate: float) -> list[Row]:
-    """Chunk sizes, shares and launches at two shapes, and where the time of one chunk goes."""
+    """Measures chunk sizes, logit shares and kernel launches at two shapes, and the time of each stage of a chunk."""
     rows = []
     for hidden, vocab in SHAPES[:2]:
         torch.manual_seed(0)
@@ -238,7 +256,7 @@ def tune(rate: float) -> list[Row]:
 
 @torch.no_grad()
 def stages(inputs: Sides, chunk: int) -> None:
-    """Milliseconds, and TFLOP/s or TB/s, of each stage of one chunk."""
+    """Prints the milliseconds and the TFLOP/s or TB/s of each stage of one chunk."""
     student, weight, teacher, other = (x.detach() for x in inputs)
     vocab, hidden = weight.shape
     x, y = student[:chunk], teacher[:chunk]

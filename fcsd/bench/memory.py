@@ -1,7 +1,8 @@
-"""What ``fcsd plan`` says of an optimizer step, beside what the step takes: memory by part and by moment, and speed.
+"""Compares the memory and speed that ``fcsd plan`` predicts for an optimizer step with those that are measured.
 
-Student and teacher have random weights of a real shape; recipe, packed rows, loss, engine and step are those of
-``fcsd distill``. Nothing is read and nothing is written but the result.
+Memory is compared by part and by moment. Student and teacher have random weights and the dimensions of a published
+model. The recipe, the packed rows, the loss, the engine and the step are those of ``fcsd distill``. The benchmark reads
+no checkpoint and writes only its result.
 """
 
 import json
@@ -34,10 +35,10 @@ from fcsd.models.wiring import Wiring
 from fcsd.plan import Hardware, Plan, plan_run
 from fcsd.plan.setup import GIB
 
-_DOCUMENTS = 4  # in a row, so that attention runs with the mask of packed rows
-_EPOCH = 64  # rows
+_DOCUMENTS = 4  # documents in a row; with several of them, attention must handle packed rows
+_EPOCH = 64  # rows of the random corpus
 
-# Parts of a step, each with the beginnings of the names of its moments in ``fcsd.plan.memory``.
+# Parts of a step. Each has the prefixes of the names that its moments have in ``fcsd.plan.memory``.
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 MOMENTS = {
     FORWARD: ("teacher's forward pass", "forward pass", "loss"),
@@ -49,17 +50,22 @@ MOMENTS = {
 def bench(
     shape: str, layers: int, *, seq: int, micro_batch: int, accumulation: int, steps: int, sets: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Plans and takes some steps; every process of the run calls it, rank 0 prints.
+    """Plans a run, takes its steps, and prints the comparison on rank 0; every process of the run must call it.
 
     Args:
         shape: a name in ``fcsd.bench.shapes``.
-        accumulation: micro-batches of ``micro_batch`` rows of ``seq`` tokens in a step, on each process.
-        sets: ``--set`` assignments to the recipe, by default KL with ZeRO-1, experts spread over all processes.
+        layers: decoder layers of the model.
+        seq: tokens of a row.
+        micro_batch: rows in a forward pass of each process.
+        accumulation: micro-batches in a step of each process.
+        steps: optimizer steps to take.
+        sets: ``--set`` assignments to the recipe. By default the recipe has KL, ZeRO-1, and experts spread over all
+            processes.
 
-    Returns: the recipe without its directories, and sizes in bytes, speeds and losses, predicted and measured.
+    Returns: the recipe without its directories, and the predicted and the measured sizes in bytes, speeds and losses.
 
     Raises:
-        ConfigError: no such shape, or a recipe that cannot be.
+        ConfigError: the shape is unknown, or the recipe is invalid for this model or this number of processes.
     """
     if shape not in SHAPES:
         raise ConfigError(f"{shape}: shapes are {', '.join(SHAPES)}")
@@ -77,7 +83,7 @@ def bench(
         check(recipe, world.size)
         planned = plan_run(recipe, Hardware(world.size))
     measured = _measure(recipe, rewired, original, world)
-    settings = recipe.model_dump(exclude={"model", "teacher", "output_dir"})  # their directory is gone
+    settings = recipe.model_dump(exclude={"model", "teacher", "output_dir"})  # these directories no longer exist
     result = {"shape": shape, "layers": layers, "processes": world.size, "recipe": settings}
     result |= {"predicted": predicted(planned), "measured": measured}
     if world.rank == 0:
@@ -88,7 +94,12 @@ def bench(
 def random_recipe(
     folder: Path, shape: str, seq: int, micro_batch: int, batch_tokens: int, steps: int, world: World, sets: Any
 ) -> Recipe:
-    """The recipe of a benchmark: ``folder/student`` after ``folder/teacher`` on random tokens; ``sets`` change it."""
+    """The recipe of a benchmark, which distills ``folder/teacher`` into ``folder/student`` on random tokens.
+
+    Args:
+        batch_tokens: tokens of an optimizer step, over all processes.
+        sets: ``--set`` assignments that change the recipe.
+    """
     values = {
         "name": shape,
         "model": f"{folder}/student",
@@ -109,7 +120,10 @@ def random_recipe(
 
 
 def random_corpus(vocab: int, seq: int) -> Corpus:
-    """Documents of random tokens, several of which fill a row; some tokens are frequent, which can be learned."""
+    """A corpus of random tokens, of which several documents fill a row.
+
+    Some tokens are more frequent than others, so that a model can learn something and the loss falls.
+    """
     generator = np.random.default_rng(0)
     ids = (vocab * generator.random((_EPOCH * _DOCUMENTS, max(2, seq // _DOCUMENTS))) ** 3).astype(np.int32)
     documents = Dataset.from_dict({"ids": list(ids), "counts": list(np.ones_like(ids, dtype=bool))})
@@ -118,7 +132,7 @@ def random_corpus(vocab: int, seq: int) -> Corpus:
 
 
 def predicted(planned: Plan) -> dict[str, Any]:
-    """What the plan says, under the names of what is measured."""
+    """The sizes in bytes and the speed that the plan predicts, under the same names as the measured ones."""
     memory = planned.memory
     held = {name: memory.peak.parts[name] for name in ("weights", "teacher", "optimizer")}
     peaks = {
@@ -135,7 +149,10 @@ def predicted(planned: Plan) -> dict[str, Any]:
 
 
 def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConfig, world: World) -> dict[str, Any]:
-    """The largest of any rank, as ``predicted``; on a CPU speed and losses alone."""
+    """Takes the steps, and returns the largest sizes of any rank under the names of ``predicted``, speed and losses.
+
+    On a CPU, only the speed and the losses are measured.
+    """
     used = [0]
 
     def since() -> int:
@@ -157,7 +174,7 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
     rows = training_rows(recipe, [random_corpus(model.config.vocab_size, recipe.data.seq_len)])
     losses, seconds = [], 0.0
     for step in range(1, train.steps + 1):
-        engine.peaks.clear()  # the first step allocates and tunes
+        engine.peaks.clear()  # only the last step counts, because the first one allocates buffers and tunes kernels
         began = time.perf_counter()
         losses.append(train_step(engine, targets, rows, recipe, world, step)["loss"])
         seconds = time.perf_counter() - began
@@ -171,7 +188,7 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
 
 
 class _Watched:
-    """An engine whose passes leave the most memory that was allocated since the pass before in ``peaks``."""
+    """Wraps an engine to record in ``peaks``, for each of its passes, the peak memory since the previous pass."""
 
     def __init__(self, engine: Any, world: World) -> None:
         self._engine, self._on_cuda = engine, world.device.type == "cuda"
@@ -198,7 +215,7 @@ class _Watched:
 
 
 def to_text(result: dict[str, Any]) -> str:
-    """A line for each part, and the losses."""
+    """Formats the comparison as a table with a line for each part, and the losses below it."""
     told, seen, recipe = result["predicted"], result["measured"], result["recipe"]
     train, parallel = recipe["train"], recipe["parallel"]
     title = (

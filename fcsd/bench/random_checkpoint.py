@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 def write_random_checkpoint(
     source: Path, out: Path, *, dtype: "torch.dtype", device: "torch.device", seed: int = 0, max_shard: int = 5 * 10**9
 ) -> None:
-    """Write ``out``; in memory is one module at a time, the largest being the experts of a layer.
+    """Writes a checkpoint of random weights to ``out``.
+
+    Only one module at a time is in memory. The largest one holds the experts of a layer.
+
+    Args:
+        source: directory with a config.json, and with tokenizer files if the checkpoint should have them.
+        max_shard: most bytes of a weights file.
 
     Raises:
         BadInputError: config.json names an unsupported architecture.
@@ -53,7 +59,13 @@ def write_random_checkpoint(
 
 
 def write_config(shape: str, layers: int, tokenizer: Path, out: Path) -> None:
-    """Write a config of ``fcsd.bench.shapes`` and a tokenizer to ``out``, with a vocabulary that holds its tokens."""
+    """Writes the config of a shape and a tokenizer to ``out``; the vocabulary is large enough for the tokenizer.
+
+    Args:
+        shape: a name in ``fcsd.bench.shapes``.
+        layers: decoder layers.
+        tokenizer: directory of the tokenizer.
+    """
     from transformers import AutoTokenizer
 
     from fcsd.bench.shapes import SHAPES
@@ -65,7 +77,7 @@ def write_config(shape: str, layers: int, tokenizer: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """Parse the command line and write."""
+    """Parses the command line and writes the checkpoint."""
     import torch
 
     from fcsd.bench.shapes import SHAPES

@@ -1,4 +1,4 @@
-"""The dimensions of the models that benchmarks use, as transformers configs; weights are random."""
+"""Transformers configs with the dimensions of the models that benchmarks use; the weights are random."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config, Llama4TextConfig, P
 
 
 def deepseek_v2_lite(layers: int) -> PretrainedConfig:
-    """DeepSeek-V2-Lite (27 layers), the first layer dense."""
+    """DeepSeek-V2-Lite (27 layers), whose first layer is dense."""
     return DeepseekV2Config(
         vocab_size=102400,
         hidden_size=2048,
@@ -33,7 +33,7 @@ def deepseek_v2_lite(layers: int) -> PretrainedConfig:
 
 
 def deepseek_v3(layers: int) -> PretrainedConfig:
-    """DeepSeek-V3's layers (61), every one of them MoE as in FarSkip Table 3, without its MTP layer."""
+    """DeepSeek-V3 (61 layers) without its MTP layer; every layer is MoE, as in FarSkip Table 3."""
     return DeepseekV3Config(
         vocab_size=129280,
         hidden_size=7168,
@@ -103,7 +103,7 @@ def llama4_scout(layers: int) -> PretrainedConfig:
 
 
 def tiny(layers: int) -> PretrainedConfig:
-    """A qwen3_moe of a few thousand parameters, to try a benchmark on CPUs."""
+    """A very small qwen3_moe, with which a benchmark can be tried on CPUs."""
     return Qwen3MoeConfig(
         vocab_size=256,
         hidden_size=64,

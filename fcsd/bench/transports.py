@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 4 -m fcsd.bench.transports [--symmetric-kernel] [--out FILE]
 
-``--symmetric-kernel`` measures ``torch.ops.symm_mem.all_to_all_vdev_2d``, which takes its sizes from the device, in
-place of the others: it needs the NVSHMEM backend, of which a process has one or none.
+``--symmetric-kernel`` measures only ``torch.ops.symm_mem.all_to_all_vdev_2d``, which reads its sizes from the device.
+The other transports are not measured in the same run, because this operation needs the NVSHMEM backend of symmetric
+memory, and a process can use only one backend.
 """
 
 import argparse
@@ -27,12 +28,15 @@ from fcsd.parallel.transports.symmetric_memory import open_buffers
 from fcsd.parallel.transports.transport import Splits, Transport, all_to_all, splits_of
 
 WIDTH = 2048
-SIZES = {"32 MiB": 2**13, "384 MiB": 98304}  # rows that a rank sends
+SIZES = {"32 MiB": 2**13, "384 MiB": 98304}  # bytes that a rank sends -> rows of WIDTH bf16 values
 REPEATS = 10
 
 
 def uneven(world: int, rows: int) -> list[list[int]]:
-    """How many rows each rank sends to each: every rank sends ``rows``, up to twice as many to one as to another."""
+    """A matrix of how many rows each rank (row) sends to each rank (column).
+
+    Every rank sends ``rows`` in all. It sends up to twice as many of them to one rank as to another.
+    """
     shares = [[2 + (sender + 2 * receiver) % 3 for receiver in range(world)] for sender in range(world)]
     matrix = [[rows * share // sum(row) for share in row] for row in shares]
     for sender, row in enumerate(matrix):
@@ -41,10 +45,12 @@ def uneven(world: int, rows: int) -> list[list[int]]:
 
 
 def check(transport: Transport, world: World) -> None:
-    """Compare exchanges of different sizes with NCCL's; one of them is larger than the first one's buffers.
+    """Compares the rows of exchanges of different sizes with those of NCCL.
+
+    One of the exchanges is larger than the buffers that the first one has allocated.
 
     Raises:
-        FcsdError: they do not.
+        FcsdError: an exchange returned other rows than NCCL.
     """
     last = [[0] * (world.size - 1) + [64] for _ in range(world.size)]
     nothing = [[0] * world.size for _ in range(world.size)]
@@ -62,7 +68,10 @@ def check(transport: Transport, world: World) -> None:
 
 
 def symmetric_kernel(splits: Splits, world: World) -> Callable[[], Any]:
-    """An exchange by ``all_to_all_vdev_2d`` with one expert per rank; buffers and splits are symmetric."""
+    """Makes a function that exchanges rows by ``all_to_all_vdev_2d``, with one expert per rank.
+
+    Its buffers and its splits are in symmetric memory.
+    """
     from torch.distributed import _symmetric_memory as symmetric
 
     group = dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
@@ -79,7 +88,7 @@ def symmetric_kernel(splits: Splits, world: World) -> Callable[[], Any]:
 
 
 def launching(transport: Transport, rows: Tensor, splits: Splits) -> Callable[[], Any]:
-    """A function that starts an exchange and returns a function that waits for it."""
+    """Makes a function that starts an exchange and returns a function that waits for it."""
 
     def exchange() -> Callable[[], Any]:
         kept, work = transport(rows, splits, dist.group.WORLD, False)
@@ -89,7 +98,7 @@ def launching(transport: Transport, rows: Tensor, splits: Splits) -> Callable[[]
 
 
 def on_a_stream(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The same for an operation on the current stream, which is moved to a stream of its own."""
+    """Makes a function as ``launching`` does, for an operation ``call`` that it runs on a stream of its own."""
     stream = torch.cuda.Stream(priority=-1)
 
     def exchange() -> Callable[[], Any]:
@@ -102,7 +111,7 @@ def on_a_stream(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """Median time of ``run`` in milliseconds; all ranks start together."""
+    """Median time of ``run`` in milliseconds. All ranks start at the same time."""
     times = []
     for _ in range(REPEATS + 2):
         dist.barrier()

@@ -1,8 +1,9 @@
 """``fcsd plan``: whether a recipe fits, how long it takes and what it costs, from config.json and the meta device.
 
-No weight is read. ``setup`` is the recipe, ``model`` the architecture in numbers, ``activations`` what its layers keep,
-``memory`` the sums, ``speed`` time and cost, ``search`` what to change. ``configs`` holds the configurations of the
-models in the packaged recipes, for planning without the hub.
+No weight is read. ``setup`` takes from the recipe what the plan depends on. ``model`` counts the parameters of the
+architecture. ``activations`` measures what its layers keep for the backward pass. ``memory`` adds up the memory of a
+GPU. ``speed`` computes time and cost. ``search`` finds a change that makes a recipe fit. ``configs`` holds the
+configurations of the models in the packaged recipes, so that planning also works without the hub.
 """
 
 from dataclasses import dataclass, replace
@@ -21,11 +22,12 @@ class Plan:
     """What a run of a recipe needs.
 
     Attributes:
-        host: bytes of host memory of each process while loading.
+        host: bytes of host memory that each process needs while it loads.
         disk: bytes of the checkpoints that exist at the same time, and of the teacher cache.
-        change: what to write to make it fit, the total of a GPU and the bytes of disk that it leads to; None if it fits
-            or nothing helps.
-        packaged: models whose configuration is fcsd's own, because neither the hub nor its cache gave it.
+        change: the cheapest change that makes the recipe fit: the assignments and flags to write, the bytes of a GPU
+            that it leads to, and the bytes of disk. None if the recipe fits, or if no change makes it fit.
+        packaged: names of the models whose configuration comes from ``fcsd/plan/configs``, because neither the hub nor
+            its cache had it.
     """
 
     name: str
@@ -40,16 +42,17 @@ class Plan:
     packaged: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """
+        """Refuses a plan that does not fit.
+
         Raises:
-            DoesNotFitError: it needs more memory than a GPU has.
+            DoesNotFitError: the run needs more memory than a GPU has.
         """
         if not self.memory.fits:
             have = f"{self.memory.total / GIB:.1f} GiB a GPU needed, {self.memory.usable / GIB:.1f} usable"
             raise DoesNotFitError(f"{self.name} does not fit: {have}", hint=self.advice())
 
     def advice(self) -> str:
-        """The cheapest change that makes it fit."""
+        """A sentence that names the cheapest change that makes the recipe fit, or says that there is none."""
         if self.change is None:
             return (
                 "no change of the documented knobs makes it fit; larger GPUs, a shorter data.seq_len, or a "
@@ -66,14 +69,15 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     Args:
         recipe: a complete recipe, such as ``load_recipe(...).recipe``.
         hardware: the GPUs that it would run on.
-        utilisation: the share of the GPUs' peak that is reached, from 0 to 1; None for the measured or assumed one.
+        utilisation: the share of the GPUs' peak FLOP/s that the steps reach, from 0 to 1. With None, the plan estimates
+            it from measured and assumed constants.
 
     Returns:
         The plan, whether the recipe fits or not; ``Plan.check`` raises if it does not.
 
     Raises:
         BadInputError: the student or the teacher is not a model.
-        ConfigError: the batch cannot be split evenly over the GPUs, or the experts cannot.
+        ConfigError: the batch or the experts cannot be split evenly over the GPUs.
     """
     accumulation(recipe, hardware.world)
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
@@ -98,7 +102,7 @@ def plan_setup(
     hardware: Hardware,
     utilisation: float | None = None,
 ) -> Plan:
-    """As :func:`plan_run`, of what was read already."""
+    """Plans as :func:`plan_run` does, for models and a recipe that have been read already."""
 
     def memory_of(setup: Setup, hardware: Hardware) -> Memory:
         return memory(model.numbers, teacher, model.layer_bytes(setup), setup, hardware)

@@ -1,14 +1,15 @@
-"""What a decoder layer keeps for its backward pass, measured on the meta device instead of derived by hand.
+"""Measures on the meta device how many bytes a decoder layer keeps for its backward pass.
 
-A layer of the real model runs forward and backward on tensors that have shapes and no data, while every storage that
-appears and goes is counted. So whatever an architecture's code saves (fp32 copies in norms, rotary embeddings, latents
-of MLA) is in the figure, for all architectures alike. Two pieces differ from what would run there:
+A layer of the real model runs forward and backward on tensors that have shapes and no data, while every storage that is
+allocated or freed is counted. The figure therefore includes whatever an architecture's code saves: fp32 copies in
+norms, rotary embeddings, latents of MLA. This works in the same way for all architectures. Two parts of the layer are
+replaced by stand-ins:
 
-- attention: a stand-in keeps what the kernels of sdpa and of packed attention keep: q, k, v, the output and an fp32
-  log-sum-exp per row. Where packed rows need a mask, sdpa keeps a bias ``[batch, 1, seq, seq]`` per layer, and
+- The stand-in for attention keeps what the kernels of sdpa and of packed attention keep: q, k, v, the output and an
+  fp32 log-sum-exp per row. Where packed rows need a mask, sdpa keeps a bias ``[batch, 1, seq, seq]`` per layer, and
   transformers repeats keys and values to all heads, because no fused kernel takes a mask and grouped heads together.
-- routed experts under expert parallelism: a stand-in with the steps of ``fcsd.parallel.expert.block``, whose rows
-  (``tokens * top_k * imbalance``) are known beforehand.
+- The stand-in for routed experts under expert parallelism has the steps of ``fcsd.parallel.expert.block``. The number
+  of its rows, ``tokens * top_k * imbalance``, is known beforehand.
 """
 
 import weakref
@@ -26,12 +27,15 @@ from torch.utils._pytree import tree_iter
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes of one layer at work.
+    """Bytes that one layer allocates in a forward and backward pass.
 
     Attributes:
-        kept: alive between the layer's forward and backward pass, its input and parameters aside.
-        forward: most beyond the layer's input at any time of the forward pass when nothing is kept.
-        backward: most beyond ``kept`` at any time of the backward pass, the gradients of parameters aside.
+        kept: bytes that stay allocated between the layer's forward and backward pass. Its input and its parameters are
+            not counted.
+        forward: the largest number of bytes allocated at any time of a forward pass that keeps nothing. The layer's
+            input is not counted.
+        backward: the largest number of bytes allocated in addition to ``kept`` at any time of the backward pass. The
+            gradients of parameters are not counted.
     """
 
     kept: int
@@ -39,12 +43,12 @@ class LayerBytes:
     backward: int
 
     def times(self, rows: int) -> "LayerBytes":
-        """Those of a larger micro-batch: every activation has one part per row."""
+        """The bytes of a micro-batch of ``rows`` times as many rows: every activation grows with the rows."""
         return LayerBytes(self.kept * rows, self.forward * rows, self.backward * rows)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages made inside it: those alive, and the most that were at one time."""
+    """Counts the bytes of storages that are made inside it: those that exist now (``live``) and at most (``peak``)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +64,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def ignore(self, *tensors: Tensor) -> None:
-        """Leaves out storages that were there before."""
+        """Excludes the storages of ``tensors``, which existed before, from the count."""
         self._known.update(tensor.untyped_storage() for tensor in tensors)
 
     def _add(self, storage: Any) -> None:
@@ -75,20 +79,28 @@ class LiveBytes(TorchDispatchMode):
 
 
 def measure_layer(run: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], hidden: Tensor) -> LayerBytes:
-    """Runs a layer on ``hidden [batch, seq, hidden]`` (meta) forward and backward."""
+    """Runs a layer forward and backward, and counts its bytes.
+
+    Args:
+        run: the layer; it takes and returns a tensor ``[batch, seq, hidden]``.
+        parameters: all parameters that ``run`` uses.
+        hidden: the layer's input ``[batch, seq, hidden]``, on the meta device.
+    """
     with torch.no_grad(), LiveBytes() as idle:
         idle.ignore(hidden, *parameters)
         run(hidden)
     entry = hidden.detach().requires_grad_()
     with LiveBytes() as seen:
         seen.ignore(entry, *parameters)
-        end = run(entry).sum()  # stands for what follows, and lets go of the output, which the next layer's norm copies
+        # The sum stands for the layers that follow. It frees the output, of which the next layer's norm makes a copy.
+        end = run(entry).sum()
         kept = seen.peak = seen.live
         end.backward()
         own = sum(p.grad.untyped_storage().nbytes() for p in parameters if p.grad is not None)
     for parameter in parameters:
         parameter.grad = None
-    incoming = hidden.untyped_storage().nbytes()  # the gradient of a sum takes no memory, a real one does
+    # The gradient of a sum takes no memory, but the gradient that comes from a real next layer does.
+    incoming = hidden.untyped_storage().nbytes()
     return LayerBytes(kept=kept, forward=idle.peak, backward=max(0, seen.peak - kept - own) + incoming)
 
 
@@ -114,11 +126,11 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(masked: bool, widths: list[int]) -> Callable[..., tuple[Tensor, None]]:
-    """The stand-in, as a function for transformers' ``AttentionInterface``.
+    """Makes the function that replaces attention, for transformers' ``AttentionInterface``.
 
     Args:
-        masked: attention runs with a mask, as packed rows need without packed attention.
-        widths: takes each layer's ``heads * (d_k + d_v)``.
+        masked: whether attention runs with a mask, which packed rows need when packed attention is off.
+        widths: a list to which each call appends its layer's ``heads * (d_k + d_v)``.
     """
 
     def run(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
@@ -157,9 +169,9 @@ class _FusedNorm(nn.Module):
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Lets every RMSNorm of a model on the meta device keep what ``fcsd.models.norms`` keeps on a GPU.
+    """Makes every RMSNorm of a model on the meta device keep what ``fcsd.models.norms`` keeps on a GPU.
 
-    torch's own ``rms_norm`` falls apart into small operations on the meta device, and these keep more.
+    On the meta device, torch splits its own ``rms_norm`` into small operations, which keep more than one kernel does.
     """
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
@@ -167,7 +179,7 @@ def fuse_norms(model: nn.Module) -> None:
 
 
 class _Rows(torch.autograd.Function):
-    """An all-to-all or a permutation: other rows of the same width, nothing kept."""
+    """An all-to-all or a permutation: it returns other rows of the same width, and keeps nothing."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, count: int) -> Tensor:
@@ -195,13 +207,15 @@ class _Gated(torch.autograd.Function):
 
 
 class RoutedExperts(nn.Module):
-    """The routed experts of an expert-parallel rank, for counting: the steps of ``fcsd.parallel.expert.block``.
+    """The routed experts of an expert-parallel rank, with the steps of ``fcsd.parallel.expert.block``, to count bytes.
 
     Args:
-        hidden, inner: width of the stream and of one expert.
-        experts, top_k: experts of the layer, and how many a token takes.
-        imbalance: rows that the fullest rank receives over the mean.
-        prescaled: scores are applied before the experts (llama4).
+        hidden: width of the residual stream.
+        inner: intermediate width of one expert.
+        experts: routed experts of the layer.
+        top_k: experts that a token is routed to.
+        imbalance: rows that the fullest rank receives, divided by the mean over the ranks.
+        prescaled: whether the scores are applied to the experts' inputs (as in llama4) instead of their outputs.
     """
 
     def __init__(self, hidden: int, inner: int, experts: int, top_k: int, imbalance: float, prescaled: bool) -> None:
@@ -213,7 +227,7 @@ class RoutedExperts(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, seq, hidden]`` to the same shape."""
+        """Takes the stream ``x [batch, seq, hidden]`` and returns a tensor of the same shape."""
         flat = x.reshape(-1, x.shape[-1])
         scores = F.linear(flat, self.gate).float().softmax(-1).topk(self.top_k, dim=-1).values
         order = torch.empty(len(flat) * self.top_k, dtype=torch.int64, device="meta")

@@ -1,9 +1,10 @@
-"""Memory of one GPU over an optimizer step.
+"""Computes the memory that one GPU needs over an optimizer step.
 
 Weights, optimizer states and the teacher stay in memory for the whole step. The rest changes: activations shrink in the
-backward pass while gradients grow, and the optimizer has temporaries. The peak is therefore computed as the largest of
-several moments, each of which is the sum of its parts. The figures are those that ``torch.cuda.max_memory_allocated``
-counts from the second step on; ``Memory.context`` and ``Memory.slack`` come on top of them.
+backward pass while gradients grow, and the optimizer allocates temporaries. The peak is therefore computed as the
+largest of several moments, each of which is the sum of its parts. The figures are those that
+``torch.cuda.max_memory_allocated`` counts from the second step on. ``Memory.context`` and ``Memory.slack`` are added to
+them.
 
 ZeRO works as in DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``) with the configuration of ``fcsd.distill.engine``:
 dense parameters are partitioned over all processes, and routed experts over the ``world / ep_size`` processes that hold
@@ -19,12 +20,14 @@ from fcsd.plan.model import FINAL_NORM, ModelNumbers
 from fcsd.plan.setup import GIB, USABLE, Hardware, Setup
 
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
-EXPERT_GROUP = 178_956_971  # parameters in one of the groups that DeepSpeed cuts experts into for its optimizer
+EXPERT_GROUP = 178_956_971  # most parameters of one of the groups into which DeepSpeed splits experts for its optimizer
 
-# Beyond max_memory_allocated; assumptions, to be held against nvidia-smi and memory_reserved.
+# Memory that max_memory_allocated does not count. These are assumptions; nvidia-smi and memory_reserved can check them.
 CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces
-COMMUNICATOR = int(0.5 * GIB)  # NCCL's buffers of one process group: all, expert-parallel, expert-data-parallel
-SLACK = 0.1  # of what comes and goes: blocks that the caching allocator cannot reuse
+# NCCL's buffers of one process group. There are up to three: all ranks, expert-parallel, expert-data-parallel.
+COMMUNICATOR = int(0.5 * GIB)
+# Share of the memory that is allocated and freed within a step: blocks that the caching allocator cannot reuse.
+SLACK = 0.1
 
 
 @dataclass(frozen=True)
@@ -42,18 +45,23 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """What is allocated."""
+        """All bytes that are allocated at this moment."""
         return sum(self.parts.values())
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by part."""
+        """Bytes by the name of the part."""
         return {name: value for name, value in vars(self).items() if name != "name"}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The moments of a step, what comes on top of the fullest, and what a GPU has."""
+    """Memory of one GPU: the moments of a step, what must be added to the fullest of them, and what the GPU has.
+
+    Attributes:
+        context: bytes of the CUDA context, of NCCL's buffers and of the buffers that rows are received into.
+        usable: bytes that the GPU has for the run.
+    """
 
     moments: tuple[Moment, ...]
     context: int
@@ -61,37 +69,43 @@ class Memory:
 
     @property
     def peak(self) -> Moment:
-        """The fullest moment."""
+        """The moment with the most bytes."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
     def slack(self) -> int:
-        """The caching allocator's."""
+        """Bytes that the caching allocator holds and cannot reuse, estimated from the peak."""
         peak = self.peak
         return int(SLACK * (peak.total - peak.weights - peak.optimizer - peak.teacher))
 
     @property
     def total(self) -> int:
-        """All that the GPU must have."""
+        """Bytes that the GPU must have: the peak, the context and the slack."""
         return self.peak.total + self.context + self.slack
 
     @property
     def fits(self) -> bool:
-        """Whether it has that."""
+        """Whether the GPU has as many bytes as the run needs."""
         return self.total <= self.usable
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Parameters on one GPU: those trained, those frozen, and the part of the trained that its optimizer updates."""
+    """Numbers of parameters on one GPU.
+
+    Attributes:
+        trained: parameters that are trained.
+        frozen: parameters of the student that are not trained.
+        partition: trained parameters that the optimizer of this GPU updates: dense ones, and those of experts.
+    """
 
     trained: int
     frozen: int
-    partition: tuple[int, int]  # of dense parameters, of experts
+    partition: tuple[int, int]
 
 
 def shard(model: ModelNumbers, setup: Setup) -> Shard:
-    """The student's share of a GPU."""
+    """The student's parameters on one GPU."""
     frozen_embedding = model.embedding if setup.freeze_embeddings else 0
     frozen_head = model.head if setup.freeze_lm_head and not model.tied else 0
     dense = model.dense - frozen_embedding - frozen_head
@@ -103,16 +117,16 @@ def shard(model: ModelNumbers, setup: Setup) -> Shard:
 
 
 def optimizer_bytes(own: Shard, setup: Setup) -> int:
-    """AdamW's two fp32 moments, and an fp32 copy of the weights wherever DeepSpeed wraps the optimizer.
+    """Bytes of AdamW's two fp32 moments, and of an fp32 copy of the weights where DeepSpeed's optimizer makes one.
 
-    ZeRO clones its partition also when the weights are fp32; stage 0 keeps a copy for bf16 only.
+    ZeRO copies its partition even if the weights are in fp32. Stage 0 keeps a copy for weights in bf16 only.
     """
     copy = 4 if setup.zero_stage or setup.dtype == "bf16" else 0
     return (8 + copy) * sum(own.partition)
 
 
 def teacher_bytes(teacher: ModelNumbers, setup: Setup) -> int:
-    """A frozen teacher's weights."""
+    """Bytes of the weights of a frozen teacher on one GPU."""
     if setup.teacher == "none":
         return 0
     ranks = setup.ep_size if setup.teacher == "sharded" else 1
@@ -120,10 +134,11 @@ def teacher_bytes(teacher: ModelNumbers, setup: Setup) -> int:
 
 
 def loss_bytes(model: ModelNumbers, setup: Setup) -> tuple[int, int]:
-    """Temporaries of the loss, and the gradients that it hands out: ``fcsd.kernels.fused_kl``.
+    """Bytes of the loss's temporaries, and of the gradients that it returns; see ``fcsd.kernels.fused_kl``.
 
-    Logits are fp32, of half a chunk at a time, of both models for KL; their gradient is of a chunk in the weights'
-    dtype: 6 bytes a logit for KL in bf16, measured as 315 MB at 512 tokens and 102 400 words (docs/RESULTS.md).
+    Logits are in fp32 and exist for half a chunk at a time, for KL from both models. Their gradient exists for a whole
+    chunk in the weights' dtype. For KL in bf16 this makes 6 bytes per logit: 315 MB were measured for 512 tokens and
+    a vocabulary of 102 400 (docs/RESULTS.md).
     """
     tokens = setup.micro_batch_size * setup.seq_len
     logits = min(setup.chunk_tokens or automatic_chunk(model.vocab), tokens) * model.vocab
@@ -134,17 +149,18 @@ def loss_bytes(model: ModelNumbers, setup: Setup) -> tuple[int, int]:
 
 
 def step_bytes(model: ModelNumbers, own: Shard, setup: Setup) -> int:
-    """Beyond weights and states while the optimizer steps, group after group.
+    """Bytes that the optimizer step needs in addition to weights and states; it updates one group after another.
 
-    ZeRO holds all averaged gradients as they were accumulated and makes a group's flat and, for bf16, an fp32 copy of
-    it; torch's fused AdamW takes nothing more. Dense parameters are one group; experts are cut into groups of at most
-    ``EXPERT_GROUP`` or of one tensor that is larger. Without ZeRO all groups are one.
+    ZeRO holds all averaged gradients in the dtype in which they were accumulated. For each group it makes a flat copy
+    of the gradients and, if they are in bf16, an fp32 copy of that. torch's fused AdamW allocates nothing more. Dense
+    parameters form one group. Experts are split into groups of at most ``EXPERT_GROUP`` parameters; a larger tensor is
+    a group of its own. Without ZeRO there is one group.
     """
     copy = 4 if setup.gradient_width == 2 else 0
     if not setup.zero_stage:
         return copy * sum(own.partition)
     dense, experts = own.partition
-    # the largest tensor holds two of an expert's three matrices, of all experts in a layer
+    # The largest tensor holds two of the three matrices of every expert in a layer.
     tensor = 2 * max(layer.routed for layer in model.layers) // (3 * setup.ep_size)
     group = min(experts, max(EXPERT_GROUP, tensor) * setup.ep_size // setup.world)
     return setup.gradient_width * (dense + experts) + (setup.gradient_width + copy) * max(dense, group)
@@ -153,10 +169,10 @@ def step_bytes(model: ModelNumbers, own: Shard, setup: Setup) -> int:
 def moments(
     model: ModelNumbers, teacher: ModelNumbers, layers: dict[int, LayerBytes], setup: Setup
 ) -> tuple[Moment, ...]:
-    """A step in its moments.
+    """The memory of one GPU at each moment of an optimizer step.
 
     Args:
-        layers: what a layer of each kind keeps, from ``MetaModel.layer_bytes``.
+        layers: bytes of a layer by its kind, from ``MetaModel.layer_bytes``.
     """
     own, width = shard(model, setup), setup.width
     stream = setup.micro_batch_size * setup.seq_len * model.hidden * width
@@ -166,13 +182,14 @@ def moments(
         "teacher": teacher_bytes(teacher, setup),
     }
     temporary, handed_out = loss_bytes(model, setup)
-    # The teacher's final states, and of each compared layer both streams, which the loss replaces by their difference.
+    # The teacher's final hidden states, and both streams of each compared layer. The loss replaces these two streams by
+    # their difference.
     targets = stream * (1 + 2 * setup.compared) if setup.teacher != "none" else 0
     several = setup.accumulation > 1
     partition = setup.gradient_width * sum(own.partition)
     whole = setup.gradient_width * own.trained
 
-    # Gradients from earlier micro-batches, and how they grow: stage 2 parts with what other ranks own.
+    # Gradients from earlier micro-batches. ZeRO-2 keeps only this rank's partition of them.
     before = (partition if setup.zero_stage == 2 else whole) if several else 0
     buckets = BUCKET * width * (2 if setup.overlap_comm else 1) if setup.zero_stage else 0
     flat = min(BUCKET, own.trained) * width
@@ -196,7 +213,7 @@ def moments(
         size, gradient = layers[layer.kind], setup.gradient_width * (layer.dense + layer.routed // setup.ep_size)
         grown += gradient
         if setup.zero_stage == 2:
-            # What is reduced lives in the partition's buffer; at most a layer's gradients wait for their bucket.
+            # Reduced gradients are in the partition's buffer. At most one layer's gradients wait for their bucket.
             gradients = before + partition + gradient
         else:
             gradients = max(before, grown) + (gradient if several else 0)
@@ -215,27 +232,31 @@ def moments(
 def memory(
     model: ModelNumbers, teacher: ModelNumbers, layers: dict[int, LayerBytes], setup: Setup, hardware: Hardware
 ) -> Memory:
-    """Memory of one of the run's GPUs."""
+    """Computes the memory of one of the run's GPUs."""
     groups = 0 if setup.world == 1 else 1 if setup.ep_size == 1 else 3
     context = CONTEXT + groups * COMMUNICATOR
     if setup.ep_size > 1:
         rows = setup.micro_batch_size * setup.seq_len * model.top_k * setup.imbalance
         sharded = 2 if setup.teacher == "sharded" else 1
-        # What ``CopiesTransport`` receives into: the largest exchange's bytes, as often and as large as it makes them.
+        # The buffers that ``CopiesTransport`` receives into: ``BUFFERS`` of them, each ``SLACK`` times as large as the
+        # largest exchange.
         buffers = copies.BUFFERS * copies.SLACK * rows * model.hidden * setup.width
         context += int(sharded * buffers)
     return Memory(moments(model, teacher, layers, setup), context, int(USABLE * hardware.memory * GIB))
 
 
 def host_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """Host memory of one process while it loads layer by layer: its shard, one whole layer, and 2 GiB for the rest."""
+    """Bytes of host memory of a process that loads layer by layer: its shard, one whole layer, 2 GiB for the rest."""
     own = shard(model, setup)
     layer = max(layer.dense + layer.routed for layer in model.layers)
     return setup.width * (own.trained + own.frozen + layer) + 2 * GIB
 
 
 def checkpoint_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """A checkpoint: the model directory, DeepSpeed's copy of the weights, fp32 optimizer states of what is trained."""
+    """Bytes of a checkpoint: the model directory, DeepSpeed's copy of the weights, and fp32 optimizer states.
+
+    Only trained parameters have optimizer states.
+    """
     own = shard(model, setup)
     trained = model.total - own.frozen
     states = 8 + (4 if setup.zero_stage or setup.dtype == "bf16" else 0)
@@ -243,13 +264,13 @@ def checkpoint_bytes(model: ModelNumbers, setup: Setup) -> int:
 
 
 def cache_bytes(setup: Setup) -> int:
-    """The teacher cache: of each position the stored token ids with their log probabilities, and the mass of the rest.
+    """Most bytes of the teacher cache: per position, the stored token ids, their log probabilities and the rest's mass.
 
-    Positions that do not count are not stored, so this is the most that it can be.
+    Positions that do not count in the loss are not stored, so the cache can be smaller than this.
     """
     return setup.tokens * (8 * setup.cached + 4) if setup.cached else 0
 
 
 def disk_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """What exists at once: ``keep`` checkpoints, the best one, one that is being written, and the teacher cache."""
+    """Bytes on disk: ``keep`` checkpoints, the best one, one that is being written, and the teacher cache."""
     return checkpoint_bytes(model, setup) * (setup.keep + setup.best + 1) + cache_bytes(setup)

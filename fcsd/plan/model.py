@@ -1,4 +1,4 @@
-"""A model in numbers, and one layer of each kind at work, from its config alone: built on the meta device."""
+"""Builds a model from its config on the meta device, to count its parameters and the bytes that its layers keep."""
 
 import json
 from collections.abc import Callable
@@ -21,18 +21,18 @@ from fcsd.plan.activations import LayerBytes, RoutedExperts, attention, fuse_nor
 from fcsd.plan.setup import Setup
 
 _ATTENTION = "fcsd_plan"
-FINAL_NORM = -1  # its place among the kinds of layers
+FINAL_NORM = -1  # the kind under which the final norm is listed beside the kinds of layers
 _CONFIGS = Path(__file__).with_name("configs")
 
 
 @dataclass(frozen=True)
 class LayerNumbers:
-    """Parameters of one decoder layer.
+    """Numbers of parameters of one decoder layer.
 
     Attributes:
-        kind: layers of one kind have parameters of the same shapes.
-        dense: all but the routed experts.
-        routed: the routed experts, all of them.
+        kind: number of the layer's kind; layers of one kind have parameters of the same names and shapes.
+        dense: parameters that do not belong to routed experts.
+        routed: parameters of all routed experts together.
     """
 
     kind: int
@@ -42,13 +42,18 @@ class LayerNumbers:
 
 @dataclass(frozen=True)
 class ModelNumbers:
-    """What the formulas need of a model.
+    """The numbers of a model that the formulas for memory and time use.
 
     Attributes:
-        embedding, head: parameters of both; ``head`` is counted also where it is tied to the embedding.
-        other: all else outside of the layers: final norm, a vision tower.
-        experts: of one MoE layer; 0 for dense models.
-        attention: widths of a key and a value, summed over a layer's query heads.
+        embedding: parameters of the input embedding.
+        head: parameters of the output head, also if it is tied to the embedding.
+        tied: whether the output head and the embedding are one tensor.
+        other: all other parameters outside of the layers, such as those of the final norm and of a vision tower.
+        hidden: width of the residual stream.
+        vocab: rows of the output head.
+        experts: routed experts of one MoE layer; 0 for dense models.
+        top_k: routed experts that a token is sent to; 0 for dense models.
+        attention: width of a key plus width of a value, summed over a layer's query heads.
         streams: residual streams between two layers: 1, or 2 for a rewired model.
     """
 
@@ -66,7 +71,7 @@ class ModelNumbers:
 
     @property
     def dense(self) -> int:
-        """Parameters that every expert-parallel rank holds."""
+        """Parameters that do not belong to routed experts; every expert-parallel rank holds all of them."""
         return sum(layer.dense for layer in self.layers) + self.embedding + self.other + self.head * (not self.tied)
 
     @property
@@ -86,9 +91,9 @@ class ModelNumbers:
 
 
 def packaged_config(name: str) -> PretrainedConfig | None:
-    """The configuration in ``fcsd/plan/configs`` of a model of the packaged recipes; None for other models.
+    """Reads the configuration of a model of the packaged recipes from ``fcsd/plan/configs``; None for other models.
 
-    It holds the published dimensions and no more: enough to build the model on the meta device.
+    The configuration holds only the published dimensions, which suffice to build the model on the meta device.
     """
     path = {path.stem.replace("--", "/"): path for path in _CONFIGS.glob("*.json")}.get(name)
     if path is None:
@@ -98,18 +103,20 @@ def packaged_config(name: str) -> PretrainedConfig | None:
 
 
 class MetaModel:
-    """A model without weights: its ``numbers``, and what its layers keep.
+    """A model without weights, whose parameters and layer memory can be counted.
 
     Args:
-        name: directory (its ``config.json`` is enough) or hub id, converted or not.
-        rewired: it is rewired on the way in.
+        name: a directory, in which ``config.json`` is enough, or a hub id. The model may be converted or not.
+        rewired: whether the run rewires the model when it loads it.
 
     Attributes:
-        packaged: neither the hub nor its cache gave the configuration, so it is the one in ``fcsd/plan/configs``.
+        numbers: parameters and dimensions of the model.
+        packaged: whether the configuration is that in ``fcsd/plan/configs``, because neither the hub nor its cache had
+            it.
 
     Raises:
-        BadInputError: see ``fcsd.checkpoint.resolve`` and ``fcsd.checkpoint.read_config``; of a model that has a
-            packaged configuration, only what is wrong with the files that were found.
+        BadInputError: the cases of ``fcsd.checkpoint.resolve`` and ``fcsd.checkpoint.read_config``. For a model that
+            has a packaged configuration, only errors in files that were found are raised.
     """
 
     def __init__(self, name: str, rewired: bool = False) -> None:
@@ -134,14 +141,14 @@ class MetaModel:
 
     @property
     def plain(self) -> bool:
-        """Whether each layer attends to everything before a token, which packed attention requires."""
+        """Whether in every layer a token attends to all tokens before it, which packed attention requires."""
         return attends_to_all(self._config)
 
     def layer_bytes(self, setup: Setup) -> dict[int, LayerBytes]:
-        """By kind of layer, and for the final norm at ``FINAL_NORM``.
+        """Bytes of a layer by its kind; ``FINAL_NORM`` is the kind of the final norm.
 
-        Measured for one row in bf16. All of it grows with the rows; fp32 is taken as twice that, which is a little
-        much: what bf16 models compute in fp32 is doubled, too.
+        The bytes are measured for one row in bf16. All of them grow with the number of rows. For fp32 they are doubled.
+        This is slightly too much, because what a bf16 model computes in fp32 is doubled as well.
         """
         key = (setup.seq_len, setup.masked, setup.ep_size > 1, setup.fused, setup.imbalance)
         if key not in self._measured:
@@ -170,7 +177,7 @@ class MetaModel:
     def _over_ranks(
         self, layer: Any, kwargs: dict[str, Any], setup: Setup
     ) -> tuple[Callable[[Tensor], Tensor], list[nn.Parameter]]:
-        """A MoE layer whose routed experts are AutoEP's."""
+        """A function that runs a MoE layer with expert-parallel routed experts, and the parameters of these experts."""
         blocks, numbers = arch_of(self._config).blocks, self.numbers
         parts = hf_parts(blocks, layer)
         experts = layer.get_submodule(blocks.mlp).get_submodule("experts")
@@ -188,7 +195,7 @@ class MetaModel:
         return run, list(routed.parameters())
 
     def _run(self, seq_len: int, masked: bool) -> tuple[PreTrainedModel, list[dict[str, Any]], int]:
-        """A fresh model, what each of its layers is called with, and the width of its attention."""
+        """Builds a new model; returns it, the keyword arguments of each layer's call, and the width of attention."""
         widths: list[int] = []
         AttentionInterface.register(_ATTENTION, attention(masked, widths))
         with torch.device("meta"):

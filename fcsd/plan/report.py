@@ -1,4 +1,4 @@
-"""A plan in words, and as JSON."""
+"""Formats a plan as text and as JSON."""
 
 from dataclasses import asdict
 
@@ -9,7 +9,7 @@ from fcsd.plan.speed import PEAK, Speed
 
 
 def to_text(plan: Plan) -> str:
-    """For people: parameters, memory by part at the fullest moment, what the run takes, the verdict."""
+    """Formats a plan as text: parameters, memory by part at the fullest moment, disk, time, cost and the verdict."""
     numbers, setup, hardware, speed = plan.numbers, plan.setup, plan.hardware, plan.speed
     experts = f", {numbers.experts} experts a layer, {numbers.top_k} for a token" if numbers.experts else ""
     nodes = f" on {hardware.nodes} nodes" if hardware.nodes > 1 else ""
@@ -63,7 +63,7 @@ def to_text(plan: Plan) -> str:
 
 
 def to_json(plan: Plan) -> dict[str, object]:
-    """All of it; sizes in bytes."""
+    """The whole plan as data that can be written as JSON; sizes are in bytes."""
     memory = plan.memory
     numbers = asdict(plan.numbers)
     numbers.pop("layers")
@@ -95,14 +95,14 @@ def to_json(plan: Plan) -> dict[str, object]:
 
 
 def _files(setup: Setup) -> str:
-    """What the disk holds."""
+    """Names the files that the disk must hold at the same time."""
     best = ", the best one" if setup.best else ""
     cache = f", and a teacher cache of {cache_bytes(setup) / 1e9:,.0f} GB" if setup.cached else ""
     return f"{setup.keep} checkpoints{best} and one being written{cache}"
 
 
 def _hours(speed: Speed) -> str:
-    """The parts of the hours that are not nothing."""
+    """Lists the parts of the hours, without those that are zero."""
     return ", ".join(f"{name} {hours:,.2f} hours" for name, hours in speed.parts.items() if hours)
 
 

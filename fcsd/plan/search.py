@@ -1,20 +1,28 @@
-"""The cheapest change of a recipe that makes it fit."""
+"""Finds the cheapest change of a recipe that makes it fit into the memory of the GPUs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from fcsd.plan.setup import Hardware, Setup
 
-MOST_GPUS = 64  # times as many as asked for
-CACHED = 64  # token ids per position, the default of objective.teacher_cache.top_k
+MOST_GPUS = 64  # the search tries up to this many times as many nodes as were asked for
+CACHED = 64  # token ids that a teacher cache stores per position, the default of objective.teacher_cache.top_k
 
 
 def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple[Setup, Hardware]]:
-    """Setups that a run accepts, the cheapest first.
+    """Yields setups that a run accepts, the cheapest first.
 
-    The innermost knob is the cheapest: recompute (one more forward pass), smaller micro-batches (less work per kernel),
-    ZeRO-2 (gradients reduced at every micro-batch), the teacher's experts sharded and experts over more ranks (more
-    all-to-all), a teacher cache (disk, and the divergence over the stored token ids alone), more nodes.
+    The innermost loop varies the cheapest setting. From the cheapest to the most expensive, the settings are:
+
+    - recompute, which costs one more forward pass
+    - smaller micro-batches, which give each kernel less work
+    - ZeRO-2, which reduces gradients at every micro-batch
+    - sharding the teacher's experts, and experts over more ranks, which both need more all-to-all
+    - a teacher cache, which needs disk and restricts the divergence to the stored token ids
+    - more nodes
+
+    Args:
+        experts: routed experts of a MoE layer; 0 for a dense model.
     """
     for nodes in _doubled(hardware.nodes, hardware.nodes * MOST_GPUS):
         larger = replace(hardware, nodes=nodes)
@@ -41,12 +49,12 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
 def cheapest(
     setup: Setup, hardware: Hardware, experts: int, fits: Callable[[Setup, Hardware], bool]
 ) -> tuple[Setup, Hardware] | None:
-    """The first candidate that fits, if one does."""
+    """The first of ``candidates`` for which ``fits`` is true; None if there is none."""
     return next((found for found in candidates(setup, hardware, experts) if fits(*found)), None)
 
 
 def changes(before: Setup, after: Setup, hardware: Hardware) -> list[str]:
-    """What to write to get from one to the other: ``--set`` assignments and flags."""
+    """The ``--set`` assignments and flags that change the setup ``before`` into ``after`` on ``hardware``."""
     keys = {
         "train.activation_checkpointing": (before.recompute, after.recompute),
         "train.micro_batch_size": (before.micro_batch_size, after.micro_batch_size),
@@ -61,7 +69,10 @@ def changes(before: Setup, after: Setup, hardware: Hardware) -> list[str]:
 
 
 def _can_cache(setup: Setup) -> bool:
-    """A cache serves the divergence alone, and takes the place of a teacher that runs beside the student."""
+    """Whether a teacher cache can replace the teacher that runs beside the student.
+
+    A cache provides targets for the divergence only, so the run must not compare hidden states.
+    """
     return setup.teacher != "none" and "kl" in setup.terms and not setup.compared
 
 

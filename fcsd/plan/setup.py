@@ -1,4 +1,4 @@
-"""What of a recipe and of the hardware a plan depends on."""
+"""The settings of a recipe and the properties of the hardware that a plan depends on."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,8 +9,8 @@ from fcsd.config import HELD_OUT, NO_METRIC, Parallel, Recipe
 from fcsd.models.selection import select_layers
 
 GIB = 2**30
-HELD_OUT_ROWS = 512  # of a held-out text whose recipe names no max_rows; assumed
-USABLE = 0.99  # of the memory as it is sold: the driver's share of an H200 is 1.2 GiB
+HELD_OUT_ROWS = 512  # rows that are assumed for a held-out text if the recipe has no max_rows
+USABLE = 0.99  # usable share of a GPU's nominal memory; on an H200 the driver takes 1.2 GiB
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,11 @@ class Hardware:
     """The GPUs of a run.
 
     Attributes:
-        gpus: in each node.
-        memory: of one GPU, in GiB, as it is sold (an H200 has 141, of which torch sees 139.8).
-        price: of one GPU for an hour, in whatever currency.
-        source: a sentence that says where these figures are from, if the user did not give them.
+        gpus: GPUs in each node.
+        nodes: nodes of the run.
+        memory: nominal memory of one GPU in GiB (an H200 has 141, of which torch sees 139.8).
+        price: price of one GPU for an hour, in any currency.
+        source: a sentence that says where these figures come from; empty if the user gave them.
     """
 
     gpus: int = 8
@@ -32,12 +33,15 @@ class Hardware:
 
     @property
     def world(self) -> int:
-        """All GPUs: the processes of the run."""
+        """GPUs of all nodes, which is the number of processes of the run."""
         return self.gpus * self.nodes
 
 
 def present(world: int) -> Hardware:
-    """The GPUs of this machine, ``world`` of them whether or not it has as many; H200s are assumed if it has none."""
+    """Hardware of ``world`` GPUs of the type that this machine has; H200s are assumed if it has none.
+
+    The machine itself may have fewer GPUs than ``world``.
+    """
     if not torch.cuda.is_available():
         return Hardware(world, source="no GPU is present here, so the plan assumes H200s of 141 GiB")
     properties = torch.cuda.get_device_properties(0)
@@ -48,22 +52,30 @@ def present(world: int) -> Hardware:
 
 @dataclass(frozen=True)
 class Setup:
-    """What of a recipe memory and speed depend on; every knob that the search may turn is a field.
+    """The settings of a recipe that memory and speed depend on; every setting that the search may change is a field.
 
     Attributes:
-        teacher: where the frozen teacher's experts are, if there is one.
-        terms: those of ``kl`` and ``sft`` that count.
-        compared: layers whose streams are held against the teacher's.
-        masked: attention runs with a mask, because rows hold several documents and packed attention is off.
-        document: mean number of tokens of a document in a row; None takes a row for one document.
-        fused: with experts over several ranks, each norm is one kernel.
-        imbalance: rows that the fullest expert-parallel rank receives over the mean. Random routers come close to 1;
-            1.2 leaves room for trained ones, whose worst layers are less even. Not measured on a trained model.
-        overlap_comm: DeepSpeed's option of that name: gradients are reduced during backward through two buckets.
-        keep: newest checkpoints that stay; ``best`` adds the one with the best early-stopping score.
-        saves, saves_per_hour: checkpoints that are written, by steps and by time.
+        world: processes of the run, one for each GPU.
+        micro_batch_size: rows of ``seq_len`` tokens in a forward pass of one process.
+        batch_tokens: tokens of an optimizer step, over all processes.
+        tokens: tokens of the whole run.
+        teacher: whether each rank holds all of the frozen teacher's experts (``replicated``) or they are spread over
+            the expert-parallel ranks (``sharded``); ``none`` if no teacher runs beside the student.
+        terms: which of the terms ``kl`` and ``sft`` the loss has.
+        compared: number of layers whose streams the loss compares with the teacher's.
+        keep: newest checkpoints that are kept.
+        masked: whether attention runs with a mask, because rows hold several documents and packed attention is off.
+        imbalance: rows that the fullest expert-parallel rank receives, divided by the mean. Random routers come close
+            to 1. The value 1.2 leaves room for trained routers, whose worst layers are less even. It has not been
+            measured on a trained model.
+        overlap_comm: DeepSpeed's option of that name, which reduces gradients during backward through two buckets.
+        document: mean number of tokens of a document in a row; with None, a row counts as one document.
+        fused: whether each norm is one kernel when experts are spread over several ranks.
+        best: whether the checkpoint with the best early-stopping score is kept as well.
+        saves: checkpoints that are written after a fixed number of steps, and the last one.
+        saves_per_hour: checkpoints that are written per hour because a fixed time has passed.
         evaluations: measurements of the held-out loss, on ``held_out`` rows each.
-        benchmarks: scores by a benchmark for early stopping.
+        benchmarks: how often a benchmark computes a score for early stopping.
         cached: token ids that the teacher cache stores for each position; 0 without a cache.
     """
 
@@ -109,26 +121,26 @@ class Setup:
 
     @property
     def gradient_width(self) -> int:
-        """Bytes of a gradient as it is accumulated."""
+        """Bytes of a gradient in the dtype in which it is accumulated."""
         return 4 if "fp32" in (self.dtype, self.accumulate_dtype) else 2
 
     @property
     def accumulation(self) -> float:
-        """Micro-batches of an optimizer step; a fraction where the batch is no multiple of what runs at once."""
+        """Micro-batches of an optimizer step; a fraction if the processes cannot split the batch into whole ones."""
         return self.batch_tokens / (self.micro_batch_size * self.seq_len * self.world)
 
     def possible(self, experts: int) -> bool:
-        """Whether a run accepts it, for a model of so many experts a layer."""
+        """Whether a run accepts this setup for a model with ``experts`` routed experts in a layer (0 if dense)."""
         divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
         return divides and self.world % self.ep_size == 0 and self.accumulation.is_integer()
 
 
 def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Setup:
-    """The setup of a recipe on so many processes.
+    """The setup of a recipe on ``world`` processes.
 
     Args:
         layers: decoder layers of the model.
-        plain: all of them attend to everything before a token, which packed attention requires.
+        plain: whether in all of them a token attends to all tokens before it, which packed attention requires.
     """
     train, objective, parallel = recipe.train, recipe.objective, recipe.parallel
     stop, save, cache = recipe.early_stop, recipe.checkpoint, recipe.objective.teacher_cache
@@ -168,5 +180,5 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
 
 
 def _placement(parallel: Parallel) -> Literal["replicated", "sharded"]:
-    """Where a teacher's experts are: with the student's, unless the recipe says otherwise."""
+    """Where the teacher's experts are: sharded as the student's are, unless the recipe asks for replicated ones."""
     return "sharded" if parallel.teacher_ep_size > 1 else "replicated"

@@ -1,12 +1,13 @@
-"""How long a run takes: its steps by a model of four measured constants, then checkpoints, evaluations and the teacher.
+"""Estimates how long a run takes: its steps, its checkpoints, its evaluations and the teacher.
 
-A micro-batch takes the longer of two times, because the host starts kernels while the device computes:
+The time of a step follows from four measured constants. A micro-batch takes the longer of two times, because the host
+starts kernels while the device computes:
 
-- the device's: floating-point operations over a share of the GPU's peak;
-- the host's: a time for each pass through a layer, which limits small models and small micro-batches.
+- The device's time is the number of floating-point operations divided by a share of the GPU's peak.
+- The host's time is a constant for each pass through a layer. It limits small models and small micro-batches.
 
 The optimizer adds a time for each parameter that a GPU updates. The constants were fitted to runs on H200s that are
-stored in ``docs/results``; ``tests/plan/test_measured_runs.py`` repeats the fit, and predicts each run from the others.
+stored in ``docs/results``. ``tests/plan/test_measured_runs.py`` repeats the fit and predicts each run from the others.
 """
 
 from dataclasses import dataclass, replace
@@ -17,37 +18,42 @@ from fcsd.plan.setup import Hardware, Setup
 
 PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s of an H200 without sparsity, from its data sheet
 
-# Share of the peak in forward and backward passes: (has experts, dtype) -> share. The one of experts in bf16 is fitted
-# to seven runs of DeepSeek-V2-Lite, DeepSeek-V3 and Qwen3-30B-A3B layers on two and four H200s; the others are assumed.
+# Share of the peak that forward and backward passes reach: (has experts, dtype) -> share. The share of models with
+# experts in bf16 was fitted to seven runs of DeepSeek-V2-Lite, DeepSeek-V3 and Qwen3-30B-A3B layers on two and four
+# H200s. The other shares are assumed.
 SHARE = {(True, "bf16"): 0.42, (False, "bf16"): 0.45, (True, "fp32"): 0.35, (False, "fp32"): 0.50}
 
-# Times as long as the causal attention of a whole row without a mask: fitted to one run, with a mask and without.
+# Time of attention with a mask, divided by the time of causal attention over the whole row without a mask. It was
+# fitted to one run with a mask and one without.
 MASKED_ATTENTION = 2.8
 
-# Seconds in which the host starts the kernels of a layer's forward pass; a backward pass counts as two. Fitted to one
-# run, of the bundled model; it does not depend on the number of tokens.
+# Seconds that the host needs to start the kernels of a layer's forward pass. A backward pass counts as two forward
+# passes. The value was fitted to one run of the bundled model and does not depend on the number of tokens.
 LAUNCH = 2.7e-3
 
 # Seconds for each parameter that a GPU updates: its gradient is reduced, AdamW runs, and the weights are gathered.
 UPDATE = 34e-12
 
-# Assumed, not measured: bytes that a node writes per second into a checkpoint, and seconds of one score by a benchmark.
+# Bytes per second that a node writes into a checkpoint, and seconds that a benchmark needs for one score. Both values
+# are assumed, not measured.
 WRITE = 2e9
 BENCHMARK = 300.0
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a run takes.
+    """The estimated speed, time and cost of a run.
 
     Attributes:
-        flops: per token, recompute and teacher included.
-        utilisation: share of ``PEAK`` that the steps reach, recomputed layers not counted, as ``mfu`` in metrics.jsonl.
-        tokens_per_second: over all GPUs, during steps.
-        limited_by_host: starting kernels takes longer than the kernels.
+        flops: floating-point operations per token, recompute and teacher included.
+        utilisation: share of ``PEAK`` that the steps reach; recomputed layers are not counted. This is ``mfu`` in
+            metrics.jsonl.
+        tokens_per_second: tokens of all GPUs per second during steps.
+        limited_by_host: whether the host needs more time to start the kernels than the device needs to run them.
         parts: hours of ``forward and backward``, ``optimizer``, ``checkpoints``, ``evaluations`` and ``teacher cache``.
         hours: the sum of ``parts``.
-        cost: None without a price.
+        gpu_hours: hours times GPUs.
+        cost: price of all GPU-hours; None if no price is known.
     """
 
     flops: float
@@ -61,30 +67,34 @@ class Speed:
 
 
 def forward_flops(model: ModelNumbers, seq_len: int) -> tuple[float, float]:
-    """FLOPs of the layers and of the output head for one token.
+    """FLOPs of the layers and of the output head for one token in a forward pass.
 
-    Two for each parameter that a token is multiplied with, and ``2 * (d_k + d_v)`` for each head and earlier token, of
-    which there are ``seq_len / 2`` on average. Windows and document borders make attention cheaper than that.
+    There are two FLOPs for each parameter that a token is multiplied with, and ``2 * (d_k + d_v)`` for each head and
+    earlier token. A token has ``seq_len / 2`` earlier tokens on average. Attention windows and document borders make
+    attention cheaper than this.
     """
     multiplied = model.active - model.embedding - (0 if model.tied else model.head)
     return 2.0 * multiplied + attention_flops(model, seq_len), 2.0 * model.head
 
 
 def attention_flops(model: ModelNumbers, seq_len: int) -> float:
-    """The part of attention's scores in ``forward_flops``, of all layers."""
+    """FLOPs of the attention of one token to earlier ones in all layers; ``forward_flops`` includes them."""
     return float(len(model.layers) * model.attention * seq_len)
 
 
 def flops_per_token(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> float:
-    """FLOPs of one training token: forward, twice that for backward, recomputed layers, the teacher's forward."""
+    """FLOPs of one training token: forward, twice as many for backward, recomputed layers, the teacher's forward."""
     layers, head = forward_flops(model, setup.seq_len)
     student = 3 * (layers + head) + (layers if setup.recompute else 0)
     return student + (sum(forward_flops(teacher, setup.seq_len)) if setup.teacher != "none" else 0)
 
 
 def work_per_token(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> float:
-    """As ``flops_per_token``, with attention weighed by the time that it takes: by ``MASKED_ATTENTION`` under a mask,
-    and otherwise by the length of documents."""
+    """FLOPs as in ``flops_per_token``, but attention's are weighted by the time that they take.
+
+    The weight is ``MASKED_ATTENTION`` with a mask. Without one it is the mean length of documents divided by that of
+    rows.
+    """
     factor = MASKED_ATTENTION if setup.masked else (setup.document or setup.seq_len) / setup.seq_len
     attention = (3 + setup.recompute) * attention_flops(model, setup.seq_len)
     if setup.teacher != "none":
@@ -93,13 +103,13 @@ def work_per_token(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> 
 
 
 def layer_passes(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> int:
-    """Forward passes of one layer that a micro-batch consists of, a backward pass counted as two."""
+    """Number of forward passes of a layer in one micro-batch, teacher included; a backward pass counts as two."""
     student = (3 + setup.recompute) * len(model.layers)
     return student + (len(teacher.layers) if setup.teacher != "none" else 0)
 
 
 def micro_batch_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> tuple[float, float]:
-    """Of one micro-batch the device's seconds and the host's, of which the longer one counts."""
+    """Seconds of the device and seconds of the host for one micro-batch; the larger of them is its duration."""
     tokens = setup.micro_batch_size * setup.seq_len
     rate = PEAK[setup.dtype] * SHARE[bool(model.experts), setup.dtype]
     device = work_per_token(model, teacher, setup) * tokens / rate
@@ -107,12 +117,12 @@ def micro_batch_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup
 
 
 def update_seconds(model: ModelNumbers, setup: Setup) -> float:
-    """The optimizer's part of a step."""
+    """Seconds of the optimizer in a step."""
     return UPDATE * sum(shard(model, setup).partition)
 
 
 def step_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> float:
-    """A step of all micro-batches and the optimizer."""
+    """Seconds of a step: all its micro-batches, and the optimizer."""
     return setup.accumulation * max(micro_batch_seconds(model, teacher, setup)) + update_seconds(model, setup)
 
 
@@ -121,11 +131,11 @@ def speed(
 ) -> Speed:
     """Hours and cost of the run: steps, checkpoints, evaluations, and the pass that writes a teacher cache.
 
-    Loading, and tokenising the text, come on top.
+    The time for loading the models and for tokenising the text is not included.
 
     Args:
-        utilisation: the share of the peak that was measured for whole steps, ``mfu`` in metrics.jsonl; it replaces the
-            model of a step.
+        utilisation: the share of the peak that was measured for whole steps, ``mfu`` in metrics.jsonl. If it is given,
+            the time of a step follows from it instead of from the constants of this module.
     """
     counted = flops_per_token(model, teacher, replace(setup, recompute=False))
     peak = hardware.world * PEAK[setup.dtype]

@@ -1,8 +1,9 @@
-"""The largest part of each dispatch and combine that can be hidden: its cover compared with its time on the wire.
+"""Measures the largest part of each dispatch and combine that computation can hide.
 
-By FarSkip equation 9 a collective is hidden for as long as the computation between its launch and its await lasts: its
-cover. The cover is measured in a pass that sends nothing, as the time of the compute stream between the two. The time
-on the wire is measured by sending rows of the same sizes while nothing else runs.
+By FarSkip equation 9, a collective is hidden for as long as the computation between its launch and its await lasts.
+This duration is called its cover. The cover is measured in a pass that sends nothing, as the time of the compute stream
+between launch and await. The time on the wire is measured by sending rows of the same sizes while nothing else runs.
+The part that can be hidden is the smaller of the two times.
 """
 
 import statistics
@@ -21,15 +22,15 @@ from fcsd.models.wiring import LayerWiring
 from fcsd.parallel.overlap import Schedule
 from fcsd.parallel.transports.transport import Splits, Work, all_to_all
 
-# The collectives of a layer in the order of their launches: forward and backward; forward, recompute and backward.
+# The collectives of a layer in the order of their launches: without recompute, and with recompute before backward.
 _ORDER = [("dispatch", "fwd"), ("combine", "fwd"), ("combine", "bwd"), ("dispatch", "bwd")]
 _RECOMPUTED = [*_ORDER[:2], ("dispatch", "recompute"), ("combine", "recompute"), *_ORDER[2:]]
 
-Moment = Any  # a CUDA event, or seconds where there is no CUDA
+Moment = Any  # a CUDA event, or seconds on a machine without CUDA
 
 
 def now(device: torch.device) -> Moment:
-    """The present moment of the current stream."""
+    """Marks the current position of the current stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -56,7 +57,7 @@ class NoWire:
 
 
 class _Arrived:
-    """Work that is complete."""
+    """The work of an exchange that is complete from the start."""
 
     def wait(self) -> None: ...
 
@@ -78,7 +79,7 @@ class _Call:
 
 
 class Meter:
-    """Records collectives instead of sending them; ``choose`` is an argument of ``overlap``, for one call of it."""
+    """Records collectives instead of sending them. Its ``choose`` is an argument for one call of ``overlap``."""
 
     def __init__(self) -> None:
         self._no_wire = NoWire()
@@ -97,7 +98,7 @@ class Meter:
         return received, call
 
     def measure(self, run: Callable[[], None]) -> list["Window"]:
-        """The windows of one forward and backward pass, which ``run`` executes; every rank calls it."""
+        """Measures the windows of one forward and backward pass, which ``run`` executes; every rank must call this."""
         self._calls.clear()
         run()
         windows = []
@@ -113,7 +114,15 @@ class Meter:
 
 @dataclass(frozen=True)
 class Window:
-    """One collective: the duration of the computation that can hide it, and its time on the wire, in ms."""
+    """One collective, with the time of the computation that can hide it and its time on the wire.
+
+    Attributes:
+        kind: ``dispatch`` or ``combine``.
+        passes: ``fwd``, ``recompute`` or ``bwd``.
+        layer: the layer's number, from 0.
+        cover: ms of the computation between launch and await.
+        wire: ms of the exchange alone.
+    """
 
     kind: str
     passes: str
@@ -127,7 +136,7 @@ class Window:
 
 
 def _on_the_wire(call: _Call, repeats: int = 3) -> float:
-    """Median milliseconds of the exchange alone, all ranks starting together."""
+    """Median milliseconds of the exchange alone. All ranks start at the same time."""
     rows = torch.zeros(sum(call.splits.sends), call.width, dtype=call.dtype, device=call.device)
     times = []
     for _ in range(repeats):
@@ -143,10 +152,10 @@ def _on_the_wire(call: _Call, repeats: int = 3) -> float:
 
 
 def ceiling(windows: list[Window], passes: str, *, without_last: bool = False) -> float:
-    """The largest share of the time of dispatch and combine in a pass that computation can hide, 0..1.
+    """The largest share, from 0 to 1, of the time of dispatch and combine in a pass that computation can hide.
 
     Args:
-        without_last: leave out the last layer's combine, or its gradient, which has nothing to hide under.
+        without_last: leaves out the last layer's combine, or its gradient, because no computation can hide it.
     """
     last = max(window.layer for window in windows)
     counted = [
@@ -159,17 +168,17 @@ def ceiling(windows: list[Window], passes: str, *, without_last: bool = False) -
 
 
 def both(windows: list[Window], passes: str) -> tuple[float, float]:
-    """The ceiling of a pass, and the one without the last layer's combine."""
+    """The ceiling of a pass with the last layer's combine, and without it."""
     return ceiling(windows, passes), ceiling(windows, passes, without_last=True)
 
 
 def passes_of(windows: list[Window]) -> list[str]:
-    """The passes of a step, in order: fwd, bwd, and recompute if there is one."""
+    """The passes of a step in order of appearance: fwd, bwd, and recompute if there is one."""
     return list(dict.fromkeys(window.passes for window in windows))
 
 
 def to_text(windows: list[Window]) -> str:
-    """A line for each collective and pass, medians over the layers, and the ceiling of each pass."""
+    """Formats the medians over the layers, a line for each collective and pass, and the ceiling of each pass."""
     lines = [f"{'':20s} {'cover ms':>9s} {'wire ms':>9s}"]
     for kind, passes in dict.fromkeys((window.kind, window.passes) for window in windows):
         mine = [window for window in windows if (window.kind, window.passes) == (kind, passes)]

@@ -1,4 +1,4 @@
-"""Whether two variants of a training step compute the same: the loss, and the norm of every gradient."""
+"""Compares the loss and the norm of every gradient of two variants of a training step."""
 
 from typing import Any
 
@@ -10,7 +10,11 @@ from fcsd.launch.world import World
 
 
 def fingerprint(engine: Any, ids: Tensor) -> dict[str, float]:
-    """The loss and the norm of every gradient of this rank, before ranks are averaged."""
+    """Runs a step; returns its loss and the norm of every gradient on this rank, before averaging over the ranks.
+
+    Args:
+        ids: token ids ``[batch, seq]``.
+    """
     seen: dict[str, Tensor] = {}
     hooks = [
         parameter.register_hook(lambda grad, name=name: seen.update({name: grad.double().norm()}))

@@ -1,4 +1,4 @@
-"""The model of the training benchmark: random weights, experts divided over all ranks, and an even router."""
+"""Builds the model of the training benchmark: random weights, experts divided over all ranks, and an even router."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from fcsd.parallel.weights.random_init import random_expert_parallel
 
 
 class Decoder(nn.Module):
-    """Token ids ``[batch, seq]`` to the mean next-token loss."""
+    """A module that takes token ids ``[batch, seq]`` and returns the mean next-token loss."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -47,10 +47,14 @@ class _Bare:
 
 
 def make_engine(config: PretrainedConfig, micro_batch: int, world: World, *, recompute: bool, optimizer: bool) -> Any:
-    """Random weights, the same for any number of ranks, under AdamW with a learning rate of 0 and ZeRO-1.
+    """Builds a model of random weights in a DeepSpeed engine with ZeRO-1 and AdamW, whose learning rate is 0.
+
+    The weights do not depend on the number of ranks.
 
     Args:
-        optimizer: without it there is no DeepSpeed engine, only forward and backward.
+        micro_batch: sequences per rank and step.
+        recompute: whether activation checkpointing recomputes every layer.
+        optimizer: whether to build the engine; without it, the result only runs forward and backward passes.
     """
     deepspeed = import_deepspeed()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
@@ -74,13 +78,16 @@ def make_engine(config: PretrainedConfig, micro_batch: int, world: World, *, rec
 
 @contextmanager
 def evenly_routed(model: nn.Module) -> Iterator[None]:
-    """Let every router choose the experts in turn, so that all get equally many tokens; scores are computed."""
+    """Makes every router choose the experts in turn, so that all of them receive equally many tokens.
+
+    The routers still compute their scores.
+    """
 
     def in_turn(_module: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         scores, chosen, counts = output
         experts = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % len(counts)
         rounds, rest = divmod(chosen.numel(), len(counts))
-        # Computed from numbers that the host has: counting on the device would make the host wait for it.
+        # The counts follow from numbers that the host has. Counting on the device would make the host wait for it.
         even = rounds + (torch.arange(len(counts), device=counts.device) < rest).to(counts.dtype)
         return scores, experts, even
 

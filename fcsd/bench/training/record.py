@@ -1,7 +1,7 @@
-"""A Chrome trace of the device and of fcsd's ranges, without the operators between them.
+"""Records a Chrome trace of the device and of fcsd's ranges, without the operators of torch.
 
-``torch.profiler`` notes every operator as well, and the host, slowed down by that, lets the device wait where it would
-not wait otherwise.
+``torch.profiler`` also records every operator. This slows down the host, so that the device waits at places where it
+would not wait without the profiler.
 """
 
 import gzip
@@ -20,10 +20,10 @@ from fcsd.launch.world import World
 
 
 def record(run: Callable[[], Any], path: Path, world: World) -> None:
-    """Run, and write the gzipped trace of this rank's device to ``path``."""
+    """Calls ``run``, and writes the gzipped trace of this rank's device to ``path``."""
     settings = profiler.profile(use_device=world.device.type if world.device.type == "cuda" else None, use_kineto=True)
     _prepare_profiler(settings.config(), settings.kineto_activities)
-    enable: Any = _enable_profiler  # its type lacks the third argument
+    enable: Any = _enable_profiler  # torch's type annotation lacks the third argument
     enable(settings.config(), settings.kineto_activities, {RecordScope.USER_SCOPE})
     run()
     if world.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Speed-up over world size, from the files that ``fcsd bench train`` leaves: FarSkip Figure 5."""
+"""Computes and draws the speed-up at each world size from the files of ``fcsd bench train``, as in FarSkip Figure 5."""
 
 import json
 import statistics
@@ -10,18 +10,21 @@ from typing import Any
 from fcsd.bench.training.workload import BOUND, FUSED, OVERLAPPED, OVERLAPS, STANDARD, STANDARD_COPIES
 from fcsd.errors import BadInputError
 
-# What runs must share to be compared, as the workload in train.json calls it.
+# Fields of the workload in train.json that must be equal in all runs that are compared.
 _SHARED = ("shape", "layers", "seq", "recompute", "optimizer")
 
 
 @dataclass(frozen=True)
 class Point:
-    """Median ms of a step at one world size.
+    """Median times of a step at one world size.
 
     Attributes:
-        variant: one that overlaps; ``standard`` and ``bound`` are fused if it is.
+        variant: a variant that overlaps. If it is fused, ``standard`` and ``bound`` are those of fused variants, too.
+        world: number of ranks.
         micro_batch: sequences per rank.
-        standard: of the standard wiring by the fastest transport that was timed.
+        standard: ms of the standard wiring with the fastest transport that was timed.
+        overlapped: ms of ``variant``.
+        bound: ms of the bound without communication.
     """
 
     variant: str
@@ -33,25 +36,28 @@ class Point:
 
     @property
     def fused(self) -> str:
-        """What the names of comparable variants end in."""
+        """The suffix of the names of the variants that can be compared with this one."""
         return FUSED if self.variant.endswith(FUSED) else ""
 
     @property
     def speed_up(self) -> float:
-        """Of the overlapped step over the standard one."""
+        """The speed of the overlapped step relative to the standard one."""
         return self.standard / self.overlapped
 
     @property
     def most(self) -> float:
-        """The bound's speed-up."""
+        """The speed-up of the bound, which is the most that can be reached."""
         return self.standard / self.bound
 
 
 def read(paths: list[Path]) -> tuple[dict[str, Any], list[Point]]:
-    """What all runs share, and what they measured under their first router, by variants and world size.
+    """Reads several train.json files.
+
+    Returns: the conditions that all runs share, and what the runs measured under their first router, sorted by variant
+        and world size.
 
     Raises:
-        BadInputError: a file is no train.json or lacks a variant, or the runs cannot be compared.
+        BadInputError: a file is not a train.json or lacks a variant, or the runs cannot be compared.
     """
     conditions: dict[str, Any] = {}
     points: list[Point] = []
@@ -92,7 +98,7 @@ def _one(path: Path) -> tuple[dict[str, Any], list[Point]]:
 
 
 def to_text(conditions: dict[str, Any], points: list[Point]) -> str:
-    """What the runs share, and a line for each world size."""
+    """Formats the conditions that the runs share, and a line for each variant and world size."""
     lines = [
         ", ".join(f"{name} {value}" for name, value in conditions.items()),
         f"{'':20s} {'world':>5s} {'micro-batch':>11s} {STANDARD + ' ms':>12s} {OVERLAPPED + ' ms':>14s} "
@@ -106,13 +112,13 @@ def to_text(conditions: dict[str, Any], points: list[Point]) -> str:
 
 
 def to_json(conditions: dict[str, Any], points: list[Point]) -> dict[str, Any]:
-    """The same as data; times in ms."""
+    """The conditions and the points as data that can be written as JSON; times are in ms."""
     rows = [{**vars(point), "speed_up": point.speed_up, "bound_speed_up": point.most} for point in points]
     return {"workload": conditions, "points": rows}
 
 
 def draw(conditions: dict[str, Any], points: list[Point], path: Path) -> None:
-    """Writes a PNG: the speed-up at each world size, the bound's beside it, dashed."""
+    """Writes a PNG with the speed-up at each world size; the bound's speed-up is a dashed line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

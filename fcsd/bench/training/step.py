@@ -1,10 +1,12 @@
-"""Training step of an expert-parallel MoE: stock, standard, blocking, overlapped, and the bound without communication.
+"""Times a training step of an expert-parallel MoE under several variants, and its bound without communication.
 
-All variants run on one model, one DeepSpeed engine and one process group, interleaved, so that clocks and memory
-drift alike for all. The learning rate is zero: every variant routes the same tokens through the same weights. Before
-anything is timed, cover and wire time of every collective are printed, and with them the ceiling of what can be
-hidden; and the overlapped schedule is held against the loss and the gradients of its eager-sync self, fused as well if
-a fused variant is asked for.
+All variants run in turns on one model, one DeepSpeed engine and in one process group, so that changes of the GPUs'
+clocks and memory affect all of them alike. The learning rate is zero, so every variant routes the same tokens through
+the same weights. Before the variants are timed, the benchmark does two things:
+
+- It measures and prints the cover and the wire time of every collective, with the ceiling of what can be hidden.
+- It compares the loss and the gradients of each overlapped variant with those of the same computation under the
+  eager-sync schedule. Fused variants are compared with fused ones.
 """
 
 import json
@@ -52,19 +54,22 @@ from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.symmetric_memory import open_buffers
 from fcsd.parallel.transports.transport import all_to_all
 
-Choices = dict[str, Callable[[], Any]]  # name -> what turns the model into that variant
+Choices = dict[str, Callable[[], Any]]  # name of a variant -> function that wires the model for it
 
 
 def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> dict[str, Any]:
-    """Measures, prints to stderr on rank 0, and gives what ``train.json`` holds; every process of the run calls it.
+    """Measures all variants, prints the results to stderr on rank 0, and returns the content of ``train.json``.
+
+    Every process of the run must call this function.
 
     Args:
-        out: directory for ``train.json``, written anew after each router, and with ``traced`` for a Chrome trace of
-            one step of each rank, of the last variant that overlaps, under the first router.
+        out: directory for ``train.json``, which is written again after each router.
+        traced: also writes to ``out`` a Chrome trace of one step of each rank. The step is that of the last variant
+            that overlaps, under the first router.
 
     Raises:
-        ConfigError: rows cannot be copied between processes without GPUs.
-        FcsdError: the overlapped schedule computed something else than its eager-sync self.
+        ConfigError: a variant copies rows into the memory of other processes, and there are no GPUs.
+        FcsdError: an overlapped variant computed something else than under the eager-sync schedule.
     """
     begun = time.monotonic()
     world = join_world()
@@ -87,7 +92,7 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
             out.mkdir(parents=True, exist_ok=True)
             (out / "train.json").write_text(json.dumps(result, indent=1))
     if out is not None and traced and world.rank == 0 and world.device.type == "cuda":
-        # Last, so that whatever a trace holds, what was measured is written.
+        # Traces are read last, so that the measurements are already written if a trace cannot be read.
         first = result["routers"][load.routers[0]]
         traces = [trace.read(out / f"rank-{rank}.json.gz") for rank in range(world.size)]
         first["trace"] = trace.to_json(traces)
@@ -107,7 +112,7 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
 
 
 def _under_one_router(engine: Any, ids: Tensor, choices: Choices, load: Workload, world: World) -> dict[str, Any]:
-    """Everything measured under one router."""
+    """Measures windows, equality and times under one router."""
     windows = _windows(engine, ids, load)
     _say(world, ceilings.to_text(windows))
 
@@ -132,7 +137,11 @@ def _under_one_router(engine: Any, ids: Tensor, choices: Choices, load: Workload
 def _held(
     engine: Any, ids: Tensor, eager: Callable[[], Any], overlapped: Callable[[], Any], world: World
 ) -> dict[str, Any]:
-    """How far a schedule is from its eager-sync self, beside how far that is from itself."""
+    """Compares a variant with the same computation under the eager-sync schedule.
+
+    Returns: the largest relative ``difference`` of loss and gradient norms; the ``spread``, which is the difference of
+        two runs under the eager-sync schedule; and whether they count as ``equal``.
+    """
     eager()
     reference, again = fingerprint(engine, ids), fingerprint(engine, ids)
     overlapped()
@@ -142,7 +151,7 @@ def _held(
 
 
 def variants(model: PreTrainedModel, layers: int) -> Choices:
-    """Name -> what turns the model into that variant."""
+    """For the name of every variant, a function that wires the model for it."""
     standard, farskip = unwired(), Wiring("farskip", tuple(range(layers)))
 
     def by(change: dict[str, Any]) -> Callable[[LayerWiring, Schedule], Schedule]:
@@ -170,7 +179,7 @@ def variants(model: PreTrainedModel, layers: int) -> Choices:
 def _windows(engine: Any, ids: Tensor, load: Workload) -> list[Window]:
     meter = Meter()
     overlap(engine.module.model, Wiring("farskip", tuple(range(load.layers))), choose=meter.choose, fused=load.fused)
-    engine.backward(engine(ids))  # the first pass allocates and tunes
+    engine.backward(engine(ids))  # the first pass allocates buffers and tunes kernels, so it is not measured
     engine.step()
     windows = meter.measure(lambda: engine.backward(engine(ids)))
     engine.step()
@@ -178,7 +187,11 @@ def _windows(engine: Any, ids: Tensor, load: Workload) -> list[Window]:
 
 
 def _time(engine: Any, ids: Tensor, choices: Choices, load: Workload, world: World) -> dict[str, dict[str, Any]]:
-    """By variant: ms of forward and backward and of the whole step, of every timed step; peak memory in GiB."""
+    """Times every variant.
+
+    Returns: for each variant, the ms of ``forward_backward`` and of the whole ``step`` for every timed step, and the
+        peak memory ``peak_gib``.
+    """
     on_cuda = world.device.type == "cuda"
     measured: dict[str, dict[str, Any]] = {
         name: {"forward_backward": [], "step": [], "peak_gib": 0.0} for name in choices
@@ -226,7 +239,10 @@ def _trace(engine: Any, ids: Tensor, choose: Callable[[], Any], out: Path, world
 
 
 def headline(traces: list[trace.Trace], ceiling: dict[str, tuple[float, float]]) -> str:
-    """The paper's percentage of each pass beside its ceiling, with and without the call that nothing can cover."""
+    """Formats the hidden share of communication in each pass, as the paper defines it, and the ceiling of this share.
+
+    Both are given with and without the last layer's combine, which no computation can hide.
+    """
     found, trimmed = trace.overlaps(traces), trace.overlaps(traces, without_last=True)
     return "\n".join(
         f"{passes}: {found['all', passes].share:.1%} hidden, at most {most:.1%} can be; "
@@ -236,7 +252,10 @@ def headline(traces: list[trace.Trace], ceiling: dict[str, tuple[float, float]])
 
 
 def table(measured: dict[str, dict[str, Any]]) -> str:
-    """A line per variant: medians ± half the distance between the quartiles, against stock and against its bound."""
+    """Formats a line for each variant: median times ± half the distance between the quartiles, and its relative speed.
+
+    The speed is given relative to stock and relative to the variant's bound.
+    """
     steps = {name: statistics.median(found["step"]) for name, found in measured.items()}
     lines = [f"{'':16s} {'fwd+bwd ms':>18s} {'step ms':>18s} {'x stock':>8s} {'of bound':>9s} {'peak GiB':>9s}"]
     for name, found in measured.items():

@@ -1,4 +1,4 @@
-"""One layer's forward and backward on two streams, drawn from a trace as FarSkip Figures 9 and 10 are."""
+"""Draws one layer's forward and backward on two streams from a trace, as in FarSkip Figures 9 and 10."""
 
 import re
 from pathlib import Path
@@ -7,24 +7,25 @@ from typing import Any
 from fcsd.errors import BadInputError
 from fcsd.parallel.trace import Call, Kernel, Trace
 
-# What a kernel's name says of it; the first that matches.
+# Classes of kernels, with a pattern of their names and a colour; a kernel belongs to the first class that matches.
 _CLASSES = {
     "core attention": (re.compile(r"flash|fmha|sdpa|attention|softmax_warp", re.IGNORECASE), "#4C72B0"),
     "matrix products": (re.compile(r"gemm|nvjet|cutlass|matmul|xmma|grouped", re.IGNORECASE), "#55A868"),
     "all else": (re.compile(""), "#C7C7C7"),
 }
 _WIRE = {"dispatch": "#DD8452", "combine": "#C44E52"}
-# pass -> the collective that begins a layer there, and the layer whose beginning ends it, relative to that one
+# pass -> (the collective that begins a layer in this pass, offset of the layer that comes next in this pass)
 _PASSES = {"fwd": ("dispatch", 1), "bwd": ("combine", -1)}
 
 
 def draw(trace: Trace, path: Path, layer: int | None = None) -> None:
-    """Writes a PNG: for each pass the computation stream above, dispatch and combine below, time in ms.
+    """Writes a PNG with two lanes for each pass: the computation stream, and dispatch and combine below it.
 
-    Of a collective by copies what lies between them is pale: waiting for a late rank, or for rows.
+    The time is in ms. If a collective consists of copies, the time between the copies is pale. In this time it waits
+    for a late rank or for rows.
 
     Args:
-        layer: 0-based; None for the middle one of the trace.
+        layer: number of the layer, from 0; None for the middle one of the trace.
 
     Raises:
         BadInputError: the trace has no such layer between two others.
@@ -50,7 +51,13 @@ def draw(trace: Trace, path: Path, layer: int | None = None) -> None:
 
 
 def period(calls: list[Call], passes: str, layer: int | None = None) -> tuple[float, float]:
-    """When the collective that begins a layer in ``fwd`` or ``bwd`` starts, and the next layer's, in µs.
+    """The times, in µs, at which a layer and the layer after it in the same pass begin.
+
+    A layer begins when its first collective starts.
+
+    Args:
+        passes: ``fwd`` or ``bwd``.
+        layer: number of the layer, from 0; None for the middle one of the trace.
 
     Raises:
         BadInputError: the trace has no such layer between two others.

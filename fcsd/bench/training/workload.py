@@ -1,4 +1,4 @@
-"""What the benchmark of training steps times, checked before any process starts."""
+"""The workload of the training-step benchmark, whose values are checked before any process starts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +7,9 @@ from fcsd.errors import ConfigError
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
 USUAL = (STOCK, STANDARD, EAGER, OVERLAPPED, BOUND)
-# Rows copied into the peers' memory: overlapped, and under the standard wiring, awaited where they start.
+# Variants that copy rows into the peers' memory: overlapped, and under the standard wiring with blocking collectives.
 COPIES, STANDARD_COPIES = "copies", "standard-copies"
-# Overlapped by another schedule.
+# Overlapped variants with another schedule: name -> changed fields of the schedule.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "before-attn": {"start": "before_attn"},
     "before-core": {"start": "before_core"},
@@ -18,26 +18,30 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 OVERLAPS = (OVERLAPPED, COPIES, *SCHEDULES)
 OURS = (STANDARD, STANDARD_COPIES, EAGER, BOUND, *OVERLAPS)
-FUSED = "-fused"  # one kernel for each norm and each move of rows
+FUSED = "-fused"  # suffix of the variants that run one kernel for each norm and each permutation of rows
 VARIANTS = (STOCK, *OURS, *(name + FUSED for name in OURS))
 ROUTERS = ("initialised", "uniform")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is timed.
+    """The workload that is timed.
 
     Attributes:
         shape: a name in ``fcsd.bench.shapes``.
+        layers: decoder layers of the model.
         micro_batch: sequences of ``seq`` tokens per rank and step.
-        routers: ``initialised`` as the random weights have it, ``uniform``: every expert gets as many tokens.
-        variants: some of ``VARIANTS``.
-        recompute: activation checkpointing of every layer.
-        optimizer: the whole step with AdamW under ZeRO-1; else forward and backward alone, without an engine.
-        rounds, steps: timed steps of each variant are ``rounds`` times ``steps``, interleaved by round.
+        seq: tokens of a sequence.
+        routers: ``initialised`` keeps the random router; ``uniform`` sends equally many tokens to every expert.
+        variants: names from ``VARIANTS``.
+        recompute: whether activation checkpointing recomputes every layer.
+        optimizer: whether the step includes AdamW under ZeRO-1; otherwise it is only forward and backward, without an
+            engine.
+        rounds: how often each variant is timed; the variants take turns.
+        steps: timed steps of a variant in each round.
 
     Raises:
-        ConfigError: no such shape, router or variant.
+        ConfigError: the shape, a router or a variant is unknown.
     """
 
     shape: str
@@ -65,10 +69,10 @@ class Workload:
 
     @property
     def fused(self) -> bool:
-        """Whether a fused variant is timed: ceilings are then measured of one."""
+        """Whether a fused variant is timed; the ceilings are then measured with fused kernels."""
         return any(name.endswith(FUSED) for name in self.variants)
 
     @property
     def overlapped(self) -> tuple[str, ...]:
-        """The variants that overlap: each is held against its eager-sync self, and the last is traced."""
+        """The variants that overlap. Each is compared with its eager-sync schedule, and the last one is traced."""
         return tuple(name for name in self.variants if name.removesuffix(FUSED) in OVERLAPS)
