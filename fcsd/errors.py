@@ -1,12 +1,12 @@
-"""What went wrong, in one line, with the fix: one class per exit code."""
+"""The errors that fcsd raises on purpose: one class for each exit code, with a one-line message and a hint."""
 
 
 class FcsdError(Exception):
-    """Base of every error fcsd raises on purpose.
+    """The base class of every error that fcsd raises on purpose.
 
     Args:
         message: one line that says what is wrong and where.
-        hint: what to do about it; printed below the message.
+        hint: what the user can do about it; it is printed below the message.
     """
 
     exit_code = 1
@@ -17,13 +17,13 @@ class FcsdError(Exception):
 
 
 class ConfigError(FcsdError):
-    """A recipe, option or value the user wrote is wrong."""
+    """A recipe, an option or a value that the user wrote is wrong."""
 
     exit_code = 2
 
 
 class BadInputError(FcsdError):
-    """A checkpoint, dataset or file given as input cannot be used."""
+    """A checkpoint, dataset or file that was given as input cannot be used."""
 
     exit_code = 3
 
@@ -35,13 +35,13 @@ class CheckpointError(FcsdError):
 
 
 class NonFiniteError(FcsdError):
-    """Teacher, loss or gradients became NaN or infinite."""
+    """The teacher's output, the loss or the gradients became NaN or infinite."""
 
     exit_code = 5
 
 
 class PeerLostError(FcsdError):
-    """Another rank died, hung or never came up."""
+    """Another rank died, hung or did not start."""
 
     exit_code = 6
 
@@ -53,13 +53,13 @@ class DiskError(FcsdError):
 
 
 class DoesNotFitError(FcsdError):
-    """The plan needs more memory than there is."""
+    """The run or the plan needs more memory than there is."""
 
     exit_code = 8
 
 
 class VerdictError(FcsdError):
-    """A required verdict was not met."""
+    """The results do not meet a verdict that the user required."""
 
     exit_code = 9
 

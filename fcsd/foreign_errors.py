@@ -1,6 +1,7 @@
-"""What other libraries' exceptions mean to a user of fcsd: one table, first match wins.
+"""Translates exceptions of other libraries into errors of fcsd that tell the user what to do.
 
-Classes are matched by package and name along the exception's ancestry, so that nothing is imported here.
+One table lists the exceptions, and the first row that matches is used. A row names a class by its package and its name,
+and these are compared with the exception's class and its base classes. This file therefore imports no other library.
 """
 
 import errno
@@ -16,7 +17,7 @@ _MEMORY = (
 )
 
 _TABLE: list[tuple[str, str, type[FcsdError], str, str | None]] = [
-    # package, class, ours, message, hint; a subclass stands before its base
+    # Package, class, error class of fcsd, message, hint. A subclass is listed before its base class.
     ("huggingface_hub", "GatedRepoError", BadInputError, "the repository is gated",
      "accept its terms on its web page, then run `hf auth login`"),
     ("huggingface_hub", "DisabledRepoError", BadInputError, "the repository is disabled", None),
@@ -50,7 +51,7 @@ _DISK = {
 
 
 def translate(error: BaseException) -> FcsdError | None:
-    """The fcsd error that says what `error`, or what it was raised from, means; None if unknown."""
+    """The fcsd error that explains `error` or the exception that caused it; None if neither is known."""
     link: BaseException | None = error
     while link is not None:
         found = link if isinstance(link, FcsdError) else _disk(link) or _row(link)
@@ -61,7 +62,7 @@ def translate(error: BaseException) -> FcsdError | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, or its class if it has none."""
+    """The first line of an exception's text, or the name of its class if the text is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -78,6 +79,6 @@ def _disk(error: BaseException) -> FcsdError | None:
         where = f": {error.filename}" if error.filename else ""
         return DiskError(_DISK[error.errno] + where, "free some space, or choose another output directory")
     for number, message in _DISK.items():
-        if os.strerror(number) in str(error):  # safetensors and torch keep the text, not the number
+        if os.strerror(number) in str(error):  # safetensors and torch keep the text of the error but not its number
             return DiskError(f"{message}: {first_line(error)}")
     return None

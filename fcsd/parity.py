@@ -1,8 +1,8 @@
-"""The proof that a conversion changed nothing but the wiring.
+"""Proves that a conversion changed nothing but the wiring.
 
 With the wiring off, the first layers of the converted directory must reproduce the original's logits bit for bit. With
-the wiring on, exactly the chosen layers must be rewired, and the logits must be finite. Of a model that is larger than
-memory, as many layers are built as fit, and only their tensors are read.
+the wiring on, exactly the chosen layers must be rewired, and the logits must be finite. If a model is larger than
+memory, only as many of its first layers are built as fit, and only the tensors of these layers are read.
 """
 
 import re
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _TOKENS = 24
 _BUG = "This is a bug in fcsd. Please report it with the model's name."
-_SHARE = 0.7  # of the free memory; a forward pass of _TOKENS needs little beside a layer
-# Bytes in memory for one on disk: a quantised checkpoint is dequantised to bf16.
+_SHARE = 0.7  # share of the free memory that weights may take; a forward pass of _TOKENS tokens needs little more
+# Bytes in memory for each byte on disk: a quantised checkpoint is dequantised to bf16.
 _GROWTH = {None: 1.0, "fp8": 2.0, "mxfp4": 64 / 17}
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # config lists with one entry a layer
 _LAYER_LISTS = ("mlp_only_layers", "moe_layers")  # config lists of layer indices
@@ -79,7 +79,7 @@ def plan_proof(layout: Layout, config: CheckpointConfig, arch: "Arch", free_byte
             of_layer[index] += tensor.end - tensor.start
     layers, read, memory = 0, 0, 0
     for count in range(1, of + 1):
-        # Fusing a layer's experts holds that layer twice.
+        # While transformers fuses the experts of a layer, the layer is in memory twice.
         need = int((rest + sum(of_layer[:count]) + max(of_layer[:count])) * _GROWTH[config.quantization])
         if need > free * _SHARE:
             break
@@ -129,13 +129,13 @@ def _original_logits(
         return logits(first_layers(original.path, [original.files[name] for name in shards], config, arch, layers))
     except (FcsdError, OSError, MemoryError):
         raise
-    except Exception as error:  # values of config.json that no check covers can fail anywhere in transformers
+    except Exception as error:  # a config.json value that no check covers can fail anywhere in transformers
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadInputError(f"{original.path}: transformers cannot run this model ({quoted(reason)})") from error
 
 
 def free_memory() -> int:
-    """The memory in bytes that this process may still take: the machine's, or its control group's (a container's)."""
+    """The bytes of memory that this process may still use, on this machine and in its control group (a container's)."""
     meminfo = Path("/proc/meminfo").read_text()
     free = int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
@@ -173,7 +173,18 @@ def _wanted(names: Iterable[str], arch: "Arch", layers: int) -> list[str]:
 def first_layers(
     directory: Path, shards: list[Path], base: CheckpointConfig, arch: "Arch", layers: int
 ) -> "PreTrainedModel":
-    """A model of the first layers only, on the CPU. Only the tensors it needs are read, and all of them must fit it."""
+    """A model of the first ``layers`` layers, on the CPU, in eval mode.
+
+    Args:
+        directory: the checkpoint directory.
+        shards: the files that hold the tensors of these layers.
+        base: the original's config.
+        arch: the architecture's row.
+        layers: the number of layers. Only the tensors that they need are read.
+
+    Raises:
+        BadInputError: the tensors do not match those of the model.
+    """
     import transformers
     from safetensors import safe_open
 

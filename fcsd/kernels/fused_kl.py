@@ -1,12 +1,15 @@
-"""The losses of ``fcsd.distill.losses`` for GPUs: same arguments, same results, two passes over the logits.
+"""Computes the losses of ``fcsd.distill.losses`` on GPUs, in two passes over the logits.
 
-cuBLAS makes a chunk's logits (bf16 operands, fp32 sums), the Triton kernels of ``vocabulary`` turn them into losses
-and the gradient at the student's logits, and two more products carry that gradient to the hidden states and the
-head. Backward recomputes nothing.
+The functions have the same arguments and results as the reference in ``fcsd.distill.losses``.
 
-A chunk's gradient is held in the head's dtype (bf16: 2 bytes a logit). Its logits, 4 bytes for each model, are made
-for half a chunk at a time: the head's gradient is read and written once a chunk, so the products that take the
-gradient want more tokens than those that make the logits. In all 6 bytes per token of a chunk and word.
+cuBLAS computes the logits of a chunk (bf16 operands, fp32 sums). The Triton kernels of ``vocabulary`` compute from them
+the losses and the gradient with respect to the student's logits. Two more products compute from it the gradients with
+respect to the hidden states and to the head. The backward pass recomputes nothing.
+
+The gradient of a chunk is held in the dtype of the head (bf16: 2 bytes per logit). The fp32 logits take 4 bytes for
+each of the two models, and they are computed for half a chunk at a time. The products with the gradient use whole
+chunks, because the head's gradient is read and written once for each chunk. In total the memory is 6 bytes for each
+token of a chunk and each word of the vocabulary.
 """
 
 from collections.abc import Callable
@@ -19,21 +22,22 @@ from torch.autograd.function import once_differentiable
 
 from fcsd.kernels.vocabulary import Launch, divergence, multiply_, negative_log_likelihood
 
-IGNORE = -100  # label of a position that predicts nothing
+IGNORE = -100  # the label of a position that does not count
 
-Rows = slice | Tensor  # a range of positions, or the numbers of those that count
+Rows = slice | Tensor  # a range of positions, or the indices of the positions that count
 # (rows, their student logits [rows, vocab] fp32, gradient [rows, vocab] to fill or None) -> losses [rows, spans]
 Fill = Callable[[Rows, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the work is cut; changes no result beyond rounding.
+    """How the work is divided. These values change the results by rounding only.
 
     Args:
-        logit_share: logits are made for ``chunk_tokens / logit_share`` tokens at a time.
-        head_sum: dtype in which the head's gradient is summed over chunks; None is the head's own. fp32 takes
+        logit_share: logits are computed for ``chunk_tokens / logit_share`` tokens at a time.
+        head_sum: the dtype in which the head's gradient is summed over chunks; None is the head's own dtype. fp32 takes
             ``4 * vocab * hidden`` bytes more.
+        launch: how the Triton kernels are launched.
     """
 
     logit_share: int = 2
@@ -57,9 +61,9 @@ def kl_divergence(
     kept: Tensor | None = None,
     tuning: Tuning = DEFAULT,
 ) -> Tensor:
-    """KL(teacher ‖ student); arguments and result as ``fcsd.distill.losses.kl_divergence``."""
+    """KL(teacher ‖ student); arguments and result are those of ``fcsd.distill.losses.kl_divergence``."""
     share = _share(student_hidden, denominator)
-    scale = share * temperature  # T^2 of the loss, 1/T of the softmax
+    scale = share * temperature  # the factor T^2 of the loss times the factor 1/T of the softmax
     teacher_rows = teacher_hidden.detach().flatten(0, -2)
     teacher_weight = _for_matmul(teacher_head.detach())
 
@@ -80,7 +84,7 @@ def cross_entropy(
     kept: Tensor | None = None,
     tuning: Tuning = DEFAULT,
 ) -> Tensor:
-    """Negative log-likelihood; arguments and result as ``fcsd.distill.losses.cross_entropy``."""
+    """Negative log-likelihood; arguments and result are those of ``fcsd.distill.losses.cross_entropy``."""
     scale = _share(student_hidden, denominator)
     targets = labels.flatten()
 
@@ -110,7 +114,7 @@ def _swept(
 
 
 class _FusedHeadLoss(torch.autograd.Function):
-    """Loss and its gradients in one sweep over the chunks; backward only hands them out."""
+    """Computes the loss and its gradients in one sweep over the chunks; the backward pass only returns them."""
 
     @staticmethod
     def forward(
@@ -140,7 +144,7 @@ class _FusedHeadLoss(torch.autograd.Function):
                 for at in range(0, len(inputs), step):
                     end = min(at + step, len(inputs))
                     part = None if gradient is None else gradient[at:end]
-                    # The logits have no name here, so that they are freed before the next are made.
+                    # No variable refers to the logits here, so that they are freed before the next ones are computed.
                     losses = fill(_rows(keep, start + at, start + end), _product(inputs[at:end], weight.t()), part)
                     total += losses.sum()
                 if gradient is not None and to_hidden is not None:
@@ -155,29 +159,29 @@ class _FusedHeadLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("the gradients of a fused loss were already handed out: run its forward again")
-        gradients, ctx.gradients = ctx.gradients, None  # no second reference: autograd may keep the buffers as .grad
+        gradients, ctx.gradients = ctx.gradients, None  # this reference is dropped: .grad may be the same buffers
         with torch.cuda.device_of(upstream):
             scaled = [None if g is None else multiply_(g, upstream) for g in gradients]
         return (*scaled, *[None] * 6)
 
 
 def _share(hidden: Tensor, denominator: float | Tensor) -> Tensor:
-    """``1 / denominator`` as an fp32 scalar on the device, without waiting for it."""
+    """``1 / denominator`` as an fp32 scalar on the device; the host does not wait for it."""
     return (torch.ones((), device=hidden.device) / denominator).float()
 
 
 def _rows(keep: Tensor | None, start: int, stop: int) -> Rows:
-    """The positions ``start`` to ``stop`` among those that count: views where all do."""
+    """The positions ``start`` to ``stop`` among those that count; a slice if all positions count."""
     return slice(start, stop) if keep is None else keep[start:stop]
 
 
 def _for_matmul(head: Tensor) -> Tensor:
-    """The head as its products need it: tensor cores sum bf16 operands in fp32, a CPU needs fp32 operands."""
+    """The head in the dtype of the products: its own on GPUs, which sum bf16 products in fp32, and fp32 on CPUs."""
     return head if head.is_cuda else head.float()
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` with an unrounded fp32 result also for half-precision operands."""
+    """``left @ right`` as fp32; the result is not rounded to half precision if the operands have half precision."""
     return left @ right if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
 
 

@@ -1,13 +1,13 @@
-"""Causal attention inside the documents of packed rows, without a mask.
+"""Computes causal attention inside the documents of packed rows, without a mask.
 
 transformers turns position ids that restart into a mask ``[batch, 1, seq, seq]``. With a mask, attention computes all
-of the ``seq * seq`` scores, and its backward pass is several times slower than the causal one. Here the documents of
-all rows are laid end to end and handed to FlashAttention's kernel for sequences of different lengths, which computes
-the scores inside documents alone; rows of one document each are plain causal attention.
+of the ``seq * seq`` scores, and its backward pass is several times slower than that of causal attention. Here the
+documents of all rows are concatenated and passed to FlashAttention's kernel for sequences of different lengths, which
+computes only the scores inside documents. If each row is one document, plain causal attention is used.
 
 The borders of documents reach the attention function through the keyword arguments that every decoder of transformers
-passes on, so that a layer that is recomputed in the backward pass finds them, too. Without borders the function is
-transformers' own ``sdpa``: generation and scoring are as they were.
+passes on. A layer that is recomputed in the backward pass therefore gets them too. Without borders the function calls
+transformers' own ``sdpa``, so generation and scoring do not change.
 """
 
 from typing import Any
@@ -24,9 +24,10 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def use_packed_attention(model: PreTrainedModel) -> bool:
-    """Let a model take ``borders``, if each of its layers attends to everything before it in the document.
+    """Let a model accept ``borders``, if each of its layers attends to all earlier tokens of the document.
 
-    Returns: whether it does; a model with windows, chunks or sinks, or one not loaded with ``sdpa``, stays as it is.
+    Returns: whether the model accepts them. A model with windows, chunks or sinks, or one that was not loaded with
+        ``sdpa``, is not changed.
     """
     if not attends_to_all(model.config) or model.config._attn_implementation not in ("sdpa", NAME):
         return False
@@ -37,38 +38,38 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
 
 
 def takes_borders(model: PreTrainedModel) -> bool:
-    """Whether ``use_packed_attention`` has prepared a model, whatever else wraps its attention function since."""
+    """Whether ``use_packed_attention`` has prepared a model, also if its attention function was wrapped afterwards."""
     return (model.config._attn_implementation or "").endswith(NAME)
 
 
 def document_borders(position_ids: Tensor) -> Tensor:
-    """Where documents begin when the rows ``[batch, seq]`` are laid end to end, and the end: ``[documents + 1]`` int32.
+    """The index at which each document begins in the concatenated rows, and their length: ``[documents + 1]`` int32.
 
     Args:
-        position_ids: on the host; they restart at 0 with every document, and every row begins one.
+        position_ids: ``[batch, seq]`` on the host. They restart at 0 with every document; every row begins a document.
     """
     starts = (position_ids.flatten() == 0).nonzero().flatten()
     return torch.cat([starts, starts.new_tensor([position_ids.numel()])]).to(torch.int32)
 
 
 def packed_arguments(borders: Tensor) -> dict[str, Any]:
-    """What a decoder is called with besides token ids and position ids.
+    """The keyword arguments with which a decoder is called besides token ids and position ids.
 
-    The attention mask is not read. A mask of four dimensions is one that transformers passes on as it is; without it,
-    the decoder would look for restarts in the position ids, which makes the host wait for the device.
+    The attention mask in them is not read. transformers passes a mask of four dimensions on unchanged. Without it the
+    decoder would look for restarts in the position ids, for which the host would wait for the device.
     """
     return {"borders": borders, "attention_mask": borders.new_zeros((1, 1, 1, 1), dtype=torch.bool)}
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, scale: float | None = None) -> Tensor:
-    """Attention of each token to those before it in its document, and itself.
+    """Attention of each token to itself and to the earlier tokens of its document.
 
     Args:
         query: ``[batch, heads, seq, width]``; key: ``[batch, key_heads, seq, width]``, where each key head serves
             ``heads / key_heads`` neighbouring heads; value: ``[batch, key_heads, seq, value_width]`` with
             ``value_width <= width``.
-        borders: as ``document_borders`` gives them, on the same device.
-        scale: of the scores; None is ``width ** -0.5``.
+        borders: the result of ``document_borders``, on the same device.
+        scale: the factor of the scores; None is ``width ** -0.5``.
 
     Returns: ``[batch, seq, heads, value_width]`` in the inputs' dtype.
     """
@@ -80,7 +81,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, scale: fl
     if not (query.is_cuda and query.dtype in _HALF):
         return attend_masked(query, key, value, borders, scale)
     narrow = value.shape[-1]
-    value = F.pad(value, (0, width - narrow))  # the kernel knows one width
+    value = F.pad(value, (0, width - narrow))  # the kernel needs one width for all three
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     found = torch.ops.aten._flash_attention_forward(q, k, v, borders, borders, seq, seq, 0.0, True, False, scale=scale)[
         0
@@ -111,14 +112,14 @@ def _attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' interface of an attention function."""
+    """The attention function, with the interface that transformers expects."""
     if borders is None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **others)
     return attend(query, key, value, borders, scaling).contiguous(), None
 
 
 def attends_to_all(model_config: PretrainedConfig) -> bool:
-    """Whether each layer attends to everything before a token: there are no windows and no chunks."""
+    """Whether every layer attends to all tokens before a token, that is, has no window and no chunks."""
     config = model_config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:

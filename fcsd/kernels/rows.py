@@ -1,4 +1,4 @@
-"""Rows moved between tokens and the experts that they chose, by one Triton kernel each way.
+"""Moves rows between tokens and the experts that they chose, by one Triton kernel in each direction.
 
 Every token has ``top_k`` rows. ``row_of[t, k]`` is the number of the row of token t's k-th expert.
 
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_MOST_COLUMNS = 1024  # the most columns that one program holds at once
+_MOST_COLUMNS = 1024  # the largest number of columns that one program holds at once
 
 
 def row_numbers(order: Tensor, top_k: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The reference of ``rows.py`` in torch: the same moves of rows, for every device and without a kernel of our own."""
+"""The reference of ``rows.py`` in torch: it moves the same rows on every device, without a Triton kernel."""
 
 import torch
 from torch import Tensor
@@ -18,9 +18,10 @@ def permute(tokens: Tensor, weight: Tensor | None, order: Tensor, top_k: int) ->
 
 
 def unpermute(rows: Tensor, weight: Tensor | None, order: Tensor, top_k: int) -> Tensor:
-    """Sum the rows of every token: ``[tokens * top_k, width] -> [tokens, width]``; arguments as of ``permute``.
+    """Sum the rows of every token: ``[tokens * top_k, width] -> [tokens, width]``; arguments are those of ``permute``.
 
-    With a weight the products and the sum are fp32 and rounded once; without one torch sums in the dtype of the rows.
+    With a weight, products and sums are computed in fp32 and rounded once. Without a weight torch sums in the dtype of
+    the rows.
     """
     width = rows.shape[-1]
     by_token = torch.zeros(len(order), width, dtype=rows.dtype, device=rows.device)

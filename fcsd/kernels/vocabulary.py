@@ -1,7 +1,8 @@
-"""What is left of a distillation loss once cuBLAS has made the logits: passes over ``[rows, vocab]`` in fp32.
+"""Triton kernels that compute a distillation loss and its gradient from fp32 logits ``[rows, vocab]``.
 
-A row is cut into spans of columns, one program each. The first pass writes every span's log-sum-exp, the second
-joins them and writes the row's loss by spans and its gradient. Nothing else of the size of the logits is written.
+A row is divided into spans of columns, and one program computes one span. The first pass writes the log-sum-exp of
+every span. The second pass combines them, and writes the loss of each span and the gradient. Nothing else of the size
+of the logits is written.
 """
 
 import math
@@ -18,7 +19,13 @@ _LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # finite, so that exp(-inf - _LOW
 
 @dataclass(frozen=True)
 class Launch:
-    """Columns a program takes at once, columns it takes in all, and the warps it has."""
+    """How the kernels are launched.
+
+    Args:
+        block: the number of columns that a program holds at once.
+        span: the number of columns that a program computes in all.
+        warps: the number of warps of a program.
+    """
 
     block: int = 2048
     span: int = 16384
@@ -29,7 +36,11 @@ class Launch:
 
 
 def log_sum_exp_parts(logits: Tensor, temperature: float, launch: Launch) -> Tensor:
-    """``[rows, spans]`` fp32: each span's log-sum-exp of ``logits [rows, vocab]`` (fp32, contiguous) / temperature."""
+    """The log-sum-exp of each span of ``logits / temperature``: ``[rows, spans]`` fp32.
+
+    Args:
+        logits: ``[rows, vocab]`` fp32, contiguous.
+    """
     rows, vocab = logits.shape
     parts = logits.new_empty(rows, math.ceil(vocab / launch.span))
     _log_sum_exp_kernel[tuple(parts.shape)](logits, parts, vocab, 1 / temperature, **launch.options())
@@ -39,14 +50,14 @@ def log_sum_exp_parts(logits: Tensor, temperature: float, launch: Launch) -> Ten
 def divergence(
     student: Tensor, teacher: Tensor, gradient: Tensor | None, scale: Tensor, temperature: float, launch: Launch
 ) -> Tensor:
-    """KL(teacher ‖ student) of softened logits; writes ``scale * (p - q)`` into ``gradient``.
+    """KL(teacher ‖ student) of logits divided by the temperature; writes ``scale * (p - q)`` into ``gradient``.
 
     Args:
         student, teacher: ``[rows, vocab]`` fp32 logits, contiguous.
-        gradient: ``[rows, vocab]`` in the dtype of the products that follow, or None.
+        gradient: ``[rows, vocab]`` in the dtype of the products that follow; None if no gradient is needed.
         scale: fp32 scalar on the same device.
 
-    Returns: ``[rows, spans]`` fp32, the divergence by spans (unscaled).
+    Returns: the part of the divergence from each span, ``[rows, spans]`` fp32, without ``scale``.
     """
     student_parts = log_sum_exp_parts(student, temperature, launch)
     teacher_parts = log_sum_exp_parts(teacher, temperature, launch)
@@ -61,7 +72,10 @@ def divergence(
 def negative_log_likelihood(
     logits: Tensor, labels: Tensor, gradient: Tensor | None, scale: Tensor, launch: Launch
 ) -> Tensor:
-    """``-log p[label]`` of ``labels [rows]`` by spans ``[rows, spans]``; writes ``scale * (p - one_hot)``."""
+    """``-log p[label]`` of ``labels [rows]``; writes ``scale * (p - one_hot)`` into ``gradient``.
+
+    Returns: the part of the loss from each span, ``[rows, spans]`` fp32, without ``scale``.
+    """
     parts = log_sum_exp_parts(logits, 1.0, launch)
     losses = torch.empty_like(parts)
     _likelihood_kernel[tuple(losses.shape)](
@@ -72,7 +86,7 @@ def negative_log_likelihood(
 
 
 def multiply_(tensor: Tensor, factor: Tensor) -> Tensor:
-    """``tensor *= factor`` in place; a factor of exactly 1 costs one read of it, and no wait on the host."""
+    """``tensor *= factor`` in place. If the factor is exactly 1, only the factor is read. The host does not wait."""
     block: Any = 8192
     _multiply_kernel[(math.ceil(tensor.numel() / block),)](tensor, factor, tensor.numel(), BLOCK=block)
     return tensor
@@ -83,7 +97,7 @@ def _log_sum_exp_kernel(logits, parts, vocab, inverse_temperature, SPAN: tl.cons
     row, span, spans = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     highest = tl.full([BLOCK], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, SPAN, BLOCK):  # each lane on its own: lanes meet once, after the loop
+    for start in range(0, SPAN, BLOCK):  # lanes are reduced to one value once, after the loop
         columns = span * SPAN + start + tl.arange(0, BLOCK)
         x = tl.load(logits + row * vocab + columns, mask=columns < vocab, other=-float("inf")) * inverse_temperature
         higher = tl.maximum(highest, x)
@@ -95,7 +109,7 @@ def _log_sum_exp_kernel(logits, parts, vocab, inverse_temperature, SPAN: tl.cons
 
 @triton.jit
 def _joined(parts, row, spans, SPANS: tl.constexpr):
-    """The log-sum-exp of a whole row."""
+    """The log-sum-exp of a whole row, from those of its spans."""
     lanes = tl.arange(0, SPANS)
     part = tl.load(parts + row * spans + lanes, mask=lanes < spans, other=-float("inf"))
     top = tl.max(part, 0)

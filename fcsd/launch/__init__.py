@@ -1,1 +1,1 @@
-"""The processes of a run: starting them, joining them, several nodes, and what they report about their machine."""
+"""Starts and joins the processes of a run, on one node or on several, and reports facts about the machine."""

@@ -1,4 +1,4 @@
-"""What a result depends on besides the recipe: versions, processors, memory, settings."""
+"""Lists what a result depends on besides the recipe: versions, processors, memory and settings."""
 
 import importlib.metadata
 import os
@@ -12,13 +12,13 @@ PACKAGES = [
     "torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers", "safetensors", "huggingface_hub",
     "lm_eval", "evalplus", "numpy", "triton", "vllm", "wandb", "typer", "pydantic",
 ]  # fmt: skip
-# Prefixes of environment variables that change results or communication; no other variable is read,
-# since some hold tokens.
+# Prefixes of the environment variables that change results or communication. No other variable is read, because some
+# of them hold access tokens.
 SETTINGS = ("NCCL_", "CUDA_", "OMP_", "TORCH_NCCL_", "TORCH_SYMM", "HF_HOME", "HF_HUB_OFFLINE", "DS_")
 
 
 def snapshot() -> dict[str, object]:
-    """Everything a bug report needs, as plain JSON values. Imports torch."""
+    """Everything that a bug report needs, as plain JSON values. The call imports torch."""
     import torch
     import torch.cuda.nccl
 

@@ -1,4 +1,4 @@
-"""A run on several nodes: the command that each of them must run, or the Slurm script that runs them."""
+"""Runs on several nodes: makes the command that each node must run, or the Slurm script that runs them all."""
 
 import re
 import shlex
@@ -9,16 +9,19 @@ from fcsd.config import ResolvedRecipe
 from fcsd.errors import ConfigError
 
 PORT = 29400
-GRACE = 120  # seconds between the signal and the time limit
+GRACE = 120  # seconds between the signal to save and the time limit of the job
 _ENDPOINT = re.compile(r"(?P<host>[\w.-]+):(?P<port>\d{1,5})")
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node among those of a run.
+    """One node of a run on several nodes.
 
     Attributes:
-        rank: 0 for the node whose address is ``host``.
+        count: the number of nodes.
+        rank: the number of this node, from 0. The node whose address is ``host`` has number 0.
+        host: the address of node 0.
+        port: the port on node 0 at which the nodes meet.
     """
 
     count: int
@@ -28,20 +31,20 @@ class Node:
 
     @property
     def meeting(self) -> tuple[str, int]:
-        """Where the nodes meet: an address of node 0, and a port that is free there."""
+        """The address at which the nodes meet: the host name of node 0, and a port that is free there."""
         return self.host, self.port
 
     def torchrun(self) -> list[str]:
-        """Options of torchrun that make its processes those of this node."""
+        """The options with which torchrun starts the processes of this node."""
         where = [f"--master-addr={self.host}", f"--master-port={self.port}"]
         return [f"--nnodes={self.count}", f"--node-rank={self.rank}", *where]
 
 
 def node_of(count: int, rank: int, rendezvous: str | None) -> Node:
-    """This node, from ``--nodes``, ``--node-rank`` and ``--rendezvous HOST:PORT``.
+    """The node that ``--nodes``, ``--node-rank`` and ``--rendezvous HOST:PORT`` describe.
 
     Raises:
-        ConfigError: they do not go together.
+        ConfigError: the rendezvous is not ``HOST:PORT``, or the rank is not below the number of nodes.
     """
     match = _ENDPOINT.fullmatch(rendezvous or "")
     if match is None or not 0 < int(match["port"]) < 65536:
@@ -52,11 +55,12 @@ def node_of(count: int, rank: int, rendezvous: str | None) -> Node:
 
 
 def node_commands(arguments: list[str], nodes: int, rendezvous: str | None) -> str:
-    """What each node must run, one line per node.
+    """The commands that the nodes must run: for each node a comment with its number, and its command.
 
     Args:
-        arguments: the command line that asked for it, ``--nodes`` included.
-        rendezvous: ``HOST:PORT`` of node 0; None leaves its name open.
+        arguments: the arguments of the command that the user called, including ``--nodes``.
+        nodes: the number of nodes.
+        rendezvous: ``HOST:PORT`` of node 0; with None the commands contain a placeholder for the host.
     """
     meet = rendezvous or f"HOST_OF_NODE_0:{PORT}"
     run = [*_fcsd(), *arguments, *([] if rendezvous else ["--rendezvous", meet])]
@@ -65,19 +69,24 @@ def node_commands(arguments: list[str], nodes: int, rendezvous: str | None) -> s
 
 
 def slurm_script(resolved: ResolvedRecipe, *, nodes: int, gpus: int, options: list[str], grace: int = GRACE) -> str:
-    """A batch script that runs exactly this recipe or sweep, which it carries with every ``--set`` worked in.
+    """A Slurm batch script that runs exactly this recipe or sweep.
 
-    Slurm sends SIGUSR1 ``grace`` seconds before the time limit, and SIGTERM when it preempts the job; the run saves and
-    ends with 143, upon which the script puts itself back into the queue and later resumes.
+    The script contains the whole recipe, with every ``--set`` applied. Slurm sends SIGUSR1 ``grace`` seconds before the
+    time limit, and SIGTERM when it preempts the job. The run then saves and ends with exit code 143, and the script
+    puts its job back into the queue. When the job starts again, the run resumes.
 
     Args:
-        options: of ``fcsd distill``, for the run.
+        resolved: the recipe.
+        nodes: the number of nodes.
+        gpus: the number of GPUs on each node.
+        options: further options of ``fcsd distill`` for the run.
+        grace: seconds between the signal and the time limit.
     """
     name, run = resolved.recipe.name, shlex.quote(resolved.recipe.output_dir)
     if resolved.recipe.sweep is None:
         logs = [f"--output={name}-%j-%t.log", "--open-mode=append"]
         start = f'{shlex.join(srun(nodes, gpus, options, logs=logs, grace=grace))} "$recipe"'
-    else:  # starts a job step for each of its runs
+    else:  # The sweep starts a job step for each of its runs.
         several = ["--gpus", str(gpus), "--nodes", str(nodes), *options]
         start = f'{shlex.join([*_fcsd(), "distill", *several])} --sweep "$recipe"'
     return f"""#!/bin/bash
@@ -113,9 +122,10 @@ exit "$code"
 
 
 def srun(nodes: int, gpus: int, options: list[str], *, logs: list[str], grace: int = GRACE) -> list[str]:
-    """A job step with one task a node, which starts the node's processes; what it lacks is the recipe's path.
+    """The ``srun`` command of a job step with one task for each node; the task starts the processes of its node.
 
-    The script's ``host`` and ``port`` must be in the environment. The last nodes may take as long to save as the first.
+    The caller appends the path of the recipe to the command. The variables ``host`` and ``port`` of the batch script
+    must be in the environment. After the first node has ended, the others have ``grace`` seconds to save and end.
     """
     run = shlex.join([*_fcsd(), "distill", "--gpus", str(gpus), "--nodes", str(nodes), *options])
     task = f'exec {run} --node-rank "$SLURM_NODEID" --rendezvous "$host:$port" "$0"'

@@ -1,7 +1,7 @@
-"""Joining a process group so that whoever is missing is named, and proving that its network works.
+"""Joins the process group of a run, reports the ranks that are missing, and checks that the network works.
 
-Every rank leaves a mark in the store when it comes up and waits for those of the others; then one number is summed over
-all ranks. Either ends after the same timeout, so a run that cannot work ends before it has loaded anything.
+Every rank sets a key in the store when it has started, and waits for the keys of the other ranks. Then one number is
+summed over all ranks. Both steps have the same timeout, so a run that cannot work ends before it has loaded anything.
 """
 
 import os
@@ -16,18 +16,22 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-TIMEOUT = 300.0  # seconds; importing from a cold network disk takes its time
+TIMEOUT = 300.0  # seconds; importing Python packages from a network disk can take minutes
 
 
 def join(backend: str, rank: int, size: int, device: "torch.device", timeout: float) -> None:
-    """Makes the default process group of the run that ``MASTER_ADDR`` and ``MASTER_PORT`` say where to meet.
+    """Make the default process group of the run, whose ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Args:
-        timeout: seconds for the ranks to come up, and again for their first collective.
+        backend: ``nccl`` or ``gloo``.
+        rank: the rank of this process.
+        size: the number of ranks.
+        device: the device of this rank, on which the first collective runs.
+        timeout: how long, in seconds, to wait for all ranks to start, and again for their first collective.
 
     Raises:
-        ConfigError: the variables are missing, or the port is taken.
-        PeerLostError: a rank did not come up, or the sum did not come about; the message names the ranks.
+        ConfigError: the variables are missing, or the port is in use.
+        PeerLostError: a rank did not start, or the sum was not finished; the message names the ranks.
     """
     import torch
     import torch.distributed as dist
@@ -40,10 +44,10 @@ def join(backend: str, rank: int, size: int, device: "torch.device", timeout: fl
             f"RANK and WORLD_SIZE are set, but where to meet is not: {error}",
             hint="set MASTER_ADDR and MASTER_PORT, or start with --gpus, or unset WORLD_SIZE",
         ) from error
-    # torchrun's own store serves; otherwise that of rank 0.
+    # Under torchrun the ranks use torchrun's own store. Otherwise rank 0 holds the store.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = meet("rank", rank, size, host, port, serves=serves, timeout=timeout)
-    store.set_timeout(default_pg_timeout)  # later waits are for work, not for processes
+    store.set_timeout(default_pg_timeout)  # later waits are for collectives, which take longer than starting
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     total = torch.ones((), device=device)
     work: Any = dist.all_reduce(total, async_op=True)
@@ -59,14 +63,20 @@ def join(backend: str, rank: int, size: int, device: "torch.device", timeout: fl
 
 
 def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bool, timeout: float) -> "Store":
-    """The store at ``host:port``, once all ``count`` of a kind, ranks or nodes, have come to it.
+    """Connect to the store at ``host:port``, and return it when all ranks, or all nodes, have connected to it.
 
     Args:
-        serves: this one holds the store; it lives as long as the process.
+        kind: ``rank`` or ``node``: what is counted.
+        number: the number of this rank or node.
+        count: the number of ranks or nodes.
+        host: the host on which the store is.
+        port: the port of the store.
+        serves: whether this process holds the store, which then exists as long as the process.
+        timeout: how long to wait, in seconds.
 
     Raises:
-        ConfigError: the port is taken.
-        PeerLostError: some did not come in time; the message names them.
+        ConfigError: the port is in use.
+        PeerLostError: some ranks or nodes did not connect in time; the message names them.
     """
     from torch.distributed import (
         DistError,
@@ -76,7 +86,7 @@ def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bo
 
     wait = timedelta(seconds=timeout)
     try:
-        # Shared, because torchrun opens the store of the nodes again.
+        # ``multi_tenant`` because torchrun opens the store of the nodes a second time.
         tcp = TCPStore(host, port, None, serves, timeout=wait, wait_for_workers=False, multi_tenant=True)
     except DistError as error:
         raise _unreachable(error, host, port, timeout) from error
@@ -94,7 +104,7 @@ def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bo
 
 
 def _unreachable(error: Exception, host: str, port: int, timeout: float) -> ConfigError | PeerLostError:
-    """What it means that a store could not be made or found."""
+    """The error of fcsd for a store that could not be made or reached."""
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
         return ConfigError(f"port {port} of {host} is in use", hint="another run? choose another port")
     return PeerLostError(
@@ -104,7 +114,7 @@ def _unreachable(error: Exception, host: str, port: int, timeout: float) -> Conf
 
 
 def _missing(store: "Store", mark: str, count: int) -> list[int]:
-    """Those whose mark is not in the store; the first if the store went with it."""
+    """The numbers whose key is not in the store; number 0, which holds the store, if the store does not answer."""
     from torch.distributed import DistError
 
     try:

@@ -1,4 +1,4 @@
-"""The ranks that share an evaluation: each computes some of the batches, then all know all answers."""
+"""Shares the batches of an evaluation among ranks: each rank computes some of them, and all ranks get all answers."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Team:
-    """Ranks and how they work together.
+    """The ranks that share an evaluation, and how they work together.
 
-    Batches are formed before they are shared out, so that answers do not depend on the number of ranks.
+    The batches are formed before they are shared, so the answers do not depend on the number of ranks.
 
     Attributes:
         world: the ranks; None for this process alone.
-        lockstep: the model is itself spread over the ranks (expert parallelism, ZeRO-3), so that every rank must
-            run each of its parts equally often.
+        lockstep: whether the model itself is divided over the ranks (expert parallelism, ZeRO-3). Every rank must then
+            run the model equally often.
     """
 
     world: World | None = None
@@ -28,11 +28,11 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that talks."""
+        """Whether this is the rank that prints and writes: rank 0."""
         return self.world is None or self.world.rank == 0
 
     def share(self, batches: Iterable[Batch]) -> list[Batch]:
-        """This rank's batches; in lockstep as many as every other's, the last of all being repeated."""
+        """The batches of this rank. In lockstep every rank gets equally many: the last batch of all is repeated."""
         whole = list(batches)
         if self.world is None:
             return whole
@@ -41,21 +41,21 @@ class Team:
         return whole[self.world.rank :: self.world.size]
 
     def together(self, work: Callable[[], dict[int, T]]) -> dict[int, T]:
-        """The answers of all ranks; an error of one is raised on all."""
+        """The answers of all ranks, by index; an error on one rank is raised on all."""
         if self.world is None:
             return work()
         return {index: answer for part in self.world.everywhere(work) for index, answer in part.items()}
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """The result of work that one rank does for all."""
+        """The result of ``work``, which rank 0 does for all ranks."""
         return work() if self.world is None else self.world.on_first(work)
 
     def any(self, flag: bool) -> bool:
-        """In lockstep, whether the flag is up on any rank; else whether it is up here."""
+        """In lockstep, whether ``flag`` is true on any rank; otherwise ``flag``."""
         return bool(self.most(int(flag)))
 
     def most(self, number: int) -> int:
-        """In lockstep, the largest of the ranks' numbers; else the number."""
+        """In lockstep, the largest ``number`` of all ranks; otherwise ``number``."""
         if self.world is None or not self.lockstep:
             return number
         import torch
@@ -67,10 +67,13 @@ class Team:
         return int(numbers)
 
     def require_finite(self, finite: bool) -> None:
-        """A model that overflows must never be given a score.
+        """Refuse to score a model whose logits are not finite.
+
+        Args:
+            finite: whether all logits on this rank are finite.
 
         Raises:
-            NonFiniteError: some logit was NaN or infinite, in lockstep on any rank.
+            NonFiniteError: a logit was NaN or infinite on this rank, or in lockstep on any rank.
         """
         if self.any(not finite):
             raise NonFiniteError("the model's logits are NaN or infinite", "no score is reported for such a model")

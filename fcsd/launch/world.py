@@ -1,4 +1,4 @@
-"""The processes of a run: start them, join them, and make them succeed or fail together."""
+"""Starts the processes of a run, joins them to one group, and makes them succeed or fail together."""
 
 import atexit
 import math
@@ -22,14 +22,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PATIENCE = 30.0  # how long torchrun waits for processes that it ends, seconds
+_PATIENCE = 30.0  # seconds that torchrun waits for processes that it has told to end
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-_MEET = timedelta(seconds=60)  # how long the first process to finish waits for the last
+_MEET = timedelta(seconds=60)  # how long a process that has finished waits for the others
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of the run; ``group`` is where they talk, None for the default process group."""
+    """This process as one of the processes of the run.
+
+    Attributes:
+        rank: the rank of this process.
+        size: the number of ranks.
+        device: the device of this process.
+        group: the process group through which the ranks communicate; None for the default process group.
+    """
 
     rank: int
     size: int
@@ -37,9 +44,10 @@ class World:
     group: "torch.distributed.ProcessGroup | None" = None
 
     def everywhere(self, function: Callable[[], T]) -> list[T]:
-        """Runs ``function`` on every rank and gives its results by rank; an error on one is raised on all.
+        """Run ``function`` on every rank, and return the results in the order of ranks on every rank.
 
-        ``function`` must not communicate: a rank that fails would leave the others waiting.
+        An error on one rank is raised on all ranks. ``function`` must not communicate, because a rank that fails would
+        leave the other ranks waiting.
         """
         outcome: tuple[T | None, Exception | None]
         try:
@@ -60,11 +68,11 @@ class World:
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """The result of ``function``, run on rank 0 only, on every rank; its error is raised on every rank."""
+        """Run ``function`` on rank 0 only, and return its result on every rank. Its error is raised on every rank."""
         return self.everywhere(lambda: function() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def lowest(self, value: float) -> float:
-        """The smallest ``value`` of any rank."""
+        """The smallest ``value`` of all ranks."""
         if self.size == 1:
             return value
         import torch
@@ -81,18 +89,20 @@ def ensure_world(
     timeout: float = preflight.TIMEOUT,
     grace_seconds: float = _PATIENCE,
 ) -> None:
-    """Runs ``gpus`` copies of this command under torchrun and ends with the exit code of the first that failed.
+    """Run ``gpus`` copies of this command under torchrun, then exit with the exit code of the first copy that failed.
 
-    A process that torchrun started returns at once. Without GPUs the copies share the CPU and talk through gloo.
+    The function returns at once in a process that torchrun has started, and where one process is enough. On a machine
+    without GPUs the copies share the CPU and communicate through gloo.
 
     Args:
-        node: which one this is among several; None if it is the only one.
+        gpus: the number of processes on this node; None is one.
+        node: this node, if the run has several; None if it is the only one.
         timeout: seconds to wait for the other nodes.
-        grace_seconds: how long the copies may live on after SIGTERM or SIGUSR1, which they are passed.
+        grace_seconds: seconds that the copies may go on after SIGTERM or SIGUSR1. Both signals are passed on to them.
 
     Raises:
-        ConfigError: more than this machine has, or the port at which the nodes meet is taken.
-        PeerLostError: another node never came up.
+        ConfigError: the machine has fewer GPUs, or the port at which the nodes meet is in use.
+        PeerLostError: another node did not start.
     """
     gpus = 1 if gpus is None else gpus
     if (gpus == 1 and node is None) or "WORLD_SIZE" in os.environ:
@@ -102,23 +112,23 @@ def ensure_world(
     available = torch.cuda.device_count()
     if 0 < available < gpus:
         raise ConfigError(f"--gpus {gpus}: this machine has {available}")
-    # Unless the user chose, the processes share the cores; torchrun would give each one core, with a warning.
+    # The processes share the cores, unless the user has set a number. torchrun would give each one core and warn.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus)))
     process_settings.set_defaults(os.environ)
     where = ["--standalone"]
     if node is not None:
         store = preflight.meet("node", node.rank, node.count, *node.meeting, serves=node.rank == 0, timeout=timeout)
-        atexit.register(lambda: store)  # lives on with the process: torchrun shares it
+        atexit.register(lambda: store)  # keeps the store until the process exits, because torchrun uses it too
         where = node.torchrun()
     options = [*where, f"--nproc-per-node={gpus}", f"--signals-to-handle={_SIGNALS}"]
     if grace_seconds > _PATIENCE:
         options.append(f"--shutdown-timeout={math.ceil(grace_seconds)}")
-    # Without `--` torchrun takes an option of fcsd's such as `--run` for an abbreviation of its own.
+    # Without `--` torchrun would read an option of fcsd such as `--run` as an abbreviation of one of its own options.
     _torchrun([*options, "-m", "--", "fcsd", *sys.argv[1:]])
 
 
 def _torchrun(arguments: list[str]) -> NoReturn:
-    # In this process: as a command of its own, torchrun exits with 1 whatever its children said.
+    # torchrun runs in this process. As a command it would exit with 1, whatever the exit codes of its processes are.
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -130,7 +140,7 @@ def _torchrun(arguments: list[str]) -> NoReturn:
         rank, first = failed.get_first_failure()
         if first.exitcode >= 0:
             sys.exit(first.exitcode)
-        # Nobody else could say so. The kernel kills whatever takes the last of the memory.
+        # A killed process prints nothing, so its parent reports it. The kernel kills processes when memory runs out.
         print(f"error: rank {rank} was killed by {signal.Signals(-first.exitcode).name}", file=sys.stderr)
         print("hint: if nobody did that, the machine ran out of memory; `dmesg` says so", file=sys.stderr)
         sys.exit(PeerLostError.exit_code)
@@ -141,16 +151,16 @@ def _torchrun(arguments: list[str]) -> NoReturn:
 
 
 def join_world(timeout: float = preflight.TIMEOUT) -> World:
-    """This process in the group of its run: torchrun's, or one of a single process that needs no port.
+    """Join the process group of the run: that of torchrun, or a group of this process alone, which needs no port.
 
-    NCCL on GPUs, gloo on CPUs. A process joins once and stays until it exits, since DeepSpeed keeps its groups; a
-    command exits by ``leave``.
+    The group uses NCCL on GPUs and gloo on CPUs. A process joins once and stays in the group until it exits, because
+    DeepSpeed keeps its process groups. A command exits through ``leave``.
 
     Args:
-        timeout: seconds to wait for the other processes, and for their first collective.
+        timeout: seconds to wait for the other processes, and again for their first collective.
 
     Raises:
-        PeerLostError: one is missing; the message names its rank.
+        PeerLostError: a process is missing; the message names its rank.
     """
     import torch
     import torch.distributed as dist
@@ -161,9 +171,9 @@ def join_world(timeout: float = preflight.TIMEOUT) -> World:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     else:
-        os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for one, aloud
+        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed searches and prints messages about it
     if not dist.is_initialized():
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires this variable
         backend = "nccl" if device.type == "cuda" else "gloo"
         if size == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -173,18 +183,19 @@ def join_world(timeout: float = preflight.TIMEOUT) -> World:
 
 
 def leave(end: SystemExit) -> NoReturn:
-    """Ends this process as ``end`` says; one that joined a world does so without finalising the interpreter.
+    """End this process with the exit code of ``end``.
 
-    DeepSpeed keeps its process groups, and with them threads that now and then let go of a tensor. Letting go takes
-    the interpreter's lock; a thread that asks for it during finalisation is unwound through C++ frames that may not
-    be unwound, and the process aborts with its work done. So what Python would have done at exit is done here.
+    A process that has joined a process group ends without finalising the interpreter. DeepSpeed keeps its process
+    groups, whose threads free tensors from time to time. To free a tensor, a thread takes the interpreter's lock. A
+    thread that asks for the lock during finalisation is unwound through C++ frames that do not allow it, and the
+    process aborts although its work is done. This function therefore does itself what Python would do at exit.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized():
         raise end
     code = end.code if isinstance(end.code, int) else int(end.code is not None)
     if code == 0:
-        with suppress(Exception):  # the others may still be reading what this process sent, or have failed since
+        with suppress(Exception):  # other ranks may still be reading what this process sent, or have failed
             dist.barrier(async_op=True).wait(_MEET)
             dist.destroy_process_group()
     atexit._run_exitfuncs()

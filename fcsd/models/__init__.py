@@ -1,1 +1,1 @@
-"""What is computed: the wiring, one row of data per architecture, the classes built from both."""
+"""Defines what a model computes: the wiring, one row of data for each architecture, and the classes made from both."""

@@ -1,4 +1,4 @@
-"""The supported architectures, one row of data each; nothing here is executed."""
+"""The table of supported architectures: one row of data for each ``model_type``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,16 +12,17 @@ class Arch:
     """How one ``model_type`` of transformers is built and taken apart.
 
     Args:
-        model_type: as in ``config.json``.
-        config: name of the transformers config class.
+        model_type: the type as ``config.json`` names it.
+        config: the name of the transformers config class.
         classes: Auto class -> (transformers model class, path inside it of the module that holds ``layers``).
-        blocks: names of a decoder layer's children.
-        text_config: the sub-config that describes the language model, for multimodal types.
-        dense: no layer has experts; only then can it be desynced.
-        autoep: keys for DeepSpeed AutoEP, whose own detection goes by ``model_type``; None for dense types.
-        no_ep: why expert parallelism is refused.
-        packs: its code keeps attention inside documents where position ids restart.
-        norm_epsilon: attribute of its RMSNorms.
+        blocks: the names of a decoder layer's children.
+        text_config: for multimodal types, the name of the sub-config that describes the language model.
+        dense: whether no layer has experts. Only a dense architecture can take a Desync wiring.
+        autoep: the keys for DeepSpeed AutoEP, which without them looks an architecture up by its ``model_type``; None
+            for types that cannot be expert-parallel.
+        no_ep: why the type cannot be expert-parallel although it has experts.
+        packs: whether transformers' code keeps attention inside documents where position ids restart.
+        norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon.
     """
 
     model_type: str
@@ -37,7 +38,7 @@ class Arch:
 
     @property
     def wirings(self) -> tuple[str, ...]:
-        """The wirings this architecture can take."""
+        """The names of the wirings that this architecture can have."""
         return (*READS, *DESYNC) if self.dense else tuple(READS)
 
 
@@ -95,7 +96,7 @@ _ROWS = (
     _row(
         "llama4",
         "Llama4",
-        # Text and pixels run through one class, so that a text-only user loses no tensor.
+        # One class serves text and images, so that no tensor is lost when the model is used for text only.
         classes={auto: _LLAMA4_VISION for auto in ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText")},
         blocks=_LLAMA4_BLOCKS,
         text_config="text_config",

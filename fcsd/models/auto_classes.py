@@ -1,4 +1,4 @@
-"""transformers' Auto classes load converted checkpoints without remote code once fcsd is imported.
+"""Lets transformers' Auto classes load converted checkpoints without remote code once fcsd is imported.
 
 The classes of converted models derive from transformers' own, so making them imports torch and transformers.
 ``import fcsd`` must stay light and therefore only prepares for it: the classes are made and registered when

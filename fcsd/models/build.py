@@ -1,4 +1,4 @@
-"""From a row of ``archs.py``: classes that transformers' Auto classes know, wired models, strictly loaded weights."""
+"""Makes and registers the classes of converted models, rewires models in place, and loads checkpoints strictly."""
 
 from collections.abc import Mapping
 from functools import cache, partial
@@ -26,7 +26,7 @@ PREFIX = "fcsd_"
 
 
 def arch_of(config: PretrainedConfig) -> Arch:
-    """The row of a config, converted or not.
+    """The row of ``ARCHS`` for the config of an original or converted model.
 
     Raises:
         BadInputError: no row has this ``model_type``.
@@ -38,7 +38,7 @@ def arch_of(config: PretrainedConfig) -> Arch:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of a model of any supported class, bare, with a head, or multimodal."""
+    """The decoder layers of a model of any supported class: without a head, with a head, or multimodal."""
     paths = {name: path for name, path in arch_of(model.config).classes.values()}
     decoder: Any = model.get_submodule(paths[type(model).__name__.removeprefix("Fcsd")])
     return decoder.layers
@@ -67,7 +67,7 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
         raise ConfigError(str(error)) from error
     fuse_norms(model, arch, False)
     for layer in layers:
-        if "_hf_hook" in vars(layer):  # accelerate's hook calls the forward that the layer had when it was attached
+        if "_hf_hook" in vars(layer):  # accelerate's hook calls the forward that it found
             layer._old_forward = MethodType(type(layer).forward, layer)
     return model
 
@@ -75,8 +75,8 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
 def check_desync(config: PretrainedConfig, wiring: Wiring) -> None:
     """Refuse a Desync wiring that a model of this config cannot have.
 
-    A rank owns whole key-value heads, as in the code of the Ladder authors, which cannot run otherwise either. Only
-    new conversions are checked: a directory that was converted before keeps loading.
+    A rank must own whole key-value heads, as in the code of the Ladder authors, which has the same limit. Only new
+    conversions are checked, so a directory that was converted before can still be loaded.
 
     Raises:
         ConfigError: the architecture has experts, or the degree does not divide its key-value heads.
@@ -106,7 +106,7 @@ def wiring_of(config: PretrainedConfig) -> Wiring:
 
 
 def experts_of(config: PretrainedConfig) -> int:
-    """Routed experts of a MoE layer; 0 for a dense architecture."""
+    """The number of routed experts of a MoE layer; 0 for a dense architecture."""
     fields = config.get_text_config().to_dict()
     return next((fields[name] for name in EXPERT_COUNTS if name in fields), 0)
 
@@ -115,7 +115,7 @@ def experts_of(config: PretrainedConfig) -> int:
 def config_class(model_type: str) -> type[PretrainedConfig]:
     """The config class of a rewired architecture, for example ``FcsdQwen3MoeConfig``.
 
-    It is the base config with its own ``model_type`` and an ``fcsd`` block.
+    It derives from the base config class, and adds a ``model_type`` of its own and an ``fcsd`` block.
     """
     base = getattr(transformers, ARCHS[model_type].config)
     namespace = {
@@ -131,7 +131,7 @@ def config_class(model_type: str) -> type[PretrainedConfig]:
 
 @cache
 def model_classes(model_type: str) -> Mapping[str, type[PreTrainedModel]]:
-    """Auto class name -> the wired model class of an architecture."""
+    """Maps the name of each Auto class to the wired model class of an architecture."""
     arch = ARCHS[model_type]
     classes = {}
     for auto, (base_name, decoder) in arch.classes.items():
@@ -148,9 +148,9 @@ def model_classes(model_type: str) -> Mapping[str, type[PreTrainedModel]]:
 
 
 def register() -> None:
-    """Register every ``fcsd_*`` type, its tokenizer and its on-disk layout of experts with transformers."""
+    """Register every ``fcsd_*`` type with transformers: classes, tokenizer and on-disk layout of experts."""
     for model_type in ARCHS:
-        # AutoTokenizer goes by model type where it does not trust tokenizer_config.json (mixtral, glm4_moe)
+        # AutoTokenizer uses the model type if it does not trust tokenizer_config.json (mixtral, glm4_moe).
         TOKENIZER_MAPPING_NAMES[PREFIX + model_type] = TOKENIZER_MAPPING_NAMES.get(model_type)
         AutoConfig.register(PREFIX + model_type, config_class(model_type), exist_ok=True)
         for auto, cls in model_classes(model_type).items():
@@ -161,7 +161,12 @@ def register() -> None:
 
 
 def converted_config(config: PretrainedConfig, block: dict[str, Any]) -> PretrainedConfig:
-    """The config of a rewired model: the base's fields, the own type, the ``fcsd`` block of ``Wiring.to_block``."""
+    """The config of a rewired model: the fields of ``config``, with the converted type and ``block`` as ``fcsd``.
+
+    Args:
+        config: the config of the base.
+        block: the ``fcsd`` block, from ``Wiring.to_block``.
+    """
     fields = config.to_dict()
     fields.pop("model_type")
     return config_class(arch_of(config).model_type)(**{**fields, "fcsd": block})
@@ -177,15 +182,17 @@ def load_model(
     auto: str = "AutoModelForCausalLM",
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load a checkpoint directory, converted or not, in eval mode; nothing may be missing, left over or mis-shaped.
+    """Load an original or converted checkpoint directory, in eval mode.
+
+    A tensor that is missing, left over or of the wrong shape is an error.
 
     Args:
-        path: the directory; a converted one comes back with its own wiring.
-        dtype: of the weights in memory; ``auto`` is the checkpoint's own.
-        device: where to put a model that fits; or
-        device_map: accelerate's placement for one that does not.
-        config: replaces the directory's own.
-        auto: transformers Auto class to load through.
+        path: the directory. A converted model has the wiring that it was converted to.
+        dtype: the dtype of the weights in memory; ``auto`` is that of the checkpoint.
+        device: the device for a model that fits on one device.
+        device_map: accelerate's placement for a model that does not fit on one device.
+        config: used in place of the directory's config.
+        auto: the transformers Auto class to load through.
         kwargs: further arguments of ``from_pretrained``.
 
     Returns:

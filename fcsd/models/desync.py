@@ -1,11 +1,11 @@
-"""Desync: keep some of a model's tensor-parallel reductions and drop the others, as a reference on one device.
+"""The reference of Desync on one device: some tensor-parallel reductions of a model are kept, the others dropped.
 
 Ladder-Residual §5. Between two kept reductions each of the ``degree`` tensor-parallel ranks reads and extends its own
 residual. The reference holds all of them: it puts a rank dimension in front of the batch dimension and folds the two
 into one while transformers' own attention and MLP run. A rank owns a contiguous share of the heads and of the MLP's
 intermediate columns, so the row-parallel projections (``o_proj``, ``down_proj``) return one partial sum for each
-rank. A kept reduction is the all-reduce of ``output + residual / degree``: partial outputs are summed, rank-local
-residuals averaged.
+rank. A kept reduction is the all-reduce of ``output + residual / degree``: it sums the partial outputs and averages the
+rank-local residuals.
 
 This file needs torch only and is shipped verbatim in exported checkpoints.
 """
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Keyword arguments of transformers' layers that have a batch dimension, of full size or of one.
+# Keyword arguments of transformers' layers that have a batch dimension, whose size is that of the batch or 1.
 _PER_SEQUENCE = {"attention_mask", "position_ids", "position_embeddings"}
 # A layer in a pattern -> whether the reductions after its (attention, MLP) are kept.
 _KEEPS = {"-": (False, False), "a": (True, False), "m": (False, True), "am": (True, True)}
 
 
 class RankPartialLinear(nn.Linear):
-    """A row-parallel projection: ``[degree * batch, seq, in] -> [degree * batch, seq, out]``, one partial a rank."""
+    """A row-parallel projection ``[degree * batch, seq, in] -> [degree * batch, seq, out]``: a partial sum per rank."""
 
     tp_degree: int
 
@@ -38,15 +38,15 @@ class RankPartialLinear(nn.Linear):
 
 
 class DesyncLayer(nn.Module):
-    """A dense decoder layer on rank-local residuals, mixed in front of transformers' own class.
+    """A dense decoder layer on rank-local residuals; a mixin that precedes transformers' own class.
 
-    The carrier is the mean of the residuals ``[batch, seq, hidden]``, followed, while they differ, by the residuals
-    ``[degree * batch, seq, hidden]``.
+    Layers pass on the mean of the residuals ``[batch, seq, hidden]``. While the residuals of the ranks differ, they
+    pass on a tuple of this mean and the residuals ``[degree * batch, seq, hidden]``.
     """
 
     tp_degree: int
-    keeps: tuple[bool, bool]  # is the reduction after (attention, MLP) kept?
-    unwired: type[nn.Module]  # the class to go back to
+    keeps: tuple[bool, bool]  # whether the reduction after (attention, MLP) is kept
+    unwired: type[nn.Module]  # transformers' class, which ``undo_desync`` restores
     self_attn: Any
     mlp: Any
     input_layernorm: Any
@@ -74,7 +74,7 @@ class DesyncLayer(nn.Module):
 
 
 def _per_rank(value: Any, batch: int, degree: int) -> Any:
-    # A batch dimension follows the folded batch; one of size one broadcasts.
+    # A batch dimension is repeated for each rank, as the batch is. One of size 1 broadcasts and stays as it is.
     if isinstance(value, tuple):
         return tuple(_per_rank(item, batch, degree) for item in value)
     if isinstance(value, Tensor) and value.shape[0] == batch > 1:
@@ -85,14 +85,15 @@ def _per_rank(value: Any, batch: int, degree: int) -> Any:
 def kept_reductions(layers: Sequence[int], reduce: str) -> dict[int, tuple[bool, bool]]:
     """For each converted layer, whether the reductions after its attention and its MLP are kept.
 
-    What ``reduce`` says is applied to each unbroken run of converted layers from the run's first layer on. The last
-    reduction of a run is always kept, so that what follows the run reads one stream.
+    ``reduce`` is applied to each unbroken run of converted layers, beginning at the first layer of the run. The last
+    reduction of a run is always kept, so that the layer after the run, or the final norm, reads one stream.
 
     Args:
-        layers: the converted layers, ascending.
-        reduce: ``Nx`` keeps the last of every N reductions (Ladder §5 has 2x and 4x); ``last`` keeps the last of a run
-            alone; a pattern such as ``-,m`` has one item for each layer and starts again at its end: ``a`` keeps the
-            reduction after the attention, ``m`` the one after the MLP, ``am`` both, ``-`` none.
+        layers: the 0-based indices of the converted layers, ascending.
+        reduce: ``Nx`` keeps the last of every N reductions (Ladder §5 has 2x and 4x); ``last`` keeps only the last
+            reduction of a run. A pattern such as ``-,m`` has one item for each layer, and is repeated when it ends:
+            ``a`` keeps the reduction after the attention, ``m`` keeps the reduction after the MLP, ``am`` keeps both,
+            and ``-`` keeps none.
 
     Raises:
         ValueError: ``reduce`` has none of these forms, or a pattern is longer than every run.
@@ -114,7 +115,12 @@ def kept_reductions(layers: Sequence[int], reduce: str) -> dict[int, tuple[bool,
 
 
 def _pattern(reduce: str, longest: int) -> list[tuple[bool, bool]]:
-    """What ``reduce`` keeps, layer by layer, for a run of ``longest`` layers or until it starts again."""
+    """Which reductions ``reduce`` keeps in each layer, as a list that is repeated within a run.
+
+    Args:
+        reduce: see ``kept_reductions``.
+        longest: the number of layers of the longest run.
+    """
     if reduce == "last":
         return [_KEEPS["-"]]
     if match := re.fullmatch(r"([1-9]\d{0,3})x", reduce):
@@ -135,12 +141,12 @@ def _desync_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def desync_layers(layers: Any, keeps: Mapping[int, tuple[bool, bool]], degree: int) -> None:
-    """Desync dense layers in place.
+    """Apply Desync to dense layers, in place.
 
     Args:
         layers: the decoder's layers.
-        keeps: see ``kept_reductions``; its keys are the layers to desync.
-        degree: tensor-parallel ranks to simulate.
+        keeps: as ``kept_reductions`` returns it; its keys are the layers to change.
+        degree: the number of tensor-parallel ranks to simulate.
 
     Raises:
         ValueError: an output projection has a bias, or ``degree`` does not divide the heads or the columns.
@@ -159,7 +165,7 @@ def desync_layers(layers: Any, keeps: Mapping[int, tuple[bool, bool]], degree: i
 
 
 def undo_desync(layers: Any) -> None:
-    """Give desynced layers and their projections back their own classes."""
+    """Restore transformers' own classes of Desync layers and torch's class of their projections."""
     for layer in layers:
         if isinstance(layer, DesyncLayer):
             for row in (layer.self_attn.o_proj, layer.mlp.down_proj):

@@ -1,8 +1,9 @@
-"""The code a converted directory carries, so that it loads with ``trust_remote_code`` where fcsd is not installed.
+"""Writes the code of a converted directory, with which ``trust_remote_code`` loads it where fcsd is not installed.
 
-Four flat files: ``wiring.py`` and ``desync.py`` as they stand here, and two rendered ones that hold, as plain class
-statements, what ``build.py`` makes at run time for one architecture. transformers copies flat siblings only, and
-wants every other import to be a package: there are torch and transformers.
+The code consists of four files in one folder. ``wiring.py`` and ``desync.py`` are copied from here unchanged. Two files
+are rendered for the architecture: they define, in plain class statements, the classes that ``build.py`` makes at run
+time. transformers copies only files of the same folder, and every other import must be an installed package. The code
+therefore imports torch and transformers only.
 """
 
 import json
@@ -19,7 +20,8 @@ from .wiring import Blocks
 CONFIGURATION, MODELING = "configuration_fcsd", "modeling_fcsd"
 VERBATIM = ("wiring.py", "desync.py")
 CODE_FILES = frozenset((f"{CONFIGURATION}.py", f"{MODELING}.py", *VERBATIM))
-# [oldest, first too new) transformers on which the rendered classes are tested; pyproject.toml says the same.
+# The versions of transformers with which the rendered classes are tested: from the first up to, but not including, the
+# second. pyproject.toml has the same range.
 TRANSFORMERS = ((5, 17), (6, 0))
 
 _CONFIGURATION = '''"""Config of a rewired {model_type} model, written by fcsd; transformers loads it first."""
@@ -75,10 +77,10 @@ class Fcsd{name}(WiredModel, {name}):
 
 
 def converted_files(raw: Mapping[str, Any], arch: Arch, block: Mapping[str, Any]) -> dict[str, str]:
-    """What fcsd writes into a converted directory: config.json and code.
+    """The text files that fcsd writes into a converted directory: config.json and the code.
 
     Args:
-        raw: the config.json of the base, or of a converted model whose code is to be written anew.
+        raw: the config.json of the base, or of a converted model whose code is written again.
         arch: the architecture's row.
         block: see ``Wiring.to_block``.
 
@@ -97,13 +99,13 @@ def converted_files(raw: Mapping[str, Any], arch: Arch, block: Mapping[str, Any]
 
 
 def auto_map(arch: Arch) -> dict[str, str]:
-    """``auto_map`` of config.json: Auto class -> module and class that transformers loads for it."""
+    """The ``auto_map`` of config.json: each Auto class, and the module and class that transformers loads for it."""
     models = {auto: f"{MODELING}.Fcsd{name}" for auto, (name, _) in arch.classes.items()}
     return {"AutoConfig": f"{CONFIGURATION}.Fcsd{arch.config}", **models}
 
 
 def render(arch: Arch) -> Mapping[str, str]:
-    """File name -> text of the code in a converted directory of this architecture."""
+    """The code in a converted directory of this architecture: a map of file names to texts."""
     oldest, too_new = TRANSFORMERS
     decoders = dict(sorted(arch.classes.values()))
     common = {"model_type": arch.model_type, "prefix": PREFIX, "config": arch.config, "weights_file": WEIGHTS_FILE}

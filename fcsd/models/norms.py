@@ -1,6 +1,7 @@
-"""RMSNorm by torch's own kernel, one forward and one backward, in place of the six that transformers' code starts.
+"""Replaces transformers' RMSNorm, which starts six kernels, by torch's, which has one forward and one backward kernel.
 
-The same function, rounded once: transformers rounds the normalised input before its weight multiplies it.
+Both compute the same function. torch rounds the result once, whereas transformers also rounds the normalised input
+before the weight multiplies it.
 """
 
 from functools import cache
@@ -12,10 +13,10 @@ from .archs import Arch
 
 
 class FusedNorm(nn.Module):
-    """A norm that torch computes at once; mixed in front of transformers' own class."""
+    """An RMSNorm that one kernel of torch computes; a mixin that precedes transformers' own class."""
 
-    unfused: type[nn.Module]  # the class to go back to
-    epsilon: str  # the name of its attribute
+    unfused: type[nn.Module]  # transformers' class, which ``fuse_norms(fused=False)`` restores
+    epsilon: str  # the name of the attribute that holds epsilon
     weight: Tensor
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -25,12 +26,18 @@ class FusedNorm(nn.Module):
 
 @cache
 def _fused_class(cls: type[nn.Module], epsilon: str) -> type[nn.Module]:
-    # The name stays: transformers initialises norms by it.
+    # The class keeps its name, because transformers initialises norms by the name.
     return type(cls.__name__, (FusedNorm, cls), {"__module__": cls.__module__, "unfused": cls, "epsilon": epsilon})
 
 
 def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:
-    """Let torch's kernel compute every RMSNorm of a model, or transformers' code again; repeatable."""
+    """Let torch's kernel compute every RMSNorm of a model, or restore transformers' code; the call can be repeated.
+
+    Args:
+        model: changed in place.
+        arch: the architecture's row.
+        fused: whether torch's kernel is used.
+    """
     for module in model.modules():
         if isinstance(module, FusedNorm):
             module.__class__ = module.unfused  # pyright: ignore[reportAttributeAccessIssue]

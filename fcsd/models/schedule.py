@@ -1,4 +1,4 @@
-"""The tensor-parallel schedule of a wiring: what each layer sums, when the sum starts, which read awaits it.
+"""Derives the tensor-parallel schedule of a wiring: what each layer sums, when the sum starts, which read awaits it.
 
 Under tensor parallelism every output of a layer is a partial sum on each rank. It has to be reduced before the first
 read that includes it, and no earlier. One rule follows, and it is the whole schedule:
@@ -23,7 +23,7 @@ from .wiring import DESYNC, Blocks, Parts, Wiring, add, hf_parts, plan_layers, r
 
 Part = Literal["attn", "shared", "routed"]
 Kind = Literal["dense", "moe", "moe-shared"]
-# Kind of a layer -> the outputs of its MLP, in the order in which they are computed.
+# Maps the kind of a layer to the outputs of its MLP, in the order in which they are computed.
 MLP_PARTS: dict[Kind, tuple[Part, ...]] = {
     "dense": ("shared",),
     "moe": ("routed",),
@@ -32,7 +32,7 @@ MLP_PARTS: dict[Kind, tuple[Part, ...]] = {
 
 
 class Output(NamedTuple):
-    """What one part of one layer adds to the residual stream."""
+    """The output that one part of one layer adds to the residual stream."""
 
     layer: int
     part: Part
@@ -46,11 +46,11 @@ class Read(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """One all-reduce.
+    """One all-reduce of the schedule.
 
     Attributes:
         sums: the outputs that are added up on each rank before they are reduced, in the order of their computation.
-            Under Desync they are what the rank-local residual has gathered since the reduction before.
+            Under Desync they are the outputs that were added to the rank-local residual since the last reduction.
         starts_after: the last of ``sums``; the reduction can start once it is computed.
         awaited_by: the first read that includes them.
         covered_by: the outputs that are computed while the reduction is in flight. If there are none, the reduction
@@ -138,7 +138,7 @@ def _first_needed_together(
 
 
 def _kept_sums(wiring: Wiring, kinds: Sequence[Kind], computed: Sequence[Output]) -> list[tuple[list[Output], Read]]:
-    # A reduction that Desync keeps sums whatever was added since the one before, and the next read awaits it.
+    # A reduction that Desync keeps sums all outputs since the last kept reduction, and the next read awaits it.
     _check_depth(wiring, kinds)
     keeps = kept_reductions(wiring.layers, wiring.kept)
     groups, local = [], []
@@ -161,7 +161,7 @@ def _input_of(output: Output) -> Read:
 
 
 def _when(place: Read) -> tuple[int, bool]:
-    """Orders reads by execution: a layer's attention reads before its MLP."""
+    """A key that sorts reads in the order of execution: the attention of a layer reads before its MLP."""
     return place.layer, place.by == "mlp"
 
 

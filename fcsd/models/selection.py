@@ -1,4 +1,4 @@
-"""Which layers a user means: ``all``, ``last:24``, ``first:8``, ``50%``, ``12-27`` or a list."""
+"""Reads a user's choice of layers: ``all``, ``none``, ``last:24``, ``first:8``, ``50%``, ``12-27`` or a list."""
 
 import re
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from ..errors import ConfigError
 def select_layers(spec: str, count: int) -> tuple[int, ...]:
     """The 0-based layers, ascending, that ``spec`` names in a model of ``count`` decoder layers.
 
-    ``50%`` is the last half, as the paper counts (FarSkip Table 2), rounded to the nearest layer, dense layers
-    counted. Ranges are inclusive. A list may mix numbers and ranges: ``0,4-7,11``.
+    ``50%`` means the last half of the layers, as in FarSkip Table 2, rounded to the nearest layer; dense layers count
+    too. Ranges are inclusive. A list may mix numbers and ranges: ``0,4-7,11``.
 
     Raises:
         ConfigError: the text has none of these forms or names a layer that does not exist.
@@ -41,7 +41,7 @@ def select_layers(spec: str, count: int) -> tuple[int, ...]:
 
 
 def layers_text(layers: Sequence[int]) -> str:
-    """Ascending layers as ``select_layers`` reads them: ``0,2,5-7``, or ``none``."""
+    """The text from which ``select_layers`` reads these ascending layers: ``0,2,5-7``, or ``none``."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and runs[-1][-1] == layer - 1:

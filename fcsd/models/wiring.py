@@ -1,11 +1,11 @@
-"""The wiring: for each read of the residual stream, which outputs may still be in flight.
+"""Defines the wiring: for each read of the residual stream, which outputs may still be in flight.
 
 A decoder layer has two sub-blocks, attention and MLP/MoE, and each adds its output to the stream. Communication
 blocks because a sub-block reads all outputs before it, including the one that is still being communicated. Here a
 sub-block that reads at depth ``d`` does not see what the last ``d`` sub-blocks still have in flight:
 
-    stream 0 = everything                                    (the full stream, ``o_k``)
-    stream d = everything but what the last d outputs have in flight    (a partial stream)
+    stream 0 = all outputs                                              (the full stream, ``o_k``)
+    stream d = all outputs but what the last d of them have in flight   (a partial stream)
 
 When a sub-block adds an output made of a settled part ``s`` (computed locally) and a part in flight ``f``, the
 streams become ``(x_0 + s) + f, x_0 + s, x_1 + s, ...``. This rule, together with the table ``READS`` and
@@ -26,15 +26,16 @@ from torch import Tensor, nn
 from .desync import desync_layers, kept_reductions, undo_desync
 
 VERSION = 1
-# name -> depth at which (attention, MLP) read; 1 means "the last output may be in flight".
+# Maps a name to the depth at which (attention, MLP) read; 1 means that the last output may be in flight.
 READS = {"standard": (0, 0), "farskip": (1, 1), "ladder": (1, 1), "parallel": (0, 1)}
-# name -> which reductions are kept, as ``desync.kept_reductions`` reads it; empty where the wiring itself says so.
+# Maps a name to the ``reduce`` of ``desync.kept_reductions``; it is empty if the field ``Wiring.reduce`` holds it.
 DESYNC = {"desync": "", "desync-2x": "2x", "desync-4x": "4x"}
 NAMES = (*READS, *DESYNC)
 VARIANTS = {"full": (1, 1), "attn-only": (1, 0), "mlp-only": (0, 1)}
 HAVE_VARIANTS = ("farskip", "ladder")
-# Wirings whose attention can read a partial stream -> default of ``border``. The published codes disagree about
-# farskip: AMD's training code and the paper read the full stream there, AMD's transformers file a partial one.
+# Maps each wiring whose attention can read a partial stream to the default of ``border``. The published code is not
+# consistent for farskip: AMD's training code and the paper read the full stream at a border, and AMD's transformers
+# file reads a partial one.
 BORDERS = {"farskip": "full", "ladder": "partial"}
 ORIGIN = ("base_model", "base_revision", "base_sha256")
 
@@ -44,15 +45,15 @@ class Wiring:
     """One residual wiring of one model, as exported in ``config.json`` under ``fcsd``.
 
     Args:
-        name: one of ``NAMES``. FarSkip §3 eq. 8, Ladder eq. 2 and §5; ``parallel`` reads as PaLM does.
+        name: one of ``NAMES``. Sources: FarSkip §3 eq. 8, Ladder eq. 2 and §5; ``parallel`` reads as in PaLM.
         layers: 0-based indices of the converted layers.
-        variant: ``attn-only`` or ``mlp-only`` leave the other sub-block reading the full stream.
+        variant: under ``attn-only`` or ``mlp-only`` the other sub-block reads the full stream.
         border: what the attention of a converted layer reads if the layer before it is not converted: the ``full``
-            stream, or the ``partial`` one, without what that layer's MLP has in flight. The default is in
+            stream, or the ``partial`` stream, which lacks what the MLP of that layer has in flight. The default is in
             ``BORDERS``. Under ``mlp-only`` it has no effect, because the attention reads the full stream.
         distance: how many sub-block outputs may be in flight at a rewired read.
-        tp_degree: simulated tensor-parallel ranks, Desync only.
-        reduce: which reductions are kept, ``desync`` only; see ``desync.kept_reductions``.
+        tp_degree: the number of simulated tensor-parallel ranks; 1 for every wiring but Desync.
+        reduce: which reductions the wiring ``desync`` keeps, see ``desync.kept_reductions``; empty for all others.
 
     Raises:
         ValueError: a field is unknown, out of range, or does not go with the others.
@@ -97,7 +98,7 @@ class Wiring:
 
     @property
     def reads(self) -> tuple[int, int]:
-        """Depth at which the attention and the MLP of a converted layer read."""
+        """The depths at which the attention and the MLP of a converted layer read."""
         attn, mlp = READS[self.name]
         attn_varies, mlp_varies = VARIANTS[self.variant]
         return attn * attn_varies * self.distance, mlp * mlp_varies * self.distance
@@ -158,9 +159,13 @@ class Parts(NamedTuple):
 class Blocks:
     """Names of a decoder layer's children in one architecture of transformers, and how it computes its MoE.
 
-    ``shared_gate`` scales the shared expert by a sigmoid; ``flattens`` says that the MoE block flattens its input
-    once for all its children; ``prescaled`` that the router's scores multiply the experts' inputs (llama4) instead
-    of their outputs.
+    Attributes:
+        mlp: the MLP or MoE block of the layer.
+        router: the router, inside the MoE block like the next two.
+        shared: the shared experts; None if there are none.
+        shared_gate: the gate whose sigmoid multiplies the shared experts' output; None if there is none.
+        flattens: whether the MoE block flattens its input once for all its children.
+        prescaled: whether the router's scores multiply the experts' inputs (llama4) instead of their outputs.
     """
 
     mlp: str = "mlp"
@@ -223,14 +228,15 @@ def _prescaled(router: nn.Module, experts: nn.Module, flat: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerWiring:
-    """What one layer reads and hands on.
+    """What one layer reads, and which streams it passes to the next layer.
 
     Attributes:
         attn: depth at which the attention reads.
         mlp: depth at which the MLP reads.
         hands_on: how many streams the next layer receives.
-        settles_shared: whether the output of ``Parts.shared`` is settled at once or in flight like the routed one.
-        parts: takes a layer apart.
+        settles_shared: whether the output of ``Parts.shared`` is settled at once; otherwise it is in flight, as the
+            routed output is.
+        parts: a function that takes a layer apart.
     """
 
     attn: int
@@ -241,7 +247,7 @@ class LayerWiring:
 
 
 class Addable(Protocol):
-    """What ``read``, ``split`` and ``add`` need of a stream: a tensor, or in ``schedule.py`` a set of names."""
+    """What ``read``, ``split`` and ``add`` need of a stream: a tensor, or a set of names in ``schedule.py``."""
 
     def __add__(self, other: Any, /) -> Any: ...
 
@@ -250,36 +256,37 @@ S = TypeVar("S", bound=Addable)
 
 
 def read(streams: Sequence[S], depth: int) -> tuple[S, Sequence[S]]:
-    """The stream at ``depth``, or the last one there is, and the streams that are left.
+    """The stream at ``depth``, or the deepest stream if there are fewer, and the streams that are left.
 
-    Streams past ``depth`` are dropped: nothing older than this read is in flight any more.
+    Streams deeper than ``depth`` are dropped, because outputs that are older than this read are no longer in flight.
     """
     streams = streams[: depth + 1]
     return streams[-1], streams
 
 
 def split(shared: S | None, routed: S | None, settles_shared: bool) -> tuple[S | None, S | None]:
-    """The outputs of an MLP as ``(settled, in_flight)``."""
+    """The outputs of an MLP, divided into ``(settled, in_flight)``."""
     if settles_shared or shared is None:
         return shared, routed
     return None, shared if routed is None else routed + shared
 
 
 def add(streams: Sequence[S], settled: S | None, in_flight: S | None, keep: int) -> list[S]:
-    """The first ``keep`` streams after an output of a settled part and a part in flight was added."""
+    """The first ``keep`` streams after an output, made of a settled part and a part in flight, was added."""
     below = [x if settled is None else x + settled for x in streams[: max(keep - 1, 1)]]
     full = below[0] if in_flight is None else below[0] + in_flight
     return [full, *below][:keep]
 
 
 class WiredLayer(nn.Module):
-    """A decoder layer whose sub-blocks read as its ``LayerWiring`` says; mixed in front of transformers' own class.
+    """A decoder layer whose sub-blocks read as its ``LayerWiring`` says; a mixin that precedes transformers' own class.
 
-    Streams travel through transformers' unchanged loop as a tuple in ``hidden_states``, the full stream first.
+    transformers' unchanged loop over layers passes the streams on as a tuple in ``hidden_states``. The full stream is
+    the first of the tuple.
     """
 
     fcsd: LayerWiring
-    unwired: type[nn.Module]  # the class to go back to
+    unwired: type[nn.Module]  # transformers' class, which ``unwire_layers`` restores
     self_attn: Any
     input_layernorm: Any
     post_attention_layernorm: Any
@@ -303,7 +310,7 @@ class WiredLayer(nn.Module):
 
 
 def _refuse_reentrant(layer: Any) -> None:
-    # Reentrant checkpointing does not trace tensors inside a tuple: their gradients would be lost silently.
+    # Reentrant checkpointing does not trace tensors inside a tuple, so their gradients would be lost without an error.
     checkpointed = layer.gradient_checkpointing and layer.training
     if checkpointed and layer._gradient_checkpointing_func.keywords.get("use_reentrant"):
         raise ValueError("a rewired model needs gradient checkpointing with use_reentrant=False")
@@ -311,7 +318,7 @@ def _refuse_reentrant(layer: Any) -> None:
 
 @cache
 def _wired_class(cls: type[nn.Module]) -> type[nn.Module]:
-    # The name stays: accelerate, FSDP and DeepSpeed find decoder layers by it.
+    # The class keeps its name, because accelerate, FSDP and DeepSpeed find decoder layers by the name.
     return type(cls.__name__, (WiredLayer, cls), {"__module__": cls.__module__, "unwired": cls})
 
 
@@ -324,7 +331,7 @@ def plan_layers(
         wiring: any wiring but Desync.
         count: number of decoder layers.
         parts: takes a layer apart.
-        every: also take apart the layers that read and hand on as in transformers.
+        every: whether to take apart also the layers that the wiring does not change.
     """
     attn, mlp = wiring.reads
     settles = wiring.name == "farskip"
@@ -342,13 +349,14 @@ def plan_layers(
 def wire_layers(
     layers: nn.ModuleList, wiring: Wiring, parts: Callable[[nn.Module], Parts], every: bool = False
 ) -> None:
-    """Rewire decoder layers in place; a former wiring is undone first.
+    """Rewire decoder layers in place. An earlier wiring is undone first.
 
     Args:
-        layers: the decoder's layers, as transformers built them or wired before.
-        wiring: what to wire; with no layers every layer is transformers' own again.
-        parts: takes a layer apart (``hf_parts`` with an architecture's ``Blocks``, or a parallel runtime's).
-        every: also take apart the layers that the wiring does not change, so that ``parts`` computes all of them.
+        layers: the decoder's layers, with transformers' own classes or with an earlier wiring.
+        wiring: the new wiring. If it names no layers, every layer gets transformers' own class back.
+        parts: a function that takes a layer apart: ``hf_parts`` with an architecture's ``Blocks``, or a function of a
+            parallel runtime.
+        every: whether to take apart also the layers that the wiring does not change, so that ``parts`` computes all.
 
     Raises:
         ValueError: the wiring names a layer that does not exist, or Desync does not fit the architecture.
@@ -366,7 +374,7 @@ def wire_layers(
 
 
 def unwire_layers(layers: Any) -> None:
-    """Give every layer back its transformers class."""
+    """Restore transformers' own class of every layer."""
     undo_desync(layers)
     for layer in layers:
         if isinstance(layer, WiredLayer):
@@ -375,7 +383,7 @@ def unwire_layers(layers: Any) -> None:
 
 
 class WiredModel(nn.Module):
-    """Mixin for a transformers model class: the model is built as usual and then wired as ``config.fcsd`` says."""
+    """A mixin for a transformers model class: the model is built as usual, and then wired as ``config.fcsd`` says."""
 
     fcsd_decoder = ""  # path of the module that holds ``layers``; empty for the model itself
     fcsd_blocks = Blocks()

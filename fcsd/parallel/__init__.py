@@ -1,1 +1,1 @@
-"""When and how a model communicates: the function of ``models/``, computed by several ranks together."""
+"""Decides when and how a model communicates: several ranks together compute the function that ``models/`` defines."""

@@ -1,8 +1,9 @@
-"""Attention with calls before and after its core, without a copy of transformers' code.
+"""Lets a caller run functions before and after core attention, without a copy of transformers' code.
 
 Every attention module of transformers computes q, k and v, calls the attention function that its config names, and
-projects the output. fcsd registers attention functions under names of its own. Each calls what it is handed through the
-module's keyword arguments, around transformers' function of the same name without the prefix.
+projects the output. fcsd registers attention functions under names of its own, with a prefix. Such a function calls
+transformers' function of the same name without the prefix. Before and after this call it calls the functions that
+it receives through the module's keyword arguments.
 """
 
 import sys
@@ -20,12 +21,17 @@ from fcsd.kernels.packed_attention import NAME as PACKED
 
 PREFIX = "fcsd_"
 SPLIT = ("sdpa", "eager", PACKED)
-# The last projection before rotary embeddings: in latent attention, and in any other attention.
+# The name of the last projection before rotary embeddings: in latent attention, and in all other attention.
 _LAST = ("kv_a_proj_with_mqa", "v_proj")
 
 
 class Around(NamedTuple):
-    """What to call before core attention, when q, k and v are known, and after it, before the output projection."""
+    """The functions to call around core attention.
+
+    Attributes:
+        before_core: called when q, k and v are known.
+        after_core: called after core attention and before the output projection.
+    """
 
     before_core: Callable[[], None]
     after_core: Callable[[], None]
@@ -57,7 +63,7 @@ def join_attention(model: PreTrainedModel) -> None:
 
 @contextmanager
 def after_projections(attention: nn.Module, call: Callable[[], None]) -> Iterator[None]:
-    """Call ``call`` while ``attention`` runs: after the projections that rotary embeddings need, and before them."""
+    """Within the block, call ``call`` in ``attention`` after the projections and before the rotary embeddings."""
     projections = dict(attention.named_children())
     hook = projections[next(name for name in _LAST if name in projections)].register_forward_hook(lambda *_: call())
     try:

@@ -1,11 +1,11 @@
-"""An all-to-all in flight: launched now and awaited at its first use, in the forward and in the backward pass.
+"""An all-to-all in flight: it is launched now and awaited at its first use, in the forward and in the backward pass.
 
-Two autograd nodes make one exchange. ``_Launch`` starts the exchange in the forward pass and awaits the exchange of the
-gradient in the backward pass. ``_Await`` awaits in the forward pass and starts the gradient's exchange in the backward
-pass. In the backward pass the one edge between the two nodes carries a gradient that is still being received; no other
-node can read it or add to it.
+One exchange consists of two autograd nodes. In the forward pass ``_Launch`` starts the exchange, and in the backward
+pass it awaits the exchange of the gradient. ``_Await`` awaits the exchange in the forward pass, and starts that of the
+gradient in the backward pass. There the one edge between the two nodes carries a gradient that is still being received;
+no other node can read it or add to it.
 
-``exchange_now`` does the same at once, in one node and without a transport: it is the reference.
+``exchange_now`` is the reference. It sends and waits in one node, without a transport.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from fcsd.parallel.turns import yield_turn
 
 @dataclass
 class Exchange:
-    """One all-to-all of one layer, and the one that carries its gradient back.
+    """One all-to-all of one layer, and the all-to-all of its gradient.
 
     Args:
         name: ``dispatch`` or ``combine``.
@@ -36,11 +36,11 @@ class Exchange:
         back: the splits of their gradients.
         kept: whether the rows that arrive are saved for the backward pass.
         transport: how the rows travel.
-        eager: await every collective where it starts.
+        eager: whether every collective is awaited where it starts.
         codec: packs the rows into records for the wire; None sends the rows as they are.
-        back_codec: the same for the gradients.
-        ready: CUDA event after which the rows to send are complete. With it the forward launch does not wait for what
-            the compute stream was given since then.
+        back_codec: packs the gradients in the same way.
+        ready: the CUDA event after which the rows to send are complete. With it, the forward launch does not wait for
+            kernels that were added to the compute stream after the event.
         side: the CUDA stream from which a launch with ``ready`` starts.
     """
 
@@ -70,7 +70,7 @@ class Exchange:
         """
         rows = rows.contiguous()
         splits, codec = (self.back, self.back_codec) if passes == "bwd" else (self.there, self.codec)
-        # A recomputed layer's exchanges alternate with exchanges of other layers' backward passes.
+        # During a recompute, exchanges alternate with those of other layers' backward passes, so the rows are kept.
         keep = (self.kept and passes == "fwd") or passes == "recompute"
         with record_function(f"fcsd::{self.name}.{passes}.L{self.layer}"), self._launch_stream() as side:
             sent = rows if codec is None else codec.encode(rows)
@@ -78,7 +78,7 @@ class Exchange:
         if side is not None:
             received.record_stream(torch.cuda.current_stream())
             if codec is not None:
-                sent.record_stream(torch.cuda.current_stream())  # made on the side stream; freed when this one waited
+                sent.record_stream(torch.cuda.current_stream())  # made on the side stream, freed after this one waits
                 rows.record_stream(side)
         if self.eager:
             work.wait()
@@ -89,7 +89,7 @@ class Exchange:
         return _stand_in(rows, len(received))
 
     def land(self) -> Tensor:
-        """Wait for the received rows ``[received, hidden]``; the exchange then refers to no buffer any more."""
+        """Wait for the received rows ``[received, hidden]``. Afterwards the exchange refers to no buffer."""
         assert self.in_flight is not None, f"{self.name} of layer {self.layer} has not been launched"
         yield_turn()
         work, received, _ = self.in_flight
@@ -102,7 +102,7 @@ class Exchange:
 
     @contextmanager
     def _launch_stream(self) -> Iterator[torch.cuda.Stream | None]:
-        """Make the side stream current if it may launch; else the compute stream stays current, and None is given."""
+        """Make the side stream current if there is a ``ready`` event; otherwise yield None and change no stream."""
         ready, self.ready = self.ready, None  # the exchange of the gradient is launched from the compute stream
         if ready is None or self.side is None:
             yield None
@@ -115,7 +115,9 @@ class Exchange:
 class Deferred:
     """Rows that may still be in flight; ``wait`` returns them, ``[received, hidden]``, and is called once.
 
-    Without an exchange the rows are there already.
+    Args:
+        rows: the rows, or a tensor that stands for the rows in flight.
+        exchange: the exchange that is in flight; None if ``rows`` are the rows.
     """
 
     def __init__(self, rows: Tensor, exchange: Exchange | None) -> None:
@@ -134,7 +136,8 @@ def launch(rows: Tensor, exchange: Exchange, gradient_awaited_at: int | None) ->
     """Start to send ``rows [sent, hidden]``.
 
     Args:
-        gradient_awaited_at: the place in the backward pass at which their gradient is awaited, from ``order.mark``.
+        gradient_awaited_at: the place in the backward pass at which the gradient of the rows is awaited, from
+            ``order.mark``.
     """
     token = _Launch.apply(rows, exchange)
     order.run_at(token, gradient_awaited_at)
@@ -144,7 +147,7 @@ def launch(rows: Tensor, exchange: Exchange, gradient_awaited_at: int | None) ->
 def exchange_now(rows: Tensor, exchange: Exchange) -> Tensor:
     """Send ``rows [sent, hidden]`` and wait for ``[received, hidden]``; the gradient is exchanged in the same way.
 
-    Of the exchange it uses the splits, the group and the codecs.
+    Of ``exchange`` only the splits, the group and the codecs are used.
     """
     return _Now.apply(rows, exchange)
 
@@ -154,7 +157,7 @@ class _Launch(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
         exchange.launch(rows, "recompute" if order.in_backward() else "fwd")
-        return _stand_in(rows, len(rows))  # has the shape of the rows' gradient
+        return _stand_in(rows, len(rows))  # the output has the shape of the rows' gradient
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -192,5 +195,5 @@ def _exchange_now(rows: Tensor, splits: Splits, codec: Codec | None, group: Any)
 
 
 def _stand_in(rows: Tensor, count: int) -> Tensor:
-    """A tensor of the shape ``[count, hidden]`` and the dtype of ``rows`` that takes the memory of one number."""
+    """A tensor ``[count, hidden]`` with the dtype of ``rows``, which takes the memory of one number only."""
     return rows.new_empty(()).expand(count, rows.shape[1])

@@ -11,10 +11,9 @@ from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]
 class InFlight:
     """A full stream whose last output may still be in flight.
 
-    Under activation checkpointing the stream is landed inside the *next* layer, but the tensors that landing saves for
-    the backward pass belong to the layer that launched the output. Landing therefore uses the saved-tensor hooks that
-    were in force when this object was made. The landed stream is kept, because a recompute of the next layer reads it
-    once more.
+    Under activation checkpointing ``land`` is called inside the *next* layer, but the tensors that it saves for the
+    backward pass belong to the layer that launched the output. ``land`` therefore uses the saved-tensor hooks that were
+    active when this object was made. The full stream is kept, because a recompute of the next layer reads it again.
 
     Args:
         land: waits for the output and returns the stream ``[batch, seq, hidden]``; called once.

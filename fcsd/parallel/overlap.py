@@ -1,12 +1,13 @@
-"""Expert parallelism with dispatch and combine in flight: the wiring of ``models/``, every collective awaited late.
+"""Runs expert parallelism with dispatch and combine in flight: collectives are awaited where the wiring needs them.
 
 The wiring says which output may be in flight at each read. A ``Schedule`` says when a collective starts and which
-computation hides it. This is one farskip layer in the forward pass (FarSkip Figure 9; ``[`` launches, ``]`` awaits):
+computation hides it. One farskip layer has this order in the forward pass (FarSkip Figure 9; ``[`` launches, ``]``
+awaits):
 
     q, k, v (k) ]combine k-1 | gate, pack [dispatch k | rotary, core attention | ]dispatch k | experts [combine k | ...
 
-The function computed equals that of ``blocking_parts`` to the last bit of every gradient: contributions to one tensor
-are summed in the same order, or in the same groups where ``_private`` makes groups.
+The outputs and gradients equal those of ``blocking_parts`` in every bit: contributions to one tensor are summed in the
+same order, or in the same groups where ``_private`` makes groups.
 """
 
 import os
@@ -47,7 +48,7 @@ class Schedule:
         start: the place in the layer where the last combine is awaited and the gate runs; dispatch follows.
         shared_covers: the collective under which the shared experts run.
         transport: how the rows travel.
-        eager: await every collective where it starts. The code is the same, but nothing is hidden.
+        eager: whether every collective is awaited where it starts. The code is the same, but nothing is hidden.
         launch: the earliest place where the host waits for the split sizes in order to launch dispatch.
         dispatcher: what carries the rows to the experts and back.
     """
@@ -60,9 +61,9 @@ class Schedule:
     dispatcher: MakeDispatcher = FlatDispatcher
 
 
-# (read depth of attention, of the MLP) -> schedule. An MLP that reads its own layer's attention cannot start before it.
+# Maps the read depths of (attention, MLP) to a schedule. An MLP that reads its own layer's attention starts after it.
 DEFAULTS: dict[tuple[int, int], Schedule] = {
-    # Core attention may fill the device: rows that are sent after it has begun travel when it has ended.
+    # Core attention may use all SMs. Rows that are sent after it has begun would travel only when it has ended.
     (1, 1): Schedule("before_rotary"),
     (0, 1): Schedule("before_attn"),  # attention hides dispatch; only the shared experts hide combine
     (1, 0): Schedule("after_attn", "dispatch"),  # the next layer's attention hides combine
@@ -73,11 +74,11 @@ DEFAULTS: dict[tuple[int, int], Schedule] = {
 
 @dataclass(frozen=True)
 class LayerOverlap(LayerWiring):
-    """How a layer reads, and how it overlaps.
+    """What a layer reads, and how its collectives overlap with computation.
 
     Args:
         index: 0-based index of the decoder layer.
-        schedule: when its collectives start.
+        schedule: when its collectives start, and what hides them.
         block: its MoE block; None for a dense layer.
         wire: how its rows travel.
         accumulations: autograd's nodes that accumulate the gradients of its experts.
@@ -91,7 +92,7 @@ class LayerOverlap(LayerWiring):
 
 
 class OverlappedLayer(WiredLayer):
-    """A decoder layer that hands on a full stream whose last output may still be in flight."""
+    """A decoder layer that passes on a full stream whose last output may still be in flight."""
 
     fcsd: LayerOverlap
 
@@ -100,7 +101,7 @@ class OverlappedLayer(WiredLayer):
         _refuse_reentrant(self)
         plan = self.fcsd
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-        # After a dense layer whose output is settled both streams are one tensor and nothing is in flight.
+        # After a dense layer whose output is settled, both streams are the same tensor and nothing is in flight.
         partial_read = plan.attn > 0 and streams[-1] is not streams[0]
         x = self.input_layernorm(_private(streams[-1]) if partial_read else _landed(streams[0]))
         mlp = _Mlp(self, dispatch_awaited_at=order.mark() if plan.mlp else None)
@@ -137,7 +138,7 @@ class _Mlp:
         self.dispatcher: Dispatcher | None = None
 
     def start(self, stream: Tensor) -> None:
-        """Normalise, choose experts, and pack; launch dispatch if the split sizes are known."""
+        """Normalise ``stream [batch, seq, hidden]``, route and pack tokens; without a side stream start dispatch."""
         self.x = self.layer.post_attention_layernorm(stream)
         plan = self.plan
         if plan.block is not None:
@@ -153,15 +154,15 @@ class _Mlp:
             self.dispatcher.advance(self.dispatch_awaited_at)
 
     def finish(self, full: Tensor) -> Any:
-        """What is handed on: ``full [batch, seq, hidden]`` with this MLP's output added as the wiring says."""
+        """The streams for the next layer: ``full [batch, seq, hidden]`` plus this MLP's output, as the wiring says."""
         shared, dispatcher = self.plan.parts(self.layer).shared, self.dispatcher
         settled = None
         if shared is not None and (dispatcher is None or self.plan.schedule.shared_covers == "dispatch"):
             settled = shared(self.x)
         if dispatcher is not None:
             self.advance()
-            # The experts' gradients are accumulated, and ZeRO's hooks run, after the gradient of dispatch has been
-            # sent. A recompute runs in another thread, whose numbers differ; the nodes keep those of the first pass.
+            # The gradient of dispatch is sent before the experts' gradients are accumulated and ZeRO's hooks run. A
+            # recompute runs in another thread with other numbers, so the nodes keep the numbers of the first pass.
             assert self.dispatch_awaited_at is not None
             if not order.in_backward():
                 for node in self.plan.accumulations:
@@ -174,7 +175,7 @@ class _Mlp:
         if self.plan.settles_shared and settled is not None:
             below, settled = full + settled, None
         in_flight = InFlight(partial(_add, below, dispatcher, settled))
-        # A recompute ends where this layer's saved tensors do; hidden states that are captured are full streams.
+        # A recompute must save all tensors inside this layer. Captured hidden states must be full streams.
         awaited = self.plan.hands_on == 1 or dispatcher is None or order.in_backward() or _captures_hidden_states()
         first = in_flight.land() if awaited else in_flight
         return first if self.plan.hands_on == 1 else (first, below)
@@ -192,7 +193,7 @@ def _landed(stream: Tensor | InFlight) -> Tensor:
 
 
 def _private(x: Tensor) -> Tensor:
-    """A view of ``x`` whose readers' gradients are summed by themselves before they are added to those of ``x``."""
+    """A view of ``x``; the gradients of its readers are summed in a group, which is then added to those of ``x``."""
     return x.view_as(x)
 
 
@@ -214,12 +215,12 @@ def overlap(
     transport: Transport = all_to_all,
     dispatcher: MakeDispatcher = FlatDispatcher,
 ) -> None:
-    """Wire a model whose experts are divided, with its all-to-alls in flight. It can be undone and repeated.
+    """Wire a model whose experts are divided, with its all-to-alls in flight. The call can be undone and repeated.
 
     Args:
         mode: ``on`` awaits every collective where its rows are first used. ``eager-sync`` awaits every collective where
-            it starts: a difference between the two is a missing wait. ``off`` is ``wire_parallel``.
-        choose: gives a layer another schedule than its default.
+            it starts; if its results differ from those of ``on``, a wait is missing. ``off`` is ``wire_parallel``.
+        choose: a function that may replace the default schedule of a layer.
         fused: see ``wire_parallel``.
         transport: how the rows travel; ``choose`` may replace it for a layer.
         dispatcher: what carries the rows to the experts and back; ``choose`` may replace it for a layer.

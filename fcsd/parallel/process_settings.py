@@ -1,4 +1,4 @@
-"""Environment variables on which overlap depends; CUDA and NCCL read them once, when a process starts using them."""
+"""Environment variables on which overlap depends. CUDA and NCCL read them once, when a process first uses them."""
 
 import warnings
 from collections.abc import Mapping, MutableMapping
@@ -19,7 +19,7 @@ def set_defaults(environment: MutableMapping[str, str]) -> None:
 
 
 def faults(environment: Mapping[str, str]) -> list[str]:
-    """What in an environment prevents overlap, one line for each variable."""
+    """One line for each variable of ``environment`` that prevents overlap."""
     found = []
     if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         found.append("CUDA_DEVICE_MAX_CONNECTIONS=1 lets kernels of different streams start only in turn: set it to 32")
@@ -33,6 +33,6 @@ def faults(environment: Mapping[str, str]) -> list[str]:
 
 
 def warn(environment: Mapping[str, str]) -> None:
-    """Warn of each fault with an ``OverlapWarning``."""
+    """Issue an ``OverlapWarning`` for each line of ``faults``."""
     for fault in faults(environment):
         warnings.warn(fault, OverlapWarning, stacklevel=2)

@@ -1,10 +1,12 @@
-"""How much communication a profiler trace hides, by the ranges ``fcsd::{kind}.{pass}.L{layer}`` that fcsd records.
+"""Measures how much communication is hidden in a profiler trace.
+
+fcsd records each collective in a range that is named ``fcsd::{kind}.{pass}.L{layer}``.
 
 A collective consists of all device events that were launched inside one such range: an NCCL kernel, or the copies into
-the memory of peers and out of this rank's buffer. It lasts from the start of its first event to the end of its last.
-Computation is every other kernel, fill and copy within the device, except NCCL's kernels. fcsd changes autograd's
-sequence numbers, so the links that the profiler makes from the backward to the forward pass are meaningless and are not
-used. HolisticTraceAnalysis counts kernels only; its figure is computed too.
+the memory of peers and out of this rank's buffer. It lasts from the start of its first event to the end of its last
+event. Computation is every other kernel, fill and copy within the device, except NCCL's kernels. fcsd changes the
+sequence numbers of autograd, so the links that the profiler makes from the backward to the forward pass are meaningless
+and are not used. HolisticTraceAnalysis counts kernels only; its figure is computed too.
 """
 
 import gzip
@@ -28,7 +30,7 @@ _LEAVES = re.compile(r"Memcpy (?!DtoD)")  # copies from or to the host, or to an
 
 
 class Call(NamedTuple):
-    """One collective on one rank: the start of its first event on the device and the end of its last, in µs."""
+    """One collective on one rank, from the start of its first device event to the end of its last one, in µs."""
 
     kind: str  # dispatch, combine, plan, reduce
     passes: str  # fwd, bwd, recompute
@@ -38,13 +40,13 @@ class Call(NamedTuple):
     copies: tuple[tuple[float, float], ...] = ()  # start and end of each copy; empty for an NCCL kernel
 
     def waits(self, until: float) -> float:
-        """How many µs of the time before ``until``, when the last rank starts, this rank copies nothing."""
+        """For how many µs before ``until``, the time when the last rank starts, this rank copies nothing."""
         before = max(self.start, min(until, self.end))
         return before - self.start - covered(self.start, before, union(list(self.copies)))
 
 
 class Kernel(NamedTuple):
-    """One kernel of computation, fill or copy within the device, in µs."""
+    """One kernel of computation, or one fill or copy within the device; times are in µs."""
 
     name: str
     start: float
@@ -58,14 +60,14 @@ class Trace:
     rank: int
     calls: list[Call]
     computation: list[Kernel]
-    busy: np.ndarray  # [n, 2], disjoint: when something is computed
-    hta_nccl: np.ndarray  # [n, 2], disjoint: when any NCCL kernel runs, as HTA counts it, ZeRO's included
-    hta_computation: np.ndarray  # [n, 2], disjoint: when any other kernel runs, also one inside a range
+    busy: np.ndarray  # [n, 2], disjoint intervals in which something is computed
+    hta_nccl: np.ndarray  # [n, 2], disjoint intervals with any NCCL kernel, as HTA counts them, also ZeRO's
+    hta_computation: np.ndarray  # [n, 2], disjoint intervals with any other kernel, also inside a range
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """The calls of one kind in one pass on all ranks given; times are sums in ms."""
+    """The calls of one kind in one pass on all given ranks; times are sums in ms."""
 
     calls: int
     on_device: float  # from the start of a call to its end, including the time in which it waits for late ranks
@@ -123,7 +125,7 @@ def read(path: Path) -> Trace:
             continue
         start, end = event["ts"], event["ts"] + event["dur"]
         is_nccl = event["name"].startswith("nccl")
-        whole = math.ceil(start), math.floor(end)  # HTA counts whole microseconds only
+        whole = math.ceil(start), math.floor(end)  # HTA counts only whole microseconds
         if event["cat"] == "kernel" and whole[0] < whole[1]:
             (nccl if is_nccl else not_nccl).append(whole)
         if (found := owner.get(event["args"].get("correlation"))) is not None:
@@ -150,7 +152,7 @@ def read(path: Path) -> Trace:
 
 
 def _ranges(events: list[dict[str, Any]]) -> dict[tuple[Any, Any], list[tuple[float, float, int, str]]]:
-    """The ranges of fcsd by process and thread, in the order of time: start, end, number, name. They never nest."""
+    """The ranges of fcsd by process and thread, ordered by time: start, end, number, name. Ranges are never nested."""
     ranges = defaultdict(list)
     for number, event in enumerate(events):
         if event.get("cat") == "user_annotation" and RANGE.fullmatch(event["name"]):
@@ -159,7 +161,7 @@ def _ranges(events: list[dict[str, Any]]) -> dict[tuple[Any, Any], list[tuple[fl
 
 
 def _enclosing(ranges: dict[Any, list[tuple[float, float, int, str]]], event: dict[str, Any]) -> tuple[int, str] | None:
-    """The number and name of the range in which a launch lies; None outside of all ranges."""
+    """The number and name of the range that contains a launch; None if no range contains it."""
     found = ranges.get((event["pid"], event["tid"]), [])
     place = bisect_right(found, (event["ts"], float("inf"))) - 1
     if place < 0 or event["ts"] > found[place][1]:
@@ -183,13 +185,13 @@ def covered(start: float, end: float, by: np.ndarray) -> float:
 
 
 def overlaps(traces: list[Trace], *, without_last: bool = False) -> dict[tuple[str, str], Overlap]:
-    """(kind, pass) -> how much of it is hidden; the kind ``all`` sums dispatch and combine.
+    """How much of each (kind, pass) is hidden. The kind ``all`` is the sum of dispatch and combine.
 
     Args:
         traces: one trace of each rank, or of some ranks. With several traces, the time on the device before the last
             rank starts counts as waiting.
-        without_last: leave out the combine of the last layer, which no computation follows in the forward pass and
-            precedes in the backward pass.
+        without_last: whether to leave out the combine of the last layer. No computation follows it in the forward pass,
+            and none precedes it in the backward pass, so nothing can hide it.
     """
     last = max(call.layer for trace in traces for call in trace.calls)
     starts = _last_starts(traces)
@@ -209,7 +211,7 @@ def overlaps(traces: list[Trace], *, without_last: bool = False) -> dict[tuple[s
 
 
 def _numbered(calls: list[Call]) -> list[tuple[tuple[str, str, int, int], Call]]:
-    """Each call with a name that is the same on every rank: kind, pass, layer, and how many such calls came before."""
+    """Each call with a key that is the same on every rank: kind, pass, layer, and the number of such calls before."""
     seen: dict[tuple[str, str, int], int] = defaultdict(int)
     numbered = []
     for call in calls:
@@ -258,7 +260,7 @@ def to_text(traces: list[Trace]) -> str:
 
 
 def to_json(traces: list[Trace]) -> dict[str, Any]:
-    """The same as data: times in ms, shares in 0..1, and HTA's figure in per cent."""
+    """The figures of ``to_text`` as data: times in ms, shares in 0..1, and HTA's figure in per cent."""
 
     def rows(found: dict[tuple[str, str], Overlap]) -> dict[str, Any]:
         return {

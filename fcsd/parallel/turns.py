@@ -1,13 +1,13 @@
-"""Two forward passes in turns: while one waits for its rows, the host gives the device the other's work.
+"""Runs two forward passes in turns: while one waits for its rows, the host launches the kernels of the other.
 
-The teacher's forward pass keeps the standard wiring, whose all-to-alls nothing in the pass itself can cover. The
-student's pass of the same micro-batch can: wherever one of the two is about to wait for a collective, or for the split
-sizes, the other one goes on. Both give their kernels to the same stream, in an order that depends on their code alone,
-so that it is the same on every rank, and so is the order of their collectives. Neither pass computes anything else than
-it would alone.
+The teacher's forward pass keeps the standard wiring, so nothing in the pass itself can hide its all-to-alls. The
+student's pass of the same micro-batch can hide them: wherever one of the two passes is about to wait for a collective,
+or for the split sizes, the other pass goes on. Both passes launch their kernels on the same stream, in an order that
+depends only on their code. The order of the kernels and of the collectives is therefore the same on every rank. Each
+pass computes the same as it would alone.
 
-The main thread runs the student, because autograd numbers the nodes of each thread separately and the order of the
-backward pass goes by these numbers (``order.py``). Only one of the two threads runs at a time.
+The main thread runs the student, because autograd numbers the nodes of each thread separately, and these numbers set
+the order of the backward pass (``order.py``). Only one of the two threads runs at a time.
 """
 
 import threading
@@ -24,9 +24,9 @@ _turns: ContextVar["_Turns | None"] = ContextVar("the turns that this thread tak
 
 
 def yield_turn() -> None:
-    """Lets the other pass go on, if two take turns; to be called right before a wait.
+    """Let the other pass go on, if two passes take turns. The caller calls it right before a wait.
 
-    A backward pass calls this without effect: autograd's threads take part in no turns.
+    In a backward pass the call has no effect, because autograd's threads do not take turns.
     """
     turns = _turns.get()
     if turns is not None:
@@ -34,22 +34,23 @@ def yield_turn() -> None:
 
 
 class Pending(Generic[T]):
-    """What the other pass returned: ``value`` is there after the block of ``in_turns``."""
+    """The result of the other pass; ``value`` is set when the block of ``in_turns`` has ended."""
 
     value: T
 
 
 @contextmanager
 def in_turns(other: Callable[[], T], thread: Executor) -> Iterator[Pending[T]]:
-    """Runs ``other`` in turns with the block, which begins; at the end of the block the rest of ``other`` is run.
+    """Run ``other`` in turns with the block. The block has the first turn, and at its end the rest of ``other`` is run.
 
-    Gradient mode, the current stream and context variables in ``other`` are those of the caller. What ``other`` raises
-    is raised at the end of the block; when the block raises, ``other`` is run to its end first, because other ranks run
-    it and wait for this one.
+    Gradient mode, the current stream and context variables in ``other`` are those of the caller. An error in ``other``
+    is raised at the end of the block. If the block raises an error, ``other`` is run to its end first, because other
+    ranks run it and wait for this rank.
 
     Args:
-        thread: an executor with one thread, which runs ``other``. It is kept from pass to pass, because libraries of
-            CUDA set themselves up for each new thread.
+        other: the other pass.
+        thread: an executor with one thread, which runs ``other``. The caller uses it for all passes, because CUDA
+            libraries initialise themselves for each new thread.
     """
     turns = _Turns()
     pending: Pending[T] = Pending()
@@ -80,7 +81,7 @@ _FIRST, _OTHER = 0, 1
 
 
 class _Turns:
-    """Whose turn it is, of two threads."""
+    """Keeps track of which of two threads has the turn."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -88,7 +89,7 @@ class _Turns:
         self._ended = [False, False]
 
     def switch(self) -> None:
-        """Gives the turn away and waits for it; goes on at once when the other one has ended."""
+        """Give the turn to the other thread and wait to get it back; return at once if the other thread has ended."""
         with self._changed:
             own = self._turn
             if self._ended[1 - own]:
@@ -102,7 +103,7 @@ class _Turns:
             self._changed.wait_for(lambda: self._turn == own)
 
     def end(self, own: int) -> None:
-        """Gives the turn away for good."""
+        """Give the turn to the other thread and do not take it again."""
         with self._changed:
             self._ended[own] = True
             self._turn = 1 - own

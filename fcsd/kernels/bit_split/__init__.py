@@ -1,4 +1,4 @@
-"""Rows in few bits for the wire: formats of 2 to 8 bits per value, and the byte record that holds one row.
+"""Encodes rows for communication, with 2 to 8 bits per value; one record of bytes holds one row.
 
 Source: FlashCommunication V2, section 3: round to nearest per group, bit splitting, spike reserving, integer scales.
 docs/wires.md explains the formats and says what each of them costs.

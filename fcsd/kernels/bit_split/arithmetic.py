@@ -1,6 +1,6 @@
-"""What the kernels of ``kernels`` compute with: scale bytes, bf16 as integers, rounding, and numbers of groups.
+"""Functions of the Triton kernels in ``kernels``: scale bytes, bf16 as integers, rounding, reductions over groups.
 
-Every backend gives the same bits: nothing here depends on how a device or the interpreter casts, fuses or
+Every backend computes the same bits, because nothing here depends on how a device or the interpreter casts, fuses or
 approximates.
 """
 
@@ -60,13 +60,13 @@ def from_bf16(bits):
 
 @triton.jit
 def nearest(x):
-    """To the nearest whole number, ties to even: the sum with 1.5 * 2^23 has no bits for fractions."""
+    """``x`` rounded to the nearest whole number, ties to even: an fp32 number near 1.5 * 2^23 has no fraction bits."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def least(x):
-    """Of each group: ``[groups, group / 8, 8] -> [groups]``."""
+    """The least value of each group: ``[groups, group / 8, 8] -> [groups]``."""
     return tl.min(tl.min(x, 2), 1)
 
 
@@ -77,13 +77,13 @@ def greatest(x):
 
 @triton.jit
 def beside(x):
-    """One number of each group, ``[groups]``, beside its values: ``[groups, 1, 1]``."""
+    """One number for each group, ``[groups]``, in a shape that broadcasts over its values: ``[groups, 1, 1]``."""
     return tl.expand_dims(tl.expand_dims(x, 1), 2)
 
 
 @triton.jit
 def whole(x, noise):
-    """To the nearest whole number; with noise from [0, 1), down after the noise was added."""
+    """``x`` rounded to the nearest whole number; with noise from [0, 1), ``x + noise`` rounded down."""
     if noise is None:
         return nearest(x)
     else:
@@ -92,7 +92,7 @@ def whole(x, noise):
 
 @triton.jit
 def uniform(seed, place, pair, step, lane, eighth):
-    """``Draws.uniform`` of the eights of values at ``place``, ``[groups, group / 8]``, of one row."""
+    """``Draws.uniform`` of one row, for the blocks of eight values with the numbers ``place [groups, group / 8]``."""
     zero = tl.zeros_like(place)
     a, b, c, d = tl.philox(seed, place, zero + pair.to(tl.int32), zero + step, zero + lane)
     a, b, c, d = tl.expand_dims(a, 2), tl.expand_dims(b, 2), tl.expand_dims(c, 2), tl.expand_dims(d, 2)
@@ -103,7 +103,7 @@ def uniform(seed, place, pair, step, lane, eighth):
 
 @triton.jit
 def numbers(start, INTEGER: tl.constexpr):
-    """A pointer to scales, zeros or indices: of one byte each beside integer scales, of two otherwise."""
+    """A pointer to scales, zeros or indices. They have one byte each with integer scales, and two bytes otherwise."""
     if INTEGER:
         return start
     else:

@@ -1,7 +1,7 @@
-"""Two formats of other works, with which FlashCommunication V2 compares (section 4): what they do to the values.
+"""Two formats of other papers with which FlashCommunication V2 compares itself (section 4), as baselines of quality.
 
-They serve studies of quality alone. They make no records and have no kernels. On the wire both would take the bytes
-of ``Format(bits, group)``: codes, and two bf16 numbers for each group.
+The functions return the values that the formats would deliver. They make no records and have no kernels. Both formats
+would send as many bytes as ``Format(bits, group)``: codes, and two bf16 numbers for each group.
 """
 
 import torch
@@ -12,17 +12,17 @@ from fcsd.kernels.bit_split.format import Format
 
 
 def hadamard(rows: Tensor, bits: int, group: int = 32) -> Tensor:
-    """Rows ``[n, width]``, rounded to nearest after each group was rotated by a Hadamard matrix (QuaRot), fp32.
+    """Round rows ``[n, width]`` to nearest after a rotation of each group by a Hadamard matrix (QuaRot). Returns fp32.
 
-    The rotation spreads a large value over its group.
+    The rotation spreads a large value over its group, and is undone after rounding.
 
     Raises:
-        ConfigError: there is no such format, or groups do not divide the row.
+        ConfigError: there is no such format, or the groups do not divide the row.
     """
     matrix = torch.ones(1, 1, device=rows.device)
     while len(matrix) < group:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    matrix = matrix * group**-0.5  # symmetric and orthogonal: its own inverse
+    matrix = matrix * group**-0.5  # symmetric and orthogonal, so it is its own inverse
     format, width = Format(bits, group), rows.shape[1]
     format.row_bytes(width)
     turned = (rows.float().view(-1, group) @ matrix).view(len(rows), width)
@@ -31,10 +31,11 @@ def hadamard(rows: Tensor, bits: int, group: int = 32) -> Tensor:
 
 
 def logfmt(rows: Tensor, bits: int, group: int = 32) -> Tensor:
-    """Rows ``[n, width]`` in LogFMT (DeepSeek-V3's hardware paper, section 3.2), fp32: levels that grow by a factor.
+    """Round rows ``[n, width]`` to LogFMT (DeepSeek-V3's hardware paper, section 3.2). Returns fp32.
 
-    A code is a sign and ``bits - 1`` bits: zero, or one of the levels between the least and the greatest magnitude of
-    the group, which are at most a factor of 2^32 apart. Values go to the nearest level.
+    A code has a sign and ``bits - 1`` bits. It stands for zero, or for one of the levels between the least and the
+    greatest magnitude of the group. Each level is the one below times a constant factor, and the greatest is at most
+    2^32 times the least. A value is rounded to the nearest level.
 
     Raises:
         ConfigError: there is no such format, or groups do not divide the row.
@@ -44,7 +45,7 @@ def logfmt(rows: Tensor, bits: int, group: int = 32) -> Tensor:
     size = x.abs()
     high = size.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     low = torch.where(size > 0, size, high).amin(1, keepdim=True).maximum(high * 2.0**-32)
-    count = 2 ** (bits - 1) - 1  # levels beside zero; with 2 bits there is one, the greatest magnitude
+    count = 2 ** (bits - 1) - 1  # levels besides zero; with 2 bits there is one, the greatest magnitude
     share = torch.linspace(0, 1, count, device=x.device) if count > 1 else torch.ones(1, device=x.device)
     levels = torch.exp(low.log() + share * (high.log() - low.log()))
     levels = torch.cat([torch.zeros_like(high), levels], dim=1)

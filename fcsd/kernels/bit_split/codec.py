@@ -1,4 +1,4 @@
-"""Rows to records and back: by kernels on GPUs, by torch elsewhere."""
+"""Encodes rows as records and decodes them: by Triton kernels on GPUs, by torch on other devices."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ from fcsd.kernels.bit_split.format import Format
 
 
 def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
-    """Rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[n, row_bytes]``.
+    """Encode rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[n, row_bytes]``.
 
     Args:
-        draws: with them a value goes up or down at random, so that it is right on average; else to the nearest code.
+        draws: random numbers for stochastic rounding, which is right on average; None rounds to the nearest code.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
@@ -25,7 +25,7 @@ def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
 
 
 def decode(records: Tensor, format: Format, width: int, dtype: torch.dtype) -> Tensor:
-    """Records, uint8 ``[n, row_bytes]``, as rows ``[n, width]`` of ``dtype``, bf16 or fp32.
+    """Decode records, uint8 ``[n, row_bytes]``, to rows ``[n, width]`` of ``dtype``, bf16 or fp32.
 
     Raises:
         ConfigError: the format's groups do not divide the row.

@@ -1,4 +1,4 @@
-"""A format of the wire: its name, its options, and the bytes that a row takes in it."""
+"""Defines a wire format: its name, its options, and the number of bytes that a row takes in it."""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from fcsd.errors import ConfigError
 
-GROUPS = (16, 32, 64, 128, 256)  # a place in a group fits a byte; 16 values make every plane a multiple of 2 bytes
+GROUPS = (16, 32, 64, 128, 256)  # an index fits into a byte; 16 values take whole 2-byte words in every plane
 Meta = Literal["bf16", "int"]
 Rounding = Literal["floor", "nearest", "ceil"]
 
@@ -14,7 +14,7 @@ _HINT = "write for example int8, int4:g32, int3:g128:sr or int2:g64:sr:clip0.7; 
 
 
 class Layout(NamedTuple):
-    """Where the parts of a record start, in bytes."""
+    """The offsets of the parts of a record, and its size, in bytes."""
 
     planes: tuple[int, ...]  # one for each plane
     scales: int
@@ -30,16 +30,16 @@ class Format:
     """How the values of a row are rounded and stored. ``str`` writes a format as ``parse`` reads it.
 
     Args:
-        bits: bits of a code, 2 to 8.
-        group: values that share a scale: 16, 32, 64, 128 or 256.
-        spikes: the least and the greatest value of each group are stored as they are (spike reserving).
+        bits: the number of bits of a code, 2 to 8.
+        group: how many values share a scale: 16, 32, 64, 128 or 256.
+        spikes: whether the least and the greatest value of each group are stored in bf16 (spike reserving).
         meta: how scales and zeros are stored: "bf16" or "int". They and the indices of spikes take two bytes each with
             "bf16" and one with "int", as in the paper's Table 4.
-        clip: what the range of the other values is multiplied by, 0.1 to 1. Only with spikes, and at most 3 bits:
-            without spike reserving the largest activations would be cut off.
+        clip: the factor by which the range of the other values is multiplied, 0.1 to 1. It may be below 1 only with
+            spikes and at most 3 bits: without spike reserving the largest activations would be clipped.
 
     Raises:
-        ConfigError: a value is none of these.
+        ConfigError: a value is not one of these.
     """
 
     bits: int
@@ -62,10 +62,10 @@ class Format:
 
     @classmethod
     def parse(cls, text: str) -> "Format":
-        """Read ``intB[:gN][:sr][:bf16|:int][:clipX]``, the parts after the first in any order.
+        """Read ``intB[:gN][:sr][:bf16|:int][:clipX]``. The parts after the first may be in any order.
 
-        Without a group it is the paper's: 128 for 5 bits and more, 32 for fewer. Without ``bf16`` or ``int`` the
-        scales are integers with ``sr`` and bf16 otherwise, as in the paper's tables.
+        Without ``gN`` the group is that of the paper: 128 values for 5 bits and more, 32 for fewer. Without
+        ``bf16`` or ``int`` the scales are integers with ``sr``, and bf16 otherwise, as in the paper's tables.
 
         Raises:
             ConfigError: the text is not a format.
@@ -104,15 +104,15 @@ class Format:
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """The bits of each plane, from the highest bits of a code down: ``(4, 2, 1)`` for 7."""
+        """The number of bits of each plane, beginning with the highest bits of a code: ``(4, 2, 1)`` for 7 bits."""
         return tuple(plane for plane in (8, 4, 2, 1) if self.bits & plane)
 
     @property
     def rounding(self) -> Rounding:
         """How the step between codes is rounded to an integer scale.
 
-        ``floor`` is the paper's. It loses up to 6.7 % of the range, which costs less than larger steps do at 3 bits
-        and more at 4; with 6 bits and more, ``ceil`` keeps every error below half a step.
+        The paper uses ``floor``. It loses up to 6.7 % of the range. At up to 3 bits this loss costs less accuracy than
+        larger steps, and at 4 bits it costs more. At 6 bits and more, ``ceil`` keeps every error below half a step.
         """
         if self.clip != 1 or self.bits in (4, 5):
             return "nearest"
@@ -125,17 +125,17 @@ class Format:
 
     @property
     def meta_bytes(self) -> int:
-        """Bytes of a scale, of a zero and of an index."""
+        """The number of bytes of a scale, of a zero and of an index."""
         return 1 if self.meta == "int" else 2
 
     @property
     def _group_bytes(self) -> int:
-        """Bytes of a group that are not codes: scale and zero, two spikes of 2 bytes and their indices."""
+        """The bytes of a group besides its codes: a scale, a zero, and two spikes of 2 bytes with their indices."""
         number = self.meta_bytes
         return 2 * number + (4 + 2 * number if self.spikes else 0)
 
     def row_bytes(self, width: int) -> int:
-        """Bytes of the record of a row of ``width`` values, a multiple of 16.
+        """The size in bytes of the record of a row of ``width`` values, a multiple of 16.
 
         Raises:
             ConfigError: groups do not divide the row.
@@ -143,7 +143,7 @@ class Format:
         return self.layout(width).bytes
 
     def layout(self, width: int) -> Layout:
-        """Where the parts of a record of ``width`` values start.
+        """The layout of the record of a row of ``width`` values.
 
         Raises:
             ConfigError: groups do not divide the row.
@@ -163,5 +163,5 @@ class Format:
 
 
 def _paper_group(bits: int) -> int:
-    """FlashCommunication V2, section 3: 128 values; 32 with 4 bits and fewer."""
+    """The size of a group in FlashCommunication V2, section 3: 128 values, or 32 for 4 bits and fewer."""
     return 128 if bits >= 5 else 32

@@ -1,9 +1,10 @@
-"""Records by Triton kernels, equal to ``reference`` bit for bit, compiled and in Triton's interpreter.
+"""Encodes and decodes records by Triton kernels, which equal ``reference`` bit for bit.
 
-A program holds some groups of one row as ``[groups, group / 8, 8]``: the eight values of the last axis are one word
-of each plane. The arithmetic is such that every backend gives the same bits: correctly rounded divisions (one
-per group), no fused multiply-add, no logarithm, no atomics, and bf16 rounded by integers, because a cast to bf16 in the
-interpreter drops bits instead of rounding.
+This holds for compiled kernels and for Triton's interpreter. A program holds some groups of one row as
+``[groups, group / 8, 8]``: the eight values of the last axis are one word of each plane. The arithmetic is chosen so
+that every backend computes the same bits: divisions are correctly rounded (one per group), and there is no fused
+multiply-add, no logarithm and no atomic operation. Numbers are rounded to bf16 by integer arithmetic, because a cast to
+bf16 in the interpreter drops bits instead of rounding.
 """
 
 import torch
@@ -27,11 +28,11 @@ from fcsd.kernels.bit_split.arithmetic import (
 from fcsd.kernels.bit_split.draws import Draws
 from fcsd.kernels.bit_split.format import Format
 
-_MOST_VALUES = 2048  # that a program holds at once
+_MOST_VALUES = 2048  # the largest number of values that a program holds at once
 
 
 def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
-    """Rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[n, row_bytes]``; with ``draws`` stochastically rounded.
+    """Encode rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[n, row_bytes]``; ``draws`` as in ``codec.encode``.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
@@ -46,7 +47,7 @@ def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
 
 
 def decode(records: Tensor, format: Format, width: int, dtype: torch.dtype) -> Tensor:
-    """Records, uint8 ``[n, row_bytes]``, as rows ``[n, width]`` of ``dtype``, bf16 or fp32.
+    """Decode records, uint8 ``[n, row_bytes]``, to rows ``[n, width]`` of ``dtype``, bf16 or fp32.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
@@ -57,7 +58,7 @@ def decode(records: Tensor, format: Format, width: int, dtype: torch.dtype) -> T
 
 
 def _launch(kernel: triton.JITFunction, rows: Tensor, records: Tensor, format: Format, **constants: object) -> None:
-    """One program for at most ``_MOST_VALUES`` values of a row."""
+    """Start a kernel with one program for each ``_MOST_VALUES`` values of a row."""
     count, width = rows.shape
     if count == 0:
         return
@@ -86,7 +87,7 @@ def _launch(kernel: triton.JITFunction, rows: Tensor, records: Tensor, format: F
 
 @triton.jit
 def _store_plane(plane, word, codes, eighth, inside, BITS: tl.constexpr, SHIFT: tl.constexpr):
-    """Store ``BITS`` bits of each code, from bit ``SHIFT``; ``word`` is the number of each eight values in the row."""
+    """Store ``BITS`` bits of each code, from bit ``SHIFT`` on; ``word`` numbers the blocks of eight values in a row."""
     MASK: tl.constexpr = (1 << BITS) - 1  # pyright: ignore[reportOperatorIssue]
     fields = ((codes >> SHIFT) & MASK).to(tl.uint32)
     words = tl.sum(fields << (eighth * BITS).to(tl.uint32), 2)
@@ -100,7 +101,7 @@ def _store_plane(plane, word, codes, eighth, inside, BITS: tl.constexpr, SHIFT: 
 
 @triton.jit
 def _load_plane(plane, word, eighth, inside, BITS: tl.constexpr, SHIFT: tl.constexpr):
-    """The part of each code that ``_store_plane`` stored, in its place."""
+    """Load the bits of each code that ``_store_plane`` stored, shifted to their place in the code."""
     if BITS == 4:
         words = tl.load(plane.to(tl.pointer_type(tl.uint32)) + word, mask=inside, other=0)
     elif BITS == 2:

@@ -1,4 +1,4 @@
-"""Records by torch, on any device: the reference that the kernels equal bit for bit."""
+"""Encodes and decodes records by torch, on any device: the reference that the kernels equal bit for bit."""
 
 import torch
 import torch.nn.functional as F
@@ -8,15 +8,15 @@ from fcsd.kernels.bit_split import scale
 from fcsd.kernels.bit_split.draws import Draws
 from fcsd.kernels.bit_split.format import Format
 
-_EXPONENT = 0x7F800000  # the exponent's bits of fp32: all set in infinities and NaN, none in zero and subnormal numbers
-_LEAST_STEP = 2.0**-100  # of a group that is constant; large enough that quotients by it stay finite
+_EXPONENT = 0x7F800000  # the exponent bits of fp32: all set in infinities and NaN, none in zero and subnormal numbers
+_LEAST_STEP = 2.0**-100  # the step of a constant group; large enough that values divided by it stay finite
 
 
 def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
-    """Rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[n, row_bytes]``.
+    """Encode rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[n, row_bytes]``.
 
     Args:
-        draws: with them a value goes up or down at random, so that it is right on average; else to the nearest code.
+        draws: random numbers for stochastic rounding, which is right on average; None rounds to the nearest code.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
@@ -43,7 +43,7 @@ def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
 
 
 def decode(records: Tensor, format: Format, width: int, dtype: torch.dtype) -> Tensor:
-    """Records, uint8 ``[n, row_bytes]``, as rows ``[n, width]`` of ``dtype``.
+    """Decode records, uint8 ``[n, row_bytes]``, to rows ``[n, width]`` of ``dtype``.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
@@ -68,7 +68,7 @@ def decode(records: Tensor, format: Format, width: int, dtype: torch.dtype) -> T
 
 
 def split(codes: Tensor, format: Format) -> list[Tensor]:
-    """Codes ``[n, width]``, int32, as planes: uint8 ``[n, width * bits of the plane / 8]`` each, highest bits first."""
+    """Split codes ``[n, width]``, int32, into planes, uint8 ``[n, width * plane bits / 8]``, highest bits first."""
     planes, left = [], format.bits
     for bits in format.planes:
         left -= bits
@@ -79,7 +79,7 @@ def split(codes: Tensor, format: Format) -> list[Tensor]:
 
 
 def join(records: Tensor, format: Format, width: int) -> Tensor:
-    """The codes, int32 ``[n, width]``, of the planes with which records start."""
+    """The codes, int32 ``[n, width]``, joined from the planes at the start of the records."""
     codes = records.new_zeros(len(records), width, dtype=torch.int32)
     left, start = format.bits, 0
     for bits in format.planes:
@@ -92,7 +92,7 @@ def join(records: Tensor, format: Format, width: int) -> Tensor:
 
 
 def _spikes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the greatest value of each group, and the first place of either: ``[n, groups, 2]`` both."""
+    """The least and the greatest value of each group, and the first place of each: two tensors ``[n, groups, 2]``."""
     ends = torch.stack([x.amin(2), x.amax(2)], dim=2)
     places = torch.arange(x.shape[2], device=x.device)
     first = [torch.where(x == ends[:, :, end, None], places, x.shape[2]).amin(2) for end in (0, 1)]
@@ -102,7 +102,7 @@ def _spikes(x: Tensor) -> tuple[Tensor, Tensor]:
 def _encode_integer(
     x: Tensor, low: Tensor, high: Tensor, broken: Tensor, noise: Tensor | None, format: Format
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, int32 ``[n, groups, group]``, scales and zeros, uint8 ``[n, groups]``; value 0 has a code of its own."""
+    """Codes, int32 ``[n, groups, group]``, scales and zeros, uint8 ``[n, groups]``; a code stands for exactly 0."""
     low, high = low.clamp(max=0), high.clamp(min=0)
     code = scale.code_of((high - low) / _levels(low, format), format.rounding)
     broken = broken | (code > scale.GREATEST)
@@ -128,15 +128,15 @@ def _encode_bf16(
 
 
 def _whole(x: Tensor, noise: Tensor | None) -> Tensor:
-    """Rounded to nearest, ties to even; with noise from [0, 1), down after the noise was added."""
+    """``x`` rounded to nearest, ties to even; with noise from [0, 1), ``x + noise`` rounded down."""
     return x.round() if noise is None else (x + noise).floor()
 
 
 def _levels(like: Tensor, format: Format) -> Tensor:
-    """The highest code, as a tensor: on GPUs, torch divides by a number by multiplying with its reciprocal."""
+    """The highest code, as a tensor: torch on GPUs replaces a division by a number by a product with 1 / number."""
     return torch.full_like(like, format.levels)
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """``[n, ...]`` as the bytes of each row, uint8 ``[n, bytes]``."""
+    """The bytes of each row of ``values [n, ...]``: uint8 ``[n, bytes]``."""
     return values.contiguous().flatten(1).view(torch.uint8)

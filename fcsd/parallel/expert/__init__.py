@@ -1,1 +1,1 @@
-"""Expert parallelism of one MoE block: its experts and where they are, and how rows reach them and come back."""
+"""Expert parallelism of one MoE block: which rank holds which expert, and how rows reach the experts and return."""

@@ -1,7 +1,7 @@
-"""DeepSpeed AutoEP as an ``ExpertBlock``; its configuration, and dividing a model's experts without an engine.
+"""Makes DeepSpeed AutoEP an ``ExpertBlock``, writes its configuration, and divides experts without an engine.
 
-This is the only file of ``fcsd/parallel`` that imports DeepSpeed or knows how AutoEP names things. It imports DeepSpeed
-where it is needed, because ``expert_parallel_config`` must not load it.
+This is the only file of ``fcsd/parallel`` that imports DeepSpeed or knows AutoEP's names. It imports DeepSpeed
+inside functions, because ``expert_parallel_config`` must not load it.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ _EXPERTS = {
 
 
 def adapt(module: nn.Module) -> ExpertBlock | None:
-    """The block of a module that AutoEP put in the place of a MoE block; None for any other module."""
-    # AutoEP's own mark of its class: looking at it does not load DeepSpeed.
+    """The ``ExpertBlock`` of an AutoEP layer, which replaces a MoE block; None for any other module."""
+    # This attribute marks AutoEP's class. Reading it does not load DeepSpeed.
     return AutoEPBlock(module) if getattr(module, "_is_autoep_layer", False) else None
 
 
@@ -36,7 +36,7 @@ def adapt(module: nn.Module) -> ExpertBlock | None:
 class AutoEPBlock:
     """The ``ExpertBlock`` of an AutoEP layer.
 
-    ``deepspeed.initialize`` may replace the layer's process group, so everything is read when it is asked for.
+    ``deepspeed.initialize`` may replace the layer's process group, so each property reads the layer when it is used.
     """
 
     layer: Any
@@ -115,8 +115,8 @@ def has_partitioned_parameters(model: nn.Module) -> bool:
 def expert_parallel_config(arch: Arch, ep_size: int) -> dict[str, Any]:
     """The ``expert_parallel`` section of a DeepSpeed config.
 
-    AutoEP finds MoE blocks by ``model_type``, which a converted model changes on purpose. The section therefore holds
-    the keys of the architecture's row.
+    AutoEP finds MoE blocks by ``model_type``, and a converted model has a different type on purpose. The section
+    therefore contains the keys of the architecture's row.
 
     Args:
         ep_size: the number of ranks that share the experts of a layer.
@@ -152,7 +152,7 @@ def allow_string_keys() -> None:
 
 
 def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
-    """Replace every MoE block by an AutoEP layer that keeps this rank's experts, without an engine.
+    """Replace every MoE block by an AutoEP layer that holds this rank's experts. No DeepSpeed engine is needed.
 
     A model on the meta device stays there. ``deepspeed.initialize`` takes the model as it is if its config has no
     ``expert_parallel`` section. The default process group must exist.
@@ -173,7 +173,7 @@ def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
     config = expert_parallel_config(arch, ep_size)
     accelerator: Any = get_accelerator()
     config["use_grouped_mm"] = accelerator.device_name() == "cuda"
-    config["top_k"] = model.config.get_text_config().num_experts_per_tok  # AutoEP does not look into a nested config
+    config["top_k"] = model.config.get_text_config().num_experts_per_tok  # AutoEP does not read nested configs
     sharder = AutoEP(model, parse_autoep_config(config))
     specs = sharder.ep_parser()
     if not specs:

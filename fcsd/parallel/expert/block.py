@@ -1,6 +1,6 @@
-"""What the rest of fcsd knows of a MoE block whose routed experts are divided over ranks.
+"""Defines the interface of a MoE block whose routed experts are divided over ranks.
 
-A library that divides experts is an adapter behind ``ExpertBlock``: ``autoep.py`` is the one for DeepSpeed.
+Each library that divides experts has an adapter that implements ``ExpertBlock``; that of DeepSpeed is ``autoep.py``.
 ``lookup.py`` finds the block of a module.
 """
 
@@ -14,7 +14,7 @@ from fcsd.parallel.expert.placement import Placement
 
 
 class Routing(NamedTuple):
-    """The router's choice for a rank's tokens; experts go by their canonical numbers."""
+    """The router's choice for the tokens of one rank. Experts have the numbers that the router and the files use."""
 
     scores: Tensor  # [tokens, top_k]
     experts: Tensor  # [tokens, top_k]
@@ -25,10 +25,10 @@ class Origin(NamedTuple):
     """A tensor of transformers' MoE block, and the tensors of a divided block that hold its values.
 
     Attributes:
-        name: its name inside transformers' block.
-        parts: names inside the divided block. The parts lie one below the other in the original tensor, or in each
-            expert's row of it.
-        of_experts: whether the first dimension counts experts, of which each rank has its own.
+        name: the name of the tensor inside transformers' block.
+        parts: the names of tensors inside the divided block. Concatenated along the first dimension they are the
+            original tensor, or one expert's row of it.
+        of_experts: whether the first dimension is that of experts, of which each rank holds its own.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ExpertBlock(Protocol):
 
     @property
     def router(self) -> nn.Module:
-        """The module that chooses: ``[tokens, hidden]`` -> scores, experts and counts as in ``Routing``."""
+        """The module that chooses experts: ``[tokens, hidden]`` -> scores, experts and counts as in ``Routing``."""
         ...
 
     @property
@@ -80,24 +80,25 @@ class ExpertBlock(Protocol):
         ...
 
     def route(self, tokens: Tensor) -> Routing:
-        """Let the router choose experts for ``tokens [tokens, hidden]``, and count the choice."""
+        """Let the router choose experts for ``tokens [tokens, hidden]``, and count its choices in the block."""
         ...
 
     def run(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """This rank's experts on the rows they received: ``[rows, hidden] -> [rows, hidden]`` in the same order.
+        """Run this rank's experts on the rows that they received: ``[rows, hidden] -> [rows, hidden]``, in order.
 
         Args:
-            rows: ordered by the rank they came from, then by the slot of their expert. The caller keeps no reference,
-                so that the memory is free while the experts run.
-            counts: ``[ranks, slots]``, how many rows came from each rank for each slot.
+            rows: the rows, ordered by the rank that sent them, then by the slot of their expert. The caller keeps no
+                reference to them, so that their memory is free while the experts run.
+            counts: ``[ranks, slots]``, the number of rows from each rank for each slot.
         """
         ...
 
     def origin(self, name: str, blocks: Blocks) -> Origin | None:
-        """The tensor of transformers' block that the tensor ``name`` of this block is the first part of.
+        """The tensor of transformers' block whose first part is the tensor ``name`` of this block.
 
         Args:
-            blocks: transformers' names in this architecture.
+            name: the name of a tensor of this block.
+            blocks: the names of the architecture's modules in transformers.
 
         Returns: None if ``name`` is a later part of an original tensor.
         """

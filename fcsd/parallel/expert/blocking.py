@@ -1,6 +1,6 @@
-"""The parts of a decoder layer with divided experts, every collective awaited where it starts (FarSkip §2.1).
+"""Computes a decoder layer with divided experts and awaits every collective where it starts (FarSkip §2.1).
 
-They are the reference for every schedule that awaits later, and what ``overlap: off`` runs.
+This is the reference for every schedule that awaits later, and it is what ``overlap: off`` runs.
 """
 
 from functools import partial
@@ -20,13 +20,13 @@ from fcsd.parallel.expert.lookup import expert_block
 def blocking_parts(
     blocks: Blocks, layer: Any, fused: bool = False, dispatcher: MakeDispatcher = FlatDispatcher
 ) -> Parts:
-    """The parts of a decoder layer; a layer whose experts are not divided has transformers' own MLP.
+    """The parts of a decoder layer. A layer whose experts are not divided uses transformers' own MLP.
 
     Args:
         blocks: the names of the layer's children.
         layer: transformers' decoder layer.
-        fused: see ``Wire``.
-        dispatcher: how rows reach the experts.
+        fused: whether rows are moved by Triton kernels; see ``Wire``.
+        dispatcher: makes the dispatcher, which sends rows to the experts and back.
     """
     mlp = layer.get_submodule(blocks.mlp)
 
@@ -49,12 +49,12 @@ def blocking_parts(
 def wire_parallel(
     model: PreTrainedModel, wiring: Wiring, fused: bool = False, dispatcher: MakeDispatcher = FlatDispatcher
 ) -> None:
-    """Wire a model whose experts are divided. Every layer is taken apart, so that one set of parts serves all layers.
+    """Wire a model whose experts are divided. Every layer is taken apart, so that all layers use the same parts.
 
     Args:
-        fused: one kernel for each RMSNorm, and for each move of rows between tokens and experts, on CUDA; results
-            differ in the last digit.
-        dispatcher: how rows reach the experts.
+        fused: whether one CUDA kernel computes each RMSNorm and each move of rows between tokens and experts. The
+            results then differ in the last digit.
+        dispatcher: makes the dispatcher, which sends rows to the experts and back.
     """
     arch = arch_of(model.config)
     parts = partial(blocking_parts, arch.blocks, fused=fused, dispatcher=dispatcher)

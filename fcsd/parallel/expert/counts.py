@@ -1,10 +1,10 @@
-"""How many rows each rank sends to each, made known to the host without stopping the device.
+"""Tells the host how many rows each rank sends to each other rank, without stopping the device.
 
-On CUDA the ranks exchange their counts on a stream of its own while the compute stream goes on. The host waits for the
-counts only after it has given the device enough to do. On other devices the exchange blocks.
+On CUDA the ranks exchange their counts on a separate stream while the compute stream goes on. The host waits for the
+counts only after it has launched enough work. On other devices the exchange blocks.
 
-Every rank learns the counts of every rank. It therefore knows where its rows begin in the buffers of the others, and
-whether any rank receives more rows than a buffer holds, without another exchange.
+Every rank gets the counts of every rank. Without another exchange it therefore knows where its rows begin in the
+buffers of the other ranks, and whether any rank receives more rows than a buffer holds.
 """
 
 from collections.abc import Callable
@@ -32,9 +32,12 @@ def gather(
     """Start to gather ``counts [n]`` of all ranks; the returned function waits for the result.
 
     Args:
-        summarise: ``[ranks, n]`` -> the integers that the host needs, as a tensor on the same device.
+        counts: the counts of this rank.
+        summarise: a function from the counts of all ranks ``[ranks, n]`` to the integers that the host needs, as a
+            tensor on the same device.
+        group: the process group.
         ranks: the size of ``group``.
-        side: the CUDA stream to use; None gathers at once.
+        side: the CUDA stream for the exchange; None gathers at once and blocks.
     """
     if side is None:
         everyone = _all_gather(counts, group, ranks)

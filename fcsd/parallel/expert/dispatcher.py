@@ -1,4 +1,4 @@
-"""What carries rows to the experts and back in one pass through one MoE block.
+"""Defines the interface of a dispatcher, which sends rows to the experts and back in one pass through a MoE block.
 
 ``Dispatcher`` is the interface that the schedule in ``overlap.py`` and the blocking reference in ``blocking.py`` call;
 ``flat.py`` implements it.
@@ -22,11 +22,11 @@ class Wire:
     """How the rows of a layer travel.
 
     Args:
-        transport: what moves them.
-        mode: ``on`` awaits every exchange where its rows are first used; ``eager-sync`` is the same code but awaits
-            every exchange where it starts; ``off`` is the blocking reference, which uses no transport.
+        transport: the function that sends the rows.
+        mode: ``on`` awaits every exchange where its rows are first used. ``eager-sync`` runs the same code but awaits
+            every exchange where it starts. ``off`` is the blocking reference, which uses no transport.
         side: the CUDA stream for work that must not wait for the compute stream; None on other devices and for ``off``.
-        fused: permute and unpermute rows by the kernels of ``fcsd.kernels.rows`` instead of by torch.
+        fused: whether the kernels of ``fcsd.kernels.rows`` permute and unpermute rows, instead of torch.
     """
 
     transport: Transport = all_to_all
@@ -38,15 +38,15 @@ class Wire:
 class Dispatcher(Protocol):
     """One pass of a batch through the routed experts of one layer.
 
-    Its construction routes the tokens, starts to exchange the counts, and packs the rows. Then the schedule calls
+    The constructor routes the tokens, starts to exchange the counts, and packs the rows. Then the schedule calls
     ``advance`` at least once, ``run_experts`` once, ``advance`` any number of times, and ``land`` once.
     """
 
     def advance(self, awaited_at: int | None) -> None:
         """Start the exchanges that can start now. The schedule calls it at each of its places.
 
-        The first call waits for the counts and starts dispatch. A dispatcher of several levels forwards, in a later
-        call, rows that have arrived since; for any other dispatcher later calls do nothing.
+        The first call waits for the counts and starts dispatch. In a later call, a dispatcher of several levels
+        forwards the rows that have arrived. For any other dispatcher later calls do nothing.
 
         Args:
             awaited_at: the place in the backward pass where the gradient of dispatch is awaited, from ``order.mark``.
@@ -62,9 +62,9 @@ class Dispatcher(Protocol):
         ...
 
     def land(self) -> Tensor:
-        """Await combine, and sum the weighted outputs of each token's experts: ``[batch, seq, hidden]``."""
+        """Await combine, and return the weighted sum of each token's expert outputs, ``[batch, seq, hidden]``."""
         ...
 
 
-# (block, 0-based index of the layer, normalised input [batch, seq, hidden], wire) -> the dispatcher of this pass
+# Makes the dispatcher of one pass from (block, 0-based layer index, normalised input [batch, seq, hidden], wire).
 MakeDispatcher = Callable[[ExpertBlock, int, Tensor, Wire], Dispatcher]

@@ -1,4 +1,4 @@
-"""The flat dispatcher: one row for each token and chosen expert, sent straight to the expert's rank and back."""
+"""The flat dispatcher: it sends one row for each token and chosen expert directly to the expert's rank, and back."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,11 +25,11 @@ class _Plan(NamedTuple):
 
     dispatch: Splits
     combine: Splits
-    counts: Tensor  # [ranks, slots]: how many rows come from each rank for each expert of this one
+    counts: Tensor  # [ranks, slots]: how many rows come from each rank for each expert of this rank
 
 
 class FlatDispatcher:
-    """A ``Dispatcher``. A buffer of rows lives from its launch to its first use.
+    """A ``Dispatcher`` with one exchange in each direction. Its buffers exist from their launch to their first use.
 
     Args:
         block: the MoE block.
@@ -82,7 +82,7 @@ class FlatDispatcher:
         return self._unpermute(rows, self._after).view(self._shape)
 
     def _start_plan(self, counts: Tensor, rows: int) -> Callable[[], _Plan]:
-        """Exchange ``counts [experts]`` of this rank's ``rows``, in the order of positions."""
+        """Start to exchange ``counts [experts]``, in the order of positions; this rank sends ``rows`` rows."""
         ranks, slots, rank, group = self._placement.ranks, self._placement.slots, self._block.rank, self._block.group
         if ranks == 1:  # the host knows the only split
             plan = _plan([[rows]], 0, counts.view(1, 1, -1))
@@ -115,7 +115,7 @@ class FlatDispatcher:
 def _moves(pairs: Tensor, top_k: int, fused: bool) -> tuple[_Move, _Move]:
     """``permute`` and ``unpermute`` between tokens ``[tokens, hidden]`` and rows ``[tokens * top_k, hidden]``.
 
-    Each takes what it moves, and the weights ``[tokens, top_k]`` of the rows or None.
+    Each function takes the tensor to move, and the weights ``[tokens, top_k]`` of the rows or None.
     """
     if not fused:
         reference = {"order": pairs, "top_k": top_k}
@@ -130,8 +130,9 @@ def _plan(matrix: list[list[int]], rank: int, counts: Tensor) -> _Plan:
     """The plan of ``rank``.
 
     Args:
-        matrix: how many rows each rank sends to each, ``matrix[sender][receiver]``.
-        counts: ``[senders, receivers, slots]``.
+        matrix: how many rows each rank sends to each rank, ``matrix[sender][receiver]``.
+        rank: this rank.
+        counts: the same numbers for each slot of the receiver, ``[senders, receivers, slots]``.
     """
     transposed = [list(column) for column in zip(*matrix, strict=True)]
     return _Plan(splits_of(matrix, rank), splits_of(transposed, rank), counts[:, rank])

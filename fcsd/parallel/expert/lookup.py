@@ -1,4 +1,4 @@
-"""The expert blocks of a model, whichever library divided its experts."""
+"""Finds the expert blocks of a model, for every library that can divide experts."""
 
 from torch import nn
 
@@ -7,11 +7,11 @@ from fcsd.parallel.expert.block import ExpertBlock
 
 
 def expert_block(module: nn.Module) -> ExpertBlock | None:
-    """The block that a module is; None if it is not a MoE block whose experts are divided."""
+    """The ``ExpertBlock`` of a module; None if the module is not a MoE block whose experts are divided."""
     return adapt(module)
 
 
 def expert_blocks(model: nn.Module) -> dict[str, ExpertBlock]:
-    """Path -> block, of every MoE block of a model whose experts are divided."""
+    """Every MoE block of a model whose experts are divided, by the path of its module."""
     found = {path: expert_block(module) for path, module in model.named_modules()}
     return {path: block for path, block in found.items() if block is not None}

@@ -1,4 +1,4 @@
-"""Where the routed experts of a layer are. Nothing else in fcsd computes a rank or a slot from an expert's number."""
+"""Says which rank holds which routed expert. No other file computes a rank or a slot from an expert's number."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ from torch import Tensor
 class Placement:
     """Which rank of an expert-parallel group holds each expert: contiguous ranges, in the order of ranks.
 
-    An expert's *number* is the canonical one: that of the router, its scores and biases, and the files on disk. Its
-    *slot* is its place among the experts of its rank. Its *position* is ``rank * slots + slot``: rows are sent in the
-    order of positions.
+    An expert's *number* is the one that the router, its scores and biases, and the files on disk use. Its *slot* is its
+    place among the experts of its rank. Its *position* is ``rank * slots + slot``. Rows are sent in the order of
+    positions.
 
     Args:
         experts: how many experts the layer has.
-        ranks: how many ranks share them; divides ``experts``.
+        ranks: how many ranks share the experts; it divides ``experts``.
     """
 
     experts: int
@@ -35,9 +35,9 @@ class Placement:
         return expert % self.slots
 
     def positions(self, experts: Tensor) -> Tensor:
-        """Numbers of experts, of any shape -> their positions."""
-        return experts  # in contiguous ranges the position is the number
+        """The positions of the experts with these numbers, in the same shape (any shape)."""
+        return experts  # with contiguous ranges the position is the number
 
     def by_position(self, values: Tensor) -> Tensor:
-        """One value for each expert ``[experts]``, in the order of numbers -> the same in the order of positions."""
+        """Reorder one value for each expert, ``[experts]``, from the order of numbers to the order of positions."""
         return values

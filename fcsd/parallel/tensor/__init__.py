@@ -1,1 +1,1 @@
-"""Tensor parallelism: the sums over ranks that row-parallel products need, in flight."""
+"""Tensor parallelism: sums over ranks for row-parallel products, which may be in flight."""

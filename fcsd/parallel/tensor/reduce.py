@@ -1,9 +1,9 @@
-"""All-reduces in flight: a sum over ranks is started when the last summand is known and awaited where it is read.
+"""All-reduces in flight: a sum over ranks starts when its last summand is known, and is awaited where it is read.
 
 Under tensor parallelism (Megatron-LM §3) the ranks hold partial sums of the output of attention and of the MLP.
 ``reduce`` sums them: its gradient is the identity, because every rank computes the same loss from the same sum.
-``reduce_gradient`` is its transpose at the input of a sub-block: it changes nothing in the forward pass, and in the
-backward pass it sums the gradients, to which each rank has contributed its own part.
+``reduce_gradient`` is its transpose, for the input of a sub-block. It changes nothing in the forward pass. In the
+backward pass it sums the gradients of all ranks, of which each rank has its own part.
 """
 
 from typing import Any, Literal, get_args
@@ -17,14 +17,14 @@ from fcsd.errors import ConfigError
 from fcsd.parallel import order
 from fcsd.parallel.transports.transport import Work
 
-# ``nccl`` is torch.distributed's all-reduce, which is gloo's on CPU. ``none`` sends nothing: its time is the bound that
-# no other kind can beat, and its results are wrong.
+# ``nccl`` is the all-reduce of torch.distributed, by gloo on CPUs. ``none`` sends nothing, so its results are wrong.
+# Its time is a lower bound for all other kinds.
 Kind = Literal["nccl", "none"]
 WRONG_RESULTS: tuple[Kind, ...] = ("none",)
 
 
 class Reduction:
-    """A sum over the ranks of a group that may still be in flight.
+    """A sum over the ranks of a group; it may still be in flight.
 
     Attributes:
         exact: whether ``wait`` returns the sum; False for the kinds in ``WRONG_RESULTS``.
@@ -47,7 +47,7 @@ class Reduction:
                 self._work = dist.all_reduce(x, group=self._group, async_op=True)
 
     def wait(self) -> Tensor:
-        """The sum, complete, in the memory of the tensor that was given; called once."""
+        """Wait, and return the sum in the memory of the tensor that was passed to ``start``. It is called once."""
         work, self._work = self._work, None
         tensor, self._tensor = self._tensor, None
         assert tensor is not None, "a reduction is awaited once, after it was started"
@@ -81,9 +81,9 @@ def reduce(x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0) -> Reduct
 def reduce_gradient(
     x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0, awaited_at: int | None = None
 ) -> Tensor:
-    """``x``, of any shape; its gradient is summed over the ranks of ``group``.
+    """Return ``x``, of any shape, with a gradient that is summed over the ranks of ``group``.
 
-    The sum starts when the gradients of all readers of the result are in.
+    The sum starts when the gradients of all readers of the result are known.
 
     Args:
         kind: how the ranks reduce; see ``Kind``.
@@ -136,6 +136,6 @@ class _StartGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own = grad.clone(memory_format=torch.contiguous_format)  # other nodes may have been given the same tensor
+        own = grad.clone(memory_format=torch.contiguous_format)  # other nodes may hold the same tensor
         ctx.reduction.start(own, "bwd")
         return own, None

@@ -1,1 +1,1 @@
-"""How rows travel between ranks: by NCCL or gloo, or by copies into symmetric memory; as they are, or encoded."""
+"""Sends rows between ranks, by NCCL or gloo or by copies into symmetric memory, unchanged or encoded."""

@@ -1,4 +1,4 @@
-"""Rows in another form while they are on the wire: a codec packs each row into a record of bytes, and unpacks it."""
+"""Defines the interface of a codec, which packs each row into a record of bytes for the wire, and unpacks it."""
 
 from typing import Protocol
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Codec(Protocol):
-    """Turns rows into records and back, on whatever stream is current.
+    """Encodes rows as records and decodes them, on the current stream.
 
     ``Exchange`` sends the records through any transport, which copies them unchanged.
     """

@@ -1,18 +1,18 @@
-"""An all-to-all by copies into the memory of the other ranks of one host, which takes no SM.
+"""An all-to-all by copies into the memory of the other ranks of one host. It uses no SMs.
 
 Every rank has buffers that the other ranks write into, shared by all layers. For exchange n a rank does this:
 
     for each peer:  copy its rows into the peer's buffer, then set flag ARRIVED to n at the peer
     for each peer:  wait until the peer has set flag ARRIVED to n here
 
-Each of the two loops runs on a stream of its own. Copy engines do the copies; the streams themselves write the flags
-and wait for them. The received rows are read in the buffer: copying them within the device would need a kernel, for
-which the computation would wait. There are two such buffers, used in turn, and a rank never writes into one that is
-still read: it starts exchange n + 2 after the rows of n + 1 have arrived, and the other ranks sent those after they had
-read the rows of n.
+Each of the two loops runs on a stream of its own. Copy engines do the copies. The streams themselves write the flags
+and wait for them. The received rows are read directly in the buffer, because a copy within the device would need a
+kernel, which delays the computation. Two such buffers are used in turn. A rank never writes into a buffer that is still
+being read: it starts exchange n + 2 after the rows of exchange n + 1 have arrived, and the other ranks sent these after
+they had read the rows of exchange n.
 
-Rows that the caller keeps for longer go through a third buffer. They are copied out of it as they arrive, and flag FREE
-set to n says that they have been.
+Rows that the caller keeps for longer use a third buffer. They are copied out of it when they arrive, and then the flag
+FREE is set to n.
 
 If any rank would receive more rows than its buffer holds, all ranks know this from their splits, and all of them send
 the rows of this exchange by ``all_to_all``. No row is ever dropped. The next exchange makes larger buffers.
@@ -30,10 +30,10 @@ from torch import Tensor
 from fcsd.parallel.transports.transport import Splits, Work, all_to_all
 
 ARRIVED, FREE = 0, 1
-_IN_TURN = 2  # buffers whose rows are read in place
-BUFFERS = _IN_TURN + 1  # of one transport; the last is for rows that the caller keeps
-SLACK = 1.25  # size of a buffer over the largest exchange that was seen before it was made
-_ALIGNMENT = 512  # bytes, of each buffer
+_IN_TURN = 2  # the number of buffers whose rows are read in place
+BUFFERS = _IN_TURN + 1  # the buffers of one transport; the last is for rows that the caller keeps
+SLACK = 1.25  # the size of a new buffer, divided by the size of the largest exchange so far
+_ALIGNMENT = 512  # bytes; the size of each buffer is a multiple
 
 
 class PeerBuffers(Protocol):
@@ -50,15 +50,15 @@ class PeerBuffers(Protocol):
     buffers: list[Tensor]
 
     def sending(self) -> AbstractContextManager[Any]:
-        """The stream of copies to other ranks; it first waits for what the current stream has been given so far."""
+        """Make the stream of copies to other ranks current; it first waits for all work on the current stream."""
         ...
 
     def receiving(self) -> AbstractContextManager[Any]:
-        """The stream of copies out of this rank's buffer; it waits in the same way."""
+        """Make the stream of copies out of this rank's buffer current; it waits in the same way."""
         ...
 
     def set_flag(self, peer: int, flag: int, number: int) -> None:
-        """Set this rank's flag at ``peer`` when all copies given to the current stream so far are complete."""
+        """Set this rank's flag at ``peer`` to ``number`` when all copies on the current stream so far are complete."""
         ...
 
     def await_flag(self, peer: int, flag: int, number: int) -> None:
@@ -66,20 +66,21 @@ class PeerBuffers(Protocol):
         ...
 
     def work(self) -> Work:
-        """Work that is done when all copies given so far are complete."""
+        """Work that is done when all copies that were started so far are complete."""
         ...
 
 
-# (group, capacity in bytes) -> buffers, on all ranks together; None where ranks cannot reach each other's memory.
+# Makes buffers from (group, capacity in bytes); all ranks call it together. The result is None if the ranks cannot
+# access each other's memory.
 OpenBuffers = Callable[[Any, int], PeerBuffers | None]
 
 
 class CopiesTransport:
-    """The transport, for one process group.
+    """The ``Transport`` of one process group.
 
     Args:
-        open_buffers: makes the buffers.
-        slack: size of a new buffer over the largest exchange so far.
+        open_buffers: the function that makes the buffers.
+        slack: the size of a new buffer, divided by the size of the largest exchange so far.
     """
 
     def __init__(self, open_buffers: OpenBuffers, slack: float = SLACK) -> None:
@@ -92,7 +93,7 @@ class CopiesTransport:
 
 
 class _Lane:
-    """Exchanges that follow one another: through one buffer if their rows are kept, else through two in turn."""
+    """A sequence of exchanges. They use one buffer if the caller keeps the rows, and otherwise two buffers in turn."""
 
     def __init__(self, open_buffers: OpenBuffers, slack: float, keep: bool) -> None:
         self._open, self._slack, self._keep, self._slots = open_buffers, slack, keep, 1 if keep else _IN_TURN
@@ -126,7 +127,7 @@ class _Lane:
         received = rows.new_empty(shape) if self._keep else arriving.view(rows.dtype).view(shape)
         source, target = rows.view(torch.uint8).view(-1), received.view(torch.uint8).view(-1)
         with peers.sending():
-            for step in others:  # at every moment each rank sends to another one
+            for step in others:  # in each step every rank sends to a different peer
                 peer = (me + step) % peers.size
                 if self._keep:
                     peers.await_flag(peer, FREE, number - 1)
@@ -147,7 +148,7 @@ class _Lane:
 
 
 class _Awaited:
-    """Work that knows whether it was awaited."""
+    """Work that records whether it was awaited."""
 
     def __init__(self, work: Work) -> None:
         self._work, self.awaited = work, False
@@ -158,5 +159,5 @@ class _Awaited:
 
 
 def _spans(counts: list[int], row: int) -> list[slice]:
-    """The bytes of each rank's rows, where the rows of all ranks lie one after the other."""
+    """The range of bytes of each rank's rows in a buffer that holds the rows of all ranks in order."""
     return [slice(*ends) for ends in pairwise(accumulate((count * row for count in counts), initial=0))]

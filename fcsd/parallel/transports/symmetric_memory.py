@@ -1,4 +1,4 @@
-"""Peer buffers on CUDA: torch's symmetric memory, with flags that streams write and wait for without a kernel."""
+"""Peer buffers in torch's symmetric memory on CUDA. Streams write flags and wait for them without a kernel."""
 
 import os
 import platform
@@ -14,27 +14,27 @@ from fcsd.parallel.process_settings import OverlapWarning
 from fcsd.parallel.transports.copies import PeerBuffers
 from fcsd.parallel.transports.transport import Work
 
-# Bytes before the marks, and before the buffer. The memory begins with one 32-bit number for each flag and rank.
+# Offsets in bytes of the marks and of the buffer. The memory begins with one 32-bit number for each flag and rank.
 _MARK, _FLAGS = 2048, 4096
 
 
 def open_buffers(group: Any, capacity: int) -> PeerBuffers | None:
-    """Buffers of ``capacity`` bytes for a group whose GPUs are in one host and reach each other's memory.
+    """Make buffers of ``capacity`` bytes for a group whose GPUs are in one host and can access each other's memory.
 
-    All ranks call it together. When it returns, everything that any rank had given to its device before is complete,
-    so buffers that were made earlier can be freed.
+    All ranks call it together. When it returns, all work that any rank launched before the call is complete, so buffers
+    that were made earlier can be freed.
 
     Returns: None, on all ranks, for any other group.
     """
     torch.cuda.synchronize()
-    # Without peer-to-peer copies NCCL goes through host memory; a user who asks NCCL to do so means all traffic.
+    # NCCL_P2P_DISABLE makes NCCL send rows through host memory. A user who sets it does not want peer-to-peer copies.
     hosts = _gather((platform.node(), os.environ.get("NCCL_P2P_DISABLE", "0")), group)
     if len({host for host, _ in hosts}) > 1 or any(disabled != "0" for _, disabled in hosts):
         return None
     buffers, problem = None, None
     try:
         buffers = SymmetricBuffers(group, capacity)
-    except (RuntimeError, ImportError) as error:  # no peer access; or CUDA's bindings are missing, as under ROCm
+    except (RuntimeError, ImportError) as error:  # no peer access, or no CUDA bindings, as under ROCm
         problem = str(error)
     # This collective also makes sure that no flag is set before all ranks have cleared theirs.
     problems = [found for found in _gather(problem, group) if found]
@@ -53,11 +53,11 @@ def _gather(value: Any, group: Any) -> list[Any]:
 
 
 class SymmetricBuffers:
-    """The ``copies.PeerBuffers`` of a group of GPUs.
+    """The ``PeerBuffers`` of a group of GPUs.
 
     Raises:
         ImportError: CUDA's Python bindings are missing.
-        RuntimeError: the GPUs of ``group`` cannot reach each other's memory.
+        RuntimeError: the GPUs of ``group`` cannot access each other's memory.
     """
 
     def __init__(self, group: Any, capacity: int) -> None:
@@ -85,11 +85,11 @@ class SymmetricBuffers:
         return self._after_current(self._in)
 
     def set_flag(self, peer: int, flag: int, number: int) -> None:
-        # Option 0 writes the number after a fence for the whole system.
+        # Option 0 writes the number after a system-wide memory fence.
         self._check(self._driver.cuStreamWriteValue32(_stream(), self._address(peer, flag, self.rank), number, 0))
 
     def await_flag(self, peer: int, flag: int, number: int) -> None:
-        # Option 0 waits until the number there is this one or a larger one.
+        # Option 0 waits until the value is ``number`` or larger.
         self._check(self._driver.cuStreamWaitValue32(_stream(), self._address(self.rank, flag, peer), number, 0))
 
     def work(self) -> Work:
@@ -114,7 +114,7 @@ class SymmetricBuffers:
 
 
 class _Done:
-    """Work of copies: the current stream waits for the events that follow them."""
+    """Work of copies. ``wait`` lets the current stream wait for the events that were recorded after them."""
 
     def __init__(self, events: list[Any]) -> None:
         self._events = events

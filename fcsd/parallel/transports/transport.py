@@ -1,4 +1,4 @@
-"""How rows travel between the ranks of a process group, and how many of them go where."""
+"""Defines the interface of a transport, which sends rows between ranks, and the sizes of an exchange."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class Splits:
     Attributes:
         sends: how many rows go to each rank, in the order of ranks.
         receives: how many rows come from each rank.
-        offsets: the number of the first of this rank's rows among all rows that each rank receives.
-        most: the most rows that any rank receives; equal on all ranks.
+        offsets: for each rank, the index of the first row from this rank among all rows that it receives.
+        most: the largest number of rows that any rank receives; equal on all ranks.
     """
 
     sends: list[int]
@@ -26,7 +26,7 @@ class Splits:
 
 
 def splits_of(matrix: list[list[int]], rank: int) -> Splits:
-    """The splits of ``rank``, given how many rows each rank sends to each: ``matrix[sender][receiver]``."""
+    """The splits of ``rank``; ``matrix[sender][receiver]`` is how many rows each rank sends to each rank."""
     return Splits(
         sends=matrix[rank],
         receives=[row[rank] for row in matrix],
@@ -41,14 +41,15 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
-# (rows to send [sent, width], splits, group, keep) -> (buffer [received, width] that is being filled, its work).
-# ``keep`` says that the caller keeps the buffer; without it the caller must have read the buffer before it starts the
-# next exchange without ``keep``. A transport copies rows of any dtype and does not interpret them.
+# A transport takes (rows to send [sent, width], splits, group, keep). It returns a buffer [received, width] that is
+# being filled, and the work that fills it. ``keep`` says whether the caller keeps the buffer. Without ``keep`` the
+# caller must have read the buffer before it starts the next exchange without ``keep``. A transport copies rows of any
+# dtype and does not interpret them.
 Transport = Callable[[Tensor, Splits, Any, bool], tuple[Tensor, Work]]
 
 
 def all_to_all(rows: Tensor, splits: Splits, group: Any, keep: bool) -> tuple[Tensor, Work]:
-    """The all-to-all of torch.distributed, by NCCL or gloo."""
+    """The transport that uses the all-to-all of torch.distributed, by NCCL or gloo."""
     del keep  # every call makes a new buffer
     received = rows.new_empty(sum(splits.receives), rows.shape[1])
     work = dist.all_to_all_single(received, rows, splits.receives, splits.sends, group=group, async_op=True)

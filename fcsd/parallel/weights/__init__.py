@@ -1,1 +1,1 @@
-"""Which tensors of a divided model make up which tensors on disk; loading, saving and random initialisation."""
+"""Loads, saves and randomly initialises models with divided experts, whose tensors it maps to those on disk."""

@@ -1,7 +1,7 @@
-"""Models with divided experts, made so that no process ever holds the whole model.
+"""Loads models with divided experts in such a way that no process ever holds the whole model.
 
-The model is built on the meta device, which takes no memory, and its experts are divided there. Then every tensor that
-this rank has is made on the device where it stays, one after the other.
+The model is built on the meta device, which takes no memory, and its experts are divided there. Then the tensors of
+this rank are allocated, one after the other, on the device where they stay.
 """
 
 from pathlib import Path
@@ -31,18 +31,19 @@ def load_expert_parallel(
     ep_size: int,
     config: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
-    """Load a checkpoint directory, converted or not; this rank reads only its own experts.
+    """Load an original or converted checkpoint directory; this rank reads only its own experts.
 
-    The model equals, bit for bit, that of ``load_model``, ``shard_experts`` and ``wire_parallel`` with the checkpoint's
-    own wiring. It is in eval mode. Host memory holds one tensor of the checkpoint at a time, besides what stays on
-    ``device``. ``deepspeed.initialize`` takes the model as it is if its config has no ``expert_parallel`` section.
+    The model equals, bit for bit, the one that ``load_model``, ``shard_experts`` and ``wire_parallel`` make with the
+    checkpoint's own wiring. It is in eval mode. Besides the model on ``device``, host memory holds one tensor of the
+    checkpoint at a time. ``deepspeed.initialize`` takes the model as it is if its config has no ``expert_parallel``
+    section.
 
     Args:
         path: the checkpoint directory.
-        dtype: of the weights in memory.
-        device: where the model stays.
-        ep_size: the number of ranks that share the experts of a layer; divides the world and the experts.
-        config: replaces the config of the directory.
+        dtype: the dtype of the weights in memory.
+        device: the device on which the model stays.
+        ep_size: the number of ranks that share the experts of a layer. It divides the number of ranks and of experts.
+        config: used in place of the config of the directory.
 
     Raises:
         BadInputError: the architecture is not supported, the checkpoint is quantised, or its tensors do not match
@@ -97,7 +98,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def _keep_in_fp32(model: PreTrainedModel) -> None:
-    """Make the tensors fp32 that the family keeps in fp32 in models of half precision, as ``from_pretrained`` does."""
+    """Convert the tensors to fp32 that the family keeps in fp32 at half precision, as ``from_pretrained`` does."""
     kept = tuple(model._keep_in_fp32_modules_strict or ())
     for path, module in model.named_modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
@@ -106,19 +107,19 @@ def _keep_in_fp32(model: PreTrainedModel) -> None:
 
 
 def shard_empty(model: PreTrainedModel, ep_size: int) -> None:
-    """Divide the experts of a model on the meta device, which keeps this rank's, and wire it as its config says."""
+    """Keep only this rank's experts of a model on the meta device, and wire the model as its config says."""
     shard_experts(model, arch_of(model.config), ep_size)
     wire_parallel(model, wiring_of(model.config))
 
 
 def give_memory(model: PreTrainedModel, device: torch.device) -> None:
-    """Make the parameters of a model on the meta device real, with undefined values, and move its buffers."""
+    """Allocate the parameters of a model on the meta device, with undefined values, and move its buffers."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights remain one parameter
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in made:
                 real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-                vars(real).update(vars(parameter))  # marks of divided experts, which DeepSpeed reads
+                vars(real).update(vars(parameter))  # attributes that mark divided experts for DeepSpeed
                 made[parameter] = real
             setattr(module, name, made[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):

@@ -1,8 +1,8 @@
-"""Randomly initialised models of full size, whole or with divided experts.
+"""Initialises models of full size with random weights, with all experts or with divided experts.
 
-Every module and every expert draws from a generator of its own, so the weights are the same on any number of ranks, and
-no process needs the whole model. The distributions are those of the family: transformers initialises each module, and
-each expert as a layer with one expert.
+Every module and every expert uses a random generator of its own. The weights are therefore the same on any number of
+ranks, and no process needs the whole model. The distributions are those of the family: transformers initialises each
+module, and it initialises each expert as a layer with one expert.
 """
 
 import copy
@@ -17,7 +17,7 @@ from fcsd.models.build import register
 from fcsd.parallel.weights.loading import empty_model, give_memory, shard_empty
 from fcsd.parallel.weights.tensor_map import Piece, pieces, put, state
 
-# Path -> module, and the innermost model that contains it, whose rules initialise it.
+# Maps a path to its module and to the innermost model that contains it, whose rules initialise the module.
 Owned = dict[str, tuple[nn.Module, PreTrainedModel]]
 
 
@@ -71,7 +71,7 @@ def random_expert_parallel(
 
 
 def drawn(model: PreTrainedModel, seed: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """The weights of a model whose experts are not divided, module by module, under the names of ``state``.
+    """The random weights of a model whose experts are not divided, module by module, under the names of ``state``.
 
     The model itself may be on the meta device.
     """
@@ -91,7 +91,7 @@ def drawn(model: PreTrainedModel, seed: int, device: torch.device) -> Iterator[d
 
 
 def _owned(model: PreTrainedModel) -> Owned:
-    """All modules of a model, before its MoE blocks are replaced."""
+    """All modules of a model whose MoE blocks have not been replaced, with the model that initialises each."""
     models = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
 
     def owner(path: str) -> PreTrainedModel:
@@ -104,9 +104,9 @@ def _owned(model: PreTrainedModel) -> Owned:
 def _initial(
     path: str, module: tuple[nn.Module, PreTrainedModel], seed: int, device: torch.device, expert: int | None = None
 ) -> dict[str, Tensor]:
-    """A module's own parameters and buffers by name, as its family initialises them; with ``expert`` of that one only.
+    """The initial values of a module's own parameters and buffers, by name; with ``expert``, those of this expert only.
 
-    A parameter that the family does not initialise is NaN, so that the omission is seen.
+    A parameter that the family does not initialise is NaN, so that the omission is noticed.
     """
     twin = copy.copy(module[0])
     twin._parameters = dict(twin._parameters)

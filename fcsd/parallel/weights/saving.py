@@ -1,7 +1,7 @@
-"""A model written as an ordinary directory: every rank writes the tensors that it has, and nothing is gathered.
+"""Saves a model as an ordinary directory: every rank writes the tensors that it holds, and nothing is gathered.
 
 The place of each tensor in the files follows from names and shapes alone, so the ranks need not communicate. An expert
-of a fused tensor is a range of bytes in it. A rank needs extra memory for the largest tensor on disk that transformers
+is a range of bytes of a fused tensor. A rank needs extra memory for the largest tensor on disk that transformers
 makes from the tensors in memory.
 """
 
@@ -20,19 +20,20 @@ from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
 from fcsd.parallel.expert.lookup import expert_blocks
 from fcsd.parallel.weights.tensor_map import Piece, State, on_disk, pieces, shape, state, take
 
-Specs = dict[str, tuple[str, Shape]]  # name on disk -> dtype and shape, of all ranks' tensors
+Specs = dict[str, tuple[str, Shape]]  # name on disk -> dtype and shape, for the tensors of all ranks
 
 
 def save_model(model: PreTrainedModel, directory: Path, source: Path | None = None, max_shard: int = MAX_SHARD) -> None:
     """Write weights under their original names, and the configs, as ``save_pretrained`` of the whole model would.
 
-    The model is one whose experts are divided, or one that every rank has. Every rank calls this function, and it does
-    not communicate: the directory is complete when all ranks have returned and each has its part on the disk.
+    Either the experts of the model are divided, or every rank holds the whole model. Every rank calls this function,
+    which does not communicate. The directory is complete when all ranks have returned and each has its
+    part on the disk.
 
     Args:
-        directory: an empty directory on a disk that all ranks see; nobody reads it before it is complete.
-        source: the checkpoint that the model came from. Its tensors that transformers does not load (layers of
-            multi-token prediction) are copied.
+        directory: an empty directory on a disk that all ranks share. It must not be read before it is complete.
+        source: the checkpoint from which the model was loaded. Tensors of it that transformers does not load (layers
+            of multi-token prediction) are copied.
         max_shard: the largest size of a file in bytes, unless a single tensor is larger.
     """
     block = next(iter(expert_blocks(model).values()), None)
@@ -66,7 +67,7 @@ def _of_pieces(tensors: State, found: list[Piece]) -> Specs:
 
 
 def _own_pieces(model: PreTrainedModel, found: list[Piece], ep_size: int) -> Iterator[tuple[str, Tensor, int | None]]:
-    """What this rank writes. Of the ranks that have a tensor one writes it; they take turns."""
+    """The tensors that this rank writes. If several ranks hold a tensor, one of them writes it, in turns."""
     tensors = state(model)
     replica, replicas = dist.get_rank() // ep_size, dist.get_world_size() // ep_size
     for turn, piece in enumerate(found):
@@ -75,7 +76,7 @@ def _own_pieces(model: PreTrainedModel, found: list[Piece], ep_size: int) -> Ite
 
 
 def specs_of(model: PreTrainedModel) -> Specs:
-    """The tensors on disk of a model whose experts are not divided, and which may be on the meta device."""
+    """The tensors on disk of a model whose experts are not divided. The model may be on the meta device."""
     empty = {name: tensor.detach().to("meta") for name, tensor in state(model).items()}
     return {
         name: (NAMES[tensor.dtype], tuple(tensor.shape))
@@ -84,7 +85,7 @@ def specs_of(model: PreTrainedModel) -> Specs:
 
 
 def _own_part(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, int | None]]:
-    """What this rank writes of a model that every rank has."""
+    """The tensors that this rank writes of a model that every rank holds."""
     for turn, (name, tensor) in enumerate(state(model).items()):
         if _my_turn(turn):
             for on_disk_name, value in revert_weight_conversion(model, {name: tensor.detach()}).items():

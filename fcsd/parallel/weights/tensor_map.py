@@ -1,8 +1,8 @@
-"""Which tensors of a model with divided experts make up which tensors of the original, in transformers and on disk.
+"""Maps the tensors of a model with divided experts to those of the original model, in transformers and on disk.
 
-A divided MoE block holds this rank's experts under names of its own (``ExpertBlock.origin``). Transformers fuses the
-gate and up projections of all experts into one tensor. On disk an expert has tensors of its own in most families; in
-Llama-4 it is a row of transformers' tensor.
+A divided MoE block holds this rank's experts under names of its own (``ExpertBlock.origin``). transformers fuses the
+gate and up projections of all experts into one tensor. On disk, most families have separate tensors for each expert. In
+Llama-4 an expert is a row of transformers' tensor.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,10 +26,11 @@ class Piece:
 
     Args:
         name: the name of the original tensor.
-        parts: names in ``state``. The parts, one below the other, are the piece, or its transpose if ``transposed``.
+        parts: names in ``state``. Concatenated along the first dimension they are the piece, or its transpose.
+        transposed: whether they are the transpose.
         expert: the number of the expert in the whole model; None for a tensor that every rank has.
         local: the expert's slot on this rank; None if another rank has the expert.
-        row: index into the first dimension of the original tensor; None if the piece is the whole tensor.
+        row: the index into the first dimension of the original tensor; None if the piece is the whole tensor.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Piece:
 
 
 def state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """A model's own parameters and persistent buffers (no copies), each under the first of its names."""
+    """The parameters and persistent buffers of a model, not copied. A tied tensor has the first of its names."""
     named = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(named.items())}
     return {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
@@ -63,7 +64,7 @@ def pieces(model: PreTrainedModel) -> Iterator[Piece]:
             continue
         origin = blocks[path].origin(name.removeprefix(f"{path}."), arch.blocks)
         if origin is None:
-            continue  # the values of an original tensor that the first of its parts stands for
+            continue  # a later part; the first part of the original tensor stands for all parts
         if origin.of_experts:
             yield from _experts(path, origin, blocks[path], arch.blocks.prescaled)
         else:
@@ -78,10 +79,10 @@ def _experts(path: str, origin: Origin, block: ExpertBlock, transposed: bool) ->
 
 
 def on_disk(model: PreTrainedModel, found: Iterable[Piece]) -> Iterator[Piece]:
-    """The same pieces as they lie in files.
+    """The same pieces under the names and in the layout of the files.
 
-    The tensors of a file follow from transformers' own conversion, run backwards on tensors that hold the numbers of
-    the parts in place of their values.
+    The layout follows from transformers' own conversion: it is reversed for small tensors that hold the numbers of the
+    parts in place of their values.
     """
     numbered: list[tuple[Piece, str]] = []
     probes: dict[str, list[Tensor]] = {}
@@ -111,14 +112,14 @@ def put(tensors: State, piece: Piece, value: Tensor) -> None:
 
 
 def take(tensors: State, piece: Piece) -> Tensor:
-    """A piece's value on the model's device; a view if one tensor holds it."""
+    """The value of a piece on the model's device; it is a view if one tensor holds the piece."""
     parts = _tensors(tensors, piece)
     rows = parts[0] if len(parts) == 1 else torch.cat(parts)
     return (rows.T if piece.transposed else rows).detach()
 
 
 def shape(tensors: State, piece: Piece) -> tuple[int, ...]:
-    """A piece's shape, also if another rank has the values."""
+    """The shape of a piece; it is known also if another rank holds the values."""
     shapes = [tensors[part].shape[piece.expert is not None :] for part in piece.parts]
     whole = (sum(each[0] for each in shapes), *shapes[0][1:])
     return whole[::-1] if piece.transposed else whole
