@@ -68,7 +68,7 @@ def train(
 
 
 def _bench(load: "Workload", gpus: int | None, out: Path | None, *, traced: bool) -> dict[str, Any]:
-    """Start the processes of a run and return the result of ``fcsd.bench.training.step.bench``."""
+    """Start a process per GPU where that is needed, and return the result of ``fcsd.bench.training.step.bench``."""
     if traced and out is None:
         raise ConfigError("traces are written into --out, which is missing")
     if traced and not load.overlapped:

@@ -1,4 +1,4 @@
-"""The command `fcsd recipes migrate`: replaces a recipe's old keys by today's keys and keeps its comments and values."""
+"""The command `fcsd recipes migrate`: replaces a recipe's old keys by today's and keeps its comments and values."""
 
 import copy
 import json

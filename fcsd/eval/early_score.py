@@ -1,4 +1,4 @@
-"""The score of a benchmark during training, by which a run can stop early."""
+"""Scores a model on a benchmark during training, so that a run can stop early."""
 
 from datetime import timedelta
 from functools import cache, partial
@@ -37,7 +37,7 @@ def scorer(settings: EarlyStop, *, accept_unsafe_exec: bool = False) -> Scorer |
     task = _COLUMNS.get(settings.benchmark, settings.benchmark)
     (benchmark,) = select(settings.suite, [task])
     mirror = None if settings.data_mirror is None else Path(settings.data_mirror).absolute()
-    with load_tasks([benchmark], mirror):  # missing data is an error now, not after a thousand steps
+    with load_tasks([benchmark], mirror):  # missing data is an error before training, not after a thousand steps
         pass
     if benchmark.harness in (SANDBOX, EVALPLUS):
         find_sandbox(accept_unsafe_exec=accept_unsafe_exec)
@@ -102,9 +102,10 @@ def score(
 
 @cache
 def _channel(world: Any, members: tuple[int, ...], timeout_s: float) -> Any:
-    """A process group for sending results, whose ranks may have to wait for long; made once, not for every score.
+    """A process group for sending results, whose ranks may have to wait for a long time.
 
-    A group that was destroyed cannot be made again: the new one would read the addresses of the old one's members.
+    The group is made once and not for every score. After a group is destroyed, another one with the same members would
+    read the addresses of the old group's members.
 
     Args:
         world: the default process group, to which the new one belongs.

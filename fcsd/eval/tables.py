@@ -1,4 +1,4 @@
-"""Results to read: the layout of Table 1, a plain table with standard errors, differences, a picture of bars."""
+"""Shows results: a table in the layout of Table 1, a table with standard errors, a table of differences, and bars."""
 
 import json
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def table_1(results: Sequence[Result]) -> str:
 def plain_table(results: Sequence[Result], comparisons: Sequence[Comparison] = ()) -> str:
     """Markdown with a row per benchmark and a column per model, each value with its standard error.
 
-    The last row says which share of the held-out loss that the untrained conversion lost was won back.
+    The last row is the share of the untrained conversion's increase in held-out loss that training removed.
     """
     columns, models = _axes(results)
     by_cell = {(result["model"], result["column"]): result for result in results}

@@ -1,4 +1,4 @@
-"""Run untrusted programs where they can reach nothing: no network, no host files, no environment.
+"""Runs untrusted programs without access to the network, to the host's files and to the environment.
 
 There are two mechanisms. The first that works on this machine is used:
 
@@ -64,7 +64,7 @@ class Sandbox:
 
     Attributes:
         level: `bwrap`, `unshare` or `none`.
-        command: what is put before the interpreter.
+        command: the words that are put before the interpreter.
         drops_root: whether the runner starts as root and must change to an unused uid.
         group_parent: the control group below which every run gets its memory group, if there is one.
     """
@@ -129,9 +129,9 @@ def run(
         calls: encoded argument lists for `entry_point`; expressions where `entry_point` is None.
         receive: gets untrusted bytes, from an honest runner `{"index": i, "value": encoded}`,
             `{"index": i, "raised": text}`, `{"load": text}` and last `{"done": CPU seconds}`.
-        not_none: reply only whether a value is not None (booleans stay), for values that are not data.
+        not_none: for values that are not data: reply only whether a value is not None. Booleans are sent unchanged.
     """
-    # A uid nobody else has, so that RLIMIT_NPROC counts this run alone.
+    # The uid is used by no other process, so that RLIMIT_NPROC counts the processes of this run alone.
     uid = 30000 + secrets.randbelow(30000) if sandbox.drops_root else None
     job = {"code": code, "calls": calls, "entry_point": entry_point, "not_none": not_none}
     job |= {"limits": asdict(limits), "uid": uid}
@@ -181,7 +181,7 @@ def run(
     if status is None:
         return Exit("timeout", f"no end after {limits.wall_s:.0f} s")
     if status < 0 and sandbox.level == "none":
-        status = 128 - status  # as the sandboxes report their program's signal; their own death stays negative
+        status = 128 - status  # as a sandbox reports its program's signal; a negative status is its own
     if last and last.startswith(b'{"done":'):
         return Exit("done", "")
     # The kernel may have killed any process of the run, so the exit status does not matter.
@@ -198,7 +198,7 @@ def run(
 
 
 def _probe(sandbox: Sandbox) -> str | None:
-    """Why this sandbox cannot be used, or None."""
+    """The reason why this sandbox cannot be used; None if it can."""
     limits = Limits(cpu_s=5, wall_s=30.0)
     replies: list[bytes] = []
     with tempfile.NamedTemporaryFile() as canary, socket.create_server(("127.0.0.1", 0)) as listener:

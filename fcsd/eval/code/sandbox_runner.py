@@ -99,10 +99,10 @@ CLONE_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER
 
 
 def filter_system_calls() -> None:
-    """Let the kernel refuse the system calls of `SYSTEM_CALLS` to this process and its children, for good.
+    """Make the kernel refuse the system calls of `SYSTEM_CALLS` to this process and its children, permanently.
 
-    Where that is impossible (another machine, a kernel without seccomp) nothing happens; the probe of a sandbox then
-    finds the way out and the sandbox is not used.
+    Where that is impossible (another machine, a kernel without seccomp) nothing happens. The probe of the sandbox then
+    finds a way out, and the sandbox is not used.
     """
     if platform.machine() not in SYSTEM_CALLS:
         return
@@ -184,7 +184,7 @@ def main() -> None:
             reply = {"index": index, "raised": describe(error)}
         send(reply)
     send({"done": time.process_time()})
-    os._exit(0)  # threads and exit handlers of the untrusted code get no further say
+    os._exit(0)  # threads and exit handlers of the untrusted code do not run any more
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Choose which layers to convert by the loss on a text, measured for sets of layers.
+"""Chooses which layers to convert by the loss on a text, measured for sets of layers.
 
 Layers interact. A converted layer whose predecessor is converted too lacks more of the residual stream than one that
 stands alone, and an error early in the model reaches every later layer. The losses of single layers therefore do not
@@ -88,9 +88,9 @@ def choose_layers(
         ``fcsd convert --layers`` takes; the search's ``path``; and the ``comparison``.
 
     Raises:
-        ConfigError: not exactly one of ``layers`` and ``budget``, or one that the model cannot have.
+        ConfigError: not exactly one of ``layers`` and ``budget`` is given, or the model cannot have its value.
         BadInputError: the checkpoint or a text cannot be used.
-        NonFiniteError: NaN or infinite logits.
+        NonFiniteError: the model gives NaN or infinite logits.
     """
     if (layers is None) == (budget is None):
         raise ConfigError("say how many layers, or how much loss: one of --layers and --budget")
