@@ -34,7 +34,7 @@ from fcsd.distill.feed import feeding
 from fcsd.distill.metrics import full_speed, gpu_peak
 from fcsd.distill.prepare import training_rows
 from fcsd.distill.step import launch_step, train_step
-from fcsd.distill.teacher.original import needs_teacher, pack_attention
+from fcsd.distill.teacher.original import compile_layers, needs_teacher, pack_attention
 from fcsd.distill.teacher.targets import live_teacher
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
@@ -160,6 +160,7 @@ class _Steps:
         self._teacher = None
         if needs_teacher(recipe):
             teacher = randomise(original, recipe.parallel.teacher_ep_size, **draw).requires_grad_(False)
+            compile_layers(teacher, recipe)
             self.models.append(teacher)
             self._teacher = _in_phase("teacher", live_teacher(teacher, recipe.objective))
         engine = build_engine(student, recipe, world)

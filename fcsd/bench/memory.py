@@ -25,7 +25,7 @@ from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, randomise, wire_sharded
 from fcsd.distill.prepare import training_rows
 from fcsd.distill.step import train_step
-from fcsd.distill.teacher.original import needs_teacher, pack_attention
+from fcsd.distill.teacher.original import compile_layers, needs_teacher, pack_attention
 from fcsd.distill.teacher.targets import live_teacher
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World, join_world
@@ -149,6 +149,7 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
     if needs_teacher(recipe):
         teacher = randomise(original, parallel.teacher_ep_size, **draw)
         pack_attention(teacher, recipe)
+        compile_layers(teacher, recipe)
         wire_sharded(teacher, parallel.teacher_ep_size, parallel)
         targets = live_teacher(teacher.requires_grad_(False), recipe.objective)
         sizes["teacher"] = since()

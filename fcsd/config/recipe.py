@@ -159,6 +159,8 @@ class Recipe(Section):
                 f"train.steps ({self.train.steps}) of the schedule's {self.schedule_steps} steps take {rows:,} rows of "
                 f"data.seq_len tokens; a run has at most {MAX_ROWS:,}"
             )
+        if self.train.compile and self.parallel.ep_size > 1:
+            raise ValueError("train.compile needs parallel.ep_size 1: layers with divided experts cannot be compiled")
         if self.train.eval_every and self.data.held_out is None:
             raise ValueError("train.eval_every needs data.held_out, the text to measure on")
         if self.early_stop.metric == HELD_OUT and self.data.held_out is None:

@@ -25,6 +25,10 @@ class Train(Section):
     """How attention stays inside the documents of a packed row, on GPUs in bf16. `packed` computes the scores inside
     documents alone; `masked` computes all scores of a row and masks the rest, which is slower and rounds differently.
     Models with sliding windows or chunks, other devices and fp32 always use `masked`."""
+    compile: bool = False
+    """Compile each decoder layer of student and teacher by torch.compile. It helps small models, whose step is limited
+    by the number of kernels that the host starts; the first step takes about a minute longer. Results differ in
+    rounding. It needs `parallel.ep_size: 1`."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass: less memory, one more forward pass per step."""
     log_every: Positive = 10

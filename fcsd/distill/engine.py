@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from fcsd.config import Objective, Recipe, accumulation
 from fcsd.distill.expert_parallel import wire_sharded
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
-from fcsd.distill.teacher.original import final_hidden, output_head, pack_attention
+from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.targets import Targets, captured, compared_layers
 from fcsd.distill.top_k import TopK, kl_from_top_k
 from fcsd.distill.update import judges_on_device
@@ -142,6 +142,7 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
             if parameter.requires_grad:
                 parameter.grad_dtype = DTYPES[recipe.accumulate_dtype]  # autograd sums in it, DeepSpeed takes it over
     wire_sharded(model, recipe.parallel.ep_size, recipe.parallel)
+    compile_layers(model, recipe)
     return engine
 
 

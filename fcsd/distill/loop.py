@@ -29,6 +29,7 @@ from fcsd.distill.run.watchdog import Watchdog
 from fcsd.distill.samples import Samples
 from fcsd.distill.step import LaunchedStep, launch_step, measure
 from fcsd.distill.student import write_student
+from fcsd.distill.teacher.original import without_compiling
 from fcsd.eval.score import Scorer
 from fcsd.launch.preflight import TIMEOUT
 from fcsd.launch.world import World, join_world
@@ -207,12 +208,13 @@ def finish_step(
         PreemptedError: the run was asked to end; a checkpoint was saved if there was time.
     """
     found = dict(metrics)
-    if duties.evaluate:
-        found |= _held_out(run)
-        if not duties.end:
-            tools.samples.take(step)
-    if duties.score:
-        found |= tools.scores.take(run.student, run.tokenizer, step, found)
+    with without_compiling(run.recipe):
+        if duties.evaluate:
+            found |= _held_out(run)
+            if not duties.end:
+                tools.samples.take(step)
+        if duties.score:
+            found |= tools.scores.take(run.student, run.tokenizer, step, found)
     last = duties.last or tools.scores.verdict.stop
     if last or duties.evaluate or duties.log or skipped:
         _log(run, tools, step, found)

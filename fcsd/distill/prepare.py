@@ -20,7 +20,14 @@ from fcsd.distill.run import checkpoints, run_dir
 from fcsd.distill.run.identity import require_agreement, run_identity
 from fcsd.distill.student import load_student, student_source
 from fcsd.distill.teacher.cache import read_teacher_cache
-from fcsd.distill.teacher.original import identify_teacher, needs_teacher, output_head, pack_attention, teacher_name
+from fcsd.distill.teacher.original import (
+    compile_layers,
+    identify_teacher,
+    needs_teacher,
+    output_head,
+    pack_attention,
+    teacher_name,
+)
 from fcsd.distill.teacher.targets import Teacher, expect_comparable, live_teacher
 from fcsd.launch.world import World
 
@@ -164,6 +171,7 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, world: World) -> PreT
     expect_comparable(student, teacher, recipe, name)
     pack_attention(teacher, recipe)
     expert_parallel.wire_sharded(teacher, ep_size, recipe.parallel)
+    compile_layers(teacher, recipe)
     return teacher.requires_grad_(False)
 
 

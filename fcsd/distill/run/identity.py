@@ -48,6 +48,8 @@ def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[st
     fields = flat(recipe.model_dump())
     if world.device.type != "cuda" or recipe.train.attention == "masked":
         del fields["train.attention"]  # what older runs and other devices do
+    if not recipe.train.compile:
+        del fields["train.compile"]  # as in older runs
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
     # These fields change nothing here. Without them, runs resume that were started before the fields existed.
     if len(corpora) == 1 or all(corpus.overlong == "split" for corpus in corpora):

@@ -1,5 +1,6 @@
 """The frozen teacher: which model it is, and what the loss reads of teacher and student alike."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from fcsd.checkpoint.location import read_base_path
 from fcsd.config import Recipe
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
-from fcsd.models.build import arch_of
+from fcsd.models.build import arch_of, decoder_layers
 
 
 def needs_teacher(recipe: Recipe) -> bool:
@@ -111,6 +112,23 @@ def _document_masks(decoder: Any, ids: Tensor, positions: Tensor) -> dict[str, T
         "full_attention": create_causal_mask(**given),
         "sliding_attention": create_sliding_window_causal_mask(**given),
     }
+
+
+def compile_layers(model: PreTrainedModel, recipe: Recipe, backend: str = "inductor") -> None:
+    """Compile each decoder layer on its own, if the recipe says so; the model computes the same up to rounding.
+
+    Args:
+        backend: of torch.compile; tests use one that needs no compiler.
+    """
+    if recipe.train.compile:
+        for layer in decoder_layers(model):
+            layer.compile(dynamic=False, backend=backend)
+
+
+def without_compiling(recipe: Recipe) -> AbstractContextManager[Any]:
+    """Inside the block layers run compiled for the shapes that they were compiled for. For other shapes, such as those
+    of generation, they run uncompiled instead of being compiled again and again."""
+    return torch.compiler.set_stance("eager_on_recompile") if recipe.train.compile else nullcontext()
 
 
 def output_head(model: PreTrainedModel) -> Tensor:
