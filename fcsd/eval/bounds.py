@@ -29,7 +29,7 @@ from scipy.special import betainc, betaincinv, gammaln, xlog1py, xlogy
 # The risk of a false "yes", one-sided, and the quantile of the normal distribution that goes with it.
 ALPHA = 0.05
 Z = 1.6448536269514722
-# What is left out of the interval of discordances, and added to the p-value.
+# The probability that the interval of discordances leaves out. It is added to the p-value.
 LEFT_OUT = 1e-4
 # Bounds are found to this precision, and are rounded to the safe side.
 PRECISION = 1e-5

@@ -132,7 +132,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Requirement:
-    """What ``--require`` asks for, in points.
+    """The condition that ``--require`` gives, in points.
 
     Attributes:
         overall: it must be shown that the mean over the tasks is at most this many points below the baseline.
@@ -176,7 +176,7 @@ def compare_models(results: Sequence[Result], *, untrained: str | None = None) -
     """Compare every model with the one whose results are marked as baseline.
 
     Args:
-        results: as ``evaluate_models`` returns them.
+        results: the return value of ``evaluate_models``.
         untrained: the name of the untrained conversion among the models, for the recoveries.
 
     Raises:

@@ -28,7 +28,7 @@ def scorer(settings: EarlyStop, *, accept_unsafe_exec: bool = False) -> Scorer |
     """The benchmark that a recipe names for early stopping; None if its metric is not a benchmark.
 
     Raises:
-        ConfigError: no such suite or task.
+        ConfigError: the suite or task does not exist.
         BadInputError: the task's data are missing.
         FcsdError: generated programs would have to run without a sandbox.
     """
@@ -68,7 +68,7 @@ def score(
     placement of the weights are restored, so that the training that follows does not change.
 
     Args:
-        model: what is being trained, a DeepSpeed engine's ``module``.
+        model: the model in training, which is a DeepSpeed engine's ``module``.
         step: the optimizer step; it names the measurement in messages.
         group: the ranks; None for all of the default process group, or for this process where there is none.
         suite: ``strict`` for EvalPlus' base and plus tests, ``paper`` for lm-eval's three base asserts.
@@ -77,9 +77,9 @@ def score(
         timeout_s: how long a rank waits for any other, in seconds.
 
     Raises:
-        ConfigError: no such task.
+        ConfigError: the task does not exist.
         NonFiniteError: the model gives NaN or infinite logits.
-        FcsdError: no sandbox, or no verdict; on all ranks.
+        FcsdError: there is no sandbox, or a program has no verdict. All ranks raise it.
         RuntimeError: another rank did not answer within ``timeout_s`` seconds.
     """
     team = None

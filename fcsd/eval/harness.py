@@ -28,7 +28,7 @@ from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any
 from fcsd.eval.tasks import LoadedTask, load_tasks, task_result
 from fcsd.launch.shared_work import ALONE, Team
 
-# How long a rank waits for the others, which may be judging programs or still be generating.
+# The time for which a rank waits for the others, which may be judging programs or still be generating.
 PATIENCE = timedelta(hours=2)
 
 log = logging.getLogger(__name__)

@@ -57,11 +57,11 @@ def plain_table(results: Sequence[Result], comparisons: Sequence[Comparison] = (
 
 
 def difference_table(comparisons: Sequence[Comparison], margin: float) -> str:
-    """Markdown with a row per benchmark and two columns per model: its difference and what it won back.
+    """Markdown with a row per benchmark and two columns per model: its difference and its recovery ("won back").
 
     The difference is in points from the baseline, with its paired standard error and the verdict against ``margin``;
-    a perplexity's is in nats, without a verdict. Won back is the share of the way from chance, or the untrained
-    conversion, to the baseline. Empty without benchmarks.
+    a perplexity's is in nats, without a verdict. The recovery is 0 at the floor (chance or the untrained conversion)
+    and 1 at the baseline. The text is empty if there are no benchmarks.
     """
     first = comparisons[0]
     names = [*(task.column for task in first.tasks), *(["Avg"] if first.overall else [])]

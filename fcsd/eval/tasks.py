@@ -198,7 +198,7 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
     Raises:
         BadInputError: a prompt is longer than the model takes, or the model lacks a chat template that is asked for.
         ConfigError: a task outside of the suites has scores that are not between 0 and 1.
-        NonFiniteError: NaN or infinite logits.
+        NonFiniteError: the model gives NaN or infinite logits.
     """
     from lm_eval.evaluator import evaluate as run
 
@@ -231,7 +231,7 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
         items = [sample[benchmark.metric] for sample in samples]
         value = answer["results"][benchmark.task][f"{benchmark.metric},{benchmark.filter}"]
         stderr = estimate(items)[1]
-    else:  # a group of lm-eval's need not have a score of its own: each question counts the same
+    else:  # a group of lm-eval's may have no score; then each question counts the same
         items = [_score(sample[benchmark.metric], benchmark) for sample in samples]
         value, stderr = estimate(items)
     settings = {

@@ -79,7 +79,7 @@ def generate_in_slots(
         ``(index of the prompt, its new token ids, with the one that ended the answer)`` as soon as an answer ends.
 
     Raises:
-        NonFiniteError: NaN or infinite logits.
+        NonFiniteError: the model gives NaN or infinite logits.
     """
     stepper = _Stepper(model, Slots(count, length, model.device), graphs)
     queue, free = deque(groups), list(range(count))

@@ -37,7 +37,7 @@ def generate_greedy(
         The new token ids of each row, including the token that ended it.
 
     Raises:
-        NonFiniteError: NaN or infinite logits.
+        NonFiniteError: the model gives NaN or infinite logits.
     """
     ids, mask, positions = left_padded(prompts, model.device)
     cache = DynamicCache(config=model.config)

@@ -29,7 +29,7 @@ def check_head(model: PreTrainedModel) -> None:
 
     Raises:
         BadInputError: the two give different logits.
-        NonFiniteError: NaN or infinite logits.
+        NonFiniteError: the model gives NaN or infinite logits.
     """
     ids = torch.tensor([[0, 1, 2, 3]], device=model.device)
     whole = model(input_ids=ids, use_cache=False).logits[0].float()
@@ -91,7 +91,7 @@ def continuation_logprobs(
         and whether greedy decoding would have produced it.
 
     Raises:
-        NonFiniteError: NaN or infinite logits.
+        NonFiniteError: the model gives NaN or infinite logits.
     """
     trunks: dict[Tokens, dict[Tokens, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, (context, continuation) in enumerate(requests):

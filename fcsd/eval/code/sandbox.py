@@ -42,7 +42,9 @@ PYTHON = (sys.executable, "-s", "-P", "-B", "-c")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. CPU and file size are limits per process, wall time and processes per run.
+    """The resources that one program may use.
+
+    CPU time and file size are limited per process, and wall time and the number of processes per run.
 
     Memory is limited per process, and to the same number of bytes per run where control groups allow it. A busy
     program is ended by the CPU limit. The wall limit only ends programs that sleep or block; it is so wide that a right
@@ -60,7 +62,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """How to start the runner.
+    """The command and the settings that start the runner in a sandbox.
 
     Attributes:
         level: `bwrap`, `unshare` or `none`.
@@ -77,7 +79,7 @@ class Sandbox:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a run ended.
+    """The end of a run.
 
     `kind` is `done` (every call was answered), `stopped` (the receiver wanted no more replies), `died` (the program
     ended itself or broke a limit), `timeout` (CPU or wall time), or `lost` (the run never started or was killed from

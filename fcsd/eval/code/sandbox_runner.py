@@ -1,10 +1,11 @@
-"""The program that runs inside the sandbox: untrusted code in, plain outputs out.
+"""The program that runs inside the sandbox: it executes untrusted code and returns the outputs as plain data.
 
 It is passed to a bare interpreter as text (`python -c`), so it uses the standard library only. It never learns which
-outputs are expected. Untrusted code runs in the same process and may read or change everything here; all that it gains
-is the choice of its own outputs. `encode` and `decode` are used on both sides.
+outputs are expected. Untrusted code runs in the same process and may read or change everything here. It can thereby
+only choose its own outputs. `encode` and `decode` are used on both sides.
 
-Protocol: one JSON job on stdin; on stdout one JSON line each for `ready`, every call, and `done` (CPU seconds used).
+The protocol is one JSON job on stdin, and on stdout one JSON line each for `ready`, every call, and `done` (CPU seconds
+used).
 """
 
 import ctypes
@@ -64,7 +65,7 @@ def decode(value: Any) -> Any:
     """Undo `encode`.
 
     Raises:
-        ValueError, TypeError, AttributeError: not something `encode` wrote.
+        ValueError, TypeError, AttributeError: the value was not written by `encode`.
     """
     if isinstance(value, list):
         return [decode(item) if type(item) in (list, dict) else item for item in value]

@@ -23,7 +23,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Engine:
-    """How models are run, the same for all models of a comparison.
+    """The settings by which models are run. They are the same for all models of a comparison.
 
     Attributes:
         backend: ``hf`` for transformers, ``vllm``.
