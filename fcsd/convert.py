@@ -1,4 +1,4 @@
-"""The command ``fcsd convert``: a checkpoint becomes a converted checkpoint in another directory.
+"""The command ``fcsd convert``: writes a converted copy of a checkpoint to another directory.
 
 The shards are linked, config.json and code are written, and parity with the original is proven. No tensor is rewritten
 or scanned. The directory is built beside OUT and renamed into place, so OUT exists as a whole or not at all.
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What :func:`convert` did, or with ``dry_run`` what it would do.
+    """What :func:`convert_checkpoint` did, or with ``dry_run`` what it would do.
 
     Attributes:
         model: the original: its directory, or its id on the hub.
@@ -33,11 +33,11 @@ class ConvertReport:
         depth: the number of decoder layers.
         shards: the number of weights files.
         bytes: the size of these files.
-        copied_bytes: how many of these bytes were copied because the file could not be linked.
+        copied_bytes: how many of these bytes were copied because their file could not be linked.
         files: the names of all files in OUT but the shards.
-        parity: how many of the first layers were compared with the original; None if none was.
-        parity_skipped: why none was; None if some were.
-        dry_run: whether nothing was written.
+        parity: how many of the first layers were compared with the original; None if no layer was compared.
+        parity_skipped: why no layer was compared; None if layers were compared.
+        dry_run: whether the call was a dry run, which writes nothing.
     """
 
     model: str
@@ -54,11 +54,11 @@ class ConvertReport:
     dry_run: bool
 
     def to_json(self) -> str:
-        """All fields, in this order."""
+        """All fields as JSON, in the order of the class."""
         return json.dumps(asdict(self), indent=2)
 
     def to_text(self) -> str:
-        """For people: one aligned line per fact."""
+        """The report as text, one aligned line per fact."""
         from rich.filesize import decimal
 
         block = self.wiring
@@ -104,16 +104,16 @@ def convert_checkpoint(
         wiring: see ``fcsd.models.wiring.NAMES``.
         layers: see ``fcsd.models.selection.select_layers``.
         variant: ``full``, ``attn-only`` or ``mlp-only``.
-        border: ``full`` or ``partial``, what the first converted layer after one that is not converted reads; None is
-            the wiring's default, see ``fcsd.models.wiring.BORDERS``.
-        tp_degree: simulated tensor-parallel degree, Desync only.
+        border: ``full`` or ``partial``, the stream that a converted layer reads after a layer that is not converted;
+            None is the wiring's default, see ``fcsd.models.wiring.BORDERS``.
+        tp_degree: the simulated tensor-parallel degree, for Desync only.
         reduce: which reductions ``desync`` keeps, see ``fcsd.models.desync.kept_reductions``.
-        distance: sub-block outputs that may be in flight at a rewired read.
+        distance: the number of sub-block outputs that may be in flight at a rewired read.
         check: prove parity with the original before ``out`` appears.
-        dry_run: check everything and write nothing. Of a hub repository only small files and headers are fetched.
+        dry_run: check everything and write nothing. Only small files and headers of a hub repository are fetched.
         force: replace an ``out`` that fcsd wrote.
-        trust_remote_code: accept a checkpoint that asks for code of its own. That code is never run and not taken
-            over: fcsd uses the classes of transformers.
+        trust_remote_code: accept a checkpoint that asks for code of its own. That code is never run or copied: fcsd
+            uses the classes of transformers.
 
     Raises:
         BadInputError: the checkpoint cannot be used; see ``fcsd.checkpoint``.
@@ -137,7 +137,7 @@ def convert_checkpoint(
     how = {"variant": variant, "border": border, "tp_degree": tp_degree, "reduce": reduce, "distance": distance}
     chosen = choose_wiring(config, arch, wiring, layers, **how)
 
-    hashed = not (dry_run and source.repo_id)  # the shards of a repository are not here in a dry run
+    hashed = not (dry_run and source.repo_id)  # a dry run does not download the shards of a repository
     block = chosen.to_block(**origin(source, layout if hashed else None))
     texts = converted_files(config.raw, arch, block)
     others = side_files(source.path, texts.keys() | layout.shards.keys())

@@ -43,7 +43,7 @@ def cut(path: Path, layer: int | None) -> dict[str, Any]:
 
 
 def hta_figure(path: Path) -> float:
-    """What HTA's ``get_comm_comp_overlap`` says of one rank's trace, in per cent."""
+    """The result of HTA's ``get_comm_comp_overlap`` for one rank's trace, in per cent."""
     from hta.trace_analysis import TraceAnalysis  # pyright: ignore[reportMissingImports]
 
     analysis = TraceAnalysis(trace_files={0: str(path)}, trace_dir=str(path.parent))
@@ -51,7 +51,7 @@ def hta_figure(path: Path) -> float:
 
 
 def main() -> None:
-    """Parse the command line, cut, ask HTA, write."""
+    """Parse the command line, cut the trace, compute HTA's figure, and write both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("out", type=Path)

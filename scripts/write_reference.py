@@ -1,4 +1,4 @@
-"""Writes docs/reference/: every field of a recipe and every command with its options, from the code itself.
+"""Writes docs/reference/ from the code: every field of a recipe, and every command with its options.
 
 Run it after a change to `fcsd/config/` or to a command. `tests/docs/test_reference.py` fails while the pages are out of
 date.
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def pages() -> dict[str, str]:
-    """File name below docs/reference -> its text."""
+    """The text of every page, by file name below docs/reference."""
     return {"recipe.md": recipe_page(), "commands.md": commands_page()}
 
 
@@ -54,7 +54,7 @@ def recipe_page() -> str:
 
 
 def _sections(model: type[BaseModel], key: str = "") -> dict[type[BaseModel], list[str]]:
-    """A section and those inside it -> the dotted keys under which each stands; `[]` is behind a list of sections."""
+    """A section and all sections inside it, each with its dotted keys in a recipe; `[]` follows a list of sections."""
     found = {model: [key]}
     for name, field in model.model_fields.items():
         for inner, many in _models_in(field.annotation):
@@ -127,7 +127,7 @@ def _limits(metadata: Any) -> str:
 
 
 def _bound(limit: Any) -> dict[str, Any]:
-    """The one bound of an annotated-types limit, by its name."""
+    """The name and value of the single bound of an annotated-types limit."""
     return {name: getattr(limit, name) for name in _SIGNS if hasattr(limit, name)}
 
 
@@ -195,7 +195,7 @@ def _parameter_default(parameter: Any) -> str:
 
 
 def _sentence(text: str) -> str:
-    """A docstring or help text on one line, with its reStructuredText quotes as Markdown's."""
+    """A docstring or help text on one line. Its reStructuredText quotes become Markdown quotes."""
     return re.sub(r"\s+", " ", text).strip().replace("``", "`")
 
 

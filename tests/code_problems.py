@@ -50,7 +50,7 @@ for _ in range(100):
 return low"""
 
 PROBLEMS = [
-    # Plain equality over every kind of value.
+    # Plain equality for every kind of value.
     problem("HumanEval/1000", "add(a, b)", "return a + b", "return a - b", [[1, 2]], [[-5, 5], [0, 10**30]]),
     problem("HumanEval/1001", "greet(name)", "return 'hi ' + name", "return 'hi'", [["a"]], [["é\u2028\ud800"]]),
     problem("HumanEval/1002", "evens(xs)", "return [x for x in xs if x % 2 == 0]", "return xs", [[[2]]], [[[1, 4]], [[]]]),
@@ -73,14 +73,14 @@ PROBLEMS = [
     problem("HumanEval/1019", "shout(text)", "return [c.upper() for c in text]", "return text", [["ab"]], [["xyz" * 50000]]),
     problem("HumanEval/1020", "order(xs)", "return list(set(xs))", "return []", [[["a", "b", "c"]]], [[["pear", "fig", "plum"]]]),
     problem("HumanEval/1021", "depth(n)", "return 0 if n == 0 else 1 + depth(n - 1)", "return 0", [[3]], [[900]]),
-    # Float tolerance, specials.
+    # Float tolerance and special values.
     problem("HumanEval/1030", "third(x)", "return x / 3", "return x // 3", [[1.0]], [[2.0], [1e300]]),
     problem("HumanEval/1031", "thirds(xs)", "return [x / 3 for x in xs]", "return [x / 3.01 for x in xs]", [[[1.0]]], [[[2.0, -7.5]]]),
     problem("HumanEval/1032", "area(r)", "import math\nreturn math.pi * r * r", "return 3 * r * r", [[1.0]], [[10.0]], atol=1e-4),
     problem("HumanEval/1033", "rows(n)", "return [{'x': (n / 7, n)}]", "return [{'x': (n / 8, n)}]", [[1]], [[5]]),
     problem("HumanEval/1034", "blow(x)", "return x * 1e308 * 10", "return 1e308", [[1.0]], [[-1.0]]),
     problem("HumanEval/1035", "unknown(x)", "return [float('nan'), x]", "return [0.0, x]", [[1.0]], [[2]]),
-    # Special rules, by the names the datasets know.
+    # Special rules, under the task names of the datasets.
     problem("HumanEval/32", "find_zero(xs: list)", BISECT, "return 0.5", [[[1, 2]]], [[[-6, 11, -6, 1]], [[-2, 0, 0, 1]]], atol=1e-4),
     problem("Mbpp/2", "similar_elements(a, b)", "return tuple(set(a) & set(b))", "return a", [[[3, 4], [4, 5]]], [[[1, 2, 3], [3, 1]]]),
     problem("Mbpp/7", "find_char_long(text)", "return [w for w in text.split() if len(w) > 3]", "return text.split()", [["a long word"]], [["none"]]),

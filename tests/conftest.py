@@ -1,4 +1,4 @@
-"""Every test runs offline, on one thread, with caches that die with the session."""
+"""Makes every test run offline, on one thread, with caches that are deleted at the end of the session."""
 
 import os
 import tempfile
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 _CACHE = tempfile.TemporaryDirectory(prefix="fcsd-tests-")
-# Set before anything imports torch, transformers or datasets: they read these once.
+# These variables are set before anything imports torch, transformers or datasets, which read them once.
 os.environ.update(
     OMP_NUM_THREADS="1",
     HF_HOME=f"{_CACHE.name}/hf",
@@ -32,7 +32,7 @@ def repo() -> Path:
 
 @pytest.fixture
 def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own for a test that reads a mirror without fcsd: two mirrors' data sets have the same names."""
+    """An empty cache for a test that reads a mirror without fcsd: data sets of two mirrors have the same names."""
     import datasets.config
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets cache")
@@ -45,5 +45,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def data_dir(request: pytest.FixtureRequest) -> Path | None:
-    """Where the real code benchmarks are, if the caller has them."""
+    """The directory of the real code benchmarks; None if the caller does not have them."""
     return request.config.getoption("--data")

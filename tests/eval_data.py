@@ -150,7 +150,7 @@ def _ifeval(rng: random.Random, i: int) -> dict:
     """Answers without a comma, every second one in lower-case English as well."""
     rules = ["punctuation:no_comma", *["change_case:english_lowercase"] * (i % 2)]
     prompt = f"Write about {_sentence(rng)}. Use no comma."
-    # The public data name all arguments of all rules, null where a rule has none.
+    # The public data name all arguments of all rules, with null where a rule does not use an argument.
     return {"key": i, "prompt": prompt, "instruction_id_list": rules, "kwargs": [{"num_words": None}] * len(rules)}
 
 
@@ -180,7 +180,7 @@ def mmlu_subjects() -> list[str]:
 
 
 def write_mirror(root: Path, rows: int = 8, seed: int = 0) -> Path:
-    """Write the data of every suite, but for EvalPlus' files; the same for the same seed."""
+    """Write the data of every suite except EvalPlus' files. The same seed gives the same data."""
     rng = random.Random(seed)
 
     def splits(make, *names: str, n: int = rows) -> dict[str, list[dict]]:
@@ -209,7 +209,7 @@ def write_mirror(root: Path, rows: int = 8, seed: int = 0) -> Path:
 
 @contextmanager
 def short_answers() -> Iterator[list[tuple[int, str]]]:
-    """Models that write 24 tokens at the most; their answers are put into the list."""
+    """Inside the block, models write at most 24 tokens, and their answers are appended to the yielded list."""
     answers, real = [], HFAdapter._generate
 
     def short(self: HFAdapter, prompts: Any, stops: Any, max_new_tokens: int) -> Iterator[tuple[int, str]]:

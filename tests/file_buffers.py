@@ -1,4 +1,4 @@
-"""Peer buffers for tests, in files that all processes map; flags are set and seen after random delays."""
+"""Peer buffers for tests, in files that all processes map. Flags are set and seen after random delays."""
 
 import random
 import time
@@ -44,6 +44,6 @@ def _mapped(path, count, dtype):
 
 
 def opener(folder):
-    """The ``open_buffers`` of a ``CopiesTransport``; each call makes files of its own in ``folder``."""
+    """The ``open_buffers`` argument of a ``CopiesTransport``. Each call makes new files in ``folder``."""
     numbers = count()
     return lambda group, capacity: FileBuffers(group, capacity, f"{folder}/{next(numbers)}")

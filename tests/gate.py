@@ -1,4 +1,4 @@
-"""What every command that takes a base model asks of it first, and the proof that a refusal touched nothing."""
+"""Helpers for tests of bad base models: all checks that a command makes first, and the state of a directory."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from fcsd.errors import BadInputError
 
 @dataclass(frozen=True)
 class Base:
-    """A model that passed."""
+    """A base model that passed all checks."""
 
     config: CheckpointConfig
     layout: Layout
@@ -23,7 +23,7 @@ class Base:
 
 
 def open_base(model: str, *, trust_remote_code: bool = False, allow_unexpected: bool = False) -> Base:
-    """Resolve, config, layout, tensors: strictly."""
+    """Resolve a model, read its config and layout, and verify its tensors, raising on the first problem."""
     source = resolve(model)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
     layout = read_layout(source.path, allow_unexpected=allow_unexpected)
@@ -31,7 +31,7 @@ def open_base(model: str, *, trust_remote_code: bool = False, allow_unexpected: 
 
 
 def state_of(root: Path) -> dict[str, str]:
-    """Every path below ``root`` with its kind, times and, for regular files of sane size, content."""
+    """Every path below ``root`` with its kind, its times and, for regular files that are not too large, its content."""
     state = {}
     for path in sorted(root.rglob("*")):
         info = path.lstat()

@@ -1,8 +1,8 @@
-"""A hub on localhost for the real huggingface_hub client: what its model, file, commit and pull-request calls need.
+"""A hub on localhost that answers the model, file, commit and pull-request calls of the real huggingface_hub client.
 
-State is in memory: a repository is its refs (branch or ``refs/pr/N`` -> commit) and its commits (-> files). Faults
-are asked for by the test: ``hub.faults`` maps a regular expression over ``METHOD /path`` to a status code, or to a
-number of bytes after which the connection is cut; each fires once.
+The state is in memory: a repository has refs (branch or ``refs/pr/N`` -> commit) and commits (-> files). A test asks
+for faults: ``hub.faults`` maps a regular expression over ``METHOD /path`` to a status code, or to a number of bytes
+after which the connection is cut. Each fault happens once.
 """
 
 import base64
@@ -23,7 +23,7 @@ LFS = (".safetensors", ".bin")
 
 @dataclass(frozen=True)
 class Blob:
-    """A file's content, in memory or (for large ones) on disk; the etag is its SHA-256 where that is affordable."""
+    """A file's content, in memory or, for large files, on disk. The etag is its SHA-256 unless the file is large."""
 
     content: bytes | Path
 
@@ -54,7 +54,7 @@ class Repo:
     open_pulls: dict[int, str] = field(default_factory=dict)  # number -> title
 
     def commit(self, files: dict[str, Blob], ref: str = "main") -> str:
-        """Make ``files`` the whole content of ``ref``."""
+        """Make a commit on ``ref`` whose content is exactly ``files``."""
         listing = json.dumps([len(self.commits), ref, *((name, blob.etag) for name, blob in sorted(files.items()))])
         sha = hashlib.sha1(listing.encode()).hexdigest()
         self.commits[sha] = files
@@ -68,7 +68,7 @@ class Repo:
 @dataclass
 class Hub:
     url: str = ""
-    token: str | None = None  # who sends it is in the gate of gated and private repositories, and may write
+    token: str | None = None  # a client that sends it may read gated and private repositories, and may write
     repos: dict[str, Repo] = field(default_factory=dict)
     uploads: dict[str, Blob] = field(default_factory=dict)  # LFS objects by SHA-256
     faults: dict[str, int | tuple[str, int]] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Hub:
     sent: dict[str, int] = field(default_factory=dict)  # path -> bytes of its content sent
 
     def add(self, repo_id: str, files: dict[str, bytes] | Path, ref: str = "main", **settings: Any) -> str:
-        """Put a directory or ``{name: content}`` into a repository (made if need be); returns the commit."""
+        """Put a directory or ``{name: content}`` into a repository, which is created if needed. Returns the commit."""
         repo = self.repos.setdefault(repo_id, Repo(**settings))
         if isinstance(files, Path):
             return repo.commit({str(f.relative_to(files)): Blob(f) for f in files.rglob("*") if f.is_file()}, ref)
@@ -84,7 +84,7 @@ class Hub:
 
 
 def connect(hub: Hub, monkeypatch: Any, cache: Path) -> None:
-    """Point huggingface_hub of this process, imported or not, at ``hub``, with an empty cache of its own."""
+    """Make huggingface_hub in this process, imported or not, use ``hub`` and an empty cache."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
@@ -114,7 +114,7 @@ class _Refused(Exception):
         self.status, self.headers = status, {"X-Error-Code": code, "X-Error-Message": message}
 
 
-# "METHOD path" -> handler name; the groups are its arguments.
+# Pattern of "METHOD path" -> name of the handler; the groups of the pattern are the handler's arguments.
 _REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
 _ROUTES = {
     rf"GET /api/models/{_REPO}(/revision/(?P<revision>[^/]+))?": "info",

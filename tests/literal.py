@@ -1,7 +1,7 @@
-"""The paper's table evaluated literally: whole sub-blocks of transformers, every partial sum spelt out.
+"""Evaluates the paper's table literally with whole sub-blocks of transformers, writing out every partial sum.
 
-Independent of ``fcsd.models``: routed and shared outputs come from calling the whole MoE block with the other half's
-output projection set to zero.
+This file does not use ``fcsd.models``. To get the routed or the shared output, it calls the whole MoE block with the
+output projection of the other half set to zero.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def whole(mlp: nn.Module, x: Tensor) -> Tensor:
 
 
 def settled_and_routed(mlp: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """``(s_k, r_k)``; a dense MLP is all settled, a MoE without shared experts all routed."""
+    """``(s_k, r_k)``. The output of a dense MLP counts as ``s_k``, that of a MoE without shared experts as ``r_k``."""
     if not hasattr(mlp, "experts"):
         return whole(mlp, x), torch.zeros_like(x)
     shared = getattr(mlp, "shared_experts", None) or getattr(mlp, "shared_expert", None)
@@ -47,7 +47,7 @@ def settled_and_routed(mlp: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def layer_inputs(model: nn.Module, ids: Tensor) -> tuple[Tensor, list[dict]]:
-    """Embeddings, and what transformers' own loop passes to each layer (masks, rotary tables)."""
+    """The embeddings, and the keyword arguments (masks, rotary tables) that transformers' loop passes to each layer."""
     seen, handles = [], []
     for layer in model.model.layers:
         hook = lambda _, args, kwargs: seen.append((args, kwargs))  # noqa: E731

@@ -1,4 +1,4 @@
-"""What earlier versions wrote: recipes and identities whose keys have their old names."""
+"""Makes recipes and identities as earlier versions wrote them, with the old names of their keys."""
 
 import copy
 from typing import Any
@@ -7,7 +7,7 @@ from fcsd.config.renamed import NEW_NAME
 
 
 def recipe_before(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's values, as nested mappings, under the old keys; the keys of sweep stages, too."""
+    """A recipe's values, as nested mappings, under the old keys. The keys of sweep stages are the old ones, too."""
     old = copy.deepcopy(recipe)
     for before, after in NEW_NAME.items():
         section, key = after.split(".")

@@ -11,7 +11,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _mxfp4(name: str, value: torch.Tensor, random: torch.Generator) -> Tensors:
-    """GPT-OSS: experts [experts, in, out] as blocks of 32 four-bit values and their scales."""
+    """GPT-OSS: the experts' matrices [experts, in, out] as blocks of 32 four-bit values and their scales."""
     if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return {name: value.bfloat16()}
     experts, inner, outer = value.shape
@@ -21,7 +21,7 @@ def _mxfp4(name: str, value: torch.Tensor, random: torch.Generator) -> Tensors:
 
 
 def _fp8(name: str, value: torch.Tensor, random: torch.Generator) -> Tensors:
-    """DeepSeek-V3: matrices in eight bits, a scale for each block of 128 x 128."""
+    """DeepSeek-V3: matrices in eight bits, with a scale for each block of 128 x 128."""
     if not name.endswith("proj.weight"):
         return {name: value.bfloat16()}
     blocks = [-(-size // 128) for size in value.shape]

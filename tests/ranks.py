@@ -1,4 +1,4 @@
-"""Processes of tests: the ranks of a world, and commands. Each is forked where the slow imports are made already."""
+"""Starts the processes of tests: ranks and commands. They are forked from a process that has made the slow imports."""
 
 import gc
 import multiprocessing
@@ -29,28 +29,28 @@ _context.set_forkserver_preload(
 
 
 def start(function: Callable[..., Any], *arguments: Any, **environment: str) -> BaseProcess:
-    """A fresh process that runs ``function(*arguments)`` in this environment and what is added to it."""
+    """Start a process that runs ``function(*arguments)``. ``environment`` is added to the environment variables."""
     process = _context.Process(target=_enter, args=({**os.environ, **environment}, function, arguments))
     process.start()
     return process
 
 
 def exit_code(function: Callable[..., Any], *arguments: Any) -> int:
-    """How a process that runs ``function(*arguments)`` ends."""
+    """The exit code of a process that runs ``function(*arguments)``."""
     return _end(start(function, *arguments))
 
 
 def exit_codes(size: int, function: Callable[..., Any], *arguments: Any) -> tuple[list[int], str]:
-    """How ``size`` ranks that run ``function(*arguments)`` end, and what they said on stderr."""
+    """The exit codes of ``size`` ranks that run ``function(*arguments)``, and their text on stderr."""
     with tempfile.TemporaryDirectory() as told:
-        said = [Path(told, str(rank)) for rank in range(size)]  # a file each: stacks are written letter by letter
+        said = [Path(told, str(rank)) for rank in range(size)]  # a file per rank: stacks are written letter by letter
         worlds = zip(said, _worlds(size), strict=True)
         ranks = [start(_as_command, path, function, arguments, **world) for path, world in worlds]
         return [_end(rank) for rank in ranks], "".join(path.read_text() for path in said)
 
 
 def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Results of ``function(*arguments)`` by rank; an exception where one failed."""
+    """The results of ``function(*arguments)`` by rank. The result of a rank that failed is its exception."""
     results = _context.Queue()
     ranks = [start(_answer, rank, results, function, arguments, **world) for rank, world in enumerate(_worlds(size))]
     found = dict(results.get(timeout=300) for _ in ranks)
@@ -60,7 +60,10 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
 
 
 def in_group(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """``function(rank, *arguments)`` by rank, in DeepSpeed's process group over gloo; a rank's error is raised."""
+    """The results of ``function(rank, *arguments)`` by rank, in DeepSpeed's process group over gloo.
+
+    The error of a rank is raised.
+    """
     found = on_ranks(size, _joined, function, arguments)
     for result in found:
         if isinstance(result, Exception):
@@ -69,7 +72,7 @@ def in_group(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
 
 
 def fcsd(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What ``fcsd ARGUMENTS`` does."""
+    """Run ``fcsd ARGUMENTS`` and return its exit code and output."""
     with tempfile.TemporaryDirectory() as told:
         out, err = Path(told, "out"), Path(told, "err")
         words = [str(argument) for argument in arguments]
@@ -78,14 +81,14 @@ def fcsd(*arguments: object, cwd: Path | None = None, **environment: str) -> sub
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """The number of a port that is not in use."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
 def _worlds(size: int) -> list[dict[str, str]]:
-    """What torchrun would tell each rank."""
+    """The environment variables that torchrun would set for each rank."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     where |= {"WORLD_SIZE": str(size), "LOCAL_SIZE": str(size)}
     return [{**where, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
@@ -93,14 +96,14 @@ def _worlds(size: int) -> list[dict[str, str]]:
 
 def _end(process: BaseProcess) -> int:
     process.join(300)
-    process.kill()  # or one that hangs would be waited for when the session ends
+    process.kill()  # otherwise the end of the session would wait for a process that hangs
     process.join()
     assert process.exitcode is not None
     return process.exitcode
 
 
 def _enter(environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    gc.freeze()  # the collector has no need to look at what was imported
+    gc.freeze()  # the collector need not visit the imported objects
     os.environ.clear()
     os.environ.update(environment)
     function(*arguments)
@@ -112,7 +115,7 @@ def _answer(rank: int, results: Any, function: Callable[..., Any], arguments: tu
     except Exception as error:
         traceback.print_exc()
         answer = pickle.dumps(error)
-    results.put((rank, answer))  # as bytes: a tensor would be read from this process, which may be gone by then
+    results.put((rank, answer))  # as bytes; a tensor would be read from this process, which may have ended
 
 
 def _joined(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

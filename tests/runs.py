@@ -1,4 +1,4 @@
-"""Small real runs: a random teacher, its farskip conversion, a corpus, a recipe."""
+"""Makes small real runs: a random teacher, its farskip conversion, a corpus and a recipe."""
 
 import copy
 import hashlib
@@ -28,12 +28,12 @@ SECTIONS: dict[str, Any] = {
 
 
 def write_models(folder: Path, arch: str = "deepseek_v2") -> tuple[Path, Path]:
-    """A teacher directory and its conversion, farskip on all layers, with tokenizers."""
+    """Write a teacher directory and its farskip conversion of all layers, both with tokenizers; return their paths."""
     from fcsd.models.build import converted_config, model_classes, register
     from fcsd.models.wiring import Wiring
 
-    register()  # experts on disk as the architecture has them
-    teacher = tiny.model(arch, initializer_range=0.1)  # large enough for the wiring to matter
+    register()  # so that experts are saved under the architecture's on-disk names
+    teacher = tiny.model(arch, initializer_range=0.1)  # weights large enough that the wiring changes the outputs
     wiring = Wiring("farskip", tuple(range(teacher.config.num_hidden_layers)))
     block = wiring.to_block(base_model=str(folder / "teacher"), base_revision=None, base_sha256=None)
     student = model_classes(arch)["AutoModelForCausalLM"](converted_config(teacher.config, block))
@@ -45,7 +45,7 @@ def write_models(folder: Path, arch: str = "deepseek_v2") -> tuple[Path, Path]:
 
 
 def resolved(folder: Path, **changes: Any) -> ResolvedRecipe:
-    """A recipe over ``folder/student`` and a corpus; ``changes`` by dotted key with ``__`` for the dot."""
+    """A recipe for ``folder/student`` and a corpus. ``changes`` are values by dotted key, with ``__`` for the dot."""
     corpus, held_out = folder / "corpus.jsonl", folder / "held_out.jsonl"
     if not corpus.exists():
         lines = [f"line {n}: " + "the quick brown fox " * (n % 5) for n in range(60)]
@@ -70,7 +70,7 @@ def resolved(folder: Path, **changes: Any) -> ResolvedRecipe:
 
 
 def train(recipe: ResolvedRecipe, size: int = 1, resume: str = "auto") -> None:
-    """A run in ``size`` fresh processes; an error is raised here."""
+    """Train in ``size`` new processes. An error of a process is raised here."""
     for result in on_ranks(size, _distill, recipe, resume):
         if isinstance(result, Exception):
             raise result
@@ -83,7 +83,7 @@ def _distill(recipe: ResolvedRecipe, resume: str) -> None:
 
 
 def outcome(run: Path) -> tuple[list[tuple[str, ...]], str]:
-    """Every loss, rate and norm to the last bit, and the hash of the trained weights."""
+    """Every loss, learning rate and norm of a run, to the last bit, and the hash of the trained weights."""
     numbers = [
         tuple(float(m[key]).hex() for key in ("loss", "kl", "sft", "lr", "grad_norm")) for m in read_metrics(run)
     ]

@@ -1,4 +1,4 @@
-"""Checkpoints of any size in no space: real names, shapes and headers, and weights that are holes in the file."""
+"""Writes checkpoints of any size as sparse files: real names, shapes and headers, but weights without disk space."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1}
 
 
 def write(path: Path, config: Any, cls: str, shards: int = 50, quantize: str | None = None) -> Path:
-    """Write what ``save_pretrained`` of a bf16 model of this config would, with every weight zero.
+    """Write the files that ``save_pretrained`` of a bf16 model of this config would write, with every weight zero.
 
     Args:
         path: directory to make.
@@ -51,7 +51,7 @@ def write(path: Path, config: Any, cls: str, shards: int = 50, quantize: str | N
 
 
 def write_header(file: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-    """One safetensors file of zeros: its header is written, its data is a hole."""
+    """Write a safetensors file of zeros. Only its header takes disk space."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -65,7 +65,7 @@ def write_header(file: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) ->
 
 
 def scout(path: Path, shards: int = 50) -> Path:
-    """Llama-4-Scout's shapes: 109 B parameters, 217 GB that take no space."""
+    """Write a checkpoint with Llama-4-Scout's shapes: 109 B parameters, 217 GB that take no disk space."""
     return write(path, transformers.Llama4Config(), "Llama4ForConditionalGeneration", shards)
 
 

@@ -1,4 +1,4 @@
-"""A real fast tokenizer without files, one token a character, and texts for it."""
+"""A real fast tokenizer without files, with one token per character, and texts for it."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ EOS = 2
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One id per printable ASCII character; 0 pads, 1 is unknown, 2 ends a document."""
+    """A tokenizer with one id per printable ASCII character. Id 0 is padding, 1 is unknown, 2 ends a document."""
     vocab = {"<pad>": 0, "<unk>": 1, "<eos>": EOS, **{chr(c): c - 29 for c in range(32, 127)}}
     words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -18,7 +18,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def ids(text: str) -> list[int]:
-    """What ``tokenizer()`` makes of printable ASCII text."""
+    """The token ids that ``tokenizer()`` gives for printable ASCII text."""
     return [ord(c) - 29 for c in text]
 
 
@@ -27,8 +27,8 @@ def write_jsonl(path: Path, texts: list[object], column: str = "text") -> Path:
     return path
 
 
-# A chat template that marks its responses, the same one without marks, and one that changes an answer once another
-# turn follows it, as Qwen3 does with the reasoning.
+# Three chat templates: one that marks its responses, the same one without marks, and one that changes an answer when
+# another turn follows it, as Qwen3's does with the reasoning.
 _TURNS = (
     "{% for m in messages %}{% if m.role == 'assistant' %}A:@BEGIN@{{ m.content }}{{ eos_token }}@END@"
     "{% else %}{{ m.role[0] | upper }}:{{ m.content }};{% endif %}{% endfor %}"
@@ -39,7 +39,7 @@ MARKED = _TURNS.replace("@BEGIN@", "{% generation %}").replace("@END@", "{% endg
 FORGETFUL = PLAIN.replace("A:{{", "A:{% if loop.last %}(hm){% endif %}{{")
 MARKED_FORGETFUL = MARKED.replace("{% generation %}", "{% generation %}{% if loop.last %}(hm){% endif %}")
 FORGETTING_ALL = PLAIN.replace("{% if add_generation_prompt %}A:", "{% if add_generation_prompt %}A:(hm)")
-# As Qwen3's: the reasoning of all answers before the last question is removed.
+# This template removes the reasoning of all answers before the last question, as Qwen3's does.
 QWEN3 = (
     "{% set ns = namespace(last=0) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -56,5 +56,5 @@ def chat(*contents: str) -> list[dict[str, str]]:
 
 
 def decode(tokens: list[int]) -> str:
-    """What ``tokenizer()`` made the tokens of; ``.`` ends a document."""
+    """The text for which ``tokenizer()`` gives these tokens; ``.`` stands for the end of a document."""
     return "".join("." if token == EOS else chr(token + 29) for token in tokens)

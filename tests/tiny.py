@@ -38,7 +38,7 @@ _LLAMA4 = dict(
     no_rope_layer_interval=4,
 )
 
-# architecture -> (config class, what differs from _SHARED)
+# architecture -> (config class, the fields that differ from _SHARED)
 CONFIGS: dict[str, tuple[str, dict]] = {
     "llama": ("LlamaConfig", dict(intermediate_size=128)),
     "qwen3": ("Qwen3Config", dict(intermediate_size=128, head_dim=16)),

@@ -1,4 +1,4 @@
-"""What is this path or repository? Answered from names, headers and config.json alone; no weight is read."""
+"""Finds out what a path or repository holds, from file names, headers and config.json alone; no weight is read."""
 
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import contained, open_regular, read_object

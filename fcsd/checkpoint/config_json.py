@@ -18,10 +18,10 @@ from fcsd.models.config_keys import REFUSAL, WEIGHTS_FILE
 _NAME = re.compile(r"[\w.-]{1,100}")
 _HUB_CODE_KEYS = ("attn_implementation", "experts_implementation")
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "auto")
-_MAX_LABELS = 10_000  # transformers makes a name for each label; a language model has no tensor for any
+_MAX_LABELS = 10_000  # transformers makes a name for each label, and a language model has no tensor for them
 
-# Key, at any depth -> what its value must satisfy, in words. No tensor backs these values, and with another one
-# transformers takes the machine's memory, or computes something that fcsd cannot read.
+# Key, at any depth -> the condition that its value must satisfy, in words. No tensor confirms these values. With a
+# value that violates its condition, transformers uses up the memory, or computes something that fcsd cannot read.
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("dtype", "torch_dtype"), (lambda value: _is_dtype(value), f"one of {', '.join(_DTYPES)}")),
     "num_labels": (
@@ -36,14 +36,14 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What config.json says.
+    """The content of config.json.
 
     Attributes:
-        raw: all of it.
-        model_type: the base architecture's, for a converted checkpoint too.
+        raw: the whole content.
+        model_type: the model type of the base architecture, for a converted checkpoint too.
         text: the decoder's part of ``raw``; ``raw`` itself unless the model is multimodal.
         quantization: None, ``"mxfp4"``, or ``"fp8"`` (in blocks).
-        rewired: how the model is rewired already, see :func:`fcsd.checkpoint.rewired.read_rewiring`; None if it is not.
+        rewired: the model's present rewiring, see :func:`fcsd.checkpoint.rewired.read_rewiring`; None for an original.
     """
 
     raw: dict[str, Any]
@@ -54,15 +54,15 @@ class CheckpointConfig:
 
     @property
     def foreign(self) -> bool:
-        """Whether the model's own code computes something else than transformers' class of its type (AMD's)."""
+        """Whether the model's own code computes something else than transformers' class of its type, as AMD's does."""
         return self.rewired is not None and self.rewired["by"] != "fcsd"
 
 
 def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointConfig:
-    """Read and check ``config.json`` of a checkpoint directory. Runs nothing, builds nothing.
+    """Read and check ``config.json`` of a checkpoint directory. No code is run and no class is built.
 
-    A rewired checkpoint is read and fcsd's own ``auto_map`` in it accepted. Callers that need an original refuse it
-    themselves.
+    A rewired checkpoint is accepted, and so is fcsd's own ``auto_map`` in it. Callers that need an original refuse a
+    rewired checkpoint themselves.
 
     Args:
         path: the directory.
@@ -70,8 +70,8 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
             transformers.
 
     Raises:
-        BadInputError: it is malformed, contradicts itself, is of an unsupported type, or asks for code to be run that
-            fcsd did not write.
+        BadInputError: the file is malformed, contradicts itself, is of an unsupported type, or asks for code to be run
+            that fcsd did not write.
     """
     where = path / "config.json"
     raw = read_object(contained(path, "config.json"))
@@ -164,7 +164,7 @@ def _check_own_code(config: CheckpointConfig, path: Path) -> None:
 
 
 def _walk(root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every (key, value) at any depth. What lies below a key that can name code is given under that key."""
+    """Every (key, value) at any depth. A value below a key that can name code is given under that key."""
     stack = list(root.items())
     while stack:
         key, value = stack.pop()

@@ -12,7 +12,7 @@ from fcsd.errors import BadInputError
 
 MAX_JSON = 10 << 20  # bytes; the longest config.json or tokenizer_config.json in the wild is below 1 MB
 
-# No surrogates: Python puts them in the place of bytes that are not UTF-8.
+# Surrogates are excluded, because Python puts them in the place of bytes that are not UTF-8.
 _PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:\0-\x1f\ud800-\udfff]{1,255}")
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -35,7 +35,8 @@ def shown(name: str) -> str:
 def contained(root: Path, *parts: str) -> Path:
     """The file that ``root/parts`` leads to. Only names and links are checked; the file need not exist.
 
-    A link may lead anywhere inside ``root``, and from a hub cache snapshot into its repository's ``blobs/``.
+    A link may lead anywhere inside ``root``. A link in a hub cache snapshot may also lead into the ``blobs/`` directory
+    of its repository.
 
     Raises:
         BadInputError: a part is not a plain file name, or the path leads elsewhere.
@@ -57,7 +58,7 @@ def check_regular(path: Path) -> int:
     """The size in bytes of a regular file, which is not opened.
 
     Raises:
-        BadInputError: missing, or not a regular file.
+        BadInputError: the file is missing, or it is not a regular file.
     """
     try:
         found = os.stat(path)
@@ -72,14 +73,14 @@ def check_regular(path: Path) -> int:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; anything else is refused without being opened (a FIFO would block).
+    """Open a regular file for reading. Anything else is refused without being opened, because a FIFO would block.
 
     Raises:
-        BadInputError: missing, unreadable, or not a regular file.
+        BadInputError: the file is missing or unreadable, or it is not a regular file.
     """
     check_regular(path)
     try:
-        # O_NONBLOCK: should a FIFO take the file's place right now, this returns instead of waiting.
+        # O_NONBLOCK: if a FIFO replaces the file between the check and this call, the call returns at once.
         return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     except OSError as error:
         raise BadInputError(f"{path}: cannot be opened ({error.strerror})") from None
@@ -89,7 +90,7 @@ def parse_object(text: bytes, where: str | Path) -> dict[str, Any]:
     """Parse a JSON object; duplicate keys, NaN and infinity literals, and anything but UTF-8 are errors.
 
     Raises:
-        BadInputError: it is not that.
+        BadInputError: the text is not such a JSON object.
     """
     try:
         value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)

@@ -1,19 +1,19 @@
-"""Which weights are these? Sums that identify a checkpoint without reading all of it."""
+"""Hashes that identify a checkpoint without reading all of its weights."""
 
 import hashlib
 
 from fcsd.checkpoint.files import contained, open_regular
 from fcsd.checkpoint.layout import INDEX, Layout
 
-_BYTES = 4096  # of each tensor; a step of any optimizer changes some of them
+_BYTES = 4096  # bytes of each tensor that are hashed; a step of any optimizer changes some of them
 
 
 def fingerprint(layout: Layout) -> str:
     """SHA-256 of a checkpoint's config and headers; no tensor is read.
 
-    Hashed, in this order: the bytes of config.json; those of the index, if there is one; then for every shard, by
-    name, its name, its size in decimal, and its header with the eight bytes of length before it. Two checkpoints
-    that differ in tensor values alone have the same fingerprint.
+    The hash covers, in this order: the bytes of config.json; the bytes of the index, if there is one; then for every
+    shard, sorted by name, its name, its size in decimal, and its header with the eight bytes of length before it. Two
+    checkpoints that differ only in tensor values have the same fingerprint.
 
     Raises:
         BadInputError: a file is missing or not a regular file.
@@ -31,7 +31,10 @@ def fingerprint(layout: Layout) -> str:
 
 
 def sample_sha256(layout: Layout) -> str:
-    """SHA-256 of the first ``_BYTES`` bytes of every tensor, by shard and by place in it: changed by training."""
+    """SHA-256 of the first ``_BYTES`` bytes of every tensor, in the order of shards and of places in a shard.
+
+    Training changes this hash.
+    """
     digest = hashlib.sha256()
     for name, header in sorted(layout.shards.items()):
         with open_regular(layout.files[name]) as file:

@@ -41,7 +41,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of a safetensors file, in the order of their data.
 
     Raises:
-        BadInputError: missing, not a regular file, truncated, or against any rule of the format.
+        BadInputError: the file is missing, is not a regular file, is truncated, or breaks a rule of the format.
     """
     with open_regular(path) as file:
         size = file.seek(0, 2)
@@ -50,7 +50,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def parse_header(file: BinaryIO, size: int, where: str) -> dict[str, TensorInfo]:
-    """As :func:`read_header`, from the start of an open file of ``size`` bytes that ``where`` names."""
+    """As :func:`read_header`, from the start of an open file of ``size`` bytes; messages call the file ``where``."""
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or 8 + length > size:
         raise _bad(where, f"is truncated: {size} bytes, its header alone needs {8 + length if size >= 8 else 8}")

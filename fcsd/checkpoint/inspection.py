@@ -1,4 +1,4 @@
-"""``fcsd inspect``: everything that can be said about a model without reading a weight."""
+"""The command ``fcsd inspect``: describes a model without reading a weight."""
 
 import json
 import re
@@ -20,15 +20,17 @@ _EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.")
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint is. Counts are of tensors that the base class loads; ``bytes`` is of all weights files.
+    """The description of a checkpoint.
+
+    Parameters are counted over the tensors that the base class loads. ``bytes`` counts all weights files.
 
     Attributes:
         active_parameters: the parameters that one token uses: all but those of the experts it is not routed to.
-        dtypes: dtype -> bytes of it.
-        wirings: what ``convert --wiring`` takes for it; none if it is rewired already.
+        dtypes: dtype -> the bytes that are stored in it.
+        wirings: the values that ``convert --wiring`` accepts for this model; empty if the model is rewired already.
         carried: tensors that are in the files and that the base class does not load.
-        problems: what is missing or damaged, one line each: shards, tensors, a part of the architecture that
-            transformers does not implement. ``convert`` refuses a model that has any.
+        problems: the shards and tensors that are missing or damaged, and the parts of the architecture that
+            transformers does not implement, one line each. ``convert`` refuses a model with problems.
     """
 
     model: str
@@ -54,11 +56,11 @@ class Inspection:
     problems: list[str]
 
     def to_json(self) -> str:
-        """All fields, in this order."""
+        """All fields as JSON, in the order of the class."""
         return json.dumps(asdict(self), indent=2)
 
     def to_text(self) -> str:
-        """For people: one aligned line per fact."""
+        """The description as text, one aligned line per fact."""
         experts = f", {self.shared_experts} shared" if self.shared_experts else ""
         lines = {
             "model": self.model + (f" @ {self.revision}" if self.revision else "") + (" (gated)" if self.gated else ""),
@@ -80,15 +82,15 @@ class Inspection:
 
 
 def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) -> Inspection:
-    """Describe a model. Of a model on the hub only small files and the headers of its weights are fetched.
+    """Describe a model. For a model on the hub, only small files and the headers of its weights are fetched.
 
     Args:
         model: a directory or ``org/name[@revision]``.
         trust_remote_code: accept an ``auto_map``; no code of the checkpoint is ever run.
 
     Raises:
-        BadInputError: not a checkpoint, malformed, or of an unsupported type. Missing and damaged shards and tensors
-            are reported and raise nothing.
+        BadInputError: the model is not a checkpoint, is malformed, or is of an unsupported type. Missing and damaged
+            shards and tensors are reported in the result instead.
     """
     source = resolve(str(model), allow_patterns=SMALL_FILES)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
@@ -115,7 +117,10 @@ def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) ->
 
 
 def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[str]) -> dict[str, Any]:
-    """The fields that describe the architecture, from the base class or, for AMD's models, from config and headers."""
+    """The fields that describe the architecture.
+
+    They are taken from the base class. For AMD's models they are taken from the config and the headers.
+    """
     from fcsd.models.archs import ARCHS
 
     text = comparison.text if comparison else config.text
@@ -153,7 +158,7 @@ def _problems(layout: Layout, comparison: Comparison | None) -> list[str]:
 
 
 def _short(number: int | None, units: str = "kMBT") -> str:
-    """``108 B`` for 108 225 039 360 parameters."""
+    """A number in short form, for example ``108 B`` for 108 225 039 360 parameters."""
     if number is None:
         return "unknown"
     power = max(0, (len(str(number)) - 1) // 3)

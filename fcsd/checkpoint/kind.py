@@ -1,4 +1,4 @@
-"""Recognise by file names what a directory is that is not a Hugging Face checkpoint, for the error message."""
+"""Recognises, by file names, what a directory holds that is not a Hugging Face checkpoint, for the error message."""
 
 import os
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from pathlib import Path
 from fcsd.checkpoint.layout import INDEX, SINGLE
 from fcsd.errors import BadInputError
 
-# In the order they are tried: glob over the top-level names -> what it is, what to do.
+# The known kinds, in the order in which they are tried: glob over the top-level names -> the kind, and what to do.
 _KINDS: list[tuple[str, str, str]] = [
     ("model_index.json", "a diffusers pipeline", "fcsd rewires language models only."),
     ("config.resolved.yaml", "an fcsd run", "Export it first: fcsd export RUN OUT."),
@@ -57,15 +57,15 @@ _EXPECTED = f"Expected a directory with config.json and {SINGLE} or {INDEX}."
 
 
 def expect_checkpoint(names: Iterable[str], where: str | Path, *, weights: bool = True) -> None:
-    """Check by file names alone that these are a transformers checkpoint in safetensors.
+    """Check by file names alone that these files are a transformers checkpoint in safetensors.
 
     Args:
         names: paths in the directory or repository, relative to it.
         where: the directory or repository, for the message.
-        weights: whether config.json alone is too little.
+        weights: whether the checkpoint must have weights; if not, config.json is enough.
 
     Raises:
-        BadInputError: they are not; the message says what they are instead.
+        BadInputError: the files are something else; the message says what.
     """
     top = {name.split("/")[0] for name in names}
     found = SINGLE in top or INDEX in top
@@ -81,10 +81,10 @@ def expect_checkpoint(names: Iterable[str], where: str | Path, *, weights: bool 
 
 
 def expect_directory(path: Path, *, weights: bool = True) -> None:
-    """Check that ``path`` is a directory that holds a transformers checkpoint in safetensors, see above.
+    """Check that ``path`` is a directory that holds a transformers checkpoint; see :func:`expect_checkpoint`.
 
     Raises:
-        BadInputError: it is not; the message says what it is instead.
+        BadInputError: the path is something else; the message says what.
     """
     if not os.path.isdir(path):
         if not os.path.exists(path):

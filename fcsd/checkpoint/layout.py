@@ -1,4 +1,4 @@
-"""Which tensor lies in which shard: one ``model.safetensors``, or the shards that an index names."""
+"""Finds out which tensor lies in which shard: in the single ``model.safetensors``, or in the shards of an index."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +26,8 @@ class Layout:
         path: the checkpoint's directory.
         weight_map: the tensor -> shard table of the index; None without an index.
         shards: file name -> the tensors in it.
-        files: file name -> the regular file behind it (links followed), of shards that are on this machine.
-        problems: file name -> why it cannot be used; only ``read_layout(strict=False)`` returns any.
+        files: file name -> the regular file behind it (links followed), for the shards that are on this machine.
+        problems: file name -> why the shard cannot be used; filled only by ``read_layout(strict=False)``.
     """
 
     path: Path
@@ -60,10 +60,11 @@ def read_layout(
         path: the checkpoint's directory.
         strict: raise on the first missing, damaged or contradictory shard instead of reporting it.
         allow_unexpected: accept tensors that a shard holds and the index does not list.
-        remote: headers of shards that need not be on this machine: file name -> what reads it.
+        remote: for shards that need not be on this machine, file name -> a function that reads the header.
 
     Raises:
-        BadInputError: as above; always if the index is malformed or a shard leaves the directory.
+        BadInputError: a shard is missing, damaged or contradictory and ``strict`` is set; or, in every case, the index
+            is malformed or a shard's path leaves the directory.
     """
     remote = remote or {}
     weight_map = _read_index(path) if (path / INDEX).exists() else None
@@ -96,7 +97,7 @@ def read_layout(
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """``weight_map`` of the index: tensor name -> shard, names checked, nothing opened."""
+    """The ``weight_map`` of the index: tensor name -> shard. The names are checked, and no shard is opened."""
     where = path / INDEX
     index = read_object(contained(path, INDEX), MAX_INDEX)
     weight_map = index.get("weight_map")
@@ -113,7 +114,7 @@ def _read_index(path: Path) -> dict[str, str]:
 def _disagreements(
     shards: dict[str, Header], weight_map: dict[str, str] | None, allow_unexpected: bool
 ) -> dict[str, str]:
-    """Shard -> how it contradicts the index."""
+    """For every shard that contradicts the index: its name -> the contradiction in words."""
     if weight_map is None:
         return {}
     problems = {}

@@ -1,4 +1,4 @@
-"""Bounds and contradictions of the numbers in config.json, checked before any class is built from them.
+"""Checks the numbers in config.json for bounds and contradictions before any class is built from them.
 
 transformers accepts most of what is refused here: zero experts, more experts per token than experts, a negative number
 of layers.
@@ -13,7 +13,8 @@ from fcsd.checkpoint.files import quoted
 from fcsd.errors import BadInputError
 from fcsd.models.config_keys import EXPERT_COUNTS
 
-# key -> (least, most): the upper bounds are above those of every model, and so small that checking them costs little.
+# key -> (least, most). The upper bounds are above the values of every known model, and small enough that a model with
+# such values can be checked quickly.
 _SIZES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("num_hidden_layers", "interleave_moe_layer_step", "decoder_sparse_step"), (1, 10_000)),
     **dict.fromkeys(("n_shared_experts", "first_k_dense_replace"), (0, 10_000)),
@@ -33,10 +34,10 @@ def _indivisible(divisor: int, number: int) -> bool:
     return number % divisor != 0
 
 
-# (key, other key, what must not hold between their values, in words)
+# (key, other key, the relation of their values that is an error, the same relation in words)
 _CONTRADICTIONS: list[tuple[str, str, Callable[[int, int], bool], str]] = [
     *[("num_experts_per_tok", key, gt, "exceeds") for key in EXPERT_COUNTS],
-    ("num_experts", "num_local_experts", ne, "is not"),  # two names of one number
+    ("num_experts", "num_local_experts", ne, "is not"),  # both keys name the same number
     ("topk_group", "n_group", gt, "exceeds"),
     ("n_group", "n_routed_experts", _indivisible, "does not divide"),
     ("first_k_dense_replace", "num_hidden_layers", gt, "exceeds"),
@@ -45,7 +46,7 @@ _CONTRADICTIONS: list[tuple[str, str, Callable[[int, int], bool], str]] = [
 
 
 def check_numbers(config: dict[str, Any], where: str | Path) -> None:
-    """Check one (sub-)config.
+    """Check the numbers of a config or of a config inside it.
 
     Raises:
         BadInputError: a size is not a whole number within its bounds, or two of them contradict each other.
@@ -55,7 +56,7 @@ def check_numbers(config: dict[str, Any], where: str | Path) -> None:
         if value is not None and (type(value) is not int or not least <= value <= most):
             shown = quoted(value) if isinstance(value, str) else str(value)[:40]
             raise BadInputError(f"{where}: {key} is {shown}, not a whole number from {least} to {most}")
-    if config.get("num_experts_per_tok", 1) is None:  # transformers takes it, and fails at the first token
+    if config.get("num_experts_per_tok", 1) is None:  # transformers accepts None and fails at the first token
         raise BadInputError(f"{where}: num_experts_per_tok is null")
     for key, other, wrong, words in _CONTRADICTIONS:
         a, b = config.get(key), config.get(other)

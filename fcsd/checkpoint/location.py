@@ -1,4 +1,4 @@
-"""Where a model is: in a directory, or in the hub cache at the commit that a hub id was resolved to."""
+"""Finds a model: in a directory, or in the hub cache at the commit that a hub id was resolved to."""
 
 import json
 import os
@@ -17,17 +17,17 @@ from fcsd.checkpoint.kind import expect_checkpoint, expect_directory
 from fcsd.checkpoint.layout import Layout
 from fcsd.errors import BadInputError, DiskError
 
-# Weights in other formats, or in a subdirectory: the same model again, for another program.
+# Weights in other formats or in a subdirectory. They are the same model again, for another program.
 OTHER_FORMATS = ["*/*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]
 OTHER_FORMATS += ["*.distcp", "consolidated*"]
-SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # all but the weights: config, tokenizer, index
+SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # all files but the weights: config, tokenizer, index
 _BASE_PATH = ".fcsd.json"
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@\s]+))?")
 
 
 @dataclass(frozen=True)
 class Location:
-    """A checkpoint on this machine. One from the hub also has its repository id and the commit it was resolved to."""
+    """A checkpoint on this machine. If it comes from the hub, its repository id and commit are recorded too."""
 
     path: Path
     repo_id: str | None = None
@@ -36,7 +36,7 @@ class Location:
 
 
 def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: bool = True) -> Location:
-    """Find a model and download what is not in the hub cache; an interrupted download resumes where it stopped.
+    """Find a model and download the files that the hub cache lacks. An interrupted download resumes where it stopped.
 
     Args:
         model: a directory, or ``org/name`` or ``org/name@revision`` on the hub. If both exist, the directory is taken.
@@ -44,7 +44,7 @@ def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: boo
         weights: whether the checkpoint must have weights; if not, only its small files are downloaded.
 
     Raises:
-        BadInputError: it is not there, not accessible, or not a transformers checkpoint in safetensors.
+        BadInputError: the model does not exist, is not accessible, or is not a transformers checkpoint in safetensors.
     """
     path = Path(os.path.expanduser(model))
     match = _HUB_ID.fullmatch(model)
@@ -58,7 +58,7 @@ def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: boo
         allow_patterns = SMALL_FILES
     with _hub_errors(repo, revision):
         reachable, gated = _look_up(repo, revision)
-        folder = snapshot_download(  # snapshots/<commit>, and remembers which commit the revision was, for offline use
+        folder = snapshot_download(  # in snapshots/<commit>; the cache records the revision's commit for offline use
             repo,
             revision=revision,
             allow_patterns=allow_patterns,
@@ -72,11 +72,11 @@ def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: boo
 
 
 def origin(source: Location, layout: Layout | None) -> dict[str, str | None]:
-    """What a conversion records of its original in the ``fcsd`` block; of a directory its name only, not its path.
+    """The fields of the ``fcsd`` block that describe the original. A directory is recorded by its name, not its path.
 
     Args:
         source: where the original is.
-        layout: its weights; None leaves out the fingerprint.
+        layout: the original's weights; with None the fingerprint is left out.
     """
     return {
         "base_model": source.repo_id or source.path.resolve().name,
@@ -86,9 +86,10 @@ def origin(source: Location, layout: Layout | None) -> dict[str, str | None]:
 
 
 def base_path_file(source: Location) -> dict[str, str]:
-    """The file of a converted directory that says where its original lies on this machine: name -> text.
+    """The file of a converted directory that records the original's path on this machine, as name -> text.
 
-    The file is hidden, so neither ``fcsd export`` nor ``fcsd push`` hands it on. An original on the hub needs none.
+    The file is hidden, so neither ``fcsd export`` nor ``fcsd push`` copies it. For an original on the hub the result is
+    empty.
     """
     if source.repo_id is not None:
         return {}
@@ -112,7 +113,7 @@ def read_base_path(directory: Path) -> str | None:
 def remote_headers(source: Location) -> dict[str, Callable[[], dict[str, TensorInfo]]]:
     """Functions that read headers over the network by ranged requests, for every safetensors file of a hub repository.
 
-    Empty for a directory, and when the hub cannot be reached.
+    The result is empty for a directory, and when the hub cannot be reached.
     """
     if source.repo_id is None:
         return {}
@@ -142,7 +143,10 @@ def _remote_header(source: Location, name: str, size: int) -> dict[str, TensorIn
 
 
 def _look_up(repo: str, revision: str | None) -> tuple[bool, bool]:
-    """Whether the hub can be reached, and whether the repository is gated; refuses one that holds no checkpoint."""
+    """Whether the hub can be reached, and whether the repository is gated.
+
+    A repository that holds no checkpoint is refused.
+    """
     from huggingface_hub import HfApi, is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
@@ -153,14 +157,14 @@ def _look_up(repo: str, revision: str | None) -> tuple[bool, bool]:
     except HTTPError as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
             raise
-        return False, False  # the hub is down: the cache may do
+        return False, False  # the hub is down; the cache may hold the files
     expect_checkpoint((file.rfilename for file in info.siblings or []), repo)
     return True, bool(info.gated)
 
 
 @contextmanager
 def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Turn exceptions of huggingface_hub into one line and a hint, without URLs, which could carry a token."""
+    """Turn exceptions of huggingface_hub into one line and a hint, without URLs, because a URL may contain a token."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -198,7 +202,7 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
         raise BadInputError(f"{repo}: the hub answered {status}", "Try again; a download resumes.") from None
     except HTTPError as error:
         raise BadInputError(f"{repo}: the download broke off ({type(error).__name__})", "Run it again.") from None
-    except OSError as error:  # after the hub's own errors, which are OSErrors too
+    except OSError as error:  # caught last, because the hub's own errors are OSErrors too
         raise DiskError(
             f"{constants.HF_HUB_CACHE}: cannot be written ({error.strerror or error})",
             "Free some space there, or point HF_HOME at another disk.",

@@ -1,4 +1,4 @@
-"""How a checkpoint is rewired already: fcsd writes it as an ``fcsd`` block, AMD's models have ``farskip*`` keys."""
+"""Reads the rewiring that a checkpoint already has: fcsd writes an ``fcsd`` block, AMD's models ``farskip*`` keys."""
 
 from pathlib import Path
 from typing import Any
@@ -7,16 +7,16 @@ from fcsd.checkpoint.files import quoted
 from fcsd.errors import BadInputError
 from fcsd.models.selection import layers_text
 
-PREFIX = "fcsd_"  # of a converted checkpoint's model_type
+PREFIX = "fcsd_"  # the model_type of a converted checkpoint begins with it
 _AMD_FLAGS = ("farskip", "attn_only_farskip", "mlp_only_farskip")
 GATED_ATTENTION = "its attention is gated (self_attn.gate_proj), which no class of transformers that fcsd uses has"
 
 
 def read_rewiring(raw: dict[str, Any], model_type: str, where: str | Path) -> dict[str, Any] | None:
-    """How the model is rewired, None if it is not.
+    """The model's rewiring; None if the model has the standard wiring.
 
-    AMD's code needs ``farskip`` for anything: the two ``*_only`` flags change nothing without it, and both together
-    take back what it does. Such a model has the standard wiring.
+    In AMD's code the two ``*_only`` flags have no effect without ``farskip``, and both together cancel it. In both
+    cases the model has the standard wiring.
 
     Returns:
         ``{"by": "fcsd", **block}``, or ``{"by": "amd", "wiring": "farskip", "variant", "start", "end"}``, with the
@@ -40,7 +40,7 @@ def read_rewiring(raw: dict[str, Any], model_type: str, where: str | Path) -> di
 
 
 def describe(rewiring: dict[str, Any]) -> str:
-    """The rewiring in a few words: ``farskip (attn-only), layers 0-26, by AMD``."""
+    """The rewiring in a few words, for example ``farskip (attn-only), layers 0-26, by AMD``."""
     variant = f" ({rewiring['variant']})" if rewiring["variant"] != "full" else ""
     if rewiring["by"] == "amd":
         return f"farskip{variant}, layers from {rewiring['start']} up to {rewiring['end']}, by AMD"
@@ -56,7 +56,7 @@ def refuse_rewired(path: Path, rewiring: dict[str, Any] | None) -> None:
         rewiring: see :func:`read_rewiring`.
 
     Raises:
-        BadInputError: it is rewired already.
+        BadInputError: the checkpoint is rewired already.
     """
     if rewiring is None:
         return
@@ -69,7 +69,7 @@ def refuse_rewired(path: Path, rewiring: dict[str, Any] | None) -> None:
 
 
 def has_gated_attention(raw: dict[str, Any]) -> bool:
-    """Whether config.json is of AMD's Instella-MoE with gated attention: see ``GATED_ATTENTION``."""
+    """Whether config.json describes AMD's Instella-MoE with gated attention; see ``GATED_ATTENTION``."""
     return raw.get("model_type") == "instella_moe" or raw.get("gated_attention") is True
 
 

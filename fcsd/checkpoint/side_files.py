@@ -1,6 +1,6 @@
-"""The files around the weights (tokenizer, chat templates, licence, card): which are taken over, and what they may be.
+"""Chooses and checks the files beside the weights that a new directory copies: tokenizer, templates, licence, card.
 
-A directory that fcsd writes carries no code but fcsd's own. Code files of an original are left behind, and an
+A directory that fcsd writes contains no code but fcsd's own. Code files of an original are not copied, and an
 ``auto_map`` of an original is removed from the files that hold one.
 """
 
@@ -13,10 +13,10 @@ from fcsd.checkpoint.files import check_regular, contained, quoted, read_object
 from fcsd.checkpoint.layout import INDEX
 from fcsd.errors import BadInputError
 
-# The same weights in another format, which a new directory does not take over.
+# Files with the same weights in another format. A new directory does not copy them.
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 MAX_SIDE_FILE = 256 << 20  # bytes; the longest tokenizer.json in use is below 40 MB
-_TEMPLATES = "additional_chat_templates"  # the one folder whose files are taken over
+_TEMPLATES = "additional_chat_templates"  # the only folder whose files are copied
 _CODE = (".py", ".pyc", ".so")
 
 # The files that transformers reads as JSON objects, and may read an ``auto_map`` from.
@@ -26,14 +26,14 @@ _OBJECTS = (*_MAY_NAME_CODE, "tokenizer.json", "special_tokens_map.json", "added
 
 
 def side_files(path: Path, written: Set[str] = frozenset(), *, code: Set[str] = frozenset()) -> dict[str, Path]:
-    """The files of a checkpoint directory that a new directory takes over as they are, and its index.
+    """The files of a checkpoint directory that a new directory copies unchanged, and the index of its weights.
 
     Hidden files, weights and folders other than ``additional_chat_templates`` are left out.
 
     Args:
         path: the checkpoint's directory.
         written: names that the caller writes itself; they are left out, too.
-        code: names of code files to take over; all other code files are left out.
+        code: names of code files to copy; all other code files are left out.
 
     Returns:
         Name, relative to ``path`` -> the regular file behind it.

@@ -1,7 +1,8 @@
-"""Output directories that exist as a whole or not at all, and files taken over from a source without touching it.
+"""Writes output directories that exist as a whole or not at all, and links or copies files into them.
 
-Two processes may write to one OUT at the same time, and a user may put files there meanwhile. OUT is therefore looked
-at twice: before the work starts and at the rename that ends it. What was not there the first time is never deleted.
+Two processes may write to one OUT at the same time, and a user may put files there meanwhile. OUT is therefore checked
+twice: before the work starts, and at the rename that ends it. A file that was not there at the first check is never
+deleted.
 """
 
 import errno
@@ -20,23 +21,23 @@ from fcsd.checkpoint import read_object
 from fcsd.disk import sync, sync_directories
 from fcsd.errors import ConfigError, DiskError, PreemptedError
 
-Contents = frozenset[tuple[str, int, int, int]]  # of a directory: path, inode, size and time of every entry
+Contents = frozenset[tuple[str, int, int, int]]  # path, inode, size and time of every entry of a directory
 
 _CHUNK = 64 << 20  # bytes that are copied between two updates of the progress bar
-# The errors of os.link where two directories cannot share a file: another file system, no support, a file of another
-# user, too many links.
+# The errors of os.link when two directories cannot share a file: they are on different file systems, the file system
+# has no links, the file belongs to another user, or it has too many links.
 _CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def check_out(out: Path, sources: list[Path], *, force: bool) -> Contents | None:
-    """Check that ``out`` may be written, before anything is.
+    """Check that ``out`` may be written, before anything is written.
 
     Returns:
-        What ``out`` holds and ``staged`` may replace; None if it is empty or does not exist.
+        The entries of ``out``, which ``staged`` may replace; None if ``out`` is empty or does not exist.
 
     Raises:
-        ConfigError: ``out`` overlaps with a source, is not a directory, is not empty without ``force``, or holds what
-            fcsd has not written.
+        ConfigError: ``out`` overlaps with a source, is not a directory, is not empty without ``force``, or holds files
+            that fcsd has not written.
     """
     real = out.resolve()
     for source in (source.resolve() for source in sources):
@@ -48,7 +49,7 @@ def check_out(out: Path, sources: list[Path], *, force: bool) -> Contents | None
         raise ConfigError(f"{out}: is a file", "OUT is the directory to write.")
     if not any(real.iterdir()):
         return None
-    contents = _contents(real)  # before config.json is read: what comes later is not covered by that check
+    contents = _contents(real)  # taken before config.json is read, because files that appear later are unchecked
     if not force:
         raise ConfigError(f"{out}: is not empty", "Choose another directory, or replace it with --force.")
     if not (real / "config.json").is_file() or "fcsd" not in read_object(real / "config.json"):
@@ -58,14 +59,14 @@ def check_out(out: Path, sources: list[Path], *, force: bool) -> Contents | None
 
 @contextmanager
 def staged(out: Path, former: Contents | None = None) -> Iterator[Path]:
-    """A new directory beside ``out`` that takes its place when the block succeeds, and vanishes when it does not.
+    """A new directory beside ``out``. It replaces ``out`` if the block succeeds, and is deleted if the block fails.
 
     Args:
         out: the directory to write.
-        former: what ``check_out`` found there and allows to be replaced.
+        former: the entries that ``check_out`` found there; they may be replaced.
 
     Raises:
-        ConfigError: ``out`` no longer holds what ``former`` says; it is left as it is.
+        ConfigError: the entries of ``out`` differ from ``former``; ``out`` is left as it is.
     """
     real = out.resolve()
     real.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +89,7 @@ def staged(out: Path, former: Contents | None = None) -> Iterator[Path]:
 
 
 def _rename_to_empty(stage: Path, out: Path) -> None:
-    """Rename a directory; the system refuses it if a file, or a directory that is not empty, is at ``out``."""
+    """Rename a directory. The system refuses this if ``out`` is a file or a directory that is not empty."""
     try:
         stage.rename(out)
     except OSError as error:
@@ -98,7 +99,7 @@ def _rename_to_empty(stage: Path, out: Path) -> None:
 
 
 def _replace(stage: Path, out: Path, former: Contents) -> None:
-    """Put ``stage`` in the place of ``out`` if ``out`` still holds ``former``."""
+    """Replace ``out`` by ``stage`` if the entries of ``out`` are still those of ``former``."""
     aside = out.with_name(f".{out.name}.old-{uuid.uuid4().hex[:8]}")
     try:
         out.rename(aside)
@@ -109,7 +110,7 @@ def _replace(stage: Path, out: Path, former: Contents) -> None:
             raise _appeared(out)
         _rename_to_empty(stage, out)
     except BaseException:
-        with suppress(ConfigError):  # if something is at ``out`` again, both stay
+        with suppress(ConfigError):  # if ``out`` exists again, both directories stay
             _rename_to_empty(aside, out)
         raise
     shutil.rmtree(aside)
@@ -123,20 +124,23 @@ def _appeared(out: Path) -> ConfigError:
 
 
 def _contents(directory: Path) -> Contents:
-    """Path, inode, size and time of modification of everything below a directory; a changed file changes its time."""
+    """Path, inode, size and time of modification of every entry below a directory.
+
+    A file that is changed in place gets another time of modification.
+    """
     found = ((str(path.relative_to(directory)), path.lstat()) for path in directory.rglob("*"))
     return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
 def copy_small(files: Mapping[str, Path], into: Path) -> None:
-    """Copy files, name relative to ``into`` -> file, and never link them: people edit these in place."""
+    """Copy files, given as name relative to ``into`` -> file. They are never linked, because people edit them."""
     for name, file in files.items():
         (into / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, into / name)
 
 
 def take_over(files: Mapping[str, Path], into: Path) -> int:
-    """Give ``into`` the files, name -> regular file, by hard link or, where that cannot be, by copy.
+    """Put files, given as name -> regular file, into ``into`` by hard link or, where that is impossible, by copy.
 
     A link shares the file with its source, so no process may open it for writing. A copy shares blocks where the file
     system supports it, and shows its progress.
@@ -192,14 +196,14 @@ def _copy_chunk(source: BinaryIO, target: BinaryIO) -> int:
 
 
 def _lock(directory: Path) -> int:
-    """Lock a directory until the descriptor is closed, at the latest when this process ends."""
+    """Lock a directory until the returned descriptor is closed, at the latest when this process ends."""
     descriptor = os.open(directory, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 
 
 def _remove_abandoned(out: Path) -> None:
-    """Delete what a killed process left beside ``out``; a process that still runs holds the lock."""
+    """Delete directories that killed processes left beside ``out``. A process that still runs holds its lock."""
     for stage in out.parent.glob(f".{out.name}.tmp-*"):
         with suppress(BlockingIOError):
             lock = _lock(stage)

@@ -1,4 +1,4 @@
-"""Compare the tensors in the files with those that config.json describes: names, shapes and dtypes, by headers alone.
+"""Compares names, shapes and dtypes of the tensors in the headers with those that config.json describes.
 
 The expected tensors are not listed here. transformers builds the base class on the meta device, which takes no memory,
 and the conversion that it would apply on saving gives the on-disk names.
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 _FLOATS = ("F64", "F32", "BF16", "F16")
-_SHOWN = 5  # names in a message
+_SHOWN = 5  # the most names in a message
 _NOT_FOR_BUILDING = ("auto_map", "fcsd", WEIGHTS_FILE, "quantization_config", "model_type", "architectures")
-_MXFP4_BLOCK = 32  # values that share a scale, packed in 16 bytes
+_MXFP4_BLOCK = 32  # the number of values that share a scale; they are packed in 16 bytes
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class Comparison:
     """The differences between config.json and the headers, by on-disk names.
 
     Attributes:
-        parameters: every tensor of the base model as it is without quantisation: name -> shape. Tied copies are left
-            out.
+        parameters: every tensor of the base model without quantisation: name -> shape. Tied copies are left out.
         missing: tensors that are expected and not in the files.
         unexpected: tensors in the files that are neither expected nor declared by the base class as ignored.
         wrong: descriptions of the tensors that have another shape or dtype than expected.
@@ -51,7 +50,7 @@ class Comparison:
     text: dict[str, Any] = field(repr=False)
 
     def problems(self) -> dict[str, str]:
-        """The number and first names of the missing, unexpected and wrong tensors, for each kind that there is."""
+        """The number and first names of the missing, unexpected and wrong tensors, without the kinds that have none."""
         kinds = {"missing": self.missing, "unexpected": self.unexpected, "wrong": self.wrong}
         return {kind: _some(kind, names) for kind, names in kinds.items() if names}
 
@@ -60,8 +59,8 @@ def verify_tensors(layout: Layout, config: CheckpointConfig, *, allow_unexpected
     """Compare a checkpoint's headers with its config.
 
     Raises:
-        BadInputError: a tensor is missing, unexpected (unless allowed), or of another shape or dtype than the base
-            class has it. Tied copies may be there or not.
+        BadInputError: a tensor is missing, is unexpected (unless allowed), or has another shape or dtype than in the
+            base class. Tied copies may be present or absent.
     """
     comparison = compare_tensors(layout, config)
     if comparison.missing or comparison.wrong or (comparison.unexpected and not allow_unexpected):
@@ -76,7 +75,8 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
     """Compare as :func:`verify_tensors` does, but report a mismatch instead of raising.
 
     Raises:
-        BadInputError: transformers cannot build the config, or it describes far more than the files could hold.
+        BadInputError: transformers cannot build the config, or the config describes far more tensors than the files
+            could hold.
     """
     tensors = layout.tensors
     _refuse_inflated(max(len(tensors), len(layout.weight_map or ())), config, layout.path)
@@ -106,7 +106,7 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
 
 
 def _refuse_inflated(held: int, config: CheckpointConfig, where: Path) -> None:
-    """Refuse a config that describes many more layers or experts than there are tensors, before they are built."""
+    """Refuse a config with many more layers or experts than the files have tensors, before the model is built."""
     parts = [config.text, *filter(None, [config.raw.get("vision_config")])]
     layers = sum(part.get("num_hidden_layers") or 0 for part in parts)
     if layers > held:
@@ -120,7 +120,7 @@ def _refuse_inflated(held: int, config: CheckpointConfig, where: Path) -> None:
 
 
 def _on_meta(config: CheckpointConfig, where: Path) -> "PreTrainedModel":
-    """The base class of transformers, without memory, without code from the checkpoint."""
+    """The base class of transformers on the meta device, built without code from the checkpoint."""
     import torch
     import transformers
 
@@ -137,13 +137,13 @@ def _on_meta(config: CheckpointConfig, where: Path) -> "PreTrainedModel":
         built = getattr(transformers, row.config).from_dict(raw, attn_implementation="eager")
         with torch.device("meta"):
             return getattr(transformers, cls)(built)
-    except Exception as error:  # unchecked values can fail anywhere in there
+    except Exception as error:  # unchecked values can fail anywhere in transformers
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadInputError(f"{where}: transformers cannot build this config.json ({quoted(reason)})") from error
 
 
 def _refuse_shadowing(raw: dict[str, Any], config_class: Any, where: Path) -> None:
-    """Refuse keys that would take the place of a method or a table of transformers' config class."""
+    """Refuse keys that would replace a method or a table of transformers' config class."""
     own = {field.name for field in fields(config_class)}
     for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
         for key in part.keys() - own:
@@ -166,7 +166,10 @@ def _plain(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], conf
 
 
 def _mxfp4(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], config: CheckpointConfig) -> Expected:
-    """GPT-OSS: an experts' matrix [experts, in, out] lies as blocks [experts, out, in/32, 16] and scales, both U8."""
+    """The tensors of GPT-OSS in MXFP4.
+
+    The experts' matrix ``[experts, in, out]`` is stored as blocks ``[experts, out, in/32, 16]`` and scales, both U8.
+    """
     expected: Expected = {}
     for name, shape in parameters.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -180,7 +183,10 @@ def _mxfp4(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], conf
 
 
 def _fp8(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], config: CheckpointConfig) -> Expected:
-    """DeepSeek-V3: a matrix in F8_E4M3 has a float ``_scale_inv`` per block; any matrix may have been left as it is."""
+    """The tensors of DeepSeek-V3 in FP8.
+
+    A matrix in F8_E4M3 has a float ``_scale_inv`` per block. Any matrix may also be stored without quantisation.
+    """
     rows, columns = config.raw["quantization_config"]["weight_block_size"]
     expected: Expected = {}
     for name, shape in parameters.items():

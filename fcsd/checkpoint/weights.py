@@ -1,7 +1,7 @@
-"""The bytes of weights files: read by tensor or by row, and written in any order by any number of processes.
+"""Reads weights files by tensor or by row, and writes them in any order from any number of processes.
 
-Nothing goes through a memory map: every page of a map that is touched counts as memory of the process, for as long as
-the file is open, and a mapped file that is cut short kills its reader.
+No memory map is used. Every touched page of a map counts as memory of the process for as long as the file is open, and
+a process that reads a mapped file is killed when the file is cut short.
 """
 
 import json
@@ -22,16 +22,16 @@ from fcsd.errors import BadInputError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_SHARD = 5_000_000_000  # bytes
+MAX_SHARD = 5_000_000_000  # bytes of tensors in one weights file
 
 Shape = tuple[int, ...]
 
 
 class Reader:
-    """Tensors of a checkpoint, one at a time; close it by leaving its context.
+    """Reads the tensors of a checkpoint one at a time. Leaving the context closes the files.
 
     Args:
-        layout: from ``read_layout``, whose shards are all on this machine.
+        layout: the result of ``read_layout``; all its shards are on this machine.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -47,13 +47,13 @@ class Reader:
         self._open.close()
 
     def tensor(self, name: str, row: int | None = None) -> Tensor:
-        """A tensor of floats in the file's dtype; with ``row``, what is at that index of its first dimension."""
+        """A floating-point tensor in the file's dtype; with ``row``, its slice at that index of the first dimension."""
         info = self._layout.shards[self._shard[name]][name]
         shape = info.shape if row is None else info.shape[1:]
         return self.raw(name, row).view(DTYPES[info.dtype]).view(shape)
 
     def raw(self, name: str, row: int | None = None) -> Tensor:
-        """Its bytes, ``[size]`` of uint8.
+        """The bytes of a tensor or of one row, as uint8 ``[size]``.
 
         Raises:
             BadInputError: the file has become shorter than its header says.
@@ -75,15 +75,15 @@ class Reader:
 
 
 class Writer:
-    """The weights files of a new checkpoint: each tensor has its place before the first byte is written.
+    """Writes the weights files of a new checkpoint. The place of each tensor is fixed before the first byte is written.
 
-    So every process that has a part of the model writes it, on a disk that all of them see, and none waits for
-    another. One of them calls ``describe``; when all have left the context the files are whole.
+    Therefore every process writes its own part of the model, on a disk that all processes share, without waiting for
+    the others. One process calls ``describe``. The files are complete when all processes have left the context.
 
     Args:
-        directory: exists.
+        directory: the directory to write into; it must exist.
         tensors: name -> dtype as in safetensors headers, and shape; the same on every process.
-        max_bytes: of a file's tensors, but for a single tensor larger than that.
+        max_bytes: the most bytes of tensors in one file. A single tensor that is larger has a file of its own.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, tuple[str, Shape]], max_bytes: int = MAX_SHARD) -> None:
@@ -100,7 +100,7 @@ class Writer:
         count = len(groups)
         names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [SINGLE]
         self._headers: dict[str, bytes] = {}
-        self._places: dict[str, tuple[str, int]] = {}  # tensor -> file, first byte in it
+        self._places: dict[str, tuple[str, int]] = {}  # tensor -> file, offset of its first byte
         for file, group in zip(names, groups, strict=True):
             self._lay_out(file, {name: tensors[name] for name in group})
         self._shapes = {name: shape for name, (_, shape) in tensors.items()}
@@ -116,7 +116,7 @@ class Writer:
             os.close(descriptor)
 
     def describe(self) -> None:
-        """Write the headers, and the index if there are several files."""
+        """Write the header of every file, and the index if there are several files."""
         for file, header in self._headers.items():
             self._write(file, memoryview(header), 0)
         if len(self._headers) > 1:
@@ -125,7 +125,7 @@ class Writer:
             (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, data: Tensor, row: int | None = None) -> None:
-        """Write a tensor, or its bytes as uint8; with ``row``, what is at that index of its first dimension."""
+        """Write a tensor, or its bytes as uint8; with ``row``, write the slice at that index of the first dimension."""
         raw = data.detach().cpu().contiguous().view(-1).view(torch.uint8)
         file, start = self._places[name]
         size = self._sizes[name] // (1 if row is None else self._shapes[name][0])

@@ -1,4 +1,4 @@
-"""The wiring that a user asks for by name, layers and options, held against the checkpoint that is to have it."""
+"""Makes a wiring from the name, layers and options that a user gives, and checks that it fits the checkpoint."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from fcsd.models.wiring import Wiring
 
 
 def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, **fields: Any) -> Wiring:
-    """The wiring that the options of ``convert`` ask for, tried on a model without memory.
+    """The wiring that the options of ``convert`` ask for. It is applied to a model on the meta device as a check.
 
     Args:
-        config: of the original.
+        config: the config of the original.
         arch: the architecture's row.
-        name: the wiring.
+        name: the name of the wiring.
         layers: see ``fcsd.models.selection.select_layers``.
-        fields: further fields of ``Wiring``; one that is None takes its default.
+        fields: further fields of ``Wiring``; a field that is None takes its default.
 
     Raises:
         ConfigError: the wiring does not fit the model, or its options do not go together.

@@ -1,4 +1,4 @@
-"""`fcsd bench`: where the time and the memory of a training step go."""
+"""The `fcsd bench` commands, which measure the time and the memory of a training step."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def train(
 
 
 def _bench(load: "Workload", gpus: int | None, out: Path | None, *, traced: bool) -> dict[str, Any]:
-    """What ``fcsd.bench.training.step.bench`` gives, in every process of a run that this starts."""
+    """Start a process per GPU where that is needed, and return the result of ``fcsd.bench.training.step.bench``."""
     if traced and out is None:
         raise ConfigError("traces are written into --out, which is missing")
     if traced and not load.overlapped:

@@ -1,4 +1,7 @@
-"""How a command runs: data alone on stdout; an error is one line, a hint and an exit code, `-v` shows its origin."""
+"""What all commands share: results go to stdout, and an error is printed as one line and a hint, with an exit code.
+
+With `-v`, the traceback of an error is printed too.
+"""
 
 import contextlib
 import contextvars
@@ -47,10 +50,10 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
             logging.getLogger("fcsd").setLevel(logging.DEBUG if verbose else logging.INFO)
             _DATA.set(sys.stdout)
             try:
-                with contextlib.redirect_stdout(sys.stderr):  # libraries print and log there
+                with contextlib.redirect_stdout(sys.stderr):  # libraries print and log to stdout
                     function(**options)
             except BrokenPipeError:
-                raise  # `fcsd recipes show tiny | head` is no error; typer ends quietly
+                raise  # `fcsd recipes show tiny | head` is not an error; typer exits without a message
             except (KeyboardInterrupt, Exception) as error:
                 if verbose:
                     traceback.print_exc()

@@ -1,4 +1,4 @@
-"""`fcsd distill`, `cache-teacher` and `plan`."""
+"""The commands `fcsd distill`, `cache-teacher` and `plan`."""
 
 import json
 import os

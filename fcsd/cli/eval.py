@@ -1,4 +1,4 @@
-"""`fcsd eval`, `sweep-layers`, `choose-layers` and `chat`."""
+"""The commands `fcsd eval`, `sweep-layers`, `choose-layers` and `chat`."""
 
 import json
 import logging
@@ -99,14 +99,14 @@ def evaluate(
 
     from fcsd.launch.world import ensure_world
 
-    if backend != "vllm":  # which starts its processes itself
+    if backend != "vllm":  # vLLM starts its processes itself
         ensure_world(gpus)
 
     from fcsd.eval import compare, tables
     from fcsd.eval.engines.engine import Engine
     from fcsd.eval.harness import evaluate_models, names_of
 
-    required = None if require is None else compare.Requirement.parse(require)  # refused now, not after hours
+    required = None if require is None else compare.Requirement.parse(require)  # refused before hours of work
     others = [model for model in models if model != baseline]
     if untrained is not None and untrained not in others:
         raise ConfigError(f"--untrained {untrained} is not one of the models", "name it as a MODEL too")
@@ -282,12 +282,12 @@ def chat(
 
 
 def _names(text: str | None) -> list[str] | None:
-    """``piqa, boolq`` as names."""
+    """The names in a list such as ``piqa, boolq``."""
     return [name.strip() for name in text.split(",") if name.strip()] if text else None
 
 
 def _numbers(text: str | None) -> list[int] | None:
-    """``2,5,8`` as numbers."""
+    """The numbers in a list such as ``2,5,8``."""
     if text is None:
         return None
     if not re.fullmatch(r"\d+(,\d+)*", text):

@@ -1,6 +1,6 @@
-"""The command line: parse, call one library function, print.
+"""The entry point of the command line. A command parses its arguments, calls one library function and prints a result.
 
-Data goes to stdout, people's text to stderr. Library functions are imported when their command runs, so that
+Results go to stdout, and messages go to stderr. Library functions are imported when their command runs, so that
 `fcsd --help` answers at once.
 """
 
@@ -52,8 +52,8 @@ app.add_typer(bench_app, name="bench", help="Measure training steps, their memor
 def main() -> None:
     """The console script."""
     if sys.argv[1:2] == ["eval"] and sys.argv[2:3] in (["sweep-layers"], ["choose-layers"]):
-        del sys.argv[1]  # the same command by both names; a model that is called so is ./sweep-layers
-    if not sys.stderr.isatty():  # the libraries draw their bars into files, too
+        del sys.argv[1]  # both names run the same command; a model directory of this name is given as ./sweep-layers
+    if not sys.stderr.isatty():  # the libraries would write their progress bars into log files, too
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     try:

@@ -1,4 +1,4 @@
-"""`fcsd inspect`, `convert`, `export` and `push`: commands that take a model directory."""
+"""The commands `fcsd inspect`, `convert`, `export` and `push`, which take a model directory."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`fcsd recipes`: list, show or copy the packaged recipes, and migrate recipes of earlier versions."""
+"""The `fcsd recipes` commands, which list, show and copy packaged recipes and migrate recipes of earlier versions."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""A recipe: everything a distillation run depends on, where each value came from, and the file that says so.
+"""The sections of a recipe, which holds every setting of a distillation run, and the origin of every value.
 
-Precedence: default < base recipe < recipe < --set < flag. Paths are relative to the current directory and taken
-literally. Each file here holds one section; other packages import everything from this one.
+The precedence of values is: default < base recipe < recipe < --set < flag. Paths are relative to the current directory
+and are taken literally. Each file of a section holds that section alone. Other packages import everything from here.
 """
 
 from fcsd.config.batch import accumulation

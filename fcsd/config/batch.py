@@ -1,11 +1,11 @@
-"""How a batch of tokens is divided over processes and micro-batches."""
+"""Divides a batch of tokens over processes and micro-batches."""
 
 from fcsd.config.recipe import Recipe
 from fcsd.errors import ConfigError
 
 
 def accumulation(recipe: Recipe, world_size: int) -> int:
-    """Micro-batches per process and optimizer step.
+    """The number of micro-batches per process and optimizer step.
 
     Raises:
         ConfigError: the batch cannot be split evenly.

@@ -1,4 +1,4 @@
-"""Turns a pydantic problem into one line: where it is, which key, what is wrong, what was probably meant."""
+"""Turns a pydantic error into one line with its place, the key, the error, and the value that was probably meant."""
 
 import difflib
 import re
@@ -10,12 +10,12 @@ from pydantic_core import ErrorDetails
 
 
 def explain(problem: ErrorDetails, places: Mapping[str, str], schema: type[BaseModel]) -> str:
-    """One line for one problem.
+    """The message for one problem, on one line.
 
     Args:
         problem: an entry of `ValidationError.errors()`. The message of a validator that compares several
             keys starts with the full name of one of them.
-        places: where keys were written, `recipe.yaml:12`, by dotted key; `""` is the whole file.
+        places: where keys were written, such as `recipe.yaml:12`, by dotted key; `""` is the whole file.
         schema: the model that was validated.
     """
     kind, loc, message = problem["type"], problem["loc"], problem["msg"].replace("Input should", "should")
@@ -31,7 +31,7 @@ def explain(problem: ErrorDetails, places: Mapping[str, str], schema: type[BaseM
         message = message.removeprefix("Value error, ")
         known = set(_keys(schema))
         named = [word for word in re.findall(r"[\w.]+", message) if word in known]
-        if message.split(" ")[0] in known:  # several keys contradict each other: show where one of them was written
+        if message.split(" ")[0] in known:  # several keys contradict each other, and the place of one of them is shown
             written = next((name for name in named if name in places), named[0])
             return f"{nearest(written, places)}: {message}"
     given = problem["input"]
@@ -41,7 +41,7 @@ def explain(problem: ErrorDetails, places: Mapping[str, str], schema: type[BaseM
 
 
 def nearest(key: str, known: Mapping[str, str]) -> str:
-    """What is known of a key, else of the first key below it, else of the closest one above it."""
+    """The entry of `known` for a key, else for the first key below it, else for the closest key above it."""
     if key in known:
         return known[key]
     below = next((k for k in known if k.startswith(f"{key}.")), None)
@@ -49,7 +49,7 @@ def nearest(key: str, known: Mapping[str, str]) -> str:
 
 
 def _meant_value(problem: ErrorDetails) -> str:
-    """The closest of the values that a field allows, as the end of a message; empty if none is close."""
+    """The end of a message that suggests the closest value that a field allows; empty if no value is close."""
     allowed = re.findall(r"'([^']*)'", problem.get("ctx", {}).get("expected", ""))
     close = difflib.get_close_matches(str(problem["input"]).lower(), allowed, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""What all sections of a recipe share: strictness, and the types of their fields."""
+"""The base class of all sections of a recipe, and the types that their fields share."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +31,7 @@ def _stays_below(value: str) -> str:
 
 
 def whole(value: object) -> object:
-    """`500e6` is a whole number to people and a float to YAML."""
+    """Turn a float such as `500e6` into an integer, because YAML reads this notation as a float."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

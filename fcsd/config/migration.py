@@ -1,4 +1,4 @@
-"""`fcsd recipes migrate`: a recipe with old keys, rewritten with today's keys. Comments and values stay as they are."""
+"""The command `fcsd recipes migrate`: replaces a recipe's old keys by today's and keeps its comments and values."""
 
 import copy
 import json
@@ -14,7 +14,7 @@ from fcsd.config.renamed import NEW_NAME, renames
 from fcsd.errors import ConfigError, DiskError
 from fcsd.recipes import strict_yaml
 
-_OLD_SECTION = "train"  # every old key of the table was in it
+_OLD_SECTION = "train"  # the section that held every old key of the table
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*", re.MULTILINE)
 
 
@@ -27,7 +27,7 @@ def migrate(path: Path, out: Path | None = None, *, force: bool = False) -> Path
         force: replace an existing file.
 
     Returns:
-        The file that was written; `path` if it is to be replaced but has no old keys.
+        The file that was written. If `path` was to be replaced and has no old keys, it is returned unchanged.
 
     Raises:
         ConfigError: the recipe is not strict YAML or cannot be rewritten, or the file exists and `force` is not given.
@@ -57,10 +57,10 @@ def migrated(text: str, name: str) -> str:
 
     Args:
         text: the recipe, strict YAML.
-        name: what error messages call it.
+        name: the recipe's name in error messages.
 
     Raises:
-        ConfigError: it is not a recipe, it has an old key and the new section as well, or its form is too unusual to
+        ConfigError: the text is not a recipe, it has both an old key and the new section, or its form is too unusual to
             be rewritten with all values intact.
     """
     values, lines = strict_yaml.parse(text, name)
@@ -101,7 +101,7 @@ def _is_json(text: str) -> bool:
 
 
 def _moved(values: dict[str, Any], found: dict[str, str]) -> dict[str, Any]:
-    """The values under today's keys; sections that have become empty are left out."""
+    """The recipe's values under today's keys. Sections that have become empty are left out."""
     result = copy.deepcopy(values)
     for stage in (result.get("sweep") or {}).get("stages") or []:
         renamed = {NEW_NAME.get(key, key): value for key, value in stage.items()}
@@ -147,7 +147,7 @@ def _stages(root: Any) -> list[Any]:
 
 
 def _split_section(text: str, key: Any, section: Any, limit: int) -> tuple[int, int, str]:
-    """Today's sections for the old one.
+    """The text of today's sections that replaces the old section.
 
     Args:
         key: the YAML node of the old section's name.
@@ -166,7 +166,7 @@ def _split_section(text: str, key: Any, section: Any, limit: int) -> tuple[int, 
     for new_key, own in entries:
         name = new_key.partition(".")[0]
         parts.setdefault(name, [f"{name}:"]).extend(own)
-    if len(parts[_OLD_SECTION]) == 1:  # every key has moved; a comment beside the section's name stays
+    if len(parts[_OLD_SECTION]) == 1:  # every key has moved, but a comment beside the section's name is kept
         parts[_OLD_SECTION] = _COMMENT.findall(title)
     parts[_OLD_SECTION] += rest
     start = key.start_mark.index
@@ -199,7 +199,7 @@ def _from_lines(lines: list[str], first: int, section: Any) -> tuple[str, list[t
 
 
 def _from_braces(lines: list[str], section: Any) -> tuple[str, list[tuple[str, list[str]]], list[str]]:
-    """As `_from_lines`, of a section in flow style, `train: {lr: 1e-3, steps: 10}`, which becomes block style."""
+    """As `_from_lines`, for a section in flow style, `train: {lr: 1e-3, steps: 10}`; the result is in block style."""
     text = "\n".join(lines)
     entries, before = [], section.start_mark.index
     followers = [key.start_mark.index for key, _ in section.value[1:]]

@@ -1,7 +1,7 @@
-"""The keys of recipes that have another name or another section today: the only table of them.
+"""The only table of recipe keys that have been renamed or moved to another section.
 
-`fcsd.config.resolve` refuses an old key with the new one, `fcsd recipes migrate` rewrites files by it, and the
-checkpoints of old runs are compared by it (`fcsd.distill.identity`).
+`fcsd.config.resolve` uses it to refuse an old key with a message that names the new one. `fcsd recipes migrate` uses it
+to rewrite files. `fcsd.distill.identity` uses it to compare the checkpoints of old runs.
 """
 
 import re
@@ -36,9 +36,9 @@ _STAGE = re.compile(r"sweep\.stages\.\d+\.")
 
 
 def renames(raw: object, key: str = "") -> dict[str, str]:
-    """Today's name by old name, for every old dotted key in an unvalidated recipe, in the recipe's order.
+    """Map every old dotted key of an unvalidated recipe to today's key, in the recipe's order.
 
-    A sweep's stage has dotted keys itself: `sweep.stages.0.train.lr` becomes `sweep.stages.0.optim.lr`.
+    The keys of a sweep's stage are dotted keys too: `sweep.stages.0.train.lr` becomes `sweep.stages.0.optim.lr`.
     """
     stage = _STAGE.match(key)
     prefix = stage.group() if stage else ""
@@ -52,7 +52,7 @@ def renames(raw: object, key: str = "") -> dict[str, str]:
 
 
 def translated(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A flat mapping of dotted keys, list items included (`train.betas.0`), under today's names."""
+    """A flat mapping of dotted keys, list items included (`train.betas.0`), with every key under today's name."""
     result = {}
     for key, value in flat.items():
         old = next((old for old in NEW_NAME if key == old or key.startswith(f"{old}.")), None)

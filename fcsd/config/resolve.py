@@ -1,4 +1,4 @@
-"""Reading a recipe: its file, what overrides it, and where each value came from."""
+"""Reads a recipe, applies its overrides, and records where each value came from."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from fcsd.recipes import inherit, strict_yaml
 class ResolvedRecipe:
     """A complete recipe and, by dotted key, the origin of each value.
 
-    An origin is `default`, `recipe:LINE`, `BASE.yaml:LINE`, `--set` or `flag`; steps that follow from a budget have
-    `train.tokens`.
+    An origin is `default`, `recipe:LINE`, `BASE.yaml:LINE`, `--set` or `flag`. A number of steps that follows from a
+    budget of tokens has the origin `train.tokens`.
     """
 
     recipe: Recipe
     origins: dict[str, str]
 
     def to_yaml(self) -> str:
-        """The whole recipe with the origin of each value as a comment; loads to the same recipe."""
+        """The whole recipe as YAML, with the origin of each value as a comment. The text loads to the same recipe."""
         return strict_yaml.dump(self.recipe.model_dump(), self.origins)
 
 
@@ -38,11 +38,12 @@ def load_recipe(
 
     Args:
         path_or_name: a YAML file, or the name of a packaged recipe.
-        overrides: `--set` arguments, `optim.lr=1e-4`; values follow the recipe's YAML rules.
-        flags: values of command-line flags by dotted key; they win over everything.
+        overrides: `--set` arguments such as `optim.lr=1e-4`; values follow the recipe's YAML rules.
+        flags: values of command-line flags by dotted key; they override all other values.
 
     Raises:
-        ConfigError: unreadable file, bad YAML, unknown key, wrong type or contradiction, with its place.
+        ConfigError: the file is unreadable or not valid YAML, or it has an unknown key, a wrong type or a
+            contradiction. The message names the place.
     """
     path = recipes.find(str(path_or_name))
     raw, found = inherit.read(path)
@@ -71,10 +72,10 @@ def load_recipe(
 
 
 def vary(resolved: ResolvedRecipe, values: Mapping[str, object]) -> ResolvedRecipe:
-    """The recipe with other values, by dotted key; their origin is `sweep`.
+    """The recipe with some values replaced. `values` maps dotted keys to new values, whose origin is `sweep`.
 
     Raises:
-        ConfigError: unknown key, wrong type or contradiction.
+        ConfigError: there is an unknown key, a wrong type or a contradiction.
     """
     raw: object = resolved.recipe.model_dump()
     if resolved.recipe.train.tokens is not None:
@@ -92,7 +93,7 @@ def vary(resolved: ResolvedRecipe, values: Mapping[str, object]) -> ResolvedReci
 
 
 def value_of(recipe: Recipe, key: str) -> object:
-    """What a recipe says under a dotted key, a number picking a list item; None where it says nothing."""
+    """The value of a dotted key, in which a number selects a list item; None where the recipe has no such value."""
     found: Any = recipe.model_dump()
     for part in key.split("."):
         if isinstance(found, list):
@@ -102,9 +103,9 @@ def value_of(recipe: Recipe, key: str) -> object:
 
 
 def _one_length(raw: object, given: Mapping[str, object]) -> object:
-    """`raw` without `train.steps` if only `train.tokens` is among the given overrides, and the other way round.
+    """Remove `train.steps` from `raw` if the overrides give only `train.tokens`, and vice versa.
 
-    Both say how long the run is. An override replaces what the recipe says, whichever of the two the recipe uses.
+    Both keys set the length of the run. An override of one key therefore replaces either key of the recipe.
     """
     chosen = {name for name in ("steps", "tokens") if given.get(f"train.{name}") is not None}
     if len(chosen) != 1 or not isinstance(raw, dict) or not isinstance(raw.get("train"), dict):
@@ -114,13 +115,15 @@ def _one_length(raw: object, given: Mapping[str, object]) -> object:
 
 
 def _refuse_old_keys(raw: object, places: Mapping[str, str], files: set[str]) -> None:
-    """
+    """Refuse a recipe that has keys of earlier versions.
+
     Args:
+        raw: the recipe, not validated.
         places: where keys were written, by dotted key.
         files: the recipe and its bases.
 
     Raises:
-        ConfigError: a key was renamed; one line for each, with its place and its name today.
+        ConfigError: the recipe has renamed keys. The message has one line for each, with its place and its new name.
     """
     found = {old: (nearest(old, places), new) for old, new in renames(raw).items()}
     if found:
@@ -133,7 +136,7 @@ def _refuse_old_keys(raw: object, places: Mapping[str, str], files: set[str]) ->
 
 
 def _written(origin: str, key: str) -> str:
-    """How the user wrote an assignment, for messages."""
+    """An assignment as the user wrote it, for messages."""
     return f"--set {key}" if origin == "--set" else f"--{key.rpartition('.')[2].replace('_', '-')}"
 
 
@@ -145,7 +148,7 @@ def _split_override(text: str) -> tuple[str, object]:
 
 
 def _assign(current: object, parts: list[str], value: object) -> object:
-    """`current` with `value` at the dotted key `parts`; a number picks a list item, mappings are made."""
+    """`current` with `value` at the dotted key `parts`. A number selects a list item; missing mappings are created."""
     if not parts:
         return value
     head, *rest = parts
@@ -158,7 +161,7 @@ def _assign(current: object, parts: list[str], value: object) -> object:
 
 
 def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
-    """Dotted key and value of everything that is not a mapping or a list of mappings."""
+    """The dotted key and value of every value that is not a mapping or a list of mappings."""
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         value = {str(i): item for i, item in enumerate(value)}
     if isinstance(value, dict):

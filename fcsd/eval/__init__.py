@@ -1,1 +1,1 @@
-"""Did the model keep its capability? Benchmarks, fast scoring, paired comparison, and the verdict."""
+"""Measures whether a model kept its capability: benchmarks, fast scoring, paired comparison, and the verdict."""

@@ -1,9 +1,9 @@
-"""One-sided 95 % bounds for the difference of two models that answered the same questions.
+"""Computes one-sided 95 % bounds for the difference of two models that answered the same questions.
 
-A *gain* is a question that only the model answers rightly, a *loss* one that only its baseline does. Questions on
-which the two agree say how rare a disagreement is, and nothing else. Standard errors are not used: on few questions,
-or where models rarely disagree, a bound of the form "difference minus 1.645 standard errors" is too high far more
-often than in 5 % of cases.
+A *gain* is a question that only the model answers correctly. A *loss* is a question that only its baseline answers
+correctly. Questions on which the two agree only show how rare a disagreement is. Standard errors are not used: with few
+questions, or where models rarely disagree, a bound of the form "difference minus 1.645 standard errors" is too high far
+more often than in 5 % of cases.
 
 One task: the exact unconditional test of Hsueh, Liu and Chen (Biometrics 57, 2001) with Tango's score statistic
 (Statistics in Medicine 17, 1998). The share of questions on which the models disagree (the discordance) is unknown;
@@ -29,7 +29,7 @@ from scipy.special import betainc, betaincinv, gammaln, xlog1py, xlogy
 # The risk of a false "yes", one-sided, and the quantile of the normal distribution that goes with it.
 ALPHA = 0.05
 Z = 1.6448536269514722
-# What is left out of the interval of discordances, and added to the p-value.
+# The probability that the interval of discordances leaves out. It is added to the p-value.
 LEFT_OUT = 1e-4
 # Bounds are found to this precision, and are rounded to the safe side.
 PRECISION = 1e-5
@@ -39,12 +39,12 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Counts:
-    """What two models' answers to one task say about their difference.
+    """The counts of two models' answers to one task from which the bounds of their difference follow.
 
     Attributes:
         gains, losses: sums of the differences above and below zero, in units of ``scale``; whole numbers where every
             answer is right or wrong.
-        n: questions.
+        n: the number of questions.
         scale: the largest possible difference on one question, as a fraction; 1 for right and wrong.
     """
 
@@ -63,9 +63,9 @@ def count(items: Sequence[float], baseline: Sequence[float]) -> Counts:
 
 
 def task_bounds(counts: Counts) -> tuple[float, float]:
-    """The 95 % lower bound of the difference on one task, and the 95 % upper bound, as fractions.
+    """The 95 % lower bound and the 95 % upper bound of the difference on one task, as fractions.
 
-    Each holds by itself with 95 % confidence (both together with 90 %).
+    Each bound by itself holds with 95 % confidence, and both together hold with 90 %.
     """
     # Fractions of a count are rounded to the disadvantage of the bound.
     low = _task_low(math.floor(counts.gains + 1e-9), math.ceil(counts.losses - 1e-9), counts.n)
@@ -95,7 +95,7 @@ def p_above(gains: int, losses: int, n: int, level: float) -> float:
     highest = float(betaincinv(seen + 1, n - seen, 1 - LEFT_OUT / 2)) if seen < n else 1.0
     if lowest > highest:
         return LEFT_OUT
-    # The arc sine of a share has the standard error 0.5 / sqrt(n); the p-value of few questions is the more uneven.
+    # The arc sine of a share has the standard error 0.5 / sqrt(n). The p-value is less smooth for fewer questions.
     ends = np.arcsin(np.sqrt([lowest, highest]))
     steps = math.ceil((16 if n < 1000 else 4) * math.sqrt(n) * (ends[1] - ends[0]))
     discordance = np.sin(np.linspace(ends[0], ends[1], steps + 2))[:, None] ** 2
@@ -120,7 +120,10 @@ def _tango(gains: Array | float, losses: Array | float, n: float, level: float) 
 
 
 def _fewest_gains(disagreements: Array, n: int, level: float, statistic: float) -> Array:
-    """How many of so many disagreements must be gains for a score of at least ``statistic``; one more if none will."""
+    """The fewest gains among each number of disagreements that give a score of at least ``statistic``.
+
+    Where no number of gains does, the result is the number of disagreements plus one.
+    """
     low, high = np.zeros_like(disagreements), disagreements + 1
     while (low < high).any():
         middle = np.floor((low + high) / 2)
@@ -130,7 +133,7 @@ def _fewest_gains(disagreements: Array, n: int, level: float, statistic: float) 
 
 
 def _task_low(gains: int, losses: int, n: int) -> float:
-    """The largest difference of which it can be said that the true one lies above it."""
+    """The lower bound: the largest difference for which a test shows that the true difference lies above it."""
     losses = min(losses, n - gains)
     estimate = (gains - losses) / n
     if p_above(gains, losses, n, PRECISION - 1) > ALPHA:

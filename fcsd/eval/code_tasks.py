@@ -1,7 +1,7 @@
-"""HumanEval+ and MBPP+ through lm-eval: its prompts, examples and tests, but no program runs outside a sandbox.
+"""Runs HumanEval+ and MBPP+ with lm-eval's prompts, examples and tests, and runs generated programs in the sandbox.
 
 lm-eval would execute generated programs in a fork of this process. Its executor is replaced by one that executes
-nothing. The programs and their tests go to ``fcsd.eval.code.judge`` instead.
+nothing. The programs and their tests are passed to ``fcsd.eval.code.judge`` instead.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class _NoExecution:
     """Takes the place of lm-eval's ``code_eval`` metric."""
 
     def compute(self, references: Any, predictions: Any, k: Any) -> tuple[dict[str, float], None]:
-        """Executes nothing. The NaN would be visible if it ever reached a result."""
+        """Return NaN without executing anything. If this value ever reached a result, it would be noticed."""
         return {"pass@1": math.nan}, None
 
 

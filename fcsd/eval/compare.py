@@ -1,4 +1,4 @@
-"""Models against their baseline, question by question: differences, what was won back, and one verdict.
+"""Compares models with their baseline, question by question: differences, recoveries and one verdict.
 
 Two models that answered the same questions are compared by their differences per question. These vary several times
 less than either score does. The verdict follows from the bounds of ``bounds.py``.
@@ -33,9 +33,9 @@ class Difference:
         stderr: the paired standard error; it describes the difference, and the verdict does not use it.
         low, high: the difference is at least ``low`` with 95 % confidence, and at most ``high`` with 95 % confidence.
         recovery: how far the score is from the floor (0) to the baseline (1), with its standard error. The floor
-            is chance or the untrained conversion's score, whichever is higher. None where the baseline is
-            itself within two standard errors of the floor: there is nothing to win back. For ``Avg``, the mean of
-            the benchmarks that have one.
+            is chance or the untrained conversion's score, whichever is higher. None where the baseline itself
+            is within two standard errors of the floor, because then no loss can be measured. For ``Avg``, it is the
+            mean over the benchmarks that have a recovery.
     """
 
     column: str
@@ -48,7 +48,7 @@ class Difference:
     def verdict(self, margin: float) -> str:
         """Whether the model is at most ``margin`` points below its baseline: yes, no or not enough samples.
 
-        Yes and no are each said with 95 % confidence.
+        The answers yes and no each have 95 % confidence.
         """
         if self.low >= -margin:
             return YES
@@ -63,7 +63,8 @@ class LossDifference:
         column: the text.
         nats: the difference, in nats per ``unit`` (token, word or byte); positive where the model is worse.
         stderr: its paired standard error, from text to text.
-        recovery: the share of the untrained conversion's lost loss that was won back, with its standard error.
+        recovery: the share of the untrained conversion's increase in loss that training removed, with its standard
+            error.
     """
 
     column: str
@@ -79,7 +80,7 @@ class Comparison:
 
     Attributes:
         tasks: one difference per benchmark that is counted in points.
-        overall: the mean over these benchmarks, each counting the same, as Table 1's Avg.
+        overall: the mean over these benchmarks with equal weights, as Table 1's Avg.
         loss: the difference in held-out loss; None without a held-out text.
         perplexities: the benchmarks that are perplexities, as differences in loss.
     """
@@ -112,7 +113,7 @@ class Comparison:
         return text
 
     def to_json(self, margin: float) -> dict[str, Any]:
-        """Plain data, verdicts against ``margin`` included."""
+        """The comparison as JSON-like data, including the verdicts for ``margin``."""
 
         def plain(difference: Difference | None) -> dict[str, Any] | None:
             return None if difference is None else {**vars(difference), "verdict": difference.verdict(margin)}
@@ -131,11 +132,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Requirement:
-    """What ``--require`` asks for, in points.
+    """The condition that ``--require`` gives, in points.
 
     Attributes:
-        overall: the mean over the tasks must be shown to be at most so far below the baseline.
-        each: no task may be shown to be further below than this; None where nothing is asked of single tasks.
+        overall: it must be shown that the mean over the tasks is at most this many points below the baseline.
+        each: no task may be shown to be more than this many points below; None for no condition on single tasks.
     """
 
     overall: float
@@ -156,7 +157,7 @@ class Requirement:
         return cls(float(match[1]), None if match[2] is None else float(match[2]))
 
     def check(self, comparisons: Sequence[Comparison]) -> None:
-        """Insist on it.
+        """Check that comparisons satisfy the requirement.
 
         Raises:
             VerdictError: a model's overall answer is not yes, or one of its tasks is shown to be too far below.
@@ -175,7 +176,7 @@ def compare_models(results: Sequence[Result], *, untrained: str | None = None) -
     """Compare every model with the one whose results are marked as baseline.
 
     Args:
-        results: as ``evaluate_models`` returns them.
+        results: the return value of ``evaluate_models``.
         untrained: the name of the untrained conversion among the models, for the recoveries.
 
     Raises:
@@ -228,7 +229,7 @@ def _mean(estimates: Sequence[Estimate]) -> Estimate:
 
 def _points(result: Result, baseline: Result, floor: Result | None, counts: Counts) -> Difference:
     difference, stderr = paired_difference(result["items"], baseline["items"])
-    # Models that agree on every question of a small set are not known to be equal: one answer is the resolution.
+    # Models that agree on every question of a small set may still differ. The resolution of the set is one answer.
     resolution = 1 / result["n"]
     stderr = max(stderr, resolution)
     chance = 0.0 if result["chance"] is None else result["chance"] / 100

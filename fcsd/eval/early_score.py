@@ -1,4 +1,4 @@
-"""The score of a benchmark during training, by which a run can stop early."""
+"""Scores a model on a benchmark during training, so that a run can stop early."""
 
 from datetime import timedelta
 from functools import cache, partial
@@ -28,7 +28,7 @@ def scorer(settings: EarlyStop, *, accept_unsafe_exec: bool = False) -> Scorer |
     """The benchmark that a recipe names for early stopping; None if its metric is not a benchmark.
 
     Raises:
-        ConfigError: no such suite or task.
+        ConfigError: the suite or task does not exist.
         BadInputError: the task's data are missing.
         FcsdError: generated programs would have to run without a sandbox.
     """
@@ -37,7 +37,7 @@ def scorer(settings: EarlyStop, *, accept_unsafe_exec: bool = False) -> Scorer |
     task = _COLUMNS.get(settings.benchmark, settings.benchmark)
     (benchmark,) = select(settings.suite, [task])
     mirror = None if settings.data_mirror is None else Path(settings.data_mirror).absolute()
-    with load_tasks([benchmark], mirror):  # missing data is an error now, not after a thousand steps
+    with load_tasks([benchmark], mirror):  # missing data is an error before training, not after a thousand steps
         pass
     if benchmark.harness in (SANDBOX, EVALPLUS):
         find_sandbox(accept_unsafe_exec=accept_unsafe_exec)
@@ -68,7 +68,7 @@ def score(
     placement of the weights are restored, so that the training that follows does not change.
 
     Args:
-        model: what is being trained, a DeepSpeed engine's ``module``.
+        model: the model in training, which is a DeepSpeed engine's ``module``.
         step: the optimizer step; it names the measurement in messages.
         group: the ranks; None for all of the default process group, or for this process where there is none.
         suite: ``strict`` for EvalPlus' base and plus tests, ``paper`` for lm-eval's three base asserts.
@@ -77,9 +77,9 @@ def score(
         timeout_s: how long a rank waits for any other, in seconds.
 
     Raises:
-        ConfigError: no such task.
+        ConfigError: the task does not exist.
         NonFiniteError: the model gives NaN or infinite logits.
-        FcsdError: no sandbox, or no verdict; on all ranks.
+        FcsdError: there is no sandbox, or a program has no verdict. All ranks raise it.
         RuntimeError: another rank did not answer within ``timeout_s`` seconds.
     """
     team = None
@@ -102,9 +102,10 @@ def score(
 
 @cache
 def _channel(world: Any, members: tuple[int, ...], timeout_s: float) -> Any:
-    """A process group for sending results, whose ranks may have to wait for long; made once, not for every score.
+    """A process group for sending results, whose ranks may have to wait for a long time.
 
-    A group that was destroyed cannot be made again: the new one would read the addresses of the old one's members.
+    The group is made once and not for every score. After a group is destroyed, another one with the same members would
+    read the addresses of the old group's members.
 
     Args:
         world: the default process group, to which the new one belongs.

@@ -1,8 +1,8 @@
-"""HumanEval+ and MBPP+ with EvalPlus' prompts, sanitizer, base tests and plus tests.
+"""Runs HumanEval+ and MBPP+ with EvalPlus' prompts, sanitizer, base tests and plus tests.
 
-A model with a chat template is asked in a chat; a model without one continues the code. Prompts are generated from in
-batches, as for every other task. Programs are judged by ``fcsd.eval.code.judge``. It accepts every root in
-HumanEval/32, where EvalPlus 0.3.1 fails some right answers.
+A model with a chat template gets the prompt as a chat; a model without one continues the code. Answers are generated in
+batches, as for every other task. ``fcsd.eval.code.judge`` judges the programs. It accepts every root in HumanEval/32,
+where EvalPlus 0.3.1 rejects some right answers.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ def _published(row: Benchmark) -> Path:
         url, cached = get_dataset_metadata(name, str(row.version), mini=False)
         path = Path(cached)
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # it reports its download on stdout
+            with contextlib.redirect_stdout(sys.stderr):  # EvalPlus reports its download on stdout
                 make_cache(url, cached)
         except OSError as error:
             raise BadInputError(

@@ -1,4 +1,4 @@
-"""Evaluate models on a suite: lm-eval as a library, several models in one process, one result per task."""
+"""Evaluates models on a suite with lm-eval as a library: several models in one process, one result per task."""
 
 import contextlib
 import logging
@@ -28,7 +28,7 @@ from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any
 from fcsd.eval.tasks import LoadedTask, load_tasks, task_result
 from fcsd.launch.shared_work import ALONE, Team
 
-# How long a rank waits for the others, which may be judging programs or still be generating.
+# The time for which a rank waits for the others, which may be judging programs or still be generating.
 PATIENCE = timedelta(hours=2)
 
 log = logging.getLogger(__name__)
@@ -71,11 +71,11 @@ def evaluate_models(
         data_mirror: a directory of data sets under their hub names; None for the hub and its cache.
         held_out: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` text for one more result, the held-out loss.
         limit: score only the first ``limit`` documents of every task.
-        engine: how the models are run; of models in memory, only its limits and ``generation`` count.
+        engine: how the models are run. For models in memory, only its limits and ``generation`` are used.
         out: a directory for one ``<model>.json`` each. Answers are kept there too: an evaluation that was killed and
             is started again repeats none of them.
         accept_unsafe_exec: run generated programs even where no sandbox is available.
-        team: the ranks, where the caller has a process group already; they all make this call.
+        team: the ranks, if the caller already has a process group; they all make this call.
 
     Returns:
         One result per model and task: ``model, path, suite, baseline, column, task, metric, filter, value, stderr, n,
@@ -85,8 +85,8 @@ def evaluate_models(
         path, or its hub id; None for a model in memory.
 
     Raises:
-        ConfigError: unknown suite or task, a task that cannot run here, two models of one name.
-        BadInputError: missing or empty data, a prompt longer than the model takes, a model that cannot be loaded.
+        ConfigError: a suite or task is unknown, a task cannot run here, or two models have the same name.
+        BadInputError: data are missing or empty, a prompt is longer than the model takes, or a model cannot be loaded.
         NonFiniteError: a model gives NaN or infinite logits; it gets no score.
         FcsdError: generated programs would have to run without a sandbox.
     """
@@ -104,7 +104,7 @@ def evaluate_models(
     engine.check(int(os.environ.get("WORLD_SIZE", "1")) if team is None else 1)
     team = team or _torchrun_team(lockstep=engine.ep_size > 1)
     with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
-        if any(benchmark.harness in (SANDBOX, EVALPLUS) for benchmark in chosen):  # refused now, not after hours
+        if any(benchmark.harness in (SANDBOX, EVALPLUS) for benchmark in chosen):  # refused before hours of work
             team.on_first(lambda: find_sandbox(accept_unsafe_exec=accept_unsafe_exec))
         total = len(ordered) * (len(loaded_tasks) + (text is not None))
         for name, model in zip(names, ordered, strict=True):
@@ -124,7 +124,7 @@ def evaluate_models(
                     if file is not None:
                         file.add(result)
                     start = time.perf_counter()
-                del lm  # or it would live on beside the next model
+                del lm  # otherwise it would stay in memory beside the next model
     return results
 
 
@@ -136,7 +136,7 @@ def _path(model: str | Loaded) -> str | None:
 
 @contextlib.contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Afterwards the random number generators of Python, NumPy and torch (CPU and current GPU) are as before."""
+    """Restore the random number generators of Python, NumPy and torch (CPU and current GPU) after the block."""
     python, array = random.getstate(), numpy.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
@@ -149,7 +149,7 @@ def preserved_rng() -> Iterator[None]:
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every single module is in the mode that it was in."""
+    """Put a model into evaluation mode inside the block, and restore the mode of every single module afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -165,14 +165,14 @@ def _spelled(model: str | Path | Loaded) -> str | Loaded:
 
 @contextlib.contextmanager
 def _lent(model: Loaded, engine: Engine, team: Team) -> Iterator[Adapter]:
-    """A model of the caller's, in evaluation mode while it is scored."""
+    """The adapter of a model that the caller has in memory. The model is in evaluation mode while it is scored."""
     limits: dict[str, Any] = {"batch_size": engine.batch_size, "max_length": engine.max_length}
     with eval_mode(model.model):
         yield HFAdapter(model.model, model.tokenizer, team=team, generation=engine.generation, **limits)
 
 
 def _torchrun_team(lockstep: bool) -> Team:
-    """The processes torchrun started, or this one alone."""
+    """The processes that torchrun started, or this process alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
     import torch.distributed as dist
@@ -190,7 +190,7 @@ def _results(
     limit: int | None,
     accept_unsafe_exec: bool,
 ) -> Iterator[Result]:
-    """The scores of one model, one after the other."""
+    """The results of one model, each as soon as it is known."""
     for task in tasks:
         if isinstance(task, EvalPlusTask):
             yield evalplus_result(task, lm, limit, accept_unsafe_exec)
@@ -201,7 +201,7 @@ def _results(
 
 
 def summary(result: Result) -> str:
-    """One result on one line."""
+    """A result as one line of text."""
     value = " ± ".join(shown(result))
     return (
         f"{result['model']}  {result['column']}  {result['metric']} {value}  (n={result['n']}, {result['seconds']} s)"
@@ -209,10 +209,10 @@ def summary(result: Result) -> str:
 
 
 def names_of(paths: Sequence[str]) -> list[str]:
-    """Short, distinct names: the last part of each path, or the whole of it where the last part is taken.
+    """Short, distinct names: the last part of each path, or the whole path where another model has the same last part.
 
     Raises:
-        ConfigError: the same model twice.
+        ConfigError: the same model is named twice.
     """
     if len(set(paths)) < len(paths):
         raise ConfigError("the same model is named twice")

@@ -16,7 +16,7 @@ def require_ifeval_tools() -> None:
     lm-eval looks for them late: it would use the network, or fail after all answers have been generated.
 
     Raises:
-        ConfigError: what to install.
+        ConfigError: a library is missing. The message says what to install.
     """
     if missing := [name for name in ("immutabledict", "langdetect", "nltk") if find_spec(name) is None]:
         raise ConfigError(f"IFEval needs {', '.join(missing)}", "pip install 'fcsd[ifeval]'")
@@ -32,14 +32,14 @@ def require_ifeval_tools() -> None:
 
 
 def aggregated_items(samples: Sequence[dict[str, Any]]) -> list[float]:
-    """What each prompt adds to the mean of IFEval's four accuracies; the mean of the items is that mean.
+    """The contribution of each prompt to the mean of IFEval's four accuracies; the mean of the items is that mean.
 
     The four are the shares of prompts and of instructions that are followed, each judged strictly and loosely.
     An instruction counts the same in whichever prompt it stands, so a prompt with more instructions than the average
     one may add more than 1.
 
     Args:
-        samples: lm-eval's, with its four metrics.
+        samples: lm-eval's samples, with its four metrics.
     """
     instructions = sum(len(sample["inst_level_strict_acc"]) for sample in samples)
     per_instruction = len(samples) / instructions

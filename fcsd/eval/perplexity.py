@@ -25,7 +25,7 @@ def read_texts(path: Path, column: str = "text") -> list[str]:
     """The documents of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file; empty ones are left out.
 
     Raises:
-        BadInputError: no such file, another format, a row without the column, or no text at all.
+        BadInputError: the file does not exist, has another format, has a row without the column, or has no text.
     """
     if not path.is_file():
         raise BadInputError(f"held-out text {path} does not exist")

@@ -1,4 +1,4 @@
-"""How far a long evaluation is: a bar on a terminal, and a line now and then where there is none."""
+"""Shows the progress of a long evaluation: a bar on a terminal, and elsewhere a log line at intervals."""
 
 import logging
 import time
@@ -17,16 +17,16 @@ log = logging.getLogger(__name__)
 def progress(
     what: str, total: int, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[], None]]:
-    """Gives a function to call after each of ``total`` pieces of work.
+    """Yields a function that the caller calls after each of ``total`` pieces of work.
 
     On a terminal a bar shows percentage and time left. Elsewhere a line is logged at most every ``INTERVAL_S``
-    seconds: done, total, percentage and time left, as far as the pieces take equally long. Work that takes less time
-    logs nothing.
+    seconds, with the number of finished pieces, the total, the percentage and the time left. The time left is estimated
+    as if all pieces took equally long. Work that takes less than ``INTERVAL_S`` seconds logs nothing.
 
     Args:
         what: the kind of work, e.g. ``scoring``.
         quiet: show nothing, as on all ranks but the first.
-        clock: the time in seconds.
+        clock: a function that returns the time in seconds.
     """
     done, began = 0, clock()
     said = began
@@ -45,7 +45,7 @@ def progress(
 
 
 def line(what: str, done: int, total: int, seconds: float) -> str:
-    """``scoring: 1200 of 4800 (25 %), 0:12:00 left``, after so many seconds."""
+    """The log line after ``seconds`` of work, for example ``scoring: 1200 of 4800 (25 %), 0:12:00 left``."""
     left = round(seconds / done * (total - done))
     return (
         f"{what}: {done} of {total} ({100 * done // total} %), {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"

@@ -1,7 +1,7 @@
-"""Results on disk: one JSON file per model, a list with one result per task, always replaced as a whole.
+"""Reads and writes results: one JSON file per model with a list of one result per task, always replaced as a whole.
 
-A directory of results also holds ``comparison.json``, which is not a list of results. Whoever reads the results of a
-directory calls ``read_directory``.
+A directory of results also holds ``comparison.json``, which is not a list of results. ``read_directory`` reads the
+results of a directory and skips that file.
 """
 
 import json
@@ -49,7 +49,7 @@ def read_directory(directory: Path) -> list[Result]:
 def run_of(model: str) -> Path | None:
     """The run directory that a model directory lies in; None if it lies in none, or is not a directory here.
 
-    A run's scores belong into its folder ``eval``, where ``fcsd export`` takes the model card's from.
+    A run's scores belong into its folder ``eval``, from which ``fcsd export`` takes the scores of the model card.
     """
     path = Path(model).resolve()
     if not path.is_dir():

@@ -1,4 +1,4 @@
-"""Estimates with standard errors from the results of single items, for one model or for paired models.
+"""Computes estimates with standard errors from the results of single items, for one model or for paired models.
 
 Every metric here is a ratio of sums over items: an accuracy counts hits over items, a held-out loss sums
 negative log-likelihoods over tokens. An item is a number (denominator one) or a pair (numerator, denominator).

@@ -1,4 +1,4 @@
-"""Which benchmarks, with which settings: each suite is a tuple of benchmarks, nothing more.
+"""The suites of benchmarks with all their settings. Each suite is a tuple of benchmarks.
 
 ``paper`` is the setting that best explains the original-model rows of FarSkip Table 1 (arXiv 2511.11505 states
 neither harness nor shots): lm-eval, raw prompts without chat template, zero-shot multiple choice, 5-shot
@@ -31,7 +31,7 @@ class Benchmark:
 
     Attributes:
         column: the heading, as in Table 1.
-        harness: who defines prompt and scoring.
+        harness: the library that defines prompt and scoring.
         task: the name of the task or group in that harness.
         directory: where lm-eval keeps the task, below its ``tasks`` directory; empty for a task that no suite has.
         version: the task version these settings were chosen for; another installed version is refused.
@@ -40,7 +40,7 @@ class Benchmark:
         filter: lm-eval's filter, which extracts the answer from the model's text.
         chat: whether the tokenizer's chat template wraps the prompt.
         generation: settings that override the task's own (``max_gen_toks``); None for none.
-        chance: what guessing scores, in points; None where the metric has no such level.
+        chance: the score of guessing, in points; None where the metric has no such level.
         published: the original models' points in FarSkip Table 1, in the order of ``TEACHERS``.
     """
 
@@ -163,7 +163,7 @@ def select(suite: str, tasks: Sequence[str] | None = None) -> list[Benchmark]:
     """The benchmarks of a suite, all or those named by column or task (case does not matter).
 
     Raises:
-        ConfigError: an unknown suite or task, or the same one twice.
+        ConfigError: a suite or task is unknown, or a task is named twice.
     """
     by_name = _by_name(suite)
     if tasks is None:

@@ -1,4 +1,4 @@
-"""Results to read: the layout of Table 1, a plain table with standard errors, differences, a picture of bars."""
+"""Shows results: a table in the layout of Table 1, a table with standard errors, a table of differences, and bars."""
 
 import json
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def table_1(results: Sequence[Result]) -> str:
 def plain_table(results: Sequence[Result], comparisons: Sequence[Comparison] = ()) -> str:
     """Markdown with a row per benchmark and a column per model, each value with its standard error.
 
-    The last row says which share of the held-out loss that the untrained conversion lost was won back.
+    The last row is the share of the untrained conversion's increase in held-out loss that training removed.
     """
     columns, models = _axes(results)
     by_cell = {(result["model"], result["column"]): result for result in results}
@@ -57,11 +57,11 @@ def plain_table(results: Sequence[Result], comparisons: Sequence[Comparison] = (
 
 
 def difference_table(comparisons: Sequence[Comparison], margin: float) -> str:
-    """Markdown with a row per benchmark and two columns per model: its difference and what it won back.
+    """Markdown with a row per benchmark and two columns per model: its difference and its recovery ("won back").
 
     The difference is in points from the baseline, with its paired standard error and the verdict against ``margin``;
-    a perplexity's is in nats, without a verdict. Won back is the share of the way from chance, or the untrained
-    conversion, to the baseline. Empty without benchmarks.
+    a perplexity's is in nats, without a verdict. The recovery is 0 at the floor (chance or the untrained conversion)
+    and 1 at the baseline. The text is empty if there are no benchmarks.
     """
     first = comparisons[0]
     names = [*(task.column for task in first.tasks), *(["Avg"] if first.overall else [])]

@@ -1,4 +1,4 @@
-"""Where lm-eval defines a task, and the hashes of the files that define it and of its data in a mirror."""
+"""Finds the files in which lm-eval defines a task, and hashes these files and the task's data in a mirror."""
 
 import difflib
 import hashlib
@@ -24,7 +24,7 @@ def task_manager(task: str, directory: str) -> tuple[Any, Path]:
 
     root = Path(lm_eval.tasks.__file__).parent
     folder = root / directory if directory else _folder_of(task, root)
-    # Reading this directory alone takes a moment; reading lm-eval's 14 000 files takes ten seconds.
+    # Only this directory is read, which is fast; reading all of lm-eval's 14 000 files takes ten seconds.
     manager = lm_eval.tasks.TaskManager(include_path=folder, include_defaults=False)
     entry = manager.task_index.get(task)
     if entry is None:

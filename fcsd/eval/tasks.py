@@ -1,8 +1,8 @@
-"""Tasks of lm-eval: load their stock definitions and data, from the hub's cache or a mirror directory, and run them.
+"""Loads lm-eval's own task definitions and their data, from the hub's cache or a mirror directory, and runs them.
 
-A mirror holds data sets under their hub names with the same columns; ``allenai/ai2_arc/README.md`` names the files of
-each configuration. ``datasets`` prefers a relative directory of that name to the hub, so that the same task
-definitions read real and mirrored data. It would also take any directory for the data that is called, say,
+A mirror holds data sets under their hub names with the same columns. For example, ``allenai/ai2_arc/README.md`` names
+the files of each configuration. ``datasets`` prefers a relative directory of that name to the hub, so that the same
+task definitions read real and mirrored data. For the same reason, it would read any directory that happens to be called
 ``openai/gsm8k``. Tasks are therefore loaded in the mirror, or in an empty directory if there is no mirror.
 """
 
@@ -50,13 +50,13 @@ class LoadedTask:
 
 @contextlib.contextmanager
 def load_tasks(benchmarks: Sequence[Benchmark], mirror: Path | None) -> Iterator[list[LoadedTask | EvalPlusTask]]:
-    """The tasks of all benchmarks. Their data are gone when the context ends.
+    """A context with the loaded tasks of all benchmarks. Their data cannot be used after the context ends.
 
-    What is read from a mirror goes to a temporary cache of data sets, never to the user's.
+    Data from a mirror are written to a temporary cache of data sets, never to the user's.
 
     Raises:
-        ConfigError: an unknown task, another version of it than the suite's, or a library that it needs is missing.
-        BadInputError: data missing, empty or too few to show examples.
+        ConfigError: a task is unknown, has another version than in the suite, or needs a library that is missing.
+        BadInputError: the data are missing or empty, or are too few for the examples in the prompt.
     """
     import datasets.config
 
@@ -90,7 +90,7 @@ def _load(benchmark: Benchmark, mirror: Path | None) -> LoadedTask:
     leaves = list(loaded["tasks"].values())
     if not benchmark.metric:
         benchmark = _completed(benchmark, leaves)
-        if mirror is not None:  # a definition that includes another file does not name its data set itself
+        if mirror is not None:  # a definition that includes another file may not name its data set itself
             files |= mirror_files(benchmark.column, mirror, {str(leaf.config.dataset_path) for leaf in leaves})
     group = loaded.get("groups", {}).get(benchmark.task)
     version = leaves[0].VERSION if group is None else group.version
@@ -122,8 +122,8 @@ def _load(benchmark: Benchmark, mirror: Path | None) -> LoadedTask:
 def _completed(benchmark: Benchmark, leaves: Sequence[Any]) -> Benchmark:
     """A task outside of the suites, with the metric and the filter that it is scored by.
 
-    That is ``acc_norm`` where the task has it, else the first of its metrics that is a mean over questions or a
-    perplexity; and the first of its filters.
+    The metric is ``acc_norm`` where the task has it, else the first of its metrics that is a mean over questions or a
+    perplexity. The filter is the task's first.
 
     Raises:
         ConfigError: the task has no such metric, or it runs generated programs.
@@ -146,7 +146,7 @@ def _completed(benchmark: Benchmark, leaves: Sequence[Any]) -> Benchmark:
 
 
 def _data_sets(manager: Any, task: str) -> set[str]:
-    """The hub names of a task's data sets; of a group, those of all tasks in its directory."""
+    """The hub names of a task's data sets; for a group, those of all tasks in its directory."""
     entry = manager.task_index[task]
     entries = [entry]
     if entry.kind.name == "GROUP":
@@ -170,7 +170,7 @@ def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lean_lm_eval() -> Iterator[None]:
-    """lm-eval without a progress bar per task (57 for MMLU) and without compiling a template per document."""
+    """Inside the block, lm-eval shows no progress bar per task (57 for MMLU) and compiles no template per document."""
     import functools
 
     import datasets
@@ -193,12 +193,12 @@ def _lean_lm_eval() -> Iterator[None]:
 
 
 def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_exec: bool = False) -> dict[str, Any]:
-    """Run a task and keep what the result needs of lm-eval's answer.
+    """Run a task and return the fields of its result that come from lm-eval.
 
     Raises:
-        BadInputError: a prompt longer than the model takes, or a chat template asked for that the model lacks.
+        BadInputError: a prompt is longer than the model takes, or the model lacks a chat template that is asked for.
         ConfigError: a task outside of the suites has scores that are not between 0 and 1.
-        NonFiniteError: NaN or infinite logits.
+        NonFiniteError: the model gives NaN or infinite logits.
     """
     from lm_eval.evaluator import evaluate as run
 
@@ -231,7 +231,7 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
         items = [sample[benchmark.metric] for sample in samples]
         value = answer["results"][benchmark.task][f"{benchmark.metric},{benchmark.filter}"]
         stderr = estimate(items)[1]
-    else:  # a group of lm-eval's need not have a score of its own: each question counts the same
+    else:  # a group of lm-eval's may have no score; then each question counts the same
         items = [_score(sample[benchmark.metric], benchmark) for sample in samples]
         value, stderr = estimate(items)
     settings = {

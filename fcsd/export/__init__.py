@@ -1,1 +1,1 @@
-"""The final directory of a model: its files, its card, the proof that it reloads, and its way to the hub."""
+"""Writes the final directory of a model: its files, its card and the proof that it reloads; uploads it to the hub."""

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 _INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
-# wiring -> what it does to a decoder layer, in a sentence
+# wiring -> a sentence about its effect on a decoder layer
 SENTENCES = {
     "standard": "Every sub-block reads the full residual stream, as in the base model.",
     "farskip": "Attention reads the residual stream without the routed experts of the layer before, and each MLP or "
@@ -55,17 +55,17 @@ def model_card(raw: dict[str, Any], arch: "Arch", former: Path | None, run: Path
     """The text of README.md.
 
     Args:
-        raw: the exported config.json.
+        raw: the content of the exported config.json.
         former: README.md of the base, from which licence and language are inherited.
-        run: the run directory that trained the model, if one did.
-        title: what to call it.
+        run: the run directory that trained the model, if there is one.
+        title: the model's name in the card.
     """
     from huggingface_hub import ModelCardData
 
     block = raw["fcsd"]
-    rows = read_directory(run / "eval") if run else []  # where `fcsd eval` puts those of a model that lies in a run
+    rows = read_directory(run / "eval") if run else []  # `fcsd eval` writes the scores of a run's model there
     own = _own(rows, run) if run else []
-    base = block["base_model"] if block["base_revision"] else None  # a local name helps nobody else
+    base = block["base_model"] if block["base_revision"] else None  # others cannot use the name of a local directory
     data = ModelCardData(
         base_model=base,
         base_model_relation="finetune" if base else None,
@@ -110,9 +110,10 @@ def _training(run: Path | None) -> str:
 
 
 def _own(rows: list[Result], run: Path) -> list[Result]:
-    """The accuracies of the run's own model, without those of others that were evaluated beside it.
+    """The accuracies of the run's own model, without those of other models that were evaluated beside it.
 
-    Its own are those of a model that lies in the run; or, if none does, those of the only model besides the baseline.
+    The run's own model is the one that lies in the run directory. If no model lies there, it is the only model besides
+    the baseline.
     """
     scored = [row for row in rows if is_accuracy(row) and not row["baseline"]]
     inside = [row for row in scored if row.get("path") and run_of(row["path"]) == run.resolve()]

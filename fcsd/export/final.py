@@ -1,7 +1,7 @@
-"""The command ``fcsd export``: the directory in which a run or a converted model is given to others.
+"""The command ``fcsd export``: writes a run or a converted model as a directory that can be given to others.
 
-It holds weights, code and a card, and appears after a fresh process has reloaded it. A run may still be training:
-when it deletes the checkpoint that is being exported, the choice is made again.
+The directory holds weights, code and a card, and appears after a fresh process has reloaded it. A run may still be
+training. If it deletes the checkpoint that is being exported, another checkpoint is chosen.
 """
 
 import json
@@ -19,7 +19,7 @@ from fcsd.export.reload import RECORD, prove_reload
 log = logging.getLogger(__name__)
 
 _CARD = "README.md"
-_ATTEMPTS = 5  # to export a checkpoint before the run that is still training deletes it
+_ATTEMPTS = 5  # how often an export is tried when a run that is still training deletes the chosen checkpoint
 
 
 def export_model(
@@ -33,15 +33,16 @@ def export_model(
     create_pr: bool = False,
     revision: str | None = None,
 ) -> Path:
-    """Write the directory that is given to others.
+    """Write a directory that can be given to others.
 
     Args:
         run_or_model: a run directory, or a converted model (directory or hub id).
         out: directory to write.
-        checkpoint: of a run: ``latest``, ``step-N``, or ``best`` by its early-stopping score or else by its held-out
-            loss. The default is ``best`` where one of them was measured, and ``latest`` otherwise.
+        checkpoint: the checkpoint of a run: ``latest``, ``step-N``, or ``best``. The best one has the best
+            early-stopping score or, without such scores, the lowest held-out loss. The default is ``best`` where one
+            of them was measured, and ``latest`` otherwise.
         force: replace an ``out`` that fcsd wrote.
-        push: hub repository to upload it to; the other arguments are those of ``push_model``.
+        push: hub repository to upload ``out`` to; the arguments after it are those of ``push_model``.
 
     Returns:
         ``out``.
@@ -50,7 +51,7 @@ def export_model(
         BadInputError: ``run_or_model`` is neither a run nor a converted model, or it is damaged.
         CheckpointError: the run's checkpoint is damaged, or training deleted the checkpoint in every attempt.
         ConfigError: ``out`` may not be written, or the run has no such checkpoint.
-        FcsdError: the directory does not reload to equal logits; it is removed then.
+        FcsdError: the directory does not reload to equal logits. It has been removed.
     """
     out = Path(out)
     if (Path(run_or_model) / "config.resolved.yaml").is_file():
@@ -65,7 +66,7 @@ def export_model(
 
 
 def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bool, title: str | None) -> None:
-    """Export a run's checkpoint, see ``export``."""
+    """Export a run's checkpoint; see ``export_model``."""
     from fcsd.distill.run.manifest import verified_model
 
     for _ in range(_ATTEMPTS):
@@ -84,7 +85,7 @@ def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bo
 
 
 def _write(model: Path, run: Path | None, out: Path, *, force: bool, title: str | None) -> None:
-    """Export a model directory, which comes from ``run`` if that is given; see ``export``."""
+    """Export a model directory, which ``run`` trained if it is given; see ``export_model``."""
     from fcsd.models.archs import ARCHS
     from fcsd.models.export_template import converted_files
 
@@ -111,7 +112,7 @@ def _write(model: Path, run: Path | None, out: Path, *, force: bool, title: str 
 
 
 def _choose(run: Path, checkpoint: str | None) -> Path:
-    """The checkpoint of a run that ``export`` is asked for; not verified.
+    """The checkpoint of a run that is to be exported. Its files are not verified here.
 
     Raises:
         ConfigError: there is no such checkpoint, or ``best`` was asked for and nothing was measured.
@@ -137,7 +138,7 @@ def _choose(run: Path, checkpoint: str | None) -> Path:
 
 
 def _best(run: Path, committed: list[Path]) -> Path | None:
-    """The best of a run's checkpoints by its early-stopping score, else by its held-out loss; None without either."""
+    """The checkpoint with the best early-stopping score, else with the lowest held-out loss; None without either."""
     from fcsd.distill.run import checkpoints, manifest
     from fcsd.distill.run.report import METRICS, read_metrics
 
@@ -146,7 +147,7 @@ def _best(run: Path, committed: list[Path]) -> Path | None:
     if not (run / METRICS).is_file():
         return None
     steps = {int(path.name.removeprefix("step-")): path for path in committed}
-    # As early stopping does: the KL where the run has one, because the cross-entropy may rise while the KL falls.
+    # As in early stopping, the KL is used where the run has one, because the cross-entropy may rise while the KL falls.
     records = [line for line in read_metrics(run) if "held_out_sft" in line]
     losses = {line["step"]: line.get("held_out_kl", line["held_out_sft"]) for line in records}
     measured = losses.keys() & steps.keys()

@@ -1,11 +1,11 @@
-"""Run as a script, never imported: load directories where fcsd cannot be imported, as their users will.
+"""A script that loads model directories where fcsd cannot be imported, as their users do. It is never imported itself.
 
     python -P fresh_process.py INPUTS OUT THREADS AUTO DIRECTORY [DIRECTORY ...]
 
 INPUTS is a safetensors file with the arguments of ``forward``, such as ``input_ids [batch, seq]``. OUT receives one
 tensor for each DIRECTORY, named by its position: the logits, or the last hidden states of a model without a head.
-With THREADS as in the process to compare with, sums are taken in the same order and equal to the last bit. Tensors
-of layers that the config leaves out are no error.
+THREADS is the number of threads of the process to compare with, so that sums are taken in the same order and are equal
+to the last bit. Tensors of layers that the config leaves out are not an error.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The command ``fcsd push``: an exported directory is uploaded to a pull request, which is merged at the end."""
+"""The command ``fcsd push``: uploads an exported directory to a pull request, which is merged at the end."""
 
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _NOT_UPLOADED = [RECORD, ".*", "**/__pycache__/**"]
 _AGAIN = "Run it again; what has arrived is not sent twice."
-# Of an earlier upload, these must not stay beside the new ones: another number of shards, other code.
+# Files of an earlier upload that must not stay beside the new ones, which may have other shards and other code.
 _REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
 
 
@@ -31,24 +31,24 @@ def push_model(
 ) -> str:
     """Upload a directory that ``fcsd export`` wrote.
 
-    The upload goes to a pull request, which is merged last, so the repository never shows a part of a model. When it is
-    run again after an interruption, it sends only what is missing.
+    The upload goes to a pull request, which is merged last, so the repository never shows a part of a model. After an
+    interruption, another call sends only the files that are missing.
 
     Args:
-        directory: an exported directory, unchanged since its reload proof but for the card.
-        repo: ``org/name``; made if it does not exist.
+        directory: an exported directory. Only its card may have changed since its reload proof.
+        repo: ``org/name``; it is created if it does not exist.
         private: create the repository as private; an existing public one is refused.
         create_pr: leave the pull request open.
-        revision: commit to this branch instead, made if it does not exist.
-        token: of the hub; by default the one that ``hf auth login`` stored, or HF_TOKEN. It is never shown.
+        revision: commit to this branch instead of a pull request; it is created if it does not exist.
+        token: the hub token; by default the one that ``hf auth login`` stored, or HF_TOKEN. It is never shown.
 
     Returns:
         The address of the repository, branch or pull request.
 
     Raises:
         BadInputError: the directory has no valid reload proof.
-        ConfigError: no token, or the repository is public or holds another model.
-        FcsdError: the hub refused or the network failed.
+        ConfigError: there is no token, or the repository is public or holds another model.
+        FcsdError: the hub refused the upload, or the network failed.
     """
     from huggingface_hub import HfApi, get_token
 
@@ -92,7 +92,7 @@ def _pull_request(api: "HfApi", directory: Path, repo: str, title: str) -> int:
 
 
 def _upload(api: "HfApi", directory: Path, repo: str, title: str, revision: str | None) -> "CommitInfo":
-    """One commit, after all large files have arrived; to a new pull request if there is no revision."""
+    """Make one commit after all large files have arrived. Without a revision, it goes to a new pull request."""
     return api.upload_folder(
         repo_id=repo,
         folder_path=directory,
@@ -118,7 +118,7 @@ def _refuse_another_model(api: "HfApi", repo: str) -> None:
 
 @contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    """Turn exceptions of huggingface_hub into one line, which cannot hold a token."""
+    """Turn exceptions of huggingface_hub into one line that cannot contain a token."""
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HTTPError,  # pyright: ignore[reportPrivateImportUsage]
@@ -136,5 +136,5 @@ def _hub_errors(repo: str) -> Iterator[None]:
         raise FcsdError(f"{repo}: the hub answered {status}", hint) from None
     except (HTTPError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not isinstance(error.__cause__, HTTPError):
-            raise  # the client's RuntimeError is a large file that did not arrive
+            raise  # the client raises RuntimeError when a large file did not arrive
         raise FcsdError(f"{repo}: the upload broke off ({type(error.__cause__ or error).__name__})", _AGAIN) from None

@@ -1,4 +1,4 @@
-"""The proof that an exported directory loads where fcsd is not installed, and the record of it."""
+"""Proves that an exported directory loads where fcsd is not installed, and records the proof."""
 
 import os
 import subprocess
@@ -21,14 +21,14 @@ RECORD = "reload_proof.json"
 def prove_reload(source: Layout, directory: Path, config: CheckpointConfig, arch: "Arch") -> dict[str, Any]:
     """Compare ``directory``, loaded by its own code in a fresh process, with ``source``, loaded by fcsd in this one.
 
-    Of a model larger than memory, as many of the first layers are compared as fit.
+    If the model is larger than memory, only the first layers are compared, as many as fit.
 
     Returns:
         The record to write to ``directory/RECORD``.
 
     Raises:
-        FcsdError: it does not load, or its logits are not equal bit for bit.
-        DoesNotFitError: not one layer fits in memory.
+        FcsdError: the directory does not load, or its logits are not equal bit for bit.
+        DoesNotFitError: not even one layer fits in memory.
     """
     import torch
     import transformers
@@ -58,10 +58,10 @@ def prove_reload(source: Layout, directory: Path, config: CheckpointConfig, arch
 
 
 def check_record(directory: Path) -> None:
-    """Check that a directory was proven and has not changed since; its card may have.
+    """Check that a directory has a reload proof and has not changed since. Its card may have changed.
 
     Raises:
-        BadInputError: otherwise.
+        BadInputError: there is no proof, or another file than the card has changed.
     """
     hint = "Export it (again): fcsd export MODEL OUT."
     if not (directory / RECORD).is_file():
@@ -98,7 +98,7 @@ def _in_fresh_process(directory: Path, ids: Any, scratch: Path) -> Any:
     save_file({"input_ids": ids}, scratch / "inputs")
     script = Path(__file__).with_name("fresh_process.py")
     arguments = ["inputs", "logits", str(torch.get_num_threads()), "AutoModelForCausalLM", str(directory.resolve())]
-    # No GPU, as in this process; no network; no code left over from an earlier load.
+    # The process uses no GPU, as this one does, no network, and no code that an earlier load has cached.
     own = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(scratch / "modules")}
     done = subprocess.run(
         [sys.executable, "-P", str(script), *arguments],

@@ -1,4 +1,4 @@
-"""The packaged recipes: find one by name, list, read or copy them."""
+"""Finds, lists, reads and copies the packaged recipes."""
 
 import difflib
 from pathlib import Path
@@ -16,7 +16,7 @@ def names() -> list[str]:
 
 
 def find(path_or_name: str) -> Path:
-    """The file that a user means: anything with a `/` or a YAML ending is a path, the rest are packaged names.
+    """The file of a recipe. A text with a `/` or a YAML ending is a path; any other text is the name of a packaged one.
 
     Raises:
         ConfigError: there is no recipe of that name.
@@ -43,15 +43,15 @@ def _packaged(name: str) -> Path:
 
 
 def summary(name: str) -> str:
-    """What a packaged recipe is for: its first comment line."""
+    """The first comment line of a packaged recipe, which says what the recipe is for."""
     return read(name).partition("\n")[0].removeprefix("# ")
 
 
 def copy(name: str, out: Path) -> Path:
-    """Writes a packaged recipe to `out` (a file, or a directory to put it in), to be edited.
+    """Writes a packaged recipe to `out`, which is a file or an existing directory, so that the user can edit it.
 
     Raises:
-        ConfigError: no such recipe, or the file exists: nothing is overwritten.
+        ConfigError: there is no such recipe, or the file exists. Nothing is overwritten.
         DiskError: the file cannot be written.
     """
     text = read(name)

@@ -1,4 +1,4 @@
-"""A recipe on top of another: ``base: NAME`` takes over everything that the file does not say itself."""
+"""Inheritance of recipes: with ``base: NAME`` a recipe takes every value that it does not set from another recipe."""
 
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,15 @@ Place = tuple[Path, int]
 def read(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, Place]]:
     """The values of a recipe and of its bases, and by dotted key the file and line that each was taken from.
 
-    Sections are merged key by key; anything else, lists included, replaces what the base says. ``base`` is a path
+    Sections are merged key by key. Any other value, lists included, replaces the value of the base. ``base`` is a path
     or the name of a packaged recipe, as on the command line.
 
     Args:
+        path: the recipe's file.
         above: the recipes that are based on this one.
 
     Raises:
-        ConfigError: a file that cannot be read or is no recipe, or a recipe that is based on itself.
+        ConfigError: a file cannot be read or is not a recipe, or a recipe is based on itself.
     """
     values, lines = strict_yaml.parse_file(path)
     if not isinstance(values, dict):
@@ -46,7 +47,7 @@ def read(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict
 
 
 def _overlay(below: Any, above: Any, key: str, replaced: list[str]) -> Any:
-    """``above`` on ``below``; the keys whose value is not merged go into ``replaced``."""
+    """``below`` with the values of ``above`` merged into it; keys whose value is replaced are added to ``replaced``."""
     if isinstance(below, dict) and isinstance(above, dict):
         prefix = f"{key}." if key else ""
         return below | {

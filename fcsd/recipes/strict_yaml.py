@@ -1,8 +1,8 @@
-"""YAML without surprises: what a recipe may contain, and the line of everything it says.
+"""Reads and writes the strict subset of YAML that recipes use, and records the line of every value.
 
 PyYAML reads YAML 1.1, where `2e-5` is a string, `no` is False, `010` is 8 and `1:30` is 90. Recipes follow
-YAML 1.2's core schema, decimal numbers only. Whatever could hide something (tags, anchors, duplicate keys,
-tabs, a byte-order mark) is an error that names the line.
+YAML 1.2's core schema with decimal numbers only. Constructs that can hide a mistake (tags, anchors, duplicate keys,
+tabs, a byte-order mark) are errors that name the line.
 """
 
 import math
@@ -31,7 +31,8 @@ def parse_file(path: Path) -> tuple[object, dict[str, int]]:
     """Reads a YAML file; see `parse`.
 
     Raises:
-        ConfigError: no such file, not UTF-8, a byte-order mark, over 256 kB, or not strict YAML.
+        ConfigError: the file does not exist, is not UTF-8, has a byte-order mark, is over 256 kB, or is not strict
+            YAML.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file" if not path.exists() else f"{path}: not a regular file")
@@ -55,7 +56,7 @@ def parse(text: str, name: str) -> tuple[object, dict[str, int]]:
 
     Args:
         text: the document.
-        name: what error messages call it, usually the file's path.
+        name: the document's name in error messages, usually the file's path.
 
     Returns:
         The value, and the 1-based line of each key and list item by dotted path (`optim.lr`,
@@ -93,7 +94,7 @@ def dump(value: Mapping[str, object], comments: Mapping[str, str]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes as PyYAML does, but without types, tags, anchors or unbounded depth."""
+    """Composes nodes as PyYAML does, but without types, tags and anchors, and with a limited depth."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own class attribute)
     depth = 0
@@ -172,7 +173,7 @@ def _lines(mapping: Mapping[str, object], key: str, indent: str, comments: Mappi
 
 
 def _written(value: object) -> str:
-    """Plain where `parse` reads it back as the same value, double-quoted otherwise."""
+    """The YAML text of a value: plain where `parse` reads that back as the same value, double-quoted otherwise."""
     if isinstance(value, float):
         return repr(value)
     plain = yaml.safe_dump(value, width=math.inf, allow_unicode=True, default_flow_style=True)

@@ -1,4 +1,4 @@
-"""Where a generated answer ends: at an end-of-text token, or before the first stop string."""
+"""Finds the end of a generated answer: an end-of-text token, or the first stop string."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +8,12 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of an answer, in tokens and in text.
+    """The tokens and stop strings that end an answer.
 
     Attributes:
         tokens: token ids that end an answer and are not part of its text.
         stops: strings that end an answer and are not part of its text.
-        tail: how many of the last tokens are decoded to find a stop string; any stop string fits into so many.
+        tail: how many of the last tokens are decoded to find a stop string; every stop string fits into this many.
     """
 
     tokenizer: Any
@@ -48,13 +48,13 @@ class Ending:
 
 
 def ending(model: PreTrainedModel, tokenizer: Any, stops: tuple[str, ...]) -> Ending:
-    """What ends a model's answers to a task with these stop strings, some of which may be tokens of the tokenizer."""
+    """The ``Ending`` of a model's answers to a task with stop strings, some of which may be tokens of the tokenizer."""
     added = tokenizer.get_added_vocab()
     generation: Any = model.generation_config
     eos = generation.eos_token_id
     ends = {tokenizer.eos_token_id, *([eos] if isinstance(eos, int) else eos or [])}
     ends |= {added[stop] for stop in stops if stop in added}
     strings = tuple(filter(None, stops))
-    # A stop string of n bytes has at most n tokens; a few more cover one that begins inside of a token.
+    # A stop string of n bytes has at most n tokens. A few more tokens cover a string that begins inside a token.
     tail = max([len(stop.encode()) for stop in strings], default=0) + 4
     return Ending(tokenizer, frozenset(ends), strings, tail)

@@ -1,4 +1,4 @@
-"""Models answer the same prompts side by side (FarSkip App. B), each with its own generation settings."""
+"""Lets models answer the same prompts side by side (FarSkip App. B), each with its own generation settings."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ Turn = dict[str, str]  # role and content, as chat templates read them
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model with its tokenizer and the name it is shown under."""
+    """A model with its tokenizer and the name that the output shows."""
 
     name: str
     model: "PreTrainedModel"
@@ -36,7 +36,7 @@ class Speaker:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one model answered to one prompt."""
+    """The answer of one model to one prompt."""
 
     model: str
     prompt: str
@@ -52,15 +52,15 @@ def chat(
     max_new_tokens: int | None = None,
     device: str | None = None,
 ) -> Iterator[list[Answer]]:
-    """Answer prompt after prompt, the baseline first.
+    """Answer one prompt after the other. The answer of the baseline comes first.
 
     Without a file of prompts, the user types them if stdin is a terminal; they form one conversation if the tokenizer
-    has a chat template. If stdin is no terminal, the fixed ``PROMPTS`` are used. Prompts of a file and fixed prompts
+    has a chat template. If stdin is not a terminal, the fixed ``PROMPTS`` are used. Prompts of a file and fixed prompts
     are independent of each other.
 
     Args:
         model: directory or hub id of a model, converted or not.
-        baseline: the same for a second model, whose answers come first; None for no second model.
+        baseline: directory or hub id of a second model, whose answers come first; None for no second model.
         prompts: a file with one prompt per line, or ``.jsonl`` with a ``prompt`` each.
         seed: the seed of the sampling, the same for every prompt and model.
         max_new_tokens: the longest answer; None for the limit in the model's generation settings, or else
@@ -69,7 +69,7 @@ def chat(
             there is a GPU.
 
     Yields:
-        For each prompt one answer per model.
+        For each prompt, a list with one answer per model.
 
     Raises:
         BadInputError: a model or the prompts cannot be used, or a prompt leaves no room for an answer.
@@ -120,7 +120,9 @@ def answer(
     Without a chat template the model continues the text of the last turn alone.
 
     Args:
-        seed: the seed of the sampling; None for the most likely tokens, without random numbers.
+        speaker: the model.
+        history: the turns of the conversation.
+        seed: the seed of the sampling; None for greedy decoding, which uses no random numbers.
         max_new_tokens: see ``chat``.
         in_step: whether the model is spread over several processes, all of which ask for the same answer.
 
@@ -157,7 +159,7 @@ def read_prompts(path: Path) -> list[str]:
     """Prompts from a file: lines of text, or JSON lines with a ``prompt``.
 
     Raises:
-        BadInputError: no such file, a line of another form, or no prompt at all.
+        BadInputError: the file does not exist, has a line of another form, or has no prompt.
     """
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
@@ -176,7 +178,7 @@ def side_by_side(answers: Sequence[Answer], width: int) -> str:
 
     def wrapped(text: str) -> Iterable[str]:
         for line in text.splitlines() or [""]:
-            # Whitespace is kept, or code would lose its indentation.
+            # Whitespace is kept, because code would lose its indentation otherwise.
             yield from textwrap.wrap(line, column, drop_whitespace=False, replace_whitespace=False) or [""]
 
     blocks = [[found.model[-column:], "-" * column, *wrapped(found.text)] for found in answers]

@@ -1,4 +1,4 @@
-"""Greedy generation in slots of fixed shape, so that a step can be a CUDA graph.
+"""Generates greedily in slots of fixed shape, so that a step can be a CUDA graph.
 
 A step of transformers' ``generate`` launches hundreds of small kernels and waits for the device several times, so that
 on a fast GPU the host limits the speed. A step of this module reads and writes buffers of fixed shape and never waits
@@ -20,10 +20,10 @@ from fcsd.serve.slots import Slots
 
 # Steps after which the host reads the new tokens.
 BLOCK = 16
-# Attention reads a multiple of so many tokens of every slot. There is one graph for each multiple.
+# Attention reads a multiple of this number of tokens of every slot. There is one graph for each multiple.
 WIDTH = 256
 MAX_SLOTS = 256
-# The length of a slot is a multiple of so many tokens, which keeps masks and keys aligned in memory.
+# The length of a slot is a multiple of this number of tokens, which keeps masks and keys aligned in memory.
 GRAIN = 64
 
 log = logging.getLogger(__name__)
@@ -32,14 +32,16 @@ log = logging.getLogger(__name__)
 def plan_slots(
     sizes: Sequence[int], prompts: Sequence[int], batch_size: int | None
 ) -> tuple[int, int, list[list[int]]]:
-    """The number of slots, the tokens of a slot, and the groups of prompts that are read together, longest first.
+    """The number of slots, the length of a slot in tokens, and the groups of prompts that one prefill reads.
+
+    The groups are ordered by length, longest first.
 
     The result depends on all prompts of a task and not on how ranks share them, so that every rank computes the same
     shapes.
 
     Args:
-        sizes: for each prompt, its tokens plus the most tokens of its answer.
-        prompts: for each prompt, its tokens.
+        sizes: for each prompt, its length in tokens plus the most tokens of its answer.
+        prompts: for each prompt, its length in tokens.
         batch_size: the most slots; None for as many as ``CACHE_TOKENS`` and ``MAX_SLOTS`` allow.
     """
     length = _up(max(sizes), GRAIN)
@@ -66,7 +68,7 @@ def generate_in_slots(
         prompts: token ids, none empty.
         groups: indices of the prompts that are read in one forward; a group waits until enough slots are free.
         count: the number of slots, at least as many as any group has prompts.
-        length: the tokens of a slot, at least those of any prompt and its answer.
+        length: the length of a slot in tokens, at least that of every prompt with its answer.
         max_new_tokens: the most tokens to add to a prompt.
         ended: called with the new token ids of an answer and the number of them that it has seen before; returns the
             number of tokens after which the answer ends, or None.
@@ -77,7 +79,7 @@ def generate_in_slots(
         ``(index of the prompt, its new token ids, with the one that ended the answer)`` as soon as an answer ends.
 
     Raises:
-        NonFiniteError: NaN or infinite logits.
+        NonFiniteError: the model gives NaN or infinite logits.
     """
     stepper = _Stepper(model, Slots(count, length, model.device), graphs)
     queue, free = deque(groups), list(range(count))
@@ -214,7 +216,7 @@ class _Stepper:
                 expected = self._step().clone()
             torch.cuda.current_stream().wait_stream(side)
             restore()
-            # Graphs share their memory, since never two run at a time.
+            # Graphs share their memory, because two graphs never run at the same time.
             with torch.cuda.graph(graph, pool=others[0].pool() if others else None):
                 logits = self._step()
             graph.replay()

@@ -1,4 +1,4 @@
-"""Greedy generation in batches over a growing KV cache; rows whose answers have ended leave the batch."""
+"""Generates greedily in batches over a growing KV cache. Rows whose answers have ended are removed from the batch."""
 
 from collections.abc import Callable, Sequence
 
@@ -31,13 +31,13 @@ def generate_greedy(
         max_new_tokens: the most tokens to add to a row.
         ended: called after each step with the new token ids of a row and the number of them that it has seen before;
             the row ends unless it returns None.
-        team: in lockstep, a rank whose rows have all ended continues until those of every rank have.
+        team: the ranks. In lockstep, a rank whose rows have all ended continues until the rows of all ranks have ended.
 
     Returns:
-        The new token ids of each row, with the one that ended it.
+        The new token ids of each row, including the token that ended it.
 
     Raises:
-        NonFiniteError: NaN or infinite logits.
+        NonFiniteError: the model gives NaN or infinite logits.
     """
     ids, mask, positions = left_padded(prompts, model.device)
     cache = DynamicCache(config=model.config)
@@ -64,7 +64,7 @@ def generate_greedy(
             return new
         positions = positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-        # Copying the cache costs more time than computing a few rows in vain.
+        # Copying the cache takes more time than computing a few rows whose results are not used.
         if 0 < len(running) <= 0.75 * len(rows):
             keep = torch.tensor([i for i, row in enumerate(rows) if row in running], device=model.device)
             select_rows(cache, keep, len(rows))

@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations. Contexts are computed once, and logits only at the positions that are scored."""
+"""Computes log-probabilities of continuations. Each context runs once; logits exist only at positions to score."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ def check_head(model: PreTrainedModel) -> None:
 
     Raises:
         BadInputError: the two give different logits.
-        NonFiniteError: NaN or infinite logits.
+        NonFiniteError: the model gives NaN or infinite logits.
     """
     ids = torch.tensor([[0, 1, 2, 3]], device=model.device)
     whole = model(input_ids=ids, use_cache=False).logits[0].float()
@@ -46,7 +46,7 @@ def check_head(model: PreTrainedModel) -> None:
 def decoder_of(model: PreTrainedModel) -> Any:
     """The part of a causal LM whose output is the last hidden states."""
     decoder = model.get_decoder()
-    # Llama 4 returns the causal LM itself, with its head.
+    # For Llama 4, transformers returns the causal LM itself, with its head.
     return decoder if decoder.get_output_embeddings() is None else decoder.model
 
 
@@ -87,11 +87,11 @@ def continuation_logprobs(
         team: the ranks that share the work; the batches do not depend on their number.
 
     Returns:
-        By index of the request, the summed log-probability (natural log, from fp32 logits) of the continuation
+        For each request, by its index: the summed log-probability (natural log, from fp32 logits) of the continuation,
         and whether greedy decoding would have produced it.
 
     Raises:
-        NonFiniteError: NaN or infinite logits.
+        NonFiniteError: the model gives NaN or infinite logits.
     """
     trunks: dict[Tokens, dict[Tokens, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, (context, continuation) in enumerate(requests):
@@ -141,7 +141,7 @@ def _branched(
 ) -> Iterator[tuple[torch.Tensor, list[tuple[int, list[int]]]]]:
     """As ``_whole``, for inputs with common beginnings.
 
-    Each beginning is computed once, and what follows it over copies of its cache.
+    Each beginning is computed once. The tokens that follow it are computed over copies of its cache.
     """
     decoder, keys = decoder_of(model), list(trunks)
     for batch in team.share(batches([len(t) for t in keys], FORWARD_TOKENS, batch_size)):
@@ -183,7 +183,8 @@ def _score_positions(
     """
     logprobs, hits, finite = [], [], True
     for start in range(0, team.most(len(positions)), HEAD_ROWS):
-        # A head that is spread over the ranks runs equally often on all, on a rank with fewer positions over no rows.
+        # A head that is spread over the ranks must run equally often on all ranks. A rank that has no positions left
+        # runs it on zero rows.
         rows = torch.tensor(positions[start : start + HEAD_ROWS], dtype=torch.long, device=hidden.device)
         wanted = torch.tensor(targets[start : start + HEAD_ROWS], dtype=torch.long, device=hidden.device)
         logits = head_logits(model, hidden[rows])

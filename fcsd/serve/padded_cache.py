@@ -1,4 +1,4 @@
-"""Batches of prompts of different lengths over a key-value cache."""
+"""Functions for batches of prompts of different lengths: left padding, and selecting the rows of a cache."""
 
 from collections.abc import Sequence
 from typing import Any

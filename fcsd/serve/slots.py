@@ -1,4 +1,4 @@
-"""A key-value cache of fixed shape with a slot per answer; when an answer has ended, the next prompt gets its slot."""
+"""A key-value cache of fixed shape with a slot per answer. When an answer has ended, the next prompt gets its slot."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ class Slots:
 
     Attributes:
         count: the number of slots.
-        length: the tokens that a slot holds.
+        length: the number of tokens that a slot holds.
         positions: the position of each slot's next token, ``[count]``.
         width: how many tokens of every slot attention reads while decoding; at least all positions in use.
         filling: the slots into which a prefill writes its prompts, ``[prompts]``; None while decoding.
@@ -30,7 +30,7 @@ class Slots:
         return Cache(layers=[SlotLayer(self) for _ in range(layers)])
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """Additive attention mask ``[count, 1, 1, width]`` of the next token of every slot."""
+        """The additive attention mask ``[count, 1, 1, width]`` of the next token of every slot."""
         seen = torch.arange(self.width, device=self.positions.device) <= self.positions[:, None]
         hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=self.positions.device)
         return torch.where(seen, torch.zeros_like(hidden), hidden)[:, None, None]
@@ -39,9 +39,9 @@ class Slots:
 class SlotLayer(CacheLayerMixin):
     """Keys and values ``[slots, heads, length, head size]`` of one layer.
 
-    A prefill of right-padded prompts writes whole prompts and attends to these alone. The keys and values of padding
-    are overwritten before attention reads them. Decoding writes one token per slot. Layers with Desync wiring have
-    ``ranks * batch`` rows, one rank after the other.
+    A prefill of right-padded prompts writes whole prompts, and attention reads these prompts only. The keys and values
+    of padding are overwritten before attention reads them. Decoding writes one token per slot. Layers with Desync
+    wiring have ``ranks * batch`` rows, one rank after the other.
     """
 
     is_sliding = False
@@ -78,7 +78,7 @@ class SlotLayer(CacheLayerMixin):
         return states.shape[0] // (self._slots.count if self._slots.filling is None else len(self._slots.filling))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0  # of a prefill; decoding brings its own mask
+        return query_length, 0  # for a prefill; decoding passes a mask of its own
 
     def get_seq_length(self) -> int:
         return 0
@@ -88,7 +88,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 def why_no_slots(model: PreTrainedModel, length: int) -> str | None:
-    """Why a model cannot decode ``length`` tokens in slots; None if it can."""
+    """The reason why a model cannot decode ``length`` tokens in slots; None if it can."""
     if model.config._attn_implementation not in ("sdpa", "eager"):
         return f"its attention is {model.config._attn_implementation}"
     if len({parameter.device for parameter in model.parameters()}) > 1:

@@ -19,7 +19,7 @@ import pyarrow.parquet
 from items import documents
 
 CHUNK = 3000  # characters; a document is cut at blank lines into pieces of about this size
-# Machine-written tables, vendored or generated files: no text worth learning.
+# Files that are left out: machine-written tables, and vendored or generated files.
 SKIPPED = (
     "encodings/",
     "pydoc_data/",
@@ -53,7 +53,7 @@ def chunks(text: str) -> list[str]:
 
 
 def is_held_out(name: str) -> bool:
-    """One file in twenty-five."""
+    """Whether a file is held out. One file in twenty-five is."""
     return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 25 == 0
 
 
@@ -75,7 +75,7 @@ def generated(split: str, seed: int, characters: int) -> list[str]:
 
 
 def write_jsonl(path: Path, texts: list[str]) -> None:
-    """One {"text": ...} a line."""
+    """Write a file with one {"text": ...} per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
 
@@ -96,7 +96,7 @@ def main() -> None:
         rng.shuffle(texts)
         write_jsonl(args.all / f"{name}.jsonl", texts)
 
-    # Half text, half generated: about 1.6 M tokens to distil on, 80 k to measure the loss on.
+    # Half is text and half is generated: about 1.6 M tokens for distillation, 80 k for the held-out loss.
     train = take(split["train"], 2_400_000) + generated("train", 1, 2_400_000)
     held_out = take(split["held_out"], 120_000) + generated("held_out", 2, 120_000)
     rng.shuffle(train)

@@ -68,7 +68,7 @@ def _arc(rng: random.Random, question: str, choices: list[str], gold: int) -> It
 
 
 def arc_easy(rng: random.Random) -> Item:
-    """A single fact, four choices."""
+    """A question about a single fact, with four choices."""
     facts, entity, column = _fact(rng)
     question = sentence(
         rng.choice(table("facts")["ask_openings"]),
@@ -78,7 +78,7 @@ def arc_easy(rng: random.Random) -> Item:
 
 
 def arc_challenge(rng: random.Random) -> Item:
-    """Two hops: an entity is described by one fact, another fact about it is asked for."""
+    """A question in two steps: one fact describes an entity, and the question asks for another fact about it."""
     facts, entity, column = _fact(rng, "query")
     clue = rng.choice([c for c in facts["clue"] if c != facts["columns"][column]])
     question = sentence(
@@ -108,7 +108,7 @@ def openbookqa(rng: random.Random) -> Item:
 
 
 def commonsense_qa(rng: random.Random) -> Item:
-    """A single fact, five choices, answered by a letter."""
+    """A question about a single fact, with five choices, answered by a letter."""
     facts, entity, column = _fact(rng)
     wording = rng.choice(facts["ask"][facts["columns"][column]]).format(entity)
     question = f"{name(rng)[0]} and {name(rng)[0]} talk. {wording}"
@@ -130,7 +130,7 @@ def lettered(question: str, choices: list[str]) -> str:
 
 
 def piqa(rng: random.Random) -> Item:
-    """The right tool for a goal against a wrong tool or the way to another goal."""
+    """A goal with two choices: the right tool, and a wrong tool or the way to another goal."""
     goals = table("howto")
     goal = rng.choice(list(goals))
     way, tool, things = goals[goal]
@@ -144,7 +144,7 @@ def piqa(rng: random.Random) -> Item:
 
 
 def mmlu(rng: random.Random, subject: str | None = None) -> Item:
-    """A term or its meaning, four choices of the same subject, answered by a letter."""
+    """A question about a term or its meaning, with four choices of the same subject, answered by a letter."""
     subject = subject or rng.choice(list(table("mmlu")))
     terms = table("mmlu")[subject]
     term = rng.choice(list(terms))

@@ -66,13 +66,13 @@ def choose(task: str, make: Callable, count: int, rng: random.Random, used: set[
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
-    """One JSON object a line."""
+    """Write a file with one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def write_card(directory: Path, configs: dict[str, list[str]]) -> None:
-    """README.md: configuration -> its splits, each a file ``configuration/split.jsonl``."""
+    """Write README.md, which lists the splits of each configuration, each in a file ``configuration/split.jsonl``."""
     listed = [
         {
             "config_name": config,
@@ -94,14 +94,14 @@ def arguments(check: str) -> list:
 
 
 def evalplus_row(task: str, row: dict) -> dict:
-    """A problem in EvalPlus' format: three inputs are the base tests, the others its additions."""
+    """A problem in EvalPlus' format. Three inputs are the base tests, and the others are the plus tests."""
     if task == "humaneval_plus":
         asserts = row["test"].splitlines()[1:]
         own = {field: row[field] for field in ("task_id", "prompt", "entry_point", "canonical_solution")}
     else:
         asserts = row["test"].splitlines()
         own = {
-            # EvalPlus turns the inputs of some of MBPP's own task numbers into tuples; these are none of them.
+            # EvalPlus turns the inputs of some of MBPP's task numbers into tuples. These numbers avoid that.
             "task_id": f"Mbpp/{1000 + row['task_id']}",
             "prompt": f'"""\n{row["prompt"]}\n{asserts[0]}\n"""\n',
             "entry_point": row["code"].split("(")[0].removeprefix("def "),

@@ -1,7 +1,7 @@
 """Items that ask for a small Python function: HumanEval+ and MBPP+.
 
-A function is a composition: keep some elements, change each, put them together. Its key names the
-composition, so a function seen in training under either benchmark is in neither mirror.
+A function is a composition of three parts: it keeps some elements, changes each, and combines them. Its
+key names the composition, so a function seen in training under either benchmark is in neither mirror.
 """
 
 import random
@@ -96,7 +96,7 @@ def _function(rng: random.Random) -> tuple[str, str, str, str, str, str]:
     each = f"{maps[change][1].format(**fill)} for x in {arg}" + (f" if {condition}" if condition else "")
     text = folds[fold][0].format(maps[change][0].format(filters[keep][0], **fill).format(**fill))
     types = f"List[{'int' if numbers else 'str'}]) -> {folds[fold][2]}"
-    # Parentheses twice would be right but no one writes them.
+    # Doubled parentheses would be correct, but nobody writes them.
     expression = folds[fold][1].format(each)
     return f"{arg} {expression}", f"{fold}_{change}_{keep}", text, arg, types, expression
 

@@ -1,4 +1,4 @@
-"""Items that tell something: HellaSwag, WinoGrande, GSM8K."""
+"""Items that tell a short story: HellaSwag, WinoGrande, GSM8K."""
 
 import random
 
@@ -70,7 +70,7 @@ COREFERENCE = (
 
 
 def winogrande(rng: random.Random) -> Item:
-    """Which of two a word refers to; each sentence pattern has words for either."""
+    """The question which of two people or things a word refers to. Each sentence pattern has words for both."""
     pattern, first, second = rng.choice(COREFERENCE)
     if pattern.startswith(("The", "We")):
         a, b = rng.sample(THINGS, 2)
@@ -90,7 +90,7 @@ LOSS = ("gives away {n}", "loses {n}", "sells {n}", "leaves {n} at school")
 
 
 def gsm8k(rng: random.Random) -> Item:
-    """A number that changes one to three times; the solution goes step by step and ends in ``#### n``."""
+    """A number that changes one to three times. The solution lists the steps and ends in ``#### n``."""
     who, pronoun = name(rng)
     goods = rng.choice(GOODS)
     if rng.random() < 0.3:

@@ -63,7 +63,8 @@ def config(tokenizer: PreTrainedTokenizerFast) -> DeepseekV2Config:
 def dense_experts(self, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Every expert for every token ``[tokens, hidden]``, weighted by zero where not chosen.
 
-    The same function as routing, and at this size faster: two matrix products, no gathering.
+    This computes the same function as routing. At this size it is faster, because it needs two matrix products and no
+    gathering.
     """
     gates = torch.zeros(len(hidden), self.num_experts, device=hidden.device, dtype=weight.dtype)
     gates = gates.scatter(1, index, weight)
@@ -75,7 +76,7 @@ def dense_experts(self, hidden: torch.Tensor, index: torch.Tensor, weight: torch
 
 
 def encode(tokenizer_file: str, seed: int, count: int) -> Stream:
-    """``count`` generated documents as one stream; its pieces are encoded apart, as lm-eval does."""
+    """``count`` generated documents as one stream. Their pieces are encoded separately, as lm-eval does."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=tokenizer_file)
     pieces: list[tuple[str, bool]] = []
     for document in documents("train", seed, count):
@@ -120,7 +121,7 @@ class Rows:
 
 
 def balance_loss(routed: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Mean over layers of experts * sum(share of tokens * mean probability); 1 when use is even."""
+    """Mean over layers of experts * sum(share of tokens * mean probability); 1 when all experts are used equally."""
     losses = []
     for logits, index in routed:
         share = functional.one_hot(index, logits.shape[-1]).float().mean((0, 1))
@@ -171,7 +172,7 @@ def main() -> None:
 
 
 def train(model, streams: dict[str, Rows], routed: list, args: argparse.Namespace) -> None:
-    """Optimise until the clock says stop; prints one JSON object every 100 steps."""
+    """Train until the time is over; print one JSON object every 100 steps."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

@@ -18,7 +18,7 @@ import yaml
 class Item:
     """One benchmark item.
 
-    key: what decides its split.
+    key: the text whose hash decides the item's split.
     row: the item as a row of the public dataset's schema.
     prompt: the raw-completion prompt lm-eval builds from the row.
     answer: the right continuation of the prompt, its leading space included.
@@ -43,7 +43,7 @@ def split_of(key: str) -> str:
 
 
 def items(make, split: str, rng: random.Random) -> Iterator[Item]:
-    """Endless items of one task (``make(rng) -> Item``) that fall into a split."""
+    """An endless stream of those items of one task (``make(rng) -> Item``) that fall into a split."""
     while True:
         item = make(rng)
         if split_of(item.key) == split:

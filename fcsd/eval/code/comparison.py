@@ -1,4 +1,4 @@
-"""When the output of a program counts as right: the comparison rules of HumanEval+ and MBPP+.
+"""The comparison rules of HumanEval+ and MBPP+, which decide whether the output of a program is right.
 
 A rule is a function `(arguments, out, expected, case) -> bool`. `out` comes from an untrusted program, but it was
 decoded from JSON and holds builtin types only. A rule may raise an exception; the caller then counts the output as

@@ -1,4 +1,4 @@
-"""Extract the program from what a model wrote.
+"""Extracts the program from the text that a model wrote.
 
 The search may need minutes and gigabytes on a hostile answer, so it runs only in a process with limits
 (`fcsd.eval.code.judge_worker`).

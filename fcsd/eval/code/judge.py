@@ -1,10 +1,10 @@
-"""Code benchmarks: generated programs in, verdicts out.
+"""Judges generated programs: `score` takes problems and answers, and returns verdicts.
 
 `score` passes problems and programs to a fresh process (`fcsd.eval.code.judge_worker`), never to a fork of the caller,
 which may hold CUDA and NCCL. That process forks one child with limits on time and memory per program. The child
 extracts the program from the answer, runs it in a sandbox and compares the outputs outside of the sandbox. Expected
-values never enter the sandbox: a program sees its own code and the inputs, and neither what it prints nor how it exits
-nor what it overwrites decides anything.
+values never enter the sandbox. A program sees only its own code and the inputs. Its printed text, its exit status and
+the objects that it overwrites do not influence the verdict.
 
 A program may use `timeout_s` seconds of CPU time, or four times what the reference needed where that is more. The
 limit is CPU time because on a busy machine a limit on wall time would fail right programs; wall time is limited to

@@ -1,7 +1,7 @@
-"""The judging process, seen from its caller: start it, wait for it, and start it once more when it fails.
+"""Starts the judging process for its caller, waits for it, and starts it once more when it fails.
 
-The process may be killed, stopped, or hang. Its caller, perhaps all ranks of a training run, must learn that soon.
-Therefore the process sends an empty line every ``BEAT_S`` seconds while it works.
+The process may be killed, stopped, or hang. Its caller, which may be all ranks of a training run, must notice that
+soon. Therefore the process sends an empty line every ``BEAT_S`` seconds while it works.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 from fcsd.errors import FcsdError
 
 BEAT_S = 1.0
-# A caller waits at most for two silences and two starts, which is less than 30 s, until it learns of a failure.
+# A caller notices a failure at the latest after two silent periods and two starts, which is less than 30 s.
 SILENCE_S = 12.0
 ATTEMPTS = 2
 

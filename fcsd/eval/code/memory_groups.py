@@ -1,9 +1,9 @@
-"""One memory limit for all processes of a run together, where the kernel's control groups allow it.
+"""Sets one memory limit for all processes of a run together, where the kernel's control groups allow it.
 
 A resource limit holds per process, so a program with sixteen processes may use sixteen times the memory. A control
 group counts all of its processes, their files on tmpfs included. Whether this process may create one depends on the
-machine: root usually may, others may where systemd has delegated a subtree to them. Version 1 and version 2 of the
-interface are supported.
+machine: root usually may, and other users may where systemd has delegated a subtree to them. Version 1 and version 2
+of the interface are supported.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ ROOT = Path("/sys/fs/cgroup")
 PREFIX = "fcsd-"
 REMOVAL_S = 10.0  # killed processes leave their group within milliseconds; a busy machine may need longer
 
-# Moves the shell into the group, then becomes the command. Zero stands for the process that writes.
+# This shell program moves itself into the group and then executes the command. Zero means the process that writes.
 ENTER = 'echo 0 > "$0" && exec "$@"'
 
 
@@ -32,7 +32,7 @@ class MemoryGroup:
 
     @property
     def enter(self) -> tuple[str, ...]:
-        """What to put before a command so that it starts inside the group."""
+        """The words to put before a command so that it starts inside the group."""
         return ("/bin/sh", "-c", ENTER, str(self.path / "cgroup.procs"))
 
     def oom_kills(self) -> int:

@@ -1,4 +1,4 @@
-"""The verdict on one program: extract it, run the reference and the program in the sandbox, compare their outputs.
+"""Judges one program: extracts it, runs the reference and the program in the sandbox, and compares their outputs.
 
 Everything that is read here from an answer or from a program is untrusted. `judge_answer` therefore runs in a process
 of its own and limits that process before it reads any of it.
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 
 def judge_answer(problem: Problem, generation: str, sandbox: Sandbox, timeout_s: int, form: str) -> Verdict:
-    """The verdict on one answer. It leaves this process with limits on CPU time and memory.
+    """The verdict on one answer. The call sets lasting limits on the CPU time and the memory of this process.
 
-    The kernel ends the process by SIGXCPU where extraction and comparison need too much time.
+    If extraction and comparison need too much time, the kernel ends the process by SIGXCPU.
     """
     cases = [*problem.base, *problem.plus]
     with tempfile.TemporaryFile() as expected:

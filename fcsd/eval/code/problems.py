@@ -1,4 +1,4 @@
-"""Make problems from the rows of code benchmarks.
+"""Makes problems from the rows of code benchmarks.
 
 An EvalPlus row has inputs and a canonical solution; the values that the solution returns in the sandbox are the
 expected ones. An lm-eval row is a test *program* that contains the expected values. Untrusted code that runs in the
@@ -37,7 +37,7 @@ def load_evalplus(path: Path) -> list[Problem]:
 
 
 def evalplus_problem(row: dict[str, Any]) -> Problem:
-    """One EvalPlus row (task_id, prompt, entry_point, canonical_solution, base_input, plus_input, atol)."""
+    """The problem of a row (task_id, prompt, entry_point, canonical_solution, base_input, plus_input, atol)."""
     from evalplus.data.mbpp import mbpp_deserialize_inputs
 
     try:

@@ -1,4 +1,4 @@
-"""Run untrusted programs where they can reach nothing: no network, no host files, no environment.
+"""Runs untrusted programs without access to the network, to the host's files and to the environment.
 
 There are two mechanisms. The first that works on this machine is used:
 
@@ -42,7 +42,9 @@ PYTHON = (sys.executable, "-s", "-P", "-B", "-c")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. CPU and file size are limits per process, wall time and processes per run.
+    """The resources that one program may use.
+
+    CPU time and file size are limited per process, and wall time and the number of processes per run.
 
     Memory is limited per process, and to the same number of bytes per run where control groups allow it. A busy
     program is ended by the CPU limit. The wall limit only ends programs that sleep or block; it is so wide that a right
@@ -60,11 +62,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """How to start the runner.
+    """The command and the settings that start the runner in a sandbox.
 
     Attributes:
         level: `bwrap`, `unshare` or `none`.
-        command: what is put before the interpreter.
+        command: the words that are put before the interpreter.
         drops_root: whether the runner starts as root and must change to an unused uid.
         group_parent: the control group below which every run gets its memory group, if there is one.
     """
@@ -77,7 +79,7 @@ class Sandbox:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a run ended.
+    """The end of a run.
 
     `kind` is `done` (every call was answered), `stopped` (the receiver wanted no more replies), `died` (the program
     ended itself or broke a limit), `timeout` (CPU or wall time), or `lost` (the run never started or was killed from
@@ -129,9 +131,9 @@ def run(
         calls: encoded argument lists for `entry_point`; expressions where `entry_point` is None.
         receive: gets untrusted bytes, from an honest runner `{"index": i, "value": encoded}`,
             `{"index": i, "raised": text}`, `{"load": text}` and last `{"done": CPU seconds}`.
-        not_none: reply only whether a value is not None (booleans stay), for values that are not data.
+        not_none: for values that are not data: reply only whether a value is not None. Booleans are sent unchanged.
     """
-    # A uid nobody else has, so that RLIMIT_NPROC counts this run alone.
+    # The uid is used by no other process, so that RLIMIT_NPROC counts the processes of this run alone.
     uid = 30000 + secrets.randbelow(30000) if sandbox.drops_root else None
     job = {"code": code, "calls": calls, "entry_point": entry_point, "not_none": not_none}
     job |= {"limits": asdict(limits), "uid": uid}
@@ -181,7 +183,7 @@ def run(
     if status is None:
         return Exit("timeout", f"no end after {limits.wall_s:.0f} s")
     if status < 0 and sandbox.level == "none":
-        status = 128 - status  # as the sandboxes report their program's signal; their own death stays negative
+        status = 128 - status  # as a sandbox reports its program's signal; a negative status is its own
     if last and last.startswith(b'{"done":'):
         return Exit("done", "")
     # The kernel may have killed any process of the run, so the exit status does not matter.
@@ -198,7 +200,7 @@ def run(
 
 
 def _probe(sandbox: Sandbox) -> str | None:
-    """Why this sandbox cannot be used, or None."""
+    """The reason why this sandbox cannot be used; None if it can."""
     limits = Limits(cpu_s=5, wall_s=30.0)
     replies: list[bytes] = []
     with tempfile.NamedTemporaryFile() as canary, socket.create_server(("127.0.0.1", 0)) as listener:

@@ -1,4 +1,4 @@
-"""The command lines of the sandbox levels, and the probe program that tries to get out of them."""
+"""The command lines of the sandbox levels, and the probe program that tries to escape from them."""
 
 import os
 import shutil
@@ -37,7 +37,7 @@ exec env -u MOUNTS -u LINKS -u TMPFS_BYTES -u PWD -u OLDPWD -u _ setpriv --no-ne
     --bounding-set=-all,+setuid,+setgid -- sh -c '"$@"; exit $?' sh "$@"
 """
 
-# Returns the ways out that it found, and the names of the environment variables that it saw.
+# The probe returns the ways out that it found, and the names of the environment variables that it saw.
 PROBE = """\
 import ctypes, os, socket
 
@@ -74,7 +74,7 @@ def escapes(canary, port, processes):
 
 
 def commands() -> list[tuple[str, tuple[str, ...], bool]]:
-    """Ways into a sandbox with the tools on PATH, best first: (level, command, runner must drop root)."""
+    """The sandboxes that the tools on PATH can build, best first: (level, command, runner must drop root)."""
     ways: list[tuple[str, tuple[str, ...], bool]] = []
     is_root = os.geteuid() == 0
     bwrap, unshare = shutil.which("bwrap"), shutil.which("unshare")
@@ -90,7 +90,7 @@ def commands() -> list[tuple[str, tuple[str, ...], bool]]:
 
 def _bwrap(bwrap: str, *identity: str) -> tuple[str, ...]:
     small_tmpfs = ("--perms", "1777", "--size", str(TMPFS_BYTES), "--tmpfs")
-    # Made by hand, because bwrap leaves parents it makes itself closed to everyone but root.
+    # Parent directories are made explicitly, because those that bwrap makes itself are accessible to root only.
     parents = sorted({str(parent) for path in _mounts() for parent in Path(path).parents} - {"/"})
     directories = [part for path in parents for part in ("--perms", "0755", "--dir", path)]
     mounts = [part for path in _mounts() for part in ("--ro-bind", path, path)]
@@ -117,13 +117,13 @@ def _bwrap(bwrap: str, *identity: str) -> tuple[str, ...]:
 def _unshare(unshare: str, *identity: str) -> tuple[str, ...]:
     spaces = ("--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child")
     settings = (f"MOUNTS={' '.join(_mounts())}", f"LINKS={' '.join(_links())}", f"TMPFS_BYTES={TMPFS_BYTES}")
-    # --pdeathsig: no run outlives a judging process that is killed.
+    # With --pdeathsig a run ends when its judging process is killed.
     start = ("setpriv", "--pdeathsig", "KILL", unshare, *spaces, *identity)
     return (*start, "env", *settings, "sh", "-c", UNSHARE_SCRIPT, "sh")
 
 
 def _mounts() -> list[str]:
-    """Host directories the interpreter needs, outermost first, none inside another."""
+    """The host directories that the interpreter needs, outermost first. None of them lies inside another one."""
     prefixes = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)
     wanted = {Path("/usr"), Path("/etc/ld.so.cache")}
     wanted |= {Path(prefix) for prefix in prefixes} | {Path(prefix).resolve() for prefix in prefixes}

@@ -1,10 +1,11 @@
-"""The program that runs inside the sandbox: untrusted code in, plain outputs out.
+"""The program that runs inside the sandbox: it executes untrusted code and returns the outputs as plain data.
 
 It is passed to a bare interpreter as text (`python -c`), so it uses the standard library only. It never learns which
-outputs are expected. Untrusted code runs in the same process and may read or change everything here; all that it gains
-is the choice of its own outputs. `encode` and `decode` are used on both sides.
+outputs are expected. Untrusted code runs in the same process and may read or change everything here. It can thereby
+only choose its own outputs. `encode` and `decode` are used on both sides.
 
-Protocol: one JSON job on stdin; on stdout one JSON line each for `ready`, every call, and `done` (CPU seconds used).
+The protocol is one JSON job on stdin, and on stdout one JSON line each for `ready`, every call, and `done` (CPU seconds
+used).
 """
 
 import ctypes
@@ -64,7 +65,7 @@ def decode(value: Any) -> Any:
     """Undo `encode`.
 
     Raises:
-        ValueError, TypeError, AttributeError: not something `encode` wrote.
+        ValueError, TypeError, AttributeError: the value was not written by `encode`.
     """
     if isinstance(value, list):
         return [decode(item) if type(item) in (list, dict) else item for item in value]
@@ -99,10 +100,10 @@ CLONE_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER
 
 
 def filter_system_calls() -> None:
-    """Let the kernel refuse the system calls of `SYSTEM_CALLS` to this process and its children, for good.
+    """Make the kernel refuse the system calls of `SYSTEM_CALLS` to this process and its children, permanently.
 
-    Where that is impossible (another machine, a kernel without seccomp) nothing happens; the probe of a sandbox then
-    finds the way out and the sandbox is not used.
+    Where that is impossible (another machine, a kernel without seccomp) nothing happens. The probe of the sandbox then
+    finds a way out, and the sandbox is not used.
     """
     if platform.machine() not in SYSTEM_CALLS:
         return
@@ -184,7 +185,7 @@ def main() -> None:
             reply = {"index": index, "raised": describe(error)}
         send(reply)
     send({"done": time.process_time()})
-    os._exit(0)  # threads and exit handlers of the untrusted code get no further say
+    os._exit(0)  # threads and exit handlers of the untrusted code do not run any more
 
 
 if __name__ == "__main__":

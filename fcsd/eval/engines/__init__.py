@@ -1,1 +1,1 @@
-"""How a model is asked: the lm-eval adapter over transformers, and the one over vLLM."""
+"""The engines that run a model in an evaluation: one lm-eval adapter over transformers, and one over vLLM."""

@@ -1,4 +1,4 @@
-"""A Hugging Face model behind lm-eval's interface: texts in, log-probabilities or generated texts out."""
+"""Adapts a Hugging Face model to lm-eval's interface, which asks for log-probabilities and generated texts."""
 
 import logging
 from collections import defaultdict
@@ -23,7 +23,7 @@ from fcsd.serve.slots import why_no_slots
 
 log = logging.getLogger(__name__)
 
-# How answers are generated: in batches over a growing cache, in slots of a fixed cache, or in slots by CUDA graphs.
+# The ways to generate answers: in batches over a growing cache, in slots of a fixed cache, or in slots by CUDA graphs.
 BATCHES, SLOTS, GRAPHS = "batches", "slots", "graphs"
 GENERATION = (BATCHES, SLOTS, GRAPHS)
 
@@ -112,7 +112,7 @@ class HFAdapter(Adapter):
         return ids
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """As the base class does, but the tokenizer gets whole batches, and each context once."""
+        """As in the base class, but the tokenizer gets whole batches, and each context only once."""
         texts = [request.args for request in requests]
         # Spaces at the end belong to the continuation, since tokenizers join them with the next word.
         stripped = [context.rstrip() for context, _ in texts]
@@ -230,7 +230,7 @@ class HFAdapter(Adapter):
         return reason is None
 
     def engine(self) -> dict[str, Any]:
-        places = vars(self.model).get("hf_device_map", {})  # accelerate's
+        places = vars(self.model).get("hf_device_map", {})  # set by accelerate
         return {
             "name": "hf",
             "dtype": str(self.model.dtype).removeprefix("torch."),
@@ -244,6 +244,6 @@ class HFAdapter(Adapter):
         }
 
     def _progress(self, what: str, requests: int) -> AbstractContextManager[Callable[[], None]]:
-        """The first rank shows its own progress, which stands for that of all."""
+        """The progress of this rank's share of the requests. Only the first rank shows it, as an estimate for all."""
         ranks = 1 if self.team.world is None or self.team.lockstep else self.team.world.size
         return progress(what, -(-requests // ranks), quiet=not self.team.leads)

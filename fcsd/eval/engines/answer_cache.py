@@ -1,4 +1,4 @@
-"""Answers that have been computed, one JSON line each, so that a killed evaluation repeats none of them."""
+"""Stores computed answers, one JSON line each, so that a killed evaluation repeats none of them."""
 
 import contextlib
 import hashlib
@@ -13,9 +13,9 @@ from fcsd.launch.world import World
 class AnswerCache:
     """Answers by request, appended to ``path`` as soon as they are known.
 
-    A cache is for one model under one set of engine settings; the caller makes the path depend on both. Of several
-    ranks each writes a file of its own. All know the same answers from the start and exchange new ones by
-    ``remember``, because they must agree on what is left to do.
+    A cache is for one model under one set of engine settings; the caller makes the path depend on both. If there are
+    several ranks, each rank writes its own file. All ranks know the same answers from the start and exchange new ones
+    by ``remember``, because they must agree on which requests are left.
     """
 
     def __init__(self, path: Path, world: World | None = None) -> None:
@@ -26,7 +26,7 @@ class AnswerCache:
             self._answers |= stored
         rank = 0 if world is None else world.rank
         self._file = (path.with_suffix(f".{rank}{path.suffix}") if rank else path).open("a")
-        self._file.write("\n")  # ends a line of which a killed process wrote only a part
+        self._file.write("\n")  # ends a line that a killed process may have left incomplete
 
     def get(self, request: Any) -> Any:
         """The stored answer to a JSON-like request, or None."""
@@ -54,7 +54,7 @@ def _key(request: Any) -> str:
 def _read(files: Sequence[Path]) -> dict[str, Any]:
     answers = {}
     for line in "\n".join(path.read_text() for path in files if path.exists()).splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # an empty line, or one of which only a part was written
+        with contextlib.suppress(json.JSONDecodeError):  # an empty or incomplete line
             key, answer = json.loads(line)
             answers[key] = answer
     return answers

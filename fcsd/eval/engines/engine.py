@@ -1,4 +1,4 @@
-"""From a name on the command line to a model that can be scored: which engine, where, on how many ranks."""
+"""Loads a model into an engine for an evaluation: the settings of the engine, their checks, and the loading."""
 
 import contextlib
 import gc
@@ -23,18 +23,18 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Engine:
-    """How models are run, the same for all models of a comparison.
+    """The settings by which models are run. They are the same for all models of a comparison.
 
     Attributes:
         backend: ``hf`` for transformers, ``vllm``.
         device: ``cuda``, ``cpu``, or ``auto`` to let accelerate spread each model over the GPUs, host memory and the
             disk, in this order. None for ``cuda`` where there is one, else ``cpu``.
-        dtype: of the weights, one of ``DTYPES``; None for float32 on the CPU and bfloat16 on a GPU.
-        batch_size: most sequences in one forward; None for as many as fit fixed token limits.
-        max_length: longest input in tokens; None for the model's own.
-        generation: one of ``adapter.GENERATION``; None for the fastest that the device knows.
+        dtype: the data type of the weights, one of ``DTYPES``; None for float32 on the CPU and bfloat16 on a GPU.
+        batch_size: the most sequences in one forward pass; None for as many as fit fixed token limits.
+        max_length: the longest input in tokens; None for the model's own limit.
+        generation: one of ``adapter.GENERATION``; None for the fastest that the device supports.
         ep_size: the expert-parallel size, the number of ranks that divide the experts of every layer.
-        gpus: tensor-parallel degree under vLLM.
+        gpus: the tensor-parallel degree under vLLM.
     """
 
     backend: str = HF
@@ -50,7 +50,7 @@ class Engine:
         """Refuse settings that do not go together, before anything is loaded.
 
         Raises:
-            ConfigError: with what to change.
+            ConfigError: two settings contradict each other. The message says what to change.
         """
         if self.backend not in (HF, VLLM):
             raise ConfigError(f"unknown backend {self.backend!r}", f"backends: {HF}, {VLLM}")
@@ -79,10 +79,10 @@ class Engine:
 
 
 def check_dtype(dtype: str | None) -> None:
-    """Refuse a data type that models are not run in.
+    """Refuse a data type that is not supported.
 
     Raises:
-        ConfigError: with those that there are.
+        ConfigError: the data type is not in ``DTYPES``. The message names those that are.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}", f"one of {', '.join(DTYPES)}")
@@ -90,7 +90,9 @@ def check_dtype(dtype: str | None) -> None:
 
 @contextlib.contextmanager
 def opened(model: str, engine: Engine, out: Path | None, team: Team) -> Iterator[Adapter]:
-    """A model by path or hub id behind lm-eval's interface, with its answers kept below ``out``; freed afterwards.
+    """A context with a model, given by path or hub id, behind lm-eval's interface. Its answers are kept below ``out``.
+
+    The model's memory is freed when the context ends.
 
     Raises:
         BadInputError: the model cannot be loaded.
@@ -168,7 +170,7 @@ def _in_vllm(path: Path, engine: Engine, dtype: str, cache: AnswerCache | None) 
         )
     from fcsd.eval.engines.vllm_adapter import VLLMAdapter
 
-    adapter: Any = VLLMAdapter  # pyright takes it for abstract: its base has no type
+    adapter: Any = VLLMAdapter  # its base has no type, so that pyright takes the class for abstract
     return adapter(
         path,
         dtype=dtype,
@@ -180,12 +182,12 @@ def _in_vllm(path: Path, engine: Engine, dtype: str, cache: AnswerCache | None) 
 
 
 def versions(engine: Engine) -> dict[str, str]:
-    """The libraries that a score depends on."""
+    """The versions of the libraries that a score depends on."""
     names = ["lm_eval", "transformers", "torch", "datasets", *(["vllm"] if engine.backend == VLLM else [])]
     return {name: version(name) for name in names}
 
 
 def _fingerprint(path: Path) -> list[tuple[str, int, int]]:
-    """What tells this directory's model from another without reading its weights."""
+    """Name, size and time of modification of every file, which identify the model without reading its weights."""
     files = sorted(p for p in path.iterdir() if p.is_file())
     return [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]

@@ -18,8 +18,8 @@ class Adapter(TemplateLM):
     """A model in some engine. Requests that it would not answer correctly are refused.
 
     Attributes:
-        tokenizer: the model's.
-        cache: where answers are kept, so that a killed evaluation can resume; None for nowhere.
+        tokenizer: the model's tokenizer.
+        cache: the store of answers, from which a killed evaluation can resume; None for no store.
         team: the ranks that share the work; all of them make the same calls and get the same answers.
     """
 
@@ -38,7 +38,7 @@ class Adapter(TemplateLM):
 
     @abc.abstractmethod
     def engine(self) -> dict[str, Any]:
-        """What runs the model and how, for the result."""
+        """The engine and its settings, for the result."""
 
     def greedy_settings(self, request: Any) -> tuple[tuple[str, ...], int]:
         """Stop strings and the most new tokens of a ``generate_until`` request.
@@ -55,7 +55,7 @@ class Adapter(TemplateLM):
         """Refuse an input that would have to be cut.
 
         Raises:
-            BadInputError: the model takes fewer tokens.
+            BadInputError: the input has more tokens than the model takes.
         """
         if tokens > self.max_length:
             raise BadInputError(

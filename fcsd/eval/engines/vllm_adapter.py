@@ -1,4 +1,4 @@
-"""A model in vLLM, through lm-eval's own ``vllm`` model; importing this needs vLLM.
+"""Runs a model in vLLM through lm-eval's own ``vllm`` model. Importing this file needs vLLM.
 
 lm-eval cuts prompts that are too long and passes NaN on; here both are errors, as for the Hugging Face adapter. Log
 probabilities of the two engines differ in their last bits, so a comparison uses one engine for all its models.
@@ -18,11 +18,12 @@ from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import MAX_NEW_TOKENS, Adapter
 from fcsd.launch.shared_work import ALONE
 
-# Requests given to vLLM at once: enough to keep it busy, few enough to lose little when killed.
+# The number of requests given to vLLM at once. It is large enough to keep vLLM busy, and small enough that a killed
+# evaluation loses little work.
 CHUNK = 1024
 SEED = 0
 
-_VLLM: Any = vllm_causallms.VLLM  # registering it hid its type
+_VLLM: Any = vllm_causallms.VLLM  # lm-eval's decorator hides its type
 T = TypeVar("T")
 
 
@@ -33,9 +34,9 @@ class VLLMAdapter(_VLLM, Adapter):
         path: its directory.
         dtype: ``bfloat16``, ``float16`` or ``float32``.
         gpus: the tensor-parallel degree.
-        max_length: longest input in tokens; None for the model's own.
-        batch_size: most sequences at once; None for as many as vLLM finds room for.
-        cache: where answers are kept for a later resume.
+        max_length: the longest input in tokens; None for the model's own limit.
+        batch_size: the most sequences at once; None for as many as vLLM has memory for.
+        cache: the store of answers, from which a killed evaluation can resume.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Choose which layers to convert by the loss on a text, measured for sets of layers.
+"""Chooses which layers to convert by the loss on a text, measured for sets of layers.
 
-Layers interact. A converted layer whose predecessor is converted too lacks more of the residual stream than one that
-stands alone, and an error early in the model reaches every later layer. The losses of single layers therefore do not
-add up, and the search measures sets: it adds one layer after the other, each time the one with which the loss is
-lowest.
+Layers interact. A converted layer whose predecessor is converted too lacks more of the residual stream than a layer
+whose predecessor is not converted. An error early in the model affects every later layer. The losses of single layers
+therefore do not add up, and the search measures sets of layers. It adds one layer after the other, each time the layer
+that gives the lowest loss.
 """
 
 import heapq
@@ -77,7 +77,7 @@ def choose_layers(
         budget: convert as many layers as raise the loss by at most this share, e.g. ``2%``.
         check: a text on which the choices are compared with as many first, last and random layers. Documents that
             the search may have read are left out.
-        tokens: whole documents of each text are read until they have so many tokens.
+        tokens: whole documents of each text are read until they have this number of tokens.
         batch_size: the most documents in one forward pass; None for as many as the limits on tokens allow.
         device, dtype: see ``load_subject``.
         out: directory for ``choice.json``, with ``check`` also ``comparison.md`` and ``comparison.png``. What was
@@ -88,9 +88,9 @@ def choose_layers(
         ``fcsd convert --layers`` takes; the search's ``path``; and the ``comparison``.
 
     Raises:
-        ConfigError: not exactly one of ``layers`` and ``budget``, or one that the model cannot have.
+        ConfigError: not exactly one of ``layers`` and ``budget`` is given, or the model cannot have its value.
         BadInputError: the checkpoint or a text cannot be used.
-        NonFiniteError: NaN or infinite logits.
+        NonFiniteError: the model gives NaN or infinite logits.
     """
     if (layers is None) == (budget is None):
         raise ConfigError("say how many layers, or how much loss: one of --layers and --budget")
@@ -183,7 +183,7 @@ def search(
 
 
 def greedy_path(loss: Callable[[Layers], float], depth: int) -> Iterator[Layers]:
-    """Sets of 0, 1, ... ``depth`` layers, each the one before and the layer with which the loss is then lowest.
+    """Sets of 0, 1, ... ``depth`` layers. Each is the previous set plus the layer that gives the lowest loss.
 
     A layer is measured again only if the increase that it last caused is the lowest known (lazy greedy, Minoux 1978).
     This finds the same sets as measuring every layer at every step, as long as no conversion lowers the increase that

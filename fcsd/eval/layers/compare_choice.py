@@ -1,4 +1,4 @@
-"""A choice of layers beside as many first, last and random ones, on a text that the search did not read."""
+"""Compares a choice of layers with as many first, last and random layers, on a text that the search did not read."""
 
 import random
 from collections.abc import Callable, Sequence

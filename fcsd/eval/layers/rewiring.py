@@ -1,4 +1,4 @@
-"""One original model in memory that is wired in place again and again, as a sweep and a search over layers do."""
+"""Holds an original model in memory and rewires it in place repeatedly, for a sweep and a search over layers."""
 
 import hashlib
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ class Subject:
     """An original model, and the wiring whose layers are varied.
 
     Attributes:
-        sha256: over all its configuration and weights.
-        wiring: the wiring, without any layer.
+        sha256: the hash of the model's configuration and weights.
+        wiring: the wiring, with an empty set of layers.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Subject:
             wire(self.model, unwired())
 
     def identity(self) -> dict[str, Any]:
-        """What a measurement depends on besides the layers and the data, as JSON-like data."""
+        """All that a measurement depends on besides the layers and the data, as JSON-like data."""
         block = self.wiring.to_block()
         return {
             "model_sha256": self.sha256,
@@ -84,10 +84,10 @@ def load_subject(
         model: directory or hub id.
         device: ``cpu``, or ``cuda`` to let accelerate spread the model over all GPUs; None for the GPUs if there are
             any.
-        dtype: of the weights; None for float32 on the CPU and bfloat16 on GPUs.
+        dtype: the data type of the weights; None for float32 on the CPU and bfloat16 on GPUs.
 
     Raises:
-        ConfigError: no such wiring, variant or dtype, or the wiring does not fit the model.
+        ConfigError: the wiring, variant or dtype is unknown, or the wiring does not fit the model.
         BadInputError: the checkpoint cannot be used, or has been converted already.
     """
     import torch
@@ -132,9 +132,9 @@ def last(n: int, depth: int) -> Layers:
 def reads_in_flight(wiring: Wiring, depth: int) -> int:
     """How many of a model's ``2 * depth`` reads do not wait for the sub-block just before them.
 
-    This is what a conversion gains. A layer that is converted alone gains one, because its MLP does not wait for its
-    attention. Its own attention does not wait either if the layer before hands on a partial stream. A dense layer's
-    MLP is counted as if it were a MoE.
+    This number measures how much a conversion gains. A layer that is converted alone adds one such read, because its
+    MLP does not wait for its attention. Its attention does not wait either if the layer before passes on a partial
+    stream. A dense layer's MLP is counted as if it were a MoE.
     """
     plans = plan_layers(wiring, depth, partial(hf_parts, Blocks()))
     mlps = sum(plan.mlp > 0 for plan in plans.values())

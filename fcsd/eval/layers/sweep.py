@@ -62,7 +62,7 @@ def sweep_layers(
         model as ``[difference, paired standard error]``.
 
     Raises:
-        ConfigError: nothing to measure, a point outside the model, or as ``evaluate_models``.
+        ConfigError: there is nothing to measure, a point is outside the model, or as ``evaluate_models``.
         BadInputError, NonFiniteError: as ``evaluate_models``; finished points stay.
     """
     if not tasks and held_out is None:
