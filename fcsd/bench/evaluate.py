@@ -64,7 +64,7 @@ HFLM_BATCH = 64  # the largest batch size that HFLM's own search tries
 
 
 @dataclass
-class Row:
+class Speed:
     """The results of one task.
 
     Attributes:
@@ -175,9 +175,9 @@ def lm_eval_model(model: PreTrainedModel, tokenizer: Any, batch_size: int) -> An
     return hflm(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
 
-def measure(model: PreTrainedModel, tokenizer: Any, tasks: dict[str, Items], share: float) -> list[Row]:
+def measure(model: PreTrainedModel, tokenizer: Any, tasks: dict[str, Items], share: float) -> list[Speed]:
     """Measures all tasks: first a share of the items in fp32, then all items in bf16."""
-    rows = [Row(task, len(items)) for task, items in tasks.items()]
+    rows = [Speed(task, len(items)) for task, items in tasks.items()]
     for dtype in (torch.float32, torch.bfloat16):
         model.to(dtype)  # type: ignore[arg-type]
         ours = HFAdapter(model, tokenizer)

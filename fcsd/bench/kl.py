@@ -34,7 +34,7 @@ Loss = Callable[..., Tensor]  # (student hidden, student head, teacher hidden, t
 
 
 @dataclass
-class Row:
+class Timing:
     """One measurement of a variant at one shape.
 
     Attributes:
@@ -157,8 +157,8 @@ def clock(work: Callable[[], object], repeats: int) -> float:
 
 
 def attempt(
-    row: Row, make: Callable[[], Loss], inputs: Sides, truth: tuple[Tensor, Tensor, Tensor], rate: float
-) -> Row:
+    row: Timing, make: Callable[[], Loss], inputs: Sides, truth: tuple[Tensor, Tensor, Tensor], rate: float
+) -> Timing:
     """Measures the errors, then the memory, then the time of a loss, and fills them into ``row``.
 
     If the loss raises an exception, for example because a package is missing, the row's note holds the message.
@@ -196,25 +196,25 @@ def variants(with_liger: bool) -> dict[str, Callable[[], Loss]]:
     return table | ({LIGER: lambda: liger(compiled=True)} if with_liger else {})
 
 
-def compare(rate: float, began: float, limits: argparse.Namespace) -> list[Row]:
+def compare(rate: float, began: float, limits: argparse.Namespace) -> list[Timing]:
     """Measures every shape and variant until the time is over. A row's note says when a shape was left out."""
     rows = []
     for hidden, vocab in SHAPES:
         for tokens in TOKENS:
             torch.manual_seed(0)
-            case: list[Row] = []
+            case: list[Timing] = []
             spent = time.monotonic() - began
             if spent > limits.seconds:
-                rows.append(Row(tokens, hidden, vocab, "all", note=f"left out: {spent:.0f} s spent"))
+                rows.append(Timing(tokens, hidden, vocab, "all", note=f"left out: {spent:.0f} s spent"))
                 continue
             inputs = sides(tokens, hidden, vocab)
             truth = exact(inputs)
             torch.cuda.empty_cache()
             for name, make in variants(spent < limits.liger_seconds).items():
-                row = attempt(Row(tokens, hidden, vocab, name), make, inputs, truth, rate)
+                row = attempt(Timing(tokens, hidden, vocab, name), make, inputs, truth, rate)
                 case.append(row)
                 if name == LIGER and row.note:
-                    eager = Row(tokens, hidden, vocab, "liger, not compiled")
+                    eager = Timing(tokens, hidden, vocab, "liger, not compiled")
                     case.append(attempt(eager, lambda: liger(compiled=False), inputs, truth, rate))
             for row in case:
                 row.over_torch = row.ms / case[0].ms
@@ -225,7 +225,7 @@ def compare(rate: float, began: float, limits: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def tune(rate: float) -> list[Row]:
+def tune(rate: float) -> list[Timing]:
     """Measures chunk sizes, logit shares and kernel launches at two shapes, and the time of each stage of a chunk."""
     rows = []
     for hidden, vocab in SHAPES[:2]:
@@ -242,7 +242,7 @@ def tune(rate: float) -> list[Row]:
         for chunk, tuning in trials:
             at = tuning.launch
             name = f"{chunk}/{tuning.logit_share} {at.block},{at.span},{at.warps} {tuning.head_sum or 'bf16'}"
-            row = Row(16_384, hidden, vocab, name)
+            row = Timing(16_384, hidden, vocab, name)
             make = partial(partial, fused, chunk=chunk, tuning=tuning)
             rows.append(attempt(row, make, inputs, truth, rate))
             print(line(rows[-1]), flush=True)
@@ -275,7 +275,7 @@ def stages(inputs: Sides, chunk: int) -> None:
         print(f"  stage {hidden}x{vocab} chunk {chunk:5d} {name:30s} {ms:7.3f} ms {amount / ms / 1e9:7.2f} {unit}")
 
 
-def line(row: Row) -> str:
+def line(row: Timing) -> str:
     head = f"{row.tokens:6d} {row.hidden:5d} {row.vocab:7d} {row.variant:26s}"
     if row.note:
         return f"{head} {row.note}"

@@ -78,7 +78,7 @@ class _Call:
         self.awaited = now(self.device)
 
 
-class Meter:
+class CoverMeter:
     """Records collectives instead of sending them. Its ``choose`` is an argument for one call of ``overlap``."""
 
     def __init__(self) -> None:

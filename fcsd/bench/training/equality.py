@@ -9,7 +9,7 @@ from torch import Tensor
 from fcsd.launch.world import World
 
 
-def fingerprint(engine: Any, ids: Tensor) -> dict[str, float]:
+def loss_and_norms(engine: Any, ids: Tensor) -> dict[str, float]:
     """Runs a step; returns its loss and the norm of every gradient on this rank, before averaging over the ranks.
 
     Args:
@@ -29,7 +29,7 @@ def fingerprint(engine: Any, ids: Tensor) -> dict[str, float]:
 
 
 def worst_difference(one: dict[str, float], other: dict[str, float], world: World) -> float:
-    """The largest relative difference of two fingerprints, over all ranks."""
+    """The largest relative difference of two results of ``loss_and_norms``, over all ranks."""
     assert one.keys() == other.keys()
     worst = max(abs(one[k] - other[k]) / max(abs(one[k]), 1e-30) for k in one)
     gathered = torch.tensor(worst, device=world.device)

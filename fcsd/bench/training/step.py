@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.bench.training import ceilings
-from fcsd.bench.training.ceilings import Meter, NoWire, Window
-from fcsd.bench.training.equality import fingerprint, worst_difference
+from fcsd.bench.training.ceilings import CoverMeter, NoWire, Window
+from fcsd.bench.training.equality import loss_and_norms, worst_difference
 from fcsd.bench.training.model import evenly_routed, make_engine
 from fcsd.bench.training.record import record
 from fcsd.bench.training.workload import (
@@ -143,10 +143,10 @@ def _held(
         two runs under the eager-sync schedule; and whether they count as ``equal``.
     """
     eager()
-    reference, again = fingerprint(engine, ids), fingerprint(engine, ids)
+    reference, again = loss_and_norms(engine, ids), loss_and_norms(engine, ids)
     overlapped()
     spread = worst_difference(reference, again, world)
-    error = worst_difference(reference, fingerprint(engine, ids), world)
+    error = worst_difference(reference, loss_and_norms(engine, ids), world)
     return {"difference": error, "spread": spread, "equal": error <= max(4 * spread, 1e-6)}
 
 
@@ -177,7 +177,7 @@ def variants(model: PreTrainedModel, layers: int) -> Choices:
 
 
 def _windows(engine: Any, ids: Tensor, load: Workload) -> list[Window]:
-    meter = Meter()
+    meter = CoverMeter()
     overlap(engine.module.model, Wiring("farskip", tuple(range(load.layers))), choose=meter.choose, fused=load.fused)
     engine.backward(engine(ids))  # the first pass allocates buffers and tunes kernels, so it is not measured
     engine.step()
