@@ -222,6 +222,12 @@ def test_a_wiring_that_does_not_fit_is_refused(original: Path, tmp_path: Path, o
     assert not (tmp_path / "out").exists()
 
 
+def test_a_mistyped_wiring_is_guessed(original: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        convert_checkpoint(str(original), tmp_path / "out", wiring="farskp")
+    assert caught.value.hint.startswith("Did you mean farskip? One of standard, farskip")
+
+
 def test_desync_is_tried_before_it_is_written(tmp_path: Path) -> None:
     tiny.model("llama").save_pretrained(tmp_path / "dense")
     with pytest.raises(ConfigError, match="tp_degree 3 does not divide"):

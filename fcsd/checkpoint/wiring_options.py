@@ -1,5 +1,6 @@
 """Makes a wiring from the name, layers and options that a user gives, and checks that it fits the checkpoint."""
 
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, 
         ConfigError: the wiring does not fit the model, or its options do not go together.
     """
     if name not in arch.wirings:
-        raise ConfigError(f"{arch.model_type} has no wiring {name!r}", f"One of {', '.join(arch.wirings)}.")
+        guess = "".join(f"Did you mean {close}? " for close in get_close_matches(name, arch.wirings, n=1))
+        raise ConfigError(f"{arch.model_type} has no wiring {name!r}", f"{guess}One of {', '.join(arch.wirings)}.")
     if fields.get("border") and fields.get("variant") == "mlp-only":
         raise ConfigError(f"{name} mlp-only has no border: its attention reads the full stream", "Leave out --border.")
     try:

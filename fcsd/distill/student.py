@@ -26,7 +26,15 @@ def student_source(recipe: Recipe) -> Location:
     Raises:
         BadInputError: the path does not exist or is not a checkpoint.
     """
-    return resolve(recipe.model, weights=recipe.init.weights == "loaded")
+    try:
+        return resolve(recipe.model, weights=recipe.init.weights == "loaded")
+    except BadInputError as error:
+        if recipe.init.wiring is None and not Path(recipe.model).exists():
+            create = f"fcsd convert ORIGINAL {recipe.model}"
+            error.hint = (
+                f"If you mean a directory that does not exist yet, create it: {create}. {error.hint or ''}".strip()
+            )
+        raise
 
 
 def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:

@@ -133,3 +133,11 @@ def test_starts_that_make_no_sense_are_refused(folder: Path, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="nothing is rewired"):
         load_recipe(folder / "recipe.yaml", ["init={border: partial}"])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_student_that_is_not_converted_yet_is_said_to_need_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = runs.resolved(tmp_path, model="runs/mine").recipe
+    with pytest.raises(BadInputError, match="runs/mine") as caught:
+        student_source(recipe)
+    assert "create it: fcsd convert ORIGINAL runs/mine." in caught.value.hint
