@@ -228,7 +228,9 @@ def finish_step(
     if last or (wanted and tools.saver.seconds < time_left):
         progress = {**_counts(run, step), **tools.scores.progress(), **tools.skips.progress()}
         tools.saver.save(step, progress, last=last, best=best)
-    if not last and tools.preemption.time_left(run.hosts) < math.inf:
+        time_left = tools.preemption.time_left(run.hosts)  # a signal that came during the save needs no further step
+    # A signal that came after the decision not to save lets the run take one more step, which is then saved.
+    if not last and time_left < math.inf:
         raise signals.preempted(f"step {step} was the last", tools.saver.checkpoint)
 
 

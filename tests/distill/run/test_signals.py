@@ -73,6 +73,35 @@ def test_a_signal_ends_the_run_with_its_last_step_saved_once(
     assert runs.outcome(tmp_path / "run") == runs.outcome(folder / "whole")
 
 
+def signalled_after_the_decision(recipe: Any) -> None:
+    """A run that gets a signal in step 2, after it has decided that this step needs no checkpoint."""
+    finish_step, time_left = loop.finish_step, signals.Preemption.time_left
+    deciding = False
+
+    def finish(run: Any, tools: Any, duties: Any, step: int, *rest: Any) -> None:
+        nonlocal deciding
+        deciding = step == 2
+        finish_step(run, tools, duties, step, *rest)
+
+    def decide(self: signals.Preemption, world: Any) -> float:
+        nonlocal deciding
+        left = time_left(self, world)
+        if deciding:
+            deciding = False
+            os.kill(os.getpid(), signal.SIGTERM)
+        return left
+
+    loop.finish_step, signals.Preemption.time_left = finish, decide
+    loop.distill_model(recipe)
+
+
+def test_a_signal_after_the_decision_not_to_save_loses_no_step(folder: Path, tmp_path: Path) -> None:
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), checkpoint__every_steps=0)
+    codes, said = ranks.exit_codes(1, signalled_after_the_decision, recipe)
+    assert codes == [143], said
+    assert [path.name for path in checkpoints.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-3"]
+
+
 def slow_to_save(recipe: Any) -> None:
     """A run whose first save took too long for the grace period, and which is preempted in its third step."""
     real, steps = loop.launch_step, 0
