@@ -11,7 +11,11 @@ ZeRO stage, weights    the norm is computed by                    a norm that is
 0, bf16                ``global_norm``                            on the host: DeepSpeed's wrapper asks, too
 1 and 2, bf16          DeepSpeed, over all partitions             on the device, by ``found_inf``
 1 and 2, fp32          DeepSpeed, over all partitions             on the host, by DeepSpeed
+1 and 2, offloaded     DeepSpeed, over all partitions             on the host, by DeepSpeed
 =====================  =========================================  ========================================
+
+With ``optim.offload: host`` AdamW itself runs on the host, which therefore waits for the gradients in any case.
+``Bf16MomentsAdamW`` takes the flag ``found_inf`` as torch's AdamW does.
 """
 
 from typing import Any
@@ -28,7 +32,7 @@ _EPSILON = 1e-6  # added to the norm before the division, as DeepSpeed and torch
 
 def judges_on_device(recipe: Recipe) -> bool:
     """Whether clipping and the check of the norm run on the device (``install``) instead of in DeepSpeed."""
-    return recipe.parallel.zero_stage > 0 and recipe.train.dtype == "bf16"
+    return recipe.parallel.zero_stage > 0 and recipe.train.dtype == "bf16" and recipe.optim.offload == "none"
 
 
 def install(engine: Any, recipe: Recipe) -> None:
