@@ -22,9 +22,9 @@ def compare(files: Sequence[Path]) -> dict[str, Any]:
     Args:
         files: what ``fcsd bench memory --out`` wrote, of one workload.
 
-    Returns: by setting, such as ``bf16 moments, on the GPU``: the ``cap`` in GiB, the largest measured and the predicted
-        sizes in GiB, the ``seconds`` of all steps but the first one of each run, their ``median``, and its ratio
-        ``times`` to that of fp32 moments on the GPU. Sizes that a run without a GPU has not measured are null.
+    Returns: by setting, such as ``bf16 moments, on the GPU``: the cap, the largest measured and the predicted sizes in
+        GiB, the ``seconds`` of all steps but the first one of each run, their ``median``, and its ratio ``times`` to
+        that of fp32 moments on the GPU. Sizes that a run without a GPU has not measured are null.
     """
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for file in files:

@@ -64,12 +64,13 @@ def update(engine: Any, recipe: Recipe, world: World) -> Tensor | float:
 
     If the norm is not finite, no weight and no moment changes on any rank.
 
-    Returns: the global L2 norm of the gradients before clipping.
+    Returns: the global L2 norm of the gradients before clipping; a number if the host has computed it.
     """
     if recipe.parallel.zero_stage:
         engine.step()
         norm = engine.get_global_grad_norm()
-        return 0.0 if norm is None else norm
+        # With the optimizer on the host, DeepSpeed computes the norm there. The other numbers of a step are on the device.
+        return float(norm or 0.0) if norm is None or recipe.optim.offload == "host" else norm
     norm = global_norm(engine, recipe, world)
     if recipe.optim.grad_clip:
         with_gradient = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]

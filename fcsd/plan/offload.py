@@ -12,7 +12,7 @@ computation.
 from fcsd.plan.setup import Setup
 from fcsd.plan.shard import Shard
 
-BUS = 25e9  # bytes per second between a GPU and pinned memory: half of what PCIe 5.0 with 16 lanes can carry
+BUS = 25e9  # bytes per second between a GPU and pinned memory: about what PCIe 4.0 with 16 lanes delivers
 HOST = 300e9  # bytes per second that the memory of a node delivers to all its processes: half of a common server's peak
 
 # Bytes per updated parameter that a step reads and writes in host memory. AdamW reads a weight, a gradient and two

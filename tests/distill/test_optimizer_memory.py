@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from fcsd.distill import bf16_moments, loop
 from fcsd.distill.bf16_moments import Bf16MomentsAdamW, round_into
 from fcsd.distill.run.identity import run_identity
 from fcsd.distill.run.report import opening
+from fcsd.distill.update import update
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 
@@ -188,6 +190,14 @@ def test_runs_on_the_host_equal_runs_beside_the_weights_and_resume(folder: Path,
     for name in ("bf16 moments", "bf16 moments without ZeRO"):
         losses = [[float.fromhex(loss) for loss, *_ in found[case][0]] for case in (name, "two")]
         assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+def test_a_norm_that_the_host_has_computed_is_a_number(folder: Path) -> None:
+    """On a GPU it could not be read back together with the loss, which is on the device."""
+    engine = SimpleNamespace(step=lambda: None, get_global_grad_norm=lambda: torch.tensor(2.0))
+    world = World(0, 1, torch.device("cpu"))
+    found = [update(engine, runs.resolved(folder, **changes).recipe, world) for changes in ({}, HOST)]
+    assert isinstance(found[0], torch.Tensor) and found[1] == 2.0 and isinstance(found[1], float)
 
 
 def test_what_cannot_work_is_refused_and_what_runs_is_said(folder: Path, tmp_path: Path) -> None:
