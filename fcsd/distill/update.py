@@ -69,8 +69,10 @@ def update(engine: Any, recipe: Recipe, world: World) -> Tensor | float:
     if recipe.parallel.zero_stage:
         engine.step()
         norm = engine.get_global_grad_norm()
-        # With the optimizer on the host, DeepSpeed computes the norm there. The other numbers of a step are on the device.
-        return float(norm or 0.0) if norm is None or recipe.optim.offload == "host" else norm
+        if norm is None:
+            return 0.0
+        # With the optimizer on the host, the norm is there, too, while the step's other numbers are on the device.
+        return float(norm) if recipe.optim.offload == "host" else norm
     norm = global_norm(engine, recipe, world)
     if recipe.optim.grad_clip:
         with_gradient = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
