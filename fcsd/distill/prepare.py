@@ -16,8 +16,8 @@ from fcsd.distill.data.corpus import Corpus, load_tokenizer
 from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
-from fcsd.distill.run import checkpoints, run_dir
-from fcsd.distill.run.identity import require_agreement, run_identity
+from fcsd.distill.run import checkpoints, manifest, run_dir
+from fcsd.distill.run.identity import flat, require_agreement, run_identity
 from fcsd.distill.student import load_student, student_source
 from fcsd.distill.teacher.cache import read_teacher_cache
 from fcsd.distill.teacher.original import (
@@ -105,8 +105,11 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     import_deepspeed()
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
     checkpoint = world.on_first(lambda: checkpoints.find(directory / run_dir.CHECKPOINTS, resume, _say))
+    if checkpoint:
+        world.on_first(lambda: checkpoints.require_model(checkpoint, flat(recipe.model_dump())))
     source = student_source(recipe).path
-    student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], device=world.device)
+    trained = checkpoint / manifest.MODEL if checkpoint else None
+    student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], device=world.device, trained=trained)
     hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
     teacher = load_teacher(recipe, student, world) if needs_teacher(recipe) else None
     live = None if teacher is None else live_teacher(teacher, recipe.objective)

@@ -17,8 +17,8 @@ from fcsd.config import ResolvedRecipe
 from fcsd.disk import json_sha256
 from fcsd.distill import loop
 from fcsd.distill.run import checkpoints, identity, manifest, run_dir
-from fcsd.distill.run.checkpoints import random_state, set_random_state
 from fcsd.distill.run.report import read_metrics
+from fcsd.distill.run.snapshot import random_state, set_random_state
 from fcsd.errors import CheckpointError, ConfigError
 
 
