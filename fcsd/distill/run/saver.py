@@ -140,7 +140,7 @@ class Saver:
         return self.checkpoint
 
     def close(self) -> None:
-        """Waits for a save beside the run, if the run ends with an error. That error is reported, not one of the save."""
+        """Waits for a save beside the run if the run ends with an error. That error is raised, not one of the save."""
         if self._pending is not None:
             step, future = self._pending
             if (error := future.exception()) is not None and self._world.rank == 0:

@@ -87,7 +87,10 @@ def write_states(snapshot: Snapshot, directory: Path, rank: int) -> None:
 
 
 def restore(checkpoint: Path, world: World, engine: Any) -> None:
-    """Loads the state of this rank from a verified checkpoint. The engine's model has the weights of ``model/`` already."""
+    """Loads the state of this rank from a verified checkpoint.
+
+    The engine's model has the weights of ``model/`` already.
+    """
     saved = json.loads(_states_file(checkpoint, world.rank).read_text())
     zero = engine.zero_optimization()
     rank = world.rank if zero else world.rank % own_part(engine.module.model).group_size
