@@ -226,5 +226,5 @@ class Saver:
 
 def _writers(world: World) -> World:
     """The ranks of ``world`` in a gloo group that only the threads use."""
-    group = dist.new_group(backend="gloo", timeout=_PATIENCE) if world.size > 1 else None
+    group: Any = dist.new_group(backend="gloo", timeout=_PATIENCE) if world.size > 1 else None
     return World(world.rank, world.size, torch.device("cpu"), group)
