@@ -84,12 +84,13 @@ class Prediction:
 
 def choices(wire: str) -> tuple[Choice, ...]:
     """The rows of the table; ``wire`` is the format of those with a quantised wire."""
+    plain: tuple[Dedup, ...] = ("off",)
     levels: tuple[Dedup, ...] = ("off", "rank", "node")
     return tuple(
         Choice(f"{wiring}{name}", wiring, dedups, wires)
         for wiring in ("standard", "farskip")
         for name, dedups, wires in (
-            ("", ("off",), (None,)),
+            ("", plain, (None,)),
             (" + dedup", levels, (None,)),
             (f" + dedup + {wire}", levels, (None, wire)),
         )
