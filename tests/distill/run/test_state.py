@@ -218,6 +218,7 @@ def laid_out_by_deepspeed(recipe: ResolvedRecipe) -> None:
     loop.distill_model(recipe)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_in_deepspeeds_layout_goes_on(folder: Path, single: Path, tmp_path: Path) -> None:
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "before"))
     assert ranks.on_ranks(1, laid_out_by_deepspeed, recipe) == [None]
