@@ -27,7 +27,7 @@ from fcsd.export.card import SENTENCES, model_card
 from fcsd.export.final import export_model
 from fcsd.models import build
 from fcsd.models.archs import ARCHS
-from fcsd.models.wiring import NAMES
+from fcsd.models.wiring_block import NAMES
 
 README = "---\nlicense: apache-2.0\nlanguage: en\npipeline_tag: text-generation\ntags: [old]\n---\n# The base\n"
 
@@ -250,8 +250,8 @@ def test_a_quantised_model_is_dequantised_for_its_proof(tmp_path: Path) -> None:
 
 
 def _broken_code(stage: Path) -> None:
-    (stage / "wiring.py").write_text(
-        (stage / "wiring.py").read_text().replace('"farskip": (1, 1)', '"farskip": (0, 1)')
+    (stage / "wiring_block.py").write_text(
+        (stage / "wiring_block.py").read_text().replace('"farskip": (1, 1)', '"farskip": (0, 1)')
     )
 
 
