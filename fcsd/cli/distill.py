@@ -3,13 +3,16 @@
 import json
 import os
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fcsd.cli.command import emit
 from fcsd.cli.options import AsJson, DryRun, Gpus, Sets, UnsafeExec
 from fcsd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fcsd.config import Recipe
 
 
 def distill(
@@ -53,6 +56,9 @@ def distill(
         emit(several.slurm_script(resolved, nodes=nodes, gpus=gpus or 1, options=options))
         print("save it and hand it to sbatch, where output_dir is shared by all nodes", file=sys.stderr)
         return
+    prints = nodes > 1 and node_rank is None and not dry_run and sweep is None
+    if not prints:
+        _require_inputs(recipe or recipe_name or sweep or "", resolved.recipe)
     if sweep is not None:
         from fcsd.distill.sweep import search as sweeping
         from fcsd.distill.sweep.process import launcher
@@ -66,7 +72,7 @@ def distill(
 
     from fcsd.launch.world import ensure_world
 
-    if nodes > 1 and node_rank is None and not dry_run:
+    if prints:
         emit(several.node_commands(sys.argv[1:], nodes, rendezvous))
         return
     if not dry_run:
@@ -98,6 +104,7 @@ def cache_teacher(
     from fcsd.config import load_recipe
 
     resolved = load_recipe(recipe, sets)
+    _require_inputs(recipe, resolved.recipe)
 
     from fcsd.launch.world import ensure_world
 
@@ -124,9 +131,36 @@ def plan(
 ) -> None:
     """Say whether a recipe fits, how long it takes and what it costs. Reads no weight; exit 8 if it does not fit."""
     from fcsd.config import load_recipe
+
+    read = load_recipe(recipe, sets).recipe
+    _require_model(recipe, read)
+
     from fcsd.plan import Hardware, plan_run
     from fcsd.plan.report import to_json, to_text
 
-    planned = plan_run(load_recipe(recipe, sets).recipe, Hardware(gpus, nodes, gpu_mem, price), mfu)
+    planned = plan_run(read, Hardware(gpus, nodes, gpu_mem, price), mfu)
     emit(json.dumps(to_json(planned), indent=2) if as_json else to_text(planned))
     planned.check()
+
+
+def _require_inputs(name: str, recipe: "Recipe") -> None:
+    """Check that the model and the data exist, before torch is imported; the processes of a run leave it to the run."""
+    if "WORLD_SIZE" in os.environ:
+        return
+    from fcsd.distill.inputs import require_inputs
+
+    require_inputs(recipe, _conversion(name, recipe))
+
+
+def _require_model(name: str, recipe: "Recipe") -> None:
+    """Check that a model exists which the recipe says to convert first. A plan does without the weights of others."""
+    from fcsd.distill.inputs import require_model
+
+    if conversion := _conversion(name, recipe):
+        require_model(recipe, conversion)
+
+
+def _conversion(name: str, recipe: "Recipe") -> str | None:
+    from fcsd import recipes
+
+    return recipes.conversion(recipes.find(name).read_text(encoding="utf-8"), recipe.model)

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import INDEX, Location, read_config, read_layout, resolve
+from fcsd.checkpoint import INDEX, Location, read_config, read_layout
 from fcsd.checkpoint.location import origin
 from fcsd.checkpoint.rewired import refuse_rewired
 from fcsd.checkpoint.side_files import side_files
@@ -13,28 +13,12 @@ from fcsd.checkpoint.staging import copy_small
 from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.config import Recipe
 from fcsd.distill import expert_parallel
+from fcsd.distill.inputs import student_source
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, converted_config, register
 from fcsd.models.export_template import CODE_FILES
-
-
-def student_source(recipe: Recipe) -> Location:
-    """The checkpoint that the student is made from. With random weights, only its config and tokenizer are fetched.
-
-    Raises:
-        BadInputError: the path does not exist or is not a checkpoint.
-    """
-    try:
-        return resolve(recipe.model, weights=recipe.init.weights == "loaded")
-    except BadInputError as error:
-        if recipe.init.wiring is None and not Path(recipe.model).exists():
-            create = f"fcsd convert ORIGINAL {recipe.model}"
-            error.hint = (
-                f"If you mean a directory that does not exist yet, create it: {create}. {error.hint or ''}".strip()
-            )
-        raise
 
 
 def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
@@ -70,18 +54,23 @@ def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
     return converted_config(config, wiring.to_block(**made_from))
 
 
-def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_student(
+    recipe: Recipe, *, dtype: torch.dtype, device: torch.device, config: PretrainedConfig | None = None
+) -> PreTrainedModel:
     """The student in eval mode. Every rank has the same weights, except for the experts that are divided over ranks.
 
     Random weights follow the architecture's own rules (``initializer_range`` of the config) and the recipe's seed.
     Each module and each expert has a random generator of its own, so the weights are the same at any
     ``parallel.ep_size``.
 
+    Args:
+        config: the result of ``student_config``, if the caller has it already.
+
     Raises:
         BadInputError, ConfigError: see ``student_config``; also if the weights do not match the config.
     """
     source = student_source(recipe)
-    config = student_config(recipe, source)
+    config = config or student_config(recipe, source)
     ep_size = recipe.parallel.ep_size
     if recipe.init.weights == "loaded":
         return expert_parallel.load(source.path, ep_size, dtype=dtype, device=device, config=config)

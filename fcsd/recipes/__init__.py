@@ -1,6 +1,7 @@
 """Finds, lists, reads and copies the packaged recipes."""
 
 import difflib
+import re
 from pathlib import Path
 
 from fcsd.errors import ConfigError, DiskError
@@ -8,6 +9,9 @@ from fcsd.errors import ConfigError, DiskError
 # In a wheel the YAML lies beside this file; in a checkout, at the root of the repository.
 _PACKAGED = Path(__file__).parent / "_data"
 _FOLDER = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[2] / "recipes"
+# The bundled model and corpus. Only a clone of the repository has this folder; the wheel leaves it out.
+BUNDLED = _FOLDER.parent / "assets"
+_FIRST = re.compile(r"^#.*\bFirst: (fcsd convert (\S+) (\S+).*)$", re.MULTILINE)
 
 
 def names() -> list[str]:
@@ -40,6 +44,22 @@ def _packaged(name: str) -> Path:
             f"{meant}`fcsd recipes list` names them; a file of your own is ./NAME.yaml",
         )
     return _FOLDER / f"{name}.yaml"
+
+
+def conversion(text: str, model: str) -> str | None:
+    """The command by which a recipe says to make its model, with the bundled original's path written out.
+
+    Args:
+        text: the recipe's file. A comment ``First: fcsd convert ORIGINAL MODEL ...`` holds the command.
+        model: the model that the recipe asks for.
+
+    Returns:
+        The command; None if there is none that makes ``model``.
+    """
+    for command, original, made in _FIRST.findall(text):
+        if made == model:
+            return command.replace(original, original.replace("bundled:", f"{BUNDLED}/"), 1)
+    return None
 
 
 def summary(name: str) -> str:

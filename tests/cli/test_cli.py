@@ -85,9 +85,11 @@ def test_help_has_examples_and_exit_codes() -> None:
 def test_inspect(library) -> None:
     fake = library("fcsd.checkpoint", "inspect_checkpoint", Shown())
     assert run("inspect", "some/model").stdout == "a 1\n"
-    fake.assert_called_with("some/model", trust_remote_code=False)
+    fake.assert_called_with("some/model", verify=False, trust_remote_code=False)
     assert json.loads(run("inspect", "some/model", "--json", "--trust-remote-code").stdout) == {"a": 1}
-    fake.assert_called_with("some/model", trust_remote_code=True)
+    fake.assert_called_with("some/model", verify=False, trust_remote_code=True)
+    run("inspect", "some/model", "--verify")
+    fake.assert_called_with("some/model", verify=True, trust_remote_code=False)
 
 
 def test_convert(library) -> None:
@@ -109,10 +111,12 @@ def test_convert(library) -> None:
 def test_distill(library) -> None:
     world = library("fcsd.launch.world", "ensure_world")
     loop = library("fcsd.distill.loop", "distill_model", Path("runs/x"))
+    inputs = library("fcsd.distill.inputs", "require_inputs")
     done = run("distill", "--recipe", "tiny", "--set", "optim.lr=1e-3", "--set", "name=x", "--seed", "7", "--gpus", "2")
     assert (done.exit_code, done.stdout) == (0, "runs/x\n"), done.stderr
     world.assert_called_once_with(2, None, timeout=300, grace_seconds=30)
     resolved = loop.call_args.args[0]
+    assert inputs.call_args.args[0] is resolved.recipe and inputs.call_args.args[1].startswith("fcsd convert ")
     assert (resolved.recipe.optim.lr, resolved.recipe.name, resolved.recipe.seed) == (1e-3, "x", 7)
     assert (resolved.origins["optim.lr"], resolved.origins["seed"]) == ("--set", "flag")
     told = {"resume": "auto", "dry_run": False, "processes": 2, "scorer": None, "join_timeout": 300}
@@ -123,6 +127,7 @@ def test_distill_prints_its_directory_once_over_all_processes(library, monkeypat
     library("fcsd.launch.world", "ensure_world")
     library("fcsd.distill.loop", "distill_model", Path("runs/x"))
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert run("distill", "tiny").stdout == ""
 
 
@@ -368,7 +373,7 @@ def test_ctrl_c_ends_with_130_and_no_orphan(tmp_path: Path, import_first: str) -
         f"import sys, time, pathlib, signal, subprocess, {import_first}\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "from fcsd import checkpoint\nfrom fcsd.cli.main import main\n"
-        "def slow(model, *, trust_remote_code=False):\n"
+        "def slow(model, **options):\n"
         f"    pathlib.Path({str(ready)!r}).touch()\n"
         "    time.sleep(600)\n"
         "checkpoint.inspect_checkpoint = slow\n"

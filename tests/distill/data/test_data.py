@@ -193,7 +193,7 @@ def test_unreadable_sources_are_one_clear_line(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"body": TEXTS}).to_parquet(tmp_path / "body.parquet")
     datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": TEXTS})).save_to_disk(tmp_path / "splits")
     for error, match, source in [
-        (BadInputError, "no such data file", {"path": "missing.jsonl"}),
+        (BadInputError, "there is no such data file", {"path": "missing.jsonl"}),
         (BadInputError, "cannot be read as parquet", {"path": "broken.parquet"}),
         (ConfigError, "format cannot be told", {"path": "notes.xyz"}),
         (BadInputError, "no column 'text', only body", {"path": "body.parquet"}),
