@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fcsd.cli.command import command, emit
-from fcsd.cli.options import AsJson, Gpus
+from fcsd.cli.options import AsJson, Gpus, Sets
 from fcsd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def train(
         bool,
         typer.Option("--trace", help="Trace a step of the last overlapped variant under the first router into --out."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what train.json holds to stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time a training step of random weights: stock AutoEP, standard, eager-sync, overlapped, and without a wire."""
     from fcsd.bench.training.workload import Workload
@@ -94,9 +94,10 @@ def memory(
     micro_batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass and GPU.")] = 1,
     accumulation: Annotated[int, typer.Option(min=1, help="Forward passes per step and GPU.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Steps to take; the last one counts.")] = 2,
-    sets: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe; repeatable.")] = [],  # noqa: B006
+    sets: Sets = [],  # noqa: B006
     gpus: Gpus = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Take distillation steps of random weights, and hold what `fcsd plan` says of them against what they take."""
     from fcsd.launch.world import ensure_world
@@ -108,6 +109,8 @@ def memory(
     found = bench(shape, layers, seq=seq, micro_batch=micro_batch, accumulation=accumulation, steps=steps, sets=sets)
     if out is not None and _first():
         out.write_text(json.dumps(found, indent=1))
+    if as_json and _first():
+        emit(json.dumps(found, indent=2))
 
 
 @command(app, "distill")
@@ -126,7 +129,7 @@ def distill(
     ] = "overlapped,apart,masked,blocking,comm-free",
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
-    sets: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe; repeatable.")] = [],  # noqa: B006
+    sets: Sets = [],  # noqa: B006
     gpus: Gpus = None,
     out: Annotated[Path | None, typer.Option(help="Directory for distill.json and traces.")] = None,
     trace: Annotated[

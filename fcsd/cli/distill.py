@@ -1,6 +1,7 @@
 """The commands `fcsd distill`, `cache-teacher` and `plan`."""
 
 import json
+import math
 import os
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -8,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fcsd.cli.command import emit
-from fcsd.cli.options import AsJson, DryRun, Gpus, Sets, UnsafeExec
+from fcsd.cli.options import AsJson, DryRun, Gpus, PlannedGpus, Recipe, RecipeOption, Sets, UnsafeExec, one_recipe
 from fcsd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fcsd.config import Recipe
+    from fcsd import config
 
 
 def distill(
-    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")] = None,
-    recipe_name: Annotated[str | None, typer.Option("--recipe", metavar="NAME", help="A packaged recipe.")] = None,
+    recipe: Recipe = None,
+    recipe_name: RecipeOption = None,
     sweep: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="A recipe with a sweep: try its values, then run the best.")
     ] = None,
@@ -38,13 +39,12 @@ def distill(
     """Heal a converted checkpoint by self-distillation. Prints the run directory, of a sweep the table."""
     from fcsd.config import load_recipe
 
-    if [recipe, recipe_name, sweep].count(None) != 2:
-        raise ConfigError("give one of RECIPE, --recipe NAME and --sweep NAME", "`fcsd recipes list` shows the names")
+    named = one_recipe(recipe, recipe_name, sweep)
     flags = {"output_dir": output_dir, "seed": seed}
     given = {key: value for key, value in flags.items() if value is not None}
-    resolved = load_recipe(recipe or recipe_name or sweep or "", sets, given)
+    resolved = load_recipe(named, sets, given)
     if resolved.recipe.sweep is not None and sweep is None:
-        raise ConfigError(f"{recipe or recipe_name} is a sweep", f"fcsd distill --sweep {recipe or recipe_name}")
+        raise ConfigError(f"The recipe {named} is a sweep.", f"Start it with: fcsd distill --sweep {named}")
 
     from fcsd.distill.sweep.trials import plan_of
     from fcsd.launch import nodes as several
@@ -58,7 +58,7 @@ def distill(
         return
     prints = nodes > 1 and node_rank is None and not dry_run and sweep is None
     if not prints:
-        _require_inputs(recipe or recipe_name or sweep or "", resolved.recipe)
+        _require_inputs(named, resolved.recipe)
     if sweep is not None:
         from fcsd.distill.sweep import search as sweeping
         from fcsd.distill.sweep.process import launcher
@@ -96,15 +96,18 @@ def distill(
 
 
 def cache_teacher(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")],
+    recipe: Recipe = None,
+    recipe_name: RecipeOption = None,
     sets: Sets = [],  # noqa: B006
     gpus: Gpus = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write the teacher cache of a recipe. What is there already stays; prints its directory."""
     from fcsd.config import load_recipe
 
-    resolved = load_recipe(recipe, sets)
-    _require_inputs(recipe, resolved.recipe)
+    named = one_recipe(recipe, recipe_name)
+    resolved = load_recipe(named, sets)
+    _require_inputs(named, resolved.recipe)
 
     from fcsd.launch.world import ensure_world
 
@@ -114,14 +117,15 @@ def cache_teacher(
 
     directory = run(resolved)
     if os.environ.get("RANK", "0") == "0":
-        emit(directory)
+        emit(json.dumps({"cache": str(directory)}) if as_json else directory)
 
 
 def plan(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")],
+    recipe: Recipe = None,
+    recipe_name: RecipeOption = None,
     sets: Sets = [],  # noqa: B006
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
+    gpus: PlannedGpus = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     gpu_mem: Annotated[float, typer.Option(min=1, metavar="GIB", help="Memory of a GPU, as sold.")] = 141.0,
     price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour.")] = None,
     mfu: Annotated[
@@ -132,8 +136,10 @@ def plan(
     """Say whether a recipe fits, how long it takes and what it costs. Reads no weight; exit 8 if it does not fit."""
     from fcsd.config import load_recipe
 
-    read = load_recipe(recipe, sets).recipe
-    _require_model(recipe, read)
+    named = one_recipe(recipe, recipe_name)
+    read = load_recipe(named, sets).recipe
+    _require_model(named, read)
+    gpus = gpus or math.ceil(read.parallel.ep_size / nodes)
 
     from fcsd.plan import Hardware, plan_run
     from fcsd.plan.report import to_json, to_text
@@ -143,7 +149,7 @@ def plan(
     planned.check()
 
 
-def _require_inputs(name: str, recipe: "Recipe") -> None:
+def _require_inputs(name: str, recipe: "config.Recipe") -> None:
     """Check that the model and the data exist, before torch is imported; the processes of a run leave it to the run."""
     if "WORLD_SIZE" in os.environ:
         return
@@ -152,7 +158,7 @@ def _require_inputs(name: str, recipe: "Recipe") -> None:
     require_inputs(recipe, _conversion(name, recipe))
 
 
-def _require_model(name: str, recipe: "Recipe") -> None:
+def _require_model(name: str, recipe: "config.Recipe") -> None:
     """Check that a model exists which the recipe says to convert first. A plan does without the weights of others."""
     from fcsd.distill.inputs import require_model
 
@@ -160,7 +166,7 @@ def _require_model(name: str, recipe: "Recipe") -> None:
         require_model(recipe, conversion)
 
 
-def _conversion(name: str, recipe: "Recipe") -> str | None:
+def _conversion(name: str, recipe: "config.Recipe") -> str | None:
     from fcsd import recipes
 
     return recipes.conversion(recipes.find(name).read_text(encoding="utf-8"), recipe.model)
