@@ -70,9 +70,12 @@ def train(
 def _bench(load: "Workload", gpus: int | None, out: Path | None, *, traced: bool) -> dict[str, Any]:
     """Start a process per GPU where that is needed, and return the result of ``fcsd.bench.training.step.bench``."""
     if traced and out is None:
-        raise ConfigError("traces are written into --out, which is missing")
+        raise ConfigError("--trace writes its files into the directory --out, which is not given")
     if traced and not load.overlapped:
-        raise ConfigError("a step that overlaps is traced, and no variant does", hint="--variants overlapped,...")
+        raise ConfigError(
+            "only a step that overlaps can be traced, and none of the variants overlaps",
+            hint="Add one: --variants overlapped,...",
+        )
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)
@@ -139,7 +142,7 @@ def distill(
 ) -> None:
     """Time the whole distillation step of random weights, teacher included, beside its bound."""
     if trace and out is None:
-        raise ConfigError("traces are written into --out, which is missing")
+        raise ConfigError("--trace writes its files into the directory --out, which is not given")
     from fcsd.bench.distill import Load
 
     chosen = tuple(variants.split(","))

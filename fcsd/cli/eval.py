@@ -76,7 +76,7 @@ def evaluate(
     `fcsd eval sweep-layers` and `fcsd eval choose-layers` are the commands of these names.
     """
     if baseline is None and (require or untrained):
-        raise ConfigError("--require and --untrained compare with a --baseline, which is missing")
+        raise ConfigError("--require and --untrained compare with a baseline, and no --baseline is given")
 
     from fcsd.launch.world import ensure_world
 

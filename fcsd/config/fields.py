@@ -22,7 +22,7 @@ def _literal_path(value: str) -> str:
     if "$" in value:
         raise ValueError("`$` is not expanded; write the path out")
     if any(ord(c) < 32 or ord(c) == 127 for c in value):
-        raise ValueError("control character in a path")
+        raise ValueError("a path must not contain a control character")
     return value
 
 

@@ -54,7 +54,9 @@ def cache_teacher(resolved: ResolvedRecipe, *, shard_bytes: int = _SHARD_BYTES) 
     recipe = resolved.recipe
     settings = recipe.objective.teacher_cache
     if settings is None:
-        raise ConfigError("the recipe names no teacher cache", hint="set objective.teacher_cache.path")
+        raise ConfigError(
+            "the recipe names no teacher cache", hint="Set objective.teacher_cache.path to the directory to write."
+        )
     folder = Path(settings.path)
     world = join_world()
     with ExitStack() as held:

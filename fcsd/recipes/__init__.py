@@ -38,10 +38,10 @@ def read(name: str) -> str:
 def _packaged(name: str) -> Path:
     if name not in names():
         close = difflib.get_close_matches(name, names(), n=1)
-        meant = f"did you mean {close[0]!r}? " if close else ""
+        meant = f"Did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
             f"no packaged recipe is named {name!r}",
-            f"{meant}`fcsd recipes list` names them; a file of your own is ./NAME.yaml",
+            f"{meant}`fcsd recipes list` shows the names. A file of your own needs a path, such as ./NAME.yaml.",
         )
     return _FOLDER / f"{name}.yaml"
 
@@ -80,7 +80,7 @@ def copy(name: str, out: Path) -> Path:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise ConfigError(f"{target} exists", hint="choose another --out; nothing is overwritten") from error
+        raise ConfigError(f"{target} exists", hint="Choose another --out. Nothing was overwritten.") from error
     except OSError as error:
         raise DiskError(f"{target}: cannot be written: {error.strerror}") from error
     return target

@@ -67,9 +67,13 @@ def parse(text: str, name: str) -> tuple[object, dict[str, int]]:
     """
     for line, content in enumerate(text.split("\n"), start=1):
         if "\ufeff" in content:
-            raise ConfigError(f"{name}:{line}: byte-order mark", hint="save the file as UTF-8 without BOM")
+            raise ConfigError(
+                f"{name}:{line}: there is a byte-order mark", hint="Save it as UTF-8 without BOM."
+            )
         if "\t" in content:
-            raise ConfigError(f"{name}:{line}: tab character", hint=r'use spaces (in a quoted string: "\t")')
+            raise ConfigError(
+                f"{name}:{line}: there is a tab character", hint=r'Use spaces; in a quoted string write "\t".'
+            )
     lines: dict[str, int] = {}
     try:
         loader = _Loader(text)

@@ -163,8 +163,9 @@ def test_what_cannot_be_exported_is_refused(run: Path, converted: Path, tmp_path
     before = snapshot(tmp_path)
     with pytest.raises(BadInputError, match="is not converted by fcsd"):
         export_model(str(tmp_path / "base"), tmp_path / "out")
-    with pytest.raises(ConfigError, match="there are best, latest, step-20, step-10"):
+    with pytest.raises(ConfigError, match="there is no checkpoint 'step-30'") as caught:
         export_model(str(run), tmp_path / "out", checkpoint="step-30")
+    assert caught.value.hint == "Choose one of best, latest, step-20, step-10."
     with pytest.raises(ConfigError, match="is not empty"):
         export_model(str(converted), tmp_path / "base")
     with pytest.raises(ConfigError, match="overlaps"):

@@ -180,7 +180,7 @@ def test_unknown_name_suggests_the_closest() -> None:
     with pytest.raises(ConfigError) as caught:
         recipes.find("tinny")
     assert caught.value.hint is not None
-    assert "did you mean 'tiny'?" in caught.value.hint
+    assert "Did you mean 'tiny'?" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["../tiny", "", ".", "..", "\0"])

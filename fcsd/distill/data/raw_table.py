@@ -89,8 +89,10 @@ def check_columns(path: str, wanted: Iterable[str], present: Iterable[str]) -> N
         if name not in present:
             close = get_close_matches(name, present, n=1)
             raise BadInputError(
-                f"{path}: no column {name!r}, only {', '.join(present)}",
-                hint=f"did you mean {close[0]!r}?" if close else "column, messages, or prompt and response say which",
+                f"{path}: there is no column {name!r}; the columns are {', '.join(present)}",
+                hint=f"Did you mean {close[0]!r}?"
+                if close
+                else "Name a column by `column`, `messages`, or `prompt` and `response`.",
             )
 
 
@@ -107,7 +109,7 @@ def _find(source: Source) -> tuple[str, list[Path]]:
         matching = [name for name in files if name.name.endswith(endings)]
         if matching:
             return kind, matching
-    raise ConfigError(f"{source.path}: the format cannot be told from the name", hint="set `format:` beside it")
+    raise ConfigError(f"{source.path}: the format cannot be told from the name", hint="Set `format:` beside its path.")
 
 
 def _open(source: Source, kind: str, files: list[Path], sha256: dict[str, str]) -> datasets.Dataset:
@@ -124,7 +126,9 @@ def _open(source: Source, kind: str, files: list[Path], sha256: dict[str, str]) 
         table = datasets.load_from_disk(source.path)
         if isinstance(table, datasets.DatasetDict):
             if source.split not in table:
-                raise BadInputError(f"{source.path}: no split {source.split!r}, only {', '.join(map(str, table))}")
+                raise BadInputError(
+                    f"{source.path}: there is no split {source.split!r}; the splits are {', '.join(map(str, table))}"
+                )
             table = table[source.split]
     else:
         table = datasets.load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
