@@ -1,6 +1,7 @@
 """Finds, lists, reads and copies the packaged recipes."""
 
 import difflib
+import os
 import re
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def _packaged(name: str) -> Path:
     if name not in names():
         close = difflib.get_close_matches(name, names(), n=1)
         meant = f"Did you mean {close[0]!r}? " if close else ""
+        if os.path.isfile(f"{name}.yaml"):
+            meant = f"Did you mean the file ./{name}.yaml? "
         raise ConfigError(
             f"no packaged recipe is named {name!r}",
             f"{meant}`fcsd recipes list` shows the names. A file of your own needs a path, such as ./NAME.yaml.",
@@ -71,11 +74,13 @@ def copy(name: str, out: Path) -> Path:
     """Writes a packaged recipe to `out`, which is a file or an existing directory, so that the user can edit it.
 
     Raises:
-        ConfigError: there is no such recipe, or the file exists. Nothing is overwritten.
+        ConfigError: there is no such recipe, the file exists, or its folder does not. Nothing is overwritten.
         DiskError: the file cannot be written.
     """
     text = read(name)
     target = out / f"{name}.yaml" if out.is_dir() else out
+    if not os.path.isdir(target.parent):
+        raise ConfigError(f"{target}: the folder {target.parent} does not exist", hint="Make it, or name another one.")
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)

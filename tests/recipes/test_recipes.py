@@ -183,6 +183,19 @@ def test_unknown_name_suggests_the_closest() -> None:
     assert "Did you mean 'tiny'?" in caught.value.hint
 
 
+def test_a_file_of_ones_own_is_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(ConfigError, match="no packaged recipe is named 'mine'") as caught:
+        load_recipe("mine")
+    assert caught.value.hint is not None and "Did you mean the file ./mine.yaml?" in caught.value.hint
+    with pytest.raises(ConfigError, match=r"mine\.yml: no such file") as caught:
+        load_recipe("mine.yml")
+    assert caught.value.hint is not None and "Did you mean mine.yaml?" in caught.value.hint
+    with pytest.raises(ConfigError, match="the folder none does not exist"):
+        recipes.copy("tiny", Path("none/tiny.yaml"))
+
+
 @pytest.mark.parametrize("name", ["../tiny", "", ".", "..", "\0"])
 def test_a_name_never_leaves_the_folder(name: str) -> None:
     with pytest.raises(ConfigError):
