@@ -21,6 +21,7 @@ from fcsd.cli.options import (
     Limit,
     Model,
     NumFewshot,
+    Reduce,
     Rewiring,
     Suite,
     Tasks,
@@ -63,7 +64,10 @@ def evaluate(
     max_length: Annotated[
         int | None, typer.Option(min=1, help="The longest input in tokens; the default is the model's own limit.")
     ] = None,
-    backend: Annotated[str, typer.Option(metavar="hf|vllm", help="What runs the models.")] = "hf",
+    backend: Annotated[
+        str,
+        typer.Option(metavar="hf|vllm|own", help="What runs the models; own is fcsd's tensor-parallel engine."),
+    ] = "hf",
     device: Annotated[
         str | None,
         typer.Option(metavar="cuda|cpu|auto", help="auto spreads a model that is too large for one GPU."),
@@ -71,7 +75,7 @@ def evaluate(
     dtype: Dtype = None,
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="The number of processes, one per GPU; under vLLM, the tensor-parallel degree."),
+        typer.Option(min=1, help="The number of processes, one per GPU; for vllm and own, the tensor-parallel degree."),
     ] = None,
     ep_size: Annotated[
         int, typer.Option(min=1, metavar="N", help="Divide the experts of every layer among N of the processes.")
@@ -80,6 +84,7 @@ def evaluate(
         str | None,
         typer.Option(metavar="batches|slots|graphs", help="How to generate; the default is the fastest way."),
     ] = None,
+    reduce: Reduce = "nccl",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -119,7 +124,9 @@ def evaluate(
         max_length=max_length,
         generation=generation,
         ep_size=ep_size,
-        gpus=gpus or 1 if backend == "vllm" else 1,  # answers do not depend on the number of processes
+        # Under hf the answers do not depend on the number of processes.
+        gpus=gpus or 1 if backend in ("vllm", "own") else 1,
+        reduce=reduce,
     )
     results = evaluate_models(
         models,
@@ -266,16 +273,30 @@ def chat(
     seed: Annotated[int, typer.Option(help="The seed of the sampling, the same for every answer.")] = 0,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer, in tokens.")] = None,
     device: Device = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="Divide the models over N processes, one per GPU, in fcsd's tensor-parallel engine."),
+    ] = None,
+    reduce: Reduce = "nccl",
     as_json: AsJson = False,
 ) -> None:
     """Let MODEL answer prompts: those of a file, those you type, or a fixed few."""
     import shutil
     from dataclasses import asdict
 
+    if gpus is not None and device is not None:
+        raise ConfigError("--device is for a model in one process; leave it out with --gpus")
+    from fcsd.launch.world import ensure_world
+
+    ensure_world(gpus)
+
     from fcsd.serve import chat as chatting
 
     options = {"prompts": prompts, "seed": seed, "max_new_tokens": max_new_tokens, "device": device}
-    for answers in chatting.chat(model, baseline=baseline, **options):
+    divided = {"divided": gpus is not None, "reduce": reduce}
+    for answers in chatting.chat(model, baseline=baseline, **options, **divided):
+        if os.environ.get("RANK", "0") != "0":
+            continue
         columns = shutil.get_terminal_size((120, 24)).columns
         text = json.dumps([asdict(a) for a in answers]) if as_json else chatting.side_by_side(answers, columns)
         emit(text)

@@ -58,5 +58,9 @@ Dtype = Annotated[
 Gpus = Annotated[
     int | None, typer.Option(min=1, help="The number of processes on this machine, one per GPU; the default is 1.")
 ]
+Reduce = Annotated[
+    str,
+    typer.Option(metavar="KIND", help="How the ranks of fcsd's engine sum partial results; see docs/engine.md."),
+]
 Device = Annotated[str | None, typer.Option(metavar="cuda|cpu", help="The default is cuda if there is a GPU.")]
 RecipeName = Annotated[str, typer.Argument(metavar="NAME", help="See `fcsd recipes list`.")]
