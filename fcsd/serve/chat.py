@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.errors import BadInputError
+from fcsd.errors import BadInputError, ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -82,8 +82,14 @@ def chat(
 
     Raises:
         BadInputError: a model or the prompts cannot be used, or a prompt leaves no room for an answer.
-        ConfigError: a model cannot be divided over this number of processes.
+        ConfigError: a model cannot be divided over this number of processes, or ``reduce`` gives wrong results.
     """
+    if divided:
+        from fcsd.serve.engine import require_right
+
+        require_right(reduce)
+    elif reduce != "nccl":
+        raise ConfigError("a kind of reduction is for a divided model", "add --gpus, or leave --reduce out")
     interactive = prompts is None and sys.stdin.isatty()
     asked = _typed() if interactive else PROMPTS if prompts is None else read_prompts(Path(prompts))
     names = [name for name in (baseline, model) if name is not None]

@@ -42,9 +42,9 @@ class DividedHead(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., hidden]`` -> logits ``[..., vocab]``."""
         own = functional.linear(input, self.weight)
-        every = own.new_empty(self.ranks.degree * own.numel())
-        dist.all_gather_into_tensor(every, own.flatten(), group=self.ranks.group)
-        return every.view(self.ranks.degree, *own.shape).movedim(0, -2).flatten(-2)[..., : self.vocabulary]
+        every = own.new_empty(self.ranks.degree, *own.shape)
+        dist.all_gather(list(every.unbind()), own.contiguous(), group=self.ranks.group)
+        return every.movedim(0, -2).flatten(-2)[..., : self.vocabulary]
 
 
 class SplitNorm(nn.Module):
