@@ -21,23 +21,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
-from fcsd.models.build import check_desync, register
+from fcsd.models.build import check_desync, wiring_of
 from fcsd.models.wiring import DESYNC, NAMES, Wiring
 from fcsd.parallel.tensor.division import Experts, TensorGroup
 from fcsd.parallel.tensor.layer import wire_tensor_parallel
-from fcsd.parallel.tensor.reduce import WRONG_RESULTS, Reduction
+from fcsd.parallel.tensor.reduce import WRONG_RESULTS, Kind, Reduction
 from fcsd.parallel.tensor.weights import load_tensor_parallel, random_tensor_parallel
 from fcsd.serve.decode import GRAIN, Stepper
 from fcsd.serve.slots import Slots, why_no_slots
 
 _PATIENCE = timedelta(hours=2)  # how long ranks that a small degree does not need wait for the others
-_BASE = "standard"
+_BASE, _OWN = "standard", "own"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Workload:
         batches: numbers of prompts.
         prompt: tokens of a prompt.
         new: tokens that are decoded after each prompt, the first of which comes from the prefill.
-        wirings: names of wirings, each applied to every layer.
+        wirings: names of wirings, each applied to every layer; ``own`` is the wiring of the checkpoint.
         reduce: kinds of reduction, see ``parallel.tensor.reduce.Kind``.
         experts: how ranks share the experts, see ``load_tensor_parallel``.
         dtype: ``float32`` or ``bfloat16``.
@@ -69,7 +69,7 @@ class Workload:
     prompt: int = 1024
     new: int = 512
     wirings: tuple[str, ...] = (_BASE, "ladder")
-    reduce: tuple[str, ...] = ("nccl", "none")
+    reduce: tuple[Kind, ...] = ("nccl", "none")
     experts: Experts = "sliced"
     dtype: str = "bfloat16"
     graphs: bool = True
@@ -77,9 +77,9 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in self.wirings:
-            if name not in NAMES or name == "desync":
-                known = ", ".join(known for known in NAMES if known != "desync")
-                raise ConfigError(f"unknown wiring {name!r}", hint=f"some of {known}")
+            known = [_OWN, *(known for known in NAMES if known != "desync")]
+            if name not in known:
+                raise ConfigError(f"unknown wiring {name!r}", hint=f"some of {', '.join(known)}")
         if self.experts not in ("sliced", "whole"):
             raise ConfigError(f"unknown division of experts {self.experts!r}", hint="sliced or whole")
         if self.dtype not in ("float32", "bfloat16"):
@@ -107,10 +107,12 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
         to compare with. ``drift`` is the last round's decode time relative to the first round's.
 
     Raises:
-        ConfigError: a wiring or a degree does not fit the model.
+        ConfigError: a kind of reduction is unknown, or a wiring or a degree does not fit the model or the processes.
         BadInputError: the checkpoint cannot be loaded.
     """
     world = join_world()
+    if max(load.degrees) > world.size:
+        raise ConfigError(f"degree {max(load.degrees)} needs as many processes, and there are {world.size}")
     for kind in load.reduce:
         Reduction(dist.group.WORLD, kind, 0)  # an unknown kind is refused here
     world = replace(world, group=dist.new_group(backend="gloo", timeout=_PATIENCE))
@@ -137,12 +139,7 @@ def _model(load: Workload, ranks: TensorGroup, world: World) -> PreTrainedModel:
     options |= {"ranks": ranks, "experts": load.experts}
     if load.model in SHAPES:
         return random_tensor_parallel(SHAPES[load.model](load.layers), **options)
-    return load_tensor_parallel(load.model, config=_config(load), **options)
-
-
-def _config(load: Workload) -> PretrainedConfig:
-    register()
-    return AutoConfig.from_pretrained(load.model, trust_remote_code=False)
+    return load_tensor_parallel(load.model, **options)
 
 
 def _rows(model: PreTrainedModel, load: Workload, ranks: TensorGroup, batch: int, world: World) -> list[dict[str, Any]]:
@@ -156,16 +153,17 @@ def _rows(model: PreTrainedModel, load: Workload, ranks: TensorGroup, batch: int
     prompts = torch.randint(text.vocab_size, (batch, load.prompt), generator=generator).tolist()
     slots = Slots(batch, length, model.device)
     graphs = load.graphs and model.device.type == "cuda"
-    steppers: dict[tuple[str, str], tuple[Wiring, Stepper]] = {}
+    steppers: dict[tuple[str, Kind], tuple[Wiring, Stepper]] = {}
     for name in load.wirings:
         wiring = _wiring(name, model, ranks.degree)
-        for kind in load.reduce if wiring is not None else ():
-            cache = next((other.cache for _, other in steppers.values()), None)
-            steppers[name, kind] = (wiring, Stepper(model, slots, graphs, cache))  # pyright: ignore[reportArgumentType]
-    times: dict[tuple[str, str], dict[str, list[float]]] = {key: {"prefill": [], "decode": []} for key in steppers}
+        if wiring is not None:
+            for kind in load.reduce:
+                cache = next((other.cache for _, other in steppers.values()), None)
+                steppers[name, kind] = (wiring, Stepper(model, slots, graphs, cache))
+    times: dict[tuple[str, Kind], dict[str, list[float]]] = {key: {"prefill": [], "decode": []} for key in steppers}
     for round_ in range(-1, load.rounds):  # the first round warms up and captures graphs
         for key, (wiring, stepper) in steppers.items():
-            wire_tensor_parallel(model, wiring, ranks, key[1])  # type: ignore[arg-type]
+            wire_tensor_parallel(model, wiring, ranks, key[1])
             prefill = _timed(lambda s=stepper: s.prefill(prompts, range(batch)), ranks, world)
             decode = _timed(lambda s=stepper: s.decode(load.new - 1, list(range(batch))), ranks, world)
             if round_ >= 0:
@@ -179,6 +177,8 @@ def _rows(model: PreTrainedModel, load: Workload, ranks: TensorGroup, batch: int
 
 def _wiring(name: str, model: PreTrainedModel, degree: int) -> Wiring | None:
     """The wiring of this name over all layers; None for Desync on one rank, where nothing can be dropped."""
+    if name == _OWN:
+        return wiring_of(model.config)
     if name in DESYNC and degree == 1:
         return None
     layers = () if name == _BASE else tuple(range(model.config.get_text_config().num_hidden_layers))

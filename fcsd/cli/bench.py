@@ -162,7 +162,10 @@ def infer(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1024,
     new: Annotated[int, typer.Option(min=2, help="New tokens after each prompt.")] = 512,
     wirings: Annotated[
-        str, typer.Option(help="standard, farskip, ladder, parallel, desync-2x and desync-4x; each over all layers.")
+        str,
+        typer.Option(
+            help="standard, farskip, ladder, parallel, desync-2x, desync-4x, each over all layers; own is MODEL's."
+        ),
     ] = "standard,ladder",
     reduce: Annotated[
         str, typer.Option(metavar="KIND[,KIND...]", help="How ranks sum; none is the bound, with wrong results.")
@@ -198,7 +201,7 @@ def infer(
         prompt,
         new,
         tuple(wirings.split(",")),
-        tuple(reduce.split(",")),
+        tuple(reduce.split(",")),  # type: ignore[arg-type]
         experts,  # type: ignore[arg-type]
         dtype,
         graphs=not no_graphs,

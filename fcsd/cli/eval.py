@@ -5,7 +5,7 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -126,7 +126,7 @@ def evaluate(
         ep_size=ep_size,
         # Under hf the answers do not depend on the number of processes.
         gpus=gpus or 1 if backend in ("vllm", "own") else 1,
-        reduce=reduce,
+        reduce=reduce,  # type: ignore[arg-type]
     )
     results = evaluate_models(
         models,
@@ -293,7 +293,7 @@ def chat(
     from fcsd.serve import chat as chatting
 
     options = {"prompts": prompts, "seed": seed, "max_new_tokens": max_new_tokens, "device": device}
-    divided = {"divided": gpus is not None, "reduce": reduce}
+    divided: dict[str, Any] = {"divided": gpus is not None, "reduce": reduce}
     for answers in chatting.chat(model, baseline=baseline, **options, **divided):
         if os.environ.get("RANK", "0") != "0":
             continue

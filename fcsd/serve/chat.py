@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from fcsd.launch.world import World
+    from fcsd.parallel.tensor.reduce import Kind
 
 # The first one is the paper's (Figure 7).
 PROMPTS = (
@@ -56,7 +57,7 @@ def chat(
     max_new_tokens: int | None = None,
     device: str | None = None,
     divided: bool = False,
-    reduce: str = "nccl",
+    reduce: "Kind" = "nccl",
 ) -> Iterator[list[Answer]]:
     """Answer one prompt after the other. The answer of the baseline comes first.
 
@@ -130,7 +131,7 @@ def load_speaker(model: str, *, device: str | None = None) -> Speaker:
     return Speaker(model, network.eval(), AutoTokenizer.from_pretrained(path))
 
 
-def load_divided_speaker(model: str, world: "World", reduce: str = "nccl") -> Speaker:
+def load_divided_speaker(model: str, world: "World", reduce: "Kind" = "nccl") -> Speaker:
     """Load a model into fcsd's own engine: in float32 on CPUs, else in bfloat16; and its tokenizer.
 
     Raises:

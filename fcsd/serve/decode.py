@@ -176,7 +176,7 @@ class Stepper:
         slots = self.slots
         logits = self.model(
             input_ids=self.ids,
-            attention_mask=slots.mask(self.model.dtype),
+            attention_mask=slots.masks(self.model.config.get_text_config(), self.model.dtype),
             position_ids=slots.positions[:, None],
             past_key_values=self.cache,
             use_cache=True,

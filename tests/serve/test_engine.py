@@ -23,9 +23,14 @@ from fcsd.serve.generate import generate_greedy
 from fcsd.serve.slots import why_no_slots
 
 NEW = 12
-# Architecture -> wiring; grouped-query attention, latent attention, and sinks with a sliding window.
-MODELS = {"llama": "ladder", "deepseek_v2": "farskip", "gpt_oss": "farskip"}
-TASKS: dict[str, Any] = {"tasks": ["PIQA", "GSM-8K"], "limit": 2}
+# Grouped-query attention, latent attention, sinks with a sliding window, and residuals that differ between ranks.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"wiring": "ladder"},
+    "deepseek_v2": {"wiring": "farskip"},
+    "gpt_oss": {"wiring": "farskip"},
+    "qwen3": {"wiring": "desync-2x", "tp_degree": 2},
+}
+TASKS: dict[str, Any] = {"tasks": ["PIQA", "GSM-8K"], "limit": 1}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         model = tiny.model(arch, vocab_size=400, max_position_embeddings=1024, initializer_range=0.1)
         model.save_pretrained(root / "original" / arch)
         eval_data.tokenizer().save_pretrained(root / "original" / arch)
-        convert_checkpoint(str(root / "original" / arch), root / arch, wiring=wiring, check=False)
+        convert_checkpoint(str(root / "original" / arch), root / arch, check=False, **wiring)
     return {arch: root / arch for arch in MODELS}
 
 
@@ -76,8 +81,7 @@ def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path)
     for arch, path in models.items():
         model: Any = open_engine(path, world, dtype=torch.float32)
         found[arch] = {"greedy": _greedy(model), "steps": _step_by_step(model, tiny.tokens(length=30))}
-        if why_no_slots(model, 64) is None:
-            found[arch]["slots"] = _in_slots(model)
+        found[arch]["slots"] = _in_slots(model)
     found["chat"] = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts, divided=True)]
     engine = Engine(backend="own", gpus=2)
     found["scores"] = evaluate_models([models["llama"]], data_mirror=mirror, engine=engine, out=out, **TASKS)
@@ -107,11 +111,10 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
         reference: Any = load_model(path, dtype=torch.float32)
         expected = _greedy(reference)
         assert [found[arch]["greedy"] for found in ranks] == [expected, expected]
-        assert all(found[arch].get("slots", expected) == expected for found in ranks)
+        assert [found[arch]["slots"] for found in ranks] == [expected, expected]
         with torch.no_grad():
             whole = reference(tiny.tokens(length=30), use_cache=False).logits
         assert max(float((found[arch]["steps"] - whole).abs().max()) for found in ranks) < 2e-5
-    assert "slots" in ranks[0]["llama"] and "slots" in ranks[0]["deepseek_v2"]
 
     chatted = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts)]
     assert [found["chat"] for found in ranks] == [chatted, chatted] and any(chatted)
@@ -156,6 +159,12 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
 def test_what_gives_wrong_results_is_refused(models: dict[str, Path], words: list[str], message: str) -> None:
     done = CliRunner().invoke(app, [word.format(model=models["llama"]) for word in words])
     assert done.exit_code == 2 and message in done.stderr
+
+
+def test_a_slot_longer_than_a_chunk_of_attention_is_refused() -> None:
+    model = tiny.model("llama4_text")
+    assert why_no_slots(model, 64) is None
+    assert why_no_slots(model, 65) == "a layer attends to chunks of 64 tokens, and 65 are needed"
 
 
 def test_more_processes_than_the_engine_was_told_of_are_refused() -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fcsd.disk import json_sha256
 from fcsd.errors import ConfigError
@@ -16,6 +16,9 @@ from fcsd.eval.engines.adapter import GENERATION, SLOTS, HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
 from fcsd.launch.shared_work import Team
+
+if TYPE_CHECKING:
+    from fcsd.parallel.tensor.reduce import Kind
 
 HF, VLLM, OWN = "hf", "vllm", "own"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -46,7 +49,7 @@ class Engine:
     generation: str | None = None
     ep_size: int = 1
     gpus: int = 1
-    reduce: str = "nccl"
+    reduce: "Kind" = "nccl"
 
     def check(self, ranks: int) -> None:
         """Refuse settings that do not go together, before anything is loaded.

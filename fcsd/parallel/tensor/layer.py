@@ -120,7 +120,7 @@ class TensorParallelLayer(WiredLayer):
 
     def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
         if _active_collector.get():
-            raise ConfigError("a tensor-parallel model does not return hidden states or attentions of its layers")
+            raise ConfigError("a tensor-parallel model does not return the outputs of single layers")
         plan = self.fcsd
         stream = hidden_states if isinstance(hidden_states, Stream) else Stream(hidden_states, plan.schedule)
         attn, shared, routed = plan.parts(self)
