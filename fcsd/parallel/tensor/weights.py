@@ -69,8 +69,8 @@ class _DividedModel:
         experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
 
     Attributes:
-        model: the model, in eval mode and without a wiring. Its layers still compute whole outputs or partial sums as
-            transformers' own code does; ``layer.wire_tensor_parallel`` adds the reductions.
+        model: the model, in eval mode. Its parts compute this rank's partial sums, which nothing reduces until
+            ``layer.wire_tensor_parallel`` has wired it.
 
     Raises:
         BadInputError: the architecture is not supported.
@@ -94,7 +94,7 @@ class _DividedModel:
         replace_modules(self.model, arch, division, ranks, experts, vocabulary)
 
     def _narrow(self) -> int:
-        """Narrow every parameter and persistent buffer on the meta device; returns the rows of the vocabulary."""
+        """Narrow every parameter on the meta device, and return the number of rows of the whole vocabulary."""
         embedding: nn.Module = self.model.get_input_embeddings()
         vocabulary = len(embedding.weight)  # pyright: ignore[reportArgumentType]
         made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights remain one parameter
@@ -135,7 +135,7 @@ class _DividedModel:
                 rows = None
                 if share == "vocabulary" or (isinstance(share, Cut) and share.dim == 0 and share.packed == 1):
                     (rows,) = own_range(share, shape[0], self.ranks, self._kv_heads)
-                    target[rows[1] :] = 0  # what is missing of a vocabulary
+                    target[rows[1] :] = 0  # the rows that the vocabulary does not have
                     target, share = target[: rows[1]], "whole"
                 value = reader.tensor(source.stored, source.row, rows)
                 target.copy_(own_part(value, share, self.ranks, self._kv_heads))

@@ -16,7 +16,7 @@ from fcsd.checkpoint import SINGLE
 from fcsd.checkpoint.weights import Reader
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import load_model, wire
+from fcsd.models.build import wire
 from fcsd.models.schedule import Output, kind_of, reductions
 from fcsd.models.wiring import Wiring, hf_parts
 from fcsd.parallel.tensor import reduce
@@ -53,28 +53,35 @@ WIRINGS = {
     "qwen3_moe": [STANDARD, Wiring("farskip", ALL), Wiring("ladder", ALL)],
     "qwen3": [FARSKIP, *DESYNC],
 }
+EXPECTED = "expected.pt"
 AT_FOUR = ("llama", "olmoe", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_moe")
 
 
-def write(folder: Path, arch: str, **changes: Any) -> Path:
-    """A tiny checkpoint whose biases, sinks and buffers are not zero, and whose vocabulary four ranks cannot divide."""
-    model = tiny.llama4_vision() if arch == "llama4" else tiny.model(arch, initializer_range=0.1, **changes)
+def write(folder: Path, arch: str, **changes: Any) -> Any:
+    """A tiny checkpoint whose biases, sinks and norms are not the defaults; returns its model."""
+    model: Any = tiny.llama4_vision() if arch == "llama4" else tiny.model(arch, initializer_range=0.1, **changes)
     generator = torch.Generator().manual_seed(5)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith((".bias", "_bias", "sinks", "norm.weight")):
             tensor.data += torch.randn(tensor.shape, generator=generator) * 0.1
     model.save_pretrained(folder)
-    return folder
+    return model
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each architecture, and in its folder the reference's logits under each wiring."""
     root = tmp_path_factory.mktemp("models")
     biases = {"llama": {"attention_bias": True, "mlp_bias": True}, "gpt_oss": {"attention_bias": True}}
-    return {
-        arch: write(root / arch, arch, **({} if arch == "llama4" else {"vocab_size": 255}), **biases.get(arch, {}))
-        for arch in DIVISIONS
-    }
+    for arch in DIVISIONS:
+        odd = {} if arch == "llama4" else {"vocab_size": 255}  # which no number of ranks divides
+        reference = write(root / arch, arch, **odd, **biases.get(arch, {}))
+        ids = tiny.tokens(batch=2, length=20).clamp(max=254)
+        with torch.no_grad():
+            wirings = {*WIRINGS.get(arch, []), STANDARD, FARSKIP}
+            expected = {str(one): wire(reference, one)(ids, use_cache=False).logits for one in wirings}
+        torch.save((ids, expected), root / arch / EXPECTED)
+    return {arch: root / arch for arch in DIVISIONS}
 
 
 class _Late:
@@ -97,43 +104,37 @@ def _late(tensor: Tensor, *args: Any, group: Any = None, async_op: bool = False)
     return _Late(tensor, group) if async_op else _all_reduce(tensor, *args, group=group)
 
 
-def _ids(model: Any) -> Tensor:
-    return tiny.tokens(batch=2, length=20).clamp(max=model.config.get_text_config().vocab_size - 1)
-
-
 def _compare(cases: list[tuple[str, Path, str, list[Wiring]]], degree: int) -> dict[str, Any]:
     """Logits of every case against the reference, and of overlapped against blocking reductions."""
     from fcsd.launch.world import join_world
 
     world = join_world()
-    one = dist.new_group([0])
-    ranks = TensorGroup(dist.group.WORLD, degree, world.rank)
+    ranks, alone = TensorGroup(dist.group.WORLD, degree, world.rank), TensorGroup(dist.new_group([0]), 1, 0)
     found: dict[str, Any] = {}
     with torch.no_grad():
         for arch, path, experts, wirings in cases:
-            auto = "AutoModelForImageTextToText" if arch == "llama4" else "AutoModelForCausalLM"
-            reference: Any = load_model(path, dtype=torch.float32, auto=auto)
+            ids, expected = torch.load(path / EXPECTED)
             model: Any = load_tensor_parallel(path, dtype=torch.float32, device="cpu", ranks=ranks, experts=experts)
-            ids = _ids(reference)
+
+            def logits(wiring: Wiring, *options: Any, ids: Tensor = ids, model: Any = model) -> Tensor:
+                wire_tensor_parallel(model, wiring, ranks, *options)
+                return model(ids, use_cache=False).logits
+
             for wiring in wirings:
-                expected = wire(reference, wiring)(ids, use_cache=False).logits
-                wire_tensor_parallel(model, wiring, ranks, eager=True)
-                blocking = model(ids, use_cache=False).logits
-                wire_tensor_parallel(model, wiring, ranks)
+                blocking = logits(wiring, "nccl", True)
                 dist.all_reduce = _late
-                overlapped = model(ids, use_cache=False).logits
+                overlapped = logits(wiring)
                 dist.all_reduce = _all_reduce
-                worst = float((overlapped - expected).abs().max())
+                worst = float((overlapped - expected[str(wiring)]).abs().max())
                 found[f"{arch}, {experts}, {wiring}"] = worst, torch.equal(overlapped, blocking)
-            wire_tensor_parallel(model, STANDARD, ranks, "none")
-            unreduced = model(ids, use_cache=False).logits
-            found[f"{arch}, {experts}, none"] = float((unreduced - wire(reference, STANDARD)(ids).logits).abs().max())
+            found[f"{arch}, {experts}, none"] = float((logits(STANDARD, "none") - expected[str(STANDARD)]).abs().max())
             if world.rank == 0 and arch in WIRINGS:
-                alone = TensorGroup(one, 1, 0)
                 model = load_tensor_parallel(path, dtype=torch.float32, device="cpu", ranks=alone)
+                wire_tensor_parallel(model, STANDARD, alone)
+                same = torch.equal(model(ids, use_cache=False).logits, expected[str(STANDARD)])
                 wire_tensor_parallel(model, FARSKIP, alone)
-                worst = float((model(ids).logits - wire(reference, FARSKIP)(ids).logits).abs().max())
-                found[f"{arch} alone"] = worst, True
+                worst = float((model(ids, use_cache=False).logits - expected[str(FARSKIP)]).abs().max())
+                found[f"{arch} alone"] = worst, same
     return found
 
 
@@ -200,8 +201,8 @@ def test_a_rank_reads_its_own_part_of_the_files(checkpoints: dict[str, Path], mo
 
 
 def test_tied_weights_stay_one_tensor_and_random_ones_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
-    path = write(tmp_path, "qwen3", tie_word_embeddings=True)
-    model: Any = load_tensor_parallel(path, dtype=torch.float32, device="cpu", ranks=TensorGroup(None, 2, 1))
+    write(tmp_path, "qwen3", tie_word_embeddings=True)
+    model: Any = load_tensor_parallel(tmp_path, dtype=torch.float32, device="cpu", ranks=TensorGroup(None, 2, 1))
     assert model.lm_head.weight is model.model.embed_tokens.weight and len(model.lm_head.weight) == 128
     config = tiny.config("qwen3_moe")
     whole = dict(state(random_model(config, dtype=torch.float32, device="cpu", seed=3)))
@@ -241,10 +242,10 @@ def test_files_that_do_not_match_are_refused_by_name(checkpoints: dict[str, Path
     assert "3 ranks cannot share 4 attention heads and 2 key-value heads" in refused(checkpoints["llama"], 3)
     moe = checkpoints["qwen3_moe"]
     assert "8 ranks cannot share 4 attention heads" in refused(moe, 8)
-    odd = write(tmp_path / "odd", "llama", intermediate_size=126)
-    assert "4 ranks cannot share 126 columns of a weight evenly" in refused(odd, 4)
-    few = write(tmp_path / "few", "qwen3_moe", num_experts=6)
-    assert "4 ranks cannot share 6 experts evenly" in refused(few, 4, experts="whole")
+    write(tmp_path / "odd", "llama", intermediate_size=126)
+    assert "4 ranks cannot share 126 columns of a weight evenly" in refused(tmp_path / "odd", 4)
+    write(tmp_path / "few", "qwen3_moe", num_experts=6)
+    assert "4 ranks cannot share 6 experts evenly" in refused(tmp_path / "few", 4, experts="whole")
     fp8 = quantised.write("deepseek_v3", tmp_path / "fp8")
     assert "is quantised (fp8), and tensor parallelism cannot load that" in refused(fp8)
 
