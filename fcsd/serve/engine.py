@@ -6,10 +6,12 @@ reductions as the wiring allows (``parallel/tensor/layer.py``). It is called as 
 each of them gets the whole logits.
 """
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fcsd.errors import ConfigError
+from fcsd.parallel import process_settings
 from fcsd.parallel.tensor.division import Experts, TensorGroup
 from fcsd.parallel.tensor.layer import wire_tensor_parallel
 from fcsd.parallel.tensor.reduce import WRONG_RESULTS, Kind, Reduction
@@ -47,6 +49,8 @@ def open_engine(
 
     ranks = TensorGroup(dist.group.WORLD, world.size, world.rank)
     require_right(reduce)
+    if world.device.type == "cuda" and world.size > 1:
+        process_settings.warn(os.environ)
     Reduction(ranks.group, reduce, 0)  # an unknown kind is refused before the weights are read
     model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks, experts=experts)
     wire_tensor_parallel(model, wiring_of(model.config), ranks, reduce)

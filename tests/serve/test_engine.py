@@ -1,6 +1,7 @@
 """fcsd's engine on two ranks answers, scores and is timed as the reference on one; wrong results are refused."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,10 @@ def _greedy(model: Any) -> list[list[int]]:
     return generate_greedy(model, _prompts(400), max_new_tokens=NEW, ended=lambda *_: None)
 
 
-def _in_slots(model: Any) -> list[list[int]]:
+def _in_slots(model: Any, graphs: bool = False) -> list[list[int]]:
     prompts = _prompts(400)
     count, length, groups = plan_slots([len(prompt) + NEW for prompt in prompts], [len(p) for p in prompts], None)
-    options: dict[str, Any] = {"count": count, "length": length, "max_new_tokens": NEW, "graphs": False}
+    options: dict[str, Any] = {"count": count, "length": length, "max_new_tokens": NEW, "graphs": graphs}
     found = dict(generate_in_slots(model, prompts, groups, ended=lambda *_: None, **options))
     return [found[index] for index in range(len(prompts))]
 
@@ -140,6 +141,26 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
         whole = row["prefill_ms"] + 2 * row["decode_ms"]
         assert row["tokens_per_s"] == pytest.approx(3 / whole * 1e3)
         assert row["exact"] == (row["reduce"] == "nccl")
+
+
+def _by_graphs(path: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:
+    """Answers step by step and by CUDA graphs, and what was logged."""
+    from fcsd.launch.world import join_world
+    from fcsd.serve.engine import open_engine
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fcsd").addHandler(handler)
+    model: Any = open_engine(path, join_world(), dtype=torch.float32)
+    return _in_slots(model), _in_slots(model, graphs=True), said
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> None:
+    expected = _greedy(load_model(models["llama"], dtype=torch.float32))
+    for found in on_ranks(2, _by_graphs, models["llama"]):
+        assert found == (expected, expected, [])
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def check_degree(config: Any, degree: int) -> None:
         degree: the number of ranks.
 
     Raises:
-        ConfigError: the degree divides the heads of no rank evenly. The message names the numbers.
+        ConfigError: the heads cannot be divided evenly among so many ranks. The message names the numbers.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % degree or (kv_heads % degree and degree % kv_heads):
