@@ -73,7 +73,8 @@ class Bf16MomentsAdamW(Optimizer):
             adamw(
                 [weights],
                 [gradients],
-                *([moment] for moment in moments),
+                [moments[0]],
+                [moments[1]],
                 [],
                 [taken],
                 fused=True,

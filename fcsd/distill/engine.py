@@ -150,7 +150,7 @@ def bf16_moments_optimizer(recipe: Recipe) -> Callable[[list[Any]], Bf16MomentsA
     if recipe.optim.moments == "fp32":
         return None
 
-    def make(parameters: list[Any]) -> Bf16MomentsAdamW:
+    def make(parameters: Any) -> Bf16MomentsAdamW:
         from deepspeed.moe.utils import configure_moe_param_groups
 
         if recipe.parallel.ep_size > 1:  # DeepSpeed itself divides the parameters only for optimizers that it makes
