@@ -98,6 +98,9 @@ def memory(
     accumulation: Annotated[int, typer.Option(min=1, help="Forward passes per step and GPU.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Steps to take; the last one counts.")] = 2,
     sets: Sets = [],  # noqa: B006
+    cap: Annotated[
+        float | None, typer.Option("--cap", metavar="GIB", min=1, help="Memory of a GPU that torch may take.")
+    ] = None,
     gpus: Gpus = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.")] = None,
     as_json: AsJson = False,
@@ -109,7 +112,8 @@ def memory(
 
     from fcsd.bench.memory import bench
 
-    found = bench(shape, layers, seq=seq, micro_batch=micro_batch, accumulation=accumulation, steps=steps, sets=sets)
+    size: dict[str, int] = {"seq": seq, "micro_batch": micro_batch, "accumulation": accumulation}
+    found = bench(shape, layers, **size, steps=steps, sets=sets, cap=cap)
     if out is not None and _first():
         out.write_text(json.dumps(found, indent=1))
     if as_json and _first():
