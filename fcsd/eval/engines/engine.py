@@ -12,9 +12,10 @@ from typing import Any
 
 from fcsd.disk import json_sha256
 from fcsd.errors import ConfigError
-from fcsd.eval.engines.adapter import GENERATION, HFAdapter
+from fcsd.eval.engines.adapter import BATCHES, GENERATION, HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
+from fcsd.eval.engines.wire import QuantisedWire, over
 from fcsd.launch.shared_work import Team
 
 HF, VLLM = "hf", "vllm"
@@ -35,6 +36,7 @@ class Engine:
         generation: one of ``adapter.GENERATION``; None for the fastest that the device supports.
         ep_size: the expert-parallel size, the number of ranks that divide the experts of every layer.
         gpus: the tensor-parallel degree under vLLM.
+        wire: the quantised wire that is simulated; None for none.
     """
 
     backend: str = HF
@@ -45,6 +47,7 @@ class Engine:
     generation: str | None = None
     ep_size: int = 1
     gpus: int = 1
+    wire: QuantisedWire | None = None
 
     def check(self, ranks: int) -> None:
         """Refuse settings that do not go together, before anything is loaded.
@@ -57,6 +60,8 @@ class Engine:
         check_dtype(self.dtype)
         if self.generation is not None and self.generation not in GENERATION:
             raise ConfigError(f"unknown generation {self.generation!r}", f"one of {', '.join(GENERATION)}")
+        if self.wire is not None:
+            self._check_wire()
         if self.backend == VLLM:
             self._check_vllm()
         if self.ep_size > 1 and self.device == "auto":
@@ -68,6 +73,15 @@ class Engine:
             )
         if ranks > 1 and self.device == "auto":
             raise ConfigError("--device auto uses all GPUs in one process; leave --gpus out")
+
+    def _check_wire(self) -> None:
+        if self.backend == VLLM or self.device == "auto" or self.ep_size > 1:
+            raise ConfigError(
+                "--wire is simulated in one process, with the whole model on one device",
+                "leave out --backend vllm, --device auto and --ep-size",
+            )
+        if self.generation not in (None, BATCHES):
+            raise ConfigError(f"--wire cannot generate in {self.generation}", f"--generation {BATCHES}")
 
     def _check_vllm(self) -> None:
         if find_spec("vllm") is None:
@@ -149,8 +163,9 @@ def _in_transformers(
         network = load_model(path, dtype=kind, device_map="auto", offload_folder=folder)
     else:
         network = load_model(path, dtype=kind, device=device)
+    stack.enter_context(over(network.eval(), engine.wire))
     return HFAdapter(
-        network.eval(),
+        network,
         AutoTokenizer.from_pretrained(path),
         batch_size=engine.batch_size,
         max_length=engine.max_length,

@@ -17,13 +17,17 @@ from transformers import PreTrainedModel
 from fcsd.errors import ConfigError
 from fcsd.models.archs import Arch
 from fcsd.models.build import arch_of, decoder_layers, wire, wiring_of
-from fcsd.models.schedule import Part, kind_of, reductions
+from fcsd.models.schedule import Kind, Part, kind_of, reductions
 from fcsd.models.wiring import DESYNC, Blocks, Parts, Wiring, hf_parts, wire_layers
 from fcsd.parallel.simulated.experts import prescaled_over_wire, prescaled_rows, routed_over_wire
 from fcsd.parallel.simulated.row_parallel import PartialSums, expert_slices, expert_sums, require_divides
 from fcsd.parallel.tensor.simulated import Rounding, simulate_all_reduce
 
-_CALLED = ("attn", "routed", "shared")  # the order in which a layer computes its parts, see ``wiring.WiredLayer``
+_CALLED: tuple[Part, ...] = (
+    "attn",
+    "routed",
+    "shared",
+)  # the order in which a layer computes its parts, see ``wiring.WiredLayer``
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,12 @@ def _routed_over_wire(blocks: Blocks, simulated: SimulatedWire, layer: Any) -> C
 def _tensor_parallel(
     model: PreTrainedModel, blocks: Blocks, wiring: Wiring, simulated: SimulatedWire, stack: ExitStack
 ) -> Callable[[nn.Module], Parts]:
-    """The function that takes a layer apart into partial sums. Row-parallel layers are replaced until ``stack`` ends."""
+    """Takes layers apart into partial sums. Row-parallel layers are replaced until ``stack`` ends."""
     layers = decoder_layers(model)
-    kinds = [kind_of(hf_parts(blocks, layer)) for layer in layers]
-    groups = [[[output.part for output in one.sums] for one in starts] for starts in reductions(wiring, kinds)]
+    kinds: list[Kind] = [kind_of(hf_parts(blocks, layer)) for layer in layers]
+    groups: list[list[list[Part]]] = [
+        [[output.part for output in one.sums] for one in starts] for starts in reductions(wiring, kinds)
+    ]
     slices: dict[int, list[dict[str, Tensor]]] = {}
     for index, layer in enumerate(layers):
         mlp = layer.get_submodule(blocks.mlp)
@@ -148,10 +154,12 @@ def _tensor_parallel_parts(
 
     def reduced(part: Part, partials: Tensor) -> Tensor:
         held[part] = partials
-        group = [one for one in group_of[part] if one != "routed" or simulated.routed_by_tp]
+        group: list[Part] = [one for one in group_of[part] if one != "routed" or simulated.routed_by_tp]
         if part != max(group, key=_CALLED.index):
             return torch.zeros_like(partials[0])
-        own = sum((held.pop(one) for one in group[1:]), start=held.pop(group[0]))
+        own = held.pop(group[0])
+        for one in group[1:]:
+            own = own + held.pop(one)
         return simulate_all_reduce(own, simulated.all_reduce or torch.Tensor.float)
 
     def attn(x: Tensor, **kwargs: Any) -> Tensor:
