@@ -32,6 +32,7 @@ from fcsd.parallel.simulated.model import SimulatedWire, over_wire
 log = logging.getLogger(__name__)
 
 NAME = "wires.json"
+_QUESTIONS = 16  # how many questions, which are short, are scored in place of one window
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Study:
         text: a held-out text, ``.jsonl``, ``.jsonl.gz`` or ``.parquet``.
         every: take the first document and every ``every``-th one after it.
         max_length: the length of the windows in which documents are read, in tokens.
+        batch_size: the number of windows in one forward pass. On CPUs, small batches are faster, because the values
+            that are rounded stay in the cache.
         tp_degree: the tensor-parallel degree of the all-reduce.
         tasks: tasks for table 7; none measures the perplexity only.
         limit: how many documents of each task are scored; None for all.
@@ -55,6 +58,7 @@ class Study:
     text: Path
     every: int = 1
     max_length: int = 512
+    batch_size: int = 4
     tp_degree: int = 4
     tasks: tuple[str, ...] = TASKS
     limit: int | None = None
@@ -90,15 +94,19 @@ def run(study: Study, out: Path) -> dict[str, Any]:
     identity = {
         "model_sha256": model_sha256(path),
         "texts_sha256": json_sha256(texts),
-        "data_mirror": None if study.data_mirror is None else _content(study.data_mirror),
-        **{key: getattr(study, key) for key in ("max_length", "tp_degree", "limit", "device", "dtype")},
+        **{key: getattr(study, key) for key in ("max_length", "batch_size", "tp_degree", "device", "dtype")},
         "versions": {name: version(name) for name in ("torch", "transformers", "lm_eval")},
+    }
+    of_tasks = {
+        "tasks": study.tasks,
+        "limit": study.limit,
+        "data_mirror": None if study.data_mirror is None else _content(study.data_mirror),
     }
     start, cache = time.process_time(), AnswerCache(out / "pieces.jsonl")
 
     def measured(kind: str, direction: Direction | None, format: str | None) -> Any:
         """A piece from the cache, or measured now. Without a direction it is the model without a wire."""
-        key = [kind, direction, format, study.tasks if kind == "tasks" else None, json_sha256(identity)]
+        key = [kind, direction, format, json_sha256([identity, of_tasks if kind == "tasks" else None])]
         found = cache.get(key)
         if found is None:
             found = _measure(study, kind, network, tokenizer, texts, direction, format)
@@ -123,12 +131,13 @@ def run(study: Study, out: Path) -> dict[str, Any]:
         "documents": len(texts),
         "tokens": sum(tokens for _, tokens in without),
         **identity,
+        **of_tasks,
         "seeds": "none: rounding to nearest, greedy scores",
         "environment": snapshot(),
         "cpu_seconds_of_the_last_process": round(time.process_time() - start, 1),
         "perplexity": math.exp(estimate(without)[0]),
         "losses": [_loss(*piece, items, without) for piece, items in losses.items()],
-        "tasks": [_scores(row, tasks[0]) for row in tasks],
+        "scores": [_scores(row, tasks[0]) for row in tasks],
     }
     write_text(out / NAME, _compact(found))
     return found
@@ -147,14 +156,14 @@ def _measure(
         with over_wire(network, simulated(direction, format, study.tp_degree)):
             return _measure(study, kind, network, tokenizer, texts, None, format)
     if kind == "losses":
-        lm = HFAdapter(network, tokenizer, max_length=study.max_length)
+        lm = HFAdapter(network, tokenizer, max_length=study.max_length, batch_size=study.batch_size)
         return [(-loglikelihood, tokens) for loglikelihood, tokens in lm.text_loglikelihoods(list(texts))]
     results = evaluate_models(
         [Loaded("model", network, tokenizer)],
         tasks=study.tasks,
         limit=study.limit,
         data_mirror=study.data_mirror,
-        engine=Engine(),
+        engine=Engine(batch_size=_QUESTIONS * study.batch_size),
     )
     keys = ("column", "metric", "n", "settings_sha256", "data_sha256", "items")
     return {"format": format, "results": [{key: result[key] for key in keys} for result in results]}
@@ -197,7 +206,7 @@ def _content(mirror: Path) -> str:
 
 def _compact(found: dict[str, Any]) -> str:
     """JSON with one line for each piece."""
-    lists = ("losses", "tasks")
+    lists = ("losses", "scores")
     head = json.dumps({key: value for key, value in found.items() if key not in lists}, indent=1).removesuffix("\n}")
     parts = [f' "{key}": [\n  ' + ",\n  ".join(map(json.dumps, found[key])) + "\n ]" for key in lists]
     return ",\n".join([head, *parts]) + "\n}\n"
