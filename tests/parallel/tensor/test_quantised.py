@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ranks import in_group
 from torch import Tensor
 
+from fcsd.bench import all_reduce
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel.tensor import quantised
@@ -58,7 +59,8 @@ def _found(rank: int) -> dict[str, Any]:
         quantised.nodes_of(groups[4], 3)
     except ConfigError as error:
         refused = str(error)
-    return {"sums": sums, "sent": sent, "reduce": _kinds(rank), "refused": refused}
+    bench = all_reduce.bench(0.25, torch.device("cpu"), node_size=2, chunks=2)
+    return {"sums": sums, "sent": sent, "reduce": _kinds(rank), "refused": refused, "bench": bench}
 
 
 def _pair(rank: int) -> Any:
@@ -151,6 +153,13 @@ def test_bytes_across_the_bridge_between_two_nodes_of_two_ranks(ranks: list[dict
 
 def test_ranks_that_nodes_do_not_divide_are_refused(ranks: list[dict[str, Any]]) -> None:
     assert all("4 ranks cannot be divided into nodes of 3" in found["refused"] for found in ranks)
+
+
+def test_the_benchmark_times_every_way_and_format(ranks: list[dict[str, Any]]) -> None:
+    found = ranks[0]["bench"]
+    assert list(found) == ["bf16", "two steps", "by nodes", "by nodes, in chunks"]
+    assert all(list(of) == list(all_reduce.FORMATS) for name, of in found.items() if name != "bf16")
+    assert all_reduce.to_text(found).count("\n") == 3
 
 
 def _route(every: list[Steps], node_size: int) -> tuple[list[Tensor], int]:
