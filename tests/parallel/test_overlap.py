@@ -12,6 +12,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from file_buffers import opener
+from late import late_collectives
 from ranks import in_group
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -38,39 +39,6 @@ WIRINGS = [
     Wiring("parallel", ALL),
     Wiring("standard", ()),
 ]
-
-
-class _LateWork:
-    """A collective whose result shows only once it is awaited: until then the receive buffer holds NaN."""
-
-    def __init__(self, work, arrived, received, sent):
-        self.work, self.arrived, self.received, self.sent = work, arrived, received, sent
-        self.copy = sent.clone()
-
-    def wait(self):
-        time.sleep(random.random() * 5e-4)
-        self.work.wait()
-        assert torch.equal(self.sent, self.copy), "rows were overwritten while they were sent"
-        self.received.copy_(self.arrived)
-
-
-@contextmanager
-def _late_collectives():
-    real = dist.all_to_all_single
-
-    def late(*args, async_op=False, **kwargs):
-        if not async_op:
-            return real(*args, **kwargs)
-        received, sent, *sizes = args
-        arrived = torch.empty_like(received)
-        received.fill_(float("nan"))
-        return _LateWork(real(arrived, sent, *sizes, async_op=True, **kwargs), arrived, received, sent)
-
-    dist.all_to_all_single = late
-    try:
-        yield
-    finally:
-        dist.all_to_all_single = real
 
 
 def _sharded(arch: str, **changes):
@@ -110,7 +78,7 @@ def _compare(model, wiring, batches, case, problems, **options):
     blocking = _run(model, batches)
     for mode in ("on", "eager-sync"):
         overlap(model, wiring, mode, **options)
-        with _late_collectives():
+        with late_collectives():
             difference = _difference(blocking, _run(model, batches))
         if difference:
             problems.append(f"{case} {wiring.name} {wiring.variant} {wiring.layers} {mode}: {difference}")
