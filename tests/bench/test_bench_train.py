@@ -50,7 +50,8 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
     settings = {"NCCL_MAX_CTAS": "8", "TORCH_NCCL_HIGH_PRIORITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    done = bench("--rounds", 1, "--steps", 2, "--gpus", 2, "--out", tmp_path, "--trace", "--json")
+    options = ["--rounds", 1, "--steps", 2, "--gpus", 2, "--dedup", "rank"]
+    done = bench(*options, "--out", tmp_path, "--trace", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "train.json").read_text())
@@ -113,6 +114,13 @@ def test_what_it_does_not_know_is_refused(field, name):
     given = {"shape": "tiny", "layers": 2, "micro_batch": 1, "seq": 16}
     with pytest.raises(ConfigError, match=f"no {field.removesuffix('s')} {name}"):
         Workload(**given | {field: name if field == "shape" else (name,)})
+
+
+@pytest.mark.parametrize("dedup, message", [("twice", "no dedup twice"), ("node", "--node-size")])
+def test_deduplication_that_it_cannot_do_is_refused(dedup, message):
+    result = CliRunner().invoke(app, ["bench", "train", "tiny", "--dedup", dedup])
+    assert result.exit_code == 2
+    assert message in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_the_script_of_all_cases_gives_commands_that_are_taken(tmp_path):

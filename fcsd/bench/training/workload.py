@@ -1,7 +1,7 @@
 """The workload of the training-step benchmark, whose values are checked before any process starts."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from fcsd.errors import ConfigError
 
@@ -21,6 +21,8 @@ OURS = (STANDARD, STANDARD_COPIES, EAGER, BOUND, *OVERLAPS)
 FUSED = "-fused"  # suffix of the variants that run one kernel for each norm and each permutation of rows
 VARIANTS = (STOCK, *OURS, *(name + FUSED for name in OURS))
 ROUTERS = ("initialised", "uniform")
+Dedup = Literal["off", "rank", "node"]
+DEDUPS: tuple[Dedup, ...] = get_args(Dedup)
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,12 @@ class Workload:
             engine.
         rounds: how often each variant is timed; the variants take turns.
         steps: timed steps of a variant in each round.
+        dedup: ``off``, ``rank`` or ``node``; see ``parallel.dedup`` in the recipe. It holds for all variants except
+            ``stock`` and the bound, which need no deduplication: the bound is the same for every value.
+        node_size: neighbouring ranks that form a node, for ``node``.
 
     Raises:
-        ConfigError: the shape, a router or a variant is unknown.
+        ConfigError: the shape, a router, a variant or ``dedup`` is unknown, or ``node`` comes without a node size.
     """
 
     shape: str
@@ -54,6 +59,8 @@ class Workload:
     optimizer: bool = True
     rounds: int = 5
     steps: int = 3
+    dedup: Dedup = "off"
+    node_size: int | None = None
 
     def __post_init__(self) -> None:
         from fcsd.bench.shapes import SHAPES
@@ -62,10 +69,13 @@ class Workload:
             ("shape", (self.shape,), tuple(SHAPES)),
             ("router", self.routers, ROUTERS),
             ("variant", self.variants, VARIANTS),
+            ("dedup", (self.dedup,), DEDUPS),
         ):
             for name in given:
                 if name not in known:
                     raise ConfigError(f"no {what} {name}", hint=f"known: {', '.join(known)}")
+        if self.dedup == "node" and self.node_size is None:
+            raise ConfigError("dedup node needs the number of ranks of a node", hint="--node-size")
 
     @property
     def fused(self) -> bool:

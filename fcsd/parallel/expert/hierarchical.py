@@ -17,7 +17,7 @@ must leave the tail of a record as it is, and a relay must forward what it recei
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +31,32 @@ from fcsd.parallel.expert.counts import gather
 from fcsd.parallel.expert.deduplicated import Collect, Forward, Moves, Open, Pack, write
 from fcsd.parallel.expert.dispatcher import Dispatcher, MakeDispatcher, Wire
 from fcsd.parallel.expert.flat import FlatDispatcher
-from fcsd.parallel.expert.levels import Levels, all_groups, row_matrices
+from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matrices, two_levels
 from fcsd.parallel.expert.records import Copies, Layout, copies, expert_order
 from fcsd.parallel.transports.transport import Splits, splits_of
 from fcsd.parallel.turns import yield_turn
+
+Dedup = Literal["off", "rank", "node"]
+
+
+def dispatcher_of(dedup: Dedup, ranks: int, node_size: int | None) -> MakeDispatcher:
+    """Makes the dispatchers that ``parallel.dedup`` names.
+
+    Args:
+        dedup: ``off`` sends a row to each expert of a token, ``rank`` to each rank that has any of its experts, and
+            ``node`` to each node.
+        ranks: the size of the expert-parallel group.
+        node_size: how many neighbouring ranks form a node; used by ``node`` only.
+
+    Raises:
+        ConfigError: see ``two_levels``.
+    """
+    if dedup == "off":
+        return FlatDispatcher
+    if dedup == "rank":
+        return hierarchical(one_level(ranks))
+    assert node_size is not None, "the recipe's checks require a node size"
+    return hierarchical(two_levels(ranks, node_size))
 
 
 def hierarchical(levels: Levels) -> MakeDispatcher:

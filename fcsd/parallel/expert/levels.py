@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fcsd.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Levels:
@@ -51,7 +53,16 @@ def one_level(ranks: int) -> Levels:
 
 
 def two_levels(ranks: int, node_size: int) -> Levels:
-    """Rows travel between nodes of ``node_size`` neighbouring ranks first, and inside a node afterwards."""
+    """Rows travel between nodes of ``node_size`` neighbouring ranks first, and inside a node afterwards.
+
+    Raises:
+        ConfigError: the ranks are not several whole nodes of several ranks.
+    """
+    if ranks % node_size or not 1 < node_size < ranks:
+        raise ConfigError(
+            f"{ranks} ranks are not several nodes of {node_size} ranks each",
+            hint="use a node size above 1 that divides the ranks, or deduplicate by rank",
+        )
     return Levels((ranks // node_size, node_size))
 
 
