@@ -62,6 +62,7 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
     assert list(result["routers"]) == ["initialised", "uniform"]
     for found in result["routers"].values():
         assert found["equality"] == {"overlapped": {"difference": 0.0, "spread": 0.0, "equal": True}}  # gloo's order
+        assert set(found["rows"]) == {"off", "rank"} and found["rows"]["rank"][0] < found["rows"]["off"][0]
         assert list(found["variants"]) == ["stock", "standard", "eager-sync", "overlapped", "comm-free"]
         assert {len(times["step"]) for times in found["variants"].values()} == {2}
         calls = {(window["kind"], window["passes"], window["layer"]) for window in found["windows"]}

@@ -2,10 +2,11 @@
 
 All variants run in turns on one model, one DeepSpeed engine and in one process group, so that changes of the GPUs'
 clocks and memory affect all of them alike. The learning rate is zero, so every variant routes the same tokens through
-the same weights. Before the variants are timed, the benchmark does two things:
+the same weights. Before the variants are timed, the benchmark does three things:
 
 - It measures and prints the cover and the wire time of every collective, with the ceiling of what can be hidden.
   Rows are not deduplicated in this measurement.
+- It counts and prints the rows that dispatch sends with and without deduplication.
 - It compares the loss and the gradients of each overlapped variant with those of the same computation under the
   eager-sync schedule. Fused variants are compared with fused ones.
 """
@@ -27,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fcsd.bench.shapes import SHAPES
-from fcsd.bench.training import ceilings
+from fcsd.bench.training import ceilings, traffic
 from fcsd.bench.training.ceilings import CoverMeter, NoWire, Window
 from fcsd.bench.training.equality import loss_and_norms, worst_difference
 from fcsd.bench.training.model import evenly_routed, make_engine
@@ -120,6 +121,8 @@ def _under_one_router(engine: Any, ids: Tensor, choices: Choices, load: Workload
     """Measures windows, equality and times under one router."""
     windows = _windows(engine, ids, load)
     _say(world, ceilings.to_text(windows))
+    rows = traffic.measure(engine, ids, load.node_size)
+    _say(world, traffic.to_text(rows))
 
     equality = {}
     for name in load.overlapped:
@@ -132,6 +135,7 @@ def _under_one_router(engine: Any, ids: Tensor, choices: Choices, load: Workload
     measured = _time(engine, ids, {name: choices[name] for name in load.variants}, load, world)
     _say(world, table(measured))
     return {
+        "rows": rows,
         "windows": [asdict(window) for window in windows],
         "ceiling": {passes: ceilings.both(windows, passes) for passes in ceilings.passes_of(windows)},
         "equality": equality,

@@ -121,6 +121,16 @@ def rows_sent(positions: Tensor, experts: int, levels: Levels) -> list[int]:
     return [int(matrix.sum() - matrix.diagonal().sum()) for matrix in matrices]
 
 
+def pairs_sent(positions: Tensor, experts: int, ranks: int) -> int:
+    """How many rows travel from one rank to another without deduplication: one for each pair of token and expert.
+
+    Args:
+        positions: ``[ranks, tokens, top_k]``, the positions of the experts that each rank's tokens chose.
+    """
+    senders = torch.arange(ranks, device=positions.device).view(-1, 1, 1)
+    return int((positions // (experts // ranks) != senders).sum())
+
+
 def duplicates(positions: Tensor, experts: int, groups: int) -> float:
     """The share of the (token, expert) pairs, from 0 to 1, whose row deduplication saves (HierMoE Table II).
 

@@ -11,6 +11,7 @@ from fcsd.parallel.expert.levels import (
     all_groups,
     duplicates,
     one_level,
+    pairs_sent,
     random_duplicates,
     row_matrices,
     rows_sent,
@@ -57,6 +58,14 @@ def test_the_rows_of_every_level_are_those_of_every_token(sizes: tuple[int, ...]
     assert rows_sent(positions, experts, levels) == [
         sum(matrix[a][b] for a in ranks for b in ranks if a != b) for matrix in expected
     ]
+
+
+def test_without_deduplication_every_pair_is_a_row() -> None:
+    positions = choices(4, 9, 8, top_k=3)
+    expected = sum(
+        expert // 2 != rank for rank, tokens in enumerate(positions.tolist()) for t in tokens for expert in t
+    )
+    assert pairs_sent(positions, 8, ranks=4) == expected
 
 
 def test_the_two_arrangements_that_a_recipe_names() -> None:
