@@ -42,7 +42,8 @@ def train(
         typer.Option(help="off, rank or node: how often the row of a token is sent, as parallel.dedup in a recipe."),
     ] = "off",
     node_size: Annotated[
-        int | None, typer.Option(min=2, help="With --dedup node: neighbouring ranks that form a node.")
+        int | None,
+        typer.Option(min=2, help="GPUs that form a node, for --dedup node and for variants with copies."),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,

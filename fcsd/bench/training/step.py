@@ -86,7 +86,7 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     model = engine.module.model
     generator = torch.Generator().manual_seed(world.rank)
     ids = torch.randint(0, model.config.vocab_size, (load.micro_batch, load.seq), generator=generator).to(world.device)
-    choices = variants(model, load.layers, dispatcher)
+    choices = variants(model, load, dispatcher)
     result: dict[str, Any] = {"workload": asdict(load), "world": world.size, "environment": snapshot(), "routers": {}}
     for router in load.routers:
         _say(world, f"\n{router} router, {time.monotonic() - begun:.0f} s after the start")
@@ -159,18 +159,19 @@ def _held(
     return {"difference": error, "spread": spread, "equal": error <= max(4 * spread, 1e-6)}
 
 
-def variants(model: PreTrainedModel, layers: int, dispatcher: MakeDispatcher) -> Choices:
+def variants(model: PreTrainedModel, load: Workload, dispatcher: MakeDispatcher) -> Choices:
     """For the name of every variant, a function that wires the model for it.
 
     Args:
         dispatcher: carries the rows in all variants, except in the stock layer and the bound.
     """
-    standard, farskip = unwired(), Wiring("farskip", tuple(range(layers)))
+    standard, farskip = unwired(), Wiring("farskip", tuple(range(load.layers)))
 
     def by(change: dict[str, Any]) -> Callable[[LayerWiring, Schedule], Schedule]:
         return lambda _, schedule: replace(schedule, **change)
 
-    copies = CopiesTransport(open_buffers)
+    imitated = load.node_size is not None
+    copies = CopiesTransport(partial(open_buffers, beside_slow_nccl=imitated), node_size=load.node_size)
     sending = partial(overlap, model, dispatcher=dispatcher)
     ours = {
         STANDARD: partial(sending, standard, "eager-sync"),

@@ -43,7 +43,9 @@ class Workload:
         steps: timed steps of a variant in each round.
         dedup: ``off``, ``rank`` or ``node``; see ``parallel.dedup`` in the recipe. It holds for all variants except
             ``stock`` and the bound, which need no deduplication: the bound is the same for every value.
-        node_size: neighbouring ranks that form a node, for ``node``.
+        node_size: neighbouring ranks that form a node, for ``node``. With it, the variants named copies copy rows only
+            inside a node, and NCCL sends rows between nodes. If ``NCCL_P2P_DISABLE`` makes NCCL slow, the nodes of one
+            host are imitations of real ones.
 
     Raises:
         ConfigError: the shape, a router, a variant or ``dedup`` is unknown, or ``node`` comes without a node size.
