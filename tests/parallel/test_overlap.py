@@ -22,6 +22,10 @@ from fcsd.models.build import arch_of, decoder_layers, unwired, wire
 from fcsd.models.wiring import WiredLayer, Wiring
 from fcsd.parallel.deferred import Exchange
 from fcsd.parallel.expert.autoep import allow_string_keys, expert_parallel_config, shard_experts
+from fcsd.parallel.expert.dispatcher import MakeDispatcher
+from fcsd.parallel.expert.flat import FlatDispatcher
+from fcsd.parallel.expert.hierarchical import hierarchical
+from fcsd.parallel.expert.levels import one_level
 from fcsd.parallel.overlap import Schedule, overlap
 from fcsd.parallel.transports.copies import CopiesTransport
 
@@ -230,12 +234,12 @@ def _between(events: list[str], first: str, last: str) -> list[str]:
     return events[start : events.index(last, start + 1) + 1]
 
 
-def _alive_buffers(rank: int, recompute: bool) -> list[str]:
+def _alive_buffers(rank: int, recompute: bool, dispatcher: MakeDispatcher = FlatDispatcher) -> list[str]:
     """Buffers that outlive their use: still alive at the second launch after they landed, or after the pass."""
     model = _sharded("deepseek_v2")
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    overlap(model, FARSKIP)
+    overlap(model, FARSKIP, dispatcher=dispatcher)
     landed: list[tuple[str, StorageWeakRef]] = []
     launches, leaks = 0, []
 
@@ -348,6 +352,7 @@ def _two_ranks(rank: int, folder: str) -> dict[str, Any]:
         "by copies": _by_copies(rank, folder),
         "buffers": _alive_buffers(rank, recompute=False),
         "buffers recomputed": _alive_buffers(rank, recompute=True),
+        "buffers deduplicated": _alive_buffers(rank, recompute=True, dispatcher=hierarchical(one_level(2))),
         "order": _executed(rank, FARSKIP, MODULES, recompute=False),
         "order recomputed": _executed(rank, FARSKIP, MODULES, recompute=True),
         "fused": _fused(rank),
@@ -381,7 +386,7 @@ def test_two_hundred_steps():
     assert [p for rank in in_group(2, _train, 200) for p in rank] == []
 
 
-@pytest.mark.parametrize("what", ["buffers", "buffers recomputed"])
+@pytest.mark.parametrize("what", ["buffers", "buffers recomputed", "buffers deduplicated"])
 def test_no_buffer_outlives_its_use(two_ranks, what):
     assert [leak for rank in two_ranks for leak in rank[what]] == []
 
