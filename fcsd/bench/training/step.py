@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fcsd.bench.shapes import SHAPES
-from fcsd.bench.training import ceilings, traffic
+from fcsd.bench.training import ceilings, row_counts
 from fcsd.bench.training.ceilings import CoverMeter, NoWire, Window
 from fcsd.bench.training.equality import loss_and_norms, worst_difference
 from fcsd.bench.training.model import evenly_routed, make_engine
@@ -121,8 +121,8 @@ def _under_one_router(engine: Any, ids: Tensor, choices: Choices, load: Workload
     """Measures windows, equality and times under one router."""
     windows = _windows(engine, ids, load)
     _say(world, ceilings.to_text(windows))
-    rows = traffic.measure(engine, ids, load.node_size)
-    _say(world, traffic.to_text(rows))
+    rows = row_counts.measure(engine, ids, load.node_size)
+    _say(world, row_counts.to_text(rows))
 
     equality = {}
     for name in load.overlapped:
