@@ -1,9 +1,10 @@
 """The workload of the training-step benchmark, whose values are checked before any process starts."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from fcsd.errors import ConfigError
+from fcsd.parallel.cost import Dedup
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
 USUAL = (STOCK, STANDARD, EAGER, OVERLAPPED, BOUND)
@@ -21,7 +22,6 @@ OURS = (STANDARD, STANDARD_COPIES, EAGER, BOUND, *OVERLAPS)
 FUSED = "-fused"  # suffix of the variants that run one kernel for each norm and each permutation of rows
 VARIANTS = (STOCK, *OURS, *(name + FUSED for name in OURS))
 ROUTERS = ("initialised", "uniform")
-Dedup = Literal["off", "rank", "node"]
 DEDUPS: tuple[Dedup, ...] = get_args(Dedup)
 
 

@@ -17,7 +17,7 @@ must leave the tail of a record as it is, and a relay must forward what it recei
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch.profiler import record_function
 
 from fcsd.kernels import rows_reference
 from fcsd.parallel import order
+from fcsd.parallel.cost import Dedup
 from fcsd.parallel.deferred import Deferred, Exchange, exchange_now, launch
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.counts import gather
@@ -35,8 +36,6 @@ from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matri
 from fcsd.parallel.expert.records import Copies, Layout, copies, expert_order
 from fcsd.parallel.transports.transport import Splits, splits_of
 from fcsd.parallel.turns import yield_turn
-
-Dedup = Literal["off", "rank", "node"]
 
 
 def dispatcher_of(dedup: Dedup, ranks: int, node_size: int | None) -> MakeDispatcher:

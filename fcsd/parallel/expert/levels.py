@@ -134,18 +134,10 @@ def pairs_sent(positions: Tensor, experts: int, ranks: int) -> int:
 def duplicates(positions: Tensor, experts: int, groups: int) -> float:
     """The share of the (token, expert) pairs, from 0 to 1, whose row deduplication saves (HierMoE Table II).
 
+    With random routing it is about ``1 - fcsd.parallel.cost.expected_groups(experts, top_k, groups) / top_k``.
+
     Args:
         positions: ``[..., tokens, top_k]``, the positions of the chosen experts.
         groups: the number of groups that receive one row per token each.
     """
     return 1 - int(tokens_by_group(positions, experts, groups).sum()) / positions.numel()
-
-
-def random_duplicates(experts: int, top_k: int, groups: int) -> float:
-    """What ``duplicates`` is on average if every choice of ``top_k`` experts is equally likely.
-
-    A group holds none of a token's experts with the probability C(E - E/R, K) / C(E, K), so a token sends
-    R (1 - C(E - E/R, K) / C(E, K)) rows instead of K.
-    """
-    missed = math.comb(experts - experts // groups, top_k) / math.comb(experts, top_k)
-    return 1 - groups * (1 - missed) / top_k
