@@ -75,7 +75,7 @@ class Pack(torch.autograd.Function):
         return tokens, take_entries(layout.weights(grad), entry_of), None, None, None, None
 
 
-class Forward(torch.autograd.Function):
+class Relay(torch.autograd.Function):
     """``apply(records, layout of records, copies, layout of copies, count, moves)`` -> ``count`` copies of records.
 
     A relay sends the row of each record, unchanged, to every rank of its node that has any of the record's experts.

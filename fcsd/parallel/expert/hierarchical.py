@@ -29,7 +29,7 @@ from fcsd.parallel.cost import Dedup
 from fcsd.parallel.deferred import Deferred, Exchange, exchange_now, launch
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.counts import gather
-from fcsd.parallel.expert.deduplicated import Collect, Forward, Moves, Open, Pack, write
+from fcsd.parallel.expert.deduplicated import Collect, Moves, Open, Pack, Relay, write
 from fcsd.parallel.expert.dispatcher import Dispatcher, MakeDispatcher, Wire
 from fcsd.parallel.expert.flat import FlatDispatcher
 from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matrices, two_levels
@@ -161,7 +161,7 @@ class HierarchicalDispatcher:
         records = self._landed()
         self._copies.append(self._copies_of(layout.experts(records), level))
         count = sum(self._plan.dispatch[level].sends)
-        copied = Forward.apply(records, layout, self._copies[level], next_layout, count, self._moves)
+        copied = Relay.apply(records, layout, self._copies[level], next_layout, count, self._moves)
         self._dispatch(copied, level, None)
 
     def _opened(self) -> list[Tensor]:
