@@ -5,13 +5,16 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import typer
 from ranks import fcsd
+from torch import nn
 from typer.testing import CliRunner
 
-from fcsd.bench.training import scaling
+from fcsd.bench.training import model, scaling
 from fcsd.bench.training.ceilings import Window, ceiling
 from fcsd.bench.training.step import headline
 from fcsd.bench.training.workload import Workload
@@ -19,6 +22,8 @@ from fcsd.cli import bench as cli
 from fcsd.cli.main import app
 from fcsd.errors import ConfigError
 from fcsd.parallel import trace
+from fcsd.parallel.cost import expected_groups
+from fcsd.parallel.expert.levels import duplicates
 
 
 def bench(*options, command=("train", "tiny")):
@@ -44,6 +49,32 @@ def test_the_headline_names_the_ceiling_beside_the_share():
     share = trace.overlaps([found])["all", "fwd"].share
     assert text.startswith(f"fwd: {share:.1%} hidden, at most 90.0% can be")
     assert "bwd: " in text and "of at most 85.0%" in text
+
+
+class Router(nn.Module):
+    """Chooses expert 0 for everything."""
+
+    def __init__(self, experts: int, top_k: int) -> None:
+        super().__init__()
+        self.weight, self.top_k = nn.Parameter(torch.zeros(experts)), top_k
+
+    def forward(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        chosen = torch.zeros(tokens, self.top_k, dtype=torch.long)
+        return chosen.float(), chosen, torch.zeros(len(self.weight), dtype=torch.long)
+
+
+@pytest.mark.parametrize("experts, top_k, tokens", [(64, 6, 1024), (128, 8, 1000)])
+def test_the_even_router_has_as_many_duplicates_as_a_random_one(experts, top_k, tokens, monkeypatch):
+    router = Router(experts, top_k)
+    block = SimpleNamespace(router=router, placement=SimpleNamespace(experts=experts))
+    monkeypatch.setattr(model, "expert_blocks", lambda _: {"mlp": block})
+    with model.evenly_routed(router):
+        _, chosen, counts = router(tokens)
+    assert chosen.flatten().bincount(minlength=experts).tolist() == counts.tolist()
+    assert counts.max() - counts.min() <= top_k and all(len(set(token)) == top_k for token in chosen.tolist())
+    for groups in (2, 4, 8):
+        random = 1 - expected_groups(experts, top_k, groups) / top_k
+        assert duplicates(chosen, experts, groups) == pytest.approx(random, abs=0.02)
 
 
 def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkeypatch):
