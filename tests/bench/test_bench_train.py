@@ -6,6 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -143,7 +144,7 @@ def test_a_trace_is_either_read_or_taken(words, message):
 
 @pytest.mark.parametrize("field, name", [("shape", "huge"), ("variants", "fast"), ("routers", "random")])
 def test_what_it_does_not_know_is_refused(field, name):
-    given = {"shape": "tiny", "layers": 2, "micro_batch": 1, "seq": 16}
+    given: dict[str, Any] = {"shape": "tiny", "layers": 2, "micro_batch": 1, "seq": 16}
     with pytest.raises(ConfigError, match=f"no {field.removesuffix('s')} {name}"):
         Workload(**given | {field: name if field == "shape" else (name,)})
 

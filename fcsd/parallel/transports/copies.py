@@ -91,6 +91,7 @@ class CopiesTransport:
     """
 
     def __init__(self, open_buffers: OpenBuffers, slack: float = SLACK, node_size: int | None = None) -> None:
+        self.copies_all_rows = node_size is None  # otherwise some rows travel by NCCL, whose kernels need SMs
         self._in_place = _Lane(open_buffers, slack, node_size, keep=False)
         self._kept = _Lane(open_buffers, slack, node_size, keep=True)
 
