@@ -38,6 +38,14 @@ def train(
     ] = "stock,standard,eager-sync,overlapped,comm-free",
     recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Forward and backward alone.")] = False,
+    dedup: Annotated[
+        str,
+        typer.Option(help="off, rank or node: how often the row of a token is sent, as parallel.dedup in a recipe."),
+    ] = "off",
+    node_size: Annotated[
+        int | None,
+        typer.Option(min=2, help="GPUs that form a node, for --dedup node and for variants with copies."),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
     gpus: Gpus = None,
@@ -62,6 +70,8 @@ def train(
         optimizer=not no_optimizer,
         rounds=rounds,
         steps=steps,
+        dedup=dedup,  # pyright: ignore[reportArgumentType]: checked by Workload
+        node_size=node_size,
     )
     result = _bench(load, gpus, out, traced=trace)
     if as_json and _first():

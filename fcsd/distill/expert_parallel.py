@@ -7,6 +7,8 @@ processes reached the expert through the all-to-all. Both kinds of gradient are 
 and ``launch_step`` multiplies the loss by that number in advance.
 """
 
+import logging
+import os
 from pathlib import Path
 
 import torch
@@ -18,9 +20,13 @@ from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
 
+log = logging.getLogger(__name__)
+
 
 def check(recipe: Recipe, processes: int) -> None:
     """Checks ``parallel.ep_size`` against the number of processes and the configs of the models.
+
+    Rank 0 logs a warning if ``parallel.dedup`` has no effect, because each token chooses one expert.
 
     Raises:
         ConfigError: ``ep_size`` does not divide the number of processes or of experts, or a model does not support
@@ -35,12 +41,15 @@ def check(recipe: Recipe, processes: int) -> None:
             hint=f"start a multiple of {ep_size}, with --gpus, or lower parallel.ep_size",
         )
     register()
-    _check_model(recipe.model, ep_size, hint="set parallel.ep_size: 1")
+    config = _check_model(recipe.model, ep_size, hint="set parallel.ep_size: 1")
     if needs_teacher(recipe) and recipe.parallel.teacher_ep_size > 1:
         _check_model(teacher_name(recipe), ep_size, hint="set parallel.teacher_placement: replicated")
+    dedup = recipe.parallel.dedup
+    if dedup != "off" and config.get_text_config().num_experts_per_tok == 1 and os.environ.get("RANK", "0") == "0":
+        log.warning("%s: parallel.dedup %s has no effect, because each token chooses one expert", recipe.model, dedup)
 
 
-def _check_model(name: str, ep_size: int, hint: str) -> None:
+def _check_model(name: str, ep_size: int, hint: str) -> PretrainedConfig:
     from fcsd.parallel.expert.autoep import expert_parallel_config
 
     config = AutoConfig.from_pretrained(resolve(name, weights=False).path, trust_remote_code=False)
@@ -50,6 +59,7 @@ def _check_model(name: str, ep_size: int, hint: str) -> None:
         raise ConfigError(f"{name}: {error}", hint) from error
     if experts_of(config) % ep_size:
         raise ConfigError(f"parallel.ep_size {ep_size} does not divide the {experts_of(config)} experts of {name}")
+    return config
 
 
 def load(
@@ -87,11 +97,18 @@ def wire_sharded(model: PreTrainedModel, ep_size: int, parallel: Parallel) -> No
         ep_size: the number of processes that divide the model's experts; with 1 the model is left as it is.
     """
     if ep_size > 1:
+        from fcsd.parallel.expert.hierarchical import dispatcher_of
         from fcsd.parallel.overlap import overlap
         from fcsd.parallel.transports.copies import CopiesTransport
         from fcsd.parallel.transports.symmetric_memory import open_buffers
         from fcsd.parallel.transports.transport import all_to_all
 
         on_cuda = model.device.type == "cuda"
-        transport = CopiesTransport(open_buffers) if on_cuda and parallel.transport == "auto" else all_to_all
-        overlap(model, wiring_of(model.config), parallel.overlap, fused=parallel.fused and on_cuda, transport=transport)
+        overlap(
+            model,
+            wiring_of(model.config),
+            parallel.overlap,
+            fused=parallel.fused and on_cuda,
+            transport=CopiesTransport(open_buffers) if on_cuda and parallel.transport == "auto" else all_to_all,
+            dispatcher=dispatcher_of(parallel.dedup, ep_size, parallel.node_size),
+        )

@@ -251,7 +251,8 @@ def overlap(
         plan = layer.fcsd
         # Copies need no SM, so they need not be launched before core attention: the host launches core attention
         # first, and the device computes while the host launches the copies.
-        launch: Place = "after_core" if isinstance(transport, CopiesTransport) else "before_core"
+        by_copies = isinstance(transport, CopiesTransport) and transport.copies_all_rows
+        launch: Place = "after_core" if by_copies else "before_core"
         default = replace(DEFAULTS[plan.attn, plan.mlp], transport=transport, launch=launch, dispatcher=dispatcher)
         schedule = choose(plan, default)
         if plan.mlp == 0 and schedule.start != "after_attn":
