@@ -24,9 +24,7 @@ Direction = Literal["dispatch", "combine", "dispatch_grad", "combine_grad"]
 Stochastic = Literal["off", "gradients", "all"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 _GRADIENTS: tuple[Direction, ...] = ("dispatch_grad", "combine_grad")
-_TAIL = (
-    16  # bytes behind a record for the number of its row: 8 for the number and 8 zeros, so that records stay aligned
-)
+_TAIL = 16  # the bytes behind a record for the number of its row: 8, and 8 zeros, so that records stay aligned
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ class Codecs:
 
 
 class Quantiser:
-    """Makes the codecs of every pass through a layer of a model.
+    """Makes the codecs of every pass through a layer of a model. Rows are rounded except in a block of ``paused``.
 
     Args:
         formats: the formats of the four directions.
@@ -170,12 +168,13 @@ class Quantiser:
         self.formats = formats
         self._seed = seed
         self._step: tuple[int, Tensor] | None = None
+        self._paused = False
 
     @contextmanager
     def training_step(self, step: int, tokens: Tensor) -> Iterator[None]:
         """Round stochastically within the block, which runs the forward and the backward pass of a micro-batch.
 
-        Outside of such a block, for example in an evaluation, rows are rounded to the nearest code.
+        Outside of such a block rows are rounded to the nearest code.
 
         Args:
             step: the number of the optimizer step, below 2^31.
@@ -188,6 +187,15 @@ class Quantiser:
         finally:
             self._step = None
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Send all rows as they are within the block."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
     def codecs(self, layer: int, pairs: Tensor, top_k: int) -> Codecs:
         """The codecs of one pass through a layer, which uses the tokens of the surrounding ``training_step``.
 
@@ -198,6 +206,8 @@ class Quantiser:
             top_k: how many experts each token chooses.
         """
         formats = self.formats
+        if self._paused:
+            return Codecs()
         if self._step is None or not any(map(formats.rounds_at_random, DIRECTIONS)):
             nearest = {d: RowCodec(f) for d in DIRECTIONS if (f := formats.of(d)) is not None}
             return Codecs(**nearest)
@@ -227,6 +237,8 @@ def simulate(rows: Tensor, codec: Codec | None, grad_codec: Codec | None = None)
         codec: packs the rows; None leaves them as they are.
         grad_codec: packs their gradient in the same way.
     """
+    if codec is None and grad_codec is None:
+        return rows
     return _Simulated.apply(rows, codec, grad_codec)
 
 

@@ -63,7 +63,7 @@ def _late_collectives():
             return real(*args, **kwargs)
         received, sent, *sizes = args
         arrived = torch.empty_like(received)
-        received.fill_(float("nan"))
+        received.fill_(float("nan") if received.is_floating_point() else 255)  # 255 in all bytes is NaN in bf16
         return _LateWork(real(arrived, sent, *sizes, async_op=True, **kwargs), arrived, received, sent)
 
     dist.all_to_all_single = late
