@@ -1,6 +1,7 @@
 """Builds the student: with the weights of a checkpoint or random ones, in its own wiring or that of the recipe."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -82,10 +83,11 @@ def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) ->
     """
     source = student_source(recipe)
     config = student_config(recipe, source)
-    ep_size = recipe.parallel.ep_size
+    parallel = recipe.parallel
+    how: Any = {"dtype": dtype, "device": device, "dispatched": parallel.wire.any}
     if recipe.init.weights == "loaded":
-        return expert_parallel.load(source.path, ep_size, dtype=dtype, device=device, config=config)
-    return expert_parallel.randomise(config, ep_size, dtype=dtype, device=device, seed=recipe.seed)
+        return expert_parallel.load(source.path, parallel.ep_size, config=config, **how)
+    return expert_parallel.randomise(config, parallel.ep_size, seed=recipe.seed, **how)
 
 
 def meta_student(recipe: Recipe, source: Location) -> PreTrainedModel:

@@ -8,16 +8,20 @@ The gradient of rounding is the identity (straight-through). Gradients on the wi
 A rank's own rows are rounded as well, so the result does not depend on which rank holds a token or an expert.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
+from fcsd import config
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Draws, Format, decode, encode
+from fcsd.models.build import arch_of
+from fcsd.parallel.expert.autoep import expert_parallel_config
 from fcsd.parallel.transports.codec import Codec
 
 Direction = Literal["dispatch", "combine", "dispatch_grad", "combine_grad"]
@@ -67,17 +71,27 @@ class WireFormats:
             ConfigError: a format or a direction is unknown, a direction is repeated, or the format does not suit it.
         """
         if "=" not in text:
-            return cls(**dict.fromkeys(DIRECTIONS, Format.parse(text)), stochastic=stochastic)
-        formats: dict[str, Format] = {}
+            return cls.read(dict.fromkeys(DIRECTIONS, text), stochastic)
+        names: dict[str, str] = {}
         for part in text.split(","):
             direction, _, name = part.partition("=")
-            if direction not in DIRECTIONS or direction in formats:
+            if direction not in DIRECTIONS or direction in names:
                 raise ConfigError(
                     f'"{text}" names formats of the wire: the direction "{direction}" is unknown or repeated',
                     hint="write one format for all directions, or for example dispatch=int8,combine=int8; the "
                     f"directions are {', '.join(DIRECTIONS)}",
                 )
-            formats[direction] = Format.parse(name)
+            names[direction] = name
+        return cls.read(names, stochastic)
+
+    @classmethod
+    def read(cls, names: Mapping[str, str | None], stochastic: Stochastic = "off") -> "WireFormats":
+        """Read the name of a format, or None, for each direction; directions that are missing have none.
+
+        Raises:
+            ConfigError: a format is unknown, or does not suit its direction.
+        """
+        formats = {d: Format.parse(name) for d in DIRECTIONS if (name := names.get(d)) is not None}
         return cls(**formats, stochastic=stochastic)
 
     def of(self, direction: Direction) -> Format | None:
@@ -89,6 +103,22 @@ class WireFormats:
         allowed = {"off": (), "gradients": _GRADIENTS, "all": DIRECTIONS}[self.stochastic]
         return direction in allowed and self.of(direction) is not None
 
+    def check_model(self, model: PretrainedConfig, name: str) -> None:
+        """Check that the rows of a model can be rounded.
+
+        Args:
+            model: the configuration of the model.
+            name: its name, for the message.
+
+        Raises:
+            ConfigError: the model has no experts, or has experts that no dispatcher can reach; or see ``check_width``.
+        """
+        try:
+            expert_parallel_config(arch_of(model), ep_size=1)
+            self.check_width(model.get_text_config().hidden_size)
+        except ConfigError as error:
+            raise ConfigError(f"parallel.wire: {name}: {error}", error.hint or "remove parallel.wire") from error
+
     def check_width(self, width: int) -> None:
         """Check that rows of ``width`` values can be packed.
 
@@ -97,6 +127,15 @@ class WireFormats:
         """
         for format in filter(None, map(self.of, DIRECTIONS)):
             format.layout(width)
+
+
+def formats_of(wire: config.Wire) -> WireFormats | None:
+    """The formats of a recipe's ``parallel.wire``; None if no direction has one.
+
+    Raises:
+        ConfigError: the format of a gradient has integer scales.
+    """
+    return WireFormats.read(wire.model_dump(exclude={"stochastic"}), wire.stochastic) if wire.any else None
 
 
 class RowCodec:
