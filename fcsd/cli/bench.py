@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-# Options of every command that takes steps.
+# Options of commands that take steps.
+Wires = Annotated[
+    list[str],
+    typer.Option(
+        "--wire",
+        metavar="FORMAT",
+        help="Also time overlapped steps whose rows are rounded to this format (docs/wires.md): int8, or "
+        "dispatch=int8,combine=int8; repeatable.",
+    ),
+]
 Layers = Annotated[int, typer.Option(min=1, help="Decoder layers.")]
 MicroBatch = Annotated[int, typer.Option(min=1, help="Sequences per GPU and step.")]
 Seq = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
@@ -35,6 +44,7 @@ def train(
         str,
         typer.Option(help="Some of these, separated by commas; others are in docs/overlap.md."),
     ] = "stock,standard,eager-sync,overlapped,comm-free",
+    wires: Wires = [],  # noqa: B006
     recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Forward and backward alone.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 5,
@@ -61,6 +71,7 @@ def train(
         optimizer=not no_optimizer,
         rounds=rounds,
         steps=steps,
+        wires=tuple(wires),
     )
     result = _bench(load, gpus, out, traced=trace)
     if as_json and _first():
@@ -124,6 +135,7 @@ def distill(
     variants: Annotated[
         str, typer.Option(help="Some of these, separated by commas.")
     ] = "overlapped,apart,masked,blocking,comm-free",
+    wires: Wires = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
     sets: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe; repeatable.")] = [],  # noqa: B006
@@ -140,7 +152,7 @@ def distill(
     from fcsd.bench.distill import Load
 
     chosen = tuple(variants.split(","))
-    load = Load(shape, layers, micro_batch, seq, accumulation, router, chosen, tuple(sets), rounds, steps)
+    load = Load(shape, layers, micro_batch, seq, accumulation, router, chosen, tuple(sets), rounds, steps, tuple(wires))
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)

@@ -94,6 +94,14 @@ class WireFormats:
         formats = {d: Format.parse(name) for d in DIRECTIONS if (name := names.get(d)) is not None}
         return cls(**formats, stochastic=stochastic)
 
+    def __str__(self) -> str:
+        """The directions with their formats and the bits of a value, as a dry run prints them."""
+        named = [(direction, format) for direction in DIRECTIONS if (format := self.of(direction)) is not None]
+        shown = ", ".join(
+            f"{direction} {format} ({format.bits_per_value:g} bits a value)" for direction, format in named
+        )
+        return shown if self.stochastic == "off" else f"{shown}; rounded at random: {self.stochastic}"
+
     def of(self, direction: Direction) -> Format | None:
         """The format of a direction."""
         return getattr(self, direction)

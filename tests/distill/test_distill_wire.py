@@ -12,6 +12,7 @@ from runs import outcome
 
 from fcsd.distill import loop
 from fcsd.distill.expert_parallel import check
+from fcsd.distill.preview import preview
 from fcsd.distill.run.identity import run_identity
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import ConfigError
@@ -120,6 +121,12 @@ def test_what_cannot_be_rounded_is_refused_before_anything_is_written(folder: Pa
             with pytest.raises(ConfigError, match=message):
                 plan_run(recipe.recipe, Hardware(2))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_prints_the_bits_of_each_direction(folder: Path) -> None:
+    wire = {"dispatch": "int8:g64", "combine_grad": "int4:g32", "stochastic": "gradients"}
+    shown = "dispatch int8:g64 (8.5 bits a value), combine_grad int4 (5 bits a value); rounded at random: gradients"
+    assert f"\nwire        {shown}\n" in preview(runs.resolved(folder, parallel__wire=wire).recipe)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fcsd.errors import ConfigError
+from fcsd.parallel.wire import WireFormats
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
 USUAL = (STOCK, STANDARD, EAGER, OVERLAPPED, BOUND)
@@ -39,9 +40,11 @@ class Workload:
             engine.
         rounds: how often each variant is timed; the variants take turns.
         steps: timed steps of a variant in each round.
+        wires: formats of the wire, as ``WireFormats.parse`` reads them. Each overlapped variant is also timed with each
+            of them.
 
     Raises:
-        ConfigError: the shape, a router or a variant is unknown.
+        ConfigError: the shape, a router, a variant or a format is unknown, or there is no variant for the formats.
     """
 
     shape: str
@@ -54,6 +57,7 @@ class Workload:
     optimizer: bool = True
     rounds: int = 5
     steps: int = 3
+    wires: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         from fcsd.bench.shapes import SHAPES
@@ -66,6 +70,15 @@ class Workload:
             for name in given:
                 if name not in known:
                     raise ConfigError(f"no {what} {name}", hint=f"known: {', '.join(known)}")
+        for wire in self.wires:
+            WireFormats.parse(wire)
+        if self.wires and not self.overlapped:
+            raise ConfigError("--wire needs a variant that overlaps", hint="--variants overlapped,...")
+
+    @property
+    def wired(self) -> dict[str, tuple[str, str]]:
+        """The variants on a quantised wire: name -> the overlapped variant without it, and the formats."""
+        return {f"{name}+{wire}": (name, wire) for wire in self.wires for name in self.overlapped}
 
     @property
     def fused(self) -> bool:
