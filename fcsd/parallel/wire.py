@@ -96,9 +96,9 @@ class WireFormats:
 
     def __str__(self) -> str:
         """The directions with their formats and the bits of a value, as a dry run prints them."""
-        named = [(direction, format) for direction in DIRECTIONS if (format := self.of(direction)) is not None]
+        named = {direction: format for direction in DIRECTIONS if (format := self.of(direction)) is not None}
         shown = ", ".join(
-            f"{direction} {format} ({format.bits_per_value:g} bits a value)" for direction, format in named
+            f"{direction} {one} ({one.bits_per_value:g} bits a value)" for direction, one in named.items()
         )
         return shown if self.stochastic == "off" else f"{shown}; rounded at random: {self.stochastic}"
 
