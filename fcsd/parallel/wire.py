@@ -96,10 +96,8 @@ class WireFormats:
 
     def __str__(self) -> str:
         """The directions with their formats and the bits of a value, as a dry run prints them."""
-        named = {direction: format for direction in DIRECTIONS if (format := self.of(direction)) is not None}
-        shown = ", ".join(
-            f"{direction} {one} ({one.bits_per_value:g} bits a value)" for direction, one in named.items()
-        )
+        named = ((direction, self.of(direction)) for direction in DIRECTIONS)
+        shown = ", ".join(f"{d} {format} ({format.bits_per_value:g} bits a value)" for d, format in named if format)
         return shown if self.stochastic == "off" else f"{shown}; rounded at random: {self.stochastic}"
 
     def of(self, direction: Direction) -> Format | None:
