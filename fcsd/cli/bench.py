@@ -217,3 +217,24 @@ def scaling(
     emit(json.dumps(sizes.to_json(conditions, points), indent=2) if as_json else sizes.to_text(conditions, points))
     if picture is not None:
         sizes.draw(conditions, points, picture)
+
+
+@command(app, "links")
+def links(
+    out: Annotated[Path, typer.Option(help="The machine file to write.")],
+    node_size: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of a node; default: those of this machine that take part.")
+    ] = None,
+    gpus: Gpus = None,
+) -> None:
+    """Measure the links inside of a node and between nodes, for `fcsd plan --machine`. On several nodes: torchrun."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is not a directory", hint="create it, or choose another --out")
+    from fcsd.launch.world import ensure_world
+
+    ensure_world(gpus)
+
+    from fcsd.bench.links import bench, write
+
+    size = node_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    write(bench(size), out, int(os.environ.get("RANK", 0)))

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -120,13 +121,33 @@ def plan(
     mfu: Annotated[
         float | None, typer.Option(min=0.001, max=1, help="Share of the GPUs' peak reached; default: as measured.")
     ] = None,
+    machine: Annotated[
+        Path | None,
+        typer.Option(help="Predict training steps of both wirings on 1 to 128 nodes with the links in this file."),
+    ] = None,
+    wire: Annotated[str, typer.Option(help="With --machine: the format of the rows with a quantised wire.")] = "int8",
+    picture: Annotated[Path | None, typer.Option(help="With --machine: draw the prediction into this PNG.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a recipe fits, how long it takes and what it costs. Reads no weight; exit 8 if it does not fit."""
     from fcsd.config import load_recipe
+    from fcsd.parallel.machine import read_machine
     from fcsd.plan import Hardware, plan_run
+    from fcsd.plan.cluster import draw, predict
+    from fcsd.plan.cluster import to_json as predictions_to_json
+    from fcsd.plan.cluster import to_text as predictions_to_text
     from fcsd.plan.report import to_json, to_text
 
+    if picture is not None and machine is None:
+        raise ConfigError("--picture draws the prediction for a cluster", hint="--machine FILE describes the cluster")
+    cluster = None if machine is None else read_machine(machine)
     planned = plan_run(load_recipe(recipe, sets).recipe, Hardware(gpus, nodes, gpu_mem, price), mfu)
-    emit(json.dumps(to_json(planned), indent=2) if as_json else to_text(planned))
+    predictions = [] if cluster is None else predict(planned.numbers, planned.setup, cluster.links, wire)
+    if picture is not None:
+        draw(predictions, picture, planned.name)
+    if as_json:
+        found = to_json(planned) | ({"cluster": predictions_to_json(predictions)} if predictions else {})
+        emit(json.dumps(found, indent=2))
+    else:
+        emit("\n\n".join([to_text(planned), *([predictions_to_text(predictions)] if predictions else [])]))
     planned.check()
