@@ -43,6 +43,7 @@ from fcsd.launch.world import World, join_world
 from fcsd.models.build import converted_config, register, wiring_of
 from fcsd.models.wiring import Wiring
 from fcsd.parallel.attention import join_attention
+from fcsd.parallel.expert.hierarchical import dispatcher_of
 from fcsd.parallel.overlap import overlap
 from fcsd.parallel.wire import Quantiser, WireFormats
 
@@ -214,7 +215,9 @@ class _Steps:
             if variant in (OVERLAPPED, APART, MASKED) or ep_size == 1:
                 wire_sharded(model, ep_size, parallel, own)
             elif variant == BLOCKING:
-                overlap(model, wiring_of(model.config), "off", fused=parallel.fused and on_cuda, quantiser=own)
+                dispatcher = dispatcher_of(parallel.dedup, ep_size, parallel.node_size)
+                fused = parallel.fused and on_cuda
+                overlap(model, wiring_of(model.config), "off", fused=fused, dispatcher=dispatcher, quantiser=own)
             else:
                 overlap(model, wiring_of(model.config), fused=parallel.fused and on_cuda, transport=NoWire())
 

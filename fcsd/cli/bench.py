@@ -47,6 +47,14 @@ def train(
     wires: Wires = [],  # noqa: B006
     recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Forward and backward alone.")] = False,
+    dedup: Annotated[
+        str,
+        typer.Option(help="off, rank or node: how often the row of a token is sent, as parallel.dedup in a recipe."),
+    ] = "off",
+    node_size: Annotated[
+        int | None,
+        typer.Option(min=2, help="GPUs that form a node, for --dedup node and for variants with copies."),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
     gpus: Gpus = None,
@@ -71,6 +79,8 @@ def train(
         optimizer=not no_optimizer,
         rounds=rounds,
         steps=steps,
+        dedup=dedup,  # pyright: ignore[reportArgumentType]: checked by Workload
+        node_size=node_size,
         wires=tuple(wires),
     )
     result = _bench(load, gpus, out, traced=trace)

@@ -84,6 +84,14 @@ class Parallel(Section):
     fused: bool = True
     """With `ep_size` above 1, on GPUs: compute each norm and each permutation of rows in one kernel. This is faster,
     and results differ from the unfused ones by rounding."""
+    dedup: Literal["off", "rank", "node"] = "off"
+    """With `ep_size` above 1: how often the row of a token is sent if several of its experts are in one place. `off`
+    sends it once for each expert, `rank` once to each process that holds any of them, and `node` once to each node,
+    where one process forwards it to the others. Results differ from those of `off` by rounding. A model whose tokens
+    choose one expert always uses `off`."""
+    node_size: Positive | None = None
+    """With `dedup: node`: the number of neighbouring processes that form a node. It divides `ep_size` and is smaller
+    than it."""
     teacher_placement: Literal["auto", "sharded", "replicated"] = "auto"
     """Where the teacher's experts are: `sharded` divides them among `ep_size` processes, `replicated` keeps all of them
     on every process. `auto` means `sharded` if `ep_size` is above 1."""
@@ -92,6 +100,20 @@ class Parallel(Section):
     def _consistent(self) -> Self:
         if self.teacher_placement == "sharded" and self.ep_size == 1:
             raise ValueError("parallel.teacher_placement sharded needs parallel.ep_size above 1")
+        if self.dedup != "off" and self.wire.stochastic != "off":
+            raise ValueError(
+                "parallel.wire.stochastic needs parallel.dedup: off, because its random numbers belong to a token and "
+                "one of its experts, and a deduplicated row serves several"
+            )
+        if self.dedup != "off" and self.ep_size == 1:
+            raise ValueError(f"parallel.dedup {self.dedup} needs parallel.ep_size above 1")
+        if self.dedup == "node" and self.node_size is None:
+            raise ValueError("parallel.dedup node needs parallel.node_size, the number of processes of a node")
+        if self.node_size is not None and (self.ep_size % self.node_size or not 1 < self.node_size < self.ep_size):
+            raise ValueError(
+                f"parallel.node_size {self.node_size} must be above 1, below parallel.ep_size {self.ep_size}, and "
+                "divide it; if all processes are on one node, set parallel.dedup: rank"
+            )
         return self
 
     @property

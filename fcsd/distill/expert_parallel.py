@@ -7,6 +7,8 @@ processes reached the expert through the all-to-all. Both kinds of gradient are 
 and ``launch_step`` multiplies the loss by that number in advance.
 """
 
+import logging
+import os
 from pathlib import Path
 
 import torch
@@ -21,9 +23,13 @@ from fcsd.models.wiring import DESYNC
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.wire import Quantiser, formats_of
 
+log = logging.getLogger(__name__)
+
 
 def check(recipe: Recipe, processes: int) -> None:
     """Checks ``parallel.ep_size`` and ``parallel.wire`` against the number of processes and the configs of the models.
+
+    Rank 0 logs a warning if ``parallel.dedup`` has no effect, because each token chooses one expert.
 
     Raises:
         ConfigError: ``ep_size`` does not divide the number of processes or of experts, or a model does not support
@@ -41,12 +47,15 @@ def check(recipe: Recipe, processes: int) -> None:
             hint=f"start a multiple of {ep_size}, with --gpus, or lower parallel.ep_size",
         )
     register()
-    _check_model(recipe.model, ep_size, hint="set parallel.ep_size: 1")
+    config = _check_model(recipe.model, ep_size, hint="set parallel.ep_size: 1")
     if needs_teacher(recipe) and recipe.parallel.teacher_ep_size > 1:
         _check_model(teacher_name(recipe), ep_size, hint="set parallel.teacher_placement: replicated")
+    dedup = recipe.parallel.dedup
+    if dedup != "off" and config.get_text_config().num_experts_per_tok == 1 and os.environ.get("RANK", "0") == "0":
+        log.warning("%s: parallel.dedup %s has no effect, because each token chooses one expert", recipe.model, dedup)
 
 
-def _check_model(name: str, ep_size: int, hint: str) -> None:
+def _check_model(name: str, ep_size: int, hint: str) -> PretrainedConfig:
     from fcsd.parallel.expert.autoep import expert_parallel_config
 
     config = _config(name)
@@ -56,6 +65,7 @@ def _check_model(name: str, ep_size: int, hint: str) -> None:
         raise ConfigError(f"{name}: {error}", hint) from error
     if experts_of(config) % ep_size:
         raise ConfigError(f"parallel.ep_size {ep_size} does not divide the {experts_of(config)} experts of {name}")
+    return config
 
 
 def _config(name: str) -> PretrainedConfig:
@@ -129,6 +139,7 @@ def wire_sharded(
     """
     if ep_size == 1 and quantiser is None:
         return
+    from fcsd.parallel.expert.hierarchical import dispatcher_of
     from fcsd.parallel.overlap import overlap
     from fcsd.parallel.transports.copies import CopiesTransport
     from fcsd.parallel.transports.symmetric_memory import open_buffers
@@ -137,8 +148,15 @@ def wire_sharded(
     wiring = wiring_of(model.config)
     if ep_size == 1 and (wiring.name in DESYNC or wiring.distance > 1):
         raise ConfigError("parallel.wire supports neither desync nor a distance above 1", hint="remove parallel.wire")
-    fused = parallel.fused and model.device.type == "cuda"
-    by_copies = model.device.type == "cuda" and parallel.transport == "auto" and ep_size > 1
-    transport = CopiesTransport(open_buffers) if by_copies else all_to_all
-    mode = parallel.overlap if ep_size > 1 else "off"
-    overlap(model, wiring, mode, fused=fused, transport=transport, quantiser=quantiser, traffic=traffic)
+    on_cuda = model.device.type == "cuda"
+    by_copies = on_cuda and parallel.transport == "auto" and ep_size > 1
+    overlap(
+        model,
+        wiring,
+        parallel.overlap if ep_size > 1 else "off",
+        fused=parallel.fused and on_cuda,
+        transport=CopiesTransport(open_buffers) if by_copies else all_to_all,
+        dispatcher=dispatcher_of("off" if ep_size == 1 else parallel.dedup, ep_size, parallel.node_size),
+        quantiser=quantiser,
+        traffic=traffic,
+    )

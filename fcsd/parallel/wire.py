@@ -241,6 +241,12 @@ class Quantiser:
         finally:
             self._paused = before
 
+    def nearest(self) -> Codecs:
+        """Codecs that round to the nearest code in every direction; they serve any layer and any pass."""
+        if self._paused:
+            return Codecs()
+        return Codecs(**{d: RowCodec(f) for d in DIRECTIONS if (f := self.formats.of(d)) is not None})
+
     def codecs(self, layer: int, pairs: Tensor, top_k: int) -> Codecs:
         """The codecs of one pass through a layer, which uses the tokens of the surrounding ``training_step``.
 
@@ -254,8 +260,7 @@ class Quantiser:
         if self._paused:
             return Codecs()
         if self._step is None or not any(map(formats.rounds_at_random, DIRECTIONS)):
-            nearest = {d: RowCodec(f) for d in DIRECTIONS if (f := formats.of(d)) is not None}
-            return Codecs(**nearest)
+            return self.nearest()
         step, tokens = self._step
         sent = tokens[pairs // top_k] * top_k + pairs % top_k
 

@@ -50,8 +50,9 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
     settings = {"NCCL_MAX_CTAS": "8", "TORCH_NCCL_HIGH_PRIORITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    wire = ("--wire", "int8:g16", "--wire", "dispatch=int4:g32")
-    done = bench("--rounds", 1, "--steps", 2, "--gpus", 2, "--out", tmp_path, "--trace", "--json", *wire)
+    options = ["--rounds", 1, "--steps", 2, "--gpus", 2, "--dedup", "rank"]
+    wires = ["--wire", "int8:g16", "--wire", "dispatch=int4:g32"]
+    done = bench(*options, *wires, "--out", tmp_path, "--trace", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "train.json").read_text())
@@ -64,6 +65,7 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
         wired = ["overlapped+int8:g16", "overlapped+dispatch=int4:g32"]
         same = {"difference": 0.0, "spread": 0.0, "equal": True}  # gloo's order
         assert found["equality"] == dict.fromkeys(["overlapped", *wired], same)
+        assert set(found["rows"]) == {"off", "rank"} and found["rows"]["rank"][0] < found["rows"]["off"][0]
         assert list(found["variants"]) == ["stock", "standard", "eager-sync", "overlapped", "comm-free", *wired]
         sent = {name: times["sent_bytes"] for name, times in found["variants"].items()}
         assert sent["stock"] == sent["comm-free"] == 0  # stock does not count its bytes
@@ -128,6 +130,13 @@ def test_what_it_does_not_know_is_refused(field, name):
     given = {"shape": "tiny", "layers": 2, "micro_batch": 1, "seq": 16}
     with pytest.raises(ConfigError, match=f"no {field.removesuffix('s')} {name}"):
         Workload(**given | {field: name if field == "shape" else (name,)})
+
+
+@pytest.mark.parametrize("dedup, message", [("twice", "no dedup twice"), ("node", "--node-size")])
+def test_deduplication_that_it_cannot_do_is_refused(dedup, message):
+    result = CliRunner().invoke(app, ["bench", "train", "tiny", "--dedup", dedup])
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 def test_the_script_of_all_cases_gives_commands_that_are_taken(tmp_path):

@@ -7,16 +7,21 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from blocks import Block
 from file_buffers import opener
+from late import late_collectives
 from ranks import in_group
-from test_dispatcher import EXPERTS, TOP_K, Block, through
-from test_overlap import ALL, FARSKIP, _difference, _late_collectives, _run, _sharded
+from test_dispatcher import through
+from test_overlap import ALL, FARSKIP, _difference, _run, _sharded
 from torch import Tensor
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format, decode, encode
 from fcsd.models.wiring import Wiring
-from fcsd.parallel.expert.dispatcher import Mode, Wire
+from fcsd.parallel.expert.dispatcher import MakeDispatcher, Mode, Wire
+from fcsd.parallel.expert.flat import FlatDispatcher
+from fcsd.parallel.expert.hierarchical import hierarchical
+from fcsd.parallel.expert.levels import one_level
 from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.overlap import overlap
 from fcsd.parallel.transports.copies import CopiesTransport
@@ -24,8 +29,11 @@ from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.transports.transport import all_to_all
 from fcsd.parallel.wire import DIRECTIONS, Quantiser, RowCodec, Stochastic, WireFormats, simulate
 
-WIDTH = 32  # of the rows without a model
+WIDTH, EXPERTS, TOP_K = 32, 6, 2  # of the rows without a model
 SEED, STEP = 2**33 + 5, 3
+
+
+DEDUPLICATED = hierarchical(one_level(2))
 
 
 class Case(NamedTuple):
@@ -36,6 +44,7 @@ class Case(NamedTuple):
     recompute: bool = False
     copies: bool = False
     wiring: Wiring = FARSKIP
+    dispatcher: MakeDispatcher = FlatDispatcher
 
 
 CASES = (
@@ -44,6 +53,8 @@ CASES = (
     Case("dispatch_grad=int4:g32,combine_grad=int6:g64", "gradients"),
     Case("int5:g16", "all", copies=True),
     Case("int5:g16", "all", recompute=True),
+    Case("int8:g64", recompute=True, dispatcher=DEDUPLICATED),
+    Case("combine=int4:g32,combine_grad=int8:g16", copies=True, dispatcher=DEDUPLICATED),
 )
 DISPATCH_GRAD, COMBINE_GRAD = "dispatch_grad=int4:g32", "combine_grad=int8:g64"
 MODES: tuple[Mode, ...] = ("off", "on", "eager-sync")
@@ -65,8 +76,9 @@ def _schedules(rank: int, folder: str) -> list[str]:
         for mode in MODES:
             transport = copies if case.copies else all_to_all
             traffic = Traffic()
-            overlap(model, case.wiring, mode, transport=transport, quantiser=quantiser, traffic=traffic)
-            late = nullcontext() if mode == "off" else _late_collectives()
+            how: Any = {"transport": transport, "dispatcher": case.dispatcher}
+            overlap(model, case.wiring, mode, quantiser=quantiser, traffic=traffic, **how)
+            late = nullcontext() if mode == "off" else late_collectives()
             with quantiser.training_step(STEP, tokens), late:
                 found.append(_run(model, [ids]))
             sent.append((traffic.sent, traffic.fullest))
@@ -140,7 +152,10 @@ def _against_one_process(rank: int) -> list[str]:
             results = []
             for ranks, at, inputs in ((world, rank, _inputs(rank)), (1, 0, _everyone(world))):
                 x = inputs.requires_grad_()
-                block = Block(Placement(EXPERTS, ranks), dist.group.WORLD if ranks > 1 else None, at, prescaled)
+                # The router reads single values, so its sums are exact for any number of tokens.
+                router: Any = {"gate": torch.eye(WIDTH, EXPERTS), "scale": torch.arange(1.0, EXPERTS + 1)}
+                group = dist.group.WORLD if ranks > 1 else None
+                block = Block(Placement(EXPERTS, ranks), group, at, prescaled, **router)
                 quantiser = Quantiser(WireFormats.parse(text, stochastic), SEED)
                 tokens = torch.arange(sum(sizes))[own if ranks > 1 else slice(None)]
                 with quantiser.training_step(STEP, tokens):

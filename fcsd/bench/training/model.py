@@ -80,18 +80,26 @@ def make_engine(config: PretrainedConfig, micro_batch: int, world: World, *, rec
 def evenly_routed(model: nn.Module) -> Iterator[None]:
     """Makes every router choose the experts in turn, so that all of them receive equally many tokens.
 
-    The routers still compute their scores.
+    The turn follows a random order of the experts. Otherwise a token would choose neighbours, which are on one rank,
+    and deduplication would save far more rows than under random routing. The routers still compute their scores.
     """
 
     def in_turn(_module: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         scores, chosen, counts = output
-        experts = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % len(counts)
+        order = orders[len(counts)]
+        experts = order[torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % len(counts)]
         rounds, rest = divmod(chosen.numel(), len(counts))
         # The counts follow from numbers that the host has. Counting on the device would make the host wait for it.
-        even = rounds + (torch.arange(len(counts), device=counts.device) < rest).to(counts.dtype)
+        even = rounds + (order.argsort() < rest).to(counts.dtype)
         return scores, experts, even
 
-    hooks = [block.router.register_forward_hook(in_turn) for block in expert_blocks(model).values()]
+    blocks = expert_blocks(model).values()
+    device = next(model.parameters()).device
+    orders = {
+        number: torch.randperm(number, generator=torch.Generator().manual_seed(0)).to(device)
+        for number in {block.placement.experts for block in blocks}
+    }
+    hooks = [block.router.register_forward_hook(in_turn) for block in blocks]
     try:
         yield
     finally:

@@ -2,9 +2,11 @@
 
 All variants run in turns on one model, one DeepSpeed engine and in one process group, so that changes of the GPUs'
 clocks and memory affect all of them alike. The learning rate is zero, so every variant routes the same tokens through
-the same weights. Before the variants are timed, the benchmark does two things:
+the same weights. Before the variants are timed, the benchmark does three things:
 
 - It measures and prints the cover and the wire time of every collective, with the ceiling of what can be hidden.
+  Rows are not deduplicated in this measurement.
+- It counts and prints the rows that dispatch sends with and without deduplication.
 - It compares the loss and the gradients of each overlapped variant with those of the same computation under the
   eager-sync schedule. Fused variants are compared with fused ones, and variants on a quantised wire with the same wire.
 """
@@ -26,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fcsd.bench.shapes import SHAPES
-from fcsd.bench.training import ceilings
+from fcsd.bench.training import ceilings, row_counts
 from fcsd.bench.training.ceilings import CoverMeter, NoWire, Window
 from fcsd.bench.training.equality import loss_and_norms, worst_difference
 from fcsd.bench.training.model import evenly_routed, make_engine
@@ -49,6 +51,8 @@ from fcsd.launch.world import World, join_world
 from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import LayerWiring, Wiring
 from fcsd.parallel import trace
+from fcsd.parallel.expert.dispatcher import MakeDispatcher
+from fcsd.parallel.expert.hierarchical import dispatcher_of
 from fcsd.parallel.overlap import Schedule, overlap
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.symmetric_memory import open_buffers
@@ -70,14 +74,15 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
             that overlaps, under the first router.
 
     Raises:
-        ConfigError: a variant copies rows into the memory of other processes, and there are no GPUs; or the rows of the
-            model cannot be rounded to a format.
+        ConfigError: a variant copies rows into the memory of other processes, and there are no GPUs; the ranks are not
+            several whole nodes of ``load.node_size``; or the rows of the model cannot be rounded to a format.
         FcsdError: an overlapped variant computed something else than under the eager-sync schedule.
     """
     begun = time.monotonic()
     world = join_world()
     if world.device.type != "cuda" and any(COPIES in name for name in load.variants):
         raise ConfigError("only GPUs copy rows into each other's memory", hint="leave out the variants named copies")
+    dispatcher = dispatcher_of(load.dedup, world.size, load.node_size)
     config = SHAPES[load.shape](load.layers)
     quantisers = {formats: Quantiser(WireFormats.parse(formats)) for formats in load.wires}
     for quantiser in quantisers.values():
@@ -87,7 +92,7 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     generator = torch.Generator().manual_seed(world.rank)
     ids = torch.randint(0, model.config.vocab_size, (load.micro_batch, load.seq), generator=generator).to(world.device)
     traffic = Traffic()
-    choices = variants(model, load.layers, traffic)
+    choices = variants(model, load, dispatcher, traffic)
     for name, (base, formats) in load.wired.items():
         choices[name] = partial(choices[base], quantiser=quantisers[formats])
         choices[_eager(name)] = partial(choices[_eager(base)], quantiser=quantisers[formats])
@@ -133,6 +138,8 @@ def _under_one_router(
     """Measures windows, equality and times under one router."""
     windows = _windows(engine, ids, load)
     _say(world, ceilings.to_text(windows))
+    rows = row_counts.measure(engine, ids, load.node_size)
+    _say(world, row_counts.to_text(rows))
 
     equality = {}
     for name in (*load.overlapped, *load.wired):
@@ -145,6 +152,7 @@ def _under_one_router(
     measured = _time(engine, ids, timed, traffic, load, world)
     _say(world, table(measured))
     return {
+        "rows": rows,
         "windows": [asdict(window) for window in windows],
         "ceiling": {passes: ceilings.both(windows, passes) for passes in ceilings.passes_of(windows)},
         "equality": equality,
@@ -168,28 +176,32 @@ def _held(
     return {"difference": error, "spread": spread, "equal": error <= max(4 * spread, 1e-6)}
 
 
-def variants(model: PreTrainedModel, layers: int, traffic: Traffic | None = None) -> Choices:
+def variants(
+    model: PreTrainedModel, load: Workload, dispatcher: MakeDispatcher, traffic: Traffic | None = None
+) -> Choices:
     """For the name of every variant, a function that wires the model for it.
 
     Args:
+        dispatcher: carries the rows in all variants, except in the stock layer and the bound.
         traffic: counts the bytes that dispatch and combine send; None does not count.
     """
-    standard, farskip = unwired(), Wiring("farskip", tuple(range(layers)))
+    standard, farskip = unwired(), Wiring("farskip", tuple(range(load.layers)))
 
     def by(change: dict[str, Any]) -> Callable[[LayerWiring, Schedule], Schedule]:
         return lambda _, schedule: replace(schedule, **change)
 
-    copies = CopiesTransport(open_buffers)
-    install = partial(overlap, model, traffic=traffic)
+    imitated = load.node_size is not None
+    copies = CopiesTransport(partial(open_buffers, beside_slow_nccl=imitated), node_size=load.node_size)
+    sending = partial(overlap, model, dispatcher=dispatcher, traffic=traffic)
     ours = {
-        STANDARD: partial(install, standard, "eager-sync"),
-        STANDARD_COPIES: partial(install, standard, "eager-sync", transport=copies),
-        EAGER: partial(install, farskip, "eager-sync"),
-        OVERLAPPED: partial(install, farskip),
-        COPIES: partial(install, farskip, transport=copies),
+        STANDARD: partial(sending, standard, "eager-sync"),
+        STANDARD_COPIES: partial(sending, standard, "eager-sync", transport=copies),
+        EAGER: partial(sending, farskip, "eager-sync"),
+        OVERLAPPED: partial(sending, farskip),
+        COPIES: partial(sending, farskip, transport=copies),
         BOUND: partial(overlap, model, farskip, transport=NoWire()),
         **{
-            name: partial(install, farskip, choose=by(change), transport=copies if COPIES in name else all_to_all)
+            name: partial(sending, farskip, choose=by(change), transport=copies if COPIES in name else all_to_all)
             for name, change in SCHEDULES.items()
         },
     }

@@ -52,6 +52,10 @@ def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[st
         del fields["train.attention"]  # older runs have no such key, and other devices ignore it
     if not recipe.train.compile:
         del fields["train.compile"]  # older runs have no such key
+    if recipe.parallel.dedup == "off":
+        del fields["parallel.dedup"]  # older runs have no such key
+    if recipe.parallel.dedup != "node":
+        del fields["parallel.node_size"]
     if not recipe.parallel.wire.any:
         fields = {key: value for key, value in fields.items() if not key.startswith("parallel.wire.")}  # nor these
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
