@@ -43,6 +43,7 @@ from fcsd.launch.world import World, join_world
 from fcsd.models.build import converted_config, register, wiring_of
 from fcsd.models.wiring import Wiring
 from fcsd.parallel.attention import join_attention
+from fcsd.parallel.expert.formats import check_formats
 from fcsd.parallel.expert.hierarchical import dispatcher_of
 from fcsd.parallel.overlap import overlap
 from fcsd.parallel.wire import Quantiser, WireFormats
@@ -143,7 +144,7 @@ def bench(load: Load, out: Path | None = None, *, traced: bool = False) -> dict[
         if load.wires and recipe.parallel.ep_size == 1:
             raise ConfigError("--wire needs experts that are divided among several processes", hint="add --gpus 2")
         for wire in load.wires:
-            WireFormats.parse(wire).check_model(rewired, load.shape)
+            check_formats(WireFormats.parse(wire), rewired, load.shape)
         full = _full_speed(recipe, world)
     with ExitStack() as held:
         steps = _Steps(recipe, rewired, original, world)

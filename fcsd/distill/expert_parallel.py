@@ -20,8 +20,9 @@ from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
 from fcsd.models.wiring import DESYNC
+from fcsd.parallel.expert.formats import check_formats, formats_of
 from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.wire import Quantiser, formats_of
+from fcsd.parallel.wire import Quantiser
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def check(recipe: Recipe, processes: int) -> None:
     ep_size = recipe.parallel.ep_size
     if (formats := formats_of(recipe.parallel.wire)) is not None:
         register()
-        formats.check_model(_config(recipe.model), recipe.model)
+        check_formats(formats, _config(recipe.model), recipe.model)
     if ep_size == 1:
         return
     if processes % ep_size:

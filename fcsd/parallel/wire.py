@@ -15,13 +15,9 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
-from fcsd import config
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Draws, Format, decode, encode
-from fcsd.models.build import arch_of
-from fcsd.parallel.expert.autoep import expert_parallel_config
 from fcsd.parallel.transports.codec import Codec
 
 Direction = Literal["dispatch", "combine", "dispatch_grad", "combine_grad"]
@@ -109,22 +105,6 @@ class WireFormats:
         allowed = {"off": (), "gradients": _GRADIENTS, "all": DIRECTIONS}[self.stochastic]
         return direction in allowed and self.of(direction) is not None
 
-    def check_model(self, model: PretrainedConfig, name: str) -> None:
-        """Check that the rows of a model can be rounded.
-
-        Args:
-            model: the configuration of the model.
-            name: its name, for the message.
-
-        Raises:
-            ConfigError: the model has no experts, or has experts that no dispatcher can reach; or see ``check_width``.
-        """
-        try:
-            expert_parallel_config(arch_of(model), ep_size=1)
-            self.check_width(model.get_text_config().hidden_size)
-        except ConfigError as error:
-            raise ConfigError(f"parallel.wire: {name}: {error}", error.hint or "remove parallel.wire") from error
-
     def check_width(self, width: int) -> None:
         """Check that rows of ``width`` values can be packed.
 
@@ -133,15 +113,6 @@ class WireFormats:
         """
         for format in filter(None, map(self.of, DIRECTIONS)):
             format.layout(width)
-
-
-def formats_of(wire: config.Wire) -> WireFormats | None:
-    """The formats of a recipe's ``parallel.wire``; None if no direction has one.
-
-    Raises:
-        ConfigError: the format of a gradient has integer scales.
-    """
-    return WireFormats.read(wire.model_dump(exclude={"stochastic"}), wire.stochastic) if wire.any else None
 
 
 class RowCodec:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from fcsd.config import Recipe, accumulation
 from fcsd.errors import ConfigError, DoesNotFitError
-from fcsd.parallel.wire import formats_of
+from fcsd.parallel.expert.formats import check_formats, formats_of
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
 from fcsd.plan.model import MetaModel, ModelNumbers
 from fcsd.plan.search import changes, cheapest
@@ -84,7 +84,7 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     accumulation(recipe, hardware.world)
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
     if (formats := formats_of(recipe.parallel.wire)) is not None:
-        formats.check_model(model.config, recipe.model)
+        check_formats(formats, model.config, recipe.model)
     followed = model if recipe.teacher is None else MetaModel(recipe.teacher)
     named = {recipe.model: model, recipe.teacher or recipe.model: followed}
     setup = setup_of(recipe, hardware.world, len(model.numbers.layers), model.plain)

@@ -136,11 +136,12 @@ def test_a_dry_run_prints_the_bits_of_each_direction(folder: Path) -> None:
         ("must start with int2 to int8", {"combine": "fp8"}),
         ("needs a format: set dispatch_grad or combine_grad", {"dispatch": "int8", "stochastic": "gradients"}),
         ("needs a format", {"stochastic": "all"}),
+        ("needs parallel.dedup: off", {"dispatch": "int8", "stochastic": "all"}),
     ],
 )
 def test_a_recipe_names_known_formats(folder: Path, message: str, changes: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=message):
-        runs.resolved(folder, parallel__wire=changes)
+        runs.resolved(folder, parallel__wire=changes, parallel__ep_size=2, parallel__dedup="rank")
 
 
 def test_compiled_layers_cannot_round(folder: Path) -> None:

@@ -52,6 +52,7 @@ from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import LayerWiring, Wiring
 from fcsd.parallel import trace
 from fcsd.parallel.expert.dispatcher import MakeDispatcher
+from fcsd.parallel.expert.formats import check_formats
 from fcsd.parallel.expert.hierarchical import dispatcher_of
 from fcsd.parallel.overlap import Schedule, overlap
 from fcsd.parallel.transports.copies import CopiesTransport
@@ -86,7 +87,7 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     config = SHAPES[load.shape](load.layers)
     quantisers = {formats: Quantiser(WireFormats.parse(formats)) for formats in load.wires}
     for quantiser in quantisers.values():
-        quantiser.formats.check_model(config, load.shape)
+        check_formats(quantiser.formats, config, load.shape)
     engine = make_engine(config, load.micro_batch, world, recompute=load.recompute, optimizer=load.optimizer)
     model = engine.module.model
     generator = torch.Generator().manual_seed(world.rank)
