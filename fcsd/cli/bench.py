@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-# Options of every command that takes steps.
+# Options of commands that take steps.
+Wires = Annotated[
+    list[str],
+    typer.Option(
+        "--wire",
+        metavar="FORMAT",
+        help="Also time overlapped steps whose rows are rounded to this format (docs/wires.md): int8, or "
+        "dispatch=int8,combine=int8; repeatable.",
+    ),
+]
 Layers = Annotated[int, typer.Option(min=1, help="Decoder layers.")]
 MicroBatch = Annotated[int, typer.Option(min=1, help="Sequences per GPU and step.")]
 Seq = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
@@ -36,6 +45,7 @@ def train(
         str,
         typer.Option(help="Some of these, separated by commas; others are in docs/overlap.md."),
     ] = "stock,standard,eager-sync,overlapped,comm-free",
+    wires: Wires = [],  # noqa: B006
     recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Forward and backward alone.")] = False,
     dedup: Annotated[
@@ -72,6 +82,7 @@ def train(
         steps=steps,
         dedup=dedup,  # pyright: ignore[reportArgumentType]: checked by Workload
         node_size=node_size,
+        wires=tuple(wires),
     )
     result = _bench(load, gpus, out, traced=trace)
     if as_json and _first():
@@ -145,6 +156,7 @@ def distill(
     variants: Annotated[
         str, typer.Option(help="Some of these, separated by commas.")
     ] = "overlapped,apart,masked,blocking,comm-free",
+    wires: Wires = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
     sets: Sets = [],  # noqa: B006
@@ -161,7 +173,7 @@ def distill(
     from fcsd.bench.distill import Load
 
     chosen = tuple(variants.split(","))
-    load = Load(shape, layers, micro_batch, seq, accumulation, router, chosen, tuple(sets), rounds, steps)
+    load = Load(shape, layers, micro_batch, seq, accumulation, router, chosen, tuple(sets), rounds, steps, tuple(wires))
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)

@@ -83,7 +83,8 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     options = ["--rounds", 1, "--steps", 2, "--gpus", 2, "--dedup", "rank"]
-    done = bench(*options, "--out", tmp_path, "--trace", "--json")
+    wires = ["--wire", "int8:g16", "--wire", "dispatch=int4:g32"]
+    done = bench(*options, *wires, "--out", tmp_path, "--trace", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "train.json").read_text())
@@ -93,9 +94,14 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
     assert (tmp_path / "rank-1.json.gz").exists()
     assert list(result["routers"]) == ["initialised", "uniform"]
     for found in result["routers"].values():
-        assert found["equality"] == {"overlapped": {"difference": 0.0, "spread": 0.0, "equal": True}}  # gloo's order
+        wired = ["overlapped+int8:g16", "overlapped+dispatch=int4:g32"]
+        same = {"difference": 0.0, "spread": 0.0, "equal": True}  # gloo's order
+        assert found["equality"] == dict.fromkeys(["overlapped", *wired], same)
         assert set(found["rows"]) == {"off", "rank"} and found["rows"]["rank"][0] < found["rows"]["off"][0]
-        assert list(found["variants"]) == ["stock", "standard", "eager-sync", "overlapped", "comm-free"]
+        assert list(found["variants"]) == ["stock", "standard", "eager-sync", "overlapped", "comm-free", *wired]
+        sent = {name: times["sent_bytes"] for name, times in found["variants"].items()}
+        assert sent["stock"] == sent["comm-free"] == 0  # stock does not count its bytes
+        assert 0 < sent["overlapped+int8:g16"] < sent["overlapped+dispatch=int4:g32"] < sent["overlapped"]
         assert {len(times["step"]) for times in found["variants"].values()} == {2}
         calls = {(window["kind"], window["passes"], window["layer"]) for window in found["windows"]}
         kinds, passes = ("dispatch", "combine"), ("fwd", "bwd")
@@ -140,6 +146,15 @@ def test_a_trace_is_either_read_or_taken(words, message):
     result = CliRunner().invoke(app, ["bench", "trace", *words])
     assert result.exit_code == 2
     assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "wires, variants, message",
+    [(("int9",), ("overlapped",), "2 to 8 bits"), (("int8",), ("standard",), "--wire needs a variant that overlaps")],
+)
+def test_a_wire_needs_a_known_format_and_a_variant(wires, variants, message):
+    with pytest.raises(ConfigError, match=message):
+        Workload("tiny", 2, 1, 16, wires=wires, variants=variants)
 
 
 @pytest.mark.parametrize("field, name", [("shape", "huge"), ("variants", "fast"), ("routers", "random")])

@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 from fcsd.errors import ConfigError
 from fcsd.parallel.cost import Dedup
+from fcsd.parallel.wire import WireFormats
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
 USUAL = (STOCK, STANDARD, EAGER, OVERLAPPED, BOUND)
@@ -46,9 +47,12 @@ class Workload:
         node_size: neighbouring ranks that form a node, for ``node``. With it, the variants named copies copy rows only
             inside a node, and NCCL sends rows between nodes. If ``NCCL_P2P_DISABLE`` makes NCCL slow, the nodes of one
             host are imitations of real ones.
+        wires: formats of the wire, as ``WireFormats.parse`` reads them. Each overlapped variant is also timed with each
+            of them.
 
     Raises:
-        ConfigError: the shape, a router, a variant or ``dedup`` is unknown, or ``node`` comes without a node size.
+        ConfigError: the shape, a router, a variant, a format or ``dedup`` is unknown; ``node`` comes without a node
+            size; or there is no variant for the formats.
     """
 
     shape: str
@@ -63,6 +67,7 @@ class Workload:
     steps: int = 3
     dedup: Dedup = "off"
     node_size: int | None = None
+    wires: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         from fcsd.bench.shapes import SHAPES
@@ -78,6 +83,15 @@ class Workload:
                     raise ConfigError(f"no {what} {name}", hint=f"known: {', '.join(known)}")
         if self.dedup == "node" and self.node_size is None:
             raise ConfigError("dedup node needs the number of ranks of a node", hint="--node-size")
+        for wire in self.wires:
+            WireFormats.parse(wire)
+        if self.wires and not self.overlapped:
+            raise ConfigError("--wire needs a variant that overlaps", hint="--variants overlapped,...")
+
+    @property
+    def wired(self) -> dict[str, tuple[str, str]]:
+        """The variants on a quantised wire: name -> the overlapped variant without it, and the formats."""
+        return {f"{name}+{wire}": (name, wire) for wire in self.wires for name in self.overlapped}
 
     @property
     def fused(self) -> bool:

@@ -11,8 +11,8 @@ All sizes follow from one exchange of counts, as in the flat dispatcher: every r
 experts in each group of each level. Every exchange is an all-to-all of the whole expert-parallel group. At a level,
 ranks that do not share it send nothing to each other.
 
-Codecs belong to the exchanges. Those of combine may be given to ``Exchange`` as in ``flat.py``. A codec of dispatch
-must leave the tail of a record as it is, and a relay must forward what it received without decoding it.
+The formats of a quantised wire apply to the outermost level, whose links are the slowest. The rows that ranks of a node
+exchange are sent as they are, so no row is rounded twice on its way. Rounding is to the nearest code.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,11 @@ from fcsd.parallel.expert.deduplicated import Collect, Moves, Open, Pack, Relay,
 from fcsd.parallel.expert.dispatcher import Dispatcher, MakeDispatcher, Wire
 from fcsd.parallel.expert.flat import FlatDispatcher
 from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matrices, two_levels
-from fcsd.parallel.expert.records import Copies, Layout, copies, expert_order
+from fcsd.parallel.expert.records import Copies, Layout, RecordCodec, copies, expert_order
+from fcsd.parallel.transports.codec import Codec
 from fcsd.parallel.transports.transport import Splits, splits_of
 from fcsd.parallel.turns import yield_turn
+from fcsd.parallel.wire import Codecs
 
 
 def dispatcher_of(dedup: Dedup, ranks: int, node_size: int | None) -> MakeDispatcher:
@@ -103,6 +105,7 @@ class HierarchicalDispatcher:
             Layout(x.shape[-1], min(block.top_k, levels.span(level, self._experts)), x.dtype)
             for level in range(levels.depth)
         ]
+        self._codecs = Codecs() if wire.quantiser is None else wire.quantiser.nearest()
         self._weights = routing.scores.to(self._layouts[0].weight_dtype)
         with torch.no_grad():
             positions = block.placement.positions(routing.experts)
@@ -196,12 +199,16 @@ class HierarchicalDispatcher:
         kept = self._block.prescaled and level == self._levels.depth - 1
         exchange = self._exchange("dispatch", self._plan.dispatch[level], self._plan.combine[level], kept)
         if level == 0:
+            codecs = self._codecs.dispatch, self._codecs.dispatch_grad
+            exchange.codec, exchange.back_codec = map(self._of_records, codecs)
             exchange.ready, exchange.side = self._written_event, self._wire.side
         self._level = level
         self._in_flight = self._send(records, exchange, awaited_at)
 
     def _send_back(self, rows: Tensor) -> None:
         exchange = self._exchange("combine", self._plan.combine[self._level], self._plan.dispatch[self._level], False)
+        if self._level == 0:
+            exchange.codec, exchange.back_codec = self._codecs.combine, self._codecs.combine_grad
         # The computation that hides combine's gradient hides that of the outermost level, whose links are the slowest.
         # The gradients of the other levels are awaited as soon as they are sent.
         self._in_flight = self._send(rows, exchange, self._awaited_at if self._level == 0 else None)
@@ -209,7 +216,12 @@ class HierarchicalDispatcher:
     def _exchange(self, name: str, there: Splits, back: Splits, kept: bool) -> Exchange:
         wire = self._wire
         eager = wire.mode == "eager-sync"
-        return Exchange(name, self._layer, self._block.group, there, back, kept, wire.transport, eager)
+        exchange = Exchange(name, self._layer, self._block.group, there, back, kept, wire.transport, eager)
+        exchange.traffic = wire.traffic
+        return exchange
+
+    def _of_records(self, codec: Codec | None) -> Codec | None:
+        return None if codec is None else RecordCodec(codec, self._layouts[0])
 
     def _send(self, rows: Tensor, exchange: Exchange, awaited_at: int | None) -> Deferred:
         if self._wire.mode == "off":

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fcsd.parallel.transports.codec import Codec
+
 _ALIGNMENT = 16  # bytes
 
 
@@ -65,9 +67,43 @@ class Layout:
         start = (self._tail + self.choices * self.weight_dtype.itemsize) // torch.int16.itemsize
         return records.view(torch.int16)[:, start : start + self.choices]
 
+    def tail(self, records: Tensor) -> Tensor:
+        """The weights, the experts and the paddings of records in bytes, a view ``uint8 [records, tail_bytes]``."""
+        return records.view(torch.uint8)[:, self._tail :]
+
+    @property
+    def tail_bytes(self) -> int:
+        """The bytes of a record behind its row."""
+        return self.record_bytes - self._tail
+
     @property
     def _tail(self) -> int:
         return _aligned(self.width * self.dtype.itemsize)
+
+
+class RecordCodec:
+    """A ``Codec`` that rounds the rows of records, and leaves their tails as they are.
+
+    Args:
+        codec: rounds rows.
+        layout: the layout of the records.
+    """
+
+    def __init__(self, codec: Codec, layout: Layout) -> None:
+        self._codec, self._layout = codec, layout
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """See ``Codec``; the rows are records."""
+        return torch.cat([self._codec.encode(self._layout.rows(rows).contiguous()), self._layout.tail(rows)], dim=1)
+
+    def decode(self, records: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """See ``Codec``; ``width`` is that of whole records, in values."""
+        layout = self._layout
+        decoded = layout.new(len(records), records.device)
+        rows = records[:, : -layout.tail_bytes].contiguous()
+        layout.rows(decoded).copy_(self._codec.decode(rows, layout.width, dtype))
+        layout.tail(decoded).copy_(records[:, -layout.tail_bytes :])
+        return decoded
 
 
 def _aligned(count: int) -> int:

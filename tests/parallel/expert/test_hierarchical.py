@@ -28,6 +28,7 @@ from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.overlap import overlap
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.transport import Transport, all_to_all
+from fcsd.parallel.wire import Quantiser, WireFormats
 
 EXPERTS, TOP_K, HIDDEN = 8, 3, 10
 FARSKIP = Wiring("farskip", (0, 1, 2, 3))
@@ -163,6 +164,28 @@ def wrong_models(rank: int, folder: str) -> list[str]:
     return problems
 
 
+def wrong_wires(rank: int) -> list[str]:
+    """Whole models on a quantised wire: overlapped against blocking, and whether any row is rounded."""
+    problems = []
+    ids = tiny.tokens(seed=rank, length=8 + 4 * rank)
+    model = sharded("qwen3_moe")
+    for levels in arrangements():
+        make, found = hierarchical(levels), []
+        for formats in (None, "combine=int8:g64,dispatch_grad=int6:g16", "int8:g64"):
+            quantiser = None if formats is None else Quantiser(WireFormats.parse(formats))
+            overlap(model, FARSKIP, "off", dispatcher=make, quantiser=quantiser)
+            found.append(step(model, ids))
+            overlap(model, FARSKIP, dispatcher=make, quantiser=quantiser)
+            with late_collectives():
+                overlapped = step(model, ids)
+            if not all(torch.equal(a, b) for a, b in zip(found[-1], overlapped, strict=True)):
+                problems.append(f"{levels} {formats}: not blocking")
+        apart = [distance(one, found[0]) for one in found[1:]]
+        if not min(apart) > 1e-5 or apart[0] == apart[1]:
+            problems.append(f"{levels}: rounded results are {apart} from those of no format")
+    return problems
+
+
 def wrong_training(rank: int) -> list[str]:
     """Losses of DeepSpeed engines, overlapped against blocking and against the flat dispatcher."""
     import deepspeed
@@ -205,7 +228,7 @@ def found_on_a_rank(rank: int, folder: str) -> dict[str, Any]:
     return {
         "blocks": wrong_blocks(rank),
         "bf16": worse_in_bf16(rank),
-        "models": wrong_models(rank, folder),
+        "models": wrong_models(rank, folder) + wrong_wires(rank),
         "training": wrong_training(rank) if dist.get_world_size() == 2 else [],
     }
 
