@@ -63,8 +63,9 @@ def is_accuracy(result: Result) -> bool:
 
 
 def over_a_wire(result: Result) -> bool:
-    """Whether the score is that of a model over a quantised wire, and not the model's own."""
-    return result.get("wire") is not None
+    """Whether the score is that of a model over a quantised wire, simulated or between ranks, and not its own."""
+    reduce = result.get("engine", {}).get("reduce", "")  # of fcsd's own engine
+    return result.get("wire") is not None or reduce.startswith("quantised:")
 
 
 def shown(result: Result) -> tuple[str, str]:

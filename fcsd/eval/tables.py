@@ -8,7 +8,7 @@ from fcsd import markdown
 from fcsd.disk import write_text
 from fcsd.eval.compare import Comparison
 from fcsd.eval.perplexity import HELD_OUT
-from fcsd.eval.results import COMPARISON, Result, is_accuracy, over_a_wire, shown
+from fcsd.eval.results import COMPARISON, Result, is_accuracy, shown
 
 
 def report(results: Sequence[Result], out: Path, comparisons: Sequence[Comparison], *, margin: float = 1.0) -> None:
@@ -50,7 +50,7 @@ def plain_table(results: Sequence[Result], comparisons: Sequence[Comparison] = (
         cells = [by_cell[model, column] for model in models]
         values = [" ± ".join(shown(result)) for result in cells]
         body.append([column, cells[0]["metric"], str(cells[0]["n"]), *values])
-    if any(map(over_a_wire, results)):
+    if any(result.get("wire") is not None for result in results):
         body.append(["Bits on the wire", "", "", *(_bits(by_cell[model, columns[0]]) for model in models)])
     won = {c.model: c.loss.recovery for c in comparisons if c.loss is not None and c.loss.recovery is not None}
     if won:
@@ -117,7 +117,7 @@ def draw_bars(results: Sequence[Result], path: Path) -> None:
 
 def _bits(result: Result) -> str:
     """The bits on the wire per value in each direction, or ``-``."""
-    if not over_a_wire(result):
+    if result.get("wire") is None:
         return "-"
     return ", ".join(f"{direction} {bits:g}" for direction, bits in result["wire"]["bits_on_the_wire"].items())
 

@@ -1,6 +1,7 @@
 """The study of quantised wires resumes, and docs/WIRES_QUALITY.md says what the stored study found."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import tiny
 
 from fcsd.bench.wires import study, tables
 from fcsd.bench.wires.formats import studied
-from fcsd.bench.wires.plan import TABLES, pieces
+from fcsd.bench.wires.plan import TABLE_7, TABLES, pieces
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
 
@@ -60,15 +61,19 @@ def test_formats_of_the_study() -> None:
             studied(name)
 
 
-def test_a_killed_study_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_study_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: dict[str, Any]) -> None:
     model = tiny.model("deepseek_v2", hidden_size=128, vocab_size=400, num_hidden_layers=2)
     model.save_pretrained(tmp_path / "model")
     eval_data.tokenizer().save_pretrained(tmp_path / "model")
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": " ".join(eval_data.WORDS[i:])}) + "\n" for i in range(4)))
-    what = study.Study(str(tmp_path / "model"), text, every=2, max_length=32, tp_degree=2, tasks=())
+    mirror = eval_data.write_mirror(tmp_path / "mirror")
+    tasks: dict[str, Any] = {"tasks": ("piqa",), "limit": 2, "data_mirror": mirror}
+    what = study.Study(str(tmp_path / "model"), text, every=2, max_length=32, tp_degree=2, **tasks)
     few = pieces()[::8]  # some of every direction
     monkeypatch.setattr(study, "pieces", lambda: few)
+    for module in (study, tables):
+        monkeypatch.setattr(module, "TABLE_7", TABLE_7[-1:])
     real, count = study._measure, 0
 
     def killed(*arguments: Any) -> Any:
@@ -84,10 +89,14 @@ def test_a_killed_study_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not (tmp_path / "out" / study.NAME).exists()
     count = -1000
     found = study.run(what, tmp_path / "out")
-    assert count == -1000 + 1 + 2 * len(few) - 6 + 1  # the piece that was interrupted is measured again
+    # The piece that was interrupted is measured again. The last ones are the tasks without and over a wire.
+    assert count == -1000 + 1 + 2 * len(few) - 6 + 1 + 3
     monkeypatch.setattr(study, "_measure", None)
     again = study.run(what, tmp_path / "out")
-    assert again["losses"] == found["losses"] and found["documents"] == 2 and found["scores"] == []
+    assert again["losses"] == found["losses"] and found["documents"] == 2
     assert json.loads((tmp_path / "out" / study.NAME).read_text())["losses"] == found["losses"]
+    assert [row["format"] for row in found["scores"]] == [None, "int2:g32:sr"]
+    table = tables.to_text({**stored, "scores": found["scores"]}).split("### Table 7")[1].split("###")[0]
+    assert "| SR INT2 | `int2:g32:sr` | 4 |" in re.sub(" +", " ", table) and "PIQA" in table
     tables.draw(found, tmp_path / "pareto.png")
     assert (tmp_path / "pareto.png").stat().st_size > 10_000
