@@ -95,8 +95,10 @@ class WiredLayer(nn.Module):
     def _add(self, flight: Flight, collected: Tensor | None, out: Tensor, step: Step) -> tuple[Flight, Tensor | None]:
         """Do with an output what the step says. Returns the new state and what is being collected."""
         landed, sums, _ = flight
-        out = out if collected is None else collected + out
         reducer = self.fcsd.reducer
+        if step.joins:
+            assert collected is not None, "the first output of a sum is collected"
+            out, collected = collected + out, None
         if step.then == "collect":
             return Flight(landed, sums, out), out
         if step.then == "start":
@@ -108,7 +110,7 @@ class WiredLayer(nn.Module):
         else:
             assert landed is not None, "a reduction of Desync includes what this rank has added"
             landed, sum_ = None, reducer.now(out + landed / reducer.size)
-        return Flight(landed, (*sums, sum_), sum_.total), None
+        return Flight(landed, (*sums, sum_), sum_.total), collected
 
     def _leave(self, flight: Flight, places: Sequence[int]) -> tuple[Tensor, Tensor]:
         """vLLM's pair: ``hidden``, and the residual with the sums at ``places``."""

@@ -23,10 +23,17 @@ Then = Literal["collect", "start", "now", "local", "resync"]
 
 
 class Step(NamedTuple):
-    """One call of a layer, and what happens to its output."""
+    """One call of a layer, and what happens to its output.
+
+    Attributes:
+        call: what is called.
+        then: what happens to the output.
+        joins: whether the output is first added to the sum that is being collected.
+    """
 
     call: Call
     then: Then
+    joins: bool
 
 
 class LayerPlan(NamedTuple):
@@ -71,8 +78,10 @@ def plan_layers(wiring: Wiring, kinds: Sequence[Kind], stage: range) -> dict[int
             the border of the stage.
     """
     schedule = reductions(wiring, kinds)
-    wired = [i in wiring.layers or not _is_standard(i, kinds[i], schedule[i]) for i in range(len(kinds))]
     partial_reads = _partial_reads(wiring, len(kinds))
+    wired = [i in wiring.layers or not _is_standard(i, kinds[i], schedule[i]) for i in range(len(kinds))]
+    # The next stage cannot see the kind of this layer, so what it gets depends on what it reads alone.
+    wired[stage.stop - 1] |= stage.stop in partial_reads
     plans: dict[int, LayerPlan] = {}
     queue: list[_Waiting] = []
     for i in stage:
@@ -86,7 +95,10 @@ def plan_layers(wiring: Wiring, kinds: Sequence[Kind], stage: range) -> dict[int
         for call, parts in _calls(i, kinds[i], schedule[i]):
             if len(steps) == 1:
                 mlp = _land(queue, Read(i, "mlp"))
-            steps.append(Step(call, _then(queue, [Output(i, part) for part in parts], schedule[i], wiring)))
+            outputs = [Output(i, part) for part in parts]
+            steps.append(
+                Step(call, _then(queue, outputs, schedule[i], wiring), _joins(outputs[0], schedule[i], wiring))
+            )
         last = i + 1 == stage.stop
         hands_on = None
         if last or not wired[i + 1]:
@@ -98,8 +110,9 @@ def plan_layers(wiring: Wiring, kinds: Sequence[Kind], stage: range) -> dict[int
 def _is_standard(i: int, kind: Kind, schedule: Sequence[Reduction]) -> bool:
     """Whether vLLM's own code does what the schedule asks of a layer."""
     mlp = tuple(Output(i, part) for part in MLP_PARTS[kind])
-    found = [(reduction.sums, reduction.awaited_by.by) for reduction in schedule]
-    return found in ([((Output(i, "attn"),), "mlp"), (mlp, follower)] for follower in ("attn", "norm"))
+    found = [(reduction.sums, reduction.awaited_by) for reduction in schedule]
+    attn = ((Output(i, "attn"),), Read(i, "mlp"))
+    return found in ([attn, (mlp, Read(i + 1, "attn"))], [attn, (mlp, Read(i + 1, "norm"))])
 
 
 def _partial_reads(wiring: Wiring, count: int) -> set[int]:
@@ -137,6 +150,11 @@ def _then(queue: list[_Waiting], outputs: list[Output], schedule: Sequence[Reduc
     if wiring.name in DESYNC and not alone:
         return "resync"
     return "start" if covered else "now"
+
+
+def _joins(output: Output, schedule: Sequence[Reduction], wiring: Wiring) -> bool:
+    """Whether an output is reduced together with an earlier one of its layer; under Desync the running sum has that."""
+    return wiring.name not in DESYNC and any(output in reduction.sums[1:] for reduction in schedule)
 
 
 def _next_read(output: Output) -> Read:
