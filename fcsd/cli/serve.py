@@ -12,7 +12,7 @@ def serve(
     model: Model,
     options: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- OPTION...]", help="Options of `vllm serve`, behind `--`."),
+        typer.Argument(metavar="-- OPTION...", help="Options of `vllm serve`, behind `--`."),
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="The number of GPUs: the tensor-parallel degree.")] = 1,
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port at which the server listens.")] = 8000,

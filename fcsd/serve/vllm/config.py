@@ -12,11 +12,10 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from fcsd.errors import BadInputError
-from fcsd.models.archs import ARCHS
 from fcsd.models.build import PREFIX
 from fcsd.models.config_keys import WEIGHTS_FILE
 from fcsd.models.wiring import Wiring
-from fcsd.serve.vllm.rows import base_name, names
+from fcsd.serve.vllm.rows import ROWS, base_name, names
 
 _OWN_KEYS = ("fcsd", "auto_map", WEIGHTS_FILE)
 
@@ -33,14 +32,17 @@ def base_config(raw: dict[str, Any], where: str | Path) -> tuple[dict[str, Any],
         a converted one.
 
     Raises:
-        BadInputError: type and block do not belong together, or the block is not one that this version reads.
+        BadInputError: type and block do not belong together, the architecture has no row, or the block is not one that
+            this version reads.
     """
     declared, block = str(raw.get("model_type")), raw.get("fcsd")
     if block is None and not declared.startswith(PREFIX):
         return None
     model_type = declared.removeprefix(PREFIX)
-    if not isinstance(block, dict) or not declared.startswith(PREFIX) or model_type not in ARCHS:
+    if not isinstance(block, dict) or not declared.startswith(PREFIX):
         raise BadInputError(f"{where}: model_type {declared!r} and its fcsd block do not belong together")
+    if model_type not in ROWS:
+        raise BadInputError(f"{where}: the vLLM plugin does not have the architecture {model_type!r}")
     try:
         Wiring.from_block(block)
     except (ValueError, TypeError, KeyError) as error:
