@@ -66,6 +66,7 @@ class WiredLayer(nn.Module):
         flight, collected = self._add(flight, None, out, plan.steps[0])
         x, flight = self._read(flight, plan.mlp, self.post_attention_layernorm)
         for step in plan.steps[1:]:
+            self.fcsd.reducer.cover(x, flight.newest, flight.sums)
             flight, collected = self._add(flight, collected, self._mlp(x, step), step)
         return (flight.newest, flight) if plan.hands_on is None else self._leave(flight, plan.hands_on)
 
@@ -84,6 +85,8 @@ class WiredLayer(nn.Module):
         for total in totals[:-1]:
             landed = total if landed is None else landed + total
         if not totals:
+            assert landed is not None, "a read under Desync lands what was added before it"
+            self.fcsd.reducer.cover(landed, flight.newest, flight.sums)
             x = norm(landed)
         elif landed is None:
             landed = totals[-1]

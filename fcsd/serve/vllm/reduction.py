@@ -3,7 +3,9 @@
 Two operators carry it through torch.compile: ``fcsd::reduce_start(x, group) -> y`` and
 ``fcsd::reduce_wait(y, x, after)``. The wait takes ``x`` so that its memory is not given to another tensor before the
 sum is complete. It takes ``after``, the newest tensor that was computed, so that no compiler moves it to an earlier
-place: with ``y`` and ``x`` alone Inductor places every wait directly behind its start.
+place: with ``y`` and ``x`` alone Inductor places every wait directly behind its start. Inductor also moves a start
+behind the computation that should cover it. A third operator, ``fcsd::reduce_cover(x, y)``, does nothing, but declares
+that it writes ``x``. It is applied to what the cover reads, which is thereby computed after the start.
 
 All sums of a process travel on one stream of high priority. vLLM's communicators reuse their buffers from one sum to
 the next, which is right if all sums of a group are on one stream, or are joined: sums with nothing in flight use
@@ -78,6 +80,17 @@ class Reducer:
             after = sum_.summand if newest is sum_.total else newest
             torch.ops.fcsd.reduce_wait(sum_.total, sum_.summand, after)
         return sum_.total
+
+    def cover(self, x: Tensor, newest: Tensor, sums: tuple[Sum, ...]) -> None:
+        """Keep what reads ``x`` behind the start of a sum.
+
+        Args:
+            x: the tensor that the cover reads.
+            newest: the tensor that was computed last.
+            sums: the sums that may be in flight. If ``newest`` is the total of one, it has just been started.
+        """
+        if any(sum_.total is newest and sum_.summand is not None for sum_ in sums):
+            torch.ops.fcsd.reduce_cover(x, newest)
 
     def now(self, x: Tensor) -> Sum:
         """Sum ``x`` on the main stream, by vLLM's own operator. Nothing else may be in flight."""
@@ -158,14 +171,17 @@ def _captures_a_piece() -> bool:
 
 @cache
 def define_operators() -> torch.library.Library:
-    """Define both operators. The library that is returned keeps them alive."""
+    """Define the operators. The library that is returned keeps them alive."""
     library = torch.library.Library("fcsd", "FRAGMENT")
     tags = (torch.Tag.needs_fixed_stride_order,)
     library.define("reduce_start(Tensor x, str group) -> Tensor", tags=tags)
     library.define("reduce_wait(Tensor(a!) y, Tensor x, Tensor after) -> ()", tags=tags)
+    library.define("reduce_cover(Tensor(a!) x, Tensor y) -> ()", tags=tags)
     for device in ("CPU", "CUDA"):
+        library.impl("reduce_cover", lambda x, y: None, device)
         library.impl("reduce_start", _start, device)
         library.impl("reduce_wait", _wait, device)
     library._register_fake("reduce_start", lambda x, group: torch.empty_like(x))
     library._register_fake("reduce_wait", lambda y, x, after: None)
+    library._register_fake("reduce_cover", lambda x, y: None)
     return library
