@@ -31,7 +31,7 @@ _TABLE: list[tuple[str, str, type[FcsdError], str, str | None]] = [
     ("huggingface_hub", "HFValidationError", ConfigError, "neither a directory nor a hub id", None),
     ("huggingface_hub", "LocalTokenNotFoundError", ConfigError, "no hub token", "run `hf auth login`"),
     ("huggingface_hub", "HfHubHTTPError", FcsdError, "the hub refused",
-     "does the token have the scope it needs (`hf auth whoami`)? a repository of others takes --create-pr"),
+     "Check that your token may write there (`hf auth whoami`). In a repository of others, use --create-pr."),
     ("httpx", "TransportError", FcsdError, "the network failed", _NETWORK),
     ("httpx2", "TransportError", FcsdError, "the network failed", _NETWORK),
     ("safetensors", "SafetensorError", BadInputError, "a safetensors file is damaged",

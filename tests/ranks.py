@@ -4,12 +4,14 @@ import gc
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -81,10 +83,15 @@ def fcsd(*arguments: object, cwd: Path | None = None, **environment: str) -> sub
 
 
 def free_port() -> int:
-    """The number of a port that is not in use."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """The number of a port that is not in use.
+
+    The system gives ports above 32767 to outgoing connections, so such a port could be taken before it is used.
+    """
+    for port in random.Random().sample(range(10_000, 32_768), 100):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port between 10000 and 32767")
 
 
 def _worlds(size: int) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fcsd.cli.command import command, emit
-from fcsd.cli.options import AsJson, Gpus
+from fcsd.cli.options import AsJson, Gpus, Sets
 from fcsd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def train(
         bool,
         typer.Option("--trace", help="Trace a step of the last overlapped variant under the first router into --out."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what train.json holds to stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time a training step of random weights: stock AutoEP, standard, eager-sync, overlapped, and without a wire."""
     from fcsd.bench.training.workload import Workload
@@ -70,9 +70,12 @@ def train(
 def _bench(load: "Workload", gpus: int | None, out: Path | None, *, traced: bool) -> dict[str, Any]:
     """Start a process per GPU where that is needed, and return the result of ``fcsd.bench.training.step.bench``."""
     if traced and out is None:
-        raise ConfigError("traces are written into --out, which is missing")
+        raise ConfigError("--trace writes its files into the directory --out, which is not given")
     if traced and not load.overlapped:
-        raise ConfigError("a step that overlaps is traced, and no variant does", hint="--variants overlapped,...")
+        raise ConfigError(
+            "only a step that overlaps can be traced, and none of the variants overlaps",
+            hint="Add one: --variants overlapped,...",
+        )
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)
@@ -94,9 +97,10 @@ def memory(
     micro_batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass and GPU.")] = 1,
     accumulation: Annotated[int, typer.Option(min=1, help="Forward passes per step and GPU.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Steps to take; the last one counts.")] = 2,
-    sets: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe; repeatable.")] = [],  # noqa: B006
+    sets: Sets = [],  # noqa: B006
     gpus: Gpus = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Take distillation steps of random weights, and hold what `fcsd plan` says of them against what they take."""
     from fcsd.launch.world import ensure_world
@@ -108,6 +112,8 @@ def memory(
     found = bench(shape, layers, seq=seq, micro_batch=micro_batch, accumulation=accumulation, steps=steps, sets=sets)
     if out is not None and _first():
         out.write_text(json.dumps(found, indent=1))
+    if as_json and _first():
+        emit(json.dumps(found, indent=2))
 
 
 @command(app, "distill")
@@ -126,7 +132,7 @@ def distill(
     ] = "overlapped,apart,masked,blocking,comm-free",
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
-    sets: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe; repeatable.")] = [],  # noqa: B006
+    sets: Sets = [],  # noqa: B006
     gpus: Gpus = None,
     out: Annotated[Path | None, typer.Option(help="Directory for distill.json and traces.")] = None,
     trace: Annotated[
@@ -136,7 +142,7 @@ def distill(
 ) -> None:
     """Time the whole distillation step of random weights, teacher included, beside its bound."""
     if trace and out is None:
-        raise ConfigError("traces are written into --out, which is missing")
+        raise ConfigError("--trace writes its files into the directory --out, which is not given")
     from fcsd.bench.distill import Load
 
     chosen = tuple(variants.split(","))
@@ -205,3 +211,27 @@ def scaling(
     emit(json.dumps(sizes.to_json(conditions, points), indent=2) if as_json else sizes.to_text(conditions, points))
     if picture is not None:
         sizes.draw(conditions, points, picture)
+
+
+@command(app, "links")
+def links(
+    out: Annotated[Path, typer.Option(help="The machine file to write.")],
+    node_size: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of a node; default: those of this machine that take part.")
+    ] = None,
+    gpus: Gpus = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the links inside of a node and between nodes, for `fcsd plan --machine`. On several nodes: torchrun."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is not a directory", hint="create it, or choose another --out")
+    from fcsd.launch.world import ensure_world
+
+    ensure_world(gpus)
+
+    from fcsd.bench.links import bench, write
+
+    size = node_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    write(bench(size), out, int(os.environ.get("RANK", 0)))
+    if as_json and _first():
+        emit(json.dumps({"file": str(out)}))

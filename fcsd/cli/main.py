@@ -14,7 +14,8 @@ import typer
 from fcsd.cli.bench import app as bench_app
 from fcsd.cli.command import command, emit
 from fcsd.cli.distill import cache_teacher, distill, plan
-from fcsd.cli.eval import chat, choose_layers, evaluate, sweep_layers
+from fcsd.cli.eval import chat, evaluate
+from fcsd.cli.layers import choose_layers, sweep_layers
 from fcsd.cli.models import convert, export, inspect, push
 from fcsd.cli.options import AsJson
 from fcsd.cli.recipes import app as recipes_app

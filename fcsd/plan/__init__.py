@@ -88,7 +88,7 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
         have = f"{hardware.world} GPUs and {model.numbers.experts} experts a layer"
         raise ConfigError(
             f"parallel.ep_size {setup.ep_size} must divide both: {have}",
-            hint="set it, or --gpus and --nodes, otherwise",
+            hint="Change parallel.ep_size, --gpus or --nodes.",
         )
     planned = plan_setup(recipe.name, model, followed.numbers, setup, hardware, utilisation)
     return replace(planned, packaged=tuple(name for name, one in named.items() if one.packaged))

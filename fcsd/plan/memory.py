@@ -253,14 +253,26 @@ def host_bytes(model: ModelNumbers, setup: Setup) -> int:
 
 
 def checkpoint_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """Bytes of a checkpoint: the model directory, DeepSpeed's copy of the weights, and fp32 optimizer states.
+    """Bytes of a checkpoint: the model directory and the optimizer's states of the trained parameters."""
+    trained = model.total - shard(model, setup).frozen
+    return setup.width * model.total + _state_width(setup) * trained
 
-    Only trained parameters have optimizer states.
+
+def copy_bytes(model: ModelNumbers, setup: Setup) -> int:
+    """Bytes that each process copies to host memory for a checkpoint that is written while the run goes on.
+
+    With ZeRO every process has an equal share of the states. Without it, the processes that write have all states of
+    their parameters. Page-locked memory is allocated in powers of two and may take up to twice as much.
     """
     own = shard(model, setup)
-    trained = model.total - own.frozen
-    states = 8 + (4 if setup.zero_stage or setup.dtype == "bf16" else 0)
-    return 2 * setup.width * model.total + states * trained
+    if setup.zero_stage:
+        return checkpoint_bytes(model, setup) // setup.world
+    return setup.width * model.total // setup.world + _state_width(setup) * own.trained
+
+
+def _state_width(setup: Setup) -> int:
+    """Bytes of a trained parameter's states: two moments and, for bf16 weights, the fp32 weight."""
+    return 12 if setup.dtype == "bf16" else 8
 
 
 def cache_bytes(setup: Setup) -> int:

@@ -16,7 +16,7 @@ from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
 from fcsd.models.build import arch_of, decoder_layers, register
 from fcsd.models.config_keys import EXPERT_COUNTS
-from fcsd.models.wiring import hf_parts
+from fcsd.models.wiring import Blocks, hf_parts
 from fcsd.plan.activations import LayerBytes, RoutedExperts, attention, fuse_norms, measure_layer
 from fcsd.plan.setup import Setup
 
@@ -33,11 +33,17 @@ class LayerNumbers:
         kind: number of the layer's kind; layers of one kind have parameters of the same names and shapes.
         dense: parameters that do not belong to routed experts.
         routed: parameters of all routed experts together.
+        projections: parameters of attention that a token passes through before attention itself.
+        output: parameters of attention's output projection.
+        shared: parameters of the shared experts.
     """
 
     kind: int
     dense: int
     routed: int
+    projections: int = 0
+    output: int = 0
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -219,15 +225,27 @@ def _decoder(model: PreTrainedModel) -> Any:
     return model.get_submodule(arch_of(model.config).classes["AutoModelForCausalLM"][1])
 
 
+def _covering(blocks: Blocks, layer: Any) -> tuple[int, int, int]:
+    """Parameters of attention before and after attention itself, and of the shared experts."""
+    attention = layer.self_attn
+    output = attention.o_proj.weight.numel()
+    mlp = layer.get_submodule(blocks.mlp)
+    shared = getattr(mlp, blocks.shared, None) if blocks.shared else None  # a dense layer has none
+    inside = sum(parameter.numel() for parameter in shared.parameters()) if shared is not None else 0
+    return sum(parameter.numel() for parameter in attention.parameters()) - output, output, inside
+
+
 def _numbers(model: PreTrainedModel, streams: int, attention_width: int) -> ModelNumbers:
     text = model.config.get_text_config().to_dict()
+    blocks = arch_of(model.config).blocks
     kinds: dict[Any, int] = {}
     layers = []
     for layer in decoder_layers(model):
         shapes = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
         routed = sum(shape.numel() for name, shape in shapes if ".experts." in name)
         whole = sum(shape.numel() for _, shape in shapes)
-        layers.append(LayerNumbers(kinds.setdefault(shapes, len(kinds)), whole - routed, routed))
+        kind = kinds.setdefault(shapes, len(kinds))
+        layers.append(LayerNumbers(kind, whole - routed, routed, *_covering(blocks, layer)))
     inputs: Any = model.get_input_embeddings()
     outputs: Any = model.get_output_embeddings()
     tied = inputs.weight is outputs.weight

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from fcsd.plan import Plan
-from fcsd.plan.memory import cache_bytes
+from fcsd.plan.memory import cache_bytes, copy_bytes
 from fcsd.plan.setup import GIB, Setup
 from fcsd.plan.speed import PEAK, Speed
 
@@ -39,7 +39,7 @@ def to_text(plan: Plan) -> str:
     lines += [f"  {'total':<16} {_gib(plan.memory.total)} of {_gib(plan.memory.usable).strip()} usable"]
     cost = "" if speed.cost is None else f", cost {speed.cost:,.0f} at {hardware.price:g} per GPU-hour"
     rows = [
-        ("host memory", f"{_gib(plan.host).strip()} a process while loading"),
+        ("host memory", f"{_gib(plan.host).strip()} a process while loading{_copy(plan)}"),
         ("disk", f"{plan.disk / 1e9:,.0f} GB: {_files(setup)}"),
         (
             "time",
@@ -99,6 +99,14 @@ def _files(setup: Setup) -> str:
     best = ", the best one" if setup.best else ""
     cache = f", and a teacher cache of {cache_bytes(setup) / 1e9:,.0f} GB" if setup.cached else ""
     return f"{setup.keep} checkpoints{best} and one being written{cache}"
+
+
+def _copy(plan: Plan) -> str:
+    """Names the host memory for checkpoints that are written while the run goes on."""
+    if not plan.setup.saves_beside:
+        return ""
+    size = copy_bytes(plan.numbers, plan.setup)
+    return f", and {_gib(size).strip()}, at most twice as much, for the copy that checkpoints are written from"
 
 
 def _hours(speed: Speed) -> str:

@@ -74,6 +74,7 @@ class Setup:
         best: whether the checkpoint with the best early-stopping score is kept as well.
         saves: checkpoints that are written after a fixed number of steps, and the last one.
         saves_per_hour: checkpoints that are written per hour because a fixed time has passed.
+        saves_beside: whether checkpoints are written while the run goes on (``checkpoint.overlap``).
         evaluations: measurements of the held-out loss, on ``held_out`` rows each.
         benchmarks: how often a benchmark computes a score for early stopping.
         cached: token ids that the teacher cache stores for each position; 0 without a cache.
@@ -104,6 +105,7 @@ class Setup:
     best: bool = False
     saves: int = 0
     saves_per_hour: float = 0.0
+    saves_beside: bool = False
     evaluations: int = 0
     held_out: int = 0
     benchmarks: int = 0
@@ -172,6 +174,7 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         best=stop.metric != NO_METRIC,
         saves=1 + (train.steps // save.every_steps if save.every_steps else 0),
         saves_per_hour=60 / save.every_minutes if save.every_minutes else 0.0,
+        saves_beside=save.overlap,
         evaluations=(evaluations + (scores if stop.metric == HELD_OUT else 0)) if held_out else 0,
         held_out=(held_out.max_rows or HELD_OUT_ROWS) if held_out else 0,
         benchmarks=scores if stop.benchmark else 0,

@@ -12,7 +12,7 @@ stored in ``docs/results``. ``tests/plan/test_measured_runs.py`` repeats the fit
 
 from dataclasses import dataclass, replace
 
-from fcsd.plan.memory import checkpoint_bytes, shard
+from fcsd.plan.memory import checkpoint_bytes, copy_bytes, shard
 from fcsd.plan.model import ModelNumbers
 from fcsd.plan.setup import Hardware, Setup
 
@@ -34,9 +34,10 @@ LAUNCH = 2.7e-3
 # Seconds for each parameter that a GPU updates: its gradient is reduced, AdamW runs, and the weights are gathered.
 UPDATE = 34e-12
 
-# Bytes per second that a node writes into a checkpoint, and seconds that a benchmark needs for one score. Both values
-# are assumed, not measured.
+# Bytes per second that a node writes into a checkpoint, bytes per second that each process copies to host memory, and
+# seconds that a benchmark needs for one score. These values are assumed, not measured.
 WRITE = 2e9
+COPY = 10e9
 BENCHMARK = 300.0
 
 
@@ -126,6 +127,24 @@ def step_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> fl
     return setup.accumulation * max(micro_batch_seconds(model, teacher, setup)) + update_seconds(model, setup)
 
 
+def checkpoint_hours(model: ModelNumbers, setup: Setup, hardware: Hardware, hours: float) -> float:
+    """Hours for which steps wait for checkpoints.
+
+    A checkpoint that is written while the run goes on costs the time of the copy to host memory. If writing takes
+    longer than the time between two checkpoints, the next one waits for the rest. The run always waits for its last
+    checkpoint.
+
+    Args:
+        hours: the duration of the run without its checkpoints.
+    """
+    saves = setup.saves + setup.saves_per_hour * hours
+    write = checkpoint_bytes(model, setup) / (WRITE * hardware.nodes) / 3600
+    if not setup.saves_beside or saves <= 1:
+        return saves * write
+    copy = copy_bytes(model, setup) / COPY / 3600
+    return (saves - 1) * (copy + max(0.0, write - hours / saves)) + write
+
+
 def speed(
     model: ModelNumbers, teacher: ModelNumbers, setup: Setup, hardware: Hardware, utilisation: float | None = None
 ) -> Speed:
@@ -158,8 +177,7 @@ def speed(
         / 3600,
         "teacher cache": setup.tokens * teacher_flops / forward_rate / 3600 if setup.cached else 0.0,
     }
-    saves = setup.saves + setup.saves_per_hour * sum(parts.values())
-    parts["checkpoints"] = saves * checkpoint_bytes(model, setup) / (WRITE * hardware.nodes) / 3600
+    parts["checkpoints"] = checkpoint_hours(model, setup, hardware, sum(parts.values()))
     hours = sum(parts.values())
     gpu_hours = hours * hardware.world
     return Speed(

@@ -143,7 +143,7 @@ def answer(
     length = inputs["input_ids"].shape[1]
     room = model.config.get_text_config().max_position_embeddings - length
     if length == 0 or room < 1:
-        raise BadInputError(f"{speaker.name}: no room for an answer after {length} tokens of prompt")
+        raise BadInputError(f"{speaker.name}: the conversation has {length} tokens, which leaves no room for an answer")
     wanted = max_new_tokens or model.generation_config.max_new_tokens or MAX_NEW_TOKENS
     options: dict[str, Any] = {"max_new_tokens": min(wanted, room), "synced_gpus": in_step}
     if seed is None:
@@ -165,7 +165,10 @@ def read_prompts(path: Path) -> list[str]:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
         prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInputError(f"{path}: no file of prompts", 'lines of text, or .jsonl with a "prompt" each') from error
+        raise BadInputError(
+            f"{path}: there is no such file of prompts",
+            'Give a file with a prompt per line, or .jsonl with a "prompt" per line.',
+        ) from error
     if not prompts or not all(isinstance(prompt, str) and prompt.strip() for prompt in prompts):
         raise BadInputError(f"{path}: has no prompts, or empty ones")
     return prompts

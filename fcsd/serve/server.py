@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fcsd.checkpoint import read_config, read_layout, resolve, verify_tensors
 from fcsd.errors import ConfigError, FcsdError
-from fcsd.models.wiring import DESYNC
+from fcsd.models.wiring_block import DESYNC
 from fcsd.serve.vllm.support import RIGHT_RESULTS, require_vllm
 
 PORT = 8000  # vLLM's own default
@@ -53,15 +53,15 @@ def serve(
         degree = rewired["tp_degree"]
         raise ConfigError(
             f"{path}: {rewired['wiring']} was converted for {degree} tensor-parallel ranks, not {gpus}",
-            f"add --gpus {degree}",
+            f"Add --gpus {degree}.",
         )
     for option in options:
         if own := _OURS.get(option.partition("=")[0]):
-            raise ConfigError(f"{option} behind -- is set by fcsd serve", f"use {own} before --")
+            raise ConfigError(f"{option} behind -- is set by fcsd serve", f"Use {own} before --.")
     _check_port(port)
     code = run(_command(path, model, gpus, port, options), f"http://127.0.0.1:{port}", ready)
     if code:
-        raise FcsdError(f"vLLM ended with exit code {code}", "its messages above say why")
+        raise FcsdError(f"vLLM ended with exit code {code}", "Its messages above say why.")
 
 
 def _command(path: Path, model: str, gpus: int, port: int, options: Sequence[str]) -> list[str]:
@@ -147,4 +147,4 @@ def _check_port(port: int) -> None:
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise ConfigError(f"--port {port}: {error.strerror}", "choose another port") from None
+            raise ConfigError(f"--port {port}: {error.strerror}", "Choose another port.") from None

@@ -14,12 +14,14 @@ from fcsd.bench.shapes import deepseek_v2_lite
 from fcsd.cli.main import app
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
-from fcsd.plan.memory import BUCKET, checkpoint_bytes, disk_bytes, loss_bytes, optimizer_bytes, shard
+from fcsd.plan.memory import BUCKET, checkpoint_bytes, copy_bytes, disk_bytes, loss_bytes, optimizer_bytes, shard
 from fcsd.plan.model import MetaModel, ModelNumbers
+from fcsd.plan.report import to_text
 from fcsd.plan.search import candidates
 from fcsd.plan.setup import GIB, USABLE, present, setup_of
 from fcsd.plan.speed import (
     BENCHMARK,
+    COPY,
     PEAK,
     WRITE,
     attention_flops,
@@ -218,6 +220,15 @@ def test_hours_are_steps_and_what_runs_between_them(tmp_path):
     assert more.parts["evaluations"] > 2 * BENCHMARK / 3600 and more.hours == pytest.approx(sum(more.parts.values()))
     timed = parts(saves=1, saves_per_hour=10**4)
     assert timed.parts["checkpoints"] > parts(saves=1).parts["checkpoints"]
+    copied = copy_bytes(model.numbers, alone)
+    assert copied == pytest.approx(written / 2, rel=1e-3), "two processes share the copy"
+    slow = parts(saves=4, saves_beside=True)  # such short runs wait for most of the writing
+    rest = written / WRITE - bare.hours / 4 * 3600
+    expected = 3 * (copied / COPY + max(0, rest)) + written / WRITE
+    assert slow.parts["checkpoints"] * 3600 == pytest.approx(expected)
+    long = plan_setup("x", model, model.numbers, replace(alone, tokens=10**9, saves=4, saves_beside=True), Hardware(2))
+    assert long.speed.parts["checkpoints"] * 3600 == pytest.approx(3 * copied / COPY + written / WRITE)
+    assert "for the copy that checkpoints are written from" in to_text(long)
     cached = parts(teacher="none", cached=64)
     assert cached.parts["teacher cache"] > 0 and cached.flops < bare.flops
 

@@ -112,7 +112,7 @@ def test_what_is_checked_before_vllm_starts(models, monkeypatch):
     monkeypatch.setattr(support, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="fcsd serve: vLLM is not installed") as caught:
         server.serve(str(models / "ladder"), ready=never)
-    assert caught.value.hint == "pip install 'fcsd[vllm]'"
+    assert caught.value.hint == "Run pip install 'fcsd[vllm]'."
     monkeypatch.setattr(support, "find_spec", lambda name: object())
     monkeypatch.setattr(support, "entry_points", lambda group: [])
     with pytest.raises(ConfigError, match="only with fcsd's plugin"):
@@ -129,7 +129,7 @@ def test_what_is_checked_before_vllm_starts(models, monkeypatch):
     monkeypatch.delenv("VLLM_PLUGINS")
     with pytest.raises(ConfigError, match="converted for 2 tensor-parallel ranks, not 1") as caught:
         server.serve(str(models / "desync"), ready=never)
-    assert caught.value.hint == "add --gpus 2"
+    assert caught.value.hint == "Add --gpus 2."
     with pytest.raises(ConfigError, match="-tp behind -- is set by fcsd serve"):
         server.serve(str(models / "ladder"), options=["-tp", "2"], ready=never)
     with socket.socket() as taken:

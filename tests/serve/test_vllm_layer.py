@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from fcsd.models.desync import kept_reductions
 from fcsd.models.schedule import MLP_PARTS, Kind, Output, Read, reads_of
-from fcsd.models.wiring import DESYNC, Wiring
+from fcsd.models.wiring_block import DESYNC, Wiring, kept_reductions
 from fcsd.serve.vllm.layer import Wired, kind_of, take_apart
 from fcsd.serve.vllm.plan import plan_layers
 from fcsd.serve.vllm.reduction import Reducer, Sum

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from fcsd.models.wiring import Wiring
+from fcsd.models.wiring_block import Wiring
 from fcsd.serve.vllm.layer import Wired, take_apart
 from fcsd.serve.vllm.plan import plan_layers
 from fcsd.serve.vllm.reduction import Reducer, Sum, define_operators

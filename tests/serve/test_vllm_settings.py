@@ -20,7 +20,7 @@ from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import model_classes
-from fcsd.models.wiring import Wiring
+from fcsd.models.wiring_block import Wiring
 from fcsd.serve.vllm import plugin, reduction, support
 from fcsd.serve.vllm.checks import check, problems
 from fcsd.serve.vllm.config import base_config, parser_for

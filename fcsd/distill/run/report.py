@@ -136,11 +136,14 @@ def draw_curves(run: Path) -> Path:
 def opening(recipe: Recipe, run: Path, start: int) -> str:
     """The text before the first step: which steps the run takes, when and where it saves, and how to resume it."""
     settings = recipe.checkpoint
-    every = [f"every {settings.every_steps:,} steps"] * bool(settings.every_steps)
-    every += [f"every {settings.every_minutes:g} minutes"] * bool(settings.every_minutes)
-    begins = f"steps {start + 1:,} to {recipe.train.steps:,}" if start < recipe.train.steps else "no step is left"
-    saves = f"saves {' and '.join([*every, 'at the end'])} to {run / CHECKPOINTS}"
-    return f"{begins}; {saves}\nif it is ended, resume it with: {_command()}"
+    if start >= recipe.train.steps:
+        return f"No step is left to take. The checkpoints are in {run / CHECKPOINTS}."
+    times = [f"every {settings.every_steps:,} steps"] * bool(settings.every_steps)
+    times += [f"every {settings.every_minutes:g} minutes"] * bool(settings.every_minutes)
+    return (
+        f"The run takes steps {start + 1:,} to {recipe.train.steps:,}. It saves {' and '.join([*times, 'at the end'])} "
+        f"to {run / CHECKPOINTS}.\nIf it is interrupted, resume it with: {_command()}"
+    )
 
 
 def _command() -> str:

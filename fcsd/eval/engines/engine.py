@@ -54,7 +54,7 @@ class Engine:
             ConfigError: two settings contradict each other. The message says what to change.
         """
         if self.backend not in (HF, VLLM):
-            raise ConfigError(f"unknown backend {self.backend!r}", f"backends: {HF}, {VLLM}")
+            raise ConfigError(f"unknown backend {self.backend!r}", f"Choose {HF} or {VLLM}.")
         check_dtype(self.dtype)
         if self.generation is not None and self.generation not in GENERATION:
             raise ConfigError(f"unknown generation {self.generation!r}", f"one of {', '.join(GENERATION)}")

@@ -48,7 +48,7 @@ class Adapter(TemplateLM):
         """
         settings: Any = normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS)
         if settings["do_sample"]:
-            raise ConfigError("the task asks for sampling", "only greedy generation is comparable between models")
+            raise ConfigError("the task asks for sampling", "Only greedy generation is comparable between models.")
         return tuple(settings["until"]), settings["max_gen_toks"]
 
     def require_fits(self, tokens: int, text: str) -> None:

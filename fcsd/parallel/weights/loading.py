@@ -15,7 +15,8 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from fcsd.checkpoint import Layout, read_config, read_layout, verify_tensors
 from fcsd.checkpoint.weights import Reader
 from fcsd.errors import BadInputError
-from fcsd.models.build import PREFIX, arch_of, model_classes, register, wiring_of
+from fcsd.models.build import arch_of, model_classes, register, wiring_of
+from fcsd.models.config_keys import PREFIX
 from fcsd.parallel.expert.autoep import shard_experts
 from fcsd.parallel.expert.blocking import wire_parallel
 from fcsd.parallel.weights.tensor_map import on_disk, pieces, put, state

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fcsd.errors import ConfigError
-from fcsd.models.wiring import DESYNC, Wiring
+from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.serve.vllm.reduction import WRONG_RESULTS, reduction_kind
 from fcsd.serve.vllm.rows import ROWS
 from fcsd.serve.vllm.support import RIGHT_RESULTS

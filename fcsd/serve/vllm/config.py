@@ -12,9 +12,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from fcsd.errors import BadInputError
-from fcsd.models.build import PREFIX
-from fcsd.models.config_keys import WEIGHTS_FILE
-from fcsd.models.wiring import Wiring
+from fcsd.models.config_keys import PREFIX, WEIGHTS_FILE
+from fcsd.models.wiring_block import Wiring
 from fcsd.serve.vllm.rows import ROWS, base_name, names
 
 _OWN_KEYS = ("fcsd", "auto_map", WEIGHTS_FILE)

@@ -14,7 +14,7 @@ from vllm.distributed import (  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.utils import PPMissingLayer  # pyright: ignore[reportMissingImports]
 
-from fcsd.models.wiring import Wiring
+from fcsd.models.wiring_block import Wiring
 from fcsd.serve.vllm.layer import Wired, kind_of, take_apart
 from fcsd.serve.vllm.plan import plan_layers
 from fcsd.serve.vllm.reduction import WRONG_RESULTS, Reducer, define_operators, reduction_kind

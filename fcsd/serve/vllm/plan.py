@@ -12,8 +12,9 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from fcsd.models.schedule import MLP_PARTS, Kind, Output, Part, Read, Reduction, reductions
-from fcsd.models.wiring import DESYNC, Blocks, Wiring, hf_parts
+from fcsd.models.wiring import hf_parts
 from fcsd.models.wiring import plan_layers as layer_wirings
+from fcsd.models.wiring_block import DESYNC, Blocks, Wiring
 
 # What is called, and what happens to its output: it is added to the sum that is being collected; the sum starts and
 # stays in flight; the sum is reduced at once, because nothing covers it; the output stays this rank's own (Desync); or

@@ -11,7 +11,7 @@ GROUP = "vllm.general_plugins"  # the group of entry points that every process o
 OLDEST, TOO_NEW = (0, 24), (0, 29)
 # ``fcsd serve`` and ``fcsd eval`` set this variable, so that the plugin refuses reductions with wrong results.
 RIGHT_RESULTS = "FCSD_RIGHT_RESULTS"
-INSTALL = "pip install 'fcsd[vllm]'"
+INSTALL = "Run pip install 'fcsd[vllm]'."
 
 
 def why_unsupported(version: str) -> str | None:
@@ -42,7 +42,7 @@ def require_vllm(what: str, *, rewired: bool) -> None:
         raise ConfigError(f"{what}: vLLM serves converted models only with fcsd's plugin", INSTALL)
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and not plugins & set(allowed.split(",")):
-        raise ConfigError(f"{what}: VLLM_PLUGINS={allowed} leaves fcsd's plugin out", "add fcsd to it, or unset it")
+        raise ConfigError(f"{what}: VLLM_PLUGINS={allowed} leaves fcsd's plugin out", "Add fcsd to it, or unset it.")
     if problem := why_unsupported(installed_version()):
         raise ConfigError(f"{what}: {problem}", INSTALL)
 

@@ -169,7 +169,7 @@ def test_engines_that_cannot_be_are_refused(engine, message):
     with pytest.raises(ConfigError, match=message) as caught:
         evaluate_models(["nowhere"], tasks=["PIQA"], engine=engine)
     if engine is VLLM:
-        assert caught.value.hint == "pip install 'fcsd[vllm]'"
+        assert caught.value.hint == "Run pip install 'fcsd[vllm]'."
 
 
 def test_options_of_the_other_backend_are_refused(vllm):

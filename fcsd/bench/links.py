@@ -1,0 +1,142 @@
+"""Measures the links of a cluster: all-to-alls inside of a node and between nodes, and the lines through their times.
+
+Every link is measured over several sizes while all GPUs send at once, as they do in training. The result is a machine
+file (``fcsd.parallel.machine``), from which ``fcsd plan --machine`` predicts training steps.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fcsd.bench.training.ceilings import milliseconds, now
+from fcsd.errors import ConfigError
+from fcsd.launch.environment import snapshot
+from fcsd.launch.world import World, join_world
+from fcsd.parallel.cost import Line, fit, worst_error
+from fcsd.parallel.machine import Link, Machine
+from fcsd.parallel.transports.copies import CopiesTransport
+from fcsd.parallel.transports.symmetric_memory import open_buffers
+from fcsd.parallel.transports.transport import Splits, Transport, all_to_all, splits_of
+
+WIDTH = 2048  # values of a row; 4096 bytes in bf16
+# Rows that a process sends: 128 KiB to 512 MiB by GPUs, up to 8 MiB by CPUs, which are much slower.
+SIZES = {"cuda": tuple(2**power for power in range(5, 18, 2)), "cpu": tuple(2**power for power in range(5, 12, 2))}
+REPEATS = 7
+
+
+def groups_of(world: int, node_size: int) -> dict[str, list[list[int]]]:
+    """The groups of ranks of each link: ``near`` for nodes, ``far`` for the ranks with the same place in their nodes.
+
+    Raises:
+        ConfigError: ``node_size`` does not divide the ranks, or there is only one rank.
+    """
+    if world == 1:
+        raise ConfigError("one GPU has no link to measure", hint="--gpus 2 or more")
+    if world % node_size:
+        raise ConfigError(f"--node-size {node_size} does not divide {world} GPUs", hint="choose a size that does")
+    nodes = [list(range(first, first + node_size)) for first in range(0, world, node_size)]
+    places = [list(ranks) for ranks in zip(*nodes, strict=True)]
+    return {"near": nodes if node_size > 1 else [], "far": places if len(nodes) > 1 else []}
+
+
+def bench(node_size: int) -> Machine:
+    """Measures every link that the ranks have; every rank calls this.
+
+    Args:
+        node_size: GPUs of a node. A smaller number than that of a real node imitates several nodes on one host.
+
+    Returns: the machine, whose ``measured`` holds all points.
+
+    Raises:
+        ConfigError: as in ``groups_of``.
+    """
+    world = join_world()
+    sizes = SIZES[world.device.type]
+    found: dict[str, Any] = {}
+    lines: dict[str, Line] = {}
+    for link, groups in groups_of(world.size, node_size).items():
+        if not groups:
+            continue
+        joined = {tuple(ranks): dist.new_group(ranks) for ranks in groups}  # every rank makes every group
+        ranks, group = next((ranks, group) for ranks, group in joined.items() if world.rank in ranks)
+        times = {name: _points(transport, ranks, group, world, sizes) for name, transport in _transports(link, world)}
+        fitted = {name: fit(points) for name, points in times.items()}
+        best = min(fitted, key=lambda name: fitted[name].seconds(times[name][-1][0]))
+        lines[link] = fitted[best]
+        found[link] = {
+            name: {
+                "bytes": [size for size, _ in points],
+                "seconds": [seconds for _, seconds in points],
+                "alpha": fitted[name].alpha,
+                "beta": fitted[name].beta,
+                "worst_error": worst_error(fitted[name], points),
+            }
+            for name, points in times.items()
+        } | {"chosen": best}
+    own = dict.fromkeys(("near", "far")) | {name: _link(line) for name, line in lines.items()}
+    gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    near = own["near"] or own["far"]  # a node of one GPU sends nothing inside
+    assert near is not None
+    measured = {"ranks": world.size, "environment": snapshot(), **found}
+    return Machine(gpu=gpu, gpus_per_node=node_size, near=near, far=own["far"], measured=measured)
+
+
+def _transports(link: str, world: World) -> list[tuple[str, Transport]]:
+    """The transports that training can use for a link."""
+    name = "NCCL" if world.device.type == "cuda" else "gloo"
+    if link == "near" and world.device.type == "cuda":
+        return [(name, all_to_all), ("copies", CopiesTransport(open_buffers))]
+    return [(name, all_to_all)]
+
+
+def _points(
+    transport: Transport, ranks: tuple[int, ...], group: Any, world: World, sizes: tuple[int, ...]
+) -> list[tuple[float, float]]:
+    """For each size, the bytes that a rank sends to others, and the median seconds on the slowest rank."""
+    points = []
+    for count in sizes:
+        each = max(1, count // len(ranks))
+        splits = splits_of([[each] * len(ranks)] * len(ranks), ranks.index(world.rank))
+        rows = torch.zeros(each * len(ranks), WIDTH, dtype=torch.bfloat16, device=world.device)
+        seconds = _seconds(lambda rows=rows, splits=splits: _exchange(transport, rows, splits, group), world)
+        points.append((float(each * (len(ranks) - 1) * WIDTH * 2), seconds))
+    return points
+
+
+def _exchange(transport: Transport, rows: torch.Tensor, splits: Splits, group: Any) -> None:
+    transport(rows, splits, group, False)[1].wait()
+
+
+def _seconds(run: Callable[[], None], world: World) -> float:
+    """The slowest rank's median time over the repeats, after two that do not count. All ranks start together."""
+    times = []
+    for _ in range(REPEATS + 2):
+        dist.barrier()
+        start = now(world.device)
+        run()
+        end = now(world.device)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(milliseconds(start, end) / 1e3)
+    return max(world.everywhere(lambda: statistics.median(times[2:])))
+
+
+def _link(line: Line) -> Link:
+    return Link(latency_us=line.alpha * 1e6, gb_per_s=1e-9 / line.beta if line.beta else 1e6)
+
+
+def write(machine: Machine, path: Path, rank: int) -> None:
+    """Writes the machine file on rank 0, and says what was found."""
+    if rank:
+        return
+    for name, link in (("near", machine.near), ("far", machine.far)):
+        if link is not None:
+            print(f"{name}: {link.latency_us:.0f} µs and {link.gb_per_s:.3g} GB/s", file=sys.stderr)
+    path.write_text(json.dumps(machine.model_dump(exclude_none=True), indent=1) + "\n", encoding="utf-8")
+    print(f"written: {path}", file=sys.stderr)

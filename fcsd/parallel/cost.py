@@ -1,0 +1,216 @@
+"""Predicts the time of an all-to-all from its bytes, and the part of it that overlap leaves exposed.
+
+A transfer of n bytes takes alpha + n * beta, a latency and a time for each byte (HierMoE eq. 1). The first half of this
+file uses the rule for a machine with two kinds of links: those inside of a node and those between nodes. The second
+half has the paper's own equations, with which its Table IV can be compared.
+
+Under overlap, a shorter transfer saves time only where it was exposed, and the kernels that shorten it cost time on the
+compute stream. ``Collective.exposed`` is the one place that weighs the two against each other.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Dedup = Literal["off", "rank", "node"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """The time of a transfer as a function of its size.
+
+    Attributes:
+        alpha: seconds that a transfer of any size takes.
+        beta: seconds for each byte that a rank sends.
+    """
+
+    alpha: float
+    beta: float
+
+    def seconds(self, size: float) -> float:
+        """The seconds of a transfer of ``size`` bytes; nothing is sent in no time."""
+        return self.alpha + self.beta * size if size else 0.0
+
+
+def fit(points: Sequence[tuple[float, float]]) -> Line:
+    """The line through measured ``(bytes, seconds)`` that is nearest by relative error; no coefficient is negative.
+
+    Sizes span several orders of magnitude. The squared error of a point is therefore divided by its squared time,
+    otherwise the largest sizes alone would decide.
+    """
+    import numpy
+    from scipy.optimize import nnls
+
+    sizes, seconds = numpy.array(points, dtype=float).T
+    # The columns are brought to the same order of magnitude, because bytes and ones differ by eight.
+    (alpha, beta), _ = nnls(numpy.stack([1 / seconds, sizes / sizes.max() / seconds], axis=1), numpy.ones(len(points)))
+    return Line(float(alpha), float(beta / sizes.max()))
+
+
+def worst_error(line: Line, points: Sequence[tuple[float, float]]) -> float:
+    """The largest relative difference between the line and measured ``(bytes, seconds)``."""
+    return max(abs(line.seconds(size) / seconds - 1) for size, seconds in points)
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links between the GPUs of a run.
+
+    Attributes:
+        per_node: GPUs of a node.
+        near: an all-to-all inside of a node; bytes are those that a GPU sends to the others of its node.
+        far: an all-to-all between the GPUs that have the same place in their nodes; bytes are those that a GPU sends to
+            other nodes. None for a machine of one node.
+        hidden_cost: seconds that the compute stream loses for each second of a transfer that it hides, because both
+            share the memory, and NCCL also uses SMs.
+        copy: bytes per second that a kernel reads and writes together.
+        codec: the share of ``copy`` that the kernels which encode and decode rows reach.
+    """
+
+    per_node: int
+    near: Line
+    far: Line | None
+    hidden_cost: float
+    copy: float
+    codec: float
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one dispatch or one combine of one rank, with balanced experts.
+
+    Attributes:
+        tokens: tokens of the rank.
+        top_k: routed experts of a token.
+        experts: routed experts of the layer.
+        ranks: ranks that share the experts.
+        width: values of a row, 2 bytes each in memory.
+        bits: bits of a value on the wire.
+    """
+
+    tokens: int
+    top_k: int
+    experts: int
+    ranks: int
+    width: int
+    bits: float = 16.0
+
+    @property
+    def wire(self) -> float:
+        """Bytes of a row on the wire."""
+        return self.width * self.bits / 8
+
+
+def expected_groups(experts: int, top_k: int, groups: int) -> float:
+    """The mean number of different groups of experts that a token is sent to, if its experts are random.
+
+    The groups have equal sizes and their number divides ``experts`` (HierMoE Table II counts the duplicates, which are
+    ``1 - expected_groups / top_k``).
+    """
+    return groups * (1 - math.comb(experts - experts // groups, top_k) / math.comb(experts, top_k))
+
+
+def transfer_seconds(rows: Rows, links: Links, dedup: Dedup) -> float:
+    """Seconds of one dispatch or combine on an idle machine.
+
+    - ``off`` sends a row for each token and expert, ``rank`` a row for each token and rank. Links inside of a node and
+      between nodes are busy at the same time.
+    - ``node`` sends a row for each token and node to the GPU with the same place in that node, which forwards it inside
+      of the node (HierMoE §III). The two transfers follow each other.
+    """
+    nodes = max(1, rows.ranks // links.per_node)
+    if dedup == "node" and nodes > 1:
+        assert links.far is not None
+        sent = rows.tokens * expected_groups(rows.experts, rows.top_k, nodes)
+        forwarded = rows.tokens * expected_groups(rows.experts, rows.top_k, rows.ranks)
+        between = links.far.seconds(sent * (nodes - 1) / nodes * rows.wire)
+        return between + links.near.seconds(forwarded * (links.per_node - 1) / links.per_node * rows.wire)
+    each = expected_groups(rows.experts, rows.top_k, rows.ranks) if dedup != "off" else rows.top_k
+    to_each = rows.tokens * each / rows.ranks * rows.wire
+    neighbours = min(rows.ranks, links.per_node) - 1
+    inside = links.near.seconds(to_each * neighbours)
+    if nodes == 1:
+        return inside
+    assert links.far is not None
+    return max(inside, links.far.seconds(to_each * (rows.ranks - neighbours - 1)))
+
+
+def kernel_seconds(rows: Rows, links: Links, dedup: Dedup) -> float:
+    """Seconds of the kernels that one dispatch or combine needs more than a plain one, on the compute stream.
+
+    Records are written and read once in place of rows. Deduplication reads and writes each row once more, to copy a
+    token's row to its experts or to sum their outputs.
+    """
+    count = rows.tokens * rows.top_k
+    seconds = 0.0
+    if rows.bits < 16:
+        seconds += 2 * count * (2 * rows.width + rows.wire) / (links.copy * links.codec)
+    if dedup != "off":
+        seconds += count * 4 * rows.width / links.copy
+    return seconds
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One dispatch or combine, forward or backward.
+
+    Attributes:
+        transfer: seconds on an idle machine.
+        cover: seconds of the computation between launch and await; 0 if the rank waits for it at once.
+        kernels: seconds of additional kernels on the compute stream.
+    """
+
+    transfer: float
+    cover: float
+    kernels: float = 0.0
+
+    def exposed(self, hidden_cost: float) -> float:
+        """Seconds by which the step is longer than without the collective (FarSkip eq. 9 has the first term alone)."""
+        hidden = min(self.transfer, self.cover)
+        return self.transfer - hidden + hidden_cost * hidden + self.kernels
+
+
+@dataclass(frozen=True)
+class Level:
+    """A level of HierMoE's hierarchy.
+
+    Attributes:
+        groups: groups of ranks at this level, the paper's U[i]; U[0] is 1.
+        inter: an all-to-all between the groups of this level inside of a group of the level above.
+        intra: an all-to-all inside of a group of this level.
+    """
+
+    groups: int
+    inter: Line
+    intra: Line
+
+
+def paper_seconds(
+    rows: Rows, flat: Line, levels: Sequence[Level], fullest: Sequence[float] | None = None
+) -> list[float]:
+    """HierMoE's predictions: without deduplication (eq. 1), and with it over d = 1, 2, ... levels (eq. 3 to 5).
+
+    As in the paper, every rank's message is padded to the fullest one and counts the rows that stay on the rank.
+
+    Args:
+        rows: ``ranks`` is the paper's G, and ``tokens`` the tokens of one rank.
+        flat: an all-to-all between all ranks.
+        fullest: for each level and then for the ranks, the mean number of groups of that kind that a token is sent to,
+            multiplied by the fullest group's share over the mean one. None assumes random balanced routing.
+    """
+    groups = [*(level.groups for level in levels), rows.ranks]
+    if fullest is None:
+        fullest = [expected_groups(rows.experts, rows.top_k, count) for count in groups]
+    sizes = [rows.tokens * each * rows.wire for each in fullest]
+    times = [flat.seconds(rows.tokens * rows.top_k * rows.wire), flat.seconds(sizes[-1])]
+    passed = 0.0
+    for level, size in zip(levels, sizes, strict=False):
+        passed += level.inter.seconds(size)
+        times.append(passed + level.intra.seconds(sizes[-1]))
+    return times
+
+
+def best_depth(times: Sequence[float]) -> int:
+    """HierMoE's d* (eq. 6): the index into ``paper_seconds`` of the shortest time, the smaller one of equal times."""
+    return min(range(len(times)), key=lambda depth: times[depth])

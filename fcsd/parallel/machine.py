@@ -1,0 +1,81 @@
+"""The machine file: a JSON file that describes the links of a cluster, measured by ``fcsd bench links`` or by hand."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fcsd.errors import ConfigError
+from fcsd.parallel.cost import Line, Links
+
+_Above = Annotated[float, Field(gt=0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class Link(_Part):
+    """One kind of link, as a GPU sees it."""
+
+    latency_us: Annotated[float, Field(ge=0)]
+    """Microseconds that an all-to-all of any size takes."""
+    gb_per_s: _Above
+    """The rate at which a GPU sends, in 10^9 bytes per second in one direction."""
+
+    @property
+    def line(self) -> Line:
+        """The time of a transfer over this link."""
+        return Line(self.latency_us * 1e-6, 1e-9 / self.gb_per_s)
+
+
+class Machine(_Part):
+    """A cluster. Only the links and the number of GPUs of a node are required."""
+
+    gpu: str = "NVIDIA H200"
+    """The name of the GPU, as torch prints it."""
+    gpus_per_node: Annotated[int, Field(gt=0)]
+    """The number of GPUs in a node."""
+    near: Link
+    """The links between the GPUs of a node."""
+    far: Link | None = None
+    """The links between nodes. Without them, only one node is predicted."""
+    hidden_cost: Annotated[float, Field(ge=0, le=1)] = 0.3
+    """Seconds that computation loses for each second of a transfer that it hides. 0.27 was measured for copies and 0.45
+    for NCCL, on four H200s."""
+    copy_tb_per_s: _Above = 4.26
+    """The rate at which a kernel of the GPU reads and writes memory, in 10^12 bytes per second for both together."""
+    codec: Annotated[float, Field(gt=0, le=1)] = 0.54
+    """The share of that rate that the kernels reach which encode and decode rows."""
+    measured: dict[str, Any] | None = None
+    """What `fcsd bench links` measured, and where. A prediction does not read it."""
+
+    @model_validator(mode="after")
+    def _several_gpus(self) -> "Machine":
+        if self.gpus_per_node == 1 and self.far is None:
+            raise ValueError("a machine of one GPU has no link; set `gpus_per_node` or `far`")
+        return self
+
+    @property
+    def links(self) -> Links:
+        """The links in the form in which ``fcsd.parallel.cost`` takes them."""
+        far = None if self.far is None else self.far.line
+        rate = self.copy_tb_per_s * 1e12
+        return Links(self.gpus_per_node, self.near.line, far, self.hidden_cost, rate, self.codec)
+
+
+def read_machine(path: Path) -> Machine:
+    """Read a machine file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a machine file; the message names the first wrong key.
+    """
+    try:
+        return Machine.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", hint="fcsd bench links writes such a file") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        message = f"{path} is not a machine file: {f'{where}: ' if where else ''}{first['msg']}"
+        raise ConfigError(message, hint="docs/wires.md describes the file; fcsd bench links writes one") from error

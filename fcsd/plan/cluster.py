@@ -1,0 +1,241 @@
+"""Predicts whether converting a model pays on a cluster: the training step of the standard wiring and of farskip.
+
+The step is computation, whose time comes from ``fcsd.plan.speed``, and what the all-to-alls and the reduction of
+gradients leave exposed, whose times come from a machine file and ``fcsd.parallel.cost``. The standard wiring awaits
+every all-to-all at once. Under farskip each of them has a cover (FarSkip Figure 10), which is estimated from FLOPs.
+
+``tests/plan/test_cluster.py`` compares predictions for one node with the runs in ``docs/results``. No prediction for
+several nodes has been compared with a run.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fcsd.errors import ConfigError
+from fcsd.kernels.bit_split import Format
+from fcsd.parallel.cost import Collective, Dedup, Links, Rows, kernel_seconds, transfer_seconds
+from fcsd.plan.model import LayerNumbers, ModelNumbers
+from fcsd.plan.setup import Setup
+from fcsd.plan.speed import micro_batch_seconds, update_seconds
+
+NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+# FLOP/s of an H200 in the computation that covers all-to-alls in a forward pass: in attention itself, and in the
+# products with weights around it. With them the covers of three shapes are within 45 % of those that `fcsd bench train`
+# has measured on four H200s, and their sum within 20 %.
+ATTENTION_RATE = 380e12
+PRODUCT_RATE = 700e12
+
+# Seconds for each byte that a GPU sends to others of its node, as four H200s have reached in all-to-alls of NCCL.
+NVLINK = 1 / 302e9
+
+# Covers in the backward pass as multiples of all covers of the forward pass: the gradient of combine, of dispatch.
+BACKWARD_COVERS = (1.6, 1.0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A row of the table: a wiring, and what may shorten its all-to-alls.
+
+    Attributes:
+        name: as it is printed.
+        wiring: ``standard`` or ``farskip``.
+        dedups: the levels of deduplication from which the prediction takes the fastest.
+        wires: the formats from which it takes the fastest; None is bf16.
+    """
+
+    name: str
+    wiring: str
+    dedups: tuple[Dedup, ...] = ("off",)
+    wires: tuple[str | None, ...] = (None,)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A training step of one choice on one number of nodes; times in seconds.
+
+    Attributes:
+        ep_size: ranks that share the experts.
+        taken: the level of deduplication and the format that were taken.
+        computation: the step without communication: the comm-free bound.
+        exposed: time by which all-to-alls make the step longer.
+        gradients: time of the optimizer's communication beyond that over NVLink.
+    """
+
+    choice: Choice
+    nodes: int
+    gpus: int
+    ep_size: int
+    taken: tuple[Dedup, str | None]
+    computation: float
+    exposed: float
+    gradients: float
+
+    @property
+    def step(self) -> float:
+        """The whole step."""
+        return self.computation + self.exposed + self.gradients
+
+    @property
+    def of_bound(self) -> float:
+        """The speed of the step as a share of that of a step without any communication."""
+        return self.computation / self.step
+
+
+def choices(wire: str) -> tuple[Choice, ...]:
+    """The rows of the table; ``wire`` is the format of those with a quantised wire."""
+    plain: tuple[Dedup, ...] = ("off",)
+    levels: tuple[Dedup, ...] = ("off", "rank", "node")
+    return tuple(
+        Choice(f"{wiring}{name}", wiring, dedups, wires)
+        for wiring in ("standard", "farskip")
+        for name, dedups, wires in (
+            ("", plain, (None,)),
+            (" + dedup", levels, (None,)),
+            (f" + dedup + {wire}", levels, (None, wire)),
+        )
+    )
+
+
+def predict(model: ModelNumbers, setup: Setup, links: Links, wire: str = "int8") -> list[Prediction]:
+    """Predicts every choice on every number of nodes.
+
+    The micro-batch is that of ``setup``, and so is the global batch as long as it is at least one micro-batch for each
+    GPU. The experts are spread over ``setup.ep_size`` GPUs, or over all if there are fewer.
+
+    Raises:
+        ConfigError: the model has no routed experts, or ``wire`` is not a format or does not fit the model's rows.
+    """
+    if not model.experts:
+        raise ConfigError(
+            "a dense model sends no rows between experts, so this prediction does not apply to it",
+            hint="leave out --machine",
+        )
+    Format.parse(wire).row_bytes(model.hidden)  # refuses groups that do not divide a row
+    nodes = NODES if links.far else (1,)
+    return [predicted(model, setup, links, choice, count) for count in nodes for choice in choices(wire)]
+
+
+def predicted(model: ModelNumbers, setup: Setup, links: Links, choice: Choice, nodes: int) -> Prediction:
+    """Predicts a training step, without a teacher, of one choice on ``nodes`` nodes."""
+    world = nodes * links.per_node
+    ep_size = next(size for size in range(min(world, setup.ep_size), 0, -1) if _divides(size, model.experts, world))
+    tokens = setup.micro_batch_size * setup.seq_len
+    accumulation = max(1, setup.batch_tokens // (tokens * world))
+    alone = replace(setup, world=world, ep_size=ep_size, teacher="none", batch_tokens=tokens * world * accumulation)
+    computation = accumulation * max(micro_batch_seconds(model, model, alone)) + update_seconds(model, alone)
+    exposed: dict[tuple[Dedup, str | None], float] = {
+        (dedup, wire): accumulation * _exposed(model, alone, links, choice.wiring, dedup, wire)
+        for dedup in choice.dedups
+        for wire in choice.wires
+    }
+    taken = min(exposed, key=lambda way: exposed[way])
+    gradients = _gradients(model, alone, links)
+    return Prediction(choice, nodes, world, ep_size, taken, computation, exposed[taken], gradients)
+
+
+def _divides(size: int, *numbers: int) -> bool:
+    return not any(number % size for number in numbers)
+
+
+def _exposed(model: ModelNumbers, setup: Setup, links: Links, wiring: str, dedup: Dedup, wire: str | None) -> float:
+    """Seconds by which the all-to-alls of one micro-batch make it longer."""
+    if setup.ep_size == 1:
+        return 0.0
+    bits = 16.0 if wire is None else Format.parse(wire).bits_per_value
+    tokens = setup.micro_batch_size * setup.seq_len
+    rows = Rows(tokens, model.top_k, model.experts, setup.ep_size, model.hidden, bits)
+    transfer, kernels = transfer_seconds(rows, links, dedup), kernel_seconds(rows, links, dedup)
+    seconds = 0.0
+    for layer in model.layers:
+        if layer.routed:
+            covers = covers_of(model, layer, setup) if wiring == "farskip" else (0.0,) * 4
+            recomputed = covers[:2] if setup.recompute else ()
+            collectives = [Collective(transfer, cover, kernels) for cover in (*covers, *recomputed)]
+            seconds += sum(one.exposed(links.hidden_cost) for one in collectives)
+    return seconds
+
+
+def covers_of(model: ModelNumbers, layer: LayerNumbers, setup: Setup) -> tuple[float, float, float, float]:
+    """Seconds of the computation that covers a layer's collectives under farskip.
+
+    The order is dispatch and combine of the forward pass, then the gradients of combine and of dispatch. Dispatch lies
+    under attention itself and its output projection, combine under the other projections and the shared experts.
+    """
+    tokens = setup.micro_batch_size * setup.seq_len
+    attention = tokens * model.attention * setup.seq_len / ATTENTION_RATE
+    dispatch = attention + 2 * tokens * layer.output / PRODUCT_RATE
+    combine = 2 * tokens * (layer.projections + layer.shared) / PRODUCT_RATE
+    return dispatch, combine, *(share * (dispatch + combine) for share in BACKWARD_COVERS)  # type: ignore[return-value]
+
+
+def _gradients(model: ModelNumbers, setup: Setup, links: Links) -> float:
+    """Seconds by which slower links than those between H200s make the optimizer's communication longer.
+
+    ``plan.speed.UPDATE`` contains the time over NVLink. Dense gradients are summed over all GPUs, and the updated
+    weights gathered, first inside of nodes and then between them. Experts are summed over the GPUs that hold the same.
+    """
+    nodes, copies = setup.world // links.per_node, setup.world // setup.ep_size
+    dense, routed = 2 * setup.width * model.dense, 2 * setup.width * model.routed / setup.ep_size
+    inside = dense * (links.per_node - 1) / links.per_node
+    seconds = max(0.0, inside * (links.near.beta - NVLINK))
+    if nodes > 1 and links.far is not None:
+        between = dense / links.per_node * (nodes - 1) / nodes + routed * (copies - 1) / copies
+        seconds += links.far.seconds(between)
+    return seconds
+
+
+def to_text(predictions: list[Prediction]) -> str:
+    """Formats a table with a line for each number of nodes and choice. Ratios are to the standard wiring."""
+    from fcsd.markdown import table
+
+    rows = []
+    for nodes, group in _by_nodes(predictions).items():
+        standard = group[0].step
+        for one in group:
+            times = [f"{seconds * 1e3:,.0f}" for seconds in (one.step, one.exposed)]
+            sizes = [str(nodes), str(one.gpus), str(one.ep_size)] if one is group[0] else ["", "", ""]
+            dedup, wire = one.taken
+            taken = f"{dedup}, {wire or 'bf16'}"
+            rows.append([one.choice.name, taken, *sizes, *times, f"{one.of_bound:.0%}", f"{standard / one.step:.2f}x"])
+    head = ["wiring", "taken", "nodes", "GPUs", "EP", "step, ms", "exposed, ms", "of bound", "speed-up"]
+    lines = [
+        "Predicted, not measured: a training step without a teacher. `taken` is the level of deduplication and the",
+        "format that expose the least time. The speed-up is over the standard wiring on the same nodes.",
+    ]
+    return "\n".join([*lines, "", table(head, rows, left=2)])
+
+
+def to_json(predictions: list[Prediction]) -> list[dict[str, Any]]:
+    """The predictions as data that can be written as JSON; times are in seconds."""
+    return [{**vars(one), "choice": one.choice.name, "step": one.step, "of_bound": one.of_bound} for one in predictions]
+
+
+def draw(predictions: list[Prediction], path: Any, title: str) -> None:
+    """Writes a PNG with the speed of each choice, as a share of a step without communication, over the nodes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    groups = _by_nodes(predictions)
+    for index, first in enumerate(next(iter(groups.values()))):
+        shares = [group[index].of_bound for group in groups.values()]
+        dashed = first.choice.wiring == "standard"
+        axes.plot(range(len(groups)), shares, "o--" if dashed else "o-", label=first.choice.name)
+    axes.set_xticks(range(len(groups)), [f"{nodes}\n{group[0].gpus} GPUs" for nodes, group in groups.items()])
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("nodes")
+    axes.set_ylabel("speed as a share of the comm-free bound")
+    axes.set_title(f"{title}: predicted", loc="left", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _by_nodes(predictions: list[Prediction]) -> dict[int, list[Prediction]]:
+    groups: dict[int, list[Prediction]] = {}
+    for one in predictions:
+        groups.setdefault(one.nodes, []).append(one)
+    return groups

@@ -1,0 +1,137 @@
+"""Predictions of training steps on clusters, held against the stored runs on one node, by NVLink and by a slow link."""
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ranks import fcsd
+from test_measured_runs import RESULTS, meta, read, trained
+
+from fcsd.errors import ConfigError
+from fcsd.parallel.cost import Line, Links, fit
+from fcsd.plan.cluster import Choice, covers_of, draw, predict, predicted, to_text
+from fcsd.plan.setup import Setup
+
+STANDARD, FARSKIP = Choice("standard", "standard"), Choice("farskip", "farskip")
+HIDDEN_COST = {"overlapped-fused": 0.37, "copies-fused": 0.27}  # NCCL's and copies', fitted to these runs
+
+
+def copies() -> Line:
+    """Rows that are copied between four H200s, from `fcsd.bench.transports`."""
+    found = json.loads((RESULTS / "transports_4xh200.json").read_text())
+    sizes = {"32 MiB": 32 * 2**20 * 3 / 4, "384 MiB": 384 * 2**20 * 3 / 4}  # a quarter of the rows stays on the rank
+    return fit([(bytes_, found["ms"][name]["copies"]["alone"] / 1e3) for name, bytes_ in sizes.items()])
+
+
+def nccl(name: str) -> Line:
+    """The wire of the exchanges of a run, sent alone."""
+    found = read(name)
+    load = found["workload"]
+    numbers = meta(load["shape"], load["layers"]).numbers
+    sent = load["micro_batch"] * load["seq"] * numbers.top_k * numbers.hidden * 2 * (1 - 1 / found["world"])
+    windows = next(iter(found["routers"].values()))["windows"]
+    return Line(0.0, statistics.median(window["wire"] for window in windows) / 1e3 / sent)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("train_v2lite_4xh200", "overlapped-fused"),
+        ("train_v2lite_copies_4xh200", "copies-fused"),
+        ("train_qwen3_4xh200", "copies-fused"),
+        ("train_qwen3_4xh200", "overlapped-fused"),
+        ("train_v2lite_27_layers_4xh200", "copies-fused"),
+        ("train_v2lite_slow_4xh200", "overlapped-fused"),
+    ],
+)
+def test_measured_steps_are_predicted(name: str, variant: str) -> None:
+    """From the bound that was measured within 8 %; from the planned computation within 12 %."""
+    found = read(name)
+    times = next(iter(found["routers"].values()))["variants"]
+    setup = setup_of_run(name)
+    model = meta(found["workload"]["shape"], found["workload"]["layers"])
+    near = copies() if variant == "copies-fused" else nccl(name)
+    links = Links(found["world"], near, None, HIDDEN_COST[variant], 4.26e12, 0.54)
+    bound = statistics.median(times["comm-free-fused"]["step"]) / 1e3
+    for choice, measured in ((STANDARD, "standard-fused"), (FARSKIP, variant)):
+        told = predicted(model.numbers, setup, links, choice, 1)
+        taken = statistics.median(times[measured]["step"]) / 1e3
+        assert bound + told.exposed == pytest.approx(taken, rel=0.08), measured
+        assert told.step == pytest.approx(taken, rel=0.12), measured
+
+
+def setup_of_run(name: str) -> Setup:
+    if "slow" not in name:
+        variants = next(iter(read(name)["routers"].values()))["variants"]
+        if "copies-fused" in variants:
+            return trained(name).setup
+    return trained("train_v2lite_copies_4xh200").setup  # the slow link has the same workload
+
+
+def test_covers_are_near_those_that_were_measured() -> None:
+    for name in ("train_v2lite_copies_4xh200", "train_qwen3_4xh200", "train_v3_4xh200"):
+        found = read(name)
+        model, setup = meta(found["workload"]["shape"], found["workload"]["layers"]), trained(name).setup
+        layer = next(layer for layer in model.numbers.layers if layer.routed)
+        windows = found["routers"]["uniform"]["windows"]
+        kinds = dict.fromkeys((window["kind"], window["passes"]) for window in windows)
+        measured = [
+            statistics.median(window["cover"] / 1e3 for window in windows if (window["kind"], window["passes"]) == kind)
+            for kind in kinds
+        ]
+        told = covers_of(model.numbers, layer, setup)
+        assert sum(told) == pytest.approx(sum(measured), rel=0.25)
+        for one, seen in zip(told, measured, strict=True):
+            assert one == pytest.approx(seen, rel=0.45)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Links:
+    """Nodes of four GPUs, whose links to other nodes are 24 times slower."""
+    return Links(4, Line(80e-6, 1 / 290e9), Line(30e-6, 1 / 12e9), 0.27, 4.26e12, 0.54)
+
+
+def test_farskip_dedup_and_a_short_wire_never_lose_and_win_between_nodes(cluster: Links) -> None:
+    setup = replace(trained("train_v2lite_copies_4xh200").setup, ep_size=64)
+    told = predict(meta("deepseek-v2-lite", 8).numbers, setup, cluster)
+    by_nodes = {nodes: {one.choice.name: one for one in told if one.nodes == nodes} for nodes in (1, 2, 16, 128)}
+    for nodes, rows in by_nodes.items():
+        assert len({one.computation for one in rows.values()}) == 1
+        for wiring in ("standard", "farskip"):
+            steps = [rows[name].step for name in (wiring, f"{wiring} + dedup", f"{wiring} + dedup + int8")]
+            assert steps == sorted(steps, reverse=True)
+            if nodes > 1:
+                assert steps[0] > steps[2] and rows[f"{wiring} + dedup + int8"].taken[1] == "int8"
+        assert rows["farskip"].exposed < rows["standard"].exposed
+    assert by_nodes[1]["farskip + dedup + int8"].taken == ("off", None), "what is hidden already is left alone"
+    assert by_nodes[2]["standard + dedup"].taken == ("node", None)
+    assert by_nodes[128]["standard"].ep_size == 64 and by_nodes[2]["standard"].ep_size == 8
+    lines = to_text(told).splitlines()
+    assert len(lines) == 3 + 2 + 8 * 6 and lines[0].startswith("Predicted, not measured")
+
+
+def test_bad_input_of_a_prediction(cluster: Links, tmp_path: Path) -> None:
+    model, setup = meta("deepseek-v2-lite", 8).numbers, trained("train_v2lite_copies_4xh200").setup
+    with pytest.raises(ConfigError, match="2 to 8 bits"):
+        predict(model, setup, cluster, "int9")
+    with pytest.raises(ConfigError, match="a dense model"):
+        predict(replace(model, experts=0), setup, cluster)
+    path = tmp_path / "cluster.png"
+    draw(predict(model, setup, cluster), path, "V2-Lite")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_links_are_measured_and_the_plan_reads_them(tmp_path: Path) -> None:
+    """Two imitated nodes of one process each: only the link between nodes exists."""
+    path = tmp_path / "machine.json"
+    done = fcsd("bench", "links", "--gpus", 2, "--node-size", 1, "--out", path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["gpus_per_node"] == 1 and found["far"]["gb_per_s"] > 0 and found["measured"]["far"]["chosen"] == "gloo"
+    asked = ["plan", "qwen3-30b-a3b", "--machine", path, "--json"]
+    told = json.loads(fcsd(*asked).stdout)["cluster"]
+    assert [one["nodes"] for one in told][::6] == [1, 2, 4, 8, 16, 32, 64, 128]
+    refused = fcsd("bench", "links", "--gpus", 2, "--node-size", 3, "--out", path)
+    assert refused.returncode == 2 and "does not divide" in refused.stderr
