@@ -2,11 +2,11 @@
 
 import contextlib
 import gc
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import entry_points, version
-from importlib.util import find_spec
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.engines.wire import QuantisedWire, over
 from fcsd.launch.shared_work import Team
+from fcsd.serve.vllm.support import RIGHT_RESULTS, installed_version, require_vllm
 
 if TYPE_CHECKING:
     from fcsd.parallel.tensor.reduce import Kind
@@ -106,8 +107,7 @@ class Engine:
             raise ConfigError(f"--wire cannot generate in {self.generation}", f"--generation {BATCHES}")
 
     def _check_vllm(self) -> None:
-        if find_spec("vllm") is None:
-            raise ConfigError("--backend vllm: vLLM is not installed", "pip install 'fcsd[vllm]'")
+        require_vllm("--backend vllm", rewired=False)
         wrong = [name for name in ("device", "generation") if getattr(self, name) is not None]
         if wrong or self.ep_size > 1:
             name = wrong[0] if wrong else "ep-size"
@@ -209,11 +209,8 @@ def _in_transformers(
 def _in_vllm(path: Path, engine: Engine, dtype: str, cache: AnswerCache | None) -> Adapter:
     from fcsd.checkpoint import read_config
 
-    plugins = entry_points(group="vllm.general_plugins")
-    if read_config(path).rewired is not None and not any(plugin.value.startswith("fcsd") for plugin in plugins):
-        raise ConfigError(
-            f"{path}: vLLM does not know rewired models unless fcsd's plugin is installed", "use --backend hf"
-        )
+    require_vllm("--backend vllm", rewired=read_config(path).rewired is not None)
+    os.environ[RIGHT_RESULTS] = "1"  # for vLLM's processes, which inherit it
     from fcsd.eval.engines.vllm_adapter import VLLMAdapter
 
     adapter: Any = VLLMAdapter  # its base has no type, so that pyright takes the class for abstract
@@ -229,8 +226,8 @@ def _in_vllm(path: Path, engine: Engine, dtype: str, cache: AnswerCache | None) 
 
 def versions(engine: Engine) -> dict[str, str]:
     """The versions of the libraries that a score depends on."""
-    names = ["lm_eval", "transformers", "torch", "datasets", *(["vllm"] if engine.backend == VLLM else [])]
-    return {name: version(name) for name in names}
+    found = {name: version(name) for name in ("lm_eval", "transformers", "torch", "datasets")}
+    return found | ({"vllm": installed_version()} if engine.backend == VLLM else {})
 
 
 def _fingerprint(path: Path) -> list[tuple[str, int, int]]:
