@@ -1,4 +1,4 @@
-"""The `fcsd bench` commands, which measure the time and the memory of a training step."""
+"""The `fcsd bench` commands, which measure training steps, their memory, inference, links and quantised wires."""
 
 import json
 import os
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fcsd.cli.command import command, emit
-from fcsd.cli.options import AsJson, Gpus
+from fcsd.cli.options import AsJson, DataMirror, Device, Dtype, Gpus, Limit, Model, Sets
+from fcsd.disk import write_text
 from fcsd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-# Options of every command that takes steps.
+# Options of commands that take steps.
+Wires = Annotated[
+    list[str],
+    typer.Option(
+        "--wire",
+        metavar="FORMAT",
+        help="Also time overlapped steps whose rows are rounded to this format (docs/wires.md): int8, or "
+        "dispatch=int8,combine=int8; repeatable.",
+    ),
+]
 Layers = Annotated[int, typer.Option(min=1, help="Decoder layers.")]
 MicroBatch = Annotated[int, typer.Option(min=1, help="Sequences per GPU and step.")]
 Seq = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
@@ -35,8 +45,17 @@ def train(
         str,
         typer.Option(help="Some of these, separated by commas; others are in docs/overlap.md."),
     ] = "stock,standard,eager-sync,overlapped,comm-free",
+    wires: Wires = [],  # noqa: B006
     recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Forward and backward alone.")] = False,
+    dedup: Annotated[
+        str,
+        typer.Option(help="off, rank or node: how often the row of a token is sent, as parallel.dedup in a recipe."),
+    ] = "off",
+    node_size: Annotated[
+        int | None,
+        typer.Option(min=2, help="GPUs that form a node, for --dedup node and for variants with copies."),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
     gpus: Gpus = None,
@@ -45,7 +64,7 @@ def train(
         bool,
         typer.Option("--trace", help="Trace a step of the last overlapped variant under the first router into --out."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what train.json holds to stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time a training step of random weights: stock AutoEP, standard, eager-sync, overlapped, and without a wire."""
     from fcsd.bench.training.workload import Workload
@@ -61,6 +80,9 @@ def train(
         optimizer=not no_optimizer,
         rounds=rounds,
         steps=steps,
+        dedup=dedup,  # pyright: ignore[reportArgumentType]: checked by Workload
+        node_size=node_size,
+        wires=tuple(wires),
     )
     result = _bench(load, gpus, out, traced=trace)
     if as_json and _first():
@@ -70,9 +92,12 @@ def train(
 def _bench(load: "Workload", gpus: int | None, out: Path | None, *, traced: bool) -> dict[str, Any]:
     """Start a process per GPU where that is needed, and return the result of ``fcsd.bench.training.step.bench``."""
     if traced and out is None:
-        raise ConfigError("traces are written into --out, which is missing")
+        raise ConfigError("--trace writes its files into the directory --out, which is not given")
     if traced and not load.overlapped:
-        raise ConfigError("a step that overlaps is traced, and no variant does", hint="--variants overlapped,...")
+        raise ConfigError(
+            "only a step that overlaps can be traced, and none of the variants overlaps",
+            hint="Add one: --variants overlapped,...",
+        )
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)
@@ -94,9 +119,13 @@ def memory(
     micro_batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass and GPU.")] = 1,
     accumulation: Annotated[int, typer.Option(min=1, help="Forward passes per step and GPU.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Steps to take; the last one counts.")] = 2,
-    sets: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe; repeatable.")] = [],  # noqa: B006
+    sets: Sets = [],  # noqa: B006
+    cap: Annotated[
+        float | None, typer.Option("--cap", metavar="GIB", min=1, help="Memory of a GPU that torch may take.")
+    ] = None,
     gpus: Gpus = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Take distillation steps of random weights, and hold what `fcsd plan` says of them against what they take."""
     from fcsd.launch.world import ensure_world
@@ -105,9 +134,12 @@ def memory(
 
     from fcsd.bench.memory import bench
 
-    found = bench(shape, layers, seq=seq, micro_batch=micro_batch, accumulation=accumulation, steps=steps, sets=sets)
+    size: dict[str, int] = {"seq": seq, "micro_batch": micro_batch, "accumulation": accumulation}
+    found = bench(shape, layers, **size, steps=steps, sets=sets, cap=cap)
     if out is not None and _first():
         out.write_text(json.dumps(found, indent=1))
+    if as_json and _first():
+        emit(json.dumps(found, indent=2))
 
 
 @command(app, "distill")
@@ -124,9 +156,10 @@ def distill(
     variants: Annotated[
         str, typer.Option(help="Some of these, separated by commas.")
     ] = "overlapped,apart,masked,blocking,comm-free",
+    wires: Wires = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
-    sets: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe; repeatable.")] = [],  # noqa: B006
+    sets: Sets = [],  # noqa: B006
     gpus: Gpus = None,
     out: Annotated[Path | None, typer.Option(help="Directory for distill.json and traces.")] = None,
     trace: Annotated[
@@ -136,11 +169,11 @@ def distill(
 ) -> None:
     """Time the whole distillation step of random weights, teacher included, beside its bound."""
     if trace and out is None:
-        raise ConfigError("traces are written into --out, which is missing")
+        raise ConfigError("--trace writes its files into the directory --out, which is not given")
     from fcsd.bench.distill import Load
 
     chosen = tuple(variants.split(","))
-    load = Load(shape, layers, micro_batch, seq, accumulation, router, chosen, tuple(sets), rounds, steps)
+    load = Load(shape, layers, micro_batch, seq, accumulation, router, chosen, tuple(sets), rounds, steps, tuple(wires))
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)
@@ -150,6 +183,74 @@ def distill(
     found = bench(load, out, traced=trace)
     if as_json and _first():
         emit(json.dumps(found, indent=2))
+
+
+@command(app, "infer")
+def infer(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|SHAPE", help="A checkpoint's directory, or llama3-70b, qwen3-30b-a3b, ...")
+    ],
+    tp: Annotated[str, typer.Option(metavar="N[,N...]", help="Tensor-parallel degrees, one GPU for each rank.")] = "1",
+    batch: Annotated[str, typer.Option(metavar="N[,N...]", help="How many prompts are answered at once.")] = "1",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1024,
+    new: Annotated[int, typer.Option(min=2, help="New tokens after each prompt.")] = 512,
+    wirings: Annotated[
+        str,
+        typer.Option(
+            help="standard, farskip, ladder, parallel, desync-2x, desync-4x, each over all layers; own is MODEL's."
+        ),
+    ] = "standard,ladder",
+    reduce: Annotated[
+        str, typer.Option(metavar="KIND[,KIND...]", help="How ranks sum; none is the bound, with wrong results.")
+    ] = "nccl,none",
+    experts: Annotated[
+        str, typer.Option(metavar="sliced|whole", help="Give each rank a slice of every expert, or some whole experts.")
+    ] = "sliced",
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of a SHAPE.")] = 8,
+    dtype: Annotated[str, typer.Option(metavar="bfloat16|float32", help="Data type of the weights.")] = "bfloat16",
+    rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
+    no_graphs: Annotated[bool, typer.Option("--no-graphs", help="Decode without CUDA graphs.")] = False,
+    no_nvlink: Annotated[
+        bool, typer.Option("--no-nvlink", help="Let NCCL send through host memory, as on machines without NVLink.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Directory for infer.json.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time prefill and decoding in fcsd's tensor-parallel engine, beside the bound without reductions."""
+    from fcsd.launch.world import ensure_world
+
+    degrees = _numbers(tp)
+    if no_nvlink:
+        os.environ["NCCL_P2P_DISABLE"] = "1"  # NCCL reads it when the processes start
+    ensure_world(max(degrees))
+
+    from fcsd.bench.infer import Workload, bench
+
+    load = Workload(
+        model,
+        layers,
+        degrees,
+        _numbers(batch),
+        prompt,
+        new,
+        tuple(wirings.split(",")),
+        tuple(reduce.split(",")),  # type: ignore[arg-type]
+        experts,  # type: ignore[arg-type]
+        dtype,
+        graphs=not no_graphs,
+        rounds=rounds,
+    )
+    found = bench(load, out)
+    if as_json and _first():
+        emit(json.dumps(found, indent=2))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The numbers of a list such as ``1,2,4``."""
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a list of numbers", hint="separate them by commas: 1,2,4") from error
 
 
 @command(app, "trace")
@@ -214,6 +315,7 @@ def links(
         int | None, typer.Option(min=1, help="GPUs of a node; default: those of this machine that take part.")
     ] = None,
     gpus: Gpus = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the links inside of a node and between nodes, for `fcsd plan --machine`. On several nodes: torchrun."""
     if not out.parent.is_dir():
@@ -226,3 +328,54 @@ def links(
 
     size = node_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     write(bench(size), out, int(os.environ.get("RANK", 0)))
+    if as_json and _first():
+        emit(json.dumps({"file": str(out)}))
+
+
+@command(app, "wires")
+def wires(
+    model: Model,
+    text: Annotated[Path, typer.Option(metavar="FILE", help="The held-out text: .jsonl, .jsonl.gz or .parquet.")],
+    out: Annotated[
+        Path, typer.Option(help="Directory for wires.json, tables.md and pareto.png; a killed study resumes from it.")
+    ],
+    every: Annotated[int, typer.Option(min=1, metavar="N", help="Read every N-th document of the text.")] = 1,
+    max_length: Annotated[int, typer.Option(min=1, help="The length of the windows of text, in tokens.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows in one forward pass.")] = 4,
+    tp_degree: Annotated[int, typer.Option(min=2, help="The tensor-parallel degree of the all-reduce.")] = 4,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="The tasks of table 7; none for an empty name.")
+    ] = None,
+    limit: Limit = None,
+    data_mirror: DataMirror = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what each format of the wire costs MODEL, by direction. FlashCommunication V2's tables of quality."""
+    import torch
+
+    from fcsd.bench.wires import study, tables
+    from fcsd.bench.wires.plan import TASKS
+    from fcsd.eval.engines.engine import check_dtype
+
+    check_dtype(dtype)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = study.Study(
+        model,
+        text,
+        every=every,
+        max_length=max_length,
+        batch_size=batch_size,
+        tp_degree=tp_degree,
+        tasks=TASKS if tasks is None else tuple(filter(None, tasks.replace(" ", "").split(","))),
+        limit=limit,
+        data_mirror=data_mirror,
+        device=device,
+        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
+    )
+    found = study.run(settings, out)
+    report = tables.to_text(found)
+    write_text(out / "tables.md", report + "\n")
+    tables.draw(found, out / "pareto.png")
+    emit(json.dumps(found, indent=2) if as_json else report)

@@ -1,12 +1,12 @@
 """Builds the student: with the weights of a checkpoint or random ones, in its own wiring or that of the recipe."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import INDEX, Location, read_config, read_layout, resolve
+from fcsd.checkpoint import INDEX, Location, read_config, read_layout
 from fcsd.checkpoint.location import origin
 from fcsd.checkpoint.rewired import refuse_rewired
 from fcsd.checkpoint.side_files import side_files
@@ -14,6 +14,7 @@ from fcsd.checkpoint.staging import copy_small
 from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.config import Recipe
 from fcsd.distill import expert_parallel
+from fcsd.distill.inputs import student_source
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 from fcsd.models.archs import ARCHS
@@ -22,23 +23,6 @@ from fcsd.models.export_template import CODE_FILES
 
 if TYPE_CHECKING:
     from fcsd.parallel.weights.saving import OwnPart
-
-
-def student_source(recipe: Recipe) -> Location:
-    """The checkpoint that the student is made from. With random weights, only its config and tokenizer are fetched.
-
-    Raises:
-        BadInputError: the path does not exist or is not a checkpoint.
-    """
-    try:
-        return resolve(recipe.model, weights=recipe.init.weights == "loaded")
-    except BadInputError as error:
-        if recipe.init.wiring is None and not Path(recipe.model).exists():
-            create = f"fcsd convert ORIGINAL {recipe.model}"
-            error.hint = (
-                f"If you mean a directory that does not exist yet, create it: {create}. {error.hint or ''}".strip()
-            )
-        raise
 
 
 def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
@@ -75,7 +59,12 @@ def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
 
 
 def load_student(
-    recipe: Recipe, *, dtype: torch.dtype, device: torch.device, trained: Path | None = None
+    recipe: Recipe,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: PretrainedConfig | None = None,
+    trained: Path | None = None,
 ) -> PreTrainedModel:
     """The student in eval mode. Every rank has the same weights, except for the experts that are divided over ranks.
 
@@ -84,20 +73,22 @@ def load_student(
     ``parallel.ep_size``.
 
     Args:
+        config: the result of ``student_config``, if the caller has it already.
         trained: the model directory of the checkpoint from which the run continues; its weights and its config are
             used in place of those of the recipe.
 
     Raises:
         BadInputError, ConfigError: see ``student_config``; also if the weights do not match the config.
     """
+    parallel = recipe.parallel
+    how: Any = {"dtype": dtype, "device": device, "dispatched": parallel.wire.any}
     if trained is not None:
-        return expert_parallel.load(trained, recipe.parallel.ep_size, dtype=dtype, device=device)
+        return expert_parallel.load(trained, parallel.ep_size, **how)
     source = student_source(recipe)
-    config = student_config(recipe, source)
-    ep_size = recipe.parallel.ep_size
+    config = config or student_config(recipe, source)
     if recipe.init.weights == "loaded":
-        return expert_parallel.load(source.path, ep_size, dtype=dtype, device=device, config=config)
-    return expert_parallel.randomise(config, ep_size, dtype=dtype, device=device, seed=recipe.seed)
+        return expert_parallel.load(source.path, parallel.ep_size, config=config, **how)
+    return expert_parallel.randomise(config, parallel.ep_size, seed=recipe.seed, **how)
 
 
 def meta_student(recipe: Recipe, source: Location) -> PreTrainedModel:

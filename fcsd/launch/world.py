@@ -112,7 +112,7 @@ def ensure_world(
 
     available = torch.cuda.device_count()
     if 0 < available < gpus:
-        raise ConfigError(f"--gpus {gpus}: this machine has {available}")
+        raise ConfigError(f"--gpus {gpus}: this machine has {available} GPUs")
     # The processes share the cores, unless the user has set a number. torchrun would give each one core and warn.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus)))
     process_settings.set_defaults(os.environ)

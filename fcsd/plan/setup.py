@@ -68,6 +68,8 @@ class Setup:
         imbalance: rows that the fullest expert-parallel rank receives, divided by the mean. Random routers come close
             to 1. The value 1.2 leaves room for trained routers, whose worst layers are less even. It has not been
             measured on a trained model.
+        moments: the dtype of AdamW's moments.
+        offload: whether the optimizer's states are on the host, and AdamW runs there.
         overlap_comm: DeepSpeed's option of that name, which reduces gradients during backward through two buckets.
         document: mean number of tokens of a document in a row; with None, a row counts as one document.
         fused: whether each norm is one kernel when experts are spread over several ranks.
@@ -88,6 +90,8 @@ class Setup:
     dtype: Literal["bf16", "fp32"] = "bf16"
     accumulate_dtype: Literal["bf16", "fp32"] = "bf16"
     zero_stage: int = 1
+    moments: Literal["fp32", "bf16"] = "fp32"
+    offload: bool = False
     recompute: bool = False
     ep_size: int = 1
     teacher: Literal["none", "replicated", "sharded"] = "none"
@@ -122,6 +126,11 @@ class Setup:
         return 2 if self.dtype == "bf16" else 4
 
     @property
+    def moment_width(self) -> int:
+        """Bytes of one of AdamW's moments of a parameter."""
+        return 2 if self.moments == "bf16" else 4
+
+    @property
     def gradient_width(self) -> int:
         """Bytes of a gradient in the dtype in which it is accumulated."""
         return 4 if "fp32" in (self.dtype, self.accumulate_dtype) else 2
@@ -134,7 +143,8 @@ class Setup:
     def possible(self, experts: int) -> bool:
         """Whether a run accepts this setup for a model with ``experts`` routed experts in a layer (0 if dense)."""
         divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
-        return divides and self.world % self.ep_size == 0 and self.accumulation.is_integer()
+        placed = self.zero_stage > 0 or not self.offload
+        return divides and placed and self.world % self.ep_size == 0 and self.accumulation.is_integer()
 
 
 def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Setup:
@@ -160,6 +170,8 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         dtype=train.dtype,
         accumulate_dtype=recipe.accumulate_dtype,
         zero_stage=parallel.zero_stage,
+        moments=recipe.optim.moments,
+        offload=recipe.optim.offload == "host",
         recompute=train.activation_checkpointing,
         ep_size=parallel.ep_size,
         teacher=_placement(parallel) if (objective.kl or compared) and cache is None else "none",

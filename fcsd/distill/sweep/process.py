@@ -48,11 +48,13 @@ def launcher(gpus: int | None = None, accept_unsafe_exec: bool = False, nodes: i
             ``fcsd.launch.nodes``.
     """
     if "WORLD_SIZE" in os.environ:
-        raise ConfigError("a sweep starts its own processes", "start it once, with --gpus N instead of torchrun")
+        raise ConfigError("a sweep starts its own processes", "Start it once, with --gpus N instead of torchrun.")
     options = ["--accept-unsafe-exec"] if accept_unsafe_exec else []
     if nodes > 1:
         if not {"SLURM_JOB_ID", "host", "port"} <= os.environ.keys():
-            raise ConfigError("a sweep over several nodes is a Slurm job", hint="--slurm prints its script")
+            raise ConfigError(
+                "a sweep over several nodes must be a Slurm job", hint="--slurm prints the script of the job."
+            )
         return partial(_run, command=srun(nodes, gpus or 1, options, logs=[]))
     options += ["--gpus", str(gpus)] if gpus else []
     return partial(_run, command=[sys.executable, "-m", "fcsd", "distill", *options])
