@@ -317,7 +317,7 @@ def test_recipes(tmp_path: Path) -> None:
     again = run("recipes", "copy", "tiny", "--out", str(target))
     assert (again.exit_code, target.read_text()) == (2, "edited")
     nowhere = run("recipes", "copy", "tiny", "--out", str(tmp_path / "none" / "x.yaml"))
-    assert nowhere.exit_code == 7
+    assert nowhere.exit_code == 2
 
 
 def test_env_keeps_secrets(monkeypatch) -> None:
