@@ -1,4 +1,4 @@
-"""The `fcsd bench` commands, which measure the time and the memory of a training step."""
+"""The `fcsd bench` commands, which measure the time and the memory of training steps, and the time of inference."""
 
 import json
 import os
@@ -98,6 +98,9 @@ def memory(
     accumulation: Annotated[int, typer.Option(min=1, help="Forward passes per step and GPU.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Steps to take; the last one counts.")] = 2,
     sets: Sets = [],  # noqa: B006
+    cap: Annotated[
+        float | None, typer.Option("--cap", metavar="GIB", min=1, help="Memory of a GPU that torch may take.")
+    ] = None,
     gpus: Gpus = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.")] = None,
     as_json: AsJson = False,
@@ -109,7 +112,8 @@ def memory(
 
     from fcsd.bench.memory import bench
 
-    found = bench(shape, layers, seq=seq, micro_batch=micro_batch, accumulation=accumulation, steps=steps, sets=sets)
+    size: dict[str, int] = {"seq": seq, "micro_batch": micro_batch, "accumulation": accumulation}
+    found = bench(shape, layers, **size, steps=steps, sets=sets, cap=cap)
     if out is not None and _first():
         out.write_text(json.dumps(found, indent=1))
     if as_json and _first():
@@ -156,6 +160,74 @@ def distill(
     found = bench(load, out, traced=trace)
     if as_json and _first():
         emit(json.dumps(found, indent=2))
+
+
+@command(app, "infer")
+def infer(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|SHAPE", help="A checkpoint's directory, or llama3-70b, qwen3-30b-a3b, ...")
+    ],
+    tp: Annotated[str, typer.Option(metavar="N[,N...]", help="Tensor-parallel degrees, one GPU for each rank.")] = "1",
+    batch: Annotated[str, typer.Option(metavar="N[,N...]", help="How many prompts are answered at once.")] = "1",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1024,
+    new: Annotated[int, typer.Option(min=2, help="New tokens after each prompt.")] = 512,
+    wirings: Annotated[
+        str,
+        typer.Option(
+            help="standard, farskip, ladder, parallel, desync-2x, desync-4x, each over all layers; own is MODEL's."
+        ),
+    ] = "standard,ladder",
+    reduce: Annotated[
+        str, typer.Option(metavar="KIND[,KIND...]", help="How ranks sum; none is the bound, with wrong results.")
+    ] = "nccl,none",
+    experts: Annotated[
+        str, typer.Option(metavar="sliced|whole", help="Give each rank a slice of every expert, or some whole experts.")
+    ] = "sliced",
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of a SHAPE.")] = 8,
+    dtype: Annotated[str, typer.Option(metavar="bfloat16|float32", help="Data type of the weights.")] = "bfloat16",
+    rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
+    no_graphs: Annotated[bool, typer.Option("--no-graphs", help="Decode without CUDA graphs.")] = False,
+    no_nvlink: Annotated[
+        bool, typer.Option("--no-nvlink", help="Let NCCL send through host memory, as on machines without NVLink.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Directory for infer.json.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time prefill and decoding in fcsd's tensor-parallel engine, beside the bound without reductions."""
+    from fcsd.launch.world import ensure_world
+
+    degrees = _numbers(tp)
+    if no_nvlink:
+        os.environ["NCCL_P2P_DISABLE"] = "1"  # NCCL reads it when the processes start
+    ensure_world(max(degrees))
+
+    from fcsd.bench.infer import Workload, bench
+
+    load = Workload(
+        model,
+        layers,
+        degrees,
+        _numbers(batch),
+        prompt,
+        new,
+        tuple(wirings.split(",")),
+        tuple(reduce.split(",")),  # type: ignore[arg-type]
+        experts,  # type: ignore[arg-type]
+        dtype,
+        graphs=not no_graphs,
+        rounds=rounds,
+    )
+    found = bench(load, out)
+    if as_json and _first():
+        emit(json.dumps(found, indent=2))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The numbers of a list such as ``1,2,4``."""
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a list of numbers", hint="separate them by commas: 1,2,4") from error
 
 
 @command(app, "trace")

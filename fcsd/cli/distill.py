@@ -62,11 +62,12 @@ def distill(
         _require_inputs(named, resolved.recipe)
     if sweep is not None:
         from fcsd.distill.sweep import search as sweeping
-        from fcsd.distill.sweep.process import launcher
+        from fcsd.distill.sweep.process import ends_on_sigterm, launcher
         from fcsd.distill.sweep.report_table import to_text
 
         launch = launcher(gpus, accept_unsafe_exec, 1 if dry_run else nodes)
-        found = sweeping.sweep(resolved, launch, dry_run=dry_run)
+        with ends_on_sigterm():
+            found = sweeping.sweep(resolved, launch, dry_run=dry_run)
         emit(json.dumps(found, indent=2) if as_json else to_text(found))
         sweeping.require_complete(found)
         return

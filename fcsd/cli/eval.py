@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ from fcsd.cli.options import (
     EvalGpus,
     Model,
     Questions,
+    Reduce,
     UnsafeExec,
 )
 from fcsd.errors import ConfigError
@@ -50,7 +51,10 @@ def evaluate(
     max_length: Annotated[
         int | None, typer.Option(min=1, help="The longest input in tokens; the default is the model's own limit.")
     ] = None,
-    backend: Annotated[str, typer.Option(metavar="hf|vllm", help="What runs the models.")] = "hf",
+    backend: Annotated[
+        str,
+        typer.Option(metavar="hf|vllm|own", help="What runs the models; own is fcsd's tensor-parallel engine."),
+    ] = "hf",
     device: EvalDevice = None,
     dtype: Dtype = None,
     gpus: EvalGpus = None,
@@ -61,6 +65,7 @@ def evaluate(
         str | None,
         typer.Option(metavar="batches|slots|graphs", help="How to generate; the default is the fastest way."),
     ] = None,
+    reduce: Reduce = "nccl",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -100,7 +105,9 @@ def evaluate(
         max_length=max_length,
         generation=generation,
         ep_size=ep_size,
-        gpus=gpus or 1 if backend == "vllm" else 1,  # answers do not depend on the number of processes
+        # Under hf the answers do not depend on the number of processes.
+        gpus=gpus or 1 if backend in ("vllm", "own") else 1,
+        reduce=reduce,  # type: ignore[arg-type]
     )
     results = evaluate_models(
         models,
@@ -154,16 +161,30 @@ def chat(
     seed: Annotated[int, typer.Option(help="The seed of the sampling, the same for every answer.")] = 0,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer, in tokens.")] = None,
     device: Device = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="Divide the models over N processes, one per GPU, in fcsd's tensor-parallel engine."),
+    ] = None,
+    reduce: Reduce = "nccl",
     as_json: AsJson = False,
 ) -> None:
     """Let MODEL answer prompts: those of a file, those you type, or a fixed few."""
     import shutil
     from dataclasses import asdict
 
+    if gpus is not None and device is not None:
+        raise ConfigError("--device is for a model in one process; leave it out with --gpus")
+    from fcsd.launch.world import ensure_world
+
+    ensure_world(gpus)
+
     from fcsd.serve import chat as chatting
 
     options = {"prompts": prompts, "seed": seed, "max_new_tokens": max_new_tokens, "device": device}
-    for answers in chatting.chat(model, baseline=baseline, **options):
+    divided: dict[str, Any] = {"divided": gpus is not None, "reduce": reduce}
+    for answers in chatting.chat(model, baseline=baseline, **options, **divided):
+        if os.environ.get("RANK", "0") != "0":
+            continue
         columns = shutil.get_terminal_size((120, 24)).columns
         text = json.dumps([asdict(a) for a in answers]) if as_json else chatting.side_by_side(answers, columns)
         emit(text)

@@ -69,6 +69,10 @@ PlannedGpus = Annotated[
     int | None,
     typer.Option("--gpus", min=1, help="GPUs of each machine; the default is what parallel.ep_size of RECIPE needs."),
 ]
+Reduce = Annotated[
+    str,
+    typer.Option(metavar="KIND", help="How the ranks of fcsd's engine sum partial results; see docs/engine.md."),
+]
 Device = Annotated[str | None, typer.Option(metavar="cuda|cpu", help="The default is cuda if there is a GPU.")]
 EvalGpus = Annotated[
     int | None,

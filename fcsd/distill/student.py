@@ -1,6 +1,7 @@
 """Builds the student: with the weights of a checkpoint or random ones, in its own wiring or that of the recipe."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -19,6 +20,9 @@ from fcsd.launch.world import World
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, converted_config, register
 from fcsd.models.export_template import CODE_FILES
+
+if TYPE_CHECKING:
+    from fcsd.parallel.weights.saving import OwnPart
 
 
 def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
@@ -55,7 +59,12 @@ def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
 
 
 def load_student(
-    recipe: Recipe, *, dtype: torch.dtype, device: torch.device, config: PretrainedConfig | None = None
+    recipe: Recipe,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: PretrainedConfig | None = None,
+    trained: Path | None = None,
 ) -> PreTrainedModel:
     """The student in eval mode. Every rank has the same weights, except for the experts that are divided over ranks.
 
@@ -65,10 +74,14 @@ def load_student(
 
     Args:
         config: the result of ``student_config``, if the caller has it already.
+        trained: the model directory of the checkpoint from which the run continues; its weights and its config are
+            used in place of those of the recipe.
 
     Raises:
         BadInputError, ConfigError: see ``student_config``; also if the weights do not match the config.
     """
+    if trained is not None:
+        return expert_parallel.load(trained, recipe.parallel.ep_size, dtype=dtype, device=device)
     source = student_source(recipe)
     config = config or student_config(recipe, source)
     ep_size = recipe.parallel.ep_size
@@ -84,20 +97,21 @@ def meta_student(recipe: Recipe, source: Location) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-def write_student(model: PreTrainedModel, source: Path, directory: Path, world: World, *, random: bool = False) -> None:
+def write_student(part: "OwnPart", source: Path, directory: Path, world: World, *, random: bool = False) -> None:
     """Writes the model directory of a checkpoint, an ordinary Hugging Face directory with the original tensor names.
 
     Every rank calls this and writes its part of the trained weights. All other files are copied from ``source``.
 
     Args:
+        part: this rank's part of the student; see ``own_part``.
         source: the directory that the student was made from.
         directory: the directory to create.
         random: whether the student began with random weights; ``source`` may then have no weights.
     """
-    from fcsd.parallel.weights.saving import save_model
+    from fcsd.parallel.weights.saving import write_part
 
     world.on_first(directory.mkdir)
-    world.everywhere(lambda: save_model(model, directory, None if random else source))
+    world.everywhere(lambda: write_part(part, directory, None if random else source))
     world.on_first(lambda: _copy_others(source, directory))
 
 

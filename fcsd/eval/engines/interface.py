@@ -68,8 +68,12 @@ class Adapter(TemplateLM):
         return None if self.cache is None else self.cache.get(request)
 
     def store(self, request: list[Any], answer: Any) -> None:
-        """Keep an answer that this rank computed."""
-        if self.cache is not None:
+        """Keep an answer that this rank computed. If all ranks computed it, the first one writes it down."""
+        if self.cache is None:
+            return
+        if self.team.together_on_all and not self.team.leads:
+            self.cache.remember(request, answer)
+        else:
             self.cache.add(request, answer)
 
     def remember(self, request: list[Any], answer: Any) -> None:
