@@ -1,4 +1,4 @@
-"""Draws docs/wiring.svg from the table in fcsd.models.wiring: ``python docs/draw_wiring.py``."""
+"""Draws docs/wiring.svg from the table in fcsd.models.wiring_block: ``python docs/draw_wiring.py``."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from fcsd.models.wiring import READS
+from fcsd.models.wiring_block import READS
 
 COMPUTE, WIRE = "#cfe2f3", "#f6b26b"
 TEXT = {

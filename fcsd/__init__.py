@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from fcsd.export.final import export_model
     from fcsd.export.push import push_model
     from fcsd.models.build import load_model, wire
-    from fcsd.models.wiring import Wiring
+    from fcsd.models.wiring_block import Wiring
     from fcsd.plan import plan_run
 else:  # a type checker that saw __getattr__ would accept any name
     _MODULES = {
-        "Wiring": "fcsd.models.wiring",
+        "Wiring": "fcsd.models.wiring_block",
         "compare_models": "fcsd.eval.compare",
         "convert_checkpoint": "fcsd.convert",
         "distill_model": "fcsd.distill.loop",

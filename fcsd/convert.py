@@ -101,13 +101,13 @@ def convert_checkpoint(
     Args:
         model: directory or hub id (``org/name[@revision]``) of an original.
         out: directory to write; it must be empty or not exist.
-        wiring: see ``fcsd.models.wiring.NAMES``.
+        wiring: see ``fcsd.models.wiring_block.NAMES``.
         layers: see ``fcsd.models.selection.select_layers``.
         variant: ``full``, ``attn-only`` or ``mlp-only``.
         border: ``full`` or ``partial``, the stream that a converted layer reads after a layer that is not converted;
-            None is the wiring's default, see ``fcsd.models.wiring.BORDERS``.
+            None is the wiring's default, see ``fcsd.models.wiring_block.BORDERS``.
         tp_degree: the simulated tensor-parallel degree, for Desync only.
-        reduce: which reductions ``desync`` keeps, see ``fcsd.models.desync.kept_reductions``.
+        reduce: which reductions ``desync`` keeps, see ``fcsd.models.wiring_block.kept_reductions``.
         distance: the number of sub-block outputs that may be in flight at a rewired read.
         check: prove parity with the original before ``out`` appears.
         dry_run: check everything and write nothing. Only small files and headers of a hub repository are fetched.

@@ -13,7 +13,8 @@ _LOGIN = "check the name; if it is private, run `hf auth login` with an account 
 _NETWORK = "check the connection; for files already downloaded, set HF_HUB_OFFLINE=1"
 _MEMORY = (
     "lower train.micro_batch_size or set train.activation_checkpointing: true, which recomputes; then lower "
-    "objective.chunk_tokens, or raise parallel.zero_stage or --gpus; `fcsd plan` says what fits"
+    "objective.chunk_tokens, set optim.moments: bf16, or raise parallel.zero_stage or --gpus; "
+    "`fcsd plan` says what fits"
 )
 
 _TABLE: list[tuple[str, str, type[FcsdError], str, str | None]] = [
@@ -31,7 +32,7 @@ _TABLE: list[tuple[str, str, type[FcsdError], str, str | None]] = [
     ("huggingface_hub", "HFValidationError", ConfigError, "neither a directory nor a hub id", None),
     ("huggingface_hub", "LocalTokenNotFoundError", ConfigError, "no hub token", "run `hf auth login`"),
     ("huggingface_hub", "HfHubHTTPError", FcsdError, "the hub refused",
-     "does the token have the scope it needs (`hf auth whoami`)? a repository of others takes --create-pr"),
+     "Check that your token may write there (`hf auth whoami`). In a repository of others, use --create-pr."),
     ("httpx", "TransportError", FcsdError, "the network failed", _NETWORK),
     ("httpx2", "TransportError", FcsdError, "the network failed", _NETWORK),
     ("safetensors", "SafetensorError", BadInputError, "a safetensors file is damaged",

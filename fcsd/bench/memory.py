@@ -6,6 +6,7 @@ no checkpoint and writes only its result.
 """
 
 import json
+import resource
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ from transformers import PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.config import Recipe, load_recipe
+from fcsd.distill import update
 from fcsd.distill.data.corpus import Corpus
 from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
@@ -48,7 +50,15 @@ MOMENTS = {
 
 
 def bench(
-    shape: str, layers: int, *, seq: int, micro_batch: int, accumulation: int, steps: int, sets: Sequence[str] = ()
+    shape: str,
+    layers: int,
+    *,
+    seq: int,
+    micro_batch: int,
+    accumulation: int,
+    steps: int,
+    sets: Sequence[str] = (),
+    cap: float | None = None,
 ) -> dict[str, Any]:
     """Plans a run, takes its steps, and prints the comparison on rank 0; every process of the run must call it.
 
@@ -61,8 +71,11 @@ def bench(
         steps: optimizer steps to take.
         sets: ``--set`` assignments to the recipe. By default the recipe has KL, ZeRO-1, and experts spread over all
             processes.
+        cap: GiB of a GPU's memory that torch may take, so that a large GPU stands for a smaller one. None sets no
+            limit. It is ignored without a GPU.
 
     Returns: the recipe without its directories, and the predicted and the measured sizes in bytes, speeds and losses.
+        ``measured`` also has the ``seconds`` of every step, and ``host``, the largest resident memory of a process.
 
     Raises:
         ConfigError: the shape is unknown, or the recipe is invalid for this model or this number of processes.
@@ -70,6 +83,9 @@ def bench(
     if shape not in SHAPES:
         raise ConfigError(f"{shape}: shapes are {', '.join(SHAPES)}")
     world = join_world()
+    if cap is not None and world.device.type == "cuda":
+        there = torch.cuda.get_device_properties(world.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap * GIB / there))
     import_deepspeed()
     original = SHAPES[shape](layers)
     block = Wiring("farskip", tuple(range(layers))).to_block(base_model="random", base_revision=None, base_sha256=None)
@@ -84,7 +100,8 @@ def bench(
         planned = plan_run(recipe, Hardware(world.size))
     measured = _measure(recipe, rewired, original, world)
     settings = recipe.model_dump(exclude={"model", "teacher", "output_dir"})  # these directories no longer exist
-    result = {"shape": shape, "layers": layers, "processes": world.size, "recipe": settings}
+    result: dict[str, Any] = {"shape": shape, "layers": layers, "processes": world.size, "cap": cap}
+    result |= {"recipe": settings}
     result |= {"predicted": predicted(planned), "measured": measured}
     if world.rank == 0:
         print(to_text(result), file=sys.stderr, flush=True)
@@ -144,6 +161,7 @@ def predicted(planned: Plan) -> dict[str, Any]:
         **peaks,
         "peak": memory.peak.total,
         "gpu": memory.total,
+        "host": planned.host,
         "tokens_per_second": planned.speed.tokens_per_second,
     }
 
@@ -170,21 +188,25 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
         wire_sharded(teacher, parallel.teacher_ep_size, parallel)
         targets = live_teacher(teacher.requires_grad_(False), recipe.objective)
         sizes["teacher"] = since()
-    engine = _Watched(build_engine(model, recipe, world), world)
+    built = build_engine(model, recipe, world)
+    update.install(built, recipe)
+    engine = _Watched(built, world)
     rows = training_rows(recipe, [random_corpus(model.config.vocab_size, recipe.data.seq_len)])
-    losses, seconds = [], 0.0
+    losses: list[float] = []
+    seconds: list[float] = []
     for step in range(1, train.steps + 1):
         engine.peaks.clear()  # only the last step counts, because the first one allocates buffers and tunes kernels
         began = time.perf_counter()
         losses.append(train_step(engine, targets, rows, recipe, world, step)["loss"])
-        seconds = time.perf_counter() - began
+        seconds.append(time.perf_counter() - began)
     sizes |= {"optimizer": since(), **engine.peaks, "peak": max(engine.peaks.values(), default=0)}
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         sizes["gpu"] = total - free
-    every = world.everywhere(lambda: sizes)
-    largest = {name: max(own[name] for own in every) for name in sizes} if world.device.type == "cuda" else {}
-    return {**largest, "tokens_per_second": train.batch_tokens / seconds, "losses": losses}
+    every = world.everywhere(lambda: sizes | {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024})
+    named = [*sizes, "host"] if world.device.type == "cuda" else ["host"]
+    largest = {name: max(own[name] for own in every) for name in named}
+    return {**largest, "tokens_per_second": train.batch_tokens / seconds[-1], "seconds": seconds, "losses": losses}
 
 
 class _Watched:

@@ -2,7 +2,14 @@
 
 from collections.abc import Callable
 
-from transformers import DeepseekV2Config, DeepseekV3Config, Llama4TextConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 
 def deepseek_v2_lite(layers: int) -> PretrainedConfig:
@@ -102,6 +109,47 @@ def llama4_scout(layers: int) -> PretrainedConfig:
     )
 
 
+def llama3_8b(layers: int) -> PretrainedConfig:
+    """Llama-3-8B (32 layers)."""
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        max_position_embeddings=8192,
+    )
+
+
+def llama3_70b(layers: int) -> PretrainedConfig:
+    """Llama-3-70B (80 layers), the model of Ladder-Residual Figure 2."""
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        max_position_embeddings=8192,
+    )
+
+
+def tiny_dense(layers: int) -> PretrainedConfig:
+    """A very small llama, with which an inference benchmark can be tried on CPUs."""
+    return LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+    )
+
+
 def tiny(layers: int) -> PretrainedConfig:
     """A very small qwen3_moe, with which a benchmark can be tried on CPUs."""
     return Qwen3MoeConfig(
@@ -123,5 +171,8 @@ SHAPES: dict[str, Callable[[int], PretrainedConfig]] = {
     "deepseek-v3": deepseek_v3,
     "qwen3-30b-a3b": qwen3_30b_a3b,
     "llama4-scout": llama4_scout,
+    "llama3-8b": llama3_8b,
+    "llama3-70b": llama3_70b,
     "tiny": tiny,
+    "tiny-dense": tiny_dense,
 }

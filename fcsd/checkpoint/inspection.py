@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from fcsd.checkpoint.compare_layers import compare_layers
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.layout import Layout, read_layout
@@ -29,6 +30,8 @@ class Inspection:
         dtypes: dtype -> the bytes that are stored in it.
         wirings: the values that ``convert --wiring`` accepts for this model; empty if the model is rewired already.
         carried: tensors that are in the files and that the base class does not load.
+        verified: whether the tensors were compared with those of transformers' class. Otherwise they were compared with
+            config.json and with one another, see :mod:`fcsd.checkpoint.compare_layers`.
         problems: the shards and tensors that are missing or damaged, and the parts of the architecture that
             transformers does not implement, one line each. ``convert`` refuses a model with problems.
     """
@@ -53,6 +56,7 @@ class Inspection:
     wirings: list[str]
     rewired: dict[str, Any] | None
     carried: list[str]
+    verified: bool
     problems: list[str]
 
     def to_json(self) -> str:
@@ -76,26 +80,40 @@ class Inspection:
             "not loaded": f"{len(self.carried)} tensors, kept as they are ({shown(self.carried[0])}, ...)"
             if self.carried
             else "",
+            "checked": self._checked(),
         }
         text = [f"{name:<13} {value}" for name, value in lines.items() if value]
         return "\n".join([*text, *(f"{'problem':<13} {problem}" for problem in self.problems)])
 
+    def _checked(self) -> str:
+        if self.verified:
+            return "every tensor, against the class of transformers"
+        if self.rewired and self.rewired["by"] != "fcsd":
+            return "headers and config.json; transformers has no class of this model"
+        return "headers and config.json; with --verify every tensor, against the class of transformers"
 
-def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) -> Inspection:
+
+def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_code: bool = False) -> Inspection:
     """Describe a model. For a model on the hub, only small files and the headers of its weights are fetched.
 
     Args:
         model: a directory or ``org/name[@revision]``.
+        verify: compare every tensor with those of transformers' class, as ``convert`` does. This imports torch and
+            transformers. Without it, the tensors are compared with config.json and with one another; if config.json
+            leaves a value to the defaults of transformers, they are verified all the same.
         trust_remote_code: accept an ``auto_map``; no code of the checkpoint is ever run.
 
     Raises:
-        BadInputError: the model is not a checkpoint, is malformed, or is of an unsupported type. Missing and damaged
-            shards and tensors are reported in the result instead.
+        BadInputError: the model is not a checkpoint, is malformed, or is of an unsupported type; with ``verify`` also
+            if transformers cannot build it. Missing and damaged shards and tensors are reported in the result instead.
     """
     source = resolve(str(model), allow_patterns=SMALL_FILES)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
     layout = read_layout(source.path, strict=False, remote=remote_headers(source))
-    comparison = None if config.foreign else compare_tensors(layout, config)
+    comparison = None if config.foreign or verify else compare_layers(layout, config)
+    verified = comparison is None and not config.foreign
+    if verified:
+        comparison = compare_tensors(layout, config)
     tensors = layout.tensors
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
@@ -112,6 +130,7 @@ def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) ->
         quantization=config.quantization,
         rewired=config.rewired,
         carried=comparison.carried if comparison else [],
+        verified=verified,
         problems=_problems(layout, comparison) + ([GATED_ATTENTION] if has_gated_attention(config.raw) else []),
     )
 
@@ -119,7 +138,7 @@ def inspect_checkpoint(model: str | Path, *, trust_remote_code: bool = False) ->
 def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[str]) -> dict[str, Any]:
     """The fields that describe the architecture.
 
-    They are taken from the base class. For AMD's models they are taken from the config and the headers.
+    They are taken from the comparison. For AMD's models they are taken from the config and the headers.
     """
     from fcsd.models.archs import ARCHS
 

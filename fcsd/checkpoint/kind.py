@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -88,11 +89,34 @@ def expect_directory(path: Path, *, weights: bool = True) -> None:
     """
     if not os.path.isdir(path):
         if not os.path.exists(path):
-            raise BadInputError(f"{path}: no such directory", "MODEL is a directory or a hub id: org/name[@revision].")
+            guess = _guess(path.parent, [name.name for name in _folders(path.parent)], path.name)
+            raise BadInputError(
+                f"{path}: no such directory", f"{guess}MODEL is a directory or a hub id: org/name[@revision]."
+            )
         kind = {".gguf": "a GGUF model", ".safetensors": "a single weights file"}.get(path.suffix, "a file")
         raise BadInputError(f"{path}: is {kind}, not a checkpoint directory", _EXPECTED)
     try:
         names = os.listdir(path)
     except OSError as error:
         raise BadInputError(f"{path}: cannot be listed ({error.strerror})") from None
-    expect_checkpoint(names, path, weights=weights)
+    try:
+        expect_checkpoint(names, path, weights=weights)
+    except BadInputError as error:
+        inside = [folder for folder in _folders(path) if (folder / "config.json").is_file()]
+        if "config.json" not in names and inside:
+            error.hint = f"Did you mean {inside[0]}? {error.hint or ''}".strip()
+        raise
+
+
+def _folders(path: Path) -> list[Path]:
+    """The folders in ``path``, sorted; none if it cannot be listed."""
+    try:
+        return sorted(entry for entry in path.iterdir() if entry.is_dir())
+    except OSError:
+        return []
+
+
+def _guess(folder: Path, names: list[str], name: str) -> str:
+    """The start of a hint that names the entry of ``folder`` that was probably meant; empty if none is similar."""
+    close = get_close_matches(name, names, n=1)
+    return f"Did you mean {folder / close[0]}? " if close else ""

@@ -5,9 +5,10 @@ from typing import Any
 
 from fcsd.checkpoint.files import quoted
 from fcsd.errors import BadInputError
+from fcsd.models.config_keys import PREFIX
 from fcsd.models.selection import layers_text
+from fcsd.models.wiring_block import Wiring
 
-PREFIX = "fcsd_"  # the model_type of a converted checkpoint begins with it
 _AMD_FLAGS = ("farskip", "attn_only_farskip", "mlp_only_farskip")
 GATED_ATTENTION = "its attention is gated (self_attn.gate_proj), which no class of transformers that fcsd uses has"
 
@@ -30,8 +31,6 @@ def read_rewiring(raw: dict[str, Any], model_type: str, where: str | Path) -> di
         return _amd(raw, where)
     if not isinstance(block, dict) or not model_type.startswith(PREFIX):
         raise BadInputError(f"{where}: model_type {quoted(model_type)} and its fcsd block do not belong together")
-    from fcsd.models.wiring import Wiring
-
     try:
         Wiring.from_block(block)
     except (ValueError, TypeError, KeyError) as error:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Shape = tuple[int, ...]
-_FLOATS = ("F64", "F32", "BF16", "F16")
+FLOATS = ("F64", "F32", "BF16", "F16")
 _SHOWN = 5  # the most names in a message
 _NOT_FOR_BUILDING = ("auto_map", "fcsd", WEIGHTS_FILE, "quantization_config", "model_type", "architectures")
-_MXFP4_BLOCK = 32  # the number of values that share a scale; they are packed in 16 bytes
+MXFP4_BLOCK = 32  # the number of values that share a scale; they are packed in 16 bytes
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
             could hold.
     """
     tensors = layout.tensors
-    _refuse_inflated(max(len(tensors), len(layout.weight_map or ())), config, layout.path)
+    refuse_inflated(max(len(tensors), len(layout.weight_map or ())), config, layout.path)
     model = _on_meta(config, layout.path)
     state = model.state_dict()
     tied = set(model.all_tied_weights_keys)
     parameters = _on_disk(model, {name: tensor for name, tensor in state.items() if name not in tied})
     copies = _on_disk(model, {name: tensor for name, tensor in state.items() if name in tied})
     expected = _QUANTISED[config.quantization](parameters, tensors, config)
-    optional = {name: (shape, _FLOATS) for name, shape in copies.items()}
+    optional = {name: (shape, FLOATS) for name, shape in copies.items()}
 
     carried_patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"}
     lacking_patterns = model._keys_to_ignore_on_load_missing or ()
@@ -105,7 +105,7 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
     )
 
 
-def _refuse_inflated(held: int, config: CheckpointConfig, where: Path) -> None:
+def refuse_inflated(held: int, config: CheckpointConfig, where: Path) -> None:
     """Refuse a config with many more layers or experts than the files have tensors, before the model is built."""
     parts = [config.text, *filter(None, [config.raw.get("vision_config")])]
     layers = sum(part.get("num_hidden_layers") or 0 for part in parts)
@@ -162,7 +162,7 @@ Expected = dict[str, tuple[Shape, tuple[str, ...]]]  # name -> shape, dtypes it 
 
 
 def _plain(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], config: CheckpointConfig) -> Expected:
-    return {name: (shape, _FLOATS) for name, shape in parameters.items()}
+    return {name: (shape, FLOATS) for name, shape in parameters.items()}
 
 
 def _mxfp4(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], config: CheckpointConfig) -> Expected:
@@ -174,11 +174,11 @@ def _mxfp4(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], conf
     for name, shape in parameters.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             experts, inner, outer = shape
-            scales = (experts, outer, inner // _MXFP4_BLOCK)
+            scales = (experts, outer, inner // MXFP4_BLOCK)
             expected[f"{name}_blocks"] = ((*scales, 16), ("U8",))
             expected[f"{name}_scales"] = (scales, ("U8",))
         else:
-            expected[name] = (shape, _FLOATS)
+            expected[name] = (shape, FLOATS)
     return expected
 
 
@@ -192,9 +192,9 @@ def _fp8(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], config
     for name, shape in parameters.items():
         if len(shape) == 2 and name in tensors and tensors[name].dtype == "F8_E4M3":
             expected[name] = (shape, ("F8_E4M3",))
-            expected[f"{name}_scale_inv"] = ((-(-shape[0] // rows), -(-shape[1] // columns)), _FLOATS)
+            expected[f"{name}_scale_inv"] = ((-(-shape[0] // rows), -(-shape[1] // columns)), FLOATS)
         else:
-            expected[name] = (shape, _FLOATS)
+            expected[name] = (shape, FLOATS)
     return expected
 
 

@@ -46,14 +46,20 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def tensor(self, name: str, row: int | None = None) -> Tensor:
-        """A floating-point tensor in the file's dtype; with ``row``, its slice at that index of the first dimension."""
+    def tensor(self, name: str, row: int | None = None, part: tuple[int, int] | None = None) -> Tensor:
+        """A floating-point tensor in the file's dtype; with ``row``, its slice at that index of the first dimension.
+
+        Args:
+            part: a range ``(start, count)`` of the first dimension of the tensor or slice; only its bytes are read.
+        """
         info = self._layout.shards[self._shard[name]][name]
         shape = info.shape if row is None else info.shape[1:]
-        return self.raw(name, row).view(DTYPES[info.dtype]).view(shape)
+        if part is not None:
+            shape = (part[1], *shape[1:])
+        return self.raw(name, row, part).view(DTYPES[info.dtype]).view(shape)
 
-    def raw(self, name: str, row: int | None = None) -> Tensor:
-        """The bytes of a tensor or of one row, as uint8 ``[size]``.
+    def raw(self, name: str, row: int | None = None, part: tuple[int, int] | None = None) -> Tensor:
+        """The bytes of a tensor or of one row, as uint8 ``[size]``; see ``tensor``.
 
         Raises:
             BadInputError: the file has become shorter than its header says.
@@ -62,6 +68,9 @@ class Reader:
         info = self._layout.shards[shard][name]
         size = (info.end - info.start) // (1 if row is None else info.shape[0])
         start = info.start + (row or 0) * size
+        if part is not None:
+            width = size // info.shape[0 if row is None else 1]
+            start, size = start + part[0] * width, part[1] * width
         if shard not in self._files:
             self._files[shard] = self._open.enter_context(open_regular(self._layout.files[shard]))
         data = torch.empty(size, dtype=torch.uint8)

@@ -10,7 +10,7 @@ from fcsd.errors import ConfigError
 from fcsd.models.archs import Arch
 from fcsd.models.build import check_desync, config_class, model_classes
 from fcsd.models.selection import select_layers
-from fcsd.models.wiring import Wiring
+from fcsd.models.wiring_block import Wiring
 
 
 def choose_wiring(config: CheckpointConfig, arch: Arch, name: str, layers: str, **fields: Any) -> Wiring:

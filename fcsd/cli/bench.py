@@ -1,4 +1,4 @@
-"""The `fcsd bench` commands, which measure the time and the memory of a training step."""
+"""The `fcsd bench` commands, which measure the time and the memory of training steps, and the time of inference."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fcsd.cli.command import command, emit
-from fcsd.cli.options import AsJson, Gpus
+from fcsd.cli.options import AsJson, Gpus, Sets
 from fcsd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def train(
         bool,
         typer.Option("--trace", help="Trace a step of the last overlapped variant under the first router into --out."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what train.json holds to stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time a training step of random weights: stock AutoEP, standard, eager-sync, overlapped, and without a wire."""
     from fcsd.bench.training.workload import Workload
@@ -91,9 +91,12 @@ def train(
 def _bench(load: "Workload", gpus: int | None, out: Path | None, *, traced: bool) -> dict[str, Any]:
     """Start a process per GPU where that is needed, and return the result of ``fcsd.bench.training.step.bench``."""
     if traced and out is None:
-        raise ConfigError("traces are written into --out, which is missing")
+        raise ConfigError("--trace writes its files into the directory --out, which is not given")
     if traced and not load.overlapped:
-        raise ConfigError("a step that overlaps is traced, and no variant does", hint="--variants overlapped,...")
+        raise ConfigError(
+            "only a step that overlaps can be traced, and none of the variants overlaps",
+            hint="Add one: --variants overlapped,...",
+        )
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)
@@ -115,9 +118,13 @@ def memory(
     micro_batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass and GPU.")] = 1,
     accumulation: Annotated[int, typer.Option(min=1, help="Forward passes per step and GPU.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Steps to take; the last one counts.")] = 2,
-    sets: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe; repeatable.")] = [],  # noqa: B006
+    sets: Sets = [],  # noqa: B006
+    cap: Annotated[
+        float | None, typer.Option("--cap", metavar="GIB", min=1, help="Memory of a GPU that torch may take.")
+    ] = None,
     gpus: Gpus = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Take distillation steps of random weights, and hold what `fcsd plan` says of them against what they take."""
     from fcsd.launch.world import ensure_world
@@ -126,9 +133,12 @@ def memory(
 
     from fcsd.bench.memory import bench
 
-    found = bench(shape, layers, seq=seq, micro_batch=micro_batch, accumulation=accumulation, steps=steps, sets=sets)
+    size: dict[str, int] = {"seq": seq, "micro_batch": micro_batch, "accumulation": accumulation}
+    found = bench(shape, layers, **size, steps=steps, sets=sets, cap=cap)
     if out is not None and _first():
         out.write_text(json.dumps(found, indent=1))
+    if as_json and _first():
+        emit(json.dumps(found, indent=2))
 
 
 @command(app, "distill")
@@ -148,7 +158,7 @@ def distill(
     wires: Wires = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
-    sets: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe; repeatable.")] = [],  # noqa: B006
+    sets: Sets = [],  # noqa: B006
     gpus: Gpus = None,
     out: Annotated[Path | None, typer.Option(help="Directory for distill.json and traces.")] = None,
     trace: Annotated[
@@ -158,7 +168,7 @@ def distill(
 ) -> None:
     """Time the whole distillation step of random weights, teacher included, beside its bound."""
     if trace and out is None:
-        raise ConfigError("traces are written into --out, which is missing")
+        raise ConfigError("--trace writes its files into the directory --out, which is not given")
     from fcsd.bench.distill import Load
 
     chosen = tuple(variants.split(","))
@@ -172,6 +182,74 @@ def distill(
     found = bench(load, out, traced=trace)
     if as_json and _first():
         emit(json.dumps(found, indent=2))
+
+
+@command(app, "infer")
+def infer(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|SHAPE", help="A checkpoint's directory, or llama3-70b, qwen3-30b-a3b, ...")
+    ],
+    tp: Annotated[str, typer.Option(metavar="N[,N...]", help="Tensor-parallel degrees, one GPU for each rank.")] = "1",
+    batch: Annotated[str, typer.Option(metavar="N[,N...]", help="How many prompts are answered at once.")] = "1",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1024,
+    new: Annotated[int, typer.Option(min=2, help="New tokens after each prompt.")] = 512,
+    wirings: Annotated[
+        str,
+        typer.Option(
+            help="standard, farskip, ladder, parallel, desync-2x, desync-4x, each over all layers; own is MODEL's."
+        ),
+    ] = "standard,ladder",
+    reduce: Annotated[
+        str, typer.Option(metavar="KIND[,KIND...]", help="How ranks sum; none is the bound, with wrong results.")
+    ] = "nccl,none",
+    experts: Annotated[
+        str, typer.Option(metavar="sliced|whole", help="Give each rank a slice of every expert, or some whole experts.")
+    ] = "sliced",
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of a SHAPE.")] = 8,
+    dtype: Annotated[str, typer.Option(metavar="bfloat16|float32", help="Data type of the weights.")] = "bfloat16",
+    rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
+    no_graphs: Annotated[bool, typer.Option("--no-graphs", help="Decode without CUDA graphs.")] = False,
+    no_nvlink: Annotated[
+        bool, typer.Option("--no-nvlink", help="Let NCCL send through host memory, as on machines without NVLink.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Directory for infer.json.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time prefill and decoding in fcsd's tensor-parallel engine, beside the bound without reductions."""
+    from fcsd.launch.world import ensure_world
+
+    degrees = _numbers(tp)
+    if no_nvlink:
+        os.environ["NCCL_P2P_DISABLE"] = "1"  # NCCL reads it when the processes start
+    ensure_world(max(degrees))
+
+    from fcsd.bench.infer import Workload, bench
+
+    load = Workload(
+        model,
+        layers,
+        degrees,
+        _numbers(batch),
+        prompt,
+        new,
+        tuple(wirings.split(",")),
+        tuple(reduce.split(",")),  # type: ignore[arg-type]
+        experts,  # type: ignore[arg-type]
+        dtype,
+        graphs=not no_graphs,
+        rounds=rounds,
+    )
+    found = bench(load, out)
+    if as_json and _first():
+        emit(json.dumps(found, indent=2))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The numbers of a list such as ``1,2,4``."""
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a list of numbers", hint="separate them by commas: 1,2,4") from error
 
 
 @command(app, "trace")
@@ -236,6 +314,7 @@ def links(
         int | None, typer.Option(min=1, help="GPUs of a node; default: those of this machine that take part.")
     ] = None,
     gpus: Gpus = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the links inside of a node and between nodes, for `fcsd plan --machine`. On several nodes: torchrun."""
     if not out.parent.is_dir():
@@ -248,3 +327,5 @@ def links(
 
     size = node_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     write(bench(size), out, int(os.environ.get("RANK", 0)))
+    if as_json and _first():
+        emit(json.dumps({"file": str(out)}))

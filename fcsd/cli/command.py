@@ -10,9 +10,10 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from inspect import Parameter, signature
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 
@@ -41,14 +42,22 @@ def emit(text: object, end: str = "\n") -> None:
 
 
 def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a command, gives it `-v`, and ends its errors in one line, a hint and their exit code."""
+    """Registers a command, gives it `-v`, and ends its errors in one line, a hint and their exit code.
+
+    A parameter of the command that is a dataclass stands for a group of options, one for each field.
+    """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
+        own = signature(function)
+        groups: dict[str, Any] = {p.name: p.annotation for p in own.parameters.values() if is_dataclass(p.annotation)}
+
         @functools.wraps(function)
         def guarded(*, verbose: bool, **options: object) -> None:
             logging.basicConfig(format="%(message)s", stream=sys.stderr)
             logging.getLogger("fcsd").setLevel(logging.DEBUG if verbose else logging.INFO)
             _DATA.set(sys.stdout)
+            for group, cls in groups.items():
+                options[group] = cls(**{field.name: options.pop(field.name) for field in fields(cls)})
             try:
                 with contextlib.redirect_stdout(sys.stderr):  # libraries print and log to stdout
                     function(**options)
@@ -59,13 +68,23 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
                     traceback.print_exc()
                 sys.exit(report_error(error))
 
-        own = signature(function)
-        parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own.parameters.values()]
+        parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in _options(own.parameters.values())]
         guarded.__signature__ = own.replace(parameters=[*parameters, VERBOSE])  # type: ignore[attr-defined]
         group.command(name)(guarded)
         return function
 
     return register
+
+
+def _options(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
+    """The parameters, with the fields of a dataclass in place of a parameter that is one."""
+    for parameter in parameters:
+        if not is_dataclass(cls := parameter.annotation):
+            yield parameter
+            continue
+        hints: dict[str, Any] = get_type_hints(cls, include_extras=True)
+        for field in fields(cls):
+            yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
 
 
 def report_error(error: BaseException) -> int:

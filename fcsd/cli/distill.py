@@ -1,21 +1,25 @@
 """The commands `fcsd distill`, `cache-teacher` and `plan`."""
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fcsd.cli.command import emit
-from fcsd.cli.options import AsJson, DryRun, Gpus, Sets, UnsafeExec
+from fcsd.cli.options import AsJson, DryRun, Gpus, PlannedGpus, Recipe, RecipeOption, Sets, UnsafeExec, one_recipe
 from fcsd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fcsd import config
 
 
 def distill(
-    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")] = None,
-    recipe_name: Annotated[str | None, typer.Option("--recipe", metavar="NAME", help="A packaged recipe.")] = None,
+    recipe: Recipe = None,
+    recipe_name: RecipeOption = None,
     sweep: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="A recipe with a sweep: try its values, then run the best.")
     ] = None,
@@ -36,13 +40,12 @@ def distill(
     """Heal a converted checkpoint by self-distillation. Prints the run directory, of a sweep the table."""
     from fcsd.config import load_recipe
 
-    if [recipe, recipe_name, sweep].count(None) != 2:
-        raise ConfigError("give one of RECIPE, --recipe NAME and --sweep NAME", "`fcsd recipes list` shows the names")
+    named = one_recipe(recipe, recipe_name, sweep)
     flags = {"output_dir": output_dir, "seed": seed}
     given = {key: value for key, value in flags.items() if value is not None}
-    resolved = load_recipe(recipe or recipe_name or sweep or "", sets, given)
+    resolved = load_recipe(named, sets, given)
     if resolved.recipe.sweep is not None and sweep is None:
-        raise ConfigError(f"{recipe or recipe_name} is a sweep", f"fcsd distill --sweep {recipe or recipe_name}")
+        raise ConfigError(f"The recipe {named} is a sweep.", f"Start it with: fcsd distill --sweep {named}")
 
     from fcsd.distill.sweep.trials import plan_of
     from fcsd.launch import nodes as several
@@ -54,20 +57,24 @@ def distill(
         emit(several.slurm_script(resolved, nodes=nodes, gpus=gpus or 1, options=options))
         print("save it and hand it to sbatch, where output_dir is shared by all nodes", file=sys.stderr)
         return
+    prints = nodes > 1 and node_rank is None and not dry_run and sweep is None
+    if not prints:
+        _require_inputs(named, resolved.recipe)
     if sweep is not None:
         from fcsd.distill.sweep import search as sweeping
-        from fcsd.distill.sweep.process import launcher
+        from fcsd.distill.sweep.process import ends_on_sigterm, launcher
         from fcsd.distill.sweep.report_table import to_text
 
         launch = launcher(gpus, accept_unsafe_exec, 1 if dry_run else nodes)
-        found = sweeping.sweep(resolved, launch, dry_run=dry_run)
+        with ends_on_sigterm():
+            found = sweeping.sweep(resolved, launch, dry_run=dry_run)
         emit(json.dumps(found, indent=2) if as_json else to_text(found))
         sweeping.require_complete(found)
         return
 
     from fcsd.launch.world import ensure_world
 
-    if nodes > 1 and node_rank is None and not dry_run:
+    if prints:
         emit(several.node_commands(sys.argv[1:], nodes, rendezvous))
         return
     if not dry_run:
@@ -91,14 +98,18 @@ def distill(
 
 
 def cache_teacher(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")],
+    recipe: Recipe = None,
+    recipe_name: RecipeOption = None,
     sets: Sets = [],  # noqa: B006
     gpus: Gpus = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write the teacher cache of a recipe. What is there already stays; prints its directory."""
     from fcsd.config import load_recipe
 
-    resolved = load_recipe(recipe, sets)
+    named = one_recipe(recipe, recipe_name)
+    resolved = load_recipe(named, sets)
+    _require_inputs(named, resolved.recipe)
 
     from fcsd.launch.world import ensure_world
 
@@ -108,14 +119,15 @@ def cache_teacher(
 
     directory = run(resolved)
     if os.environ.get("RANK", "0") == "0":
-        emit(directory)
+        emit(json.dumps({"cache": str(directory)}) if as_json else directory)
 
 
 def plan(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")],
+    recipe: Recipe = None,
+    recipe_name: RecipeOption = None,
     sets: Sets = [],  # noqa: B006
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
+    gpus: PlannedGpus = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     gpu_mem: Annotated[float, typer.Option(min=1, metavar="GIB", help="Memory of a GPU, as sold.")] = 141.0,
     price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour.")] = None,
     mfu: Annotated[
@@ -131,6 +143,12 @@ def plan(
 ) -> None:
     """Say whether a recipe fits, how long it takes and what it costs. Reads no weight; exit 8 if it does not fit."""
     from fcsd.config import load_recipe
+
+    named = one_recipe(recipe, recipe_name)
+    read = load_recipe(named, sets).recipe
+    _require_model(named, read)
+    gpus = gpus or math.ceil(read.parallel.ep_size / nodes)
+
     from fcsd.parallel.machine import read_machine
     from fcsd.plan import Hardware, plan_run
     from fcsd.plan.cluster import draw, predict
@@ -141,7 +159,7 @@ def plan(
     if picture is not None and machine is None:
         raise ConfigError("--picture draws the prediction for a cluster", hint="--machine FILE describes the cluster")
     cluster = None if machine is None else read_machine(machine)
-    planned = plan_run(load_recipe(recipe, sets).recipe, Hardware(gpus, nodes, gpu_mem, price), mfu)
+    planned = plan_run(read, Hardware(gpus, nodes, gpu_mem, price), mfu)
     predictions = [] if cluster is None else predict(planned.numbers, planned.setup, cluster.links, wire)
     if picture is not None:
         draw(predictions, picture, planned.name)
@@ -151,3 +169,26 @@ def plan(
     else:
         emit("\n\n".join([to_text(planned), *([predictions_to_text(predictions)] if predictions else [])]))
     planned.check()
+
+
+def _require_inputs(name: str, recipe: "config.Recipe") -> None:
+    """Check that the model and the data exist, before torch is imported; the processes of a run leave it to the run."""
+    if "WORLD_SIZE" in os.environ:
+        return
+    from fcsd.distill.inputs import require_inputs
+
+    require_inputs(recipe, _conversion(name, recipe))
+
+
+def _require_model(name: str, recipe: "config.Recipe") -> None:
+    """Check that a model exists which the recipe says to convert first. A plan does without the weights of others."""
+    from fcsd.distill.inputs import require_model
+
+    if conversion := _conversion(name, recipe):
+        require_model(recipe, conversion)
+
+
+def _conversion(name: str, recipe: "config.Recipe") -> str | None:
+    from fcsd import recipes
+
+    return recipes.conversion(recipes.find(name).read_text(encoding="utf-8"), recipe.model)

@@ -1,31 +1,25 @@
-"""The commands `fcsd eval`, `sweep-layers`, `choose-layers` and `chat`."""
+"""The commands `fcsd eval` and `chat`."""
 
 import json
 import logging
 import os
-import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fcsd.cli.command import emit
 from fcsd.cli.options import (
-    ApplyChatTemplate,
     AsJson,
     BatchSize,
-    DataMirror,
     Device,
     Dtype,
-    HeldOut,
-    Limit,
+    EvalDevice,
+    EvalGpus,
     Model,
-    NumFewshot,
-    Rewiring,
-    Suite,
-    Tasks,
+    Questions,
+    Reduce,
     UnsafeExec,
-    Variant,
 )
 from fcsd.errors import ConfigError
 
@@ -34,6 +28,7 @@ log = logging.getLogger(__name__)
 
 def evaluate(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Directories or hub ids.")],
+    questions: Questions,
     baseline: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The model that the others are compared with.")
     ] = None,
@@ -52,27 +47,17 @@ def evaluate(
             "also refuses a MODEL of which a single task is shown to be further below.",
         ),
     ] = None,
-    suite: Suite = "paper",
-    tasks: Tasks = None,
-    num_fewshot: NumFewshot = None,
-    apply_chat_template: ApplyChatTemplate = None,
-    data_mirror: DataMirror = None,
-    held_out: HeldOut = None,
-    limit: Limit = None,
     batch_size: BatchSize = None,
     max_length: Annotated[
         int | None, typer.Option(min=1, help="The longest input in tokens; the default is the model's own limit.")
     ] = None,
-    backend: Annotated[str, typer.Option(metavar="hf|vllm", help="What runs the models.")] = "hf",
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="cuda|cpu|auto", help="auto spreads a model that is too large for one GPU."),
-    ] = None,
+    backend: Annotated[
+        str,
+        typer.Option(metavar="hf|vllm|own", help="What runs the models; own is fcsd's tensor-parallel engine."),
+    ] = "hf",
+    device: EvalDevice = None,
     dtype: Dtype = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=1, help="The number of processes, one per GPU; under vLLM, the tensor-parallel degree."),
-    ] = None,
+    gpus: EvalGpus = None,
     ep_size: Annotated[
         int, typer.Option(min=1, metavar="N", help="Divide the experts of every layer among N of the processes.")
     ] = 1,
@@ -80,6 +65,7 @@ def evaluate(
         str | None,
         typer.Option(metavar="batches|slots|graphs", help="How to generate; the default is the fastest way."),
     ] = None,
+    reduce: Reduce = "nccl",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -95,7 +81,7 @@ def evaluate(
     `fcsd eval sweep-layers` and `fcsd eval choose-layers` are the commands of these names.
     """
     if baseline is None and (require or untrained):
-        raise ConfigError("--require and --untrained compare with a --baseline, which is missing")
+        raise ConfigError("--require and --untrained compare with a baseline, and no --baseline is given")
 
     from fcsd.launch.world import ensure_world
 
@@ -119,21 +105,17 @@ def evaluate(
         max_length=max_length,
         generation=generation,
         ep_size=ep_size,
-        gpus=gpus or 1 if backend == "vllm" else 1,  # answers do not depend on the number of processes
+        # Under hf the answers do not depend on the number of processes.
+        gpus=gpus or 1 if backend in ("vllm", "own") else 1,
+        reduce=reduce,  # type: ignore[arg-type]
     )
     results = evaluate_models(
         models,
-        suite=suite,
-        tasks=_names(tasks),
-        num_fewshot=num_fewshot,
-        apply_chat_template=apply_chat_template,
         baseline=baseline,
-        data_mirror=data_mirror,
-        held_out=held_out,
-        limit=limit,
         engine=engine,
         out=out,
         accept_unsafe_exec=accept_unsafe_exec,
+        **questions.arguments(),
     )
     if os.environ.get("RANK", "0") != "0":
         return
@@ -168,93 +150,6 @@ def _folder_for_scores(models: list[str]) -> Path | None:
     return folder
 
 
-def sweep_layers(
-    model: Model,
-    out: Annotated[Path, typer.Option(help="The directory for results; a sweep that was killed resumes from it.")],
-    wiring: Rewiring = "farskip",
-    variant: Variant = "full",
-    points: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="The numbers of layers to convert; the default spreads them.")
-    ] = None,
-    suite: Suite = "paper",
-    tasks: Tasks = None,
-    num_fewshot: NumFewshot = None,
-    apply_chat_template: ApplyChatTemplate = None,
-    data_mirror: DataMirror = None,
-    held_out: HeldOut = None,
-    limit: Limit = None,
-    batch_size: BatchSize = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    as_json: AsJson = False,
-) -> None:
-    """Score untrained conversions of the first N and the last N layers of MODEL, over N. FarSkip Figure 3."""
-    from fcsd.eval.layers import sweep as sweeping
-
-    sweep = sweeping.sweep_layers(
-        model,
-        out=out,
-        wiring=wiring,
-        variant=variant,
-        points=_numbers(points),
-        suite=suite,
-        tasks=_names(tasks),
-        num_fewshot=num_fewshot,
-        apply_chat_template=apply_chat_template,
-        data_mirror=data_mirror,
-        held_out=held_out,
-        limit=limit,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-    )
-    emit(json.dumps(sweep, indent=2) if as_json else sweeping.to_text(sweep))
-
-
-def choose_layers(
-    model: Model,
-    text: Annotated[Path, typer.Option(metavar="FILE", help="The text on which the loss is measured.")],
-    layers: Annotated[
-        str | None, typer.Option(metavar="N[,N...]", help="How many layers to convert; a choice for each number.")
-    ] = None,
-    budget: Annotated[
-        str | None, typer.Option(metavar="PERCENT%", help="Or: convert as many layers as raise the loss by this.")
-    ] = None,
-    held_out_check: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Compare the choice with first, last and random layers on this text."),
-    ] = None,
-    wiring: Rewiring = "farskip",
-    variant: Variant = "full",
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens of each text one measurement reads.")] = 16384,
-    batch_size: BatchSize = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The directory for results; a search that was killed resumes from it.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Choose which layers of MODEL to convert, by measured loss. Prints what `fcsd convert --layers` takes."""
-    from fcsd.eval.layers import choose as choosing
-
-    choice = choosing.choose_layers(
-        model,
-        text=text,
-        layers=_numbers(layers),
-        budget=budget,
-        check=held_out_check,
-        wiring=wiring,
-        variant=variant,
-        tokens=tokens,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-        out=out,
-    )
-    emit(json.dumps(choice, indent=2) if as_json else choosing.to_text(choice))
-
-
 def chat(
     model: Model,
     baseline: Annotated[
@@ -266,30 +161,30 @@ def chat(
     seed: Annotated[int, typer.Option(help="The seed of the sampling, the same for every answer.")] = 0,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer, in tokens.")] = None,
     device: Device = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="Divide the models over N processes, one per GPU, in fcsd's tensor-parallel engine."),
+    ] = None,
+    reduce: Reduce = "nccl",
     as_json: AsJson = False,
 ) -> None:
     """Let MODEL answer prompts: those of a file, those you type, or a fixed few."""
     import shutil
     from dataclasses import asdict
 
+    if gpus is not None and device is not None:
+        raise ConfigError("--device is for a model in one process; leave it out with --gpus")
+    from fcsd.launch.world import ensure_world
+
+    ensure_world(gpus)
+
     from fcsd.serve import chat as chatting
 
     options = {"prompts": prompts, "seed": seed, "max_new_tokens": max_new_tokens, "device": device}
-    for answers in chatting.chat(model, baseline=baseline, **options):
+    divided: dict[str, Any] = {"divided": gpus is not None, "reduce": reduce}
+    for answers in chatting.chat(model, baseline=baseline, **options, **divided):
+        if os.environ.get("RANK", "0") != "0":
+            continue
         columns = shutil.get_terminal_size((120, 24)).columns
         text = json.dumps([asdict(a) for a in answers]) if as_json else chatting.side_by_side(answers, columns)
         emit(text)
-
-
-def _names(text: str | None) -> list[str] | None:
-    """The names in a list such as ``piqa, boolq``."""
-    return [name.strip() for name in text.split(",") if name.strip()] if text else None
-
-
-def _numbers(text: str | None) -> list[int] | None:
-    """The numbers in a list such as ``2,5,8``."""
-    if text is None:
-        return None
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise ConfigError(f"{text!r} is not a list of numbers", "separate them by commas: 2,5,8")
-    return [int(number) for number in text.split(",")]

@@ -14,7 +14,8 @@ import typer
 from fcsd.cli.bench import app as bench_app
 from fcsd.cli.command import command, emit
 from fcsd.cli.distill import cache_teacher, distill, plan
-from fcsd.cli.eval import chat, choose_layers, evaluate, sweep_layers
+from fcsd.cli.eval import chat, evaluate
+from fcsd.cli.layers import choose_layers, sweep_layers
 from fcsd.cli.models import convert, export, inspect, push
 from fcsd.cli.options import AsJson
 from fcsd.cli.recipes import app as recipes_app
@@ -46,7 +47,7 @@ app = typer.Typer(
     epilog=EXAMPLES,
 )
 app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes; migrate old ones.")
-app.add_typer(bench_app, name="bench", help="Measure training steps, their memory and traces.")
+app.add_typer(bench_app, name="bench", help="Measure training steps, their memory and traces, and inference.")
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """The commands `fcsd inspect`, `convert`, `export` and `push`, which take a model directory."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,11 +10,18 @@ from fcsd.cli.command import emit
 from fcsd.cli.options import AsJson, CreatePr, DryRun, Force, Model, Out, Private, Revision, Trust
 
 
-def inspect(model: Model, trust_remote_code: Trust = False, as_json: AsJson = False) -> None:
+def inspect(
+    model: Model,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every tensor with the class of transformers, as convert does.")
+    ] = False,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> None:
     """Describe MODEL: layers, experts, size, possible wirings, missing tensors. Only headers are read."""
     from fcsd.checkpoint import inspect_checkpoint
 
-    found = inspect_checkpoint(model, trust_remote_code=trust_remote_code)
+    found = inspect_checkpoint(model, verify=verify, trust_remote_code=trust_remote_code)
     emit(found.to_json() if as_json else found.to_text())
 
 
@@ -85,12 +93,14 @@ def export(
     private: Private = False,
     create_pr: CreatePr = False,
     revision: Revision = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write the directory to give to others, with a card, and prove that it reloads. Prints OUT."""
     from fcsd.export.final import export_model
 
     target = {"private": private, "create_pr": create_pr, "revision": revision}
-    emit(export_model(run, out, checkpoint=checkpoint, force=force, push=push, **target))
+    written = export_model(run, out, checkpoint=checkpoint, force=force, push=push, **target)
+    emit(json.dumps({"directory": str(written)}) if as_json else written)
 
 
 def push(
@@ -99,8 +109,10 @@ def push(
     private: Private = False,
     create_pr: CreatePr = False,
     revision: Revision = None,
+    as_json: AsJson = False,
 ) -> None:
     """Upload an exported directory to the hub. Prints its address."""
     from fcsd.export.push import push_model
 
-    emit(push_model(directory, repo, private=private, create_pr=create_pr, revision=revision))
+    address = push_model(directory, repo, private=private, create_pr=create_pr, revision=revision)
+    emit(json.dumps({"address": address}) if as_json else address)

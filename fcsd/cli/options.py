@@ -1,9 +1,16 @@
-"""Options and arguments that several commands share."""
+"""Options and arguments that several commands share, one definition for each.
 
+A command takes a whole group of options by a parameter that is one of the dataclasses below; see ``command``.
+"""
+
+import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from fcsd.errors import ConfigError
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a hub id: org/name[@revision].")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; it must be empty or not exist.")]
@@ -56,7 +63,89 @@ Dtype = Annotated[
     ),
 ]
 Gpus = Annotated[
-    int | None, typer.Option(min=1, help="The number of processes on this machine, one per GPU; the default is 1.")
+    int | None, typer.Option(min=1, help="The number of processes on each machine, one per GPU; the default is 1.")
+]
+PlannedGpus = Annotated[
+    int | None,
+    typer.Option("--gpus", min=1, help="GPUs of each machine; the default is what parallel.ep_size of RECIPE needs."),
+]
+Reduce = Annotated[
+    str,
+    typer.Option(metavar="KIND", help="How the ranks of fcsd's engine sum partial results; see docs/engine.md."),
 ]
 Device = Annotated[str | None, typer.Option(metavar="cuda|cpu", help="The default is cuda if there is a GPU.")]
+EvalGpus = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus",
+        min=1,
+        help="The number of processes on this machine, one per GPU; under vLLM, the tensor-parallel degree. "
+        "The default is 1.",
+    ),
+]
+EvalDevice = Annotated[
+    str | None,
+    typer.Option("--device", metavar="cuda|cpu|auto", help="auto spreads a model that is too large for one GPU."),
+]
 RecipeName = Annotated[str, typer.Argument(metavar="NAME", help="See `fcsd recipes list`.")]
+Recipe = Annotated[str | None, typer.Argument(metavar="RECIPE", help="A YAML file, or a packaged name.")]
+RecipeOption = Annotated[
+    str | None, typer.Option("--recipe", metavar="NAME|FILE", help="The recipe, if it is not given as RECIPE.")
+]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The options that say what models are asked."""
+
+    suite: Suite = "paper"
+    tasks: Tasks = None
+    num_fewshot: NumFewshot = None
+    apply_chat_template: ApplyChatTemplate = None
+    data_mirror: DataMirror = None
+    held_out: HeldOut = None
+    limit: Limit = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The options as keyword arguments of the library functions."""
+        names = [name.strip() for name in self.tasks.split(",") if name.strip()] if self.tasks else None
+        return {**asdict(self), "tasks": names}
+
+
+@dataclass(frozen=True)
+class Rewired:
+    """The options that say how one model is rewired and computed while layers are tried."""
+
+    wiring: Rewiring = "farskip"
+    variant: Variant = "full"
+    batch_size: BatchSize = None
+    device: Device = None
+    dtype: Dtype = None
+
+
+def one_recipe(*given: str | None) -> str:
+    """The only recipe that was given.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    names = [name for name in given if name is not None]
+    if len(names) != 1:
+        raise ConfigError(
+            "Give one recipe: as RECIPE, by --recipe, or a sweep by --sweep of `fcsd distill`.",
+            "`fcsd recipes list` shows the names.",
+        )
+    return names[0]
+
+
+def numbers(text: str | None) -> list[int] | None:
+    """The numbers in a list such as ``2,5,8``.
+
+    Raises:
+        ConfigError: the text is not such a list.
+    """
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ConfigError(f"{text!r} is not a list of numbers.", "Separate the numbers by commas: 2,5,8")
+    return [int(number) for number in text.split(",")]

@@ -38,12 +38,15 @@ def recipes_show(
 
 @command(app, "copy")
 def recipes_copy(
-    name: RecipeName, out: Annotated[Path, typer.Option(help="File or directory to write.")] = Path(".")
+    name: RecipeName,
+    out: Annotated[Path, typer.Option(help="File or directory to write.")] = Path("."),
+    as_json: AsJson = False,
 ) -> None:
     """Write a packaged recipe to a file. Prints its path."""
     from fcsd import recipes
 
-    emit(recipes.copy(name, out))
+    written = recipes.copy(name, out)
+    emit(json.dumps({"file": str(written)}) if as_json else written)
 
 
 @command(app, "migrate")
@@ -51,8 +54,10 @@ def recipes_migrate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A recipe with keys of an earlier version.")],
     out: Annotated[Path | None, typer.Option(help="File or directory to write; default: FILE itself.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Rewrite a recipe of an earlier version with today's keys. Keeps values and comments; prints the path."""
     from fcsd import config
 
-    emit(config.migrate(file, out, force=force))
+    written = config.migrate(file, out, force=force)
+    emit(json.dumps({"file": str(written)}) if as_json else written)

@@ -15,6 +15,6 @@ def accumulation(recipe: Recipe, world_size: int) -> int:
         raise ConfigError(
             f"train.batch_tokens {recipe.train.batch_tokens} is no multiple of train.micro_batch_size * "
             f"data.seq_len * processes = {together}",
-            hint=f"for example {max(together, recipe.train.batch_tokens // together * together)}",
+            hint=f"Set it to a multiple, such as {max(together, recipe.train.batch_tokens // together * together)}.",
         )
     return recipe.train.batch_tokens // together

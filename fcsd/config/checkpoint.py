@@ -17,3 +17,8 @@ class Checkpoint(Section):
     time: what a kill costs is then bounded, and the disk is not kept busy by short steps."""
     keep: Positive = 2
     """The number of newest checkpoints to keep. The one with the best early-stopping score is always kept."""
+    overlap: bool = False
+    """Whether the run continues while a checkpoint is written. The step then waits only until each process has copied
+    its state to host memory, which holds that copy for the rest of the run; `fcsd plan` says how much. If the memory
+    is not free, a warning says so, and the run waits for every checkpoint. The last checkpoint and the one before a
+    preemption are always waited for. No GPU has run this yet, so it is off unless a recipe asks for it."""

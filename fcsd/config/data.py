@@ -4,14 +4,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fcsd.config.fields import Count, PathText, Section
+from fcsd.config.fields import Count, InputPath, Section
 
 
 class Source(Section):
     """Text or chats to train or measure on: `column`, or `messages`, or `prompt` and `response`."""
 
-    path: PathText
-    """A file, folder or glob on disk. For format `hf`: a folder of datasets, a dataset saved on disk, or a hub id."""
+    path: InputPath
+    """A file, folder or glob on disk. For format `hf`: a folder of datasets, a dataset saved on disk, or a hub id.
+    A path that begins with `bundled:` lies in the folder `assets` of fcsd's repository, wherever fcsd is called."""
     format: Literal["auto", "jsonl", "parquet", "hf"] = "auto"
     """The file format; `auto` chooses it by the file name's ending."""
     subset: str | None = None
@@ -34,7 +35,7 @@ class Source(Section):
     """The field or column of a question; together with `response` it makes a chat of one turn."""
     response: str | None = None
     """The field or column of the answer to `prompt`."""
-    chat_template: PathText | None = None
+    chat_template: InputPath | None = None
     """A Jinja file with the chat template; null means the tokenizer's own template."""
     train_on: Literal["response", "all"] = "response"
     """The tokens of a chat that count in the loss: `response` means those of the assistant, `all` means all."""

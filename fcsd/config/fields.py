@@ -5,6 +5,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from fcsd import recipes
+
 
 class Section(BaseModel):
     """A mapping of a recipe; an unknown key, a wrong type or a number that is none is an error."""
@@ -20,8 +22,14 @@ def _literal_path(value: str) -> str:
     if "$" in value:
         raise ValueError("`$` is not expanded; write the path out")
     if any(ord(c) < 32 or ord(c) == 127 for c in value):
-        raise ValueError("control character in a path")
+        raise ValueError("a path must not contain a control character")
     return value
+
+
+def _bundled(value: str) -> str:
+    """Write out a path that begins with ``bundled:``, which stands for the folder of the bundled model and corpus."""
+    name = value.removeprefix("bundled:")
+    return value if name == value else str(recipes.BUNDLED / name)
 
 
 def _stays_below(value: str) -> str:
@@ -36,6 +44,7 @@ def whole(value: object) -> object:
 
 
 PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_literal_path)]
+InputPath = Annotated[PathText, AfterValidator(_bundled)]
 OutputPath = Annotated[PathText, AfterValidator(_stays_below)]
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, BeforeValidator(whole), Field(gt=0, lt=2**63)]

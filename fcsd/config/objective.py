@@ -68,5 +68,7 @@ class Objective(Section):
         if self.kl == 0 and self.sft == 0 and self.hidden.weight == 0:
             raise ValueError("objective.kl, objective.sft and objective.hidden.weight are all 0, so nothing is learned")
         if self.teacher_cache and (self.kl == 0 or self.hidden.weight):
-            raise ValueError("objective.teacher_cache serves kl alone: kl must have a weight, hidden none")
+            raise ValueError(
+                "objective.teacher_cache is for the KL alone: objective.kl must not be 0, objective.hidden.weight must"
+            )
         return self

@@ -39,3 +39,12 @@ class Optim(Section):
     each gradient that a process holds, and `zero_stage` 1 does not offer it."""
     reduce_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """The precision in which gradients are summed over the processes. `auto` is that of `accumulate_dtype`."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """The precision in which AdamW's two moments are stored. `bf16` saves four bytes for each parameter that a process
+    updates. The moments are rounded to bf16 stochastically; the update itself and the optimizer's copy of the weights
+    stay in fp32."""
+    offload: Literal["none", "host"] = "none"
+    """Where the optimizer's copy of the weights and its moments are, and where AdamW runs. `none` means on the GPU.
+    `host` means in host memory, on the CPU cores: the GPU needs 12 bytes less for each parameter that a process
+    updates, and each step takes longer. It needs `parallel.zero_stage` 1 or 2. AdamW on the host is torch's own;
+    nothing is compiled."""

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from fcsd.config.checkpoint import Checkpoint
 from fcsd.config.data import Data
 from fcsd.config.faults import Faults
-from fcsd.config.fields import OutputPath, PathText, Positive, Section, Weight
+from fcsd.config.fields import InputPath, OutputPath, Positive, Section, Weight
 from fcsd.config.objective import Objective
 from fcsd.config.optim import Optim
 from fcsd.config.parallel import Parallel
@@ -64,7 +64,7 @@ class EarlyStop(Section):
     """Whether `delta` is a fraction of the best score (`relative`) or a difference in its unit (`absolute`)."""
     limit: Positive | None = None
     """The number of documents of the task that are scored, from the first one on; null scores all."""
-    data_mirror: PathText | None = None
+    data_mirror: InputPath | None = None
     """A folder with the benchmarks' data sets, used instead of the hub; null reads them from the hub."""
 
     @property
@@ -97,11 +97,11 @@ class Recipe(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     """The name of the run in logs, model cards and trackers."""
-    model: PathText
+    model: InputPath
     """The student: a converted checkpoint, as a directory or hub id. `init.wiring` allows an unconverted one."""
     init: Init = Init()
     """The weights and the wiring that the student starts with."""
-    teacher: PathText | None = None
+    teacher: InputPath | None = None
     """The frozen teacher, as a directory or hub id; null means the original that the student was converted from."""
     teacher_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     """The sha256 fingerprint that the teacher must have; null means the one recorded when the student was converted."""
@@ -154,6 +154,8 @@ class Recipe(Section):
             raise ValueError("optim.accumulate_dtype and optim.reduce_dtype cannot be bf16 if train.dtype is fp32")
         if self.train.dtype == "bf16" and self.parallel.zero_stage == 1 and self.accumulate_dtype == "fp32":
             raise ValueError("optim.accumulate_dtype fp32 needs parallel.zero_stage 0 or 2: ZeRO-1 sums in bf16")
+        if self.optim.offload == "host" and self.parallel.zero_stage == 0:
+            raise ValueError("optim.offload host needs parallel.zero_stage 1 or 2: only ZeRO can offload")
         if (rows := self.schedule_steps * (self.train.batch_tokens // self.data.seq_len)) > MAX_ROWS:
             raise ValueError(
                 f"train.steps ({self.train.steps}) of the schedule's {self.schedule_steps} steps take {rows:,} rows of "

@@ -157,7 +157,7 @@ def _assign(current: object, parts: list[str], value: object) -> object:
     if current is None or isinstance(current, dict):
         known = current or {}
         return {**known, head: _assign(known.get(head), rest, value)}
-    raise ConfigError(f"--set: nothing is called {'.'.join(parts)!r} inside {current!r:.100}")
+    raise ConfigError(f"--set: there is no key {'.'.join(parts)!r} inside {current!r:.100}")
 
 
 def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:

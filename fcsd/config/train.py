@@ -20,7 +20,7 @@ class Train(Section):
     tokens: Count | None = None
     """The length of the run in tokens, instead of `steps`; it is rounded up to whole steps. null means `steps`."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """The precision of weights and activations. The optimizer keeps its copy of the weights and its states in fp32."""
+    """The precision of weights and activations. The optimizer keeps its copy of the weights in fp32."""
     attention: Literal["packed", "masked"] = "packed"
     """How attention stays inside the documents of a packed row, on GPUs in bf16. `packed` computes the scores inside
     documents alone; `masked` computes all scores of a row and masks the rest, which is slower and rounds differently.

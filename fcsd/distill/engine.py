@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe, accumulation
+from fcsd.distill.bf16_moments import Bf16MomentsAdamW
 from fcsd.distill.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
@@ -119,22 +120,53 @@ def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """The configuration of the DeepSpeed engine. Each step overwrites the learning rate in it."""
     train, optim, zero_stage = recipe.train, recipe.optim, recipe.parallel.zero_stage
     on_device = judges_on_device(recipe)
-    adamw = {"lr": optim.lr, "betas": list(optim.betas), "eps": 1e-8, "weight_decay": optim.weight_decay}
-    return {
+    zero: dict[str, Any] = {"stage": zero_stage}
+    if optim.offload == "host":
+        # Gradients travel to the host and weights back. Only memory that is pinned is copied at the speed of the bus.
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    config = {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "gradient_accumulation_steps": accumulation(recipe, world_size),
         "gradient_clipping": optim.grad_clip if zero_stage and not on_device else 0.0,
         "bf16": {"enabled": train.dtype == "bf16", "check_grad_overflow": not on_device},
-        "zero_optimization": {"stage": zero_stage},
+        "zero_optimization": zero,
+        # DeepSpeed refuses optimizers that it does not know, and on the host all but its own, unless it is told not to.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": recipe.reduce_dtype,
         # Without ZeRO DeepSpeed offers no other dtype than that of the weights; see build_engine.
         "data_types": {"grad_accum_dtype": recipe.accumulate_dtype if zero_stage else train.dtype},
-        # torch's fused AdamW is used because DeepSpeed's own is compiled on first use, which takes a minute and a
-        # compiler.
-        "optimizer": {"type": "AdamW", "params": {**adamw, "torch_adam": True, "fused": True}},
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # this timer waits for the device around every step
     }
+    if optim.moments == "fp32":
+        # torch's fused AdamW is used, on GPUs and on the host, because DeepSpeed's own optimizers are compiled on first
+        # use, which takes a minute and a compiler.
+        params = {**adamw_settings(recipe), "torch_adam": True, "fused": True}
+        config["optimizer"] = {"type": "AdamW", "params": params}
+    return config
+
+
+def adamw_settings(recipe: Recipe) -> dict[str, Any]:
+    """The settings of AdamW, whichever implementation runs."""
+    optim = recipe.optim
+    return {"lr": optim.lr, "betas": list(optim.betas), "eps": 1e-8, "weight_decay": optim.weight_decay}
+
+
+def bf16_moments_optimizer(recipe: Recipe) -> Callable[[list[Any]], Bf16MomentsAdamW] | None:
+    """What makes the optimizer for ``deepspeed.initialize``; None if DeepSpeed makes it by its configuration."""
+    if recipe.optim.moments == "fp32":
+        return None
+
+    def make(parameters: list[Any]) -> Bf16MomentsAdamW:
+        from deepspeed.moe.utils import configure_moe_param_groups
+
+        # DeepSpeed itself divides the parameters only for optimizers that it makes.
+        if recipe.parallel.ep_size > 1 or recipe.parallel.wire.any:
+            parameters = configure_moe_param_groups(parameters)
+        return Bf16MomentsAdamW(parameters, **adamw_settings(recipe))
+
+    return make
 
 
 def build_engine(model: PreTrainedModel, recipe: Recipe, world: World, traffic: Traffic | None = None) -> Any:
@@ -150,7 +182,10 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World, traffic: 
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     student = Student(model, recipe.objective, quantiser_of(recipe)).train()
     engine, *_ = deepspeed.initialize(
-        model=student, model_parameters=parameter_groups(student, recipe), config=deepspeed_config(recipe, world.size)
+        model=student,
+        model_parameters=parameter_groups(student, recipe),
+        config=deepspeed_config(recipe, world.size),
+        optimizer=bf16_moments_optimizer(recipe),
     )
     if not recipe.parallel.zero_stage:
         for parameter in student.parameters():

@@ -134,7 +134,7 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, dog: Wa
         run.world,
         run.engine,
         run.identity,
-        lambda directory: write_student(run.student, run.source, directory, run.world, random=random),
+        lambda part, directory, world: write_student(part, run.source, directory, world, random=random),
         settings=recipe.checkpoint,
         failures=recipe.faults.save_failures,
         checkpoint=run.checkpoint,
@@ -152,6 +152,7 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, dog: Wa
             reporter = shown.enter_context(reporting(run.directory, run.resolved, start=run.done))
             reporter.say(opening(recipe, run.directory, run.done))
         shown.callback(dog.leave)  # after the last step, ranks may work for different times, so none is watched
+        shown.callback(saver.close)
         steps = recipe.train.steps if not scores.verdict.stop else run.done
         feed = shown.enter_context(feeding(run.rows, recipe, run.world, first, steps, run.cache))
         meter = Meter(run.directory, recipe, run.world, run.hosts, run.done, feed, run.traffic)
@@ -173,13 +174,14 @@ def take_steps(run: Prepared, tools: Tools, steps: range) -> None:
     unjudged: LaunchedStep | None = None
     for step in steps:
         tools.dog.beat()
+        tools.saver.poll(run.hosts)
         with tools.meter.step(step):
             launched = launch_step(run.engine, run.live, tools.feed.take(), run.recipe, run.world, step)
             if unjudged is not None:
                 _log_if_skipped(run, tools, unjudged)
             duties = duties_after(run, tools, step)
             metrics = launched.metrics() if duties.any else {}
-            skipped = duties.any and tools.skips.judge(step, metrics, tools.saver.checkpoint)
+            skipped = duties.any and tools.skips.judge(step, metrics, tools.saver.newest)
         unjudged = None if duties.any else launched
         if duties.any:
             finish_step(run, tools, duties, step, metrics, skipped)
@@ -225,15 +227,24 @@ def finish_step(
     if last or duties.evaluate or duties.log or skipped:
         _log(run, tools, step, found)
     best = tools.scores.verdict.best
-    time_left = tools.preemption.time_left(run.hosts)
+    time_left = _time_left(run, tools)
     wanted = duties.save or best == step or time_left < math.inf
     if last or (wanted and tools.saver.seconds < time_left):
         progress = {**_counts(run, step), **tools.scores.progress(), **tools.skips.progress()}
-        tools.saver.save(step, progress, last=last, best=best)
-        time_left = tools.preemption.time_left(run.hosts)  # a signal that came during the save needs no further step
+        tools.saver.save(step, progress, last=last, best=best, wait=time_left < math.inf)
+        time_left = _time_left(run, tools)  # a signal that came during the save needs no further step
     # A signal that came after the decision not to save lets the run take one more step, which is then saved.
     if not last and time_left < math.inf:
-        raise signals.preempted(f"step {step} was the last", tools.saver.checkpoint)
+        raise signals.preempted(f"step {step} was the last", tools.saver.newest())
+
+
+def _time_left(run: Prepared, tools: Tools) -> float:
+    """``Preemption.time_left``. If the run was asked to end, a checkpoint that is being written is finished first."""
+    left = tools.preemption.time_left(run.hosts)
+    if left < math.inf:
+        tools.saver.finish()
+        left = tools.preemption.time_left(run.hosts)
+    return left
 
 
 def publish_model(run: Prepared, tools: Tools) -> None:
@@ -254,7 +265,7 @@ def publish_model(run: Prepared, tools: Tools) -> None:
 def _log_if_skipped(run: Prepared, tools: Tools, launched: LaunchedStep) -> None:
     """Checks the metrics of an earlier step, and logs them only if the step was skipped."""
     metrics = launched.metrics()
-    if tools.skips.judge(launched.number, metrics, tools.saver.checkpoint):
+    if tools.skips.judge(launched.number, metrics, tools.saver.newest):
         _log(run, tools, launched.number, metrics)
 
 

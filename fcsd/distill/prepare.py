@@ -16,15 +16,15 @@ from fcsd.distill.data.corpus import Corpus, load_tokenizer
 from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
-from fcsd.distill.run import checkpoints, run_dir
-from fcsd.distill.run.identity import require_agreement, run_identity
-from fcsd.distill.student import load_student, student_source
+from fcsd.distill.inputs import student_source
+from fcsd.distill.run import checkpoints, manifest, run_dir
+from fcsd.distill.run.identity import flat, require_agreement, run_identity
+from fcsd.distill.student import load_student, student_config
 from fcsd.distill.teacher.cache import read_teacher_cache
 from fcsd.distill.teacher.original import (
     compile_layers,
     identify_teacher,
     needs_teacher,
-    output_head,
     pack_attention,
     teacher_name,
 )
@@ -108,14 +108,21 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     import_deepspeed()
     (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
     checkpoint = world.on_first(lambda: checkpoints.find(directory / run_dir.CHECKPOINTS, resume, _say))
-    source = student_source(recipe).path
-    student = load_student(recipe, dtype=DTYPES[recipe.train.dtype], device=world.device)
+    if checkpoint:
+        world.on_first(lambda: checkpoints.require_model(checkpoint, flat(recipe.model_dump())))
+    source = student_source(recipe)
+    config = student_config(recipe, source)
     hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
+    # The data come first, because a fault in them is found in less time than it takes to load a model.
+    tokenizer, vocab_size = load_tokenizer(source.path), config.get_text_config().vocab_size
+    corpora, rows, held_out = read_data(recipe, tokenizer, vocab_size, world)
+    trained = checkpoint / manifest.MODEL if checkpoint else None
+    student = load_student(
+        recipe, dtype=DTYPES[recipe.train.dtype], device=world.device, config=config, trained=trained
+    )
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     teacher = load_teacher(recipe, student, world, traffic) if needs_teacher(recipe) else None
     live = None if teacher is None else live_teacher(teacher, recipe.objective)
-    tokenizer, vocab_size = load_tokenizer(source), len(output_head(student))
-    corpora, rows, held_out = read_data(recipe, tokenizer, vocab_size, world)
     identity, cache = run_identity(recipe, corpora, world), None
     if settings := recipe.objective.teacher_cache:
         cache, hashes = read_teacher_cache(recipe, settings, identity, vocab_size, world)
@@ -129,7 +136,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
         resolved=resolved,
         world=world,
         hosts=hosts_of(world),
-        source=source,
+        source=source.path,
         student=student,
         teacher=teacher,
         live=live,

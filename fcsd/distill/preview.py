@@ -10,9 +10,10 @@ from fcsd.config import Recipe, accumulation
 from fcsd.distill import expert_parallel
 from fcsd.distill.data.corpus import Corpus, listed, load_corpus, load_tokenizer
 from fcsd.distill.data.rows import Rows, batch
+from fcsd.distill.inputs import student_source
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.run import run_dir
-from fcsd.distill.student import meta_student, student_source
+from fcsd.distill.student import meta_student
 from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_name
 from fcsd.parallel.expert.formats import formats_of
 from fcsd.plan import plan_run

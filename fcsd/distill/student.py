@@ -1,12 +1,12 @@
 """Builds the student: with the weights of a checkpoint or random ones, in its own wiring or that of the recipe."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from fcsd.checkpoint import INDEX, Location, read_config, read_layout, resolve
+from fcsd.checkpoint import INDEX, Location, read_config, read_layout
 from fcsd.checkpoint.location import origin
 from fcsd.checkpoint.rewired import refuse_rewired
 from fcsd.checkpoint.side_files import side_files
@@ -14,28 +14,15 @@ from fcsd.checkpoint.staging import copy_small
 from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.config import Recipe
 from fcsd.distill import expert_parallel
+from fcsd.distill.inputs import student_source
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, converted_config, register
 from fcsd.models.export_template import CODE_FILES
 
-
-def student_source(recipe: Recipe) -> Location:
-    """The checkpoint that the student is made from. With random weights, only its config and tokenizer are fetched.
-
-    Raises:
-        BadInputError: the path does not exist or is not a checkpoint.
-    """
-    try:
-        return resolve(recipe.model, weights=recipe.init.weights == "loaded")
-    except BadInputError as error:
-        if recipe.init.wiring is None and not Path(recipe.model).exists():
-            create = f"fcsd convert ORIGINAL {recipe.model}"
-            error.hint = (
-                f"If you mean a directory that does not exist yet, create it: {create}. {error.hint or ''}".strip()
-            )
-        raise
+if TYPE_CHECKING:
+    from fcsd.parallel.weights.saving import OwnPart
 
 
 def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
@@ -71,20 +58,34 @@ def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
     return converted_config(config, wiring.to_block(**made_from))
 
 
-def load_student(recipe: Recipe, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_student(
+    recipe: Recipe,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: PretrainedConfig | None = None,
+    trained: Path | None = None,
+) -> PreTrainedModel:
     """The student in eval mode. Every rank has the same weights, except for the experts that are divided over ranks.
 
     Random weights follow the architecture's own rules (``initializer_range`` of the config) and the recipe's seed.
     Each module and each expert has a random generator of its own, so the weights are the same at any
     ``parallel.ep_size``.
 
+    Args:
+        config: the result of ``student_config``, if the caller has it already.
+        trained: the model directory of the checkpoint from which the run continues; its weights and its config are
+            used in place of those of the recipe.
+
     Raises:
         BadInputError, ConfigError: see ``student_config``; also if the weights do not match the config.
     """
-    source = student_source(recipe)
-    config = student_config(recipe, source)
     parallel = recipe.parallel
     how: Any = {"dtype": dtype, "device": device, "dispatched": parallel.wire.any}
+    if trained is not None:
+        return expert_parallel.load(trained, parallel.ep_size, **how)
+    source = student_source(recipe)
+    config = config or student_config(recipe, source)
     if recipe.init.weights == "loaded":
         return expert_parallel.load(source.path, parallel.ep_size, config=config, **how)
     return expert_parallel.randomise(config, parallel.ep_size, seed=recipe.seed, **how)
@@ -97,20 +98,21 @@ def meta_student(recipe: Recipe, source: Location) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-def write_student(model: PreTrainedModel, source: Path, directory: Path, world: World, *, random: bool = False) -> None:
+def write_student(part: "OwnPart", source: Path, directory: Path, world: World, *, random: bool = False) -> None:
     """Writes the model directory of a checkpoint, an ordinary Hugging Face directory with the original tensor names.
 
     Every rank calls this and writes its part of the trained weights. All other files are copied from ``source``.
 
     Args:
+        part: this rank's part of the student; see ``own_part``.
         source: the directory that the student was made from.
         directory: the directory to create.
         random: whether the student began with random weights; ``source`` may then have no weights.
     """
-    from fcsd.parallel.weights.saving import save_model
+    from fcsd.parallel.weights.saving import write_part
 
     world.on_first(directory.mkdir)
-    world.everywhere(lambda: save_model(model, directory, None if random else source))
+    world.everywhere(lambda: write_part(part, directory, None if random else source))
     world.on_first(lambda: _copy_others(source, directory))
 
 

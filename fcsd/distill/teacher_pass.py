@@ -9,7 +9,7 @@ import datasets
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe, TeacherCache
@@ -17,17 +17,18 @@ from fcsd.distill import expert_parallel
 from fcsd.distill.data.corpus import load_tokenizer
 from fcsd.distill.data.rows import Mixture, batch
 from fcsd.distill.engine import DTYPES, import_deepspeed
+from fcsd.distill.inputs import student_source
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.prepare import read_data
 from fcsd.distill.run import run_dir
 from fcsd.distill.run.identity import run_identity
-from fcsd.distill.student import student_source
 from fcsd.distill.teacher import cache as teacher_cache
 from fcsd.distill.teacher.cache import Shard, row_digest
 from fcsd.distill.teacher.original import final_hidden, identify_teacher, output_head, pack_attention, teacher_name
 from fcsd.distill.top_k import TopK, top_k
 from fcsd.errors import ConfigError, NonFiniteError
 from fcsd.launch.world import World, join_world
+from fcsd.models.build import register
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,9 @@ def cache_teacher(resolved: ResolvedRecipe, *, shard_bytes: int = _SHARD_BYTES) 
     recipe = resolved.recipe
     settings = recipe.objective.teacher_cache
     if settings is None:
-        raise ConfigError("the recipe names no teacher cache", hint="set objective.teacher_cache.path")
+        raise ConfigError(
+            "the recipe names no teacher cache", hint="Set objective.teacher_cache.path to the directory to write."
+        )
     folder = Path(settings.path)
     world = join_world()
     with ExitStack() as held:
@@ -71,11 +74,8 @@ def _write(recipe: Recipe, settings: TeacherCache, folder: Path, world: World, s
     expert_parallel.check(recipe.model_copy(update={"objective": live}), world.size)
     import_deepspeed()
     path, ep_size = resolve(teacher_name(recipe)).path, recipe.parallel.teacher_ep_size
-    model = expert_parallel.load(path, ep_size, dtype=DTYPES[recipe.train.dtype], device=world.device)
-    model.requires_grad_(False)
-    pack_attention(model, recipe)
-    expert_parallel.wire_sharded(model, ep_size, recipe.parallel)
-    vocab_size = len(output_head(model))
+    register()
+    vocab_size = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config().vocab_size
     if settings.top_k > vocab_size:
         raise ConfigError(
             f"objective.teacher_cache.top_k is {settings.top_k}, the vocabulary has {vocab_size} token ids"
@@ -83,6 +83,10 @@ def _write(recipe: Recipe, settings: TeacherCache, folder: Path, world: World, s
     corpora, rows, _ = read_data(recipe, load_tokenizer(student_source(recipe).path), vocab_size, world)
     key = teacher_cache.key_of(recipe, settings, run_identity(recipe, corpora, world), hashes, vocab_size)
     shards = teacher_cache.plan(teacher_cache.rows_needed(recipe), recipe.data.seq_len, settings.top_k, shard_bytes)
+    model = expert_parallel.load(path, ep_size, dtype=DTYPES[recipe.train.dtype], device=world.device)
+    model.requires_grad_(False)
+    pack_attention(model, recipe)
+    expert_parallel.wire_sharded(model, ep_size, recipe.parallel)
     missing = world.on_first(lambda: teacher_cache.begin(folder, key, shards))
     if world.rank == 0:
         log.info("%s: %d of %d shards to write", folder, len(missing), len(shards))

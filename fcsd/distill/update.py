@@ -11,7 +11,11 @@ ZeRO stage, weights    the norm is computed by                    a norm that is
 0, bf16                ``global_norm``                            on the host: DeepSpeed's wrapper asks, too
 1 and 2, bf16          DeepSpeed, over all partitions             on the device, by ``found_inf``
 1 and 2, fp32          DeepSpeed, over all partitions             on the host, by DeepSpeed
+1 and 2, offloaded     DeepSpeed, over all partitions             on the host, by DeepSpeed
 =====================  =========================================  ========================================
+
+With ``optim.offload: host`` AdamW itself runs on the host, which therefore waits for the gradients in any case.
+``Bf16MomentsAdamW`` takes the flag ``found_inf`` as torch's AdamW does.
 """
 
 from typing import Any
@@ -28,7 +32,7 @@ _EPSILON = 1e-6  # added to the norm before the division, as DeepSpeed and torch
 
 def judges_on_device(recipe: Recipe) -> bool:
     """Whether clipping and the check of the norm run on the device (``install``) instead of in DeepSpeed."""
-    return recipe.parallel.zero_stage > 0 and recipe.train.dtype == "bf16"
+    return recipe.parallel.zero_stage > 0 and recipe.train.dtype == "bf16" and recipe.optim.offload == "none"
 
 
 def install(engine: Any, recipe: Recipe) -> None:
@@ -60,12 +64,15 @@ def update(engine: Any, recipe: Recipe, world: World) -> Tensor | float:
 
     If the norm is not finite, no weight and no moment changes on any rank.
 
-    Returns: the global L2 norm of the gradients before clipping.
+    Returns: the global L2 norm of the gradients before clipping; a number if the host has computed it.
     """
     if recipe.parallel.zero_stage:
         engine.step()
         norm = engine.get_global_grad_norm()
-        return 0.0 if norm is None else norm
+        if norm is None:
+            return 0.0
+        # With the optimizer on the host, the norm is there, too, while the step's other numbers are on the device.
+        return float(norm) if recipe.optim.offload == "host" else norm
     norm = global_norm(engine, recipe, world)
     if recipe.optim.grad_clip:
         with_gradient = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]

@@ -153,7 +153,7 @@ class Requirement:
         match = re.fullmatch(rf"within {number}(?:\s*,\s*each within {number})?", text.strip())
         if match is None:
             form = '"within POINTS" or "within POINTS, each within POINTS", e.g. "within 1.0, each within 3.0"'
-            raise ConfigError(f"cannot require {text!r}", f"the form is {form}")
+            raise ConfigError(f"--require {text!r} is not understood", f"Write it as {form}")
         return cls(float(match[1]), None if match[2] is None else float(match[2]))
 
     def check(self, comparisons: Sequence[Comparison]) -> None:
@@ -186,9 +186,9 @@ def compare_models(results: Sequence[Result], *, untrained: str | None = None) -
     models = list(dict.fromkeys(result["model"] for result in results))
     baseline = next((result["model"] for result in results if result["baseline"]), None)
     if baseline is None:
-        raise ConfigError("there is no baseline to compare with", "name one with --baseline")
+        raise ConfigError("there is no baseline to compare with", "Name one by --baseline.")
     if untrained is not None and untrained not in models:
-        raise ConfigError(f"no model {untrained!r} was evaluated", f"there are: {', '.join(models)}")
+        raise ConfigError(f"no model {untrained!r} was evaluated", f"These were: {', '.join(models)}")
     by_model = {model: {result["column"]: result for result in results if result["model"] == model} for model in models}
     floor = by_model[untrained] if untrained is not None else {}
     return [

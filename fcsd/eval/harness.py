@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.errors import ConfigError
 from fcsd.eval.code.sandbox import find_sandbox
 from fcsd.eval.engines.adapter import HFAdapter
-from fcsd.eval.engines.engine import Engine, opened, versions
+from fcsd.eval.engines.engine import OWN, Engine, opened, versions
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
 from fcsd.eval.perplexity import HeldOut, held_out_result
@@ -102,7 +102,7 @@ def evaluate_models(
     chosen = select_any(suite, tasks, num_fewshot=num_fewshot, apply_chat_template=apply_chat_template)
     engine = engine or Engine()
     engine.check(int(os.environ.get("WORLD_SIZE", "1")) if team is None else 1)
-    team = team or _torchrun_team(lockstep=engine.ep_size > 1)
+    team = team or _torchrun_team(lockstep=engine.ep_size > 1, together_on_all=engine.backend == OWN)
     with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
         if any(benchmark.harness in (SANDBOX, EVALPLUS) for benchmark in chosen):  # refused before hours of work
             team.on_first(lambda: find_sandbox(accept_unsafe_exec=accept_unsafe_exec))
@@ -171,7 +171,7 @@ def _lent(model: Loaded, engine: Engine, team: Team) -> Iterator[Adapter]:
         yield HFAdapter(model.model, model.tokenizer, team=team, generation=engine.generation, **limits)
 
 
-def _torchrun_team(lockstep: bool) -> Team:
+def _torchrun_team(lockstep: bool, together_on_all: bool) -> Team:
     """The processes that torchrun started, or this process alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
@@ -180,7 +180,8 @@ def _torchrun_team(lockstep: bool) -> Team:
     from fcsd.launch.world import join_world
 
     world = join_world()
-    return Team(replace(world, group=dist.new_group(backend="gloo", timeout=PATIENCE)), lockstep)
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return Team(replace(world, group=group), lockstep, together_on_all)
 
 
 def _results(

@@ -34,7 +34,7 @@ def read_texts(path: Path, column: str = "text") -> list[str]:
 
         table = pyarrow.parquet.read_table(path)
         if column not in table.column_names:
-            raise BadInputError(f"{path} has no column {column!r}", f"it has: {', '.join(table.column_names)}")
+            raise BadInputError(f"{path} has no column {column!r}", f"Its columns are: {', '.join(table.column_names)}")
         texts = table[column].to_pylist()
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
         data = path.read_bytes()

@@ -171,7 +171,7 @@ def select(suite: str, tasks: Sequence[str] | None = None) -> list[Benchmark]:
     unknown = [task for task in tasks if task.lower() not in by_name]
     if unknown:
         known = ", ".join(f"{benchmark.column} ({benchmark.task})" for benchmark in SUITES[suite])
-        raise ConfigError(f"suite {suite!r} has no task {unknown[0]!r}", f"it has: {known}")
+        raise ConfigError(f"suite {suite!r} has no task {unknown[0]!r}", f"Its tasks are: {known}")
     return _each_once([by_name[task.lower()] for task in tasks])
 
 
@@ -204,7 +204,7 @@ def select_any(
     changes: dict[str, Any] = {"published": None}
     if num_fewshot is not None:
         if evalplus := [benchmark.column for benchmark in chosen if benchmark.harness == EVALPLUS]:
-            raise ConfigError(f"{evalplus[0]}: EvalPlus shows no examples", "leave out --num-fewshot")
+            raise ConfigError(f"{evalplus[0]}: EvalPlus shows no examples in its prompts", "Leave out --num-fewshot.")
         changes["shots"] = num_fewshot
     if apply_chat_template is not None:
         changes["chat"] = apply_chat_template
@@ -213,7 +213,7 @@ def select_any(
 
 def _by_name(suite: str) -> dict[str, Benchmark]:
     if suite not in SUITES:
-        raise ConfigError(f"unknown suite {suite!r}", f"suites: {', '.join(SUITES)}")
+        raise ConfigError(f"unknown suite {suite!r}", f"The suites are: {', '.join(SUITES)}")
     return {name.lower(): benchmark for benchmark in SUITES[suite] for name in (benchmark.column, benchmark.task)}
 
 
@@ -224,5 +224,5 @@ def _of_lm_eval(task: str) -> Benchmark:
 def _each_once(benchmarks: list[Benchmark]) -> list[Benchmark]:
     names = [benchmark.column for benchmark in benchmarks]
     if not names or len(set(names)) < len(names):
-        raise ConfigError("tasks must name at least one task, each once")
+        raise ConfigError("--tasks must name at least one task, and no task twice")
     return benchmarks

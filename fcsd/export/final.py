@@ -128,12 +128,17 @@ def _choose(run: Path, checkpoint: str | None) -> Path:
     if checkpoint in named:
         return named[checkpoint]
     if checkpoint not in (None, "best"):
-        raise ConfigError(f"checkpoint {checkpoint!r}: there are best, {', '.join(reversed(named))}")
+        raise ConfigError(
+            f"{run}: there is no checkpoint {checkpoint!r}", f"Choose one of best, {', '.join(reversed(named))}."
+        )
     if best := _best(run, committed):
         log.info("the best checkpoint of %s is %s (the latest is %s)", run, best.name, committed[-1].name)
         return best
     if checkpoint == "best":
-        raise ConfigError(f"{run}: no checkpoint's held-out loss was measured", "Export latest, or set eval_every.")
+        raise ConfigError(
+            f"{run}: no checkpoint's held-out loss was measured",
+            "Export the newest with --checkpoint latest. With train.eval_every, a run measures the loss.",
+        )
     return committed[-1]
 
 

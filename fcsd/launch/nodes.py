@@ -48,9 +48,12 @@ def node_of(count: int, rank: int, rendezvous: str | None) -> Node:
     """
     match = _ENDPOINT.fullmatch(rendezvous or "")
     if match is None or not 0 < int(match["port"]) < 65536:
-        raise ConfigError(f"--rendezvous {rendezvous}: expected HOST:PORT", hint="of node 0, the same on every node")
+        raise ConfigError(
+            f"--rendezvous {rendezvous}: expected HOST:PORT",
+            hint="Give the address of node 0 and a free port there, the same on every node.",
+        )
     if not 0 <= rank < count:
-        raise ConfigError(f"--node-rank {rank}: {count} nodes are numbered 0 to {count - 1}")
+        raise ConfigError(f"--node-rank {rank}: the {count} nodes are numbered 0 to {count - 1}")
     return Node(count, rank, match["host"], int(match["port"]))
 
 

@@ -106,10 +106,10 @@ def meet(kind: str, number: int, count: int, host: str, port: int, *, serves: bo
 def _unreachable(error: Exception, host: str, port: int, timeout: float) -> ConfigError | PeerLostError:
     """The error of fcsd for a store that could not be made or reached."""
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-        return ConfigError(f"port {port} of {host} is in use", hint="another run? choose another port")
+        return ConfigError(f"port {port} of {host} is in use", hint="Perhaps another run uses it. Choose another port.")
     return PeerLostError(
         f"nobody answers at {host}:{port} within {timeout:g} seconds",
-        hint="is the process of rank 0 (node 0) running, and is that address reachable from here?",
+        hint="Check that the process of rank 0 runs on node 0, and that its address can be reached from here.",
     )
 
 

@@ -21,10 +21,13 @@ class Team:
         world: the ranks; None for this process alone.
         lockstep: whether the model itself is divided over the ranks (expert parallelism, ZeRO-3). Every rank must then
             run the model equally often.
+        together_on_all: whether every layer is divided over the ranks (tensor parallelism). Every rank must then run
+            the model on the same inputs, so each of them does all the work and gets all the answers itself.
     """
 
     world: World | None = None
     lockstep: bool = False
+    together_on_all: bool = False
 
     @property
     def leads(self) -> bool:
@@ -34,7 +37,7 @@ class Team:
     def share(self, batches: Iterable[Batch]) -> list[Batch]:
         """The batches of this rank. In lockstep every rank gets equally many: the last batch of all is repeated."""
         whole = list(batches)
-        if self.world is None:
+        if self.world is None or self.together_on_all:
             return whole
         if self.lockstep:
             whole += whole[-1:] * (-len(whole) % self.world.size)
@@ -42,9 +45,14 @@ class Team:
 
     def together(self, work: Callable[[], dict[int, T]]) -> dict[int, T]:
         """The answers of all ranks, by index; an error on one rank is raised on all."""
-        if self.world is None:
+        if self.world is None or self.together_on_all:
             return work()
         return {index: answer for part in self.world.everywhere(work) for index, answer in part.items()}
+
+    @property
+    def shares(self) -> int:
+        """Among how many ranks the requests are divided."""
+        return 1 if self.world is None or self.lockstep or self.together_on_all else self.world.size
 
     def on_first(self, work: Callable[[], T]) -> T:
         """The result of ``work``, which rank 0 does for all ranks."""

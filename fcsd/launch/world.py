@@ -5,7 +5,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +17,7 @@ from fcsd.parallel import process_settings
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     from fcsd.launch.nodes import Node
 
@@ -111,7 +112,7 @@ def ensure_world(
 
     available = torch.cuda.device_count()
     if 0 < available < gpus:
-        raise ConfigError(f"--gpus {gpus}: this machine has {available}")
+        raise ConfigError(f"--gpus {gpus}: this machine has {available} GPUs")
     # The processes share the cores, unless the user has set a number. torchrun would give each one core and warn.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus)))
     process_settings.set_defaults(os.environ)
@@ -137,7 +138,7 @@ def _torchrun(arguments: list[str]) -> NoReturn:
     try:
         run(parse_args(arguments))
     except ChildFailedError as failed:
-        rank, first = failed.get_first_failure()
+        rank, first = _cause(failed.failures)
         if first.exitcode >= 0:
             sys.exit(first.exitcode)
         # A killed process prints nothing, so its parent reports it. The kernel kills processes when memory runs out.
@@ -148,6 +149,20 @@ def _torchrun(arguments: list[str]) -> NoReturn:
         preempted = caught.sigval in (signal.SIGTERM, signal.SIGUSR1)
         sys.exit(PreemptedError.exit_code if preempted else 128 + caught.sigval)
     sys.exit(0)
+
+
+def _cause(failures: "Mapping[int, ProcessFailure]") -> "tuple[int, ProcessFailure]":
+    """The rank that failed by itself, and its failure.
+
+    torchrun dates failures in whole seconds and looks at its processes several times per second. If a process has
+    ended because of another one before torchrun looks, both have the same date, and the date does not tell which of
+    them was the first.
+    """
+    consequences = (PeerLostError.exit_code, PreemptedError.exit_code, -signal.SIGTERM)
+    first = min(failures, key=lambda rank: failures[rank].timestamp)
+    together = [rank for rank in failures if failures[rank].timestamp <= failures[first].timestamp + 1]
+    cause = next((rank for rank in together if failures[rank].exitcode not in consequences), first)
+    return cause, failures[cause]
 
 
 def join_world(timeout: float = preflight.TIMEOUT) -> World:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .wiring import DESYNC, READS, Blocks
+from .wiring_block import DESYNC, READS, Blocks
 
 
 @dataclass(frozen=True)

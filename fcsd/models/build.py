@@ -18,11 +18,10 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..errors import BadInputError, ConfigError
 from .archs import ARCHS, Arch
-from .config_keys import EXPERT_COUNTS, WEIGHTS_FILE
+from .config_keys import EXPERT_COUNTS, PREFIX, WEIGHTS_FILE
 from .norms import fuse_norms
-from .wiring import DESYNC, WiredModel, Wiring, hf_parts, wire_layers
-
-PREFIX = "fcsd_"
+from .wiring import WiredModel, hf_parts, wire_layers
+from .wiring_block import DESYNC, Wiring
 
 
 def arch_of(config: PretrainedConfig) -> Arch:
@@ -216,7 +215,7 @@ def load_model(
             **kwargs,
         )
     except (RuntimeError, ValueError) as error:
-        hint = f"fcsd inspect {path} names what is wrong"
+        hint = f"`fcsd inspect {path} --verify` says what is wrong."
         raise BadInputError(f"{path}: {str(error).strip().splitlines()[0]}", hint) from error
     problems = [
         f"{kind.removesuffix('_keys')} {keys}" for kind in report if (keys := sorted(map(str, report[kind]))[:5])

@@ -1,5 +1,8 @@
 """Keys of config.json that several packages need. This file imports nothing, so that each of them can import it."""
 
+# The model_type of a converted checkpoint is this prefix followed by that of its base.
+PREFIX = "fcsd_"
+
 # The number of routed experts; a config has one of these keys, or two of them that are equal.
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 

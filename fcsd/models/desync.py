@@ -10,8 +10,7 @@ rank-local residuals.
 This file needs torch only and is shipped verbatim in exported checkpoints.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -20,8 +19,6 @@ from torch import Tensor, nn
 
 # Keyword arguments of transformers' layers that have a batch dimension, whose size is that of the batch or 1.
 _PER_SEQUENCE = {"attention_mask", "position_ids", "position_embeddings"}
-# A layer in a pattern -> whether the reductions after its (attention, MLP) are kept.
-_KEEPS = {"-": (False, False), "a": (True, False), "m": (False, True), "am": (True, True)}
 
 
 class RankPartialLinear(nn.Linear):
@@ -82,59 +79,6 @@ def _per_rank(value: Any, batch: int, degree: int) -> Any:
     return value
 
 
-def kept_reductions(layers: Sequence[int], reduce: str) -> dict[int, tuple[bool, bool]]:
-    """For each converted layer, whether the reductions after its attention and its MLP are kept.
-
-    ``reduce`` is applied to each unbroken run of converted layers, beginning at the first layer of the run. The last
-    reduction of a run is always kept, so that the layer after the run, or the final norm, reads one stream.
-
-    Args:
-        layers: the 0-based indices of the converted layers, ascending.
-        reduce: ``Nx`` keeps the last of every N reductions (Ladder §5 has 2x and 4x); ``last`` keeps only the last
-            reduction of a run. A pattern such as ``-,m`` has one item for each layer, and is repeated when it ends:
-            ``a`` keeps the reduction after the attention, ``m`` keeps the reduction after the MLP, ``am`` keeps both,
-            and ``-`` keeps none.
-
-    Raises:
-        ValueError: ``reduce`` has none of these forms, or a pattern is longer than every run.
-    """
-    runs: list[list[int]] = []
-    for i in layers:
-        if not runs or runs[-1][-1] != i - 1:
-            runs.append([])
-        runs[-1].append(i)
-    longest = max(map(len, runs), default=0)
-    pattern = _pattern(reduce, longest)
-    if runs and len(pattern) > longest:
-        raise ValueError(f"reduce {reduce!r} has {len(pattern)} layers; the longest run of converted layers, {longest}")
-    keeps = {}
-    for run in runs:
-        keeps |= {i: pattern[position % len(pattern)] for position, i in enumerate(run)}
-        keeps[run[-1]] = (keeps[run[-1]][0], True)
-    return keeps
-
-
-def _pattern(reduce: str, longest: int) -> list[tuple[bool, bool]]:
-    """Which reductions ``reduce`` keeps in each layer, as a list that is repeated within a run.
-
-    Args:
-        reduce: see ``kept_reductions``.
-        longest: the number of layers of the longest run.
-    """
-    if reduce == "last":
-        return [_KEEPS["-"]]
-    if match := re.fullmatch(r"([1-9]\d{0,3})x", reduce):
-        group = int(match[1])
-        if group > 1:
-            return [(2 * i % group == group - 1, (2 * i + 1) % group == group - 1) for i in range(max(longest, 1))]
-    items = [item.strip() for item in reduce.split(",")]
-    if all(item in _KEEPS for item in items):
-        return [_KEEPS[item] for item in items]
-    raise ValueError(
-        f"reduce is 2x, 4x or another Nx, last, or a pattern of a, m, am and - such as '-,m'; not {reduce!r}"
-    )
-
-
 @cache
 def _desync_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (DesyncLayer, cls), {"__module__": cls.__module__, "unwired": cls})
@@ -145,7 +89,7 @@ def desync_layers(layers: Any, keeps: Mapping[int, tuple[bool, bool]], degree: i
 
     Args:
         layers: the decoder's layers.
-        keeps: as ``kept_reductions`` returns it; its keys are the layers to change.
+        keeps: as ``wiring_block.kept_reductions`` returns it; its keys are the layers to change.
         degree: the number of tensor-parallel ranks to simulate.
 
     Raises:

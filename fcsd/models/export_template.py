@@ -1,7 +1,7 @@
 """Writes the code of a converted directory, with which ``trust_remote_code`` loads it where fcsd is not installed.
 
-The code consists of four files in one folder. ``wiring.py`` and ``desync.py`` are copied from here unchanged. Two files
-are rendered for the architecture: they define, in plain class statements, the classes that ``build.py`` makes at run
+The code consists of five files in one folder. The files ``VERBATIM`` are copied from here unchanged. Two files are
+rendered for the architecture: they define, in plain class statements, the classes that ``build.py`` makes at run
 time. transformers copies only files of the same folder, and every other import must be an installed package. The code
 therefore imports torch and transformers only.
 """
@@ -13,12 +13,11 @@ from importlib.resources import files
 from typing import Any
 
 from .archs import Arch
-from .build import PREFIX
-from .config_keys import REFUSAL, WEIGHTS_FILE
-from .wiring import Blocks
+from .config_keys import PREFIX, REFUSAL, WEIGHTS_FILE
+from .wiring_block import Blocks
 
 CONFIGURATION, MODELING = "configuration_fcsd", "modeling_fcsd"
-VERBATIM = ("wiring.py", "desync.py")
+VERBATIM = ("wiring.py", "wiring_block.py", "desync.py")
 CODE_FILES = frozenset((f"{CONFIGURATION}.py", f"{MODELING}.py", *VERBATIM))
 # The versions of transformers with which the rendered classes are tested: from the first up to, but not including, the
 # second. pyproject.toml has the same range.

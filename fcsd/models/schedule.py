@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
-from .desync import kept_reductions
-from .wiring import DESYNC, Blocks, Parts, Wiring, add, hf_parts, plan_layers, read, split
+from .wiring import Parts, add, hf_parts, plan_layers, read, split
+from .wiring_block import DESYNC, Blocks, Wiring, kept_reductions
 
 Part = Literal["attn", "shared", "routed"]
 Kind = Literal["dense", "moe", "moe-shared"]

@@ -23,7 +23,7 @@ def select_layers(spec: str, count: int) -> tuple[int, ...]:
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)%", spec):
         share = float(match[1])
         if share > 100:
-            raise ConfigError(f"layers {spec}: more than 100 % of the layers")
+            raise ConfigError(f"layers {spec}: a share is at most 100 % of the layers")
         return _last(int(count * share / 100 + 0.5), count)
     if match := re.fullmatch(r"(first|last):(\d+)", spec):
         number = int(match[2])
@@ -33,7 +33,7 @@ def select_layers(spec: str, count: int) -> tuple[int, ...]:
         for item in spec.split(","):
             start, _, end = item.strip().partition("-")
             if int(end or start) < int(start):
-                raise ConfigError(f"layers {spec}: {item.strip()} runs backwards")
+                raise ConfigError(f"layers {spec}: the range {item.strip()} ends before it begins")
             _bounded(int(end or start) + 1, count)
             chosen.update(range(int(start), int(end or start) + 1))
         return tuple(sorted(chosen))
@@ -53,7 +53,9 @@ def layers_text(layers: Sequence[int]) -> str:
 
 def _bounded(number: int, count: int) -> int:
     if number > count:
-        raise ConfigError(f"layers: the model has {count} (0 to {count - 1}), not {number}")
+        raise ConfigError(
+            f"layers: {number} layers were asked for, and the model has {count}, numbered 0 to {count - 1}"
+        )
     return number
 
 

@@ -19,14 +19,32 @@ from fcsd.plan.speed import Speed, speed
 
 
 @dataclass(frozen=True)
+class Change:
+    """A change that makes a recipe fit.
+
+    Attributes:
+        written: the assignments and flags to write.
+        total: bytes of a GPU.
+        disk: bytes of disk.
+        host: bytes of host memory of a process.
+        hours: hours of the run.
+    """
+
+    written: list[str]
+    total: int
+    disk: int
+    host: int
+    hours: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a run of a recipe needs.
 
     Attributes:
-        host: bytes of host memory that each process needs while it loads.
+        host: most bytes of host memory that each process needs: while it loads, or with the optimizer on the host.
         disk: bytes of the checkpoints that exist at the same time, and of the teacher cache.
-        change: the cheapest change that makes the recipe fit: the assignments and flags to write, the bytes of a GPU
-            that it leads to, and the bytes of disk. None if the recipe fits, or if no change makes it fit.
+        change: the cheapest change that makes the recipe fit. None if it fits, or if no change makes it fit.
         packaged: names of the models whose configuration comes from ``fcsd/plan/configs``, because neither the hub nor
             its cache had it.
     """
@@ -39,7 +57,7 @@ class Plan:
     speed: Speed
     host: int
     disk: int
-    change: tuple[list[str], int, int] | None
+    change: Change | None
     packaged: tuple[str, ...] = ()
 
     def check(self) -> None:
@@ -59,9 +77,16 @@ class Plan:
                 "no change of the documented knobs makes it fit; larger GPUs, a shorter data.seq_len, or a "
                 "train.batch_tokens that more GPUs can share would"
             )
-        written, total, disk = self.change
-        more = f", and {disk / 1e9:,.0f} GB of disk instead of {self.disk / 1e9:,.0f}" if disk > self.disk else ""
-        return f"cheapest change that fits: {' '.join(written)} ({total / GIB:.1f} GiB{more})"
+        new = self.change
+        more = ""
+        if new.disk > self.disk:
+            more += f", {new.disk / 1e9:,.0f} GB of disk instead of {self.disk / 1e9:,.0f}"
+        if new.host > self.host:
+            more += f", {new.host / GIB:,.0f} GiB of host memory a process instead of {self.host / GIB:,.0f}"
+        return (
+            f"cheapest change that fits: {' '.join(new.written)} ({new.total / GIB:.1f} GiB a GPU{more}, "
+            f"{new.hours:,.1f} hours instead of {self.speed.hours:,.1f})"
+        )
 
 
 def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = None) -> Plan:
@@ -92,7 +117,7 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
         have = f"{hardware.world} GPUs and {model.numbers.experts} experts a layer"
         raise ConfigError(
             f"parallel.ep_size {setup.ep_size} must divide both: {have}",
-            hint="set it, or --gpus and --nodes, otherwise",
+            hint="Change parallel.ep_size, --gpus or --nodes.",
         )
     planned = plan_setup(recipe.name, model, followed.numbers, setup, hardware, utilisation)
     return replace(planned, packaged=tuple(name for name, one in named.items() if one.packaged))
@@ -115,8 +140,14 @@ def plan_setup(
     if not needed.fits:
         found = cheapest(setup, hardware, model.numbers.experts, lambda s, h: memory_of(s, h).fits)
         if found is not None:
-            disk = disk_bytes(model.numbers, found[0])
-            change = changes(setup, *found), memory_of(*found).total, disk
+            changed, larger = found
+            change = Change(
+                written=changes(setup, changed, larger),
+                total=memory_of(changed, larger).total,
+                disk=disk_bytes(model.numbers, changed),
+                host=host_bytes(model.numbers, changed),
+                hours=speed(model.numbers, teacher, changed, larger, utilisation).hours,
+            )
     return Plan(
         name=name,
         numbers=model.numbers,

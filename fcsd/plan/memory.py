@@ -17,10 +17,12 @@ from fcsd.config.objective import automatic_chunk
 from fcsd.parallel.transports import copies
 from fcsd.plan.activations import LayerBytes
 from fcsd.plan.model import FINAL_NORM, ModelNumbers
+from fcsd.plan.offload import host_optimizer_bytes, summed_on_host
 from fcsd.plan.setup import GIB, USABLE, Hardware, Setup
+from fcsd.plan.shard import Shard, shard
 
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
-EXPERT_GROUP = 178_956_971  # most parameters of one of the groups into which DeepSpeed splits experts for its optimizer
+CHUNK = 2**23  # parameters whose bf16 moments are in fp32 at a time; that of ``fcsd.distill.bf16_moments``
 
 # Memory that max_memory_allocated does not count. These are assumptions; nvidia-smi and memory_reserved can check them.
 CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces
@@ -89,40 +91,20 @@ class Memory:
         return self.total <= self.usable
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Numbers of parameters on one GPU.
-
-    Attributes:
-        trained: parameters that are trained.
-        frozen: parameters of the student that are not trained.
-        partition: trained parameters that the optimizer of this GPU updates: dense ones, and those of experts.
-    """
-
-    trained: int
-    frozen: int
-    partition: tuple[int, int]
-
-
-def shard(model: ModelNumbers, setup: Setup) -> Shard:
-    """The student's parameters on one GPU."""
-    frozen_embedding = model.embedding if setup.freeze_embeddings else 0
-    frozen_head = model.head if setup.freeze_lm_head and not model.tied else 0
-    dense = model.dense - frozen_embedding - frozen_head
-    routed = model.routed // setup.ep_size
-    ranks = setup.world if setup.zero_stage else 1
-    expert_ranks = setup.world // setup.ep_size if setup.zero_stage else 1
-    partition = (-(-dense // ranks), -(-routed // expert_ranks))
-    return Shard(dense + routed, frozen_embedding + frozen_head, partition)
-
-
-def optimizer_bytes(own: Shard, setup: Setup) -> int:
-    """Bytes of AdamW's two fp32 moments, and of an fp32 copy of the weights where DeepSpeed's optimizer makes one.
+def state_width(setup: Setup) -> int:
+    """Bytes per updated parameter of AdamW's two moments, and of the fp32 copy of the weight where one is made.
 
     ZeRO copies its partition even if the weights are in fp32. Stage 0 keeps a copy for weights in bf16 only.
     """
-    copy = 4 if setup.zero_stage or setup.dtype == "bf16" else 0
-    return (8 + copy) * sum(own.partition)
+    return 2 * setup.moment_width + (4 if setup.zero_stage or setup.dtype == "bf16" else 0)
+
+
+def optimizer_bytes(own: Shard, setup: Setup) -> int:
+    """Bytes of the optimizer's states on a GPU.
+
+    If they are on the host, the GPU has a buffer for the gradient of one tensor instead.
+    """
+    return setup.width * own.largest if setup.offload else state_width(setup) * sum(own.partition)
 
 
 def teacher_bytes(teacher: ModelNumbers, setup: Setup) -> int:
@@ -148,22 +130,23 @@ def loss_bytes(model: ModelNumbers, setup: Setup) -> tuple[int, int]:
     return logits * (2 * models + setup.width), to_hidden + to_head
 
 
-def step_bytes(model: ModelNumbers, own: Shard, setup: Setup) -> int:
+def step_bytes(own: Shard, setup: Setup) -> int:
     """Bytes that the optimizer step needs in addition to weights and states; it updates one group after another.
 
     ZeRO holds all averaged gradients in the dtype in which they were accumulated. For each group it makes a flat copy
-    of the gradients and, if they are in bf16, an fp32 copy of that. torch's fused AdamW allocates nothing more. Dense
-    parameters form one group. Experts are split into groups of at most ``EXPERT_GROUP`` parameters; a larger tensor is
-    a group of its own. Without ZeRO there is one group.
+    of the gradients and, if they are in bf16, an fp32 copy of that. torch's fused AdamW allocates nothing more. With
+    bf16 moments, those of ``CHUNK`` parameters exist in fp32, beside random numbers and a sum of both. Without ZeRO
+    there is one group. On the host, a step allocates nothing on the GPU.
     """
+    if setup.offload:
+        return 0
     copy = 4 if setup.gradient_width == 2 else 0
-    if not setup.zero_stage:
-        return copy * sum(own.partition)
     dense, experts = own.partition
-    # The largest tensor holds two of the three matrices of every expert in a layer.
-    tensor = 2 * max(layer.routed for layer in model.layers) // (3 * setup.ep_size)
-    group = min(experts, max(EXPERT_GROUP, tensor) * setup.ep_size // setup.world)
-    return setup.gradient_width * (dense + experts) + (setup.gradient_width + copy) * max(dense, group)
+    # Two moments, two random numbers and one temporary tensor, each of four bytes.
+    rounding = 20 * min(CHUNK, max(dense, own.group)) if setup.moments == "bf16" else 0
+    if not setup.zero_stage:
+        return copy * (dense + experts) + rounding
+    return setup.gradient_width * (dense + experts) + (setup.gradient_width + copy) * max(dense, own.group) + rounding
 
 
 def moments(
@@ -186,7 +169,9 @@ def moments(
     # their difference.
     targets = stream * (1 + 2 * setup.compared) if setup.teacher != "none" else 0
     several = setup.accumulation > 1
-    partition = setup.gradient_width * sum(own.partition)
+    # ZeRO's partition of the gradients; with the optimizer on the host, they leave the GPU tensor by tensor.
+    leaves = setup.offload and (setup.zero_stage == 1 or not several or summed_on_host(setup))
+    partition = 0 if leaves else setup.gradient_width * sum(own.partition)
     whole = setup.gradient_width * own.trained
 
     # Gradients from earlier micro-batches. ZeRO-2 keeps only this rank's partition of them.
@@ -224,8 +209,8 @@ def moments(
 
     reduced = before + partition if setup.zero_stage == 2 else whole + (partition if setup.zero_stage else 0)
     found.append(Moment("gradient reduction", **held, gradients=reduced, communication=buckets + flat))
-    remaining = 0 if setup.zero_stage else whole
-    found.append(Moment("optimizer step", **held, gradients=remaining + step_bytes(model, own, setup)))
+    remaining = whole if setup.zero_stage == 0 or (setup.offload and setup.zero_stage == 1) else 0
+    found.append(Moment("optimizer step", **held, gradients=remaining + step_bytes(own, setup)))
     return tuple(found)
 
 
@@ -246,21 +231,37 @@ def memory(
 
 
 def host_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """Bytes of host memory of a process that loads layer by layer: its shard, one whole layer, 2 GiB for the rest."""
+    """Most bytes of host memory of a process: while it loads, or with its optimizer on the host.
+
+    A process loads layer by layer: it holds its shard and one whole layer. 2 GiB are added for the rest.
+    """
     own = shard(model, setup)
     layer = max(layer.dense + layer.routed for layer in model.layers)
-    return setup.width * (own.trained + own.frozen + layer) + 2 * GIB
+    loading = setup.width * (own.trained + own.frozen + layer)
+    return max(loading, host_optimizer_bytes(own, setup) if setup.offload else 0) + 2 * GIB
 
 
 def checkpoint_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """Bytes of a checkpoint: the model directory, DeepSpeed's copy of the weights, and fp32 optimizer states.
+    """Bytes of a checkpoint: the model directory and the optimizer's states of the trained parameters."""
+    trained = model.total - shard(model, setup).frozen
+    return setup.width * model.total + _saved_width(setup) * trained
 
-    Only trained parameters have optimizer states.
+
+def copy_bytes(model: ModelNumbers, setup: Setup) -> int:
+    """Bytes that each process copies to host memory for a checkpoint that is written while the run goes on.
+
+    With ZeRO every process has an equal share of the states. Without it, the processes that write have all states of
+    their parameters. Page-locked memory is allocated in powers of two and may take up to twice as much.
     """
     own = shard(model, setup)
-    trained = model.total - own.frozen
-    states = 8 + (4 if setup.zero_stage or setup.dtype == "bf16" else 0)
-    return 2 * setup.width * model.total + states * trained
+    if setup.zero_stage:
+        return checkpoint_bytes(model, setup) // setup.world
+    return setup.width * model.total // setup.world + _saved_width(setup) * own.trained
+
+
+def _saved_width(setup: Setup) -> int:
+    """Bytes per trained parameter in a checkpoint: two moments and, for bf16 weights, the fp32 weight."""
+    return 2 * setup.moment_width + (4 if setup.dtype == "bf16" else 0)
 
 
 def cache_bytes(setup: Setup) -> int:

@@ -3,9 +3,10 @@
 from dataclasses import asdict
 
 from fcsd.plan import Plan
-from fcsd.plan.memory import cache_bytes
+from fcsd.plan.memory import cache_bytes, copy_bytes
+from fcsd.plan.offload import BUS, HOST
 from fcsd.plan.setup import GIB, Setup
-from fcsd.plan.speed import PEAK, Speed
+from fcsd.plan.speed import PEAK, ROUND, Speed
 
 
 def to_text(plan: Plan) -> str:
@@ -25,8 +26,8 @@ def to_text(plan: Plan) -> str:
         (
             "run",
             f"{hardware.world} GPUs{nodes}, expert-parallel {setup.ep_size}, ZeRO-{setup.zero_stage}, "
-            f"{setup.dtype}, {setup.micro_batch_size} x {setup.seq_len} tokens * {setup.accumulation:g} micro-batches, "
-            f"recompute {'on' if setup.recompute else 'off'}",
+            f"{setup.dtype}{_optimizer(setup)}, {setup.micro_batch_size} x {setup.seq_len} tokens * "
+            f"{setup.accumulation:g} micro-batches, recompute {'on' if setup.recompute else 'off'}",
         ),
     ]
     peak = plan.memory.peak
@@ -39,7 +40,7 @@ def to_text(plan: Plan) -> str:
     lines += [f"  {'total':<16} {_gib(plan.memory.total)} of {_gib(plan.memory.usable).strip()} usable"]
     cost = "" if speed.cost is None else f", cost {speed.cost:,.0f} at {hardware.price:g} per GPU-hour"
     rows = [
-        ("host memory", f"{_gib(plan.host).strip()} a process while loading"),
+        ("host memory", f"{_host(plan)}{_copy(plan)}"),
         ("disk", f"{plan.disk / 1e9:,.0f} GB: {_files(setup)}"),
         (
             "time",
@@ -53,6 +54,11 @@ def to_text(plan: Plan) -> str:
             f"fullest rank receives {setup.imbalance:g} times the mean rows",
         ),
     ]
+    if setup.offload:
+        rates = f"{BUS / 1e9:g} GB/s between GPU and host, {HOST / 1e9:g} GB/s of a node's memory"
+        rows.append(("estimated", f"AdamW on the host was never timed; assumed are {rates}"))
+    elif setup.moments == "bf16":
+        rows.append(("estimated", f"bf16 moments were never timed; assumed are {ROUND * 1e12:g} ps a parameter more"))
     if speed.limited_by_host:
         slow = "starting kernels takes longer than computing; a larger train.micro_batch_size would be faster"
         rows.append(("note", slow))
@@ -72,7 +78,7 @@ def to_json(plan: Plan) -> dict[str, object]:
     return {
         "recipe": plan.name,
         "fits": memory.fits,
-        "change": plan.change[0] if plan.change else None,
+        "change": plan.change.written if plan.change else None,
         "packaged_configs": list(plan.packaged),
         "parameters": totals,
         "model": numbers,
@@ -94,11 +100,32 @@ def to_json(plan: Plan) -> dict[str, object]:
     }
 
 
+def _optimizer(setup: Setup) -> str:
+    """What differs from an optimizer with fp32 moments on the GPU."""
+    return ", bf16 moments" * (setup.moments == "bf16") + ", AdamW on the host" * setup.offload
+
+
+def _host(plan: Plan) -> str:
+    """The host memory of a process, and what needs it."""
+    if not plan.setup.offload:
+        return f"{_gib(plan.host).strip()} a process while loading"
+    node = _gib(plan.host * plan.hardware.gpus).strip()
+    return f"{_gib(plan.host).strip()} a process, {node} a node, most of it pinned, for the optimizer"
+
+
 def _files(setup: Setup) -> str:
     """Names the files that the disk must hold at the same time."""
     best = ", the best one" if setup.best else ""
     cache = f", and a teacher cache of {cache_bytes(setup) / 1e9:,.0f} GB" if setup.cached else ""
     return f"{setup.keep} checkpoints{best} and one being written{cache}"
+
+
+def _copy(plan: Plan) -> str:
+    """Names the host memory for checkpoints that are written while the run goes on."""
+    if not plan.setup.saves_beside:
+        return ""
+    size = copy_bytes(plan.numbers, plan.setup)
+    return f", and {_gib(size).strip()}, at most twice as much, for the copy that checkpoints are written from"
 
 
 def _hours(speed: Speed) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 
 from fcsd.plan.setup import Hardware, Setup
 
@@ -17,8 +18,10 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
     - recompute, which costs one more forward pass
     - smaller micro-batches, which give each kernel less work
     - ZeRO-2, which reduces gradients at every micro-batch
+    - bf16 moments, which round what the optimizer remembers
     - sharding the teacher's experts, and experts over more ranks, which both need more all-to-all
     - a teacher cache, which needs disk and restricts the divergence to the stored token ids
+    - the optimizer on the host, which makes each step wait for the bus and for the CPU cores
     - more nodes
 
     Args:
@@ -26,24 +29,33 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
     """
     for nodes in _doubled(hardware.nodes, hardware.nodes * MOST_GPUS):
         larger = replace(hardware, nodes=nodes)
-        for cached in [0, CACHED] if _can_cache(setup) else [setup.cached]:
-            for ep_size in _doubled(setup.ep_size, larger.world if experts else setup.ep_size):
-                for teacher in ["none"] if cached else _teachers(setup, ep_size):
-                    for stage in sorted({setup.zero_stage, 2}):
-                        for rows in _halved(setup.micro_batch_size):
-                            for recompute in sorted({setup.recompute, True}):
-                                changed = replace(
-                                    setup,
-                                    world=larger.world,
-                                    ep_size=ep_size,
-                                    teacher=teacher,
-                                    cached=cached,
-                                    zero_stage=stage,
-                                    micro_batch_size=rows,
-                                    recompute=recompute,
-                                )
-                                if changed.possible(experts):
-                                    yield changed, larger
+        caches = [0, CACHED] if _can_cache(setup) else [setup.cached]
+        ep_sizes = list(_doubled(setup.ep_size, larger.world if experts else setup.ep_size))
+        inner = list(
+            product(
+                ("fp32", "bf16") if setup.moments == "fp32" else ("bf16",),
+                sorted({setup.zero_stage, 2}),
+                list(_halved(setup.micro_batch_size)),
+                sorted({setup.recompute, True}),
+            )
+        )
+        for offload, cached, ep_size in product(sorted({setup.offload, True}), caches, ep_sizes):
+            for teacher in ["none"] if cached else _teachers(setup, ep_size):
+                for moments, stage, rows, recompute in inner:
+                    changed = replace(
+                        setup,
+                        world=larger.world,
+                        ep_size=ep_size,
+                        teacher=teacher,
+                        cached=cached,
+                        moments=moments,
+                        offload=offload,
+                        zero_stage=stage,
+                        micro_batch_size=rows,
+                        recompute=recompute,
+                    )
+                    if changed.possible(experts):
+                        yield changed, larger
 
 
 def cheapest(
@@ -59,13 +71,20 @@ def changes(before: Setup, after: Setup, hardware: Hardware) -> list[str]:
         "train.activation_checkpointing": (before.recompute, after.recompute),
         "train.micro_batch_size": (before.micro_batch_size, after.micro_batch_size),
         "parallel.zero_stage": (before.zero_stage, after.zero_stage),
+        "optim.moments": (before.moments, after.moments),
         "parallel.teacher_placement": (before.teacher, before.teacher if after.cached else after.teacher),
         "parallel.ep_size": (before.ep_size, after.ep_size),
+        "optim.offload": _places(before.offload, after.offload),
     }
     written = [f"--set {key}={str(new).lower()}" for key, (old, new) in keys.items() if old != new]
     if after.cached and not before.cached:
         written.append("--set objective.teacher_cache.path=runs/teacher-cache")
     return written + ([f"--nodes {hardware.nodes}"] if before.world != after.world else [])
+
+
+def _places(*offloads: bool) -> tuple[str, ...]:
+    """The values of ``optim.offload``."""
+    return tuple("host" if offload else "none" for offload in offloads)
 
 
 def _can_cache(setup: Setup) -> bool:

@@ -68,12 +68,15 @@ class Setup:
         imbalance: rows that the fullest expert-parallel rank receives, divided by the mean. Random routers come close
             to 1. The value 1.2 leaves room for trained routers, whose worst layers are less even. It has not been
             measured on a trained model.
+        moments: the dtype of AdamW's moments.
+        offload: whether the optimizer's states are on the host, and AdamW runs there.
         overlap_comm: DeepSpeed's option of that name, which reduces gradients during backward through two buckets.
         document: mean number of tokens of a document in a row; with None, a row counts as one document.
         fused: whether each norm is one kernel when experts are spread over several ranks.
         best: whether the checkpoint with the best early-stopping score is kept as well.
         saves: checkpoints that are written after a fixed number of steps, and the last one.
         saves_per_hour: checkpoints that are written per hour because a fixed time has passed.
+        saves_beside: whether checkpoints are written while the run goes on (``checkpoint.overlap``).
         evaluations: measurements of the held-out loss, on ``held_out`` rows each.
         benchmarks: how often a benchmark computes a score for early stopping.
         cached: token ids that the teacher cache stores for each position; 0 without a cache.
@@ -87,6 +90,8 @@ class Setup:
     dtype: Literal["bf16", "fp32"] = "bf16"
     accumulate_dtype: Literal["bf16", "fp32"] = "bf16"
     zero_stage: int = 1
+    moments: Literal["fp32", "bf16"] = "fp32"
+    offload: bool = False
     recompute: bool = False
     ep_size: int = 1
     teacher: Literal["none", "replicated", "sharded"] = "none"
@@ -104,6 +109,7 @@ class Setup:
     best: bool = False
     saves: int = 0
     saves_per_hour: float = 0.0
+    saves_beside: bool = False
     evaluations: int = 0
     held_out: int = 0
     benchmarks: int = 0
@@ -120,6 +126,11 @@ class Setup:
         return 2 if self.dtype == "bf16" else 4
 
     @property
+    def moment_width(self) -> int:
+        """Bytes of one of AdamW's moments of a parameter."""
+        return 2 if self.moments == "bf16" else 4
+
+    @property
     def gradient_width(self) -> int:
         """Bytes of a gradient in the dtype in which it is accumulated."""
         return 4 if "fp32" in (self.dtype, self.accumulate_dtype) else 2
@@ -132,7 +143,8 @@ class Setup:
     def possible(self, experts: int) -> bool:
         """Whether a run accepts this setup for a model with ``experts`` routed experts in a layer (0 if dense)."""
         divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
-        return divides and self.world % self.ep_size == 0 and self.accumulation.is_integer()
+        placed = self.zero_stage > 0 or not self.offload
+        return divides and placed and self.world % self.ep_size == 0 and self.accumulation.is_integer()
 
 
 def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Setup:
@@ -158,6 +170,8 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         dtype=train.dtype,
         accumulate_dtype=recipe.accumulate_dtype,
         zero_stage=parallel.zero_stage,
+        moments=recipe.optim.moments,
+        offload=recipe.optim.offload == "host",
         recompute=train.activation_checkpointing,
         ep_size=parallel.ep_size,
         teacher=_placement(parallel) if (objective.kl or compared) and cache is None else "none",
@@ -172,6 +186,7 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         best=stop.metric != NO_METRIC,
         saves=1 + (train.steps // save.every_steps if save.every_steps else 0),
         saves_per_hour=60 / save.every_minutes if save.every_minutes else 0.0,
+        saves_beside=save.overlap,
         evaluations=(evaluations + (scores if stop.metric == HELD_OUT else 0)) if held_out else 0,
         held_out=(held_out.max_rows or HELD_OUT_ROWS) if held_out else 0,
         benchmarks=scores if stop.benchmark else 0,

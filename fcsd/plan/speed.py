@@ -12,9 +12,11 @@ stored in ``docs/results``. ``tests/plan/test_measured_runs.py`` repeats the fit
 
 from dataclasses import dataclass, replace
 
-from fcsd.plan.memory import checkpoint_bytes, shard
+from fcsd.plan.memory import checkpoint_bytes, copy_bytes
 from fcsd.plan.model import ModelNumbers
+from fcsd.plan.offload import host_seconds, transfer_seconds
 from fcsd.plan.setup import Hardware, Setup
+from fcsd.plan.shard import shard
 
 PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s of an H200 without sparsity, from its data sheet
 
@@ -34,9 +36,14 @@ LAUNCH = 2.7e-3
 # Seconds for each parameter that a GPU updates: its gradient is reduced, AdamW runs, and the weights are gathered.
 UPDATE = 34e-12
 
-# Bytes per second that a node writes into a checkpoint, and seconds that a benchmark needs for one score. Both values
-# are assumed, not measured.
+# Seconds in addition for each parameter with bf16 moments, which are converted to fp32, rounded and stored: 48 bytes at
+# the 4.26 TB/s at which an H200 copies. This is an estimate; it has not been measured.
+ROUND = 11e-12
+
+# Bytes per second that a node writes into a checkpoint, bytes per second that each process copies to host memory, and
+# seconds that a benchmark needs for one score. These values are assumed, not measured.
 WRITE = 2e9
+COPY = 10e9
 BENCHMARK = 300.0
 
 
@@ -116,14 +123,42 @@ def micro_batch_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup
     return device, LAUNCH * layer_passes(model, teacher, setup)
 
 
-def update_seconds(model: ModelNumbers, setup: Setup) -> float:
-    """Seconds of the optimizer in a step."""
-    return UPDATE * sum(shard(model, setup).partition)
+def update_seconds(model: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
+    """Seconds of the optimizer in a step.
+
+    With the optimizer on the host, the estimates of ``fcsd.plan.offload`` come on top of the time that was measured
+    with it on the GPU, which includes the communication.
+
+    Args:
+        gpus: processes of a node; they share its memory.
+    """
+    own = shard(model, setup)
+    if setup.offload:
+        return UPDATE * sum(own.partition) + transfer_seconds(own, setup) + host_seconds(own, setup, gpus)
+    return (UPDATE + (ROUND if setup.moments == "bf16" else 0)) * sum(own.partition)
 
 
-def step_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> float:
-    """Seconds of a step: all its micro-batches, and the optimizer."""
-    return setup.accumulation * max(micro_batch_seconds(model, teacher, setup)) + update_seconds(model, setup)
+def step_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
+    """Seconds of a step: all its micro-batches, and the optimizer; see ``update_seconds``."""
+    return setup.accumulation * max(micro_batch_seconds(model, teacher, setup)) + update_seconds(model, setup, gpus)
+
+
+def checkpoint_hours(model: ModelNumbers, setup: Setup, hardware: Hardware, hours: float) -> float:
+    """Hours for which steps wait for checkpoints.
+
+    A checkpoint that is written while the run goes on costs the time of the copy to host memory. If writing takes
+    longer than the time between two checkpoints, the next one waits for the rest. The run always waits for its last
+    checkpoint.
+
+    Args:
+        hours: the duration of the run without its checkpoints.
+    """
+    saves = setup.saves + setup.saves_per_hour * hours
+    write = checkpoint_bytes(model, setup) / (WRITE * hardware.nodes) / 3600
+    if not setup.saves_beside or saves <= 1:
+        return saves * write
+    copy = copy_bytes(model, setup) / COPY / 3600
+    return (saves - 1) * (copy + max(0.0, write - hours / saves)) + write
 
 
 def speed(
@@ -140,7 +175,8 @@ def speed(
     counted = flops_per_token(model, teacher, replace(setup, recompute=False))
     peak = hardware.world * PEAK[setup.dtype]
     device, host = micro_batch_seconds(model, teacher, setup)
-    seconds, update = step_seconds(model, teacher, setup), update_seconds(model, setup)
+    seconds = step_seconds(model, teacher, setup, hardware.gpus)
+    update = update_seconds(model, setup, hardware.gpus)
     if utilisation is not None:
         longer = counted * setup.batch_tokens / (peak * utilisation) / seconds
         seconds, update, host = seconds * longer, update * longer, 0.0
@@ -158,8 +194,7 @@ def speed(
         / 3600,
         "teacher cache": setup.tokens * teacher_flops / forward_rate / 3600 if setup.cached else 0.0,
     }
-    saves = setup.saves + setup.saves_per_hour * sum(parts.values())
-    parts["checkpoints"] = saves * checkpoint_bytes(model, setup) / (WRITE * hardware.nodes) / 3600
+    parts["checkpoints"] = checkpoint_hours(model, setup, hardware, sum(parts.values()))
     hours = sum(parts.values())
     gpu_hours = hours * hardware.world
     return Speed(

@@ -1,6 +1,8 @@
 """Finds, lists, reads and copies the packaged recipes."""
 
 import difflib
+import os
+import re
 from pathlib import Path
 
 from fcsd.errors import ConfigError, DiskError
@@ -8,6 +10,9 @@ from fcsd.errors import ConfigError, DiskError
 # In a wheel the YAML lies beside this file; in a checkout, at the root of the repository.
 _PACKAGED = Path(__file__).parent / "_data"
 _FOLDER = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[2] / "recipes"
+# The bundled model and corpus. Only a clone of the repository has this folder; the wheel leaves it out.
+BUNDLED = _FOLDER.parent / "assets"
+_FIRST = re.compile(r"^#.*\bFirst: (fcsd convert (\S+) (\S+).*)$", re.MULTILINE)
 
 
 def names() -> list[str]:
@@ -34,12 +39,30 @@ def read(name: str) -> str:
 def _packaged(name: str) -> Path:
     if name not in names():
         close = difflib.get_close_matches(name, names(), n=1)
-        meant = f"did you mean {close[0]!r}? " if close else ""
+        meant = f"Did you mean {close[0]!r}? " if close else ""
+        if os.path.isfile(f"{name}.yaml"):
+            meant = f"Did you mean the file ./{name}.yaml? "
         raise ConfigError(
             f"no packaged recipe is named {name!r}",
-            f"{meant}`fcsd recipes list` names them; a file of your own is ./NAME.yaml",
+            f"{meant}`fcsd recipes list` shows the names. A file of your own needs a path, such as ./NAME.yaml.",
         )
     return _FOLDER / f"{name}.yaml"
+
+
+def conversion(text: str, model: str) -> str | None:
+    """The command by which a recipe says to make its model, with the bundled original's path written out.
+
+    Args:
+        text: the recipe's file. A comment ``First: fcsd convert ORIGINAL MODEL ...`` holds the command.
+        model: the model that the recipe asks for.
+
+    Returns:
+        The command; None if there is none that makes ``model``.
+    """
+    for command, original, made in _FIRST.findall(text):
+        if made == model:
+            return command.replace(original, original.replace("bundled:", f"{BUNDLED}/"), 1)
+    return None
 
 
 def summary(name: str) -> str:
@@ -51,16 +74,18 @@ def copy(name: str, out: Path) -> Path:
     """Writes a packaged recipe to `out`, which is a file or an existing directory, so that the user can edit it.
 
     Raises:
-        ConfigError: there is no such recipe, or the file exists. Nothing is overwritten.
+        ConfigError: there is no such recipe, the file exists, or its folder does not. Nothing is overwritten.
         DiskError: the file cannot be written.
     """
     text = read(name)
     target = out / f"{name}.yaml" if out.is_dir() else out
+    if not os.path.isdir(target.parent):
+        raise ConfigError(f"{target}: the folder {target.parent} does not exist", hint="Make it, or name another one.")
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise ConfigError(f"{target} exists", hint="choose another --out; nothing is overwritten") from error
+        raise ConfigError(f"{target} exists", hint="Choose another --out. Nothing was overwritten.") from error
     except OSError as error:
         raise DiskError(f"{target}: cannot be written: {error.strerror}") from error
     return target

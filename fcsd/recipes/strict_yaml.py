@@ -8,6 +8,7 @@ tabs, a byte-order mark) are errors that name the line.
 import math
 import re
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
@@ -35,7 +36,12 @@ def parse_file(path: Path) -> tuple[object, dict[str, int]]:
             YAML.
     """
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file" if not path.exists() else f"{path}: not a regular file")
+        if path.exists():
+            raise ConfigError(f"{path}: not a regular file", "A recipe is a YAML file.")
+        close = get_close_matches(path.name, [other.name for other in path.parent.glob("*.y*ml")], n=1)
+        guess = f"Did you mean {path.parent / close[0]}? " if close else ""
+        copy = f"`fcsd recipes copy NAME --out {path}` writes a packaged recipe there, for you to edit."
+        raise ConfigError(f"{path}: no such file", guess + copy)
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -67,9 +73,11 @@ def parse(text: str, name: str) -> tuple[object, dict[str, int]]:
     """
     for line, content in enumerate(text.split("\n"), start=1):
         if "\ufeff" in content:
-            raise ConfigError(f"{name}:{line}: byte-order mark", hint="save the file as UTF-8 without BOM")
+            raise ConfigError(f"{name}:{line}: there is a byte-order mark", hint="Save it as UTF-8 without BOM.")
         if "\t" in content:
-            raise ConfigError(f"{name}:{line}: tab character", hint=r'use spaces (in a quoted string: "\t")')
+            raise ConfigError(
+                f"{name}:{line}: there is a tab character", hint=r'Use spaces; in a quoted string write "\t".'
+            )
     lines: dict[str, int] = {}
     try:
         loader = _Loader(text)

@@ -4,14 +4,18 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.errors import BadInputError
+from fcsd.errors import BadInputError, ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from fcsd.launch.world import World
+    from fcsd.parallel.tensor.reduce import Kind
 
 # The first one is the paper's (Figure 7).
 PROMPTS = (
@@ -21,6 +25,7 @@ PROMPTS = (
     "Why does ice float on water?",
 )
 MAX_NEW_TOKENS = 256
+PATIENCE = timedelta(days=1)  # how long the other ranks wait for a prompt
 
 Turn = dict[str, str]  # role and content, as chat templates read them
 
@@ -51,6 +56,8 @@ def chat(
     seed: int = 0,
     max_new_tokens: int | None = None,
     device: str | None = None,
+    divided: bool = False,
+    reduce: "Kind" = "nccl",
 ) -> Iterator[list[Answer]]:
     """Answer one prompt after the other. The answer of the baseline comes first.
 
@@ -67,16 +74,33 @@ def chat(
             ``MAX_NEW_TOKENS``.
         device: ``cpu``, or ``cuda`` to let accelerate spread each model over GPUs and memory; None for ``cuda`` if
             there is a GPU.
+        divided: whether the models are divided over the processes that torchrun started, in fcsd's own engine. Every
+            process makes this call and gets the same answers; rank 0 reads what the user types.
+        reduce: how the ranks of a divided model reduce; see ``engine.open_engine``.
 
     Yields:
         For each prompt, a list with one answer per model.
 
     Raises:
         BadInputError: a model or the prompts cannot be used, or a prompt leaves no room for an answer.
+        ConfigError: a model cannot be divided over this number of processes, or ``reduce`` gives wrong results.
     """
+    if divided:
+        from fcsd.serve.engine import require_right
+
+        require_right(reduce)
+    elif reduce != "nccl":
+        raise ConfigError("a kind of reduction is for a divided model", "add --gpus, or leave --reduce out")
     interactive = prompts is None and sys.stdin.isatty()
     asked = _typed() if interactive else PROMPTS if prompts is None else read_prompts(Path(prompts))
-    speakers = [load_speaker(name, device=device) for name in (baseline, model) if name is not None]
+    names = [name for name in (baseline, model) if name is not None]
+    if divided:
+        world = _ranks()
+        interactive = world.on_first(lambda: interactive)
+        asked = _same_everywhere(asked, world)
+        speakers = [load_divided_speaker(name, world, reduce) for name in names]
+    else:
+        speakers = [load_speaker(name, device=device) for name in names]
     histories: list[list[Turn]] = [[] for _ in speakers]
     for prompt in asked:
         answers = []
@@ -105,6 +129,40 @@ def load_speaker(model: str, *, device: str | None = None) -> Speaker:
     else:
         network = load_model(path, device_map="auto")
     return Speaker(model, network.eval(), AutoTokenizer.from_pretrained(path))
+
+
+def load_divided_speaker(model: str, world: "World", reduce: "Kind" = "nccl") -> Speaker:
+    """Load a model into fcsd's own engine: in float32 on CPUs, else in bfloat16; and its tokenizer.
+
+    Raises:
+        ConfigError: the model cannot be divided over this number of processes, or the reductions give wrong results.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    from fcsd.checkpoint import resolve
+    from fcsd.serve.engine import open_engine
+
+    path = resolve(model).path
+    dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
+    network = open_engine(path, world, dtype=dtype, reduce=reduce)
+    return Speaker(model, network, AutoTokenizer.from_pretrained(path))
+
+
+def _ranks() -> "World":
+    """The processes of the chat, with a group for prompts, which may have to wait long for what the user types."""
+    import torch.distributed as dist
+
+    from fcsd.launch.world import join_world
+
+    return replace(join_world(), group=dist.new_group(backend="gloo", timeout=PATIENCE))
+
+
+def _same_everywhere(prompts: Iterable[str], world: "World") -> Iterator[str]:
+    """The prompts of rank 0, on every rank."""
+    own = iter(prompts)
+    while (prompt := world.on_first(lambda: next(own, None))) is not None:
+        yield prompt
 
 
 def answer(
@@ -143,7 +201,7 @@ def answer(
     length = inputs["input_ids"].shape[1]
     room = model.config.get_text_config().max_position_embeddings - length
     if length == 0 or room < 1:
-        raise BadInputError(f"{speaker.name}: no room for an answer after {length} tokens of prompt")
+        raise BadInputError(f"{speaker.name}: the conversation has {length} tokens, which leaves no room for an answer")
     wanted = max_new_tokens or model.generation_config.max_new_tokens or MAX_NEW_TOKENS
     options: dict[str, Any] = {"max_new_tokens": min(wanted, room), "synced_gpus": in_step}
     if seed is None:
@@ -165,7 +223,10 @@ def read_prompts(path: Path) -> list[str]:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
         prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInputError(f"{path}: no file of prompts", 'lines of text, or .jsonl with a "prompt" each') from error
+        raise BadInputError(
+            f"{path}: there is no such file of prompts",
+            'Give a file with a prompt per line, or .jsonl with a "prompt" per line.',
+        ) from error
     if not prompts or not all(isinstance(prompt, str) and prompt.strip() for prompt in prompts):
         raise BadInputError(f"{path}: has no prompts, or empty ones")
     return prompts

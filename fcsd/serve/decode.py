@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from fcsd.launch.shared_work import ALONE
 from fcsd.serve.generate import CACHE_TOKENS
@@ -81,7 +82,7 @@ def generate_in_slots(
     Raises:
         NonFiniteError: the model gives NaN or infinite logits.
     """
-    stepper = _Stepper(model, Slots(count, length, model.device), graphs)
+    stepper = Stepper(model, Slots(count, length, model.device), graphs)
     queue, free = deque(groups), list(range(count))
     running: dict[int, int] = {}  # slot -> prompt
     new: dict[int, list[int]] = {}
@@ -117,8 +118,14 @@ def _up(number: int, grain: int) -> int:
     return -(-number // grain) * grain
 
 
-class _Stepper:
+class Stepper:
     """The model and its buffers of fixed shape.
+
+    Args:
+        model: a causal LM in eval mode for which ``why_no_slots`` returns None.
+        slots: the slots, in which no answer is running.
+        graphs: whether to capture the steps as CUDA graphs.
+        cache: the keys and values of ``slots``, if another stepper of the same slots has made them.
 
     Attributes:
         ids: the last token id of every slot, ``[slots, 1]``.
@@ -126,10 +133,10 @@ class _Stepper:
         graphs: the captured graphs by width; None if steps are not captured.
     """
 
-    def __init__(self, model: PreTrainedModel, slots: Slots, graphs: bool) -> None:
+    def __init__(self, model: PreTrainedModel, slots: Slots, graphs: bool, cache: Cache | None = None) -> None:
         self.model = model
         self.slots = slots
-        self.cache = slots.cache(model.config.get_text_config().num_hidden_layers)
+        self.cache = cache or slots.cache(model.config.get_text_config().num_hidden_layers)
         self.ids = torch.zeros(slots.count, 1, dtype=torch.long, device=model.device)
         self.finite = torch.ones(slots.count, dtype=torch.bool, device=model.device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if graphs else None
@@ -169,7 +176,7 @@ class _Stepper:
         slots = self.slots
         logits = self.model(
             input_ids=self.ids,
-            attention_mask=slots.mask(self.model.dtype),
+            attention_mask=slots.masks(self.model.config.get_text_config(), self.model.dtype),
             position_ids=slots.positions[:, None],
             past_key_values=self.cache,
             use_cache=True,

@@ -29,9 +29,33 @@ class Slots:
         """A cache for a model of this many layers."""
         return Cache(layers=[SlotLayer(self) for _ in range(layers)])
 
-    def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """The additive attention mask ``[count, 1, 1, width]`` of the next token of every slot."""
-        seen = torch.arange(self.width, device=self.positions.device) <= self.positions[:, None]
+    def masks(self, config: Any, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The masks of a decoding step, in the form in which transformers' model takes them.
+
+        They are made from the positions on the device, so that a captured step makes them again.
+
+        Args:
+            config: the config of the language model.
+
+        Returns:
+            One mask for all layers, or a mask for each type of layer if some layers have a sliding window.
+        """
+        window = getattr(config, "sliding_window", None) or None  # some configs have 0 for no window
+        types = getattr(config, "layer_types", None)
+        if types and "sliding_attention" in types:
+            return {"full_attention": self.mask(dtype), "sliding_attention": self.mask(dtype, window)}
+        return self.mask(dtype, None if types else window)
+
+    def mask(self, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
+        """The additive attention mask ``[count, 1, 1, width]`` of the next token of every slot.
+
+        Args:
+            window: how many of the last tokens, the next one among them, attention reads; None for all.
+        """
+        places = torch.arange(self.width, device=self.positions.device)
+        seen = places <= self.positions[:, None]
+        if window is not None:
+            seen &= places > self.positions[:, None] - window
         hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=self.positions.device)
         return torch.where(seen, torch.zeros_like(hidden), hidden)[:, None, None]
 
@@ -93,10 +117,11 @@ def why_no_slots(model: PreTrainedModel, length: int) -> str | None:
         return f"its attention is {model.config._attn_implementation}"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "it is spread over several devices"
+    chunked = "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
     for layer in DynamicCache(config=model.config).layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
-            if layer.sliding_window < length:
-                return f"a layer attends to {layer.sliding_window} tokens, and {length} are needed"
+            if chunked and layer.sliding_window < length:
+                return f"a layer attends to chunks of {layer.sliding_window} tokens, and {length} are needed"
         elif type(layer) is not DynamicLayer:
             return f"a layer keeps a {type(layer).__name__}"
     return None

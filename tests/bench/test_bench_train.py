@@ -107,7 +107,7 @@ def test_one_command_takes_a_step_and_reads_its_traces(tmp_path):
     [
         ([], "name either traces or"),
         (["t.json", "--run", "tiny"], "name either traces or"),
-        (["--run", "tiny", "--gpus", "2"], "written into --out, which is missing"),
+        (["--run", "tiny", "--gpus", "2"], "--trace writes its files into the directory --out"),
     ],
 )
 def test_a_trace_is_either_read_or_taken(words, message):

@@ -304,3 +304,12 @@ def test_nothing_is_asked_on_a_terminal(model):
     os.close(ours)
     assert b"Qwen3MoeForCausalLM" in output and b"auto_map asks for code" in output
     assert b"[y/N]" not in output and not canary.exists()
+
+
+def test_the_directory_that_was_meant_is_named(model):
+    with pytest.raises(BadInputError, match="no such directory") as caught:
+        inspect_checkpoint(str(model.parent / "modle"))
+    assert caught.value.hint.startswith(f"Did you mean {model}? ")
+    with pytest.raises(BadInputError, match="has no checkpoint") as caught:
+        inspect_checkpoint(str(model.parent))
+    assert caught.value.hint.startswith(f"Did you mean {model}? ")

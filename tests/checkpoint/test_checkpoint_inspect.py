@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ def test_every_architecture(arch, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="300KB")
     open_base(str(tmp_path))
     report = inspect_checkpoint(str(tmp_path))
+    assert not report.verified and replace(report, verified=True) == inspect_checkpoint(str(tmp_path), verify=True)
     assert report.problems == [] and report.carried == []
     dense, moe, experts, per_token, shared = SHAPES[arch]
     assert (report.layers, report.dense_layers, report.moe_layers) == (4, dense, moe)
@@ -132,10 +134,11 @@ def test_multi_token_prediction_is_carried(arch, layer, tmp_path):
     sparse_checkpoint.write_header(tmp_path / "model.safetensors", {**tensors, extra: ("F32", (64, 128))})
     report = inspect_checkpoint(str(tmp_path))
     assert report.carried == [extra] and report.problems == []
+    assert replace(report, verified=True) == inspect_checkpoint(str(tmp_path), verify=True)
     assert f"1 tensors, kept as they are ({extra}" in report.to_text()
     extra = f"model.layers.{layer - 1}.eh_proj.weight"
     sparse_checkpoint.write_header(tmp_path / "model.safetensors", {**tensors, extra: ("F32", (64, 128))})
-    assert inspect_checkpoint(str(tmp_path)).problems == [f"1 unexpected ({extra})"]
+    assert inspect_checkpoint(str(tmp_path), verify=True).problems == [f"1 unexpected ({extra})"]
 
 
 @pytest.mark.parametrize(
@@ -273,14 +276,37 @@ def test_json_is_stable_and_text_is_short(tmp_path):
     assert list(json.loads(report.to_json())) == [
         *("model", "revision", "gated", "model_type", "architecture", "layers", "dense_layers", "moe_layers"),
         *("experts", "experts_per_token", "shared_experts", "parameters", "active_parameters", "bytes", "shards"),
-        *("dtypes", "quantization", "wirings", "rewired", "carried", "problems"),
+        *("dtypes", "quantization", "wirings", "rewired", "carried", "verified", "problems"),
     ]
     text = report.to_text()
     assert "MixtralForCausalLM (mixtral)" in text and "8, 2 per token" in text and "478 k, 183 k active" in text
     assert "standard, farskip, ladder, parallel" in text and len(text.splitlines()) < 12
 
 
-def test_header_reading_needs_no_torch():
-    program = "import sys, fcsd.checkpoint; print({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+def test_inspecting_imports_no_torch(tmp_path):
+    """Neither for an original nor for a converted model; so `fcsd inspect` answers at once."""
+    tiny.model("deepseek_v2").save_pretrained(tmp_path / "original")
+    tiny.model("deepseek_v2").save_pretrained(tmp_path / "converted")
+    edit_config(
+        tmp_path / "converted",
+        model_type="fcsd_deepseek_v2",
+        architectures=["FcsdDeepseekV2ForCausalLM"],
+        fcsd=Wiring("farskip", (1, 2, 3)).to_block(),
+    )
+    program = (
+        "import sys; from fcsd.checkpoint import inspect_checkpoint\n"
+        "for path in sys.argv[1:]: assert inspect_checkpoint(path).layers == 4\n"
+        "print({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", program, *map(str, sorted(tmp_path.iterdir()))]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "set()"
+
+
+def test_what_config_leaves_out_is_asked_of_transformers(tmp_path):
+    tiny.model("mixtral").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["num_experts_per_tok"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = inspect_checkpoint(str(tmp_path))
+    assert report.verified and report.experts_per_token == transformers.MixtralConfig().num_experts_per_tok

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def model(good: Path, tmp_path: Path) -> Path:
         ({"sub_configs": {"text_config": "x"}}, "config.json"),
     ],
 )
-@pytest.mark.parametrize("call", [open_base, inspect_checkpoint])
+@pytest.mark.parametrize("call", [open_base, partial(inspect_checkpoint, verify=True)])
 def test_values(model: Path, change: dict[str, Any], reason: str, call) -> None:
     edit(model / "config.json", lambda config: config.update(change))
     refused(model, reason, call=call)

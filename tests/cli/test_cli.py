@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import create_autospec
 
 import huggingface_hub.errors
@@ -18,6 +20,7 @@ import psutil
 import pytest
 import safetensors
 import torch
+import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
@@ -85,9 +88,11 @@ def test_help_has_examples_and_exit_codes() -> None:
 def test_inspect(library) -> None:
     fake = library("fcsd.checkpoint", "inspect_checkpoint", Shown())
     assert run("inspect", "some/model").stdout == "a 1\n"
-    fake.assert_called_with("some/model", trust_remote_code=False)
+    fake.assert_called_with("some/model", verify=False, trust_remote_code=False)
     assert json.loads(run("inspect", "some/model", "--json", "--trust-remote-code").stdout) == {"a": 1}
-    fake.assert_called_with("some/model", trust_remote_code=True)
+    fake.assert_called_with("some/model", verify=False, trust_remote_code=True)
+    run("inspect", "some/model", "--verify")
+    fake.assert_called_with("some/model", verify=True, trust_remote_code=False)
 
 
 def test_convert(library) -> None:
@@ -109,10 +114,12 @@ def test_convert(library) -> None:
 def test_distill(library) -> None:
     world = library("fcsd.launch.world", "ensure_world")
     loop = library("fcsd.distill.loop", "distill_model", Path("runs/x"))
+    inputs = library("fcsd.distill.inputs", "require_inputs")
     done = run("distill", "--recipe", "tiny", "--set", "optim.lr=1e-3", "--set", "name=x", "--seed", "7", "--gpus", "2")
     assert (done.exit_code, done.stdout) == (0, "runs/x\n"), done.stderr
     world.assert_called_once_with(2, None, timeout=300, grace_seconds=30)
     resolved = loop.call_args.args[0]
+    assert inputs.call_args.args[0] is resolved.recipe and inputs.call_args.args[1].startswith("fcsd convert ")
     assert (resolved.recipe.optim.lr, resolved.recipe.name, resolved.recipe.seed) == (1e-3, "x", 7)
     assert (resolved.origins["optim.lr"], resolved.origins["seed"]) == ("--set", "flag")
     told = {"resume": "auto", "dry_run": False, "processes": 2, "scorer": None, "join_timeout": 300}
@@ -123,6 +130,7 @@ def test_distill_prints_its_directory_once_over_all_processes(library, monkeypat
     library("fcsd.launch.world", "ensure_world")
     library("fcsd.distill.loop", "distill_model", Path("runs/x"))
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert run("distill", "tiny").stdout == ""
 
 
@@ -137,6 +145,63 @@ def test_distill_checks_the_recipe_before_it_starts_processes(library) -> None:
 @pytest.mark.parametrize("args", [["distill"], ["distill", "tiny", "--recipe", "tiny"], ["distill", "no-such-recipe"]])
 def test_distill_wants_one_recipe(args: list[str]) -> None:
     assert run(*args).exit_code == 2
+
+
+def test_plan_takes_the_gpus_that_the_recipe_needs(library) -> None:
+    planned = library("fcsd.plan", "plan_run", raises=errors.DoesNotFitError("too large"))
+    asked = {
+        ("qwen3-30b-a3b",): 8,
+        ("--recipe", "qwen3-30b-a3b", "--nodes", "4"): 2,
+        ("qwen3-30b-a3b", "--gpus", "4"): 4,
+        ("llama3.1-8b-ladder",): 1,
+    }
+    for args, gpus in asked.items():
+        assert run("plan", *args).exit_code == 8
+        assert planned.call_args.args[1].gpus == gpus
+
+
+def leaves(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The commands of a command line with their names, those of groups included."""
+    for name, found in group.commands.items():
+        if hasattr(found, "commands"):
+            yield from leaves(found, (*path, name))
+        else:
+            yield " ".join((*path, name)), found
+
+
+def test_an_option_means_the_same_in_every_command() -> None:
+    """Each has one help text; every command prints JSON on request."""
+    shared = {
+        "--json",
+        "--set",
+        "--dtype",
+        "--suite",
+        "--tasks",
+        "--limit",
+        "--batch-size",
+        "--recipe",
+        "--data-mirror",
+    }
+    texts: dict[str, set[str]] = {name: set() for name in shared}
+    for name, found in leaves(typer.main.get_command(app)):
+        own = {option: parameter for parameter in found.params for option in parameter.opts}
+        assert "--json" in own, name
+        for option in shared & own.keys():
+            texts[option].add(own[option].help)
+    assert {option: len(found) for option, found in texts.items()} == dict.fromkeys(shared, 1)
+
+
+def test_sweep_layers_and_choose_layers(library) -> None:
+    """Both ways of calling them, with the options that they share with eval."""
+    swept = library("fcsd.eval.layers.sweep", "sweep_layers", {})
+    run("sweep-layers", "m", "--out", "o", "--points", "2,4", "--tasks", "piqa, boolq", "--dtype", "float32", "--json")
+    given = swept.call_args.kwargs
+    assert (given["points"], given["tasks"], given["dtype"]) == ([2, 4], ["piqa", "boolq"], "float32")
+    assert (given["suite"], given["wiring"], given["batch_size"]) == ("paper", "farskip", None)
+    chosen = library("fcsd.eval.layers.choose", "choose_layers", {})
+    run("choose-layers", "m", "--text", "t", "--layers", "3", "--variant", "attn-only", "--device", "cpu", "--json")
+    given = chosen.call_args.kwargs
+    assert (given["layers"], given["variant"], given["device"], given["tokens"]) == ([3], "attn-only", "cpu", 16384)
 
 
 def test_eval(library) -> None:
@@ -368,7 +433,7 @@ def test_ctrl_c_ends_with_130_and_no_orphan(tmp_path: Path, import_first: str) -
         f"import sys, time, pathlib, signal, subprocess, {import_first}\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "from fcsd import checkpoint\nfrom fcsd.cli.main import main\n"
-        "def slow(model, *, trust_remote_code=False):\n"
+        "def slow(model, **options):\n"
         f"    pathlib.Path({str(ready)!r}).touch()\n"
         "    time.sleep(600)\n"
         "checkpoint.inspect_checkpoint = slow\n"

@@ -27,7 +27,7 @@ from fcsd.export.card import SENTENCES, model_card
 from fcsd.export.final import export_model
 from fcsd.models import build
 from fcsd.models.archs import ARCHS
-from fcsd.models.wiring import NAMES
+from fcsd.models.wiring_block import NAMES
 
 README = "---\nlicense: apache-2.0\nlanguage: en\npipeline_tag: text-generation\ntags: [old]\n---\n# The base\n"
 
@@ -163,8 +163,9 @@ def test_what_cannot_be_exported_is_refused(run: Path, converted: Path, tmp_path
     before = snapshot(tmp_path)
     with pytest.raises(BadInputError, match="is not converted by fcsd"):
         export_model(str(tmp_path / "base"), tmp_path / "out")
-    with pytest.raises(ConfigError, match="there are best, latest, step-20, step-10"):
+    with pytest.raises(ConfigError, match="there is no checkpoint 'step-30'") as caught:
         export_model(str(run), tmp_path / "out", checkpoint="step-30")
+    assert caught.value.hint == "Choose one of best, latest, step-20, step-10."
     with pytest.raises(ConfigError, match="is not empty"):
         export_model(str(converted), tmp_path / "base")
     with pytest.raises(ConfigError, match="overlaps"):
@@ -250,8 +251,8 @@ def test_a_quantised_model_is_dequantised_for_its_proof(tmp_path: Path) -> None:
 
 
 def _broken_code(stage: Path) -> None:
-    (stage / "wiring.py").write_text(
-        (stage / "wiring.py").read_text().replace('"farskip": (1, 1)', '"farskip": (0, 1)')
+    (stage / "wiring_block.py").write_text(
+        (stage / "wiring_block.py").read_text().replace('"farskip": (1, 1)', '"farskip": (0, 1)')
     )
 
 

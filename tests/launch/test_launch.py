@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ranks
 import runs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fcsd.distill.engine import accumulation, deepspeed_config
 from fcsd.errors import BadInputError, ConfigError
@@ -36,6 +37,24 @@ def test_the_exit_code_of_a_process_is_that_of_the_command(repo: Path, tmp_path:
     run = ranks.fcsd(*asked, "--output-dir", tmp_path / "run", cwd=repo)
     assert run.returncode == 3, run.stderr
     assert "config.json" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("exits", "cause"),
+    [
+        ([(0, 6, 100), (1, -9, 100)], 1),  # rank 0 missed rank 1 and ended before torchrun looked
+        ([(0, 6, 100), (1, -9, 101)], 1),
+        ([(0, 6, 100), (1, 8, 100)], 1),
+        ([(1, 6, 100), (0, 143, 100)], 1),  # the lost rank is on another node; torchrun ended rank 0
+        ([(1, 5, 100), (0, -9, 130)], 1),  # rank 0 did not end in time after rank 1 had failed
+    ],
+)
+def test_the_command_ends_like_the_process_that_failed_by_itself(exits: list[tuple[int, ...]], cause: int) -> None:
+    failures = {}
+    for rank, code, when in exits:
+        failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="<N/A>")
+        failures[rank].timestamp = when
+    assert launch._cause(failures) == (cause, failures[cause])
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ import torch
 from fcsd.errors import ConfigError
 from fcsd.models import build
 from fcsd.models.build import unwired, wire
-from fcsd.models.desync import kept_reductions
-from fcsd.models.wiring import Wiring
+from fcsd.models.wiring_block import Wiring, kept_reductions
 
 ALL = (0, 1, 2, 3)
 # (reduce, converted layers) -> the reductions that are kept: (layer, 0 after attention or 1 after the MLP).

@@ -1,6 +1,6 @@
 """The schedule of reductions: DESIGN's cases spelt out, and every wiring against an evaluation by set difference."""
 
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import pytest
 import tiny
@@ -166,6 +166,9 @@ def test_every_part_is_awaited_by_the_first_read_that_includes_it(kinds):
     for wiring in wirings(len(kinds)):
         reads = table(wiring, kinds)
         assert reads_of(wiring, kinds) == reads, wiring
+        # What a read includes, all later reads include: a tensor-parallel model keeps one running sum.
+        sets = list(reads.values())
+        assert all(earlier <= later for earlier, later in pairwise(sets)), wiring
         computed = [Output(k, part) for k, kind in enumerate(kinds) for part in ("attn", *MLP_PARTS[kind])]
         found = reductions(wiring, kinds)
         assert sorted(o for layer in found for r in layer for o in r.sums) == sorted(computed), wiring

@@ -12,9 +12,9 @@ import pytest
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.plan import Hardware, Setup, plan_setup
-from fcsd.plan.memory import shard
 from fcsd.plan.model import MetaModel
 from fcsd.plan.setup import GIB
+from fcsd.plan.shard import shard
 from fcsd.plan.speed import (
     LAUNCH,
     MASKED_ATTENTION,

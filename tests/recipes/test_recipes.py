@@ -159,7 +159,8 @@ def test_packaged_configurations_are_those_of_the_recipes(tmp_path: Path, monkey
 def test_bundled_files_a_recipe_names_exist(name: str, repo: Path) -> None:
     data = load_recipe(name).recipe.data
     paths = [source.path for source in [*data.sources, *([data.held_out] if data.held_out else [])]]
-    assert all((repo / path).is_file() for path in paths if path.startswith("assets/"))
+    bundled = [Path(path) for path in paths if Path(path).is_relative_to(repo / "assets")]
+    assert all(path.is_file() for path in bundled) and len(bundled) == (2 if name.startswith("tiny") else 0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -179,7 +180,20 @@ def test_unknown_name_suggests_the_closest() -> None:
     with pytest.raises(ConfigError) as caught:
         recipes.find("tinny")
     assert caught.value.hint is not None
-    assert "did you mean 'tiny'?" in caught.value.hint
+    assert "Did you mean 'tiny'?" in caught.value.hint
+
+
+def test_a_file_of_ones_own_is_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(ConfigError, match="no packaged recipe is named 'mine'") as caught:
+        load_recipe("mine")
+    assert caught.value.hint is not None and "Did you mean the file ./mine.yaml?" in caught.value.hint
+    with pytest.raises(ConfigError, match=r"mine\.yml: no such file") as caught:
+        load_recipe("mine.yml")
+    assert caught.value.hint is not None and "Did you mean mine.yaml?" in caught.value.hint
+    with pytest.raises(ConfigError, match="the folder none does not exist"):
+        recipes.copy("tiny", Path("none/tiny.yaml"))
 
 
 @pytest.mark.parametrize("name", ["../tiny", "", ".", "..", "\0"])

@@ -96,9 +96,9 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise BadInputError(f"{model}: no usable tokenizer: {str(error).strip().splitlines()[0]}") from error
+        raise BadInputError(f"{model}: there is no usable tokenizer: {str(error).strip().splitlines()[0]}") from error
     if tokenizer.eos_token_id is None or not tokenizer.is_fast:
-        raise BadInputError(f"{model}: needs a fast tokenizer with an EOS token")
+        raise BadInputError(f"{model}: its tokenizer must be a fast one (tokenizer.json) and have an EOS token")
     return tokenizer
 
 

@@ -3,10 +3,12 @@
 import glob
 import os
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fcsd.errors import BadInputError
+from fcsd.recipes import BUNDLED
 
 MOST_ENTRIES = 200_000  # files and folders that a search visits before it gives up
 
@@ -32,6 +34,35 @@ def find_files(path: str) -> list[Path]:
     else:
         found = glob.iglob(path)
     return sorted(Path(name) for name in found if os.path.isfile(name))
+
+
+def data_files(path: str) -> list[Path]:
+    """The files of :func:`find_files`, of which there must be at least one.
+
+    Raises:
+        BadInputError: there is no such file; the hint names a file or folder with a similar name.
+    """
+    found = find_files(path)
+    if not found:
+        raise BadInputError(f"{path}: there is no such data file", _similar(path))
+    return found
+
+
+def is_saved_dataset(path: str) -> bool:
+    """Whether ``save_to_disk`` of ``datasets`` wrote this folder."""
+    return (Path(path) / "state.json").exists() or (Path(path) / "dataset_dict.json").exists()
+
+
+def _similar(path: str) -> str:
+    """A hint for a path that does not exist."""
+    parent = Path(path).parent
+    if BUNDLED in Path(path).parents and not BUNDLED.is_dir():
+        return "Only a clone of the fcsd repository has the bundled files; the installed package does not."
+    if not parent.is_dir():
+        return f"The folder {parent} does not exist. A dataset of the hub needs `format: hf` beside its path."
+    close = get_close_matches(Path(path).name, os.listdir(parent), n=1)
+    guess = f"Did you mean {parent / close[0]}? " if close else ""
+    return f"{guess}A dataset of the hub needs `format: hf` beside its path."
 
 
 def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:

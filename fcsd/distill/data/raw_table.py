@@ -20,7 +20,7 @@ import pyarrow as pa
 from datasets.exceptions import DatasetGenerationError
 
 from fcsd.config import Source
-from fcsd.distill.data.files import find_files
+from fcsd.distill.data.files import data_files, is_saved_dataset
 from fcsd.distill.data.json_lines import COLUMN, read_json_lines
 from fcsd.errors import BadInputError, ConfigError
 
@@ -89,18 +89,18 @@ def check_columns(path: str, wanted: Iterable[str], present: Iterable[str]) -> N
         if name not in present:
             close = get_close_matches(name, present, n=1)
             raise BadInputError(
-                f"{path}: no column {name!r}, only {', '.join(present)}",
-                hint=f"did you mean {close[0]!r}?" if close else "column, messages, or prompt and response say which",
+                f"{path}: there is no column {name!r}; the columns are {', '.join(present)}",
+                hint=f"Did you mean {close[0]!r}?"
+                if close
+                else "Name a column by `column`, `messages`, or `prompt` and `response`.",
             )
 
 
 def _find(source: Source) -> tuple[str, list[Path]]:
     """The format of a source and its files. The list is empty for a dataset that ``datasets`` locates itself."""
-    if source.format == "hf" or (source.format == "auto" and _is_saved_dataset(source.path)):
+    if source.format == "hf" or (source.format == "auto" and is_saved_dataset(source.path)):
         return "hf", []
-    files = find_files(source.path)
-    if not files:
-        raise BadInputError(f"{source.path}: no such data file", hint="a dataset of the hub needs format: hf")
+    files = data_files(source.path)
     if not any(name.stat().st_size for name in files):
         raise BadInputError(f"{source.path}: is empty")
     if source.format != "auto":
@@ -109,12 +109,7 @@ def _find(source: Source) -> tuple[str, list[Path]]:
         matching = [name for name in files if name.name.endswith(endings)]
         if matching:
             return kind, matching
-    raise ConfigError(f"{source.path}: the format cannot be told from the name", hint="set `format:` beside it")
-
-
-def _is_saved_dataset(path: str) -> bool:
-    """Whether ``save_to_disk`` wrote this folder."""
-    return (Path(path) / "state.json").exists() or (Path(path) / "dataset_dict.json").exists()
+    raise ConfigError(f"{source.path}: the format cannot be told from the name", hint="Set `format:` beside its path.")
 
 
 def _open(source: Source, kind: str, files: list[Path], sha256: dict[str, str]) -> datasets.Dataset:
@@ -127,11 +122,13 @@ def _open(source: Source, kind: str, files: list[Path], sha256: dict[str, str]) 
     elif source.streaming:
         features = datasets.Features({COLUMN: datasets.Value("binary")})
         return datasets.Dataset.from_generator(_stream, features=features, gen_kwargs=_address(source))
-    elif _is_saved_dataset(source.path):
+    elif is_saved_dataset(source.path):
         table = datasets.load_from_disk(source.path)
         if isinstance(table, datasets.DatasetDict):
             if source.split not in table:
-                raise BadInputError(f"{source.path}: no split {source.split!r}, only {', '.join(map(str, table))}")
+                raise BadInputError(
+                    f"{source.path}: there is no split {source.split!r}; the splits are {', '.join(map(str, table))}"
+                )
             table = table[source.split]
     else:
         table = datasets.load_dataset(source.path, source.subset, split=source.split, revision=source.revision)

@@ -1,47 +1,45 @@
 """Saves, finds and loads checkpoints. A checkpoint exists completely or not at all.
 
-``checkpoints/step-N/`` holds ``model/`` (an ordinary Hugging Face directory), ``engine/`` (DeepSpeed's files), one
-``rank-R.json`` of random state for each process, and ``MANIFEST.json``: the size and sha256 of every file, the
-position of the run, and the facts on which the run depends. All files are written to a temporary directory and synced
-to disk, and then the directory is renamed. A directory that does not match its manifest was therefore never complete,
-or was damaged later. No file of a checkpoint is loaded before its hash matches, which matters most for DeepSpeed's
-pickles.
+``checkpoints/step-N/`` holds ``model/`` (an ordinary Hugging Face directory), ``optimizer/`` (one file of DeepSpeed's
+optimizer for each rank that has a state of its own), one ``rank-R.json`` of random state for each process, and
+``MANIFEST.json``: the size and sha256 of every file, the position of the run, and the facts on which the run depends.
+All files are written to a temporary directory and synced to disk, and then the directory is renamed. A directory that
+does not match its manifest was therefore never complete, or was damaged later. No file of a checkpoint is loaded before
+its hash matches, which matters most for the optimizer's pickles.
 """
 
-import base64
 import json
-import random
 import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from fcsd.disk import sync, sync_directories, write_json
-from fcsd.distill.run import manifest
+from fcsd.disk import sync, sync_directories
+from fcsd.distill.run import manifest, snapshot
 from fcsd.distill.run.identity import current_names, differences
-from fcsd.errors import CheckpointError, ConfigError, DiskError
+from fcsd.distill.run.snapshot import OPTIMIZER, Snapshot, write_states
+from fcsd.errors import CheckpointError, ConfigError
 from fcsd.launch.world import World
+from fcsd.parallel.weights.saving import OwnPart
 
-_ENGINE = "engine"
+WriteModel = Callable[[OwnPart, Path, World], None]
 
 
 def save(
     folder: Path,
     world: World,
-    engine: Any,
+    taken: Snapshot,
     *,
     step: int,
     identity: dict[str, Any],
     progress: dict[str, Any],
-    write_model: Callable[[Path], None],
+    write_model: WriteModel,
 ) -> Path:
     """Commits the checkpoint ``step-{step}`` in ``folder``. Every rank calls this.
 
     Args:
+        taken: the state of this rank after the step.
         identity: the facts that a resumed run must share, as a flat mapping; see ``run_identity``.
         progress: the progress of the run, which ``load`` returns.
         write_model: writes an ordinary model directory. Every rank calls it, and it must fail on all ranks or on none.
@@ -50,10 +48,8 @@ def save(
     """
     final = folder / f"step-{step}"
     partial = world.on_first(lambda: _fresh(folder, final.name))
-    _save_engine(engine, partial, world)
-
-    world.everywhere(lambda: write_json(partial / f"rank-{world.rank}.json", random_state()))
-    write_model(partial / manifest.MODEL)
+    world.everywhere(lambda: write_states(taken, partial, world.rank))
+    write_model(taken.part, partial / manifest.MODEL, world)
     # Every rank hashes a share of the files, no matter which rank wrote them. The files are still in the page cache of
     # the host or of the shared disk.
     parts = world.everywhere(lambda: manifest.described(partial, manifest.files(partial)[world.rank :: world.size]))
@@ -72,6 +68,8 @@ def save(
 def load(checkpoint: Path, world: World, engine: Any, identity: dict[str, Any]) -> dict[str, Any]:
     """Loads a checkpoint from ``find`` into the engine and the random generators, and returns its ``progress``.
 
+    The engine's model has the weights of the checkpoint's ``model/`` already.
+
     Args:
         identity: the facts that this run and the run of the checkpoint must share.
 
@@ -80,13 +78,39 @@ def load(checkpoint: Path, world: World, engine: Any, identity: dict[str, Any]) 
     """
     content = world.everywhere(lambda: manifest.read_manifest(checkpoint))[0]
     if changed := differences(current_names(content["identity"]), identity):
-        raise CheckpointError(
-            f"{checkpoint} belongs to another run: {'; '.join(changed)}",
-            hint="undo the change, or start anew in another output_dir",
-        )
-    engine.load_checkpoint(str(checkpoint), tag=_ENGINE)
-    set_random_state(json.loads((checkpoint / f"rank-{world.rank}.json").read_text()))
+        raise _of_another_run(checkpoint, changed)
+    if content["version"] == 1:  # DeepSpeed's own layout, with a second copy of all weights
+        engine.load_checkpoint(str(checkpoint), tag="engine")
+        snapshot.set_random_state(json.loads((checkpoint / f"rank-{world.rank}.json").read_text()))
+    else:
+        snapshot.restore(checkpoint, world, engine)
     return content["progress"]
+
+
+def require_model(checkpoint: Path, fields: dict[str, Any]) -> None:
+    """Checks that the recipe still names the student that a checkpoint was made with, before the student is loaded.
+
+    Args:
+        fields: the recipe as a flat mapping.
+
+    Raises:
+        CheckpointError: it names another student, or wires it in another way; the message says what differs.
+    """
+
+    def of_model(facts: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in facts.items() if key == "model" or key.startswith("init.")}
+
+    then = of_model(current_names(manifest.read_manifest(checkpoint)["identity"]))
+    now = {key: value for key, value in of_model(fields).items() if key in then}
+    if changed := differences({key: then[key] for key in now}, now):
+        raise _of_another_run(checkpoint, changed)
+
+
+def _of_another_run(checkpoint: Path, changed: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint} belongs to another run: {'; '.join(changed)}",
+        hint="undo the change, or start anew in another output_dir",
+    )
 
 
 def find(folder: Path, resume: str, report: Callable[[str], None]) -> Path | None:
@@ -171,69 +195,11 @@ def retain(folder: Path, keep: int, best_step: int | None = None) -> None:
 
 def _fresh(folder: Path, name: str) -> Path:
     partial = folder / f"{name}.tmp-{uuid.uuid4().hex[:8]}"
-    partial.mkdir(parents=True)
+    (partial / OPTIMIZER).mkdir(parents=True)
     return partial
-
-
-def _save_engine(engine: Any, partial: Path, world: World) -> None:
-    """Writes DeepSpeed's files.
-
-    A rank that cannot write still takes part in the barriers, so that no rank hangs. Then all ranks raise its error.
-    """
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-
-    failed: list[Exception] = []
-
-    class Writer(TorchCheckpointEngine):
-        def save(self, state_dict: Any, path: str) -> None:
-            try:
-                torch.save(state_dict, path)
-            except Exception as error:
-                # torch's file writer does not say why it could not write
-                writing = "iostream" in f"{error}{error.__context__}" or "unexpected pos" in str(error)
-                failed.append(DiskError(f"{path} cannot be written", "is the disk full?") if writing else error)
-
-    def report() -> None:
-        for error in failed:
-            raise error
-
-    engine.checkpoint_engine = Writer()
-    engine.save_checkpoint(str(partial), tag=_ENGINE, save_latest=False)
-    world.everywhere(report)
 
 
 def _rename(partial: Path, final: Path) -> None:
     """Renames a complete temporary directory. From then on the checkpoint exists."""
     partial.rename(final)
     sync(final.parent)
-
-
-def random_state() -> dict[str, Any]:
-    """The states of all global random generators of this process, as values that JSON can express."""
-    version, words, position = random.getstate()
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {
-        "python": [version, list(words), position],
-        "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "torch": _state_text(torch.get_rng_state()),
-        "cuda": None if cuda is None else _state_text(cuda),
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Restores the states that ``random_state`` returned."""
-    version, words, position = state["python"]
-    random.setstate((version, tuple(words), position))
-    np.random.set_state(tuple(state["numpy"]))
-    torch.set_rng_state(_state_tensor(state["torch"]))
-    if state["cuda"] is not None:
-        torch.cuda.set_rng_state(_state_tensor(state["cuda"]))
-
-
-def _state_text(state: torch.Tensor) -> str:
-    return base64.b64encode(bytes(state.tolist())).decode()
-
-
-def _state_tensor(text: str) -> torch.Tensor:
-    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)

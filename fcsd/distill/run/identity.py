@@ -40,6 +40,8 @@ _FREE = (
 _SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template|min_counted)")
 _CODE = ("torch", "transformers", "deepspeed")  # other versions of these packages may give results with other bits
 _SCHEDULE, _SCHEDULE_BEFORE = "optim.schedule_steps", "train.schedule_steps"
+# What older runs did, in which these recipe fields did not exist. The keys are left out where they have these values.
+_OPTIMIZER_BEFORE = {"optim.moments": "fp32", "optim.offload": "none"}
 # Keys that older checkpoints lack, because these recipe fields did not exist. The value is what such runs did (True),
 # or the name of the key whose value they used.
 _BEFORE = {"optim.accumulate_dtype": "train.dtype", "optim.reduce_dtype": "train.dtype", "optim.decay_norms": True}
@@ -58,6 +60,9 @@ def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[st
         del fields["parallel.node_size"]
     if not recipe.parallel.wire.any:
         fields = {key: value for key, value in fields.items() if not key.startswith("parallel.wire.")}  # nor these
+    for key, before in _OPTIMIZER_BEFORE.items():
+        if fields[key] == before:
+            del fields[key]
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
     # The fields below change nothing in such a run. They are left out, so that runs can be resumed that were started
     # before the fields existed.

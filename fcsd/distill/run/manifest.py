@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 MANIFEST = "MANIFEST.json"
 MODEL = "model"
-_VERSION = 1
+_VERSION = 2
+_READ = (1, _VERSION)  # in version 1, DeepSpeed wrote its own files into ``engine/``
 _CONTENT = {"step": int, "identity": dict, "progress": dict, "files": dict}  # required keys and their types
 
 
@@ -40,7 +41,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{checkpoint}: {MANIFEST} is missing or unreadable") from error
     if not isinstance(manifest, dict) or manifest.pop("seal", None) != json_sha256(manifest):
         raise CheckpointError(f"{checkpoint}: {MANIFEST} is damaged")
-    if manifest.get("version") != _VERSION:
+    if manifest.get("version") not in _READ:
         raise CheckpointError(f"{checkpoint}: {MANIFEST} is of version {manifest.get('version')}, not {_VERSION}")
     if missing := [name for name, kind in _CONTENT.items() if not isinstance(manifest.get(name), kind)]:
         raise CheckpointError(f"{checkpoint}: {MANIFEST} has no usable {missing[0]!r}")

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ class Skips:
         self._rows = recipe.train.batch_tokens // recipe.data.seq_len
         self.total, self._in_a_row = progress.get("skipped", [0, 0])
 
-    def judge(self, step: int, metrics: dict[str, float], checkpoint: Path | None) -> bool:
+    def judge(self, step: int, metrics: dict[str, float], checkpoint: Callable[[], Path | None]) -> bool:
         """Whether the step was skipped. If so, ``skipped_steps`` is added to ``metrics``.
 
         Args:
-            checkpoint: the last good checkpoint, which the error names; None if there is none.
+            checkpoint: returns the last good checkpoint, which the error names; None if there is none.
 
         Raises:
             NonFiniteError: more than ``faults.nonfinite_skip`` steps in a row were not finite.
@@ -43,7 +44,7 @@ class Skips:
         if self._in_a_row > self._allowed:
             raise NonFiniteError(
                 what,
-                hint=f"the last good checkpoint is {checkpoint or 'the start'}; lower optim.lr, use fp32, or let "
+                hint=f"the last good checkpoint is {checkpoint() or 'the start'}; lower optim.lr, use fp32, or let "
                 "faults.nonfinite_skip pass over single batches",
             )
         if self._talks:

@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -134,13 +135,26 @@ def draw_curves(run: Path) -> Path:
 
 
 def opening(recipe: Recipe, run: Path, start: int) -> str:
-    """The text before the first step: which steps the run takes, when and where it saves, and how to resume it."""
+    """The text before the first step: which steps it takes, where it saves, how to resume it, and any offloading."""
     settings = recipe.checkpoint
-    every = [f"every {settings.every_steps:,} steps"] * bool(settings.every_steps)
-    every += [f"every {settings.every_minutes:g} minutes"] * bool(settings.every_minutes)
-    begins = f"steps {start + 1:,} to {recipe.train.steps:,}" if start < recipe.train.steps else "no step is left"
-    saves = f"saves {' and '.join([*every, 'at the end'])} to {run / CHECKPOINTS}"
-    return f"{begins}; {saves}\nif it is ended, resume it with: {_command()}"
+    if start >= recipe.train.steps:
+        return f"No step is left to take. The checkpoints are in {run / CHECKPOINTS}."
+    times = [f"every {settings.every_steps:,} steps"] * bool(settings.every_steps)
+    times += [f"every {settings.every_minutes:g} minutes"] * bool(settings.every_minutes)
+    return (
+        f"The run takes steps {start + 1:,} to {recipe.train.steps:,}. It saves {' and '.join([*times, 'at the end'])} "
+        f"to {run / CHECKPOINTS}.\nIf it is interrupted, resume it with: {_command()}{_optimizer(recipe)}"
+    )
+
+
+def _optimizer(recipe: Recipe) -> str:
+    """A line that says where AdamW runs, if that is not the default."""
+    if recipe.optim.offload == "none":
+        return ""
+    made_by = "torch's fused AdamW" + (" with bf16 moments" if recipe.optim.moments == "bf16" else "")
+    threads = torch.get_num_threads()
+    where = f"on the host, with {threads} CPU thread{'s' * (threads > 1)} in each process"
+    return f"\nThe optimizer is {made_by} {where}; nothing is compiled."
 
 
 def _command() -> str:

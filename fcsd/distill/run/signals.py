@@ -88,5 +88,11 @@ def preemptible(grace_seconds: float) -> Iterator[Preemption]:
 def preempted(reason: str, checkpoint: Path | None) -> PreemptedError:
     """The error with which a run ends that was asked to end."""
     if checkpoint is None:
-        return PreemptedError(f"preempted: {reason}; there is no checkpoint yet", "the same command starts anew")
-    return PreemptedError(f"preempted: {reason}; the last checkpoint is {checkpoint}", "the same command resumes it")
+        return PreemptedError(
+            f"preempted: {reason}; there is no checkpoint yet",
+            "Start the same command again; the run then begins from its first step.",
+        )
+    return PreemptedError(
+        f"preempted: {reason}; the last checkpoint is {checkpoint}",
+        "Start the same command again; it resumes the run from there.",
+    )

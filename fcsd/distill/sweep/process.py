@@ -5,12 +5,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
-from fcsd.errors import ConfigError
+from fcsd.errors import ConfigError, PreemptedError
 from fcsd.launch.nodes import srun
 
 
@@ -46,37 +48,72 @@ def launcher(gpus: int | None = None, accept_unsafe_exec: bool = False, nodes: i
             ``fcsd.launch.nodes``.
     """
     if "WORLD_SIZE" in os.environ:
-        raise ConfigError("a sweep starts its own processes", "start it once, with --gpus N instead of torchrun")
+        raise ConfigError("a sweep starts its own processes", "Start it once, with --gpus N instead of torchrun.")
     options = ["--accept-unsafe-exec"] if accept_unsafe_exec else []
     if nodes > 1:
         if not {"SLURM_JOB_ID", "host", "port"} <= os.environ.keys():
-            raise ConfigError("a sweep over several nodes is a Slurm job", hint="--slurm prints its script")
+            raise ConfigError(
+                "a sweep over several nodes must be a Slurm job", hint="--slurm prints the script of the job."
+            )
         return partial(_run, command=srun(nodes, gpus or 1, options, logs=[]))
     options += ["--gpus", str(gpus)] if gpus else []
     return partial(_run, command=[sys.executable, "-m", "fcsd", "distill", *options])
 
 
+@contextmanager
+def ends_on_sigterm() -> Iterator[None]:
+    """Ends the process with exit code 143 if SIGTERM comes during the block, while no run is in progress.
+
+    While a run is in progress, the signal is passed on to it instead. Only the main thread may enter the block.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # SystemExit is not an Exception, which a library might catch.
+        print("error: preempted between two runs\nhint: the same command continues the sweep", file=sys.stderr)
+        raise SystemExit(PreemptedError.exit_code)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _run(recipe: Path, command: list[str]) -> Exit:
     """Runs ``fcsd distill OPTIONS RECIPE`` and passes its messages on to stderr at once.
 
-    SIGTERM is passed on to the run, which then ends in its usual way. Ctrl-C reaches the run from the terminal.
+    SIGTERM is passed on to the run, which then ends in its usual way. If the run was in its last step, it ends as if
+    no signal had come; the exit code is that of a terminated run nevertheless. Ctrl-C reaches the run from the
+    terminal.
     """
-    error = ""
-    with subprocess.Popen(
-        [*command, str(recipe)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
-    ) as child:
-        handlers = {
-            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: child.terminate()),
-            signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        }
-        try:
+    child: subprocess.Popen[str] | None = None
+    told, error = False, ""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal told
+        told = True
+        if child is not None:
+            child.terminate()
+
+    # SIGTERM has its handler before the run starts, so that no signal is lost. SIGINT gets its own afterwards, because
+    # the run would inherit that SIGINT is ignored.
+    handlers = {signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on)}
+    try:
+        with subprocess.Popen(
+            [*command, str(recipe)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+        ) as child:
+            handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if told:
+                child.terminate()
             assert child.stderr is not None
             for line in child.stderr:
                 sys.stderr.write(line)
                 if found := re.match(r"(?:\[rank \d+\] )?error: (.+)", line):
                     error = error or found[1]
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     code = child.returncode
+    if told and code == 0:
+        return Exit(PreemptedError.exit_code, "ended by SIGTERM after its last step")
     return Exit(code, error or (f"killed by signal {-code}" if code < 0 else f"exit code {code}" if code else ""))

@@ -106,10 +106,10 @@ def _decide(trials: list[Trial], record: dict[str, Any], out: Path, plan: Sweep,
         f"{trial.name}: {done[trial.name]['error']}" for trial in trials if done[trial.name]["status"] == "failed"
     ]:
         message = f"{len(failed)} of {len(trials)} trials failed: {'; '.join(failed)}"
-        raise FcsdError(message, "the same command repeats what failed, and nothing else")
+        raise FcsdError(message, "Start the same command again; it repeats the runs that failed, and no others.")
     finite = [trial for trial in trials if done[trial.name]["status"] == "done"]
     if not finite:
-        raise NonFiniteError("no trial of the stage has a finite loss", "sweep smaller learning rates")
+        raise NonFiniteError("no trial of the stage has a finite loss", "Try smaller learning rates in the sweep.")
     chosen = min(finite, key=lambda trial: done[trial.name]["value"])
     record["stages"][-1]["chosen"] = chosen.name
     _write(out, record)
@@ -149,7 +149,9 @@ def _continue(chosen: Trial, out: Path, launch: Launch) -> str:
     print(f"full run with {chosen.name}", file=sys.stderr)
     ended = _launched(launch, out / FULL)
     if ended.code:
-        failure = FcsdError(f"the full run failed: {ended.error}", "the same command continues it")
+        failure = FcsdError(
+            f"the full run failed: {ended.error}", "Start the same command again; it continues the full run."
+        )
         failure.exit_code = ended.code if ended.code > 0 else 1
         raise failure
     return chosen.full.recipe.output_dir
@@ -161,7 +163,7 @@ def _launched(launch: Launch, recipe: Path) -> Exit:
     if ended.interrupted:
         raise KeyboardInterrupt
     if ended.terminated:
-        raise PreemptedError(f"{recipe}: ended by SIGTERM", "the same command continues the sweep")
+        raise PreemptedError(f"{recipe}: ended by SIGTERM", "Start the same command again; it continues the sweep.")
     return ended
 
 

@@ -156,7 +156,10 @@ def _from_shards(folder: Path, rows: int) -> Teacher:
     starts = [entry["rows"][0] for entry in manifest.values()]
     held = max(entry["rows"][1] for entry in manifest.values())
     if held < rows:
-        raise BadInputError(f"{folder} holds {held} rows, the run needs {rows}", "Run fcsd cache-teacher on it.")
+        raise BadInputError(
+            f"{folder} holds {held} rows, the run needs {rows}",
+            "Run `fcsd cache-teacher` with this recipe; it writes the rows that are missing.",
+        )
     names = list(manifest)
     load = lru_cache(maxsize=2)(lambda name: _load(folder / name, manifest[name]))
 

@@ -36,7 +36,7 @@ def teacher_name(recipe: Recipe) -> str:
         return recipe.model
     block = student_block(recipe)
     if not block.get("base_model"):
-        raise ConfigError(f"{recipe.model} records no base model", hint="set `teacher:` in the recipe")
+        raise ConfigError(f"{recipe.model} records no base model", hint="Name the original in the recipe: `teacher:`.")
     if revision := block.get("base_revision"):
         return f"{block['base_model']}@{revision}"
     return read_base_path(resolve(recipe.model, weights=False).path) or block["base_model"]

@@ -43,6 +43,7 @@ class HFAdapter(Adapter):
         team: the ranks that share the work; all of them make the same calls and get the same answers.
         generation: one of ``GENERATION``; None for ``graphs`` on a GPU unless the ranks run in step, else ``batches``.
             A model that cannot generate in slots does so in batches, and the reason is logged.
+        backend: what else the result says of the engine, ``name`` among it; None for transformers.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class HFAdapter(Adapter):
         cache: AnswerCache | None = None,
         team: Team = ALONE,
         generation: str | None = None,
+        backend: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         check_head(model)
@@ -65,6 +67,7 @@ class HFAdapter(Adapter):
         self.team = team
         self.generation = generation or (GRAPHS if model.device.type == "cuda" and not team.lockstep else BATCHES)
         self._longest = max_length
+        self._backend = backend or {"name": "hf"}
         self._device = model.device
 
     @property
@@ -232,7 +235,7 @@ class HFAdapter(Adapter):
     def engine(self) -> dict[str, Any]:
         places = vars(self.model).get("hf_device_map", {})  # set by accelerate
         return {
-            "name": "hf",
+            **self._backend,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "device": self.model.device.type,
             "devices": sorted({str(place) for place in places.values()}) or None,
@@ -245,5 +248,4 @@ class HFAdapter(Adapter):
 
     def _progress(self, what: str, requests: int) -> AbstractContextManager[Callable[[], None]]:
         """The progress of this rank's share of the requests. Only the first rank shows it, as an estimate for all."""
-        ranks = 1 if self.team.world is None or self.team.lockstep else self.team.world.size
-        return progress(what, -(-requests // ranks), quiet=not self.team.leads)
+        return progress(what, -(-requests // self.team.shares), quiet=not self.team.leads)

@@ -8,16 +8,19 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fcsd.disk import json_sha256
 from fcsd.errors import ConfigError
-from fcsd.eval.engines.adapter import GENERATION, HFAdapter
+from fcsd.eval.engines.adapter import GENERATION, SLOTS, HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
 from fcsd.launch.shared_work import Team
 
-HF, VLLM = "hf", "vllm"
+if TYPE_CHECKING:
+    from fcsd.parallel.tensor.reduce import Kind
+
+HF, VLLM, OWN = "hf", "vllm", "own"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -26,7 +29,7 @@ class Engine:
     """The settings by which models are run. They are the same for all models of a comparison.
 
     Attributes:
-        backend: ``hf`` for transformers, ``vllm``.
+        backend: ``hf`` for transformers, ``vllm``, ``own`` for fcsd's engine (``serve/engine.py``).
         device: ``cuda``, ``cpu``, or ``auto`` to let accelerate spread each model over the GPUs, host memory and the
             disk, in this order. None for ``cuda`` where there is one, else ``cpu``.
         dtype: the data type of the weights, one of ``DTYPES``; None for float32 on the CPU and bfloat16 on a GPU.
@@ -34,7 +37,8 @@ class Engine:
         max_length: the longest input in tokens; None for the model's own limit.
         generation: one of ``adapter.GENERATION``; None for the fastest that the device supports.
         ep_size: the expert-parallel size, the number of ranks that divide the experts of every layer.
-        gpus: the tensor-parallel degree under vLLM.
+        gpus: the tensor-parallel degree under vLLM and in fcsd's engine.
+        reduce: how the ranks of fcsd's engine reduce; see ``parallel.tensor.reduce.Kind``.
     """
 
     backend: str = HF
@@ -45,6 +49,7 @@ class Engine:
     generation: str | None = None
     ep_size: int = 1
     gpus: int = 1
+    reduce: "Kind" = "nccl"
 
     def check(self, ranks: int) -> None:
         """Refuse settings that do not go together, before anything is loaded.
@@ -52,13 +57,17 @@ class Engine:
         Raises:
             ConfigError: two settings contradict each other. The message says what to change.
         """
-        if self.backend not in (HF, VLLM):
-            raise ConfigError(f"unknown backend {self.backend!r}", f"backends: {HF}, {VLLM}")
+        if self.backend not in (HF, VLLM, OWN):
+            raise ConfigError(f"unknown backend {self.backend!r}", f"Choose {HF}, {VLLM} or {OWN}.")
         check_dtype(self.dtype)
         if self.generation is not None and self.generation not in GENERATION:
             raise ConfigError(f"unknown generation {self.generation!r}", f"one of {', '.join(GENERATION)}")
         if self.backend == VLLM:
             self._check_vllm()
+        if self.backend == OWN:
+            self._check_own(ranks)
+        elif self.reduce != "nccl":
+            raise ConfigError(f"--reduce is for --backend {OWN}", "leave it out: other backends have their own way")
         if self.ep_size > 1 and self.device == "auto":
             raise ConfigError("--device auto spreads the model of one process, and --ep-size needs several processes")
         if ranks % self.ep_size:
@@ -68,6 +77,19 @@ class Engine:
             )
         if ranks > 1 and self.device == "auto":
             raise ConfigError("--device auto uses all GPUs in one process; leave --gpus out")
+
+    def _check_own(self, ranks: int) -> None:
+        from fcsd.serve.engine import require_right
+
+        require_right(self.reduce)
+        if self.device == "auto" or self.ep_size > 1:
+            name = "--device auto" if self.device == "auto" else "--ep-size"
+            raise ConfigError(f"{name} is for --backend {HF}", f"backend {OWN} divides a model over --gpus")
+        if ranks != self.gpus:
+            raise ConfigError(
+                f"backend {OWN} divides the model over all {ranks} processes, not over {self.gpus}",
+                f"start it with --gpus {self.gpus}",
+            )
 
     def _check_vllm(self) -> None:
         if find_spec("vllm") is None:
@@ -105,7 +127,7 @@ def opened(model: str, engine: Engine, out: Path | None, team: Team) -> Iterator
     path = resolve(model).path
     device = engine.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-    dtype = engine.dtype or ("float32" if on_cpu and engine.backend == HF else "bfloat16")
+    dtype = engine.dtype or ("float32" if on_cpu and engine.backend != VLLM else "bfloat16")
     with contextlib.ExitStack() as stack:
         cache = None
         if out is not None:
@@ -140,7 +162,15 @@ def _in_transformers(
     from fcsd.models.build import load_model
 
     kind = getattr(torch, dtype)
-    if engine.ep_size > 1:
+    generation, backend = engine.generation, None
+    if engine.backend == OWN:
+        from fcsd.launch.world import join_world
+        from fcsd.serve.engine import open_engine
+
+        network = open_engine(path, join_world(), dtype=kind, reduce=engine.reduce)
+        generation = generation or SLOTS
+        backend = {"name": OWN, "tensor_parallel": engine.gpus, "reduce": engine.reduce}
+    elif engine.ep_size > 1:
         from fcsd.parallel.weights.loading import load_expert_parallel
 
         network = load_expert_parallel(path, dtype=kind, device=device, ep_size=engine.ep_size)
@@ -154,9 +184,10 @@ def _in_transformers(
         AutoTokenizer.from_pretrained(path),
         batch_size=engine.batch_size,
         max_length=engine.max_length,
-        generation=engine.generation,
+        generation=generation,
         cache=cache,
         team=team,
+        backend=backend,
     )
 
 

@@ -48,7 +48,7 @@ class Adapter(TemplateLM):
         """
         settings: Any = normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS)
         if settings["do_sample"]:
-            raise ConfigError("the task asks for sampling", "only greedy generation is comparable between models")
+            raise ConfigError("the task asks for sampling", "Only greedy generation is comparable between models.")
         return tuple(settings["until"]), settings["max_gen_toks"]
 
     def require_fits(self, tokens: int, text: str) -> None:
@@ -68,8 +68,12 @@ class Adapter(TemplateLM):
         return None if self.cache is None else self.cache.get(request)
 
     def store(self, request: list[Any], answer: Any) -> None:
-        """Keep an answer that this rank computed."""
-        if self.cache is not None:
+        """Keep an answer that this rank computed. If all ranks computed it, the first one writes it down."""
+        if self.cache is None:
+            return
+        if self.team.together_on_all and not self.team.leads:
+            self.cache.remember(request, answer)
+        else:
             self.cache.add(request, answer)
 
     def remember(self, request: list[Any], answer: Any) -> None:

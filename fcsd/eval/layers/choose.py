@@ -93,16 +93,20 @@ def choose_layers(
         NonFiniteError: the model gives NaN or infinite logits.
     """
     if (layers is None) == (budget is None):
-        raise ConfigError("say how many layers, or how much loss: one of --layers and --budget")
+        raise ConfigError("give either --layers, how many layers to convert, or --budget, how much the loss may rise")
     allowed = None if budget is None else _share(budget)
     seen = read_texts(Path(text))
     unseen = None if check is None else [t for t in read_texts(Path(check)) if t not in set(seen)]
     if unseen is not None and not unseen:
-        raise ConfigError(f"{check} has no document that is not in {text}", "give a text that the search cannot see")
+        raise ConfigError(
+            f"{check} has no document that is not in {text}", "Give a text that the search does not read."
+        )
     subject = load_subject(model, wiring=wiring, variant=variant, device=device, dtype=dtype)
     depth = subject.depth
     if wrong := [n for n in layers or [] if not 0 < n < depth]:
-        raise ConfigError(f"cannot choose {wrong[0]} of {depth} layers", f"a number from 1 to {depth - 1}")
+        raise ConfigError(
+            f"--layers: {wrong[0]} of {depth} layers cannot be chosen", f"Give a number from 1 to {depth - 1}."
+        )
 
     answers = None if out is None else AnswerCache(Path(out) / "measured.jsonl")
     try:
@@ -249,7 +253,7 @@ def _share(budget: str) -> float:
     except ValueError:
         share = math.nan
     if not budget.endswith("%") or not 0 <= share < math.inf:
-        raise ConfigError(f"budget {budget!r} is not a percentage", "e.g. --budget 2%")
+        raise ConfigError(f"--budget: {budget!r} is not a percentage", "Write for example --budget 2%")
     return share
 
 

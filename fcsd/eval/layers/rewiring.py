@@ -101,7 +101,7 @@ def load_subject(
         raise ConfigError(str(error)) from error
     path = resolve(model).path
     if read_config(path).rewired is not None:
-        raise BadInputError(f"{path}: is converted already", "name the original that it was converted from")
+        raise BadInputError(f"{path}: is converted already", "Name the original that it was converted from.")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cpu":
         network = load_model(path, dtype=getattr(torch, dtype or "float32"), device=device)

@@ -66,7 +66,7 @@ def sweep_layers(
         BadInputError, NonFiniteError: as ``evaluate_models``; finished points stay.
     """
     if not tasks and held_out is None:
-        raise ConfigError("a sweep needs something to measure", "give --tasks, --held-out or both")
+        raise ConfigError("a sweep needs something to measure", "Give --tasks, --held-out or both.")
     text = None if held_out is None else HeldOut(Path(held_out))
     if text is not None:
         text.texts = text.texts[:limit]
@@ -131,7 +131,7 @@ def _points(points: Sequence[int] | None, depth: int) -> list[int]:
         steps = min(POINTS, depth + 1) - 1
         return [round(depth * step / steps) for step in range(steps + 1)]
     if wrong := [n for n in points if not 0 <= n <= depth]:
-        raise ConfigError(f"point {wrong[0]} is outside of the model, which has {depth} layers")
+        raise ConfigError(f"--points: {wrong[0]} is outside of the model, which has {depth} layers")
     return sorted({0, *points})
 
 

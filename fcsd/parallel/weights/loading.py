@@ -15,7 +15,8 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from fcsd.checkpoint import Layout, read_config, read_layout, verify_tensors
 from fcsd.checkpoint.weights import Reader
 from fcsd.errors import BadInputError
-from fcsd.models.build import PREFIX, arch_of, model_classes, register, wiring_of
+from fcsd.models.build import arch_of, model_classes, register, wiring_of
+from fcsd.models.config_keys import PREFIX
 from fcsd.parallel.expert.autoep import shard_experts
 from fcsd.parallel.expert.blocking import wire_parallel
 from fcsd.parallel.weights.tensor_map import on_disk, pieces, put, state
@@ -51,7 +52,7 @@ def load_expert_parallel(
         ConfigError: see ``shard_experts``.
     """
     path = Path(path)
-    layout = _verified(path)
+    layout = verified_layout(path, "expert parallelism")
     register()
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
     model = empty_model(config, dtype)
@@ -67,11 +68,19 @@ def load_expert_parallel(
     return model
 
 
-def _verified(path: Path) -> Layout:
+def verified_layout(path: Path, what: str) -> Layout:
+    """The layout of a checkpoint that is not quantised and whose tensors match its config. Only headers are read.
+
+    Args:
+        what: what needs the checkpoint, for the message.
+
+    Raises:
+        BadInputError: the checkpoint is quantised, or its tensors do not match its config.
+    """
     config = read_config(path)
     if config.quantization is not None:
         raise BadInputError(
-            f"{path} is quantised ({config.quantization}), and expert parallelism cannot load that",
+            f"{path} is quantised ({config.quantization}), and {what} cannot load that",
             "save a dequantised copy in bf16 first",
         )
     layout = read_layout(path)

@@ -6,8 +6,9 @@ makes from the tensors in memory.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,14 +22,48 @@ from fcsd.parallel.expert.lookup import expert_blocks
 from fcsd.parallel.weights.tensor_map import Piece, State, on_disk, pieces, shape, state, take
 
 Specs = dict[str, tuple[str, Shape]]  # name on disk -> dtype and shape, for the tensors of all ranks
+Named = tuple[str, Tensor, int | None]  # name on disk, values, and their row if they are one expert of the tensor
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """The part of a model that this rank writes.
+
+    Attributes:
+        model: the model. Only its configs are read from it.
+        specs: the tensors that all ranks write together.
+        tensors: yields the tensors of this rank, on the model's device. They are made one after the other.
+        group_size: the number of ranks that hold the model together. Every such group of ranks holds the same model.
+    """
+
+    model: PreTrainedModel
+    specs: Specs
+    tensors: Callable[[], Iterator[Named]]
+    group_size: int
+
+
+def own_part(model: PreTrainedModel) -> OwnPart:
+    """This rank's part of a model. Its experts are divided, or every rank holds the whole model. Nothing is copied."""
+    block = next(iter(expert_blocks(model).values()), None)
+    if block is None:
+        return OwnPart(model, specs_of(model), lambda: _own_part(model), 1)
+    found, ep_size = list(on_disk(model, pieces(model))), block.placement.ranks
+    return OwnPart(model, _of_pieces(state(model), found), lambda: _own_pieces(model, found, ep_size), ep_size)
 
 
 def save_model(model: PreTrainedModel, directory: Path, source: Path | None = None, max_shard: int = MAX_SHARD) -> None:
     """Write weights under their original names, and the configs, as ``save_pretrained`` of the whole model would.
 
-    Either the experts of the model are divided, or every rank holds the whole model. Every rank calls this function,
-    which does not communicate. The directory is complete when all ranks have returned and each has its
-    part on the disk.
+    Every rank calls this function, see ``write_part``.
+    """
+    write_part(own_part(model), directory, source, max_shard)
+
+
+def write_part(part: OwnPart, directory: Path, source: Path | None = None, max_shard: int = MAX_SHARD) -> None:
+    """Write this rank's part of a model; rank 0 writes the configs as well.
+
+    Every rank calls this function, which does not communicate. The directory is complete when all ranks have returned
+    and each has its part on the disk.
 
     Args:
         directory: an empty directory on a disk that all ranks share. It must not be read before it is complete.
@@ -36,9 +71,6 @@ def save_model(model: PreTrainedModel, directory: Path, source: Path | None = No
             of multi-token prediction) are copied.
         max_shard: the largest size of a file in bytes, unless a single tensor is larger.
     """
-    block = next(iter(expert_blocks(model).values()), None)
-    found = list(on_disk(model, pieces(model))) if block else []
-    specs = _of_pieces(state(model), found) if block else specs_of(model)
     with ExitStack() as held:
         carried: Specs = {}
         if source is not None:
@@ -46,15 +78,15 @@ def save_model(model: PreTrainedModel, directory: Path, source: Path | None = No
             reader = held.enter_context(Reader(layout))
             names = compare_tensors(layout, read_config(source)).carried
             carried = {name: (layout.tensors[name].dtype, layout.tensors[name].shape) for name in names}
-        writer = held.enter_context(Writer(directory, {**specs, **carried}, max_shard))
-        for name, value, row in _own_pieces(model, found, block.placement.ranks) if block else _own_part(model):
+        writer = held.enter_context(Writer(directory, {**part.specs, **carried}, max_shard))
+        for name, value, row in part.tensors():
             writer.write(name, value, row)
         for turn, name in enumerate(carried):
             if _my_turn(turn):
                 writer.write(name, reader.raw(name))
         if dist.get_rank() == 0:
             writer.describe()
-            write_configs(model, directory)
+            write_configs(part.model, directory)
 
 
 def _of_pieces(tensors: State, found: list[Piece]) -> Specs:
@@ -66,7 +98,7 @@ def _of_pieces(tensors: State, found: list[Piece]) -> Specs:
     return specs
 
 
-def _own_pieces(model: PreTrainedModel, found: list[Piece], ep_size: int) -> Iterator[tuple[str, Tensor, int | None]]:
+def _own_pieces(model: PreTrainedModel, found: list[Piece], ep_size: int) -> Iterator[Named]:
     """The tensors that this rank writes. If several ranks hold a tensor, one of them writes it, in turns."""
     tensors = state(model)
     replica, replicas = dist.get_rank() // ep_size, dist.get_world_size() // ep_size
@@ -84,7 +116,7 @@ def specs_of(model: PreTrainedModel) -> Specs:
     }
 
 
-def _own_part(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, int | None]]:
+def _own_part(model: PreTrainedModel) -> Iterator[Named]:
     """The tensors that this rank writes of a model that every rank holds."""
     for turn, (name, tensor) in enumerate(state(model).items()):
         if _my_turn(turn):

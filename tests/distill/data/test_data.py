@@ -193,11 +193,11 @@ def test_unreadable_sources_are_one_clear_line(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"body": TEXTS}).to_parquet(tmp_path / "body.parquet")
     datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": TEXTS})).save_to_disk(tmp_path / "splits")
     for error, match, source in [
-        (BadInputError, "no such data file", {"path": "missing.jsonl"}),
+        (BadInputError, "there is no such data file", {"path": "missing.jsonl"}),
         (BadInputError, "cannot be read as parquet", {"path": "broken.parquet"}),
         (ConfigError, "format cannot be told", {"path": "notes.xyz"}),
-        (BadInputError, "no column 'text', only body", {"path": "body.parquet"}),
-        (BadInputError, "no split 'test', only train", {"path": "splits", "split": "test"}),
+        (BadInputError, "no column 'text'; the columns are body", {"path": "body.parquet"}),
+        (BadInputError, "no split 'test'; the splits are train", {"path": "splits", "split": "test"}),
     ]:
         with pytest.raises(error, match=match) as caught:
             load_corpus(Source(**{**source, "path": str(tmp_path / source["path"])}), texts.tokenizer(), tiny.VOCAB)
@@ -230,9 +230,9 @@ def test_a_missing_column_is_named_with_those_present(tmp_path: Path) -> None:
     table.to_parquet(tmp_path / "hub" / "a.parquet")
     stream = {"path": "hub", "format": "hf", "streaming": True, "max_rows": 5}
     for source in ({"path": "a.parquet"}, {"path": "hub", "format": "hf"}, stream):
-        with pytest.raises(BadInputError, match="no column 'text', only texts, id") as caught:
+        with pytest.raises(BadInputError, match="no column 'text'; the columns are texts, id") as caught:
             load_corpus(Source(**{**source, "path": str(tmp_path / source["path"])}), texts.tokenizer(), tiny.VOCAB)
-        assert caught.value.hint == "did you mean 'texts'?"
+        assert caught.value.hint == "Did you mean 'texts'?"
     with pytest.raises(BadInputError, match="no usable row: 40 without 'text'") as caught:
         load_corpus(Source(path=str(tmp_path / "a.jsonl")), texts.tokenizer(), tiny.VOCAB)
     assert caught.value.hint == "the first row has 'texts', 'id'; did you mean 'texts'?"

@@ -109,5 +109,5 @@ def test_a_search_of_the_whole_disk_is_refused(tmp_path: Path, monkeypatch: pyte
             corpus(Path(path))
         assert caught.value.hint == "name a folder that is nearer to the data"
     (tmp_path / "loop").symlink_to(tmp_path)
-    with pytest.raises(BadInputError, match="no such data file"):
+    with pytest.raises(BadInputError, match="there is no such data file"):
         corpus(tmp_path / "**" / "*.parquet")

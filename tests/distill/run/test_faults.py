@@ -50,14 +50,15 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed(recipe: Any, point: str, rank: int) -> None:
-    """A run in which ``rank`` is killed on reaching ``point`` with anything of step 4 in hand."""
+def killed(recipe: Any, point: str, rank: int, step: int = 4) -> None:
+    """A run in which ``rank`` is killed on reaching ``point`` with anything of the checkpoint of ``step`` in hand."""
     module = MODULES.get(point, checkpoints)
     real = getattr(module, point)
 
     def reached(*arguments: Any, **named: Any) -> Any:
-        third = checkpoints.checkpoints(Path(recipe.recipe.output_dir) / "checkpoints")[1:]
-        if int(os.environ["RANK"]) == rank and (third or any("step-4" in str(one) for one in arguments)):
+        committed = checkpoints.checkpoints(Path(recipe.recipe.output_dir) / "checkpoints")[-1:]
+        paths = [str(one) for one in (*arguments, *committed) if isinstance(one, str | Path)]
+        if int(os.environ["RANK"]) == rank and any(f"step-{step}" in path for path in paths):
             die()
         return real(*arguments, **named)
 
@@ -66,10 +67,10 @@ def killed(recipe: Any, point: str, rank: int) -> None:
 
 
 # What a save calls, in order -> the ranks that call it
-SAVE = {"_fresh": (0,), "_save_engine": (0, 1), "write_json": (0, 1), "write_student": (0, 1), "_record": (0, 1)}
-SAVE |= {"sync": (0, 1), "_rename": (0,), "retain": (0,), "publish": (0,)}
+SAVE = {"_fresh": (0,), "write_states": (0, 1), "write_student": (0, 1), "_record": (0, 1), "sync": (0, 1)}
+SAVE |= {"write_manifest": (0,), "_rename": (0,), "retain": (0,), "publish": (0,)}
 MODULES: dict[str, ModuleType] = {"write_student": loop, "publish": run_dir}
-MODULES |= dict.fromkeys(("write_json", "_record", "sync"), manifest)
+MODULES |= dict.fromkeys(("write_manifest", "_record", "sync"), manifest)
 KILLS = [
     pytest.param(size, point, rank, marks=() if (size, point) == (1, "_rename") else nightly)
     for size in (1, 2)
@@ -77,6 +78,8 @@ KILLS = [
     for rank in ranks
     if rank < size
 ]
+BESIDE = {"checkpoint__overlap": True, "checkpoint__every_steps": 1}  # steps 1 to 3 are saved while the run goes on
+KILLS_BESIDE = [kill for kill in KILLS if kill.values[1] != "publish"]  # nothing is saved any more by then
 
 
 @pytest.mark.parametrize(("size", "point", "rank"), KILLS)
@@ -94,16 +97,31 @@ def test_a_rank_killed_while_saving(
     assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp-*"))
 
 
-def photographed(recipe: Any, album: Path) -> None:
-    """A run whose checkpoints are copied, as a kill would leave them, before each change to them in the last save."""
+@pytest.mark.parametrize(("size", "point", "rank"), KILLS_BESIDE)
+def test_a_rank_killed_while_it_saves_beside_the_run(
+    folder: Path, whole: Whole, tmp_path: Path, size: int, point: str, rank: int
+) -> None:
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), **BESIDE)
+    codes, said = ranks.exit_codes(size, killed, recipe, point, rank, 3)
+    assert codes == [-signal.SIGKILL if one == rank else 6 for one in range(size)], said
+    assert size == 1 or f"rank {rank} ended while the run was going on" in said
+    survivors = [path.name for path in checkpoints.checkpoints(tmp_path / "run" / "checkpoints")]
+    assert survivors == ["step-1", "step-2", *(["step-3"] if point == "retain" else [])]
+    train(recipe, size)
+    assert outcome(tmp_path / "run") == outcome(whole(size))
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp-*"))
+
+
+def photographed(recipe: Any, album: Path, step: int) -> None:
+    """A run whose checkpoints are copied, as a kill would leave them, before each change of the save of a step."""
     folder, shots, busy = Path(recipe.recipe.output_dir) / "checkpoints", 0, False
-    last = f"{folder}/step-4"
+    last, before = f"{folder}/step-{step}", f"{folder}/step-{step - recipe.recipe.checkpoint.every_steps}.tmp"
     changes = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link")
 
     def look(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal shots, busy
         writes = event in changes or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR))
-        here = str(arguments[0]).startswith((last, f"{folder}/step-2.tmp") if shots else last) if writes else False
+        here = str(arguments[0]).startswith((last, before) if shots else last) if writes else False
         if here and not busy:
             busy, shots = True, shots + 1
             shutil.copytree(folder, album / str(shots))
@@ -113,15 +131,24 @@ def photographed(recipe: Any, album: Path) -> None:
     loop.distill_model(recipe)
 
 
-def test_at_every_moment_of_a_save_there_is_one_whole_checkpoint(folder: Path, tmp_path: Path) -> None:
-    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), checkpoint__keep=1)
-    assert ranks.exit_code(photographed, recipe, tmp_path / "album") == 0
+@pytest.mark.parametrize(
+    ("changes", "step", "names"),
+    [
+        ({}, 4, {"step-2", "step-4"}),
+        pytest.param(BESIDE, 3, {"step-2", "step-3", "step-4"}, marks=nightly),  # step 4 deletes step 3
+    ],
+)
+def test_at_every_moment_of_a_save_there_is_one_whole_checkpoint(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], step: int, names: set[str]
+) -> None:
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), checkpoint__keep=1, **changes)
+    assert ranks.exit_code(photographed, recipe, tmp_path / "album", step) == 0
     found = []
     for shot in sorted((tmp_path / "album").iterdir(), key=lambda path: int(path.name)):
         said: list[str] = []
         found.append(checkpoints.find(shot, "auto", said.append).name)  # type: ignore[union-attr]
         assert said == [] and not list(shot.glob("*.tmp-*")), "what is unfinished is removed without a word"
-    assert len(found) > 20 and found == sorted(found) and set(found) == {"step-2", "step-4"}
+    assert len(found) > 20 and found == sorted(found) and set(found) == names
 
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation")

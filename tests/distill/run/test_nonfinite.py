@@ -75,20 +75,22 @@ nightly = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
-    ("where", "size", "stage", "dtype"),
+    ("where", "size", "stage", "dtype", "optim"),
     [
-        ("teacher", 2, 1, "fp32"),
-        ("gradient", 1, 0, "fp32"),
-        ("gradient", 2, 1, "bf16"),
-        pytest.param("teacher", 2, 2, "bf16", marks=nightly),
-        pytest.param("gradient", 2, 2, "fp32", marks=nightly),
-        pytest.param("teacher", 1, 0, "bf16", marks=nightly),
-        pytest.param("gradient", 1, 0, "bf16", marks=nightly),
-        pytest.param("infinite teacher", 2, 1, "fp32", marks=nightly),
+        ("teacher", 2, 1, "fp32", {}),
+        ("gradient", 1, 0, "fp32", {}),
+        ("gradient", 2, 1, "bf16", {}),
+        pytest.param("teacher", 2, 2, "bf16", {}, marks=nightly),
+        pytest.param("gradient", 2, 2, "fp32", {}, marks=nightly),
+        pytest.param("teacher", 1, 0, "bf16", {}, marks=nightly),
+        pytest.param("gradient", 1, 0, "bf16", {}, marks=nightly),
+        pytest.param("infinite teacher", 2, 1, "fp32", {}, marks=nightly),
+        pytest.param("gradient", 2, 1, "bf16", {"optim__moments": "bf16"}, marks=nightly),
+        pytest.param("gradient", 2, 2, "bf16", {"optim__moments": "bf16", "optim__offload": "host"}, marks=nightly),
     ],
 )
 def test_a_skipped_step_changes_nothing_and_training_goes_on(
-    folder: Path, tmp_path: Path, where: str, size: int, stage: int, dtype: str
+    folder: Path, tmp_path: Path, where: str, size: int, stage: int, dtype: str, optim: dict[str, Any]
 ) -> None:
     run = tmp_path / "run"
     changes = {
@@ -96,6 +98,7 @@ def test_a_skipped_step_changes_nothing_and_training_goes_on(
         "train__dtype": dtype,
         "checkpoint__every_steps": 1,
         "checkpoint__keep": 9,
+        **optim,
     }
     recipe = runs.resolved(folder, output_dir=str(run), faults__nonfinite_skip=1, train__steps=5, **changes)
     codes, said = ranks.exit_codes(size, poisoned, recipe, where, (2, 4))  # not in a row

@@ -28,8 +28,9 @@ def test_a_run_says_where_it_saves_and_what_resumes_it(tmp_path: Path, monkeypat
     monkeypatch.setattr(sys, "argv", ["/usr/bin/fcsd", "distill", "my recipe.yaml", "--gpus", "2"])
     recipe = runs.resolved(tmp_path, checkpoint={"every_steps": 50, "every_minutes": 30.0}).recipe
     assert report.opening(recipe, tmp_path, 2).splitlines() == [
-        f"steps 3 to 4; saves every 50 steps and every 30 minutes and at the end to {tmp_path / 'checkpoints'}",
-        "if it is ended, resume it with: fcsd distill 'my recipe.yaml' --gpus 2",
+        "The run takes steps 3 to 4. It saves every 50 steps and every 30 minutes and at the end "
+        f"to {tmp_path / 'checkpoints'}.",
+        "If it is interrupted, resume it with: fcsd distill 'my recipe.yaml' --gpus 2",
     ]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from fcsd.config import Checkpoint
 from fcsd.distill import loop
-from fcsd.distill.run import checkpoints, manifest, saver
+from fcsd.distill.run import checkpoints, host_copies, manifest, saver
 from fcsd.errors import DiskError
 from fcsd.launch.world import World
 
@@ -43,17 +43,22 @@ def names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.nightly)])
-def test_training_goes_on_when_a_save_finds_no_room(folder: Path, tmp_path: Path, rank: int) -> None:
-    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), checkpoint__every_steps=1, checkpoint__keep=9)
+@pytest.mark.parametrize(
+    ("rank", "overlap"),
+    [(1, True), *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((1, False), (0, False), (0, True)))],
+)
+def test_training_goes_on_when_a_save_finds_no_room(folder: Path, tmp_path: Path, rank: int, overlap: bool) -> None:
+    settings = {"every_steps": 1, "keep": 9, "overlap": overlap}
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), checkpoint=settings)
     codes, said = ranks.exit_codes(2, limited, recipe, 2, 3, rank, 100_000)
     assert codes == [0, 0], said
     assert names(tmp_path / "run") == ["step-1", "step-4"]
     assert said.count("the last checkpoint is " + str(tmp_path / "run/checkpoints/step-1") + "; training goes on") == 2
 
 
-def test_a_run_that_cannot_save_any_more_stops(folder: Path, tmp_path: Path) -> None:
-    changes = {"checkpoint__every_steps": 1, "faults__save_failures": 1}
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_run_that_cannot_save_any_more_stops(folder: Path, tmp_path: Path, overlap: bool) -> None:
+    changes = {"checkpoint__every_steps": 1, "checkpoint__overlap": overlap, "faults__save_failures": 1}
     recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), **changes)
     codes, said = ranks.exit_codes(1, limited, recipe, 2, 9, 0, 100_000)
     assert codes == [7]
@@ -110,3 +115,34 @@ def test_a_run_that_saves_by_time_saves(folder: Path, tmp_path: Path) -> None:
     )
     runs.train(recipe, 2)
     assert names(tmp_path / "run") == ["step-1", "step-2", "step-3", "step-4"]
+
+
+def test_copies_stay_as_they_are_in_memory_that_is_used_again() -> None:
+    copies, one, two = host_copies.HostCopies(), torch.ones(3), torch.zeros(2, 2, dtype=torch.bfloat16)
+    places = []
+    for _ in range(2):
+        copies.restart()
+        mine = [copies.copy(one), copies.copy(two)]
+        copies.wait()
+        expected = [one.clone(), two.clone()]
+        one += 1
+        two -= 1
+        assert all(torch.equal(*pair) for pair in zip(mine, expected, strict=True))
+        places.append([copy.data_ptr() for copy in mine])
+    assert places[0] == places[1]
+    copies.restart()
+    assert copies.copy(torch.ones(5)).shape == (5,)
+
+
+def test_without_memory_for_a_copy_the_run_waits_for_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone, settings, taken = World(0, 1, torch.device("cpu")), Checkpoint(overlap=True), Any
+    monkeypatch.setattr(saver.snapshot, "host_bytes", lambda _: 2**30)
+    for free, overlaps in [(2**31, True), (2**30, False)]:
+        monkeypatch.setattr(host_copies, "free_memory", lambda free=free: free)
+        mine: Any = saver.Saver(tmp_path, alone, None, {}, None, settings=settings, failures=0, checkpoint=None)  # type: ignore[arg-type]
+        assert [mine._overlaps(taken), mine._overlaps(taken)] == [overlaps] * 2
+        mine.close()
+        warnings = capsys.readouterr().err.count("takes 1.00 GiB of host memory for each process, which is not free")
+        assert warnings == (not overlaps)

@@ -1,6 +1,7 @@
 """Preempted runs: SIGTERM anywhere, to one rank or all, ends in exit code 143 and loses no finished step."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import ranks
 import runs
+import torch
 
 from fcsd.distill import loop, prepare
 from fcsd.distill.run import checkpoints, manifest, signals
@@ -100,6 +102,56 @@ def test_a_signal_after_the_decision_not_to_save_loses_no_step(folder: Path, tmp
     codes, said = ranks.exit_codes(1, signalled_after_the_decision, recipe)
     assert codes == [143], said
     assert [path.name for path in checkpoints.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-3"]
+
+
+def preempted_while_saving(recipe: Any) -> None:
+    """A run that is told to end in step 3, while the checkpoint of step 2 is being written beside it."""
+    write_states, launch_step = checkpoints.write_states, loop.launch_step
+    writing, told, steps = threading.Event(), threading.Event(), 0
+
+    def write(*arguments: Any) -> None:
+        if not told.is_set():
+            writing.set()
+            assert told.wait(200)
+        write_states(*arguments)
+
+    def launch(*arguments: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        launched = launch_step(*arguments)
+        if steps == 3:  # the weights have changed, and nothing of the checkpoint is on the disk
+            assert writing.wait(200)
+            os.kill(os.getpid(), signal.SIGTERM)
+            told.set()
+        return launched
+
+    checkpoints.write_states, loop.launch_step = write, launch
+    loop.distill_model(recipe)
+
+
+def content(checkpoint: Path, ranks: int) -> tuple[bytes, list[Any], list[Any]]:
+    """The weights, the random states and the optimizers' states of a checkpoint."""
+    states = [(checkpoint / f"rank-{rank}.json").read_text() for rank in range(ranks)]
+    optimizers = [torch.load(checkpoint / f"optimizer/rank-{rank}.pt", weights_only=False) for rank in range(ranks)]
+    inner = [optimizer["base_optimizer_state"]["state"] for optimizer in optimizers]
+    return (checkpoint / "model/model.safetensors").read_bytes(), states, inner
+
+
+def test_a_checkpoint_beside_the_run_is_that_of_its_step_and_is_finished_after_a_signal(
+    folder: Path, tmp_path: Path
+) -> None:
+    changes = {"train__eval_every": 3, "checkpoint__overlap": True}
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), **changes)
+    codes, said = ranks.exit_codes(2, preempted_while_saving, recipe)
+    assert codes == [143, 143], said
+    saved = checkpoints.checkpoints(tmp_path / "run" / "checkpoints")
+    assert [path.name for path in saved] == ["step-2", "step-3"]
+    mine, whole = content(saved[0], 2), content(folder / "whole" / "checkpoints" / "step-2", 2)
+    assert mine[:2] == whole[:2]
+    torch.testing.assert_close(mine[2], whole[2], rtol=0, atol=0)
+    shutil.rmtree(saved[1])  # the run continues from the checkpoint that was written beside it
+    runs.train(recipe, 2)
+    assert runs.outcome(tmp_path / "run") == runs.outcome(folder / "whole")
 
 
 def slow_to_save(recipe: Any) -> None:

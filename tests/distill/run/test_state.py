@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
@@ -11,14 +12,15 @@ import runs
 import torch
 from old_keys import flat_before
 from runs import outcome, train
+from safetensors.torch import load_file
 
 from fcsd import __version__
 from fcsd.config import ResolvedRecipe
 from fcsd.disk import json_sha256
 from fcsd.distill import loop
-from fcsd.distill.run import checkpoints, identity, manifest, run_dir
-from fcsd.distill.run.checkpoints import random_state, set_random_state
+from fcsd.distill.run import checkpoints, identity, manifest, run_dir, snapshot
 from fcsd.distill.run.report import read_metrics
+from fcsd.distill.run.snapshot import random_state, set_random_state
 from fcsd.errors import CheckpointError, ConfigError
 
 
@@ -163,6 +165,75 @@ def test_a_run_from_before_keys_were_renamed_goes_on(folder: Path, single: Path,
         train(runs.resolved(folder, output_dir=str(run), optim__lr=0.002, optim__min_lr=1e-9))
     train(runs.resolved(folder, output_dir=str(run)))
     assert outcome(run) == outcome(single)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [
+        (1, "bf16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in ((2, "bf16"), (0, "bf16"), (0, "fp32"), (2, "fp32"))
+        ),
+    ],
+)
+def test_each_tensor_is_stored_once_and_resumes_to_the_last_bit(
+    folder: Path, tmp_path: Path, stage: int, dtype: str
+) -> None:
+    changes = {"parallel__zero_stage": stage, "train__dtype": dtype}
+    train(runs.resolved(folder, output_dir=str(tmp_path / "run"), **changes))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-2"
+    weights = load_file(checkpoint / "model/model.safetensors").values()
+    parameters = sum(tensor.numel() for tensor in weights)
+    assert sum(tensor.nbytes for tensor in weights) == parameters * (2 if dtype == "bf16" else 4)
+    states = (checkpoint / "optimizer/rank-0.pt").stat().st_size
+    wide = parameters * (12 if dtype == "bf16" else 8)  # the moments and, for bf16 weights, the fp32 weights
+    assert wide < states < 1.05 * wide + 150_000
+    part = cut_short(tmp_path / "run", tmp_path / "resumed")
+    train(runs.resolved(folder, output_dir=str(part), **changes))
+    assert outcome(part) == outcome(tmp_path / "run")
+
+
+def laid_out_by_deepspeed(recipe: ResolvedRecipe) -> None:
+    """A run whose checkpoints are in the layout of version 1."""
+    take, save, engines = snapshot.take, checkpoints.save, []
+
+    def taken(engine: Any, world: Any) -> Any:
+        engines.append(engine)
+        return take(engine, world)
+
+    def save_before(*arguments: Any, **named: Any) -> Path:
+        path = save(*arguments, **named)
+        content = manifest.read_manifest(path)
+        (path / manifest.MANIFEST).unlink()
+        shutil.rmtree(path / snapshot.OPTIMIZER)
+        states = path / "rank-0.json"
+        states.write_text(json.dumps(json.loads(states.read_text())["random"]))
+        engines[-1].save_checkpoint(str(path), tag="engine", save_latest=False)
+        content |= {"files": manifest.described(path, manifest.files(path)), "version": 1}
+        manifest.write_manifest(path, content)
+        return path
+
+    snapshot.take, checkpoints.save = taken, save_before
+    loop.distill_model(recipe)
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_in_deepspeeds_layout_goes_on(folder: Path, single: Path, tmp_path: Path) -> None:
+    recipe = runs.resolved(folder, output_dir=str(tmp_path / "before"))
+    assert ranks.on_ranks(1, laid_out_by_deepspeed, recipe) == [None]
+    run = cut_short(tmp_path / "before", tmp_path / "run")
+    assert manifest.read_manifest(run / "checkpoints" / "step-2")["version"] == 1
+    train(runs.resolved(folder, output_dir=str(run)))
+    assert outcome(run) == outcome(single)
+
+
+def test_another_student_is_refused_before_it_is_loaded(single: Path) -> None:
+    checkpoint = single / "checkpoints" / "step-2"
+    fields = {**manifest.read_manifest(checkpoint)["identity"], "optim.lr": 7}
+    checkpoints.require_model(checkpoint, fields)
+    with pytest.raises(CheckpointError, match=r"init\.weights was 'loaded' and is now 'random'"):
+        checkpoints.require_model(checkpoint, {**fields, "init.weights": "random"})
 
 
 def test_an_older_checkpoint_is_refused_where_newer_ones_would_be_written_again(folder: Path, single: Path) -> None:

@@ -192,7 +192,7 @@ def test_damage_and_rows_of_another_text_are_found(folder: Path, written: Path, 
 
 
 def test_recipes_that_make_no_sense_are_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="serves kl alone"):
+    with pytest.raises(ConfigError, match="is for the KL alone"):
         recipe(folder, tmp_path, objective__hidden={"weight": 1.0})
     with pytest.raises(ConfigError, match="names no teacher cache"):
         cache_teacher(runs.resolved(folder))

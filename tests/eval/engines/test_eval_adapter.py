@@ -76,7 +76,7 @@ def test_generations_equal_hflm(arch, caplog):
     slots = HFAdapter(network, TOKENIZER, batch_size=4, generation=SLOTS)
     with caplog.at_level("WARNING"):
         assert slots.generate_until(instances("generate_until", arguments)) == theirs
-    assert ("a layer attends to 16 tokens" in caplog.text) == (arch == "gpt_oss"), "its window is shorter"
+    assert "cannot generate in" not in caplog.text
     assert any(len(short) < len(long) for short, long in zip(ours, free, strict=True))
 
 

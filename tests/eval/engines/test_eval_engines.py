@@ -125,9 +125,9 @@ def sharded(rank: int, model: Path, rewired: Path, mirror: Path, out: Path) -> l
     options: dict[str, Any] = dict(tasks=TASKS, data_mirror=mirror, limit=3)
     raw, read = Reader.raw, set()
 
-    def noted(self: Reader, name: str, row: int | None = None) -> Any:
+    def noted(self: Reader, name: str, *place: Any) -> Any:
         read.add(name)
-        return raw(self, name, row)
+        return raw(self, name, *place)
 
     Reader.raw = noted
     build.load_model = None  # type: ignore[assignment]: a rank that loads the whole model fails

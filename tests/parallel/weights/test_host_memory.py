@@ -41,12 +41,13 @@ def checkpointed(checkpoint: Path, out: Path, ep_size: int) -> dict[str, int]:
     from fcsd.distill.expert_parallel import load
     from fcsd.distill.student import write_student
     from fcsd.launch.world import join_world
+    from fcsd.parallel.weights.saving import own_part
 
     join()
     world = join_world()
     model, read = growth(lambda: load(checkpoint, ep_size, dtype=torch.bfloat16, device=world.device))
     share = sum(tensor.nbytes for tensor in model.state_dict().values())
-    _, written = growth(lambda: write_student(model, checkpoint, out, world))
+    _, written = growth(lambda: write_student(own_part(model), checkpoint, out, world))
     return {"share": share, "read": read, "written": written}
 
 

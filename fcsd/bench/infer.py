@@ -1,0 +1,239 @@
+"""Times prefill and decoding in fcsd's own engine: wirings, kinds of reduction, batches and tensor-parallel degrees.
+
+All variants of one degree and batch run in turns, on one model and one key-value cache, so that changes of the clocks
+affect all of them alike. The bound of a wiring is the same computation with reductions of kind ``none``: it sends
+nothing inside the layers, and its results are wrong. The sum of the embedding and the exchange of logits remain in
+every row, the bound's too.
+
+The sizes are those of Ladder-Residual §3: a prompt of 1024 tokens and 512 new ones. Here every prompt of a batch is
+another one, and every new token is the most likely one.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from fcsd.bench.shapes import SHAPES
+from fcsd.errors import ConfigError
+from fcsd.launch.environment import snapshot
+from fcsd.launch.world import World, join_world
+from fcsd.models.build import check_desync, wiring_of
+from fcsd.models.wiring import DESYNC, NAMES, Wiring
+from fcsd.parallel.tensor.division import Experts, TensorGroup
+from fcsd.parallel.tensor.layer import wire_tensor_parallel
+from fcsd.parallel.tensor.reduce import WRONG_RESULTS, Kind, Reduction
+from fcsd.parallel.tensor.weights import load_tensor_parallel, random_tensor_parallel
+from fcsd.serve.decode import GRAIN, Stepper
+from fcsd.serve.slots import Slots, why_no_slots
+
+_PATIENCE = timedelta(hours=2)  # how long ranks that a small degree does not need wait for the others
+_BASE, _OWN = "standard", "own"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is timed.
+
+    Attributes:
+        model: a name in ``fcsd.bench.shapes``, or the directory of a checkpoint.
+        layers: decoder layers of a shape; a checkpoint has its own number.
+        degrees: tensor-parallel degrees.
+        batches: numbers of prompts.
+        prompt: tokens of a prompt.
+        new: tokens that are decoded after each prompt, the first of which comes from the prefill.
+        wirings: names of wirings, each applied to every layer; ``own`` is the wiring of the checkpoint.
+        reduce: kinds of reduction, see ``parallel.tensor.reduce.Kind``.
+        experts: how ranks share the experts, see ``load_tensor_parallel``.
+        dtype: ``float32`` or ``bfloat16``.
+        graphs: whether decoding is captured as CUDA graphs; on CPUs nothing is captured.
+        rounds: how often each variant is timed; the variants take turns.
+
+    Raises:
+        ConfigError: a value is unknown or out of range.
+    """
+
+    model: str
+    layers: int = 8
+    degrees: tuple[int, ...] = (1,)
+    batches: tuple[int, ...] = (1,)
+    prompt: int = 1024
+    new: int = 512
+    wirings: tuple[str, ...] = (_BASE, "ladder")
+    reduce: tuple[Kind, ...] = ("nccl", "none")
+    experts: Experts = "sliced"
+    dtype: str = "bfloat16"
+    graphs: bool = True
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        for name in self.wirings:
+            known = [_OWN, *(known for known in NAMES if known != "desync")]
+            if name not in known:
+                raise ConfigError(f"unknown wiring {name!r}", hint=f"some of {', '.join(known)}")
+        if self.experts not in ("sliced", "whole"):
+            raise ConfigError(f"unknown division of experts {self.experts!r}", hint="sliced or whole")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"unknown dtype {self.dtype!r}", hint="float32 or bfloat16")
+        if self.new < 2 or min((*self.degrees, *self.batches, self.prompt, self.rounds)) < 1:
+            raise ConfigError("degrees, batches, prompts and rounds are at least 1, and new tokens at least 2")
+        if self.model not in SHAPES and not (Path(self.model) / "config.json").is_file():
+            raise ConfigError(f"{self.model} is neither a shape nor a checkpoint", hint=f"shapes: {', '.join(SHAPES)}")
+
+
+def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
+    """Measure all variants, print a table to stderr on rank 0, and return what ``infer.json`` holds.
+
+    Every process of the run must call this function.
+
+    Args:
+        load: the workload; there are as many processes as its largest degree.
+        out: directory for ``infer.json``, which is written again after each degree and batch.
+
+    Returns:
+        ``workload``, ``environment`` and ``rows``, one for each degree, batch, wiring and kind. Times are medians over
+        the rounds: ``prefill_ms`` of the whole batch, ``decode_ms`` of one step, ``tokens_per_s`` of all new tokens
+        including the prefill. ``times_standard`` is the speed relative to the standard wiring with its fastest right
+        kind, ``of_bound`` the share of the bound's speed; both for prefill and decode, null where nothing was measured
+        to compare with. ``drift`` is the last round's decode time relative to the first round's.
+
+    Raises:
+        ConfigError: a kind of reduction is unknown, or a wiring or a degree does not fit the model or the processes.
+        BadInputError: the checkpoint cannot be loaded.
+    """
+    world = join_world()
+    if max(load.degrees) > world.size:
+        raise ConfigError(f"degree {max(load.degrees)} needs as many processes, and there are {world.size}")
+    for kind in load.reduce:
+        Reduction(dist.group.WORLD, kind, 0)  # an unknown kind is refused here
+    world = replace(world, group=dist.new_group(backend="gloo", timeout=_PATIENCE))
+    result: dict[str, Any] = {"workload": asdict(load), "environment": snapshot(), "rows": []}
+    for degree in load.degrees:
+        group = dist.new_group(list(range(degree)))
+        if world.rank < degree:
+            ranks = TensorGroup(group, degree, world.rank)
+            model = _model(load, ranks, world)
+            for batch in load.batches:
+                result["rows"] += _rows(model, load, ranks, batch, world)
+                if out is not None and world.rank == 0:
+                    out.mkdir(parents=True, exist_ok=True)
+                    (out / "infer.json").write_text(json.dumps(result, indent=1))
+            del model
+        world.everywhere(lambda: None)  # a barrier whose timeout is long enough
+    if world.rank == 0:
+        print(table(result["rows"]), file=sys.stderr, flush=True)
+    return result
+
+
+def _model(load: Workload, ranks: TensorGroup, world: World) -> PreTrainedModel:
+    options: dict[str, Any] = {"dtype": getattr(torch, load.dtype), "device": world.device}
+    options |= {"ranks": ranks, "experts": load.experts}
+    if load.model in SHAPES:
+        return random_tensor_parallel(SHAPES[load.model](load.layers), **options)
+    return load_tensor_parallel(load.model, **options)
+
+
+def _rows(model: PreTrainedModel, load: Workload, ranks: TensorGroup, batch: int, world: World) -> list[dict[str, Any]]:
+    """The results of all variants under one degree and batch."""
+    length = -(-(load.prompt + load.new) // GRAIN) * GRAIN
+    reason = why_no_slots(model, length)
+    if reason is not None:
+        raise ConfigError(f"a static cache of {length} tokens cannot hold this model's keys: {reason}")
+    text = model.config.get_text_config()
+    generator = torch.Generator().manual_seed(batch)
+    prompts = torch.randint(text.vocab_size, (batch, load.prompt), generator=generator).tolist()
+    slots = Slots(batch, length, model.device)
+    graphs = load.graphs and model.device.type == "cuda"
+    steppers: dict[tuple[str, Kind], tuple[Wiring, Stepper]] = {}
+    for name in load.wirings:
+        wiring = _wiring(name, model, ranks.degree)
+        if wiring is not None:
+            for kind in load.reduce:
+                cache = next((other.cache for _, other in steppers.values()), None)
+                steppers[name, kind] = (wiring, Stepper(model, slots, graphs, cache))
+    times: dict[tuple[str, Kind], dict[str, list[float]]] = {key: {"prefill": [], "decode": []} for key in steppers}
+    for round_ in range(-1, load.rounds):  # the first round warms up and captures graphs
+        for key, (wiring, stepper) in steppers.items():
+            wire_tensor_parallel(model, wiring, ranks, key[1])
+            prefill = _timed(lambda s=stepper: s.prefill(prompts, range(batch)), ranks, world)
+            decode = _timed(lambda s=stepper: s.decode(load.new - 1, list(range(batch))), ranks, world)
+            if round_ >= 0:
+                times[key]["prefill"].append(prefill)
+                times[key]["decode"].append(decode / (load.new - 1))
+    rows = [_row(load, ranks.degree, batch, *key, found) for key, found in times.items()]
+    for row in rows:
+        _compare(row, rows)
+    return rows
+
+
+def _wiring(name: str, model: PreTrainedModel, degree: int) -> Wiring | None:
+    """The wiring of this name over all layers; None for Desync on one rank, where nothing can be dropped."""
+    if name == _OWN:
+        return wiring_of(model.config)
+    if name in DESYNC and degree == 1:
+        return None
+    layers = () if name == _BASE else tuple(range(model.config.get_text_config().num_hidden_layers))
+    wiring = Wiring(name, layers, tp_degree=degree if name in DESYNC else 1)
+    check_desync(model.config, wiring)
+    return wiring
+
+
+def _timed(work: Callable[[], Any], ranks: TensorGroup, world: World) -> float:
+    """Milliseconds of ``work``, which starts on all ranks at once and ends by reading a result on the host."""
+    dist.barrier(group=ranks.group)
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _row(load: Workload, degree: int, batch: int, wiring: str, kind: str, times: dict[str, list[float]]) -> Any:
+    prefill, decode = (statistics.median(times[name]) for name in ("prefill", "decode"))
+    return {
+        "tp": degree,
+        "batch": batch,
+        "wiring": wiring,
+        "reduce": kind,
+        "exact": kind not in WRONG_RESULTS,
+        "prefill_ms": prefill,
+        "decode_ms": decode,
+        "tokens_per_s": batch * load.new / (prefill + decode * (load.new - 1)) * 1e3,
+        "drift": times["decode"][-1] / times["decode"][0],
+        "rounds": times,
+    }
+
+
+def _compare(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Add to a row its speed relative to the standard wiring and to its bound."""
+    for phase in ("prefill", "decode"):
+        key = f"{phase}_ms"
+        standard = [other[key] for other in rows if other["wiring"] == _BASE and other["exact"]]
+        bound = [other[key] for other in rows if other["wiring"] == row["wiring"] and not other["exact"]]
+        row[f"{phase}_times_standard"] = min(standard) / row[key] if standard else None
+        row[f"{phase}_of_bound"] = min(bound) / row[key] if bound else None
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line for each row; a bound, whose results are wrong, is marked."""
+    head = f"{'tp':>3s} {'batch':>5s} {'wiring':12s} {'reduce':16s} {'prefill ms':>11s} {'x std':>6s} {'of bound':>8s}"
+    lines = [f"{head} {'decode ms':>10s} {'x std':>6s} {'of bound':>8s} {'tokens/s':>10s} {'drift':>6s}"]
+    for row in rows:
+        line = f"{row['tp']:3d} {row['batch']:5d} {row['wiring']:12s} {row['reduce']:16s}"
+        for phase, width in (("prefill", 11), ("decode", 10)):
+            standard, bound = row[f"{phase}_times_standard"], row[f"{phase}_of_bound"]
+            line += f" {row[f'{phase}_ms']:{width}.3f}"
+            line += f" {'-':>6s}" if standard is None else f" {standard:6.3f}"
+            line += f" {'-':>8s}" if bound is None or not row["exact"] else f" {bound:8.1%}"
+        line += f" {row['tokens_per_s']:10.1f} {row['drift']:6.3f}"
+        lines.append(line if row["exact"] else f"{line}  bound: wrong results")
+    return "\n".join(lines)

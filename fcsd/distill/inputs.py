@@ -1,0 +1,60 @@
+"""Checks that the model and the data files of a recipe exist, before torch is imported, to answer a typo at once."""
+
+from pathlib import Path
+
+from fcsd.checkpoint import Location, expect_directory, resolve
+from fcsd.config import Recipe
+from fcsd.distill.data.files import data_files, is_saved_dataset
+from fcsd.errors import BadInputError
+
+
+def require_inputs(recipe: Recipe, conversion: str | None = None) -> None:
+    """Check that the model, the teacher and the data files that a recipe names exist. No weight is read or downloaded.
+
+    Args:
+        conversion: the command that makes the model, if the recipe's file says it.
+
+    Raises:
+        BadInputError: the model or the teacher does not exist or is not a checkpoint, or a data file does not exist.
+    """
+    require_model(recipe, conversion)
+    if recipe.teacher is not None:
+        resolve(recipe.teacher, weights=False)
+    data = recipe.data
+    for source in [*data.sources, *([data.held_out] if data.held_out else [])]:
+        if source.format != "hf" and not is_saved_dataset(source.path):
+            data_files(source.path)
+
+
+def require_model(recipe: Recipe, conversion: str | None = None) -> None:
+    """The part of :func:`require_inputs` about the model that is to be trained."""
+    if Path(recipe.model).is_dir():
+        expect_directory(Path(recipe.model), weights=recipe.init.weights == "loaded")
+    elif conversion is not None and not Path(recipe.model).exists():
+        raise BadInputError(
+            f"{recipe.model}: there is no such directory here, and the recipe {recipe.name} trains the model in it",
+            f"Convert the original first: {conversion}",
+        )
+    else:
+        _resolve_student(recipe, weights=False)
+
+
+def student_source(recipe: Recipe) -> Location:
+    """The checkpoint that the student is made from. With random weights, only its config and tokenizer are fetched.
+
+    Raises:
+        BadInputError: the path does not exist or is not a checkpoint.
+    """
+    return _resolve_student(recipe, weights=recipe.init.weights == "loaded")
+
+
+def _resolve_student(recipe: Recipe, *, weights: bool) -> Location:
+    try:
+        return resolve(recipe.model, weights=weights)
+    except BadInputError as error:
+        if recipe.init.wiring is None and not Path(recipe.model).exists():
+            create = f"fcsd convert {recipe.teacher or 'ORIGINAL'} {recipe.model}"
+            error.hint = (
+                f"If you mean a directory that does not exist yet, create it: {create}. {error.hint or ''}".strip()
+            )
+        raise

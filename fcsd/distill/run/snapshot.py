@@ -1,0 +1,169 @@
+"""The state of one rank that a checkpoint stores, and how a run takes it up again.
+
+Every tensor is stored once. The weights are in ``model/``, of which each rank writes a part. The moments of the
+optimizer are in ``optimizer/rank-R.pt``, together with the fp32 weights from which bf16 weights are rounded. If the
+model is trained in fp32, these are the weights in ``model/`` and are not stored again. With ZeRO each rank has its own
+partition of the optimizer's state. Without ZeRO, all groups of ranks that hold a model together have equal states, and
+the first group writes them.
+"""
+
+import base64
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fcsd.disk import write_json
+from fcsd.distill.run.host_copies import HostCopies, size_of
+from fcsd.errors import DiskError
+from fcsd.launch.world import World
+from fcsd.parallel.weights.saving import OwnPart, own_part
+
+OPTIMIZER = "optimizer"
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a rank writes into a checkpoint.
+
+    Attributes:
+        part: this rank's part of the model.
+        optimizer: the state of DeepSpeed's optimizer on this rank; None if another rank writes an equal state.
+        states: DeepSpeed's counters and the states of the random generators, as values that JSON can express.
+    """
+
+    part: OwnPart
+    optimizer: Any
+    states: dict[str, Any]
+
+
+def take(engine: Any, world: World) -> Snapshot:
+    """The state of this rank. Its tensors are those of the run, not copies."""
+    part = own_part(engine.module.model)
+    states = {"engine": {name: getattr(engine, name) for name in _COUNTERS}, "random": random_state()}
+    return Snapshot(part, _optimizer_state(engine) if _writes(engine, part, world) else None, states)
+
+
+def copied(snapshot: Snapshot, copies: HostCopies) -> Snapshot:
+    """The snapshot with copies of its tensors in host memory. It stays as it is while the run goes on."""
+    copies.restart()
+    tensors = [(name, copies.copy(value), row) for name, value, row in snapshot.part.tensors()]
+    optimizer = _mapped(snapshot.optimizer, copies.copy)
+    copies.wait()
+    return replace(snapshot, part=replace(snapshot.part, tensors=lambda: iter(tensors)), optimizer=optimizer)
+
+
+def host_bytes(snapshot: Snapshot) -> int:
+    """The bytes of host memory that ``copied`` needs."""
+    sizes = [size_of(value) for _, value, _ in snapshot.part.tensors()]
+    _mapped(snapshot.optimizer, lambda tensor: sizes.append(size_of(tensor)))
+    return sum(sizes)
+
+
+def write_states(snapshot: Snapshot, directory: Path, rank: int) -> None:
+    """Writes everything but the model into the directory of a checkpoint, which has a folder ``optimizer``.
+
+    Raises:
+        DiskError: the optimizer's state cannot be written.
+    """
+    write_json(_states_file(directory, rank), snapshot.states)
+    if snapshot.optimizer is None:
+        return
+    path = _optimizer_file(directory, rank)
+    try:
+        torch.save(snapshot.optimizer, path)
+    except Exception as error:
+        # torch's file writer does not say why it could not write
+        if "iostream" in f"{error}{error.__context__}" or "unexpected pos" in str(error):
+            raise DiskError(f"{path} cannot be written", "is the disk full?") from error
+        raise
+
+
+def restore(checkpoint: Path, world: World, engine: Any) -> None:
+    """Loads the state of this rank from a verified checkpoint.
+
+    The engine's model has the weights of ``model/`` already.
+    """
+    saved = json.loads(_states_file(checkpoint, world.rank).read_text())
+    zero = engine.zero_optimization()
+    rank = world.rank if zero else world.rank % own_part(engine.module.model).group_size
+    # The file is a pickle of DeepSpeed's classes. Its hash was compared with the manifest, so this project wrote it.
+    state = torch.load(_optimizer_file(checkpoint, rank), map_location="cpu", weights_only=False)
+    if zero:
+        # DeepSpeed expects the states of all ranks, but reads only that of this rank.
+        engine.optimizer.load_state_dict([state] * world.size, load_from_fp32_weights=engine.bfloat16_enabled())
+    else:
+        engine.optimizer.load_state_dict(state)
+    for name in _COUNTERS:
+        setattr(engine, name, saved["engine"][name])
+    set_random_state(saved["random"])
+
+
+def _writes(engine: Any, part: OwnPart, world: World) -> bool:
+    return engine.zero_optimization() or world.rank < part.group_size
+
+
+def _optimizer_state(engine: Any) -> dict[str, Any]:
+    from deepspeed.checkpoint.constants import SINGLE_PARTITION_OF_FP32_GROUPS
+
+    state = engine.optimizer.state_dict()
+    if engine.zero_optimization() and not engine.bfloat16_enabled():
+        del state[SINGLE_PARTITION_OF_FP32_GROUPS]  # equal to the weights, see ``restore``
+    return state
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """A copy of nested dicts, lists and tuples in which each tensor is replaced by a value of ``function``."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return type(value)((key, _mapped(each, function)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(each, function) for each in value)
+    return value
+
+
+def _states_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank}.json"
+
+
+def _optimizer_file(directory: Path, rank: int) -> Path:
+    return directory / OPTIMIZER / f"rank-{rank}.pt"
+
+
+def random_state() -> dict[str, Any]:
+    """The states of all global random generators of this process, as values that JSON can express."""
+    version, words, position = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {
+        "python": [version, list(words), position],
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": _state_text(torch.get_rng_state()),
+        "cuda": None if cuda is None else _state_text(cuda),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restores the states that ``random_state`` returned."""
+    version, words, position = state["python"]
+    random.setstate((version, tuple(words), position))
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(_state_tensor(state["torch"]))
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(_state_tensor(state["cuda"]))
+
+
+def _state_text(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.tolist())).decode()
+
+
+def _state_tensor(text: str) -> torch.Tensor:
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,174 @@
+"""Runs a tensor-parallel model with its reductions in flight, as ``models/schedule.py`` says.
+
+transformers' own loop over layers and its own modules compute everything. A layer passes on a ``Stream`` instead of a
+tensor. The stream starts a reduction when the last output that it sums is computed, and awaits it at the first read
+that includes it. The reads of a model include ever more outputs, so one running sum is enough for every wiring:
+
+    a read of the stream = all outputs whose reductions have been awaited, up to this read
+
+Under Desync every rank adds its own outputs to its own residual. A kept reduction sums ``output + residual / degree``
+over the ranks (Ladder-Residual §5), and its result replaces the residual.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _active_collector
+
+from fcsd.errors import ConfigError
+from fcsd.models.build import arch_of, decoder_layers
+from fcsd.models.schedule import Output, Read, Reduction, kind_of, reductions
+from fcsd.models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, hf_parts, unwire_layers
+from fcsd.parallel.tensor import reduce
+from fcsd.parallel.tensor.division import TensorGroup
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The reductions of a model, and how they travel.
+
+    Attributes:
+        starts: maps the output after which a reduction starts to the reduction.
+        last: the read of the final norm.
+        ranks: the ranks that divide the model.
+        kind: how the ranks reduce; see ``reduce.Kind``.
+        eager: whether every reduction is awaited where it starts. The code is the same, but nothing overlaps.
+        desync: whether the residuals of the ranks differ between reductions.
+    """
+
+    starts: Mapping[Output, Reduction]
+    last: Read
+    ranks: TensorGroup
+    kind: reduce.Kind
+    eager: bool
+    desync: bool
+
+
+class Stream:
+    """The residual stream of one forward pass on one rank, and its reductions in flight.
+
+    Args:
+        x: the embeddings ``[batch, seq, hidden]``.
+        schedule: the model's reductions.
+    """
+
+    def __init__(self, x: Tensor, schedule: Schedule) -> None:
+        self._x = x
+        self._schedule = schedule
+        self._computed: dict[Output, Tensor] = {}
+        self._in_flight: list[tuple[Read, Callable[[], Tensor]]] = []
+
+    def add(self, output: Output, value: Tensor) -> None:
+        """Take this rank's partial sum of an output ``[batch, seq, hidden]``, whose memory may be written over."""
+        reduction = self._schedule.starts.get(output)
+        if self._schedule.desync:
+            if reduction is None:
+                self._x = self._x + value
+                return
+            value = value + self._x / self._schedule.ranks.degree
+        else:
+            self._computed[output] = value
+            if reduction is None:
+                return
+            value = self._computed.pop(reduction.sums[0])
+            for summand in reduction.sums[1:]:
+                value = value + self._computed.pop(summand)
+        started = reduce.reduce(value, self._schedule.ranks.group, self._schedule.kind, output.layer)
+        wait = started.wait
+        if self._schedule.eager:
+            wait = partial(_given, started.wait())
+        self._in_flight.append((reduction.awaited_by, wait))
+
+    def read(self, place: Read) -> Tensor:
+        """The stream ``[batch, seq, hidden]`` as ``place`` reads it; awaits the reductions that it needs first."""
+        waiting, self._in_flight = self._in_flight, []
+        for awaited_by, wait in waiting:
+            if awaited_by != place:
+                self._in_flight.append((awaited_by, wait))
+            elif self._schedule.desync:
+                self._x = wait()
+            else:
+                self._x = self._x + wait()
+        return self._x
+
+
+def _given(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class LayerReductions(LayerWiring):
+    """A layer's place in the schedule.
+
+    Attributes:
+        index: 0-based index of the decoder layer.
+        schedule: the schedule of the whole model.
+    """
+
+    index: int
+    schedule: Schedule
+
+
+class TensorParallelLayer(WiredLayer):
+    """A decoder layer whose parts compute partial sums. It passes on a ``Stream``, and the last layer a tensor."""
+
+    fcsd: LayerReductions
+
+    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+        if _active_collector.get():
+            raise ConfigError("a tensor-parallel model does not return the outputs of single layers")
+        plan = self.fcsd
+        stream = hidden_states if isinstance(hidden_states, Stream) else Stream(hidden_states, plan.schedule)
+        attn, shared, routed = plan.parts(self)
+        x = self.input_layernorm(stream.read(Read(plan.index, "attn")))
+        stream.add(Output(plan.index, "attn"), attn(x, **kwargs))
+        x = self.post_attention_layernorm(stream.read(Read(plan.index, "mlp")))
+        if shared is not None:
+            stream.add(Output(plan.index, "shared"), shared(x))
+        if routed is not None:
+            stream.add(Output(plan.index, "routed"), routed(x))
+        last = plan.schedule.last
+        return stream.read(last) if plan.index + 1 == last.layer else stream
+
+
+@cache
+def _tensor_parallel_class(cls: type[nn.Module]) -> type[nn.Module]:
+    # The class keeps its name, because transformers finds decoder layers by the name.
+    return type(cls.__name__, (TensorParallelLayer, cls), {"__module__": cls.__module__, "unwired": cls})
+
+
+def wire_tensor_parallel(
+    model: PreTrainedModel, wiring: Wiring, ranks: TensorGroup, kind: reduce.Kind = "nccl", eager: bool = False
+) -> None:
+    """Wire a model whose weights are divided (``weights.py``), in place. The call can be repeated on one model.
+
+    Args:
+        wiring: any wiring that fits the model, Desync with a degree that is the number of ranks.
+        ranks: the ranks that divide the model.
+        kind: how the ranks reduce; see ``reduce.Kind``.
+        eager: whether every reduction is awaited where it starts; the results are the same, bit for bit.
+
+    Raises:
+        ConfigError: the wiring does not fit the model or the number of ranks.
+    """
+    if wiring.name in DESYNC and wiring.tp_degree != ranks.degree:
+        raise ConfigError(
+            f"a {wiring.name} model of degree {wiring.tp_degree} cannot run on {ranks.degree} tensor-parallel ranks",
+            hint=f"use {wiring.tp_degree} GPUs, or the backend hf, which runs it on one",
+        )
+    layers: Any = decoder_layers(model)
+    unwire_layers(layers)
+    parts = partial(hf_parts, arch_of(model.config).blocks)
+    try:
+        found = reductions(wiring, [kind_of(parts(layer)) for layer in layers])
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    starts = {reduction.starts_after: reduction for layer in found for reduction in layer}
+    schedule = Schedule(starts, Read(len(layers), "norm"), ranks, kind, eager, wiring.name in DESYNC)
+    for index, layer in enumerate(layers):
+        layer.__class__ = _tensor_parallel_class(type(layer))
+        layer.fcsd = LayerReductions(0, 0, 1, False, parts, index, schedule)
