@@ -1,4 +1,4 @@
-"""The `fcsd bench` commands, which measure the time and the memory of training steps, and the time of inference."""
+"""The `fcsd bench` commands, which measure training steps, their memory, inference, links and quantised wires."""
 
 import json
 import os
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fcsd.cli.command import command, emit
-from fcsd.cli.options import AsJson, Gpus, Sets
+from fcsd.cli.options import AsJson, DataMirror, Device, Dtype, Gpus, Limit, Model, Sets
+from fcsd.disk import write_text
 from fcsd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -329,3 +330,52 @@ def links(
     write(bench(size), out, int(os.environ.get("RANK", 0)))
     if as_json and _first():
         emit(json.dumps({"file": str(out)}))
+
+
+@command(app, "wires")
+def wires(
+    model: Model,
+    text: Annotated[Path, typer.Option(metavar="FILE", help="The held-out text: .jsonl, .jsonl.gz or .parquet.")],
+    out: Annotated[
+        Path, typer.Option(help="Directory for wires.json, tables.md and pareto.png; a killed study resumes from it.")
+    ],
+    every: Annotated[int, typer.Option(min=1, metavar="N", help="Read every N-th document of the text.")] = 1,
+    max_length: Annotated[int, typer.Option(min=1, help="The length of the windows of text, in tokens.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows in one forward pass.")] = 4,
+    tp_degree: Annotated[int, typer.Option(min=2, help="The tensor-parallel degree of the all-reduce.")] = 4,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="The tasks of table 7; none for an empty name.")
+    ] = None,
+    limit: Limit = None,
+    data_mirror: DataMirror = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what each format of the wire costs MODEL, by direction. FlashCommunication V2's tables of quality."""
+    import torch
+
+    from fcsd.bench.wires import study, tables
+    from fcsd.bench.wires.plan import TASKS
+    from fcsd.eval.engines.engine import check_dtype
+
+    check_dtype(dtype)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = study.Study(
+        model,
+        text,
+        every=every,
+        max_length=max_length,
+        batch_size=batch_size,
+        tp_degree=tp_degree,
+        tasks=TASKS if tasks is None else tuple(filter(None, tasks.replace(" ", "").split(","))),
+        limit=limit,
+        data_mirror=data_mirror,
+        device=device,
+        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
+    )
+    found = study.run(settings, out)
+    report = tables.to_text(found)
+    write_text(out / "tables.md", report + "\n")
+    tables.draw(found, out / "pareto.png")
+    emit(json.dumps(found, indent=2) if as_json else report)

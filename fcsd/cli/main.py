@@ -47,7 +47,9 @@ app = typer.Typer(
     epilog=EXAMPLES,
 )
 app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes; migrate old ones.")
-app.add_typer(bench_app, name="bench", help="Measure training steps, their memory and traces, and inference.")
+app.add_typer(
+    bench_app, name="bench", help="Measure training steps, their memory, inference, links and quantised wires."
+)
 
 
 def main() -> None:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from fcsd.disk import json_sha256
 from fcsd.errors import ConfigError
-from fcsd.eval.engines.adapter import GENERATION, SLOTS, HFAdapter
+from fcsd.eval.engines.adapter import BATCHES, GENERATION, SLOTS, HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
+from fcsd.eval.engines.wire import QuantisedWire, over
 from fcsd.launch.shared_work import Team
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Engine:
         ep_size: the expert-parallel size, the number of ranks that divide the experts of every layer.
         gpus: the tensor-parallel degree under vLLM and in fcsd's engine.
         reduce: how the ranks of fcsd's engine reduce; see ``parallel.tensor.reduce.Kind``.
+        wire: the quantised wire that is simulated; None for none.
     """
 
     backend: str = HF
@@ -50,6 +52,7 @@ class Engine:
     ep_size: int = 1
     gpus: int = 1
     reduce: "Kind" = "nccl"
+    wire: QuantisedWire | None = None
 
     def check(self, ranks: int) -> None:
         """Refuse settings that do not go together, before anything is loaded.
@@ -62,6 +65,8 @@ class Engine:
         check_dtype(self.dtype)
         if self.generation is not None and self.generation not in GENERATION:
             raise ConfigError(f"unknown generation {self.generation!r}", f"one of {', '.join(GENERATION)}")
+        if self.wire is not None:
+            self._check_wire()
         if self.backend == VLLM:
             self._check_vllm()
         if self.backend == OWN:
@@ -90,6 +95,15 @@ class Engine:
                 f"backend {OWN} divides the model over all {ranks} processes, not over {self.gpus}",
                 f"start it with --gpus {self.gpus}",
             )
+
+    def _check_wire(self) -> None:
+        if self.backend != HF or self.device == "auto" or self.ep_size > 1:
+            raise ConfigError(
+                "--wire is simulated in one process, with the whole model on one device",
+                "leave out --backend, --device auto and --ep-size",
+            )
+        if self.generation not in (None, BATCHES):
+            raise ConfigError(f"--wire cannot generate in {self.generation}", f"--generation {BATCHES}")
 
     def _check_vllm(self) -> None:
         if find_spec("vllm") is None:
@@ -179,8 +193,9 @@ def _in_transformers(
         network = load_model(path, dtype=kind, device_map="auto", offload_folder=folder)
     else:
         network = load_model(path, dtype=kind, device=device)
+    stack.enter_context(over(network.eval(), engine.wire))
     return HFAdapter(
-        network.eval(),
+        network,
         AutoTokenizer.from_pretrained(path),
         batch_size=engine.batch_size,
         max_length=engine.max_length,
