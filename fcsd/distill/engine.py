@@ -161,7 +161,8 @@ def bf16_moments_optimizer(recipe: Recipe) -> Callable[[list[Any]], Bf16MomentsA
     def make(parameters: list[Any]) -> Bf16MomentsAdamW:
         from deepspeed.moe.utils import configure_moe_param_groups
 
-        if recipe.parallel.ep_size > 1:  # DeepSpeed itself divides the parameters only for optimizers that it makes
+        # DeepSpeed itself divides the parameters only for optimizers that it makes.
+        if recipe.parallel.ep_size > 1 or recipe.parallel.wire.any:
             parameters = configure_moe_param_groups(parameters)
         return Bf16MomentsAdamW(parameters, **adamw_settings(recipe))
 
