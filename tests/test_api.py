@@ -25,7 +25,13 @@ from fcsd.models.wiring import WiredLayer
 from fcsd.plan import Hardware
 
 # Scripts for processes of their own, and what can be imported only where vLLM is.
-NOT_IMPORTED = {"fcsd.__main__", "fcsd.export.fresh_process", "fcsd.eval.engines.vllm_adapter"}
+NOT_IMPORTED = {
+    "fcsd.__main__",
+    "fcsd.export.fresh_process",
+    "fcsd.eval.engines.vllm_adapter",
+    "fcsd.serve.vllm.models",
+    "fcsd.serve.vllm.registration",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,6 +19,8 @@ NOT_IMPORTED = {
     "fcsd.__main__",
     "fcsd.export.fresh_process",
     "fcsd.eval.engines.vllm_adapter",
+    "fcsd.serve.vllm.models",
+    "fcsd.serve.vllm.registration",
 }  # two scripts, and what needs vLLM
 
 

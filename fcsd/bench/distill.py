@@ -30,7 +30,7 @@ from fcsd.bench.training.record import record
 from fcsd.config import Recipe
 from fcsd.distill import update
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
-from fcsd.distill.expert_parallel import check, randomise, wire_sharded
+from fcsd.distill.expert_parallel import check, quantiser_of, randomise, wire_sharded
 from fcsd.distill.feed import feeding
 from fcsd.distill.metrics import full_speed, gpu_peak
 from fcsd.distill.prepare import training_rows
@@ -43,7 +43,10 @@ from fcsd.launch.world import World, join_world
 from fcsd.models.build import converted_config, register, wiring_of
 from fcsd.models.wiring import Wiring
 from fcsd.parallel.attention import join_attention
+from fcsd.parallel.expert.formats import check_formats
+from fcsd.parallel.expert.hierarchical import dispatcher_of
 from fcsd.parallel.overlap import overlap
+from fcsd.parallel.wire import Quantiser, WireFormats
 
 OVERLAPPED, APART, MASKED, BLOCKING, BOUND = "overlapped", "apart", "masked", "blocking", "comm-free"
 VARIANTS = (OVERLAPPED, APART, MASKED, BLOCKING, BOUND)
@@ -66,6 +69,8 @@ class Load:
             ``masked`` is ``apart`` with a mask instead of packed attention;
             ``blocking`` awaits every collective where it starts;
             ``comm-free`` sends no rows and is the bound.
+        wires: formats of the student's rows, as ``WireFormats.parse`` reads them. Each of them is timed as a variant
+            ``overlapped+FORMAT``.
         sets: ``--set`` assignments to the recipe. By default the recipe has KL from a teacher, ZeRO-1, and experts
             spread over all processes.
         rounds: how often each variant is timed; in a round, each variant runs once.
@@ -82,8 +87,11 @@ class Load:
     sets: tuple[str, ...] = ()
     rounds: int = 3
     steps: int = 3
+    wires: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for wire in self.wires:
+            WireFormats.parse(wire)
         known = {"router": ("initialised", "uniform"), "variant": VARIANTS}
         for what, given in (("router", (self.router,)), ("variant", self.variants)):
             for name in given:
@@ -91,6 +99,11 @@ class Load:
                     raise ConfigError(f"no {what} {name}", hint=f"known: {', '.join(known[what])}")
         if self.shape not in SHAPES and not Path(self.shape, "config.json").is_file():
             raise ConfigError(f"{self.shape}: neither a shape ({', '.join(SHAPES)}) nor a checkpoint's directory")
+
+    @property
+    def timed(self) -> tuple[str, ...]:
+        """All variants that are timed."""
+        return (*self.variants, *(f"{OVERLAPPED}+{wire}" for wire in self.wires))
 
     @property
     def config(self) -> PretrainedConfig:
@@ -111,7 +124,8 @@ def bench(load: Load, out: Path | None = None, *, traced: bool = False) -> dict[
             computes the account of rank 0 from it.
 
     Raises:
-        ConfigError: the recipe is invalid for this model or this number of processes.
+        ConfigError: the recipe is invalid for this model or this number of processes, or the rows of the model cannot
+            be rounded to a format.
     """
     world = join_world()
     import_deepspeed()
@@ -124,9 +138,13 @@ def bench(load: Load, out: Path | None = None, *, traced: bool = False) -> dict[
         rewired.save_pretrained(f"{folder}/student")
         original.save_pretrained(f"{folder}/teacher")
         tokens = world.size * load.micro_batch * load.accumulation * load.seq
-        most = len(load.variants) * (load.rounds * (load.steps + 1) + 2)
+        most = len(load.timed) * (load.rounds * (load.steps + 1) + 2)
         recipe = random_recipe(Path(folder), "bench", load.seq, load.micro_batch, tokens, most, world, load.sets)
         check(recipe, world.size)
+        if load.wires and recipe.parallel.ep_size == 1:
+            raise ConfigError("--wire needs experts that are divided among several processes", hint="add --gpus 2")
+        for wire in load.wires:
+            check_formats(WireFormats.parse(wire), rewired, load.shape)
         full = _full_speed(recipe, world)
     with ExitStack() as held:
         steps = _Steps(recipe, rewired, original, world)
@@ -165,7 +183,7 @@ class _Steps:
     def __init__(self, recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConfig, world: World) -> None:
         self.recipe, self._chosen, self._world, self._taken = recipe, recipe, world, 0
         draw: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
-        student = randomise(rewired, recipe.parallel.ep_size, **draw)
+        student = randomise(rewired, recipe.parallel.ep_size, **draw, dispatched=recipe.parallel.wire.any)
         self.models: list[PreTrainedModel] = [student]
         self._teacher = None
         if needs_teacher(recipe):
@@ -181,19 +199,26 @@ class _Steps:
     def choose(self, variant: str) -> None:
         """Wires both models for a variant."""
         parallel = self.recipe.parallel
+        variant, _, wire = variant.partition("+")
+        quantiser = Quantiser(WireFormats.parse(wire), self.recipe.seed) if wire else quantiser_of(self.recipe)
+        self._engine.module.quantiser = quantiser
         apart = self.recipe.model_copy(update={"parallel": parallel.model_copy(update={"overlap": "off"})})
         # The recipe decides whether the passes of teacher and student run in turns.
         self._chosen = self.recipe if variant in (OVERLAPPED, BOUND) else apart
         on_cuda = self._world.device.type == "cuda"
-        for model, ep_size in zip(self.models, (parallel.ep_size, parallel.teacher_ep_size), strict=False):
+        for model, ep_size, own in zip(
+            self.models, (parallel.ep_size, parallel.teacher_ep_size), (quantiser, None), strict=False
+        ):
             join_attention(model)
             model.set_attn_implementation("sdpa")
             if variant != MASKED:
                 pack_attention(model, self.recipe)
             if variant in (OVERLAPPED, APART, MASKED) or ep_size == 1:
-                wire_sharded(model, ep_size, parallel)
+                wire_sharded(model, ep_size, parallel, own)
             elif variant == BLOCKING:
-                overlap(model, wiring_of(model.config), "off", fused=parallel.fused and on_cuda)
+                dispatcher = dispatcher_of(parallel.dedup, ep_size, parallel.node_size)
+                fused = parallel.fused and on_cuda
+                overlap(model, wiring_of(model.config), "off", fused=fused, dispatcher=dispatcher, quantiser=own)
             else:
                 overlap(model, wiring_of(model.config), fused=parallel.fused and on_cuda, transport=NoWire())
 
@@ -262,7 +287,7 @@ def _time(steps: _Steps, load: Load, world: World) -> dict[str, dict[str, Any]]:
     Returns: for each variant, per round the ``seconds`` of a step and the share ``data_wait`` of them spent waiting for
         data; the last ``loss``; and on GPUs the peak memory ``peak_gib``.
     """
-    measured: dict[str, dict[str, Any]] = {name: {"seconds": [], "data_wait": []} for name in load.variants}
+    measured: dict[str, dict[str, Any]] = {name: {"seconds": [], "data_wait": []} for name in load.timed}
     for _ in range(load.rounds):
         for name, found in measured.items():
             steps.choose(name)
@@ -280,7 +305,7 @@ def _time(steps: _Steps, load: Load, world: World) -> dict[str, dict[str, Any]]:
 def _accounts(steps: _Steps, load: Load, out: Path, world: World) -> dict[str, Any]:
     """Traces a step of each variant except the bound on every rank; returns rank 0's account of each variant."""
     accounts: dict[str, Any] = {}
-    for name in load.variants:
+    for name in load.timed:
         if name == BOUND:
             continue
         steps.choose(name)
@@ -305,7 +330,8 @@ def table(result: dict[str, Any]) -> str:
     """
     medians = {name: statistics.median(found["seconds"]) for name, found in result["variants"].items()}
     titles = ("step ms", "± ms", "tokens/s", "of bound", "MFU", "data", "peak GiB")
-    lines = [f"{'':12s} " + " ".join(f"{title:>9s}" for title in titles)]
+    width = max(12, *map(len, medians))
+    lines = [f"{'':{width}s} " + " ".join(f"{title:>9s}" for title in titles)]
     for name, found in result["variants"].items():
         bound = f"{medians[BOUND] / medians[name]:9.1%}" if BOUND in medians else f"{'-':>9s}"
         speed = result["batch_tokens"] / medians[name]
@@ -314,6 +340,6 @@ def table(result: dict[str, Any]) -> str:
         data = statistics.median(found["data_wait"])
         peak = f"{found['peak_gib']:9.1f}" if "peak_gib" in found else f"{'-':>9s}"
         lines.append(
-            f"{name:12s} {medians[name] * 1e3:9.1f} {spread:9.1f} {speed:9,.0f} {bound} {mfu} {data:9.1%} {peak}"
+            f"{name:{width}s} {medians[name] * 1e3:9.1f} {spread:9.1f} {speed:9,.0f} {bound} {mfu} {data:9.1%} {peak}"
         )
     return "\n".join(lines)

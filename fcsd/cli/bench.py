@@ -1,4 +1,4 @@
-"""The `fcsd bench` commands, which measure the time and the memory of training steps, and the time of inference."""
+"""The `fcsd bench` commands, which measure training steps, their memory, inference, links and quantised wires."""
 
 import json
 import os
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fcsd.cli.command import command, emit
-from fcsd.cli.options import AsJson, Gpus, Sets
+from fcsd.cli.options import AsJson, DataMirror, Device, Dtype, Gpus, Limit, Model, Sets
+from fcsd.disk import write_text
 from fcsd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-# Options of every command that takes steps.
+# Options of commands that take steps.
+Wires = Annotated[
+    list[str],
+    typer.Option(
+        "--wire",
+        metavar="FORMAT",
+        help="Also time overlapped steps whose rows are rounded to this format (docs/wires.md): int8, or "
+        "dispatch=int8,combine=int8; repeatable.",
+    ),
+]
 Layers = Annotated[int, typer.Option(min=1, help="Decoder layers.")]
 MicroBatch = Annotated[int, typer.Option(min=1, help="Sequences per GPU and step.")]
 Seq = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
@@ -35,8 +45,17 @@ def train(
         str,
         typer.Option(help="Some of these, separated by commas; others are in docs/overlap.md."),
     ] = "stock,standard,eager-sync,overlapped,comm-free",
+    wires: Wires = [],  # noqa: B006
     recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Forward and backward alone.")] = False,
+    dedup: Annotated[
+        str,
+        typer.Option(help="off, rank or node: how often the row of a token is sent, as parallel.dedup in a recipe."),
+    ] = "off",
+    node_size: Annotated[
+        int | None,
+        typer.Option(min=2, help="GPUs that form a node, for --dedup node and for variants with copies."),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
     gpus: Gpus = None,
@@ -61,6 +80,9 @@ def train(
         optimizer=not no_optimizer,
         rounds=rounds,
         steps=steps,
+        dedup=dedup,  # pyright: ignore[reportArgumentType]: checked by Workload
+        node_size=node_size,
+        wires=tuple(wires),
     )
     result = _bench(load, gpus, out, traced=trace)
     if as_json and _first():
@@ -134,6 +156,7 @@ def distill(
     variants: Annotated[
         str, typer.Option(help="Some of these, separated by commas.")
     ] = "overlapped,apart,masked,blocking,comm-free",
+    wires: Wires = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
     sets: Sets = [],  # noqa: B006
@@ -150,7 +173,7 @@ def distill(
     from fcsd.bench.distill import Load
 
     chosen = tuple(variants.split(","))
-    load = Load(shape, layers, micro_batch, seq, accumulation, router, chosen, tuple(sets), rounds, steps)
+    load = Load(shape, layers, micro_batch, seq, accumulation, router, chosen, tuple(sets), rounds, steps, tuple(wires))
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)
@@ -307,3 +330,52 @@ def links(
     write(bench(size), out, int(os.environ.get("RANK", 0)))
     if as_json and _first():
         emit(json.dumps({"file": str(out)}))
+
+
+@command(app, "wires")
+def wires(
+    model: Model,
+    text: Annotated[Path, typer.Option(metavar="FILE", help="The held-out text: .jsonl, .jsonl.gz or .parquet.")],
+    out: Annotated[
+        Path, typer.Option(help="Directory for wires.json, tables.md and pareto.png; a killed study resumes from it.")
+    ],
+    every: Annotated[int, typer.Option(min=1, metavar="N", help="Read every N-th document of the text.")] = 1,
+    max_length: Annotated[int, typer.Option(min=1, help="The length of the windows of text, in tokens.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows in one forward pass.")] = 4,
+    tp_degree: Annotated[int, typer.Option(min=2, help="The tensor-parallel degree of the all-reduce.")] = 4,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="The tasks of table 7; none for an empty name.")
+    ] = None,
+    limit: Limit = None,
+    data_mirror: DataMirror = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what each format of the wire costs MODEL, by direction. FlashCommunication V2's tables of quality."""
+    import torch
+
+    from fcsd.bench.wires import study, tables
+    from fcsd.bench.wires.plan import TASKS
+    from fcsd.eval.engines.engine import check_dtype
+
+    check_dtype(dtype)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = study.Study(
+        model,
+        text,
+        every=every,
+        max_length=max_length,
+        batch_size=batch_size,
+        tp_degree=tp_degree,
+        tasks=TASKS if tasks is None else tuple(filter(None, tasks.replace(" ", "").split(","))),
+        limit=limit,
+        data_mirror=data_mirror,
+        device=device,
+        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
+    )
+    found = study.run(settings, out)
+    report = tables.to_text(found)
+    write_text(out / "tables.md", report + "\n")
+    tables.draw(found, out / "pareto.png")
+    emit(json.dumps(found, indent=2) if as_json else report)

@@ -66,6 +66,17 @@ def evaluate(
         typer.Option(metavar="batches|slots|graphs", help="How to generate; the default is the fastest way."),
     ] = None,
     reduce: Reduce = "nccl",
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIRECTION=FORMAT,...",
+            help="Score the models as if their communication were quantised: dispatch, combine, or all-reduce with "
+            "--tp-degree. The baseline is scored without it, and may be the same MODEL.",
+        ),
+    ] = None,
+    tp_degree: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="The tensor-parallel degree of --wire all-reduce=FORMAT.")
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -82,6 +93,8 @@ def evaluate(
     """
     if baseline is None and (require or untrained):
         raise ConfigError("--require and --untrained compare with a baseline, and no --baseline is given")
+    if tp_degree is not None and wire is None:
+        raise ConfigError("--tp-degree belongs to --wire all-reduce=FORMAT, and no --wire is given")
 
     from fcsd.launch.world import ensure_world
 
@@ -90,11 +103,11 @@ def evaluate(
 
     from fcsd.eval import compare, tables
     from fcsd.eval.engines.engine import Engine
-    from fcsd.eval.harness import evaluate_models, names_of
+    from fcsd.eval.engines.wire import QuantisedWire
+    from fcsd.eval.harness import evaluate_models, named_models
 
     required = None if require is None else compare.Requirement.parse(require)  # refused before hours of work
-    others = [model for model in models if model != baseline]
-    if untrained is not None and untrained not in others:
+    if untrained is not None and (untrained not in models or untrained == baseline):
         raise ConfigError(f"--untrained {untrained} is not one of the models", "name it as a MODEL too")
     out = out or _folder_for_scores(models)
     engine = Engine(
@@ -108,6 +121,7 @@ def evaluate(
         # Under hf the answers do not depend on the number of processes.
         gpus=gpus or 1 if backend in ("vllm", "own") else 1,
         reduce=reduce,  # type: ignore[arg-type]
+        wire=None if wire is None else QuantisedWire.parse(wire, tp_degree),
     )
     results = evaluate_models(
         models,
@@ -121,8 +135,8 @@ def evaluate(
         return
     comparisons = []
     if baseline:
-        names = dict(zip(others, names_of([*others, baseline]), strict=False))
-        name = names.get(untrained) if untrained else None
+        named = named_models(models, baseline, engine)[1:]
+        name = next((name for name, model, _ in named if model == untrained), None)
         comparisons = compare.compare_models(results, untrained=name)
         if out:
             tables.report(results, out, comparisons, margin=margin)

@@ -19,6 +19,7 @@ from fcsd.cli.layers import choose_layers, sweep_layers
 from fcsd.cli.models import convert, export, inspect, push
 from fcsd.cli.options import AsJson
 from fcsd.cli.recipes import app as recipes_app
+from fcsd.cli.serve import serve
 from fcsd.launch.world import leave
 from fcsd.version import __version__
 
@@ -32,6 +33,7 @@ Examples:
   fcsd choose-layers org/model --text sample.jsonl --budget 2%
   fcsd export runs/mine final
   fcsd chat final --baseline org/model
+  fcsd serve final --gpus 4 -- --max-model-len 8192
   fcsd push final org/model-farskip --private
 
 \b
@@ -47,7 +49,9 @@ app = typer.Typer(
     epilog=EXAMPLES,
 )
 app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes; migrate old ones.")
-app.add_typer(bench_app, name="bench", help="Measure training steps, their memory and traces, and inference.")
+app.add_typer(
+    bench_app, name="bench", help="Measure training steps, their memory, inference, links and quantised wires."
+)
 
 
 def main() -> None:
@@ -87,6 +91,7 @@ command(app, "eval")(evaluate)
 command(app, "sweep-layers")(sweep_layers)
 command(app, "choose-layers")(choose_layers)
 command(app, "chat")(chat)
+command(app, "serve")(serve)
 command(app, "export")(export)
 command(app, "push")(push)
 

@@ -11,7 +11,7 @@ from fcsd.config.faults import Faults
 from fcsd.config.migration import migrate
 from fcsd.config.objective import Hidden, Objective, TeacherCache
 from fcsd.config.optim import Optim
-from fcsd.config.parallel import Parallel
+from fcsd.config.parallel import Parallel, Wire
 from fcsd.config.recipe import HELD_OUT, NO_METRIC, EarlyStop, Recipe, Sweep
 from fcsd.config.renamed import translated
 from fcsd.config.resolve import ResolvedRecipe, load_recipe, value_of, vary
@@ -34,6 +34,7 @@ __all__ = [
     "Sweep",
     "TeacherCache",
     "Train",
+    "Wire",
     "accumulation",
     "load_recipe",
     "migrate",

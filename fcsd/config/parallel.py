@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from fcsd.config.fields import Positive, Section
+from fcsd.errors import ConfigError
 
 
 def _no_stage_3(value: object) -> object:
@@ -15,6 +16,51 @@ def _no_stage_3(value: object) -> object:
             "parallel.ep_size instead, which divides most of the weights"
         )
     return value
+
+
+def _known_format(value: str) -> str:
+    from fcsd.kernels.bit_split import Format  # loads torch, which a recipe without formats does not need
+
+    try:
+        Format.parse(value)
+    except ConfigError as error:
+        raise ValueError(f"{error}; {error.hint}") from error
+    return value
+
+
+FormatName = Annotated[str, AfterValidator(_known_format)]
+
+
+class Wire(Section):
+    """The formats of the student's rows in dispatch and combine; docs/wires.md explains them. null sends bf16. The
+    gradients of all weights are computed as if rows were not rounded (straight-through). The teacher's rows are not
+    rounded, nor are those of evaluations during the run."""
+
+    dispatch: FormatName | None = None
+    """The format of the rows that are sent to the experts, for example `int8` or `int4:g32`."""
+    combine: FormatName | None = None
+    """The format of the experts' outputs on their way back."""
+    dispatch_grad: FormatName | None = None
+    """The format of the gradients of the rows of dispatch. Formats of gradients have bf16 scales."""
+    combine_grad: FormatName | None = None
+    """The format of the gradients of the rows of combine."""
+    stochastic: Literal["off", "gradients", "all"] = "off"
+    """Which rows are rounded up or down at random, so that their values are right on average; all others are rounded to
+    the nearest code. The random numbers depend on `seed`, the step, the layer and the token, so they are the same under
+    every schedule and after a resume."""
+
+    @property
+    def any(self) -> bool:
+        """Whether any direction has a format."""
+        return any((self.dispatch, self.combine, self.dispatch_grad, self.combine_grad))
+
+    @model_validator(mode="after")
+    def _something_to_round(self) -> Self:
+        if self.stochastic == "gradients" and not (self.dispatch_grad or self.combine_grad):
+            raise ValueError("parallel.wire.stochastic gradients needs a format: set dispatch_grad or combine_grad")
+        if self.stochastic == "all" and not self.any:
+            raise ValueError("parallel.wire.stochastic all needs a format: set dispatch or another direction")
+        return self
 
 
 class Parallel(Section):
@@ -32,9 +78,20 @@ class Parallel(Section):
     transport: Literal["auto", "nccl"] = "auto"
     """With `ep_size` above 1: how rows travel between GPUs. `auto` copies them into symmetric memory if the GPUs of an
     expert-parallel group are in one host, and uses NCCL otherwise; `nccl` always uses NCCL."""
+    wire: Wire = Wire()
+    """The formats of the rows that processes exchange. By default all rows are bf16. With `ep_size: 1` nothing is sent,
+    but rows are rounded in the same way, so the effect on training can be studied on one GPU."""
     fused: bool = True
     """With `ep_size` above 1, on GPUs: compute each norm and each permutation of rows in one kernel. This is faster,
     and results differ from the unfused ones by rounding."""
+    dedup: Literal["off", "rank", "node"] = "off"
+    """With `ep_size` above 1: how often the row of a token is sent if several of its experts are in one place. `off`
+    sends it once for each expert, `rank` once to each process that holds any of them, and `node` once to each node,
+    where one process forwards it to the others. Results differ from those of `off` by rounding. A model whose tokens
+    choose one expert always uses `off`."""
+    node_size: Positive | None = None
+    """With `dedup: node`: the number of neighbouring processes that form a node. It divides `ep_size` and is smaller
+    than it."""
     teacher_placement: Literal["auto", "sharded", "replicated"] = "auto"
     """Where the teacher's experts are: `sharded` divides them among `ep_size` processes, `replicated` keeps all of them
     on every process. `auto` means `sharded` if `ep_size` is above 1."""
@@ -43,6 +100,20 @@ class Parallel(Section):
     def _consistent(self) -> Self:
         if self.teacher_placement == "sharded" and self.ep_size == 1:
             raise ValueError("parallel.teacher_placement sharded needs parallel.ep_size above 1")
+        if self.dedup != "off" and self.wire.stochastic != "off":
+            raise ValueError(
+                "parallel.wire.stochastic needs parallel.dedup: off, because its random numbers belong to a token and "
+                "one of its experts, and a deduplicated row serves several"
+            )
+        if self.dedup != "off" and self.ep_size == 1:
+            raise ValueError(f"parallel.dedup {self.dedup} needs parallel.ep_size above 1")
+        if self.dedup == "node" and self.node_size is None:
+            raise ValueError("parallel.dedup node needs parallel.node_size, the number of processes of a node")
+        if self.node_size is not None and (self.ep_size % self.node_size or not 1 < self.node_size < self.ep_size):
+            raise ValueError(
+                f"parallel.node_size {self.node_size} must be above 1, below parallel.ep_size {self.ep_size}, and "
+                "divide it; if all processes are on one node, set parallel.dedup: rank"
+            )
         return self
 
     @property

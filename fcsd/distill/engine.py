@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe, accumulation
 from fcsd.distill.bf16_moments import Bf16MomentsAdamW
-from fcsd.distill.expert_parallel import wire_sharded
+from fcsd.distill.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.targets import Targets, captured, compared_layers
@@ -20,18 +21,25 @@ from fcsd.distill.top_k import TopK, kl_from_top_k
 from fcsd.distill.update import judges_on_device
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
+from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.turns import in_turns
+from fcsd.parallel.wire import Quantiser
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Student(nn.Module):
-    """A causal LM together with the objective that it is trained on."""
+    """A causal LM together with the objective that it is trained on.
 
-    def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
+    Args:
+        quantiser: rounds the rows of dispatch and combine; None if they are sent as they are.
+    """
+
+    def __init__(self, model: PreTrainedModel, objective: Objective, quantiser: Quantiser | None = None) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
+        self.quantiser = quantiser
         self._beside = ThreadPoolExecutor(1, "teacher")  # the thread starts when a teacher first runs in turns
 
     def forward(
@@ -145,7 +153,7 @@ def adamw_settings(recipe: Recipe) -> dict[str, Any]:
     return {"lr": optim.lr, "betas": list(optim.betas), "eps": 1e-8, "weight_decay": optim.weight_decay}
 
 
-def bf16_moments_optimizer(recipe: Recipe) -> Callable[[list[Any]], Bf16MomentsAdamW] | None:
+def bf16_moments_optimizer(recipe: Recipe) -> Callable[[Any], Bf16MomentsAdamW] | None:
     """What makes the optimizer for ``deepspeed.initialize``; None if DeepSpeed makes it by its configuration."""
     if recipe.optim.moments == "fp32":
         return None
@@ -153,21 +161,26 @@ def bf16_moments_optimizer(recipe: Recipe) -> Callable[[list[Any]], Bf16MomentsA
     def make(parameters: Any) -> Bf16MomentsAdamW:
         from deepspeed.moe.utils import configure_moe_param_groups
 
-        if recipe.parallel.ep_size > 1:  # DeepSpeed itself divides the parameters only for optimizers that it makes
+        # DeepSpeed itself divides the parameters only for optimizers that it makes.
+        if recipe.parallel.ep_size > 1 or recipe.parallel.wire.any:
             parameters = configure_moe_param_groups(parameters)
         return Bf16MomentsAdamW(parameters, **adamw_settings(recipe))
 
     return make
 
 
-def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
-    """A DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so."""
+def build_engine(model: PreTrainedModel, recipe: Recipe, world: World, traffic: Traffic | None = None) -> Any:
+    """A DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
+
+    Args:
+        traffic: counts the bytes that dispatch and combine send; None does not count.
+    """
     deepspeed = import_deepspeed()
     freeze(model, recipe.objective)
     pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    student = Student(model, recipe.objective).train()
+    student = Student(model, recipe.objective, quantiser_of(recipe)).train()
     engine, *_ = deepspeed.initialize(
         model=student,
         model_parameters=parameter_groups(student, recipe),
@@ -178,9 +191,15 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World) -> Any:
         for parameter in student.parameters():
             if parameter.requires_grad:
                 parameter.grad_dtype = DTYPES[recipe.accumulate_dtype]  # autograd and DeepSpeed sum in it
-    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel)
+    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, student.quantiser, traffic)
     compile_layers(model, recipe)
     return engine
+
+
+def without_rounding(engine: Any) -> AbstractContextManager[None]:
+    """A block in which all rows of the student are sent as they are, so that it computes as the exported model does."""
+    quantiser = engine.module.quantiser
+    return nullcontext() if quantiser is None else quantiser.paused()
 
 
 def parameter_groups(student: nn.Module, recipe: Recipe) -> list[Any]:

@@ -7,6 +7,8 @@ processes reached the expert through the all-to-all. Both kinds of gradient are 
 and ``launch_step`` multiplies the loss by that number in advance.
 """
 
+import logging
+import os
 from pathlib import Path
 
 import torch
@@ -17,16 +19,27 @@ from fcsd.config import Parallel, Recipe
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
+from fcsd.models.wiring import DESYNC
+from fcsd.parallel.expert.formats import check_formats, formats_of
+from fcsd.parallel.transports.traffic import Traffic
+from fcsd.parallel.wire import Quantiser
+
+log = logging.getLogger(__name__)
 
 
 def check(recipe: Recipe, processes: int) -> None:
-    """Checks ``parallel.ep_size`` against the number of processes and the configs of the models.
+    """Checks ``parallel.ep_size`` and ``parallel.wire`` against the number of processes and the configs of the models.
+
+    Rank 0 logs a warning if ``parallel.dedup`` has no effect, because each token chooses one expert.
 
     Raises:
         ConfigError: ``ep_size`` does not divide the number of processes or of experts, or a model does not support
-            expert parallelism.
+            expert parallelism; or the rows of the student cannot be rounded to the formats.
     """
     ep_size = recipe.parallel.ep_size
+    if (formats := formats_of(recipe.parallel.wire)) is not None:
+        register()
+        check_formats(formats, _config(recipe.model), recipe.model)
     if ep_size == 1:
         return
     if processes % ep_size:
@@ -35,25 +48,45 @@ def check(recipe: Recipe, processes: int) -> None:
             hint=f"start a multiple of {ep_size}, with --gpus, or lower parallel.ep_size",
         )
     register()
-    _check_model(recipe.model, ep_size, hint="set parallel.ep_size: 1")
+    config = _check_model(recipe.model, ep_size, hint="set parallel.ep_size: 1")
     if needs_teacher(recipe) and recipe.parallel.teacher_ep_size > 1:
         _check_model(teacher_name(recipe), ep_size, hint="set parallel.teacher_placement: replicated")
+    dedup = recipe.parallel.dedup
+    if dedup != "off" and config.get_text_config().num_experts_per_tok == 1 and os.environ.get("RANK", "0") == "0":
+        log.warning("%s: parallel.dedup %s has no effect, because each token chooses one expert", recipe.model, dedup)
 
 
-def _check_model(name: str, ep_size: int, hint: str) -> None:
+def _check_model(name: str, ep_size: int, hint: str) -> PretrainedConfig:
     from fcsd.parallel.expert.autoep import expert_parallel_config
 
-    config = AutoConfig.from_pretrained(resolve(name, weights=False).path, trust_remote_code=False)
+    config = _config(name)
     try:
         expert_parallel_config(arch_of(config), ep_size)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}", hint) from error
     if experts_of(config) % ep_size:
         raise ConfigError(f"parallel.ep_size {ep_size} does not divide the {experts_of(config)} experts of {name}")
+    return config
+
+
+def _config(name: str) -> PretrainedConfig:
+    return AutoConfig.from_pretrained(resolve(name, weights=False).path, trust_remote_code=False)
+
+
+def quantiser_of(recipe: Recipe) -> Quantiser | None:
+    """Rounds the rows of the student as the recipe says; None if all rows are sent as they are."""
+    formats = formats_of(recipe.parallel.wire)
+    return None if formats is None else Quantiser(formats, recipe.seed)
 
 
 def load(
-    path: Path, ep_size: int, *, dtype: torch.dtype, device: torch.device, config: PretrainedConfig | None = None
+    path: Path,
+    ep_size: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: PretrainedConfig | None = None,
+    dispatched: bool = False,
 ) -> PreTrainedModel:
     """Loads a model in eval mode with this process's share of the experts.
 
@@ -61,8 +94,9 @@ def load(
         path: the checkpoint directory.
         ep_size: the number of processes that divide the experts; with 1 every process has all of them.
         config: is used in place of the config in the directory.
+        dispatched: whether rows pass through a dispatcher even if no experts are divided, so that they can be rounded.
     """
-    if ep_size == 1:
+    if ep_size == 1 and not dispatched:
         return load_model(path, dtype=dtype, device=device, config=config)
     from fcsd.parallel.weights.loading import load_expert_parallel
 
@@ -70,28 +104,60 @@ def load(
 
 
 def randomise(
-    config: PretrainedConfig, ep_size: int, *, dtype: torch.dtype, device: torch.device, seed: int
+    config: PretrainedConfig,
+    ep_size: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    dispatched: bool = False,
 ) -> PreTrainedModel:
     """Like ``load``, but with random weights, which are the same at any ``ep_size``."""
     from fcsd.parallel.weights.random_init import random_expert_parallel, random_model
 
-    if ep_size == 1:
+    if ep_size == 1 and not dispatched:
         return random_model(config, dtype=dtype, device=device, seed=seed)
     return random_expert_parallel(config, dtype=dtype, device=device, ep_size=ep_size, seed=seed)
 
 
-def wire_sharded(model: PreTrainedModel, ep_size: int, parallel: Parallel) -> None:
+def wire_sharded(
+    model: PreTrainedModel,
+    ep_size: int,
+    parallel: Parallel,
+    quantiser: Quantiser | None = None,
+    traffic: Traffic | None = None,
+) -> None:
     """Installs the overlapped schedule of the model's own wiring, with the settings of ``parallel``.
 
     Args:
-        ep_size: the number of processes that divide the model's experts; with 1 the model is left as it is.
-    """
-    if ep_size > 1:
-        from fcsd.parallel.overlap import overlap
-        from fcsd.parallel.transports.copies import CopiesTransport
-        from fcsd.parallel.transports.symmetric_memory import open_buffers
-        from fcsd.parallel.transports.transport import all_to_all
+        ep_size: the number of processes that divide the model's experts. With 1 nothing is in flight; without a
+            quantiser the model is then left as it is.
+        quantiser: rounds the rows; None sends them as they are.
+        traffic: counts the bytes that are sent; None does not count.
 
-        on_cuda = model.device.type == "cuda"
-        transport = CopiesTransport(open_buffers) if on_cuda and parallel.transport == "auto" else all_to_all
-        overlap(model, wiring_of(model.config), parallel.overlap, fused=parallel.fused and on_cuda, transport=transport)
+    Raises:
+        ConfigError: the wiring cannot be overlapped, or its rows cannot be rounded.
+    """
+    if ep_size == 1 and quantiser is None:
+        return
+    from fcsd.parallel.expert.hierarchical import dispatcher_of
+    from fcsd.parallel.overlap import overlap
+    from fcsd.parallel.transports.copies import CopiesTransport
+    from fcsd.parallel.transports.symmetric_memory import open_buffers
+    from fcsd.parallel.transports.transport import all_to_all
+
+    wiring = wiring_of(model.config)
+    if ep_size == 1 and (wiring.name in DESYNC or wiring.distance > 1):
+        raise ConfigError("parallel.wire supports neither desync nor a distance above 1", hint="remove parallel.wire")
+    on_cuda = model.device.type == "cuda"
+    by_copies = on_cuda and parallel.transport == "auto" and ep_size > 1
+    overlap(
+        model,
+        wiring,
+        parallel.overlap if ep_size > 1 else "off",
+        fused=parallel.fused and on_cuda,
+        transport=CopiesTransport(open_buffers) if by_copies else all_to_all,
+        dispatcher=dispatcher_of("off" if ep_size == 1 else parallel.dedup, ep_size, parallel.node_size),
+        quantiser=quantiser,
+        traffic=traffic,
+    )

@@ -18,6 +18,7 @@ import transformers
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import early_stop, preview
 from fcsd.distill.early_stop import ScoreHistory
+from fcsd.distill.engine import without_rounding
 from fcsd.distill.feed import Feed, feeding
 from fcsd.distill.metrics import Meter
 from fcsd.distill.prepare import Prepared, prepare_run
@@ -143,7 +144,8 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, dog: Wa
     scores = ScoreHistory(recipe.early_stop, scorer, run.progress)
     skips = Skips(recipe, run.world, run.progress)
     if scores.missed(run.done):
-        scores.take(run.student, run.tokenizer, run.done, _held_out(run))
+        with without_rounding(run.engine):
+            scores.take(run.student, run.tokenizer, run.done, _held_out(run))
     with ExitStack() as shown:
         reporter = None
         if run.world.rank == 0:
@@ -153,7 +155,7 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, dog: Wa
         shown.callback(saver.close)
         steps = recipe.train.steps if not scores.verdict.stop else run.done
         feed = shown.enter_context(feeding(run.rows, recipe, run.world, first, steps, run.cache))
-        meter = Meter(run.directory, recipe, run.world, run.hosts, run.done, feed)
+        meter = Meter(run.directory, recipe, run.world, run.hosts, run.done, feed, run.traffic)
         tools = Tools(feed, scores, skips, saver, samples, meter, reporter, preemption, dog)
         gc.collect()
         gc.freeze()  # libraries and models are excluded from garbage collection, which would slow steps down
@@ -214,7 +216,7 @@ def finish_step(
         PreemptedError: the run was asked to end; a checkpoint was saved if there was time.
     """
     found = dict(metrics)
-    with without_compiling(run.recipe):
+    with without_compiling(run.recipe), without_rounding(run.engine):
         if duties.evaluate:
             found |= _held_out(run)
             if not duties.end:

@@ -18,6 +18,7 @@ from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 from fcsd.parallel.trace import overlaps, read
+from fcsd.parallel.transports.traffic import Traffic
 from fcsd.plan.model import MetaModel
 from fcsd.plan.setup import GIB, setup_of
 from fcsd.plan.speed import PEAK, flops_per_token
@@ -35,12 +36,23 @@ class Meter:
         hosts: the same processes, in a group whose collectives do not involve a device.
         start: the number of steps that were taken before.
         feed: the source of the steps' data.
+        traffic: counts the bytes that dispatch and combine send; None if no experts are divided.
     """
 
-    def __init__(self, run: Path, recipe: Recipe, world: World, hosts: World, start: int, feed: Feed) -> None:
+    def __init__(
+        self,
+        run: Path,
+        recipe: Recipe,
+        world: World,
+        hosts: World,
+        start: int,
+        feed: Feed,
+        traffic: Traffic | None = None,
+    ) -> None:
         self._traces, self._recipe, self._world, self._hosts = run / "traces", recipe, world, hosts
         self._feed, self._waited, self._warned = feed, 0.0, False
         self._exposed: dict[str, float] = {}
+        self._traffic, self._of_step = traffic, Traffic()
         on_gpu = world.device.type == "cuda"
         peak = gpu_peak(torch.cuda.get_device_name(world.device), recipe.train.dtype) if on_gpu else None
         self._full = None if peak is None else full_speed(recipe, world.size, peak)
@@ -55,10 +67,14 @@ class Meter:
     def step(self, step: int) -> Iterator[None]:
         """Times the block, which takes the step with this number (from 1) and does nothing else."""
         profiler = torch.profiler.profile() if self.traces(step) else None
+        if self._traffic is not None:
+            self._traffic.reset()  # evaluations between two steps do not count
         with profiler or nullcontext():
             began = time.perf_counter()
             yield
             self._seconds += time.perf_counter() - began
+        if self._traffic is not None:
+            self._of_step = replace(self._traffic)
         if profiler is not None:
             trace = self._traces / f"step-{step}" / f"rank-{self._world.rank}.json.gz"
             trace.parent.mkdir(parents=True, exist_ok=True)
@@ -73,8 +89,11 @@ class Meter:
             ``mfu``, on a GPU whose peak is known; and ``data_wait``, the share of the steps' time that the slowest
             process spent waiting for data. The first share above ``WAITS`` causes a warning. Three are measured since
             the start: ``seconds``, the time spent in steps; ``peak_host_memory_gib`` (resident) and
-            ``peak_memory_gib`` (allocated by torch), each of the process with the highest peak. After a profiled step
-            the values of ``exposed_communication`` are added.
+            ``peak_memory_gib`` (allocated by torch), each of the process with the highest peak. If experts are divided,
+            two are those of the last step: ``wire_bytes``, the bytes that all processes together sent to others in
+            dispatch and combine, of student and teacher, forward and backward; and ``fullest_rank_rows``, the largest
+            number of rows that a process received in one dispatch. After a profiled step the values of
+            ``exposed_communication`` are added.
         """
         before, seconds = self._read
         speed = (step - before) * self._recipe.train.batch_tokens / (self._seconds - seconds)
@@ -83,8 +102,13 @@ class Meter:
             found["mfu"] = speed / self._full
         found, self._exposed = found | self._exposed, {}
         own = self._memory() | {"data_wait": (self._feed.waited - self._waited) / (self._seconds - seconds)}
-        everyone = self._hosts.everywhere(lambda: own)
-        found |= {name: max(one[name] for one in everyone) for name in everyone[0]}
+        everyone = self._hosts.everywhere(lambda: (own, self._of_step.sent, self._of_step.fullest))
+        found |= {name: max(one[name] for one, _, _ in everyone) for name in own}
+        if self._traffic is not None:
+            found |= {
+                "wire_bytes": sum(sent for _, sent, _ in everyone),
+                "fullest_rank_rows": max(rows for _, _, rows in everyone),
+            }
         # No earlier step could hide the preparation of the first step's data.
         if before > self._start:
             self._warn(found["data_wait"])

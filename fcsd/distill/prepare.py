@@ -30,6 +30,7 @@ from fcsd.distill.teacher.original import (
 )
 from fcsd.distill.teacher.targets import Teacher, expect_comparable, live_teacher
 from fcsd.launch.world import World
+from fcsd.parallel.transports.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Prepared:
         teacher: the teacher in memory, if the run has one.
         live: computes the targets with ``teacher``; None without it.
         cache: reads the targets from a teacher cache, if the run has one.
+        traffic: counts the bytes that dispatch and combine send; None if no experts are divided.
         rows: the rows of the whole schedule.
         held_out: rows that are only evaluated and never trained on.
         identity: the facts that a run must share with this one in order to continue from its checkpoints.
@@ -61,6 +63,7 @@ class Prepared:
     cache: Teacher | None
     tokenizer: PreTrainedTokenizerBase
     engine: Any
+    traffic: Traffic | None
     rows: Mixture
     held_out: Rows | None
     identity: dict[str, Any]
@@ -117,13 +120,14 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     student = load_student(
         recipe, dtype=DTYPES[recipe.train.dtype], device=world.device, config=config, trained=trained
     )
-    teacher = load_teacher(recipe, student, world) if needs_teacher(recipe) else None
+    traffic = Traffic() if recipe.parallel.ep_size > 1 else None
+    teacher = load_teacher(recipe, student, world, traffic) if needs_teacher(recipe) else None
     live = None if teacher is None else live_teacher(teacher, recipe.objective)
     identity, cache = run_identity(recipe, corpora, world), None
     if settings := recipe.objective.teacher_cache:
         cache, hashes = read_teacher_cache(recipe, settings, identity, vocab_size, world)
     identity |= hashes
-    engine = build_engine(student, recipe, world)
+    engine = build_engine(student, recipe, world, traffic)
     progress = checkpoints.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     update.install(engine, recipe)
     require_agreement(world, {**identity, "vocabulary": vocab_size, "first step": progress["step"] + 1})
@@ -139,6 +143,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
         cache=cache,
         tokenizer=tokenizer,
         engine=engine,
+        traffic=traffic,
         rows=rows,
         held_out=held_out,
         identity=identity,
@@ -169,8 +174,13 @@ def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
     return Mixture(packed, weights, whole, recipe.seed, recipe.data.weight_by)
 
 
-def load_teacher(recipe: Recipe, student: PreTrainedModel, world: World) -> PreTrainedModel:
+def load_teacher(
+    recipe: Recipe, student: PreTrainedModel, world: World, traffic: Traffic | None = None
+) -> PreTrainedModel:
     """Loads the frozen teacher. Its experts are divided as ``parallel.teacher_placement`` says.
+
+    Args:
+        traffic: counts the bytes that its dispatch and combine send; None does not count.
 
     Raises:
         BadInputError: the vocabulary, the hidden size or the number of layers differs from that of ``student``; see
@@ -182,7 +192,7 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, world: World) -> PreT
     teacher = expert_parallel.load(resolve(name).path, ep_size, dtype=dtype, device=world.device)
     expect_comparable(student, teacher, recipe, name)
     pack_attention(teacher, recipe)
-    expert_parallel.wire_sharded(teacher, ep_size, recipe.parallel)
+    expert_parallel.wire_sharded(teacher, ep_size, recipe.parallel, traffic=traffic)
     compile_layers(teacher, recipe)
     return teacher.requires_grad_(False)
 

@@ -15,6 +15,7 @@ from fcsd.distill.losses import IGNORE
 from fcsd.distill.run import run_dir
 from fcsd.distill.student import meta_student
 from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_name
+from fcsd.parallel.expert.formats import formats_of
 from fcsd.plan import plan_run
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import present
@@ -68,6 +69,8 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         f" = {train.micro_batch_size} rows * {world_size} processes * {micro_steps} micro-batches",
         f"run         {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens{asked}",
     ]
+    if (formats := formats_of(recipe.parallel.wire)) is not None:
+        lines.append(f"wire        {formats}")
     for item, corpus, rows in zip(data.sources, corpora, packed, strict=True):
         left_out = f"; left out: {listed(reasons)}" if (reasons := corpus.left_out(data.seq_len)) else ""
         counted = round(rows.counted * rows.per_epoch * data.seq_len)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -106,22 +107,23 @@ def launch_step(
     totals = torch.zeros(len(weights), device=world.device)
     norm: Tensor | float = 0.0
     for micro in micros:
-        terms = engine(micro.columns, _targets(micro, teacher, recipe, world), denominator, tuple(weights))
-        totals += torch.stack([terms[name].detach() for name in weights])
-        loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
-        last = micro is micros[-1]
-        if last:
-            dist.all_reduce(totals)
-            # If a term is not finite on one rank, the loss becomes NaN on all. The gradients are then NaN as well, and
-            # the update skips the step.
-            loss = loss * torch.where(totals.isfinite().all(), 1.0, math.nan)
-        # The engine averages gradients over the ranks. Each term is already divided by the positions of the global
-        # batch, so the loss is multiplied by the number of ranks.
-        engine.backward(loss * world.size, scale_wrt_gas=False)
-        if last:
-            norm = update(engine, recipe, world)
-        else:
-            engine.step()  # counts the micro-batch
+        with _numbered(engine, micro, recipe, step):
+            terms = engine(micro.columns, _targets(micro, teacher, recipe, world), denominator, tuple(weights))
+            totals += torch.stack([terms[name].detach() for name in weights])
+            loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
+            last = micro is micros[-1]
+            if last:
+                dist.all_reduce(totals)
+                # If a term is not finite on one rank, the loss becomes NaN on all. The gradients are then NaN as
+                # well, and the update skips the step.
+                loss = loss * torch.where(totals.isfinite().all(), 1.0, math.nan)
+            # The engine averages gradients over the ranks. Each term is already divided by the positions of the
+            # global batch, so the loss is multiplied by the number of ranks.
+            engine.backward(loss * world.size, scale_wrt_gas=False)
+            if last:
+                norm = update(engine, recipe, world)
+            else:
+                engine.step()  # counts the micro-batch
     numbers = Readback({**dict(zip(weights, totals, strict=True)), "grad_norm": norm, "counted": counted})
     whole = recipe.train.batch_tokens // recipe.data.seq_len
     return LaunchedStep(step, rate, weights, numbers, range((step - 1) * whole, step * whole))
@@ -147,6 +149,16 @@ def train_step(
     gathered = gather_step(rows, recipe, world, step, cache)
     micros = [to_device(micro, world.device) for micro in gathered]
     return launch_step(engine, teacher, micros, recipe, world, step).metrics()
+
+
+def _numbered(engine: Any, micro: MicroBatch, recipe: Recipe, step: int) -> AbstractContextManager[None]:
+    """A block in which the rows of a micro-batch are rounded by the numbers of its tokens in the global batch."""
+    quantiser = engine.module.quantiser
+    if quantiser is None:
+        return nullcontext()
+    before = (step - 1) * recipe.train.batch_tokens
+    numbers = (row * recipe.data.seq_len - before for row in (micro.rows.start, micro.rows.stop))
+    return quantiser.training_step(step, torch.arange(*numbers, device=micro.counted.device))
 
 
 def _targets(

@@ -1,7 +1,7 @@
 """Builds the student: with the weights of a checkpoint or random ones, in its own wiring or that of the recipe."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -80,14 +80,15 @@ def load_student(
     Raises:
         BadInputError, ConfigError: see ``student_config``; also if the weights do not match the config.
     """
+    parallel = recipe.parallel
+    how: Any = {"dtype": dtype, "device": device, "dispatched": parallel.wire.any}
     if trained is not None:
-        return expert_parallel.load(trained, recipe.parallel.ep_size, dtype=dtype, device=device)
+        return expert_parallel.load(trained, parallel.ep_size, **how)
     source = student_source(recipe)
     config = config or student_config(recipe, source)
-    ep_size = recipe.parallel.ep_size
     if recipe.init.weights == "loaded":
-        return expert_parallel.load(source.path, ep_size, dtype=dtype, device=device, config=config)
-    return expert_parallel.randomise(config, ep_size, dtype=dtype, device=device, seed=recipe.seed)
+        return expert_parallel.load(source.path, parallel.ep_size, config=config, **how)
+    return expert_parallel.randomise(config, parallel.ep_size, seed=recipe.seed, **how)
 
 
 def meta_student(recipe: Recipe, source: Location) -> PreTrainedModel:

@@ -99,7 +99,7 @@ def global_norm(engine: Any, recipe: Recipe, world: World) -> Tensor:
         if parameter.grad is not None:
             gradients[_is_expert(parameter)].append(parameter.grad)
     norm = torch.nn.utils.get_total_norm(gradients[False])
-    if ep_size > 1:
+    if gradients[True]:
         squared = torch.nn.utils.get_total_norm(gradients[True]).square()
         dist.all_reduce(squared)  # each expert is summed world.size / ep_size times
         norm = (norm.square() + squared * ep_size / world.size).sqrt()

@@ -16,11 +16,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fcsd.disk import json_sha256
 from fcsd.errors import ConfigError
 from fcsd.eval.code.sandbox import find_sandbox
-from fcsd.eval.engines.adapter import HFAdapter
+from fcsd.eval.engines.adapter import BATCHES, HFAdapter
 from fcsd.eval.engines.engine import OWN, Engine, opened, versions
 from fcsd.eval.engines.interface import Adapter
+from fcsd.eval.engines.wire import over
 from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
 from fcsd.eval.perplexity import HeldOut, held_out_result
 from fcsd.eval.results import COMPARISON, Result, ResultFile, shown
@@ -67,11 +69,12 @@ def evaluate_models(
         suite: a name in ``suite.SUITES``.
         tasks: some of the suite, by column or task name, and tasks of lm-eval that the suite does not have.
         num_fewshot, apply_chat_template: settings of the named tasks, instead of their own; see ``suite.select_any``.
-        baseline: one more model, evaluated first; the others are compared with it afterwards.
+        baseline: one more model, evaluated first; the others are compared with it afterwards. It is evaluated without
+            the engine's quantised wire, and may then be one of ``models`` too.
         data_mirror: a directory of data sets under their hub names; None for the hub and its cache.
         held_out: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` text for one more result, the held-out loss.
         limit: score only the first ``limit`` documents of every task.
-        engine: how the models are run. For models in memory, only its limits and ``generation`` are used.
+        engine: how the models are run. For models in memory, only its limits, ``generation`` and ``wire`` are used.
         out: a directory for one ``<model>.json`` each. Answers are kept there too: an evaluation that was killed and
             is started again repeats none of them.
         accept_unsafe_exec: run generated programs even where no sandbox is available.
@@ -79,10 +82,12 @@ def evaluate_models(
 
     Returns:
         One result per model and task: ``model, path, suite, baseline, column, task, metric, filter, value, stderr, n,
-        chance, items, settings, settings_sha256, data_sha256, data_files, sandbox, engine, versions, seconds``.
+        chance, items, settings, settings_sha256, data_sha256, data_files, sandbox, engine, wire, wire_sha256, versions,
+        seconds``.
         ``value`` is a fraction (or a loss in nats per token, or a perplexity); ``items`` holds the results of the
         single questions in a fixed order, by which ``compare_models`` pairs models. ``path`` is the model's absolute
-        path, or its hub id; None for a model in memory.
+        path, or its hub id; None for a model in memory. ``wire`` holds the formats of a quantised wire, which are a
+        part of the model's name too; None without one.
 
     Raises:
         ConfigError: a suite or task is unknown, a task cannot run here, or two models have the same name.
@@ -92,30 +97,30 @@ def evaluate_models(
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be at least 1, not {limit}")
-    models, baseline = [_spelled(m) for m in models], None if baseline is None else _spelled(baseline)
-    ordered = [*([] if baseline is None else [baseline]), *(m for m in models if m != baseline)]
-    names = names_of([m.name if isinstance(m, Loaded) else m for m in ordered])
+    engine = engine or Engine()
+    ordered = named_models(models, baseline, engine)
     text = None if held_out is None else HeldOut(Path(held_out))
     mirror = None if data_mirror is None else Path(data_mirror).absolute()  # loading changes directory
     directory = None if out is None else Path(out)
     results: list[dict[str, Any]] = []
     chosen = select_any(suite, tasks, num_fewshot=num_fewshot, apply_chat_template=apply_chat_template)
-    engine = engine or Engine()
     engine.check(int(os.environ.get("WORLD_SIZE", "1")) if team is None else 1)
     team = team or _torchrun_team(lockstep=engine.ep_size > 1, together_on_all=engine.backend == OWN)
     with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
         if any(benchmark.harness in (SANDBOX, EVALPLUS) for benchmark in chosen):  # refused before hours of work
             team.on_first(lambda: find_sandbox(accept_unsafe_exec=accept_unsafe_exec))
         total = len(ordered) * (len(loaded_tasks) + (text is not None))
-        for name, model in zip(names, ordered, strict=True):
-            ours = _lent(model, engine, team) if isinstance(model, Loaded) else opened(model, engine, directory, team)
+        for name, model, own in ordered:
+            ours = _lent(model, own, team) if isinstance(model, Loaded) else opened(model, own, directory, team)
             with ours as lm:
                 file = None if directory is None or not team.leads else ResultFile(directory / f"{name}.json")
                 start = time.perf_counter()
                 for scored in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
-                    result = {"model": name, "path": _path(model), "suite": suite, "baseline": model == baseline}
+                    is_baseline = baseline is not None and (name, model, own) == ordered[0]
+                    result = {"model": name, "path": _path(model), "suite": suite, "baseline": is_baseline}
                     result |= scored
                     result |= {"engine": {**lm.engine(), "ep_size": engine.ep_size}}
+                    result |= _wire(own)
                     result |= {"versions": versions(engine)}
                     result |= {"seconds": round(time.perf_counter() - start, 2)}
                     results.append(result)
@@ -126,6 +131,40 @@ def evaluate_models(
                     start = time.perf_counter()
                 del lm  # otherwise it would stay in memory beside the next model
     return results
+
+
+def named_models(
+    models: Sequence[str | Path | Loaded], baseline: str | Path | Loaded | None, engine: Engine
+) -> list[tuple[str, str | Loaded, Engine]]:
+    """The models in the order of their evaluation, the baseline first: their names, themselves and their engines.
+
+    Over a quantised wire, a model's name ends with the wire. The baseline is evaluated without one. It may be one of
+    the models only if there is a wire; otherwise it is evaluated once.
+
+    Raises:
+        ConfigError: the same model is named twice.
+    """
+    first = [] if baseline is None else [_spelled(baseline)]
+    others = [model for model in map(_spelled, models) if engine.wire is not None or model not in first]
+    each = [*first, *(model for model in others if model not in first)]
+    names_of([_name(model) for model in others])  # refuses a model that is named twice
+    name_of = dict(zip(map(_name, each), names_of([_name(model) for model in each]), strict=True))
+    if engine.wire is None:
+        return [(name_of[_name(model)], model, engine) for model in each]
+    plain = replace(engine, wire=None, generation=BATCHES)  # as over a wire, so that the answers can be compared
+    found = [(name_of[_name(model)], model, plain) for model in first]
+    wired = replace(engine, generation=engine.generation or BATCHES)
+    return [*found, *((f"{name_of[_name(model)]}+{engine.wire}", model, wired) for model in others)]
+
+
+def _name(model: str | Loaded) -> str:
+    return model.name if isinstance(model, Loaded) else model
+
+
+def _wire(engine: Engine) -> dict[str, Any]:
+    """The quantised wire of a result, and a hash of it."""
+    wire = None if engine.wire is None else engine.wire.to_json()
+    return {"wire": wire, "wire_sha256": None if wire is None else json_sha256(wire)}
 
 
 def _path(model: str | Loaded) -> str | None:
@@ -167,7 +206,7 @@ def _spelled(model: str | Path | Loaded) -> str | Loaded:
 def _lent(model: Loaded, engine: Engine, team: Team) -> Iterator[Adapter]:
     """The adapter of a model that the caller has in memory. The model is in evaluation mode while it is scored."""
     limits: dict[str, Any] = {"batch_size": engine.batch_size, "max_length": engine.max_length}
-    with eval_mode(model.model):
+    with eval_mode(model.model), over(model.model, engine.wire):
         yield HFAdapter(model.model, model.tokenizer, team=team, generation=engine.generation, **limits)
 
 

@@ -62,6 +62,12 @@ def is_accuracy(result: Result) -> bool:
     return result["metric"] not in (*PERPLEXITIES, "nll_per_token")
 
 
+def over_a_wire(result: Result) -> bool:
+    """Whether the score is that of a model over a quantised wire, simulated or between ranks, and not its own."""
+    reduce = result.get("engine", {}).get("reduce", "")  # of fcsd's own engine
+    return result.get("wire") is not None or reduce.startswith("quantised:")
+
+
 def shown(result: Result) -> tuple[str, str]:
     """The value and its standard error, formatted for a table."""
     if is_accuracy(result):
@@ -70,7 +76,7 @@ def shown(result: Result) -> tuple[str, str]:
 
 
 class ResultFile:
-    """A model's results. A result replaces an earlier one only if task, settings and data are the same."""
+    """A model's results. A result replaces an earlier one only if task, settings, data and wire are the same."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,5 +89,6 @@ class ResultFile:
         write_text(self._path, "[\n" + ",\n".join(map(json.dumps, self._results)) + "\n]\n")
 
 
-def _key(result: Result) -> tuple[str, ...]:
-    return (result["suite"], result["column"], result["settings_sha256"], result["data_sha256"])
+def _key(result: Result) -> tuple[str | None, ...]:
+    keys = ("suite", "column", "settings_sha256", "data_sha256", "wire_sha256")
+    return tuple(result.get(key) for key in keys)  # files of earlier versions know no wire

@@ -40,7 +40,8 @@ def table_1(results: Sequence[Result]) -> str:
 def plain_table(results: Sequence[Result], comparisons: Sequence[Comparison] = ()) -> str:
     """Markdown with a row per benchmark and a column per model, each value with its standard error.
 
-    The last row is the share of the untrained conversion's increase in held-out loss that training removed.
+    If models were scored over a quantised wire, a row says how many bits per value each direction took. The last row
+    is the share of the untrained conversion's increase in held-out loss that training removed.
     """
     columns, models = _axes(results)
     by_cell = {(result["model"], result["column"]): result for result in results}
@@ -49,6 +50,8 @@ def plain_table(results: Sequence[Result], comparisons: Sequence[Comparison] = (
         cells = [by_cell[model, column] for model in models]
         values = [" ± ".join(shown(result)) for result in cells]
         body.append([column, cells[0]["metric"], str(cells[0]["n"]), *values])
+    if any(result.get("wire") is not None for result in results):
+        body.append(["Bits on the wire", "", "", *(_bits(by_cell[model, columns[0]]) for model in models)])
     won = {c.model: c.loss.recovery for c in comparisons if c.loss is not None and c.loss.recovery is not None}
     if won:
         shares = [_percent(*won[model]) if model in won else "-" for model in models]
@@ -110,6 +113,13 @@ def draw_bars(results: Sequence[Result], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def _bits(result: Result) -> str:
+    """The bits on the wire per value in each direction, or ``-``."""
+    if result.get("wire") is None:
+        return "-"
+    return ", ".join(f"{direction} {bits:g}" for direction, bits in result["wire"]["bits_on_the_wire"].items())
 
 
 def _percent(share: float, stderr: float) -> str:

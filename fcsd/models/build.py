@@ -148,15 +148,21 @@ def model_classes(model_type: str) -> Mapping[str, type[PreTrainedModel]]:
 
 def register() -> None:
     """Register every ``fcsd_*`` type with transformers: classes, tokenizer and on-disk layout of experts."""
+    register_configs()
     for model_type in ARCHS:
-        # AutoTokenizer uses the model type if it does not trust tokenizer_config.json (mixtral, glm4_moe).
-        TOKENIZER_MAPPING_NAMES[PREFIX + model_type] = TOKENIZER_MAPPING_NAMES.get(model_type)
-        AutoConfig.register(PREFIX + model_type, config_class(model_type), exist_ok=True)
         for auto, cls in model_classes(model_type).items():
             getattr(transformers, auto).register(config_class(model_type), cls, exist_ok=True)
         mapping = get_checkpoint_conversion_mapping(model_type)
         if mapping is not None:  # without it transformers would initialise the experts at random and only warn
             register_checkpoint_conversion_mapping(PREFIX + model_type, mapping, overwrite=True)
+
+
+def register_configs() -> None:
+    """Register every ``fcsd_*`` type with AutoConfig and AutoTokenizer, which imports no modeling file."""
+    for model_type in ARCHS:
+        # AutoTokenizer uses the model type if it does not trust tokenizer_config.json (mixtral, glm4_moe).
+        TOKENIZER_MAPPING_NAMES[PREFIX + model_type] = TOKENIZER_MAPPING_NAMES.get(model_type)
+        AutoConfig.register(PREFIX + model_type, config_class(model_type), exist_ok=True)
 
 
 def converted_config(config: PretrainedConfig, block: dict[str, Any]) -> PretrainedConfig:

@@ -256,3 +256,12 @@ class WiredModel(nn.Module):
         super().__init__(config, *args, **kwargs)
         layers: Any = self.get_submodule(self.fcsd_decoder).layers
         wire_layers(layers, Wiring.from_block(config.fcsd), partial(hf_parts, self.fcsd_blocks))
+
+    @classmethod
+    def is_backend_compatible(cls) -> bool:
+        """False, which tells vLLM not to serve this code with its own linear layers and reductions in place of these.
+
+        Nothing has shown that the result would be right under tensor parallelism. fcsd's plugin for vLLM serves
+        rewired models.
+        """
+        return False

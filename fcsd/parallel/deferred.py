@@ -20,6 +20,7 @@ from torch.profiler import record_function
 
 from fcsd.parallel import order
 from fcsd.parallel.transports.codec import Codec
+from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.transports.transport import Splits, Transport, Work, all_to_all
 from fcsd.parallel.turns import yield_turn
 
@@ -39,6 +40,7 @@ class Exchange:
         eager: whether every collective is awaited where it starts.
         codec: packs the rows into records for the wire; None sends the rows as they are.
         back_codec: packs the gradients in the same way.
+        traffic: counts the bytes that are sent; None does not count.
         ready: the CUDA event after which the rows to send are complete. With it, the forward launch does not wait for
             kernels that were added to the compute stream after the event.
         side: the CUDA stream from which a launch with ``ready`` starts.
@@ -54,6 +56,7 @@ class Exchange:
     eager: bool = False
     codec: Codec | None = None
     back_codec: Codec | None = None
+    traffic: Traffic | None = None
     ready: torch.Event | None = None
     side: torch.cuda.Stream | None = None
     in_flight: tuple[Work, Tensor, Tensor] | None = field(default=None, init=False)  # work, received, sent
@@ -75,6 +78,7 @@ class Exchange:
         with record_function(f"fcsd::{self.name}.{passes}.L{self.layer}"), self._launch_stream() as side:
             sent = rows if codec is None else codec.encode(rows)
             received, work = self.transport(sent, splits, self.group, keep)
+        self.count(sent, passes)
         if side is not None:
             received.record_stream(torch.cuda.current_stream())
             if codec is not None:
@@ -99,6 +103,12 @@ class Exchange:
             return received
         (codec, width, dtype), self._unpack = self._unpack, None
         return codec.decode(received, width, dtype)
+
+    def count(self, sent: Tensor, passes: str) -> None:
+        """Count the records or rows ``[sent, width]`` of one pass."""
+        if self.traffic is not None:
+            splits, forward = (self.back, False) if passes == "bwd" else (self.there, True)
+            self.traffic.add(sent, splits, self.group, dispatch=forward and self.name == "dispatch")
 
     @contextmanager
     def _launch_stream(self) -> Iterator[torch.cuda.Stream | None]:
@@ -147,7 +157,7 @@ def launch(rows: Tensor, exchange: Exchange, gradient_awaited_at: int | None) ->
 def exchange_now(rows: Tensor, exchange: Exchange) -> Tensor:
     """Send ``rows [sent, hidden]`` and wait for ``[received, hidden]``; the gradient is exchanged in the same way.
 
-    Of ``exchange`` only the splits, the group and the codecs are used.
+    Of ``exchange`` only the splits, the group, the codecs and the counter of bytes are used.
     """
     return _Now.apply(rows, exchange)
 
@@ -180,17 +190,20 @@ class _Now(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        return _exchange_now(rows, exchange.there, exchange.codec, exchange.group)
+        return _exchange_now(rows, exchange, "fwd")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchange_now(grad, ctx.exchange.back, ctx.exchange.back_codec, ctx.exchange.group), None
+        return _exchange_now(grad, ctx.exchange, "bwd"), None
 
 
-def _exchange_now(rows: Tensor, splits: Splits, codec: Codec | None, group: Any) -> Tensor:
+def _exchange_now(rows: Tensor, exchange: Exchange, passes: str) -> Tensor:
+    forward = passes != "bwd"
+    splits, codec = (exchange.there, exchange.codec) if forward else (exchange.back, exchange.back_codec)
     sent = rows.contiguous() if codec is None else codec.encode(rows.contiguous())
     received = sent.new_empty(sum(splits.receives), sent.shape[1])
-    dist.all_to_all_single(received, sent, splits.receives, splits.sends, group=group)
+    dist.all_to_all_single(received, sent, splits.receives, splits.sends, group=exchange.group)
+    exchange.count(sent, passes)
     return received if codec is None else codec.decode(received, rows.shape[1], rows.dtype)
 
 

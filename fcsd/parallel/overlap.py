@@ -34,7 +34,9 @@ from fcsd.parallel.expert.flat import FlatDispatcher
 from fcsd.parallel.expert.lookup import expert_block
 from fcsd.parallel.in_flight import InFlight
 from fcsd.parallel.transports.copies import CopiesTransport
+from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.transports.transport import Transport, all_to_all
+from fcsd.parallel.wire import Quantiser
 
 Place = Literal["before_attn", "before_rotary", "before_core", "after_core", "after_attn"]
 _ORDER: tuple[Place, ...] = get_args(Place)
@@ -214,6 +216,8 @@ def overlap(
     fused: bool = False,
     transport: Transport = all_to_all,
     dispatcher: MakeDispatcher = FlatDispatcher,
+    quantiser: Quantiser | None = None,
+    traffic: Traffic | None = None,
 ) -> None:
     """Wire a model whose experts are divided, with its all-to-alls in flight. The call can be undone and repeated.
 
@@ -224,6 +228,8 @@ def overlap(
         fused: see ``wire_parallel``.
         transport: how the rows travel; ``choose`` may replace it for a layer.
         dispatcher: what carries the rows to the experts and back; ``choose`` may replace it for a layer.
+        quantiser: rounds the rows to the formats of the wire; None sends them as they are.
+        traffic: counts the bytes that are sent; None does not count.
 
     Raises:
         ConfigError: the wiring, a schedule, ZeRO-3 or the attention implementation does not allow it.
@@ -238,7 +244,7 @@ def overlap(
             hint="set parallel.zero_stage to 1 or 2, or parallel.overlap: off",
         )
     join_attention(model)
-    wire_parallel(model, wiring, fused, dispatcher)
+    wire_parallel(model, wiring, fused, dispatcher, quantiser, traffic)
     if mode == "off":
         return
     split_attention(model)
@@ -251,7 +257,8 @@ def overlap(
         plan = layer.fcsd
         # Copies need no SM, so they need not be launched before core attention: the host launches core attention
         # first, and the device computes while the host launches the copies.
-        launch: Place = "after_core" if isinstance(transport, CopiesTransport) else "before_core"
+        by_copies = isinstance(transport, CopiesTransport) and transport.copies_all_rows
+        launch: Place = "after_core" if by_copies else "before_core"
         default = replace(DEFAULTS[plan.attn, plan.mlp], transport=transport, launch=launch, dispatcher=dispatcher)
         schedule = choose(plan, default)
         if plan.mlp == 0 and schedule.start != "after_attn":
@@ -263,7 +270,7 @@ def overlap(
             index=index,
             schedule=schedule,
             block=block,
-            wire=Wire(schedule.transport, "eager-sync" if schedule.eager else "on", side, fused),
+            wire=Wire(schedule.transport, "eager-sync" if schedule.eager else "on", side, fused, quantiser, traffic),
             accumulations=[] if block is None else order.accumulations(block.experts),
         )
         layer.__class__ = _overlapped_class(layer.unwired)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from fcsd.config import Recipe, accumulation
 from fcsd.errors import ConfigError, DoesNotFitError
+from fcsd.parallel.expert.formats import check_formats, formats_of
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
 from fcsd.plan.model import MetaModel, ModelNumbers
 from fcsd.plan.search import changes, cheapest
@@ -102,10 +103,13 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
 
     Raises:
         BadInputError: the student or the teacher is not a model.
-        ConfigError: the batch or the experts cannot be split evenly over the GPUs.
+        ConfigError: the batch or the experts cannot be split evenly over the GPUs, or the rows of the student cannot be
+            rounded to the formats of ``parallel.wire``.
     """
     accumulation(recipe, hardware.world)
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
+    if (formats := formats_of(recipe.parallel.wire)) is not None:
+        check_formats(formats, model.config, recipe.model)
     followed = model if recipe.teacher is None else MetaModel(recipe.teacher)
     named = {recipe.model: model, recipe.teacher or recipe.model: followed}
     setup = setup_of(recipe, hardware.world, len(model.numbers.layers), model.plain)

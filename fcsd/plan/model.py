@@ -116,6 +116,7 @@ class MetaModel:
         rewired: whether the run rewires the model when it loads it.
 
     Attributes:
+        config: the configuration of the model before any conversion.
         numbers: parameters and dimensions of the model.
         packaged: whether the configuration is that in ``fcsd/plan/configs``, because neither the hub nor its cache had
             it.
@@ -140,7 +141,7 @@ class MetaModel:
             rewired = rewired or read_config(folder).rewired is not None
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         fields = {key: value for key, value in config.to_dict().items() if key not in ("fcsd", "model_type")}
-        self._config = AutoConfig.for_model(arch_of(config).model_type, **fields)
+        self.config = AutoConfig.for_model(arch_of(config).model_type, **fields)
         self._measured: dict[Any, dict[int, LayerBytes]] = {}
         model, _, width = self._run(seq_len=2, masked=False)
         self.numbers = _numbers(model, 2 if rewired else 1, width)
@@ -148,7 +149,7 @@ class MetaModel:
     @property
     def plain(self) -> bool:
         """Whether in every layer a token attends to all tokens before it, which packed attention requires."""
-        return attends_to_all(self._config)
+        return attends_to_all(self.config)
 
     def layer_bytes(self, setup: Setup) -> dict[int, LayerBytes]:
         """Bytes of a layer by its kind; ``FINAL_NORM`` is the kind of the final norm.
@@ -184,7 +185,7 @@ class MetaModel:
         self, layer: Any, kwargs: dict[str, Any], setup: Setup
     ) -> tuple[Callable[[Tensor], Tensor], list[nn.Parameter]]:
         """A function that runs a MoE layer with expert-parallel routed experts, and the parameters of these experts."""
-        blocks, numbers = arch_of(self._config).blocks, self.numbers
+        blocks, numbers = arch_of(self.config).blocks, self.numbers
         parts = hf_parts(blocks, layer)
         experts = layer.get_submodule(blocks.mlp).get_submodule("experts")
         inner = experts.down_proj.numel() // (numbers.experts * numbers.hidden)
@@ -206,7 +207,7 @@ class MetaModel:
         AttentionInterface.register(_ATTENTION, attention(masked, widths))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                self._config, dtype=torch.bfloat16, attn_implementation=_ATTENTION, trust_remote_code=False
+                self.config, dtype=torch.bfloat16, attn_implementation=_ATTENTION, trust_remote_code=False
             ).train()
         calls: list[dict[str, Any]] = []
         hooks = [

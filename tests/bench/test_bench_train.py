@@ -5,13 +5,17 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import typer
 from ranks import fcsd
+from torch import nn
 from typer.testing import CliRunner
 
-from fcsd.bench.training import scaling
+from fcsd.bench.training import model, scaling
 from fcsd.bench.training.ceilings import Window, ceiling
 from fcsd.bench.training.step import headline
 from fcsd.bench.training.workload import Workload
@@ -19,6 +23,8 @@ from fcsd.cli import bench as cli
 from fcsd.cli.main import app
 from fcsd.errors import ConfigError
 from fcsd.parallel import trace
+from fcsd.parallel.cost import expected_groups
+from fcsd.parallel.expert.levels import duplicates
 
 
 def bench(*options, command=("train", "tiny")):
@@ -46,11 +52,39 @@ def test_the_headline_names_the_ceiling_beside_the_share():
     assert "bwd: " in text and "of at most 85.0%" in text
 
 
+class Router(nn.Module):
+    """Chooses expert 0 for everything."""
+
+    def __init__(self, experts: int, top_k: int) -> None:
+        super().__init__()
+        self.weight, self.top_k = nn.Parameter(torch.zeros(experts)), top_k
+
+    def forward(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        chosen = torch.zeros(tokens, self.top_k, dtype=torch.long)
+        return chosen.float(), chosen, torch.zeros(len(self.weight), dtype=torch.long)
+
+
+@pytest.mark.parametrize("experts, top_k, tokens", [(64, 6, 1024), (128, 8, 1000)])
+def test_the_even_router_has_as_many_duplicates_as_a_random_one(experts, top_k, tokens, monkeypatch):
+    router = Router(experts, top_k)
+    block = SimpleNamespace(router=router, placement=SimpleNamespace(experts=experts))
+    monkeypatch.setattr(model, "expert_blocks", lambda _: {"mlp": block})
+    with model.evenly_routed(router):
+        _, chosen, counts = router(tokens)
+    assert chosen.flatten().bincount(minlength=experts).tolist() == counts.tolist()
+    assert counts.max() - counts.min() <= top_k and all(len(set(token)) == top_k for token in chosen.tolist())
+    for groups in (2, 4, 8):
+        random = 1 - expected_groups(experts, top_k, groups) / top_k
+        assert duplicates(chosen, experts, groups) == pytest.approx(random, abs=0.02)
+
+
 def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkeypatch):
     settings = {"NCCL_MAX_CTAS": "8", "TORCH_NCCL_HIGH_PRIORITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    done = bench("--rounds", 1, "--steps", 2, "--gpus", 2, "--out", tmp_path, "--trace", "--json")
+    options = ["--rounds", 1, "--steps", 2, "--gpus", 2, "--dedup", "rank"]
+    wires = ["--wire", "int8:g16", "--wire", "dispatch=int4:g32"]
+    done = bench(*options, *wires, "--out", tmp_path, "--trace", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "train.json").read_text())
@@ -60,8 +94,14 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
     assert (tmp_path / "rank-1.json.gz").exists()
     assert list(result["routers"]) == ["initialised", "uniform"]
     for found in result["routers"].values():
-        assert found["equality"] == {"overlapped": {"difference": 0.0, "spread": 0.0, "equal": True}}  # gloo's order
-        assert list(found["variants"]) == ["stock", "standard", "eager-sync", "overlapped", "comm-free"]
+        wired = ["overlapped+int8:g16", "overlapped+dispatch=int4:g32"]
+        same = {"difference": 0.0, "spread": 0.0, "equal": True}  # gloo's order
+        assert found["equality"] == dict.fromkeys(["overlapped", *wired], same)
+        assert set(found["rows"]) == {"off", "rank"} and found["rows"]["rank"][0] < found["rows"]["off"][0]
+        assert list(found["variants"]) == ["stock", "standard", "eager-sync", "overlapped", "comm-free", *wired]
+        sent = {name: times["sent_bytes"] for name, times in found["variants"].items()}
+        assert sent["stock"] == sent["comm-free"] == 0  # stock does not count its bytes
+        assert 0 < sent["overlapped+int8:g16"] < sent["overlapped+dispatch=int4:g32"] < sent["overlapped"]
         assert {len(times["step"]) for times in found["variants"].values()} == {2}
         calls = {(window["kind"], window["passes"], window["layer"]) for window in found["windows"]}
         kinds, passes = ("dispatch", "combine"), ("fwd", "bwd")
@@ -108,11 +148,27 @@ def test_a_trace_is_either_read_or_taken(words, message):
     assert message in result.stderr and result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "wires, variants, message",
+    [(("int9",), ("overlapped",), "2 to 8 bits"), (("int8",), ("standard",), "--wire needs a variant that overlaps")],
+)
+def test_a_wire_needs_a_known_format_and_a_variant(wires, variants, message):
+    with pytest.raises(ConfigError, match=message):
+        Workload("tiny", 2, 1, 16, wires=wires, variants=variants)
+
+
 @pytest.mark.parametrize("field, name", [("shape", "huge"), ("variants", "fast"), ("routers", "random")])
 def test_what_it_does_not_know_is_refused(field, name):
-    given = {"shape": "tiny", "layers": 2, "micro_batch": 1, "seq": 16}
+    given: dict[str, Any] = {"shape": "tiny", "layers": 2, "micro_batch": 1, "seq": 16}
     with pytest.raises(ConfigError, match=f"no {field.removesuffix('s')} {name}"):
         Workload(**given | {field: name if field == "shape" else (name,)})
+
+
+@pytest.mark.parametrize("dedup, message", [("twice", "no dedup twice"), ("node", "--node-size")])
+def test_deduplication_that_it_cannot_do_is_refused(dedup, message):
+    result = CliRunner().invoke(app, ["bench", "train", "tiny", "--dedup", dedup])
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 def test_the_script_of_all_cases_gives_commands_that_are_taken(tmp_path):

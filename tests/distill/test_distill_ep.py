@@ -126,6 +126,7 @@ def cases_of(folder: Path, arch: str) -> tuple[dict[str, Any], dict[str, Any]]:
         sharded |= {
             "farskip eager-sync": {"parallel__zero_stage": 0, "parallel__overlap": "eager-sync"},
             "farskip off": {"parallel__zero_stage": 0, "parallel__overlap": "off"},
+            "farskip stage 2, deduplicated": {"parallel__zero_stage": 2, "parallel__dedup": "rank"},
             "hidden": hidden,
             **{f"bf16 stage {stage}": {**BF16, "parallel__zero_stage": stage} for stage in (0, 1, 2)},
         }
@@ -350,6 +351,16 @@ def test_what_cannot_be_expert_parallel_is_refused_before_anything_is_written(
     replicated = {**SHARDED, "teacher": str(tmp_path / "llama"), "parallel__teacher_placement": "replicated"}
     check(runs.resolved(models["deepseek_v2"], **replicated).recipe, 2)
     assert not (tmp_path / "run").exists()
+
+
+def test_deduplication_of_tokens_that_choose_one_expert_is_said_to_have_no_effect(
+    models: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    for arch, said in (("llama4_text", 1), ("deepseek_v2", 0)):
+        caplog.clear()
+        check(runs.resolved(models[arch], **SHARDED, parallel__dedup="rank").recipe, 2)
+        lines = [record.getMessage() for record in caplog.records if "parallel.dedup rank" in record.getMessage()]
+        assert len(lines) == said and all("no effect, because each token chooses one expert" in line for line in lines)
 
 
 def test_the_command_distils_on_two_processes_and_exports_what_loads_anywhere(repo: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fcsd.kernels import rows as kernels
 from fcsd.kernels import rows_reference
 from fcsd.kernels.rows import permute, row_numbers, unpermute
 
@@ -59,3 +60,26 @@ def test_a_gradient_that_is_not_contiguous_and_rows_that_need_none():
     out.sum().backward()  # the gradient is one number, expanded
     assert x.grad is not None
     torch.testing.assert_close(x.grad.cpu(), weights.sum(dim=1, keepdim=True).expand_as(tokens))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_tokens_may_have_fewer_rows_and_rows_may_be_part_of_records(weighted):
+    generator = torch.Generator().manual_seed(0)
+    row_of = torch.tensor([[2, -1], [0, 1], [-1, -1], [3, -1]])
+    tokens, rows = (torch.randn(4, 40, generator=generator) for _ in range(2))
+    weight = torch.rand(4, 2, generator=generator) if weighted else None
+    results = []
+    for by, device in ((rows_reference, "cpu"), (kernels, DEVICE)):
+        place, factors = row_of.to(device), None if weight is None else weight.to(device)
+        given = torch.cat([rows, torch.full((4, 8), float("nan"))], dim=1).to(device)[:, :40]
+        sums, spread = torch.full((4, 40), 7.0, device=device), torch.full((4, 48), 7.0, device=device)
+        by.collect(given, factors, place, sums)
+        by.spread(tokens.to(device), factors, place, spread[:, :40])
+        results.append([sums.cpu(), spread.cpu(), by.dots(tokens.to(device), given, place).cpu()])
+    torch.testing.assert_close(results[1], results[0])
+    sums, spread, dots = results[0]
+    factor = torch.ones(4, 2) if weight is None else weight
+    torch.testing.assert_close(sums[1], factor[1, 0] * rows[0] + factor[1, 1] * rows[1])
+    torch.testing.assert_close(spread[2, :40], factor[0, 0] * tokens[0])
+    assert not sums[2].any() and (spread[:, 40:] == 7.0).all()
+    assert dots[0, 1] == 0 and dots[3, 0] == pytest.approx(float(tokens[3] @ rows[3]), rel=1e-5)

@@ -12,6 +12,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from file_buffers import opener
+from late import late_collectives
 from ranks import in_group
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -21,6 +22,10 @@ from fcsd.models.build import arch_of, decoder_layers, unwired, wire
 from fcsd.models.wiring import WiredLayer, Wiring
 from fcsd.parallel.deferred import Exchange
 from fcsd.parallel.expert.autoep import allow_string_keys, expert_parallel_config, shard_experts
+from fcsd.parallel.expert.dispatcher import MakeDispatcher
+from fcsd.parallel.expert.flat import FlatDispatcher
+from fcsd.parallel.expert.hierarchical import hierarchical
+from fcsd.parallel.expert.levels import one_level
 from fcsd.parallel.overlap import Schedule, overlap
 from fcsd.parallel.transports.copies import CopiesTransport
 
@@ -38,39 +43,6 @@ WIRINGS = [
     Wiring("parallel", ALL),
     Wiring("standard", ()),
 ]
-
-
-class _LateWork:
-    """A collective whose result shows only once it is awaited: until then the receive buffer holds NaN."""
-
-    def __init__(self, work, arrived, received, sent):
-        self.work, self.arrived, self.received, self.sent = work, arrived, received, sent
-        self.copy = sent.clone()
-
-    def wait(self):
-        time.sleep(random.random() * 5e-4)
-        self.work.wait()
-        assert torch.equal(self.sent, self.copy), "rows were overwritten while they were sent"
-        self.received.copy_(self.arrived)
-
-
-@contextmanager
-def _late_collectives():
-    real = dist.all_to_all_single
-
-    def late(*args, async_op=False, **kwargs):
-        if not async_op:
-            return real(*args, **kwargs)
-        received, sent, *sizes = args
-        arrived = torch.empty_like(received)
-        received.fill_(float("nan"))
-        return _LateWork(real(arrived, sent, *sizes, async_op=True, **kwargs), arrived, received, sent)
-
-    dist.all_to_all_single = late
-    try:
-        yield
-    finally:
-        dist.all_to_all_single = real
 
 
 def _sharded(arch: str, **changes):
@@ -110,7 +82,7 @@ def _compare(model, wiring, batches, case, problems, **options):
     blocking = _run(model, batches)
     for mode in ("on", "eager-sync"):
         overlap(model, wiring, mode, **options)
-        with _late_collectives():
+        with late_collectives():
             difference = _difference(blocking, _run(model, batches))
         if difference:
             problems.append(f"{case} {wiring.name} {wiring.variant} {wiring.layers} {mode}: {difference}")
@@ -262,12 +234,12 @@ def _between(events: list[str], first: str, last: str) -> list[str]:
     return events[start : events.index(last, start + 1) + 1]
 
 
-def _alive_buffers(rank: int, recompute: bool) -> list[str]:
+def _alive_buffers(rank: int, recompute: bool, dispatcher: MakeDispatcher = FlatDispatcher) -> list[str]:
     """Buffers that outlive their use: still alive at the second launch after they landed, or after the pass."""
     model = _sharded("deepseek_v2")
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    overlap(model, FARSKIP)
+    overlap(model, FARSKIP, dispatcher=dispatcher)
     landed: list[tuple[str, StorageWeakRef]] = []
     launches, leaks = 0, []
 
@@ -380,6 +352,7 @@ def _two_ranks(rank: int, folder: str) -> dict[str, Any]:
         "by copies": _by_copies(rank, folder),
         "buffers": _alive_buffers(rank, recompute=False),
         "buffers recomputed": _alive_buffers(rank, recompute=True),
+        "buffers deduplicated": _alive_buffers(rank, recompute=True, dispatcher=hierarchical(one_level(2))),
         "order": _executed(rank, FARSKIP, MODULES, recompute=False),
         "order recomputed": _executed(rank, FARSKIP, MODULES, recompute=True),
         "fused": _fused(rank),
@@ -413,7 +386,7 @@ def test_two_hundred_steps():
     assert [p for rank in in_group(2, _train, 200) for p in rank] == []
 
 
-@pytest.mark.parametrize("what", ["buffers", "buffers recomputed"])
+@pytest.mark.parametrize("what", ["buffers", "buffers recomputed", "buffers deduplicated"])
 def test_no_buffer_outlives_its_use(two_ranks, what):
     assert [leak for rank in two_ranks for leak in rank[what]] == []
 

@@ -80,18 +80,28 @@ def make_engine(config: PretrainedConfig, micro_batch: int, world: World, *, rec
 def evenly_routed(model: nn.Module) -> Iterator[None]:
     """Makes every router choose the experts in turn, so that all of them receive equally many tokens.
 
-    The routers still compute their scores.
+    The k-th choice of token t is the expert at place ``t + shift[k]`` of a random order of the experts. The experts of
+    a token are therefore spread over the ranks as under random routing, which matters for deduplication. The routers
+    still compute their scores.
     """
 
     def in_turn(_module: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         scores, chosen, counts = output
-        experts = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % len(counts)
-        rounds, rest = divmod(chosen.numel(), len(counts))
+        (tokens, top_k), number = chosen.shape, len(counts)
+        order, shift = orders[number], shifts[number][:top_k]
+        experts = order[(torch.arange(tokens, device=chosen.device).unsqueeze(1) + shift) % number]
+        rounds, rest = divmod(tokens, number)
         # The counts follow from numbers that the host has. Counting on the device would make the host wait for it.
-        even = rounds + (torch.arange(len(counts), device=counts.device) < rest).to(counts.dtype)
-        return scores, experts, even
+        places = torch.arange(number, device=counts.device).unsqueeze(1)
+        by_place = top_k * rounds + ((places - shift) % number < rest).sum(dim=1)
+        return scores, experts, by_place[order.argsort()].to(counts.dtype)
 
-    hooks = [block.router.register_forward_hook(in_turn) for block in expert_blocks(model).values()]
+    blocks = expert_blocks(model).values()
+    device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
+    numbers = sorted({block.placement.experts for block in blocks})
+    orders = {number: torch.randperm(number, generator=generator).to(device) for number in numbers}
+    shifts = {number: torch.randperm(number, generator=generator).to(device) for number in numbers}
+    hooks = [block.router.register_forward_hook(in_turn) for block in blocks]
     try:
         yield
     finally:

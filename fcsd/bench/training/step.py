@@ -2,11 +2,13 @@
 
 All variants run in turns on one model, one DeepSpeed engine and in one process group, so that changes of the GPUs'
 clocks and memory affect all of them alike. The learning rate is zero, so every variant routes the same tokens through
-the same weights. Before the variants are timed, the benchmark does two things:
+the same weights. Before the variants are timed, the benchmark does three things:
 
 - It measures and prints the cover and the wire time of every collective, with the ceiling of what can be hidden.
+  Rows are not deduplicated in this measurement.
+- It counts and prints the rows that dispatch sends with and without deduplication.
 - It compares the loss and the gradients of each overlapped variant with those of the same computation under the
-  eager-sync schedule. Fused variants are compared with fused ones.
+  eager-sync schedule. Fused variants are compared with fused ones, and variants on a quantised wire with the same wire.
 """
 
 import json
@@ -26,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fcsd.bench.shapes import SHAPES
-from fcsd.bench.training import ceilings
+from fcsd.bench.training import ceilings, row_counts
 from fcsd.bench.training.ceilings import CoverMeter, NoWire, Window
 from fcsd.bench.training.equality import loss_and_norms, worst_difference
 from fcsd.bench.training.model import evenly_routed, make_engine
@@ -49,12 +51,17 @@ from fcsd.launch.world import World, join_world
 from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import LayerWiring, Wiring
 from fcsd.parallel import trace
+from fcsd.parallel.expert.dispatcher import MakeDispatcher
+from fcsd.parallel.expert.formats import check_formats
+from fcsd.parallel.expert.hierarchical import dispatcher_of
 from fcsd.parallel.overlap import Schedule, overlap
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.symmetric_memory import open_buffers
+from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.transports.transport import all_to_all
+from fcsd.parallel.wire import Quantiser, WireFormats
 
-Choices = dict[str, Callable[[], Any]]  # name of a variant -> function that wires the model for it
+Choices = dict[str, Callable[..., Any]]  # name of a variant -> function that wires the model for it
 
 
 def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> dict[str, Any]:
@@ -68,24 +75,33 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
             that overlaps, under the first router.
 
     Raises:
-        ConfigError: a variant copies rows into the memory of other processes, and there are no GPUs.
+        ConfigError: a variant copies rows into the memory of other processes, and there are no GPUs; the ranks are not
+            several whole nodes of ``load.node_size``; or the rows of the model cannot be rounded to a format.
         FcsdError: an overlapped variant computed something else than under the eager-sync schedule.
     """
     begun = time.monotonic()
     world = join_world()
     if world.device.type != "cuda" and any(COPIES in name for name in load.variants):
         raise ConfigError("only GPUs copy rows into each other's memory", hint="leave out the variants named copies")
+    dispatcher = dispatcher_of(load.dedup, world.size, load.node_size)
     config = SHAPES[load.shape](load.layers)
+    quantisers = {formats: Quantiser(WireFormats.parse(formats)) for formats in load.wires}
+    for quantiser in quantisers.values():
+        check_formats(quantiser.formats, config, load.shape)
     engine = make_engine(config, load.micro_batch, world, recompute=load.recompute, optimizer=load.optimizer)
     model = engine.module.model
     generator = torch.Generator().manual_seed(world.rank)
     ids = torch.randint(0, model.config.vocab_size, (load.micro_batch, load.seq), generator=generator).to(world.device)
-    choices = variants(model, load.layers)
+    traffic = Traffic()
+    choices = variants(model, load, dispatcher, traffic)
+    for name, (base, formats) in load.wired.items():
+        choices[name] = partial(choices[base], quantiser=quantisers[formats])
+        choices[_eager(name)] = partial(choices[_eager(base)], quantiser=quantisers[formats])
     result: dict[str, Any] = {"workload": asdict(load), "world": world.size, "environment": snapshot(), "routers": {}}
     for router in load.routers:
         _say(world, f"\n{router} router, {time.monotonic() - begun:.0f} s after the start")
         with evenly_routed(model) if router == "uniform" else nullcontext():
-            result["routers"][router] = _under_one_router(engine, ids, choices, load, world)
+            result["routers"][router] = _under_one_router(engine, ids, choices, traffic, load, world)
             if out is not None and traced and router == load.routers[0]:
                 _trace(engine, ids, choices[load.overlapped[-1]], out, world)
         if out is not None and world.rank == 0:
@@ -111,22 +127,33 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     return result
 
 
-def _under_one_router(engine: Any, ids: Tensor, choices: Choices, load: Workload, world: World) -> dict[str, Any]:
+def _eager(name: str) -> str:
+    """The name of the eager-sync variant that computes the same as an overlapped one."""
+    base, plus, formats = name.partition("+")
+    return EAGER + (FUSED if base.endswith(FUSED) else "") + plus + formats
+
+
+def _under_one_router(
+    engine: Any, ids: Tensor, choices: Choices, traffic: Traffic, load: Workload, world: World
+) -> dict[str, Any]:
     """Measures windows, equality and times under one router."""
     windows = _windows(engine, ids, load)
     _say(world, ceilings.to_text(windows))
+    rows = row_counts.measure(engine, ids, load.node_size)
+    _say(world, row_counts.to_text(rows))
 
     equality = {}
-    for name in load.overlapped:
-        eager = EAGER + FUSED if name.endswith(FUSED) else EAGER
-        equality[name] = _held(engine, ids, choices[eager], choices[name], world)
+    for name in (*load.overlapped, *load.wired):
+        equality[name] = _held(engine, ids, choices[_eager(name)], choices[name], world)
     for name, held in equality.items():
         own = f"eager-sync against itself: {held['spread']:.2e}"
         _say(world, f"{name} against eager-sync: {held['difference']:.2e} relative; {own}")
 
-    measured = _time(engine, ids, {name: choices[name] for name in load.variants}, load, world)
+    timed = {name: choices[name] for name in (*load.variants, *load.wired)}
+    measured = _time(engine, ids, timed, traffic, load, world)
     _say(world, table(measured))
     return {
+        "rows": rows,
         "windows": [asdict(window) for window in windows],
         "ceiling": {passes: ceilings.both(windows, passes) for passes in ceilings.passes_of(windows)},
         "equality": equality,
@@ -150,25 +177,32 @@ def _held(
     return {"difference": error, "spread": spread, "equal": error <= max(4 * spread, 1e-6)}
 
 
-def variants(model: PreTrainedModel, layers: int) -> Choices:
-    """For the name of every variant, a function that wires the model for it."""
-    standard, farskip = unwired(), Wiring("farskip", tuple(range(layers)))
+def variants(
+    model: PreTrainedModel, load: Workload, dispatcher: MakeDispatcher, traffic: Traffic | None = None
+) -> Choices:
+    """For the name of every variant, a function that wires the model for it.
+
+    Args:
+        dispatcher: carries the rows in all variants, except in the stock layer and the bound.
+        traffic: counts the bytes that dispatch and combine send; None does not count.
+    """
+    standard, farskip = unwired(), Wiring("farskip", tuple(range(load.layers)))
 
     def by(change: dict[str, Any]) -> Callable[[LayerWiring, Schedule], Schedule]:
         return lambda _, schedule: replace(schedule, **change)
 
-    copies = CopiesTransport(open_buffers)
+    imitated = load.node_size is not None
+    copies = CopiesTransport(partial(open_buffers, beside_slow_nccl=imitated), node_size=load.node_size)
+    sending = partial(overlap, model, dispatcher=dispatcher, traffic=traffic)
     ours = {
-        STANDARD: partial(overlap, model, standard, "eager-sync"),
-        STANDARD_COPIES: partial(overlap, model, standard, "eager-sync", transport=copies),
-        EAGER: partial(overlap, model, farskip, "eager-sync"),
-        OVERLAPPED: partial(overlap, model, farskip),
-        COPIES: partial(overlap, model, farskip, transport=copies),
+        STANDARD: partial(sending, standard, "eager-sync"),
+        STANDARD_COPIES: partial(sending, standard, "eager-sync", transport=copies),
+        EAGER: partial(sending, farskip, "eager-sync"),
+        OVERLAPPED: partial(sending, farskip),
+        COPIES: partial(sending, farskip, transport=copies),
         BOUND: partial(overlap, model, farskip, transport=NoWire()),
         **{
-            name: partial(
-                overlap, model, farskip, choose=by(change), transport=copies if COPIES in name else all_to_all
-            )
+            name: partial(sending, farskip, choose=by(change), transport=copies if COPIES in name else all_to_all)
             for name, change in SCHEDULES.items()
         },
     }
@@ -186,20 +220,25 @@ def _windows(engine: Any, ids: Tensor, load: Workload) -> list[Window]:
     return windows
 
 
-def _time(engine: Any, ids: Tensor, choices: Choices, load: Workload, world: World) -> dict[str, dict[str, Any]]:
+def _time(
+    engine: Any, ids: Tensor, choices: Choices, traffic: Traffic, load: Workload, world: World
+) -> dict[str, dict[str, Any]]:
     """Times every variant.
 
-    Returns: for each variant, the ms of ``forward_backward`` and of the whole ``step`` for every timed step, and the
-        peak memory ``peak_gib``.
+    Returns: for each variant, the ms of ``forward_backward`` and of the whole ``step`` for every timed step; the peak
+        memory ``peak_gib``; and ``sent_bytes``, what this rank sends to others in dispatch and combine of a step (0
+        for variants that do not count it).
     """
     on_cuda = world.device.type == "cuda"
     measured: dict[str, dict[str, Any]] = {
-        name: {"forward_backward": [], "step": [], "peak_gib": 0.0} for name in choices
+        name: {"forward_backward": [], "step": [], "peak_gib": 0.0, "sent_bytes": 0} for name in choices
     }
     for _ in range(load.rounds):
         for name, choose in choices.items():
             choose()
+            traffic.reset()
             _timed_step(engine, ids, world)
+            measured[name]["sent_bytes"] = traffic.sent
             if on_cuda:
                 torch.cuda.reset_peak_memory_stats()
             for _ in range(load.steps):
@@ -254,18 +293,23 @@ def headline(traces: list[trace.Trace], ceiling: dict[str, tuple[float, float]])
 def table(measured: dict[str, dict[str, Any]]) -> str:
     """Formats a line for each variant: median times ± half the distance between the quartiles, and its relative speed.
 
-    The speed is given relative to stock and relative to the variant's bound.
+    The speed is given relative to stock and relative to the variant's bound, which sends nothing and rounds nothing.
+    The bytes are those that rank 0 sends to others in a step.
     """
     steps = {name: statistics.median(found["step"]) for name, found in measured.items()}
-    lines = [f"{'':16s} {'fwd+bwd ms':>18s} {'step ms':>18s} {'x stock':>8s} {'of bound':>9s} {'peak GiB':>9s}"]
+    width = max(16, *map(len, measured))
+    titles = f"{'fwd+bwd ms':>18s} {'step ms':>18s} {'x stock':>8s} {'of bound':>9s} {'peak GiB':>9s} {'sent MiB':>9s}"
+    lines = [f"{'':{width}s} {titles}"]
     for name, found in measured.items():
         columns = [
             f"{statistics.median(found[k]):9.1f} ± {_spread(found[k]):6.1f}" for k in ("forward_backward", "step")
         ]
         faster = f"{steps[STOCK] / steps[name]:8.3f}" if STOCK in steps else f"{'-':>8s}"
-        fastest = BOUND + FUSED if name.endswith(FUSED) else BOUND
+        fastest = BOUND + FUSED if name.partition("+")[0].endswith(FUSED) else BOUND
         bound = f"{steps[fastest] / steps[name]:9.1%}" if fastest in steps else f"{'-':>9s}"
-        lines.append(f"{name:16s} {columns[0]:>18s} {columns[1]:>18s} {faster} {bound} {found['peak_gib']:9.1f}")
+        sent = f"{found['sent_bytes'] / 2**20:9.1f}" if found["sent_bytes"] else f"{'-':>9s}"
+        times = f"{columns[0]:>18s} {columns[1]:>18s} {faster} {bound}"
+        lines.append(f"{name:{width}s} {times} {found['peak_gib']:9.1f} {sent}")
     return "\n".join(lines)
 
 

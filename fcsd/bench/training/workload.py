@@ -1,9 +1,11 @@
 """The workload of the training-step benchmark, whose values are checked before any process starts."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from fcsd.errors import ConfigError
+from fcsd.parallel.cost import Dedup
+from fcsd.parallel.wire import WireFormats
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
 USUAL = (STOCK, STANDARD, EAGER, OVERLAPPED, BOUND)
@@ -21,6 +23,7 @@ OURS = (STANDARD, STANDARD_COPIES, EAGER, BOUND, *OVERLAPS)
 FUSED = "-fused"  # suffix of the variants that run one kernel for each norm and each permutation of rows
 VARIANTS = (STOCK, *OURS, *(name + FUSED for name in OURS))
 ROUTERS = ("initialised", "uniform")
+DEDUPS: tuple[Dedup, ...] = get_args(Dedup)
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,17 @@ class Workload:
             engine.
         rounds: how often each variant is timed; the variants take turns.
         steps: timed steps of a variant in each round.
+        dedup: ``off``, ``rank`` or ``node``; see ``parallel.dedup`` in the recipe. It holds for all variants except
+            ``stock`` and the bound, which need no deduplication: the bound is the same for every value.
+        node_size: neighbouring ranks that form a node, for ``node``. With it, the variants named copies copy rows only
+            inside a node, and NCCL sends rows between nodes. If ``NCCL_P2P_DISABLE`` makes NCCL slow, the nodes of one
+            host are imitations of real ones.
+        wires: formats of the wire, as ``WireFormats.parse`` reads them. Each overlapped variant is also timed with each
+            of them.
 
     Raises:
-        ConfigError: the shape, a router or a variant is unknown.
+        ConfigError: the shape, a router, a variant, a format or ``dedup`` is unknown; ``node`` comes without a node
+            size; or there is no variant for the formats.
     """
 
     shape: str
@@ -54,6 +65,9 @@ class Workload:
     optimizer: bool = True
     rounds: int = 5
     steps: int = 3
+    dedup: Dedup = "off"
+    node_size: int | None = None
+    wires: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         from fcsd.bench.shapes import SHAPES
@@ -62,10 +76,22 @@ class Workload:
             ("shape", (self.shape,), tuple(SHAPES)),
             ("router", self.routers, ROUTERS),
             ("variant", self.variants, VARIANTS),
+            ("dedup", (self.dedup,), DEDUPS),
         ):
             for name in given:
                 if name not in known:
                     raise ConfigError(f"no {what} {name}", hint=f"known: {', '.join(known)}")
+        if self.dedup == "node" and self.node_size is None:
+            raise ConfigError("dedup node needs the number of ranks of a node", hint="--node-size")
+        for wire in self.wires:
+            WireFormats.parse(wire)
+        if self.wires and not self.overlapped:
+            raise ConfigError("--wire needs a variant that overlaps", hint="--variants overlapped,...")
+
+    @property
+    def wired(self) -> dict[str, tuple[str, str]]:
+        """The variants on a quantised wire: name -> the overlapped variant without it, and the formats."""
+        return {f"{name}+{wire}": (name, wire) for wire in self.wires for name in self.overlapped}
 
     @property
     def fused(self) -> bool:

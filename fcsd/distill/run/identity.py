@@ -57,6 +57,12 @@ def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[st
     for key, before in _OPTIMIZER_BEFORE.items():
         if fields[key] == before:
             del fields[key]
+    if recipe.parallel.dedup == "off":
+        del fields["parallel.dedup"]  # older runs have no such key
+    if recipe.parallel.dedup != "node":
+        del fields["parallel.node_size"]
+    if not recipe.parallel.wire.any:
+        fields = {key: value for key, value in fields.items() if not key.startswith("parallel.wire.")}  # nor these
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
     # The fields below change nothing in such a run. They are left out, so that runs can be resumed that were started
     # before the fields existed.

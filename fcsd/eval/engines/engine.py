@@ -2,20 +2,22 @@
 
 import contextlib
 import gc
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import entry_points, version
-from importlib.util import find_spec
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.disk import json_sha256
 from fcsd.errors import ConfigError
-from fcsd.eval.engines.adapter import GENERATION, SLOTS, HFAdapter
+from fcsd.eval.engines.adapter import BATCHES, GENERATION, SLOTS, HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
+from fcsd.eval.engines.wire import QuantisedWire, over
 from fcsd.launch.shared_work import Team
+from fcsd.serve.vllm.support import RIGHT_RESULTS, installed_version, require_vllm
 
 if TYPE_CHECKING:
     from fcsd.parallel.tensor.reduce import Kind
@@ -39,6 +41,7 @@ class Engine:
         ep_size: the expert-parallel size, the number of ranks that divide the experts of every layer.
         gpus: the tensor-parallel degree under vLLM and in fcsd's engine.
         reduce: how the ranks of fcsd's engine reduce; see ``parallel.tensor.reduce.Kind``.
+        wire: the quantised wire that is simulated; None for none.
     """
 
     backend: str = HF
@@ -50,6 +53,7 @@ class Engine:
     ep_size: int = 1
     gpus: int = 1
     reduce: "Kind" = "nccl"
+    wire: QuantisedWire | None = None
 
     def check(self, ranks: int) -> None:
         """Refuse settings that do not go together, before anything is loaded.
@@ -62,6 +66,8 @@ class Engine:
         check_dtype(self.dtype)
         if self.generation is not None and self.generation not in GENERATION:
             raise ConfigError(f"unknown generation {self.generation!r}", f"one of {', '.join(GENERATION)}")
+        if self.wire is not None:
+            self._check_wire()
         if self.backend == VLLM:
             self._check_vllm()
         if self.backend == OWN:
@@ -91,9 +97,17 @@ class Engine:
                 f"start it with --gpus {self.gpus}",
             )
 
+    def _check_wire(self) -> None:
+        if self.backend != HF or self.device == "auto" or self.ep_size > 1:
+            raise ConfigError(
+                "--wire is simulated in one process, with the whole model on one device",
+                "leave out --backend, --device auto and --ep-size",
+            )
+        if self.generation not in (None, BATCHES):
+            raise ConfigError(f"--wire cannot generate in {self.generation}", f"--generation {BATCHES}")
+
     def _check_vllm(self) -> None:
-        if find_spec("vllm") is None:
-            raise ConfigError("--backend vllm: vLLM is not installed", "pip install 'fcsd[vllm]'")
+        require_vllm("--backend vllm", rewired=False)
         wrong = [name for name in ("device", "generation") if getattr(self, name) is not None]
         if wrong or self.ep_size > 1:
             name = wrong[0] if wrong else "ep-size"
@@ -179,8 +193,9 @@ def _in_transformers(
         network = load_model(path, dtype=kind, device_map="auto", offload_folder=folder)
     else:
         network = load_model(path, dtype=kind, device=device)
+    stack.enter_context(over(network.eval(), engine.wire))
     return HFAdapter(
-        network.eval(),
+        network,
         AutoTokenizer.from_pretrained(path),
         batch_size=engine.batch_size,
         max_length=engine.max_length,
@@ -194,11 +209,8 @@ def _in_transformers(
 def _in_vllm(path: Path, engine: Engine, dtype: str, cache: AnswerCache | None) -> Adapter:
     from fcsd.checkpoint import read_config
 
-    plugins = entry_points(group="vllm.general_plugins")
-    if read_config(path).rewired is not None and not any(plugin.value.startswith("fcsd") for plugin in plugins):
-        raise ConfigError(
-            f"{path}: vLLM does not know rewired models unless fcsd's plugin is installed", "use --backend hf"
-        )
+    require_vllm("--backend vllm", rewired=read_config(path).rewired is not None)
+    os.environ[RIGHT_RESULTS] = "1"  # for vLLM's processes, which inherit it
     from fcsd.eval.engines.vllm_adapter import VLLMAdapter
 
     adapter: Any = VLLMAdapter  # its base has no type, so that pyright takes the class for abstract
@@ -214,8 +226,8 @@ def _in_vllm(path: Path, engine: Engine, dtype: str, cache: AnswerCache | None) 
 
 def versions(engine: Engine) -> dict[str, str]:
     """The versions of the libraries that a score depends on."""
-    names = ["lm_eval", "transformers", "torch", "datasets", *(["vllm"] if engine.backend == VLLM else [])]
-    return {name: version(name) for name in names}
+    found = {name: version(name) for name in ("lm_eval", "transformers", "torch", "datasets")}
+    return found | ({"vllm": installed_version()} if engine.backend == VLLM else {})
 
 
 def _fingerprint(path: Path) -> list[tuple[str, int, int]]:

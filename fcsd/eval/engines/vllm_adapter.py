@@ -6,17 +6,18 @@ probabilities of the two engines differ in their last bits, so a comparison uses
 
 import math
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lm_eval.api.instance import Instance
 from lm_eval.models import vllm_causallms
+from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
 from fcsd.errors import BadInputError, NonFiniteError
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import MAX_NEW_TOKENS, Adapter
 from fcsd.launch.shared_work import ALONE
+from fcsd.serve.vllm.support import installed_version
 
 # The number of requests given to vLLM at once. It is large enough to keep vLLM busy, and small enough that a killed
 # evaluation loses little work.
@@ -65,8 +66,8 @@ class VLLMAdapter(_VLLM, Adapter):
     def engine(self) -> dict[str, Any]:
         return {
             "name": "vllm",
-            "version": version("vllm"),
-            "device": "cuda",
+            "version": installed_version(),
+            "device": current_platform.device_type,
             **self._settings,
             "ranks": 1,
             "max_length": self.max_length,

@@ -89,7 +89,8 @@ class ExpertBlock(Protocol):
         Args:
             rows: the rows, ordered by the rank that sent them, then by the slot of their expert. The caller keeps no
                 reference to them, so that their memory is free while the experts run.
-            counts: ``[ranks, slots]``, the number of rows from each rank for each slot.
+            counts: ``[ranks, slots]``, the number of rows from each rank for each slot. ``[1, slots]`` says that the
+                rows are ordered by slot, wherever they come from.
         """
         ...
 

@@ -15,17 +15,17 @@ from fcsd.models.wiring import Blocks, Parts, Wiring, wire_layers
 from fcsd.parallel.expert.dispatcher import MakeDispatcher, Wire
 from fcsd.parallel.expert.flat import FlatDispatcher
 from fcsd.parallel.expert.lookup import expert_block
+from fcsd.parallel.transports.traffic import Traffic
+from fcsd.parallel.wire import Quantiser
 
 
-def blocking_parts(
-    blocks: Blocks, layer: Any, fused: bool = False, dispatcher: MakeDispatcher = FlatDispatcher
-) -> Parts:
+def blocking_parts(blocks: Blocks, layer: Any, wire: Wire, dispatcher: MakeDispatcher) -> Parts:
     """The parts of a decoder layer. A layer whose experts are not divided uses transformers' own MLP.
 
     Args:
         blocks: the names of the layer's children.
         layer: transformers' decoder layer.
-        fused: whether rows are moved by Triton kernels; see ``Wire``.
+        wire: how rows travel; its mode is ``off``.
         dispatcher: makes the dispatcher, which sends rows to the experts and back.
     """
     mlp = layer.get_submodule(blocks.mlp)
@@ -38,7 +38,7 @@ def blocking_parts(
         return Parts(attn, mlp, None)
 
     def routed(x: Tensor) -> Tensor:
-        one = dispatcher(block, layer.self_attn.layer_idx, x, Wire(mode="off", fused=fused))
+        one = dispatcher(block, layer.self_attn.layer_idx, x, wire)
         one.advance(None)
         one.run_experts(None)
         return one.land()
@@ -47,7 +47,12 @@ def blocking_parts(
 
 
 def wire_parallel(
-    model: PreTrainedModel, wiring: Wiring, fused: bool = False, dispatcher: MakeDispatcher = FlatDispatcher
+    model: PreTrainedModel,
+    wiring: Wiring,
+    fused: bool = False,
+    dispatcher: MakeDispatcher = FlatDispatcher,
+    quantiser: Quantiser | None = None,
+    traffic: Traffic | None = None,
 ) -> None:
     """Wire a model whose experts are divided. Every layer is taken apart, so that all layers use the same parts.
 
@@ -55,8 +60,11 @@ def wire_parallel(
         fused: whether one CUDA kernel computes each RMSNorm and each move of rows between tokens and experts. The
             results then differ in the last digit.
         dispatcher: makes the dispatcher, which sends rows to the experts and back.
+        quantiser: rounds the rows to the formats of the wire; None sends them as they are.
+        traffic: counts the bytes that are sent; None does not count.
     """
     arch = arch_of(model.config)
-    parts = partial(blocking_parts, arch.blocks, fused=fused, dispatcher=dispatcher)
+    wire = Wire(mode="off", fused=fused, quantiser=quantiser, traffic=traffic)
+    parts = partial(blocking_parts, arch.blocks, wire=wire, dispatcher=dispatcher)
     wire_layers(decoder_layers(model), wiring, parts, every=True)
     fuse_norms(model, arch, fused)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from fcsd.parallel.expert.block import ExpertBlock
+from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.transports.transport import Transport, all_to_all
+from fcsd.parallel.wire import Quantiser
 
 Mode = Literal["on", "eager-sync", "off"]
 
@@ -27,12 +29,17 @@ class Wire:
             every exchange where it starts. ``off`` is the blocking reference, which uses no transport.
         side: the CUDA stream for work that must not wait for the compute stream; None on other devices and for ``off``.
         fused: whether the kernels of ``fcsd.kernels.rows`` permute and unpermute rows, instead of torch.
+        quantiser: rounds the rows to the formats of the wire, also if there is one rank only; None sends them as they
+            are.
+        traffic: counts the bytes that are sent; None does not count.
     """
 
     transport: Transport = all_to_all
     mode: Mode = "on"
     side: torch.cuda.Stream | None = None
     fused: bool = False
+    quantiser: Quantiser | None = None
+    traffic: Traffic | None = None
 
 
 class Dispatcher(Protocol):

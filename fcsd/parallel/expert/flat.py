@@ -14,8 +14,10 @@ from fcsd.parallel.deferred import Deferred, Exchange, exchange_now, launch
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.counts import gather
 from fcsd.parallel.expert.dispatcher import Wire
+from fcsd.parallel.transports.codec import Codec
 from fcsd.parallel.transports.transport import Splits, splits_of
 from fcsd.parallel.turns import yield_turn
+from fcsd.parallel.wire import Codecs, simulate
 
 _Move = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -46,6 +48,7 @@ class FlatDispatcher:
         # [tokens * top_k]: the (token, k) pair of each row, where rows are ordered by the position of their expert.
         pairs = torch.argsort(self._placement.positions(routing.experts).view(-1), stable=True)
         permute, self._unpermute = _moves(pairs, block.top_k, wire.fused)
+        self._codecs = Codecs() if wire.quantiser is None else wire.quantiser.codecs(layer, pairs, block.top_k)
         self._wait_for_plan = self._start_plan(self._placement.by_position(routing.counts), len(pairs))
         # The scores multiply the rows before the experts, or their outputs after them.
         before, self._after = (routing.scores, None) if block.prescaled else (None, routing.scores)
@@ -61,7 +64,8 @@ class FlatDispatcher:
             return
         yield_turn()
         self._plan = self._wait_for_plan()
-        exchange = self._exchange("dispatch", self._plan.dispatch, self._plan.combine, kept=False)
+        codecs = self._codecs.dispatch, self._codecs.dispatch_grad
+        exchange = self._exchange("dispatch", self._plan.dispatch, self._plan.combine, *codecs, kept=False)
         exchange.ready, exchange.side = self._packed_event, self._wire.side
         self._dispatch = self._send(self._packed, exchange, awaited_at)
         self._packed = None
@@ -71,7 +75,8 @@ class FlatDispatcher:
         assert self._dispatch is not None, "dispatch has not started"
         outputs = self._block.run(self._dispatch.wait(), self._plan.counts)
         self._dispatch = None
-        exchange = self._exchange("combine", self._plan.combine, self._plan.dispatch, kept=True)
+        codecs = self._codecs.combine, self._codecs.combine_grad
+        exchange = self._exchange("combine", self._plan.combine, self._plan.dispatch, *codecs, kept=True)
         self._combine = self._send(outputs, exchange, awaited_at)
 
     def land(self) -> Tensor:
@@ -99,14 +104,27 @@ class FlatDispatcher:
 
         return wait_for_plan
 
-    def _exchange(self, name: str, there: Splits, back: Splits, kept: bool) -> Exchange:
+    def _exchange(
+        self, name: str, there: Splits, back: Splits, codec: Codec | None, back_codec: Codec | None, kept: bool
+    ) -> Exchange:
         wire = self._wire
-        eager = wire.mode == "eager-sync"
-        return Exchange(name, self._layer, self._block.group, there, back, kept, wire.transport, eager)
+        return Exchange(
+            name=name,
+            layer=self._layer,
+            group=self._block.group,
+            there=there,
+            back=back,
+            kept=kept,
+            transport=wire.transport,
+            eager=wire.mode == "eager-sync",
+            codec=codec,
+            back_codec=back_codec,
+            traffic=wire.traffic,
+        )
 
     def _send(self, rows: Tensor, exchange: Exchange, awaited_at: int | None) -> Deferred:
         if self._placement.ranks == 1:
-            return Deferred(rows, None)
+            return Deferred(simulate(rows, exchange.codec, exchange.back_codec), None)
         if self._wire.mode == "off":
             return Deferred(exchange_now(rows, exchange), None)
         return launch(rows, exchange, awaited_at)

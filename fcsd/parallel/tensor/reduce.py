@@ -4,9 +4,15 @@ Under tensor parallelism (Megatron-LM §3) the ranks hold partial sums of the ou
 ``reduce`` sums them: its gradient is the identity, because every rank computes the same loss from the same sum.
 ``reduce_gradient`` is its transpose, for the input of a sub-block. It changes nothing in the forward pass. In the
 backward pass it sums the gradients of all ranks, of which each rank has its own part.
+
+The kinds of reduction are
+
+    nccl               the all-reduce of torch.distributed, by gloo on CPUs
+    quantised:FORMAT   rows that are quantised on the wire, see ``quantised``; FORMAT as in docs/wires.md
+    none               sends nothing, so its results are wrong; its time is a lower bound for all other kinds
 """
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,28 +20,32 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from fcsd.errors import ConfigError
+from fcsd.kernels.bit_split import Format
 from fcsd.parallel import order
+from fcsd.parallel.tensor.quantised import Topology, all_reduce
 from fcsd.parallel.transports.transport import Work
 
-# ``nccl`` is the all-reduce of torch.distributed, by gloo on CPUs. ``none`` sends nothing, so its results are wrong.
-# Its time is a lower bound for all other kinds.
-Kind = Literal["nccl", "none"]
-WRONG_RESULTS: tuple[Kind, ...] = ("none",)
+Kind = str
+KINDS = ("nccl", "none", "quantised:FORMAT")
+WRONG_RESULTS = ("none",)
+_QUANTISED = "quantised:"
 
 
 class Reduction:
     """A sum over the ranks of a group; it may still be in flight.
 
     Attributes:
-        exact: whether ``wait`` returns the sum; False for the kinds in ``WRONG_RESULTS``.
+        exact: whether ``wait`` returns the sum, up to the rounding of a format; False for the kinds in
+            ``WRONG_RESULTS``.
+        format: the format of the wire; None for the values as they are.
     """
 
     def __init__(self, group: Any, kind: Kind, layer: int) -> None:
-        if kind not in get_args(Kind):
-            raise ConfigError(f"unknown kind of reduction {kind!r}", hint=f"one of {', '.join(get_args(Kind))}")
+        self.format = format_of(kind)
         self.exact = kind not in WRONG_RESULTS
-        self._group, self._layer = group, layer
-        self._sends = kind != "none" and dist.get_world_size(group) > 1
+        self._topology = group if isinstance(group, Topology) else Topology(group)
+        self._layer = layer
+        self._sends = kind != "none" and dist.get_world_size(self._topology.whole) > 1
         self._work: Work | None = None
         self._tensor: Tensor | None = None
 
@@ -44,7 +54,10 @@ class Reduction:
         self._tensor = x
         if self._sends:
             with record_function(f"fcsd::reduce.{passes}.L{self._layer}"):
-                self._work = dist.all_reduce(x, group=self._group, async_op=True)
+                if self.format is None:
+                    self._work = dist.all_reduce(x, group=self._topology.whole, async_op=True)
+                else:
+                    self._work = all_reduce(x, self.format, self._topology)
 
     def wait(self) -> Tensor:
         """Wait, and return the sum in the memory of the tensor that was passed to ``start``. It is called once."""
@@ -56,18 +69,32 @@ class Reduction:
         return tensor
 
 
+def format_of(kind: Kind) -> Format | None:
+    """The format of a quantised kind of reduction; None for the other kinds.
+
+    Raises:
+        ConfigError: there is no such kind, or no such format.
+    """
+    if kind.startswith(_QUANTISED):
+        return Format.parse(kind.removeprefix(_QUANTISED))
+    if kind not in KINDS:
+        raise ConfigError(f"unknown kind of reduction {kind!r}", hint=f"one of {', '.join(KINDS)}")
+    return None
+
+
 def reduce(x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0) -> Reduction:
     """Start to sum ``x``, of any shape, over the ranks of ``group``; differentiable.
 
     The sum is written over ``x``, so nothing else may use ``x`` afterwards. If autograd has saved ``x``, the backward
-    pass raises torch's error for a tensor that was modified in place.
+    pass raises torch's error for a tensor that was modified in place. The gradient of quantisation is the identity.
 
     Args:
-        kind: how the ranks reduce; see ``Kind``.
+        group: the process group, or a ``Topology`` for a quantised reduction by nodes or in chunks.
+        kind: how the ranks reduce; see the list at the top of this file.
         layer: 0-based index of the decoder layer, for the profiler.
 
     Raises:
-        ConfigError: the kind is unknown.
+        ConfigError: the kind or its format is unknown, or the groups of the format do not divide the rows of ``x``.
     """
     reduction = Reduction(group, kind, layer)
     x = x.contiguous()
@@ -86,14 +113,21 @@ def reduce_gradient(
     The sum starts when the gradients of all readers of the result are known.
 
     Args:
-        kind: how the ranks reduce; see ``Kind``.
+        group: the process group, or a ``Topology`` for a quantised reduction by nodes or in chunks.
+        kind: how the ranks reduce; see the list at the top of this file.
         layer: 0-based index of the decoder layer, for the profiler.
         awaited_at: the place in the backward pass where the sum is awaited, from ``order.mark``; None awaits it as
             soon as no node is ready that was created later.
 
     Raises:
-        ConfigError: the kind is unknown.
+        ConfigError: the kind is unknown, or its format has integer scales, which gradients are too small for.
     """
+    own = format_of(kind)
+    if own is not None and own.meta == "int":
+        bf16 = Format(own.bits, own.group, own.spikes, "bf16", own.clip)
+        raise ConfigError(
+            f"{kind}: integer scales cannot express values as small as gradients", hint=f"write {_QUANTISED}{bf16}"
+        )
     reduction = Reduction(group, kind, layer)
     awaited: Any = _AwaitGradient.apply(x, reduction)
     order.run_at(awaited, awaited_at)

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+__version__ = "0.24.0"
+
 made: list["LLM"] = []
 
 

@@ -17,6 +17,7 @@ from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import evaluate_models
 from fcsd.models import build
+from fcsd.serve.vllm import support
 
 TASKS = ["PIQA", "CSQa", "GSM-8K"]
 VLLM = Engine(backend="vllm")
@@ -73,8 +74,8 @@ def test_vllm_scores_as_transformers_and_resumes(vllm, model, mirror, tmp_path):
     rows = evaluate_models([str(model)], engine=engine, out=tmp_path / "out", **options)
     assert scores(rows[:3]) == scores(expected[:3])
     assert rows[3]["value"] == pytest.approx(expected[3]["value"], rel=1e-5)
-    assert rows[0]["engine"]["name"] == "vllm" and rows[0]["engine"]["version"] == "0.18.0"
-    assert rows[0]["versions"]["vllm"] == "0.18.0" and rows[0]["engine"]["tensor_parallel"] == 2
+    assert rows[0]["engine"]["name"] == "vllm" and rows[0]["engine"]["version"] == "0.24.0"
+    assert rows[0]["versions"]["vllm"] == "0.24.0" and rows[0]["engine"]["tensor_parallel"] == 2
     (made,) = vllm.made
     wanted = {"dtype": "float32", "tensor_parallel_size": 2, "max_model_len": 900, "max_num_seqs": 8, "seed": 0}
     assert {key: made.arguments[key] for key in wanted} == wanted and made.asked > 0
@@ -82,7 +83,7 @@ def test_vllm_scores_as_transformers_and_resumes(vllm, model, mirror, tmp_path):
     assert scores(again) == scores(rows) and vllm.made[1].asked == 0, "every answer was kept"
 
 
-def test_vllm_gives_no_false_score(vllm, model, mirror, tmp_path):
+def test_vllm_gives_no_false_score(vllm, model, mirror, tmp_path, monkeypatch):
     with pytest.raises(BadInputError, match="GSM-8K: a prompt needs"):
         evaluate_models(
             [str(model)], tasks=["GSM-8K"], data_mirror=mirror, engine=Engine(backend="vllm", max_length=64)
@@ -93,7 +94,8 @@ def test_vllm_gives_no_false_score(vllm, model, mirror, tmp_path):
     with pytest.raises(NonFiniteError, match="NaN"):
         evaluate_models([str(write(tmp_path / "nan", network))], tasks=["PIQA"], data_mirror=mirror, engine=VLLM)
     convert_checkpoint(model, tmp_path / "rewired", check=False)
-    with pytest.raises(ConfigError, match="rewired models unless fcsd's plugin"):
+    monkeypatch.setattr(support, "entry_points", lambda group: ())
+    with pytest.raises(ConfigError, match="converted models only with fcsd's plugin"):
         evaluate_models([str(tmp_path / "rewired")], tasks=["PIQA"], data_mirror=mirror, engine=VLLM)
     assert len(vllm.made) == 2
 
@@ -167,7 +169,7 @@ def test_engines_that_cannot_be_are_refused(engine, message):
     with pytest.raises(ConfigError, match=message) as caught:
         evaluate_models(["nowhere"], tasks=["PIQA"], engine=engine)
     if engine is VLLM:
-        assert caught.value.hint == "pip install 'fcsd[vllm]'"
+        assert caught.value.hint == "Run pip install 'fcsd[vllm]'."
 
 
 def test_options_of_the_other_backend_are_refused(vllm):

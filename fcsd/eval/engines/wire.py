@@ -1,0 +1,97 @@
+"""The quantised wire over which ``fcsd eval --wire`` scores a model, simulated in one process."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fcsd.errors import ConfigError
+from fcsd.kernels.bit_split import Format
+
+_HINT = "write for example dispatch=int8,combine=int8 or all-reduce=int5; docs/wires.md lists the formats"
+
+
+@dataclass(frozen=True)
+class QuantisedWire:
+    """The format of the rows of each collective; None sends them as they are.
+
+    Attributes:
+        dispatch: rows on their way to the routed experts, one for each token.
+        combine: rows on their way back, one for each token and expert.
+        all_reduce: the partial sums of tensor parallelism, in both steps of the all-reduce.
+        tp_degree: the number of tensor-parallel ranks; 1 without an all-reduce.
+    """
+
+    dispatch: Format | None = None
+    combine: Format | None = None
+    all_reduce: Format | None = None
+    tp_degree: int = 1
+
+    @classmethod
+    def parse(cls, text: str, tp_degree: int | None = None) -> "QuantisedWire":
+        """Read ``DIRECTION=FORMAT[,DIRECTION=FORMAT]`` with the directions dispatch, combine and all-reduce.
+
+        Raises:
+            ConfigError: a direction or a format is unknown, or the tensor-parallel degree is missing or not needed.
+        """
+        formats: dict[str, Format] = {}
+        for part in text.split(","):
+            direction, _, format = part.strip().partition("=")
+            name = direction.replace("-", "_")
+            if direction not in ("dispatch", "combine", "all-reduce") or name in formats:
+                raise ConfigError(f'--wire {text}: the direction "{direction}" is unknown or repeated', _HINT)
+            formats[name] = Format.parse(format)
+        if ("all_reduce" in formats) != (tp_degree is not None):
+            raise ConfigError(
+                "--wire all-reduce=FORMAT and --tp-degree N belong together", "give both of them, or neither"
+            )
+        if tp_degree is not None and tp_degree < 2:
+            raise ConfigError(f"--tp-degree {tp_degree} reduces nothing", "give 2 or more")
+        return cls(**formats, tp_degree=tp_degree or 1)
+
+    @property
+    def formats(self) -> dict[str, Format]:
+        """The formats that are set, by direction."""
+        named = {"dispatch": self.dispatch, "combine": self.combine, "all-reduce": self.all_reduce}
+        return {direction: format for direction, format in named.items() if format is not None}
+
+    def __str__(self) -> str:
+        """A name that can be part of a file name: ``dispatch=int4-g128,combine=int8``."""
+        text = ",".join(f"{direction}={format}" for direction, format in self.formats.items()).replace(":", "-")
+        return text if self.tp_degree == 1 else f"{text},tp={self.tp_degree}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The wire as a result records it, with the bits on the wire per value."""
+        named = {direction: str(format) for direction, format in self.formats.items()}
+        bits = {direction: format.bits_per_value for direction, format in self.formats.items()}
+        return {**named, "tp_degree": self.tp_degree, "bits_on_the_wire": bits}
+
+
+@contextmanager
+def over(model: PreTrainedModel, wire: QuantisedWire | None) -> Iterator[None]:
+    """A context in which the model computes as over the wire; None changes nothing.
+
+    Raises:
+        ConfigError: the wire cannot be simulated for this model, or the groups of a format do not divide its rows.
+    """
+    if wire is None:
+        yield
+        return
+    from fcsd.parallel.simulated.model import SimulatedWire, over_wire
+    from fcsd.parallel.tensor.simulated import rounding_of
+
+    for format in wire.formats.values():
+        format.layout(model.config.get_text_config().hidden_size)
+    rounding = {d: rounding_of(f) for d, f in wire.formats.items()}
+    by_experts = wire.dispatch is not None or wire.combine is not None
+    simulated = SimulatedWire(
+        dispatch=rounding.get("dispatch"),
+        combine=rounding.get("combine"),
+        all_reduce=rounding.get("all-reduce"),
+        tp_degree=wire.tp_degree,
+        routed_by_tp=not by_experts,
+    )
+    with over_wire(model, simulated):
+        yield

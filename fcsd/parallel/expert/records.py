@@ -1,0 +1,177 @@
+"""Records: rows that carry in a tail of bytes for which experts they are, and with which weights.
+
+A record is one row of a tensor of the model's dtype, so that every transport copies it unchanged:
+
+    width values of the row | padding | weights [choices], fp32 | experts [choices], int16 | padding
+
+Both paddings end at a multiple of 16 bytes. Rows of fp64 carry weights of fp64. An entry of the tail is a choice of the
+record's token: the expert's place among those of the group that the record is sent to, or -1 if there is none. The
+gradient of a record has the same layout. It carries the gradient of the row, and those of the weights.
+
+A record must only be copied, never computed with, because the values that hold its tail mean nothing.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fcsd.parallel.transports.codec import Codec
+
+_ALIGNMENT = 16  # bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of records.
+
+    Args:
+        width: the number of values of a row.
+        choices: the number of entries of the tail.
+        dtype: the dtype of the row.
+    """
+
+    width: int
+    choices: int
+    dtype: torch.dtype
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype of weights, of products and of sums."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def record_bytes(self) -> int:
+        """The bytes of one record."""
+        return _aligned(self._tail + self.choices * (self.weight_dtype.itemsize + torch.int16.itemsize))
+
+    def new(self, count: int, device: torch.device) -> Tensor:
+        """A tensor for ``count`` records, whose rows are not initialised and whose tails are zero."""
+        records = torch.empty(count, self.record_bytes // self.dtype.itemsize, dtype=self.dtype, device=device)
+        records.view(torch.uint8)[:, self._tail :] = 0
+        return records
+
+    def rows(self, records: Tensor) -> Tensor:
+        """The rows of records, a view ``[records, width]``."""
+        return records[:, : self.width]
+
+    def weights(self, records: Tensor) -> Tensor:
+        """The weights of records, a view ``[records, choices]``."""
+        start = self._tail // self.weight_dtype.itemsize
+        return records.view(self.weight_dtype)[:, start : start + self.choices]
+
+    def experts(self, records: Tensor) -> Tensor:
+        """The experts of records, a view ``[records, choices]``, int16."""
+        start = (self._tail + self.choices * self.weight_dtype.itemsize) // torch.int16.itemsize
+        return records.view(torch.int16)[:, start : start + self.choices]
+
+    def tail(self, records: Tensor) -> Tensor:
+        """The weights, the experts and the paddings of records in bytes, a view ``uint8 [records, tail_bytes]``."""
+        return records.view(torch.uint8)[:, self._tail :]
+
+    @property
+    def tail_bytes(self) -> int:
+        """The bytes of a record behind its row."""
+        return self.record_bytes - self._tail
+
+    @property
+    def _tail(self) -> int:
+        return _aligned(self.width * self.dtype.itemsize)
+
+
+class RecordCodec:
+    """A ``Codec`` that rounds the rows of records, and leaves their tails as they are.
+
+    Args:
+        codec: rounds rows.
+        layout: the layout of the records.
+    """
+
+    def __init__(self, codec: Codec, layout: Layout) -> None:
+        self._codec, self._layout = codec, layout
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """See ``Codec``; the rows are records."""
+        return torch.cat([self._codec.encode(self._layout.rows(rows).contiguous()), self._layout.tail(rows)], dim=1)
+
+    def decode(self, records: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """See ``Codec``; ``width`` is that of whole records, in values."""
+        layout = self._layout
+        decoded = layout.new(len(records), records.device)
+        rows = records[:, : -layout.tail_bytes].contiguous()
+        layout.rows(decoded).copy_(self._codec.decode(rows, layout.width, dtype))
+        layout.tail(decoded).copy_(records[:, -layout.tail_bytes :])
+        return decoded
+
+
+def _aligned(count: int) -> int:
+    return math.ceil(count / _ALIGNMENT) * _ALIGNMENT
+
+
+class Copies(NamedTuple):
+    """Where the copies of each row go: one copy for each group that holds any of its experts.
+
+    Attributes:
+        row_of: ``[rows, most]``, the number of each copy; -1 where a row has fewer copies.
+        entry_of: ``[rows, choices]``, the number ``copy * choices of a copy + entry`` of the entry that each choice
+            becomes; -1 if the choice has no expert.
+        experts: ``[rows, choices]``, the place of each expert in its group.
+    """
+
+    row_of: Tensor
+    entry_of: Tensor
+    experts: Tensor
+
+
+def copies(experts: Tensor, groups: int, span: int, choices: int) -> Copies:
+    """The copies of rows, numbered by group first and then in the order of the rows. The host waits for nothing.
+
+    Args:
+        experts: ``[rows, choices of a row]``, the place of each expert among ``groups * span``, or -1.
+        groups: the number of groups.
+        span: the number of experts of a group.
+        choices: the number of entries of a copy's tail.
+    """
+    experts = experts.long()
+    group = torch.where(experts < 0, groups, experts // span)  # the last column stands for "no expert"
+    chosen = experts.new_zeros(len(experts), groups + 1, dtype=torch.bool).scatter_(1, group, True)
+    chosen[:, groups] = False
+    number = (chosen.T.reshape(-1).cumsum(0) - 1).view(groups + 1, -1).T
+    number = torch.where(chosen, number, -1)
+    earlier = (group.unsqueeze(2) == group.unsqueeze(1)).tril(-1).sum(dim=2)  # choices before this one, same group
+    copy = number.gather(1, group)
+    row_of = number.sort(dim=1, descending=True).values[:, : min(groups, experts.shape[1])]
+    return Copies(row_of.contiguous(), torch.where(copy < 0, -1, copy * choices + earlier), experts % span)
+
+
+def expert_order(experts: Tensor, slots: int) -> Tensor:
+    """The number of the row of each entry, where rows are ordered by expert and then by record.
+
+    Args:
+        experts: ``[records, choices]``, the slot of each expert, or -1.
+        slots: the number of experts of a rank.
+
+    Returns: ``[records, choices]``, int64, -1 where there is no expert.
+    """
+    slot = torch.where(experts < 0, slots, experts.long())
+    order = torch.argsort(slot.view(-1), stable=True)
+    numbers = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return torch.where(experts < 0, -1, numbers.view(experts.shape))
+
+
+def put_entries(entries: Tensor, values: Tensor, entry_of: Tensor, fill: int = 0) -> None:
+    """Write ``values [rows, choices of a row]`` to the entries ``[copies, choices]`` that ``entry_of`` names.
+
+    All other entries become ``fill``.
+    """
+    count = entries.numel()
+    flat = entries.new_full((count + 1,), fill)  # the last one takes the values that have no entry
+    flat.scatter_(0, torch.where(entry_of < 0, count, entry_of).view(-1), values.to(entries.dtype).reshape(-1))
+    entries.copy_(flat[:count].view(entries.shape))
+
+
+def take_entries(entries: Tensor, entry_of: Tensor) -> Tensor:
+    """The entries ``[copies, choices]`` that ``entry_of [rows, choices of a row]`` names, and 0 where it is -1."""
+    return torch.cat([entries.reshape(-1), entries.new_zeros(1)])[entry_of]

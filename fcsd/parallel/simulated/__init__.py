@@ -1,0 +1,1 @@
+"""What a model computes if its communication is quantised, simulated in one process for studies of quality."""

@@ -1,0 +1,163 @@
+"""Runs the steps of a quantised all-reduce over torch.distributed, by NCCL or gloo (FlashCommunication V2, section 4).
+
+    whole   two steps among all ranks: all-to-all of shares, all-gather of sums
+    nodes   three steps: all-to-all inside each node, all-gather between nodes, all-gather inside each node
+
+With several chunks the steps of one chunk run while the records of another are on the wire. Each collective sends one
+tensor of records. A kernel that pipelines encoding, wire and sum over symmetric memory does not exist yet.
+
+On GPUs the whole all-reduce runs on a stream of its own. No GPU has run this file yet: its tests use gloo.
+"""
+
+from collections import deque
+from collections.abc import Generator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcsd.errors import ConfigError
+from fcsd.kernels.bit_split import Format
+from fcsd.parallel.tensor.steps import Message, cut, hierarchical, split, two_step
+from fcsd.parallel.transports.transport import Work
+
+
+class Topology(NamedTuple):
+    """The process groups of an all-reduce.
+
+    Attributes:
+        whole: all ranks.
+        near: the ranks of this rank's node; None for an all-reduce in two steps among all ranks.
+        far: the ranks with the same place in every node.
+        chunks: the number of chunks in which the rows are pipelined.
+    """
+
+    whole: Any
+    near: Any = None
+    far: Any = None
+    chunks: int = 1
+
+
+def nodes_of(group: Any, node_size: int, chunks: int = 1) -> Topology:
+    """Divide the ranks of a group into nodes of ``node_size`` neighbours. All ranks of the group make this call.
+
+    Raises:
+        ConfigError: the ranks cannot be divided into two or more nodes of two or more ranks.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if node_size < 2 or len(ranks) % node_size or len(ranks) == node_size:
+        raise ConfigError(
+            f"{len(ranks)} ranks cannot be divided into nodes of {node_size}",
+            hint="the hierarchical all-reduce needs two nodes or more, each of two ranks or more",
+        )
+    own = ranks.index(dist.get_rank())
+    first, place = own - own % node_size, own % node_size
+    near, far = (
+        dist.new_group(members, backend=dist.get_backend(group), use_local_synchronization=True)
+        for members in (ranks[first : first + node_size], ranks[place::node_size])
+    )
+    return Topology(group, near, far, chunks)
+
+
+def all_reduce(x: Tensor, format: Format, topology: Topology) -> Work:
+    """Start to replace ``x`` by its sum over the ranks, in place. Every rank gets the same bits.
+
+    Args:
+        x: bf16 or fp32 ``[..., width]``, contiguous and of the same shape on all ranks. Nothing else may use it until
+            the returned work was awaited.
+        format: the format of the wire.
+        topology: the ranks, and how they reduce.
+
+    Returns:
+        The collective in flight. On GPUs it needs nothing more from the host. On CPUs, only its first step has been
+        started, and ``wait`` makes the other steps. Ranks must start and await their all-reduces in the same order.
+
+    Raises:
+        ConfigError: the groups of the format do not divide the rows.
+    """
+    ranks = dist.get_world_size(topology.whole)
+    near = None if topology.near is None else dist.get_world_size(topology.near)
+    rows = cut(x.detach(), format, ranks if near is None else near)  # refuses a format before anything is sent
+    if x.is_cuda:
+        return _OnStream(x, rows, format, topology)
+    return _Stepwise(x, _run(rows, format, topology))
+
+
+def _run(rows: Tensor, format: Format, topology: Topology) -> Generator[None, None, Tensor]:
+    """Run all steps of all chunks. It pauses when the first messages are sent, and returns the sum ``[n, width]``."""
+    if topology.near is None:
+        ranks = dist.get_world_size(topology.whole)
+        every = [two_step(part, format, ranks) for part in split(rows, ranks, topology.chunks)]
+    else:
+        ranks = dist.get_world_size(topology.near)
+        every = [hierarchical(part, format, ranks) for part in split(rows, ranks, topology.chunks)]
+    waiting = deque((chunk, steps, _send(next(steps), topology)) for chunk, steps in enumerate(every))
+    sums: dict[int, Tensor] = {}
+    yield
+    while waiting:
+        chunk, steps, (arriving, work) = waiting.popleft()
+        work.wait()
+        try:
+            waiting.append((chunk, steps, _send(steps.send(arriving), topology)))
+        except StopIteration as done:
+            sums[chunk] = done.value
+    return torch.cat([sums[chunk] for chunk in range(len(every))]) if every else rows
+
+
+def _send(message: Message, topology: Topology) -> tuple[Tensor, Work]:
+    """Start to send a message: the buffer of the records that arrive, and the work that fills it."""
+    group = getattr(topology, message.scope)
+    if message.kind == "all-to-all":
+        arriving = torch.empty_like(message.records)
+        work = dist.all_to_all_single(arriving, message.records, group=group, async_op=True)
+    else:
+        arriving = message.records.new_empty(dist.get_world_size(group), *message.records.shape)
+        work = dist.all_gather_into_tensor(arriving.flatten(0, 1), message.records, group=group, async_op=True)
+    assert work is not None
+    return arriving, work
+
+
+class _Stepwise:
+    """An all-reduce whose first messages are sent. ``wait`` runs the other steps and writes the sum into ``x``."""
+
+    def __init__(self, x: Tensor, run: Generator[None, None, Tensor]) -> None:
+        self._x, self._run = x, run
+        next(run)
+
+    def wait(self) -> None:
+        """See ``Work``."""
+        try:
+            next(self._run)
+        except StopIteration as done:
+            _write(self._x, done.value)
+
+
+class _OnStream:
+    """An all-reduce that runs on a stream of its own. ``wait`` lets the current stream wait for it."""
+
+    def __init__(self, x: Tensor, rows: Tensor, format: Format, topology: Topology) -> None:
+        stream = _stream(x.device)
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(stream):
+            _Stepwise(x, _run(rows, format, topology)).wait()
+            self._done = stream.record_event()
+        self._kept = rows  # the stream reads it, and its memory may belong to another stream
+
+    def wait(self) -> None:
+        """See ``Work``."""
+        torch.cuda.current_stream().wait_event(self._done)
+        del self._kept
+
+
+def _write(x: Tensor, sums: Tensor) -> None:
+    """Write rows, of which the last may be padding, over ``x``."""
+    with torch.no_grad():
+        x.copy_(sums.reshape(-1)[: x.numel()].view_as(x))
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of this device's all-reduces, made when the first one starts."""
+    return torch.cuda.Stream(device)

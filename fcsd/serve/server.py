@@ -1,0 +1,150 @@
+"""The command ``fcsd serve``: checks a checkpoint, runs vLLM's server on it, and leaves no process behind."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fcsd.checkpoint import read_config, read_layout, resolve, verify_tensors
+from fcsd.errors import ConfigError, FcsdError
+from fcsd.models.wiring_block import DESYNC
+from fcsd.serve.vllm.support import RIGHT_RESULTS, require_vllm
+
+PORT = 8000  # vLLM's own default
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_GRACE = 60.0  # seconds that vLLM has to end its processes after a signal
+_OURS = {"--tensor-parallel-size": "--gpus", "-tp": "--gpus", "--port": "--port", "--model": "MODEL"}
+
+
+def serve(
+    model: str, *, gpus: int = 1, port: int = PORT, options: Sequence[str] = (), ready: Callable[[str], None]
+) -> None:
+    """Serve a model by vLLM until a signal or an error ends it.
+
+    Args:
+        model: a directory or hub id, of a converted model or of an original.
+        gpus: the tensor-parallel degree.
+        port: the port of the server.
+        options: further options of ``vllm serve``.
+        ready: called with the server's URL once it answers.
+
+    Raises:
+        BadInputError: the checkpoint is not one, or is damaged.
+        ConfigError: vLLM or fcsd's plugin is missing, the port is in use, or an option does not go with the model.
+        FcsdError: vLLM ended by itself with an error.
+        KeyboardInterrupt: SIGINT ended the server.
+        SystemExit: another signal ended it.
+    """
+    path = resolve(model).path
+    config = read_config(path)
+    verify_tensors(read_layout(path), config)
+    rewired = config.rewired or {"wiring": "standard"}
+    require_vllm("fcsd serve", rewired=config.rewired is not None)
+    if config.foreign:
+        raise ConfigError(f"{path}: vLLM does not have this model's wiring; it was rewired by another program")
+    if rewired["wiring"] in DESYNC and rewired["tp_degree"] != gpus:
+        degree = rewired["tp_degree"]
+        raise ConfigError(
+            f"{path}: {rewired['wiring']} was converted for {degree} tensor-parallel ranks, not {gpus}",
+            f"Add --gpus {degree}.",
+        )
+    for option in options:
+        if own := _OURS.get(option.partition("=")[0]):
+            raise ConfigError(f"{option} behind -- is set by fcsd serve", f"Use {own} before --.")
+    _check_port(port)
+    code = run(_command(path, model, gpus, port, options), f"http://127.0.0.1:{port}", ready)
+    if code:
+        raise FcsdError(f"vLLM ended with exit code {code}", "Its messages above say why.")
+
+
+def _command(path: Path, model: str, gpus: int, port: int, options: Sequence[str]) -> list[str]:
+    named = any(option.startswith("--served-model-name") for option in options)
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(path)),
+        *("--tensor-parallel-size", str(gpus), "--port", str(port)),
+        *([] if named else ["--served-model-name", model]),
+        *options,
+    ]
+
+
+def run(command: Sequence[str], url: str, ready: Callable[[str], None], grace: float = _GRACE) -> int:
+    """Run a server in a process group of its own, and end the whole group.
+
+    SIGINT, SIGTERM and SIGHUP are passed on to the server. If it is still there ``grace`` seconds later, its group is
+    killed. If this process is killed itself, the kernel sends SIGTERM to the server.
+
+    Args:
+        command: the server's command line. What it writes to stdout goes to stderr.
+        url: where it listens; it is ready once ``URL/health`` answers with 200.
+        ready: called with ``url`` once it is ready.
+        grace: see above.
+
+    Returns:
+        The server's exit code.
+
+    Raises:
+        KeyboardInterrupt: SIGINT ended the server.
+        SystemExit: another signal ended it.
+    """
+    caught: list[tuple[int, float]] = []
+    server = subprocess.Popen(
+        command, stdout=2, env={**os.environ, RIGHT_RESULTS: "1"}, start_new_session=True, preexec_fn=_end_with_parent
+    )
+
+    def pass_on(number: int, frame: object) -> None:
+        caught.append((number, time.monotonic()))
+        if server.poll() is None:
+            server.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    told = False
+    try:
+        while server.poll() is None and not (caught and time.monotonic() - caught[0][1] > grace):
+            if not told and not caught and _answers(f"{url}/health"):
+                told = True
+                ready(url)
+            time.sleep(0.2)
+    finally:
+        _kill_group(server)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if caught and caught[0][0] == signal.SIGINT:
+        raise KeyboardInterrupt
+    if caught:
+        sys.exit(128 + caught[0][0])
+    return server.returncode
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def _kill_group(server: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):  # no process of the group is left
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+def _answers(url: str) -> bool:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(url, timeout=1.0) as answer:
+            return answer.status == 200
+    except OSError:  # not there yet, or an error status
+        return False
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(f"--port {port}: {error.strerror}", "Choose another port.") from None

@@ -1,0 +1,73 @@
+"""Refuses settings of vLLM with which a converted model would compute something else, or that nobody has tested.
+
+vLLM asks when it has its settings together, before a process is started or a weight is read.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from fcsd.errors import ConfigError
+from fcsd.models.wiring_block import DESYNC, Wiring
+from fcsd.serve.vllm.reduction import WRONG_RESULTS, reduction_kind
+from fcsd.serve.vllm.rows import ROWS
+from fcsd.serve.vllm.support import RIGHT_RESULTS
+
+# Methods of speculation that read nothing inside of the model.
+_OUTSIDE = ("ngram", "ngram_gpu", "suffix", "draft_model")
+
+
+def check(vllm_config: Any, model_type: str) -> None:
+    """Refuse what does not go with a converted model.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``, whose ``hf_config`` has the ``fcsd`` block.
+        model_type: the type of the base.
+
+    Raises:
+        ConfigError: a setting does not go with the model. The message names it and says what to do.
+    """
+    for problem in problems(vllm_config, model_type):
+        raise ConfigError(f"converted model: {problem}")
+
+
+def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
+    """One line for each setting that does not go with the model; see ``check``."""
+    wiring = Wiring.from_block(vllm_config.model_config.hf_config.fcsd)
+    parallel = vllm_config.parallel_config
+    yield from _wiring_problems(wiring, parallel)
+    if ROWS[model_type].rescales_float16 and str(vllm_config.model_config.dtype).removeprefix("torch.") == "float16":
+        yield f"vLLM rescales {model_type} in float16, and the plugin does not; use --dtype bfloat16"
+    if parallel.use_sequence_parallel_moe:
+        yield "sequence-parallel experts do not leave the sums to fcsd; use --data-parallel-size 1"
+    if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
+        yield "data-parallel attention is not supported; start a server per replica with --data-parallel-size 1"
+    if parallel.use_ubatching:
+        yield "two-batch overlap would put two batches on one stream of sums; leave --enable-dbo out"
+    if parallel.enable_eplb:
+        yield "moving experts between ranks was not tested; leave --enable-eplb out"
+    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+        yield "context parallelism was not tested; leave the options --*-context-parallel-size out"
+    if vllm_config.compilation_config.pass_config.enable_sp:
+        yield "the compiler pass enable_sp moves the sums that fcsd starts; set it to false"
+    speculation = vllm_config.speculative_config
+    if speculation is not None and speculation.method not in _OUTSIDE:
+        yield f"speculation by {speculation.method} reads streams of the original; use one of {', '.join(_OUTSIDE)}"
+    if vllm_config.lora_config is not None:
+        yield "LoRA was not tested; merge the adapter into the model, or leave --enable-lora out"
+    kind = reduction_kind(vllm_config.additional_config)
+    if kind in WRONG_RESULTS and os.environ.get(RIGHT_RESULTS):
+        yield f"reduce {kind} gives wrong results, which fcsd serve and fcsd eval refuse; start vLLM itself for a bound"
+
+
+def _wiring_problems(wiring: Wiring, parallel: Any) -> Iterator[str]:
+    tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if wiring.name in DESYNC and tensor != wiring.tp_degree:
+        yield (
+            f"{wiring.name} was converted for {wiring.tp_degree} tensor-parallel ranks, not {tensor}; "
+            f"use --tensor-parallel-size {wiring.tp_degree}"
+        )
+    if wiring.name in DESYNC and pipeline > 1:
+        yield f"{wiring.name} does not go with pipeline parallelism; use --pipeline-parallel-size 1"
+    if wiring.distance > 1 and pipeline > 1:
+        yield f"distance {wiring.distance} does not go with pipeline parallelism; use --pipeline-parallel-size 1"

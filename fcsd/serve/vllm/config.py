@@ -1,0 +1,83 @@
+"""Reads the config.json of a converted model under vLLM: as the config of its base, with the ``fcsd`` block beside it.
+
+vLLM decides by ``model_type`` whether attention is latent, how mxfp4 is read, how chats are parsed. A converted model
+therefore reaches vLLM with the type of its base. Its architecture is its own, so that vLLM loads the rewired class.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from fcsd.errors import BadInputError
+from fcsd.models.config_keys import PREFIX, WEIGHTS_FILE
+from fcsd.models.wiring_block import Wiring
+from fcsd.serve.vllm.rows import ROWS, base_name, names
+
+_OWN_KEYS = ("fcsd", "auto_map", WEIGHTS_FILE)
+
+
+def base_config(raw: dict[str, Any], where: str | Path) -> tuple[dict[str, Any], str, dict[str, Any]] | None:
+    """What config.json of a converted model says about its base.
+
+    Args:
+        raw: the content of config.json.
+        where: the directory or repository, for messages.
+
+    Returns:
+        The config.json that the base would have, its ``model_type``, and the ``fcsd`` block. None if the model is not
+        a converted one.
+
+    Raises:
+        BadInputError: type and block do not belong together, the architecture has no row, or the block is not one that
+            this version reads.
+    """
+    declared, block = str(raw.get("model_type")), raw.get("fcsd")
+    if block is None and not declared.startswith(PREFIX):
+        return None
+    model_type = declared.removeprefix(PREFIX)
+    if not isinstance(block, dict) or not declared.startswith(PREFIX):
+        raise BadInputError(f"{where}: model_type {declared!r} and its fcsd block do not belong together")
+    if model_type not in ROWS:
+        raise BadInputError(f"{where}: the vLLM plugin does not have the architecture {model_type!r}")
+    try:
+        Wiring.from_block(block)
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadInputError(f"{where}: {error}") from None
+    fields = {key: value for key, value in raw.items() if key not in _OWN_KEYS}
+    return {**fields, "model_type": model_type, "architectures": [base_name(model_type)]}, model_type, block
+
+
+def parser_for(stock: type[Any]) -> type[Any]:
+    """vLLM's parser of transformers' configs, which reads converted models too.
+
+    Args:
+        stock: the parser to derive from. Its ``parse(model, trust_remote_code, revision, code_revision, **options)``
+            returns the content of config.json and the config.
+    """
+
+    class FcsdConfigParser(stock):
+        def parse(
+            self,
+            model: str | Path,
+            trust_remote_code: bool,
+            revision: str | None = None,
+            code_revision: str | None = None,
+            **options: Any,
+        ) -> tuple[dict[str, Any], PretrainedConfig]:
+            raw, _ = PretrainedConfig.get_config_dict(model, revision=revision)
+            found = base_config(raw, model)
+            if found is None:
+                return super().parse(model, trust_remote_code, revision, code_revision, **options)
+            fields, model_type, block = found
+            with tempfile.TemporaryDirectory(prefix="fcsd-config-") as folder:
+                Path(folder, "config.json").write_text(json.dumps(fields))
+                fields, config = super().parse(folder, False, **options)
+            config.name_or_path = str(model)
+            config.architectures = [names()[model_type]]
+            config.fcsd = block
+            return fields, config
+
+    return FcsdConfigParser

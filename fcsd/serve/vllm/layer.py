@@ -1,0 +1,192 @@
+"""The decoder layer under vLLM: vLLM's own layer, whose parts run in the order and with the sums of a ``LayerPlan``.
+
+vLLM's loop over layers passes ``(hidden, residual)`` from layer to layer, and the full stream is their sum. Between two
+layers that are taken apart here, ``residual`` is a ``Flight``: what has landed, and what has not. ``hidden`` is then
+any tensor ``[tokens, hidden]``, because some of vLLM's loops look at its shape.
+
+RMSNorm of vLLM takes a tensor and a residual, and returns the norm of their sum, and the sum. It may write both over
+its arguments. That is harmless here: a sum that has landed and the running sum before it are never read again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fcsd.models.schedule import Kind
+from fcsd.serve.vllm.plan import LayerPlan, Step
+from fcsd.serve.vllm.reduction import Reducer, Sum
+from fcsd.serve.vllm.rows import Row
+
+
+class Flight(NamedTuple):
+    """The state of the residual stream. All tensors are ``[tokens, hidden]``.
+
+    Attributes:
+        landed: the sum of the embedding and of all outputs that a read has included; None if ``sums`` hold it, too.
+        sums: what no read has included yet, oldest first.
+        newest: the tensor that was computed last.
+    """
+
+    landed: Tensor | None
+    sums: tuple[Sum, ...]
+    newest: Tensor
+
+
+@dataclass(frozen=True)
+class Wired:
+    """What a layer needs besides vLLM's own attributes."""
+
+    row: Row
+    plan: LayerPlan
+    reducer: Reducer
+
+
+class WiredLayer(nn.Module):
+    """A decoder layer that runs by its plan; a mixin that precedes vLLM's own class."""
+
+    fcsd: Wired
+    input_layernorm: Any
+    post_attention_layernorm: Any
+
+    def forward(self, *args: Any) -> tuple[Tensor, Any]:
+        """Run the layer.
+
+        Args:
+            args: positions and ``hidden`` in the order of the row, then ``residual``, then what vLLM's loop adds for
+                the attention.
+        """
+        positions, hidden = (args[1], args[0]) if self.fcsd.row.hidden_first else (args[0], args[1])
+        flight, plan = _enter(hidden, args[2]), self.fcsd.plan
+        x, flight = self._read(flight, plan.attn, self.input_layernorm)
+        out = self._attention(positions, x, args[3:])
+        flight, collected = self._add(flight, None, out, plan.steps[0])
+        x, flight = self._read(flight, plan.mlp, self.post_attention_layernorm)
+        for step in plan.steps[1:]:
+            self.fcsd.reducer.cover(x, flight.newest, flight.sums)
+            flight, collected = self._add(flight, collected, self._mlp(x, step), step)
+        return (flight.newest, flight) if plan.hands_on is None else self._leave(flight, plan.hands_on)
+
+    def _attention(self, positions: Tensor, x: Tensor, extra: Sequence[Any]) -> Tensor:
+        attention = getattr(self, self.fcsd.row.attn)
+        return attention(x, positions) if self.fcsd.row.hidden_first else attention(positions, x, *extra)
+
+    def _mlp(self, x: Tensor, step: Step) -> Tensor:
+        mlp = getattr(self, self.fcsd.row.mlp)
+        return getattr(mlp, self.fcsd.row.shared or "")(x) if step.call == "shared" else mlp(x)
+
+    def _read(self, flight: Flight, places: Sequence[int], norm: Any) -> tuple[Tensor, Flight]:
+        """The normalised stream with the sums at ``places``, and what is left."""
+        landed, totals = flight.landed, self._await(flight, places)
+        sums = tuple(sum_ for n, sum_ in enumerate(flight.sums) if n not in places)
+        for total in totals[:-1]:
+            landed = total if landed is None else landed + total
+        if not totals:
+            assert landed is not None, "a read under Desync lands what was added before it"
+            self.fcsd.reducer.cover(landed, flight.newest, flight.sums)
+            x = norm(landed)
+        elif landed is None:
+            landed = totals[-1]
+            x = norm(landed)
+        else:
+            x, landed = norm(totals[-1], landed)
+        return x, Flight(landed, sums, flight.newest)
+
+    def _add(self, flight: Flight, collected: Tensor | None, out: Tensor, step: Step) -> tuple[Flight, Tensor | None]:
+        """Do with an output what the step says. Returns the new state and what is being collected."""
+        landed, sums, _ = flight
+        reducer = self.fcsd.reducer
+        if step.joins:
+            assert collected is not None, "the first output of a sum is collected"
+            out, collected = collected + out, None
+        if step.then == "collect":
+            return Flight(landed, sums, out), out
+        if step.then == "start":
+            sum_ = reducer.start(out)
+        elif step.then == "now":
+            sum_ = reducer.now(out)
+        elif step.then == "local":
+            sum_ = Sum(out, None)
+        else:
+            assert landed is not None, "a reduction of Desync includes what this rank has added"
+            landed, sum_ = None, reducer.now(out + landed / reducer.size)
+        return Flight(landed, (*sums, sum_), sum_.total), collected
+
+    def _leave(self, flight: Flight, places: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """vLLM's pair: ``hidden``, and the residual with the sums at ``places``."""
+        totals = self._await(flight, range(len(flight.sums)))
+        residual, hidden = flight.landed, None
+        for n, total in enumerate(totals):
+            if n in places:
+                residual = total if residual is None else residual + total
+            else:
+                hidden = total if hidden is None else hidden + total
+        zeros = torch.zeros_like(flight.newest)
+        return zeros if hidden is None else hidden, zeros if residual is None else residual
+
+    def _await(self, flight: Flight, places: Sequence[int]) -> list[Tensor]:
+        return [self.fcsd.reducer.wait(flight.sums[n], flight.newest) for n in places]
+
+
+def _enter(hidden: Tensor, residual: Any) -> Flight:
+    if isinstance(residual, Flight):
+        return residual
+    if residual is None:  # the embedding
+        return Flight(hidden, (), hidden)
+    return Flight(residual, (Sum(hidden, None),), hidden)
+
+
+@cache
+def _wired_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (WiredLayer, cls), {"__module__": cls.__module__})
+
+
+def kind_of(layer: Any, row: Row) -> Kind:
+    """The kind of one of vLLM's decoder layers."""
+    mlp = getattr(layer, row.mlp)
+    if not hasattr(mlp, "experts"):
+        return "dense"
+    return "moe" if mlp.experts._shared_experts is None else "moe-shared"
+
+
+def take_apart(layer: Any, wired: Wired) -> None:
+    """Turn one of vLLM's decoder layers into a ``WiredLayer``, in place. Its weights and their names stay.
+
+    Args:
+        layer: a layer of vLLM's own class.
+        wired: what the layer needs to run.
+    """
+    mlp = getattr(layer, wired.row.mlp)
+    getattr(layer, wired.row.attn).o_proj.reduce_results = False
+    if hasattr(mlp, "experts"):
+        runner = mlp.experts
+        runner.__class__ = _unreduced_class(type(runner))
+        if wired.plan.splits:
+            # The layer calls the shared experts itself. They stay where the checkpoint's names find them.
+            runner._shared_experts = None
+            runner._forward_entry = runner._select_forward()
+    else:
+        mlp.down_proj.reduce_results = False
+    layer.__class__ = _wired_class(type(layer))
+    layer.fcsd = wired
+
+
+class UnreducedExperts(nn.Module):
+    """Routed experts whose output stays this rank's part of the sum; a mixin that precedes vLLM's ``MoERunner``."""
+
+    _fused_output_is_reduced: bool
+
+    def _maybe_reduce_final_output(self, states: Tensor, trunc_size: int | None, *reduced: Any) -> Tensor:
+        if self._fused_output_is_reduced or True in reduced:
+            raise RuntimeError(
+                "vLLM chose a kernel for experts that sums over the ranks itself, before fcsd starts the sum"
+            )
+        return states if trunc_size is None else states[..., :trunc_size]
+
+
+@cache
+def _unreduced_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (UnreducedExperts, cls), {"__module__": cls.__module__})

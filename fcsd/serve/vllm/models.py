@@ -1,0 +1,66 @@
+"""The model classes that vLLM loads: its own class of each architecture, rewired after it is built.
+
+vLLM finds a class by the name under which it was registered (``rows.names``). A class is made when it is asked for.
+"""
+
+import logging
+from functools import cache
+from typing import Any
+
+from vllm.distributed import (  # pyright: ignore[reportMissingImports]
+    get_tensor_model_parallel_world_size,
+    get_tp_group,
+)
+from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.models.utils import PPMissingLayer  # pyright: ignore[reportMissingImports]
+
+from fcsd.models.schedule import Kind
+from fcsd.models.wiring_block import Wiring
+from fcsd.serve.vllm.layer import Wired, kind_of, take_apart
+from fcsd.serve.vllm.plan import plan_layers
+from fcsd.serve.vllm.reduction import WRONG_RESULTS, Reducer, define_operators, reduction_kind
+from fcsd.serve.vllm.rows import ROWS, Row, base_name, names
+
+log = logging.getLogger("vllm.fcsd")
+
+
+def rewire(model: Any, row: Row, wiring: Wiring, reducer: Reducer) -> None:
+    """Rewire one of vLLM's models in place. Under pipeline parallelism this is about the layers of the own stage.
+
+    Raises:
+        ValueError: the wiring does not fit the model or the pipeline stages.
+    """
+    layers = model.get_submodule(row.decoder).layers
+    own = [i for i, layer in enumerate(layers) if not isinstance(layer, PPMissingLayer)]
+    stage = range(own[0], own[-1] + 1)
+    kinds: list[Kind] = [kind_of(layer, row) if i in stage else "moe-shared" for i, layer in enumerate(layers)]
+    for i, plan in plan_layers(wiring, kinds, stage).items():
+        take_apart(layers[i], Wired(row, plan, reducer))
+
+
+def _reducer(vllm_config: Any) -> Reducer:
+    kind = reduction_kind(vllm_config.additional_config)
+    if kind in WRONG_RESULTS:
+        log.warning("WRONG RESULTS: reduce=%s leaves every sum out. Use it to measure a bound, and nothing else.", kind)
+    define_operators()
+    return Reducer(get_tensor_model_parallel_world_size(), get_tp_group().unique_name, kind)
+
+
+@cache
+def _class(model_type: str) -> type:
+    base, row = ModelRegistry._try_load_model_cls(base_name(model_type)), ROWS[model_type]
+    if base is None:
+        raise ImportError(f"this vLLM cannot load {base_name(model_type)}")
+
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        base.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        rewire(self, row, Wiring.from_block(vllm_config.model_config.hf_config.fcsd), _reducer(vllm_config))
+
+    return type(names()[model_type], (base,), {"__init__": __init__, "__module__": __name__})
+
+
+def __getattr__(name: str) -> type:
+    for model_type, registered in names().items():
+        if name == registered:
+            return _class(model_type)
+    raise AttributeError(name)

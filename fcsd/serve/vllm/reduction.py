@@ -1,0 +1,187 @@
+"""Reductions under vLLM: an all-reduce that starts on a stream of its own, and is awaited where its sum is read.
+
+Two operators carry it through torch.compile: ``fcsd::reduce_start(x, group) -> y`` and
+``fcsd::reduce_wait(y, x, after)``. The wait takes ``x`` so that its memory is not given to another tensor before the
+sum is complete. It takes ``after``, the newest tensor that was computed, so that no compiler moves it to an earlier
+place: with ``y`` and ``x`` alone Inductor places every wait directly behind its start. Inductor also moves a start
+behind the computation that should cover it. A third operator, ``fcsd::reduce_cover(x, y)``, does nothing, but declares
+that it writes ``x``. It is applied to what the cover reads, which is thereby computed after the start.
+
+All sums of a process travel on one stream of high priority. vLLM's communicators reuse their buffers from one sum to
+the next, which is right if all sums of a group are on one stream, or are joined: sums with nothing in flight use
+vLLM's own ``all_reduce`` on the main stream.
+
+vLLM captures a piecewise CUDA graph part by part, and a stream that forks in one part cannot join in the next. A sum
+in such a graph is therefore complete when ``reduce_start`` returns, as it is on a CPU.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from fcsd.errors import ConfigError
+
+# ``auto`` is the best kind that exists, today ``vllm``: vLLM's own choice of all-reduce. ``none`` sends nothing, so its
+# results are wrong. Its time is a lower bound for all other kinds.
+Kind = Literal["auto", "vllm", "none"]
+WRONG_RESULTS: tuple[Kind, ...] = ("none",)
+NOT_YET = ("symmetric", "copies", "quantised")
+
+
+class Sum(NamedTuple):
+    """A sum over the ranks.
+
+    Attributes:
+        total: the sum, ``[tokens, hidden]``; not complete before ``Reducer.wait`` if it is in flight.
+        summand: what this rank adds to it; None if the sum is complete.
+    """
+
+    total: Tensor
+    summand: Tensor | None
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """How one process sums over its tensor-parallel group.
+
+    Attributes:
+        size: the number of ranks.
+        group: the name of the group in vLLM.
+        kind: see ``Kind``.
+    """
+
+    size: int
+    group: str = ""
+    kind: Kind = "auto"
+
+    @property
+    def sends(self) -> bool:
+        """Whether anything is sent."""
+        return self.size > 1 and self.kind not in WRONG_RESULTS
+
+    def start(self, x: Tensor) -> Sum:
+        """Start to sum ``x``, which must not be changed before the sum is awaited."""
+        if not self.sends:
+            return Sum(x, None)
+        x = x.contiguous()
+        return Sum(torch.ops.fcsd.reduce_start(x, self.group), x)
+
+    def wait(self, sum_: Sum, newest: Tensor) -> Tensor:
+        """Wait for a sum.
+
+        Args:
+            sum_: the sum.
+            newest: the tensor that was computed last, behind which the wait stays.
+        """
+        if sum_.summand is not None:
+            after = sum_.summand if newest is sum_.total else newest
+            torch.ops.fcsd.reduce_wait(sum_.total, sum_.summand, after)
+        return sum_.total
+
+    def cover(self, x: Tensor, newest: Tensor, sums: tuple[Sum, ...]) -> None:
+        """Keep what reads ``x`` behind the start of a sum.
+
+        Args:
+            x: the tensor that the cover reads.
+            newest: the tensor that was computed last.
+            sums: the sums that may be in flight. If ``newest`` is the total of one, it has just been started.
+        """
+        if any(sum_.total is newest and sum_.summand is not None for sum_ in sums):
+            torch.ops.fcsd.reduce_cover(x, newest)
+
+    def now(self, x: Tensor) -> Sum:
+        """Sum ``x`` on the main stream, by vLLM's own operator. Nothing else may be in flight."""
+        if not self.sends:
+            return Sum(x, None)
+        from vllm.distributed import tensor_model_parallel_all_reduce  # pyright: ignore[reportMissingImports]
+
+        return Sum(tensor_model_parallel_all_reduce(x.contiguous()), None)
+
+
+def reduction_kind(additional_config: Any) -> Kind:
+    """The kind that the user chose: ``--additional-config '{"fcsd": {"reduce": "vllm"}}'``.
+
+    Raises:
+        ConfigError: the section ``fcsd`` has another form, or the kind is unknown or does not exist yet.
+    """
+    section = additional_config.get("fcsd", {}) if isinstance(additional_config, dict) else {}
+    if not isinstance(section, dict) or section.keys() - {"reduce"}:
+        raise ConfigError('--additional-config: the section "fcsd" has one key, "reduce"')
+    kind = section.get("reduce", "auto")
+    choices = ", ".join(get_args(Kind))
+    if str(kind).partition(":")[0] in NOT_YET:
+        raise ConfigError(f"reduce {kind}: fcsd does not have this kind of reduction under vLLM yet; one of {choices}")
+    if kind not in get_args(Kind):
+        raise ConfigError(f"unknown kind of reduction {kind!r}; one of {choices}")
+    return kind
+
+
+class _InFlight:
+    """The side stream of this process, and the event of each sum in flight, by the address of its memory."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream(priority=-1)
+        self.events: dict[int, torch.cuda.Event] = {}
+
+
+@cache
+def _in_flight() -> _InFlight:
+    return _InFlight()
+
+
+def _start(x: Tensor, group: str) -> Tensor:
+    from vllm.distributed import parallel_state  # pyright: ignore[reportMissingImports]
+
+    ranks = parallel_state._groups[group]()
+    if x.device.type == "cpu":
+        return ranks._all_reduce_out_place(x.clone())  # the communicator of CPUs writes over its input
+    if _captures_a_piece():
+        return ranks._all_reduce_out_place(x)
+    flight = _in_flight()
+    flight.stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(flight.stream):
+        y = ranks._all_reduce_out_place(x)
+        event = torch.cuda.Event()
+        event.record(flight.stream)
+    flight.events[y.data_ptr()] = event
+    return y
+
+
+def _wait(y: Tensor, x: Tensor, after: Tensor) -> None:
+    if y.device.type == "cpu" or _captures_a_piece():
+        return
+    event = _in_flight().events.pop(y.data_ptr(), None)
+    if event is None:
+        raise RuntimeError("a compiler copied a sum that is in flight, which would be read before it is complete")
+    torch.cuda.current_stream().wait_event(event)
+
+
+def _captures_a_piece() -> bool:
+    from vllm.config import CUDAGraphMode  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+    from vllm.forward_context import (  # pyright: ignore[reportMissingImports]
+        get_forward_context,
+        is_forward_context_available,
+    )
+
+    return is_forward_context_available() and get_forward_context().cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE
+
+
+@cache
+def define_operators() -> torch.library.Library:
+    """Define the operators. The library that is returned keeps them alive."""
+    library = torch.library.Library("fcsd", "FRAGMENT")
+    tags = (torch.Tag.needs_fixed_stride_order,)
+    library.define("reduce_start(Tensor x, str group) -> Tensor", tags=tags)
+    library.define("reduce_wait(Tensor(a!) y, Tensor x, Tensor after) -> ()", tags=tags)
+    library.define("reduce_cover(Tensor(a!) x, Tensor y) -> ()", tags=tags)
+    for device in ("CPU", "CUDA"):
+        library.impl("reduce_cover", lambda x, y: None, device)
+        library.impl("reduce_start", _start, device)
+        library.impl("reduce_wait", _wait, device)
+    library._register_fake("reduce_start", lambda x, group: torch.empty_like(x))
+    library._register_fake("reduce_wait", lambda y, x, after: None)
+    library._register_fake("reduce_cover", lambda x, y: None)
+    return library

@@ -1,0 +1,56 @@
+"""Registers the converted architectures with vLLM: model classes, checks, config parser, model runner, tokenizers.
+
+The config parser comes last. If anything before it fails, vLLM does not know converted models, and refuses them.
+"""
+
+from typing import Any
+
+import vllm.config.vllm as settings  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore[reportMissingImports]
+from vllm.transformers_utils import config as parsing  # pyright: ignore[reportMissingImports]
+
+from fcsd.models.build import register_configs
+from fcsd.serve.vllm.checks import check
+from fcsd.serve.vllm.config import parser_for
+from fcsd.serve.vllm.rows import base_name, names
+
+_MODELS = "fcsd.serve.vllm.models"
+
+
+def register() -> None:
+    """Register everything. A second call changes nothing."""
+    registered = names()
+    if registered["llama"] in MODELS_CONFIG_MAP:
+        return
+    for model_type, name in registered.items():
+        ModelRegistry.register_model(name, f"{_MODELS}:{name}")
+        MODELS_CONFIG_MAP[name] = _hooks(model_type, MODELS_CONFIG_MAP.get(base_name(model_type)))
+    # vLLM has two model runners. A converted model gets that of its base, or the two could not be compared.
+    defaults = settings.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES
+    same = {name for model_type, name in registered.items() if base_name(model_type) in defaults}
+    settings.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES = defaults | same
+    if hasattr(settings, "default_v2_model_runner_architectures"):
+        settings.default_v2_model_runner_architectures.cache_clear()
+    register_configs()
+    # vLLM's own function for this warns that the format is taken.
+    formats = parsing._CONFIG_FORMAT_TO_CONFIG_PARSER
+    formats["hf"] = parser_for(formats["hf"])
+
+
+def _hooks(model_type: str, base: Any) -> type:
+    """What vLLM calls with its settings: the checks, and what it calls for the base."""
+
+    class Hooks:
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            check(vllm_config, model_type)
+            if base is not None:
+                base.verify_and_update_config(vllm_config)
+
+        @staticmethod
+        def verify_and_update_model_config(model_config: Any) -> None:
+            if base is not None:
+                base.verify_and_update_model_config(model_config)
+
+    return Hooks

@@ -1,0 +1,5 @@
+"""The platform of the stand-in."""
+
+from types import SimpleNamespace
+
+current_platform = SimpleNamespace(device_type="cuda")

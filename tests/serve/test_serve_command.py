@@ -1,0 +1,146 @@
+"""`fcsd serve`: what it checks, when it is ready, how it ends; vLLM's server is a script of a few lines."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import tiny
+
+from fcsd.convert import convert_checkpoint
+from fcsd.errors import BadInputError, ConfigError
+from fcsd.serve import server
+from fcsd.serve.vllm import support
+
+# A server with a child of its own. It answers once the file `go` exists, and ends as its first argument says.
+SCRIPT = """
+import http.server, os, pathlib, signal, subprocess, sys, time
+print("log line")
+if sys.argv[1] == "fail": sys.exit(7)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path("child").write_text(str(child.pid))
+if sys.argv[1] == "deaf": signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" and os.path.exists("go") else 503); self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Answer).serve_forever()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def serve_script(folder: Path, how: str, port: int, grace: float) -> None:
+    """In a process of its own: run the script, and write what happened."""
+    os.chdir(folder)
+    Path("server.py").write_text(SCRIPT)
+
+    def ready(url: str) -> None:
+        Path("ready").write_text(url)
+
+    code = server.run([sys.executable, "server.py", how, str(port)], f"http://127.0.0.1:{port}", ready, grace)
+    Path("code").write_text(str(code))
+
+
+def appears(path: Path) -> None:
+    limit = time.monotonic() + 60
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < limit, f"{path} does not appear"
+        time.sleep(0.05)
+
+
+def is_gone(pid: int) -> bool:
+    limit = time.monotonic() + 30
+    while time.monotonic() < limit:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize(("how", "number", "grace"), [("well", signal.SIGTERM, 60.0), ("deaf", signal.SIGTERM, 0.3)])
+def test_a_signal_ends_the_server_and_its_children(how, number, grace, tmp_path):
+    port = free_port()
+    process = ranks.start(serve_script, tmp_path, how, port, grace)
+    appears(tmp_path / "child")
+    assert not (tmp_path / "ready").exists(), "it does not answer yet"
+    (tmp_path / "go").touch()
+    appears(tmp_path / "ready")
+    assert (tmp_path / "ready").read_text() == f"http://127.0.0.1:{port}"
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 128 + number and not (tmp_path / "code").exists()
+    assert is_gone(int((tmp_path / "child").read_text()))
+
+
+def test_a_server_that_fails_is_reported(tmp_path):
+    assert ranks.exit_code(serve_script, tmp_path, "fail", free_port(), 60.0) == 0
+    assert (tmp_path / "code").read_text() == "7" and not (tmp_path / "ready").exists()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    tiny.model("llama").save_pretrained(folder / "base")
+    convert_checkpoint(folder / "base", folder / "ladder", wiring="ladder", check=False)
+    convert_checkpoint(folder / "base", folder / "desync", wiring="desync-2x", tp_degree=2, check=False)
+    return folder
+
+
+def never(url: str) -> None:
+    raise AssertionError(f"{url} is not served")
+
+
+def test_what_is_checked_before_vllm_starts(models, monkeypatch):
+    run: list[Any] = []
+    monkeypatch.setattr(server, "run", lambda *arguments: run.append(arguments) or 0)
+    with pytest.raises(BadInputError, match="no such directory"):
+        server.serve(str(models / "nowhere"), ready=never)
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="fcsd serve: vLLM is not installed") as caught:
+        server.serve(str(models / "ladder"), ready=never)
+    assert caught.value.hint == "Run pip install 'fcsd[vllm]'."
+    monkeypatch.setattr(support, "find_spec", lambda name: object())
+    monkeypatch.setattr(support, "entry_points", lambda group: [])
+    with pytest.raises(ConfigError, match="only with fcsd's plugin"):
+        server.serve(str(models / "ladder"), ready=never)
+    plugin = type("Plugin", (), {"name": "fcsd", "value": "fcsd.serve.vllm.plugin:register"})
+    monkeypatch.setattr(support, "entry_points", lambda group: [plugin])
+    monkeypatch.setattr(support, "installed_version", lambda: "0.30.0")
+    with pytest.raises(ConfigError, match=r"needs vLLM >=0.24,<0.29, not 0.30.0"):
+        server.serve(str(models / "ladder"), ready=never)
+    monkeypatch.setattr(support, "installed_version", lambda: "0.24.0")
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    with pytest.raises(ConfigError, match="VLLM_PLUGINS=other leaves fcsd's plugin out"):
+        server.serve(str(models / "ladder"), ready=never)
+    monkeypatch.delenv("VLLM_PLUGINS")
+    with pytest.raises(ConfigError, match="converted for 2 tensor-parallel ranks, not 1") as caught:
+        server.serve(str(models / "desync"), ready=never)
+    assert caught.value.hint == "Add --gpus 2."
+    with pytest.raises(ConfigError, match="-tp behind -- is set by fcsd serve"):
+        server.serve(str(models / "ladder"), options=["-tp", "2"], ready=never)
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"--port \d+: Address already in use"):
+            server.serve(str(models / "ladder"), port=taken.getsockname()[1], ready=never)
+    assert not run
+    port = free_port()
+    server.serve(str(models / "desync"), gpus=2, port=port, options=["--max-model-len", "64"], ready=never)
+    ((command, url, ready),) = run
+    assert command[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", str(models / "desync")]
+    assert command[-2:] == ["--max-model-len", "64"] and url == f"http://127.0.0.1:{port}" and ready is never
+    assert command[command.index("--tensor-parallel-size") + 1] == "2"

@@ -1,0 +1,319 @@
+"""The plugin's layers compute what a wiring says, on two ranks, with sums that are useless before they are awaited.
+
+vLLM's classes are replaced by doubles of their interface: layers that get and return ``(hidden, residual)``, norms that
+add the residual, projections with ``reduce_results``, and experts that hold the shared ones. The two ranks are threads.
+"""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import nn
+
+from fcsd.models.schedule import MLP_PARTS, Kind, Output, Read, reads_of
+from fcsd.models.wiring_block import DESYNC, Wiring, kept_reductions
+from fcsd.serve.vllm.layer import Wired, kind_of, take_apart
+from fcsd.serve.vllm.plan import plan_layers
+from fcsd.serve.vllm.reduction import Reducer, Sum
+from fcsd.serve.vllm.rows import Row
+
+RANKS, TOKENS, WIDTH = 2, 3, 4
+ROW = Row(shared="shared_experts")
+MIXED: tuple[Kind, ...] = ("dense", "moe-shared", "moe", "moe-shared", "dense")
+
+
+class Meeting:
+    """Where the ranks exchange what they add to a sum."""
+
+    def __init__(self) -> None:
+        self.summands: dict[tuple[int, int], torch.Tensor] = {}
+        self.barrier = threading.Barrier(RANKS, timeout=30)
+
+    def total(self, number: int) -> torch.Tensor:
+        self.barrier.wait()
+        return sum((self.summands[number, rank] for rank in range(RANKS)), torch.tensor(0.0, dtype=torch.float64))
+
+
+class LateReducer(Reducer):
+    """A sum is NaN until it is awaited, and what was added to it may not change before."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(RANKS)
+        vars(self).update(rank=rank, meeting=meeting, started=[], log=[], awaited=0)
+
+    def start(self, x: torch.Tensor) -> Sum:
+        number = len(self.started)
+        total = torch.full_like(x, torch.nan)
+        self.meeting.summands[number, self.rank] = x.clone()
+        self.started.append(total)
+        self.log.append("start")
+        return Sum(total, x)
+
+    def wait(self, sum_: Sum, newest: torch.Tensor) -> torch.Tensor:
+        if sum_.summand is not None:
+            number = next(n for n, total in enumerate(self.started) if total is sum_.total)
+            assert torch.equal(sum_.summand, self.meeting.summands[number, self.rank]), "overwritten in flight"
+            sum_.total.copy_(self.meeting.total(number))
+            vars(self)["awaited"] += 1
+            self.log.append("wait")
+        return sum_.total
+
+    def cover(self, x: torch.Tensor, newest: torch.Tensor, sums: tuple[Sum, ...]) -> None:
+        assert x is not newest
+
+    def now(self, x: torch.Tensor) -> Sum:
+        assert self.awaited == sum(entry == "start" for entry in self.log), "nothing else may be in flight"
+        self.log.append("now")
+        number = len(self.started)
+        self.meeting.summands[number, self.rank] = x
+        self.started.append(x)
+        return Sum(self.meeting.total(number), None)
+
+
+class Norm(nn.Module):
+    """vLLM's RMSNorm without its weights; it writes over its arguments, as vLLM's kernel does."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if residual is None:
+            return x / (1 + x.abs())
+        residual += x
+        x.copy_(residual / (1 + residual.abs()))
+        return x, residual
+
+
+class Projection(nn.Module):
+    """A row-parallel projection: this rank's part of its output, or the sum."""
+
+    def __init__(self, rank: int, seed: int, reducer: Any) -> None:
+        super().__init__()
+        self.weight = weight(rank, seed)
+        self.reducer, self.reduce_results = reducer, True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x @ self.weight
+        return self.reducer.now(out).total if self.reduce_results else out
+
+
+class Attention(nn.Module):
+    def __init__(self, rank: int, seed: int, reducer: Any) -> None:
+        super().__init__()
+        self.o_proj = Projection(rank, seed, reducer)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(hidden_states)
+
+
+class Mlp(nn.Module):
+    def __init__(self, rank: int, seed: int, reducer: Any) -> None:
+        super().__init__()
+        self.down_proj = Projection(rank, seed, reducer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(x)
+
+
+class SharedExperts:
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+
+
+class Runner(nn.Module):
+    """Routed experts, and the shared ones unless they were taken out."""
+
+    _fused_output_is_reduced = False
+
+    def __init__(self, rank: int, seed: int, reducer: Any, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.weight, self.reducer = weight(rank, seed), reducer
+        self._shared_experts: Any = None if shared is None else SharedExperts(shared)
+        self._forward_entry = self._select_forward()
+
+    def _select_forward(self) -> Any:
+        shared = self._shared_experts
+        return (lambda x: x @ self.weight) if shared is None else (lambda x: shared._layer(x) + x @ self.weight)
+
+    def _maybe_reduce_final_output(self, states: torch.Tensor, trunc_size: int | None) -> torch.Tensor:
+        return self.reducer.now(states).total
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._maybe_reduce_final_output(self._forward_entry(x), None)
+
+
+class Moe(nn.Module):
+    def __init__(self, rank: int, seed: int, reducer: Any, shared: bool) -> None:
+        super().__init__()
+        self.shared_experts = Mlp(rank, seed, reducer) if shared else None
+        if self.shared_experts is not None:
+            self.shared_experts.down_proj.reduce_results = False
+        self.experts = Runner(rank, seed + 1, reducer, self.shared_experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(x)
+
+
+class Layer(nn.Module):
+    """A decoder layer as vLLM has it."""
+
+    def __init__(self, rank: int, index: int, kind: Kind, reducer: Any) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
+        self.self_attn = Attention(rank, seed_of(index, "attn"), reducer)
+        seed = seed_of(index, "shared")
+        self.mlp = Mlp(rank, seed, reducer) if kind == "dense" else Moe(rank, seed, reducer, kind == "moe-shared")
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(positions, hidden)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+def seed_of(index: int, part: str) -> int:
+    return 10 * index + {"attn": 0, "shared": 1, "routed": 2}[part]
+
+
+def weight(rank: int, seed: int) -> torch.Tensor:
+    return torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(100 * seed + rank), dtype=torch.float64)
+
+
+def embedding() -> torch.Tensor:
+    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + x.abs())
+
+
+def literal(wiring: Wiring, kinds: Sequence[Kind]) -> torch.Tensor:
+    """The stream that the final norm reads, output by output from the sets that each read includes."""
+    reads, outputs = reads_of(wiring, kinds), {}
+
+    def stream(place: Read) -> torch.Tensor:
+        return embedding() + sum(outputs[output] for output in sorted(reads[place]))
+
+    for i, kind in enumerate(kinds):
+        for part in ("attn", *MLP_PARTS[kind]):
+            x = norm(stream(Read(i, "attn" if part == "attn" else "mlp")))
+            seed = seed_of(i, part)
+            outputs[Output(i, part)] = sum(x @ weight(rank, seed) for rank in range(RANKS))
+    return stream(Read(len(kinds), "norm"))
+
+
+def literal_desync(wiring: Wiring, kinds: Sequence[Kind]) -> torch.Tensor:
+    """The same for Desync: a residual for each rank."""
+    local = [embedding() for _ in range(RANKS)]
+    keeps = kept_reductions(wiring.layers, wiring.kept)
+    for i in range(len(kinds)):
+        for part, kept in zip(("attn", "shared"), keeps.get(i, (True, True)), strict=True):
+            outs = [norm(local[rank]) @ weight(rank, seed_of(i, part)) for rank in range(RANKS)]
+            if kept:
+                whole = sum(local[rank] / RANKS + outs[rank] for rank in range(RANKS))
+                local = [whole.clone() for _ in range(RANKS)]
+            else:
+                local = [local[rank] + outs[rank] for rank in range(RANKS)]
+    return local[0]
+
+
+def run_rank(rank: int, meeting: Meeting, wiring: Wiring, kinds: Sequence[Kind], stages: list[range]) -> Any:
+    """The final stream on one rank, by vLLM's loop; and what the reducer was asked."""
+    reducer: Any = LateReducer(rank, meeting)
+    hidden, residual = embedding(), None
+    for stage in stages:
+        layers = {i: Layer(rank, i, kinds[i], reducer) for i in stage}
+        seen: list[Kind] = [kind_of(layers[i], ROW) if i in stage else "moe-shared" for i in range(len(kinds))]
+        assert [seen[i] for i in stage] == [kinds[i] for i in stage]
+        for i, plan in plan_layers(wiring, seen, stage).items():
+            take_apart(layers[i], Wired(ROW, plan, reducer))
+        for layer in layers.values():
+            assert hidden.shape == (TOKENS, WIDTH)
+            hidden, residual = layer(torch.arange(TOKENS), hidden, residual)
+        assert isinstance(residual, torch.Tensor), "a stage hands on vLLM's pair"
+    return hidden + residual, reducer.log
+
+
+def run(wiring: Wiring, kinds: Sequence[Kind], stages: list[range] | None = None) -> tuple[torch.Tensor, list[str]]:
+    meeting = Meeting()
+    with ThreadPoolExecutor(RANKS) as ranks:
+        jobs = [
+            ranks.submit(run_rank, rank, meeting, wiring, kinds, stages or [range(len(kinds))]) for rank in range(RANKS)
+        ]
+        (first, log), (second, _) = (job.result(timeout=60) for job in jobs)
+    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
+    return first, log
+
+
+def wirings() -> list[Wiring]:
+    found = [Wiring("parallel", layers) for layers in ((0, 1, 2, 3, 4), (1, 3))] + [Wiring("standard", (1,))]
+    for name in ("farskip", "ladder"):
+        for variant in ("full", "attn-only", "mlp-only"):
+            for border in ("full", "partial"):
+                for layers in ((0, 1, 2, 3, 4), (1, 2), (0, 3)):
+                    found += [Wiring(name, layers, variant, border, distance) for distance in (1, 2, 3)]
+    return found
+
+
+@pytest.mark.parametrize(
+    "kinds", [MIXED, ("moe-shared", "dense", "dense", "moe", "moe-shared")], ids=["mixed", "others"]
+)
+def test_every_wiring_is_computed_as_its_reads_say(kinds):
+    for wiring in wirings():
+        found, _ = run(wiring, kinds)
+        torch.testing.assert_close(found, literal(wiring, kinds), rtol=1e-9, atol=1e-9, msg=str(wiring))
+
+
+@pytest.mark.parametrize("name", DESYNC)
+def test_desync_is_computed_on_local_residuals(name):
+    kinds: tuple[Kind, ...] = ("dense",) * 5
+    for layers in ((0, 1, 2, 3, 4), (1, 2, 4), (0, 3)):
+        pattern = "-,m" if layers != (0, 3) else "am"
+        wiring = Wiring(name, layers, tp_degree=RANKS, reduce=pattern if name == "desync" else "")
+        found, log = run(wiring, kinds)
+        torch.testing.assert_close(found, literal_desync(wiring, kinds), rtol=1e-9, atol=1e-9, msg=str(wiring))
+        assert set(log) == {"now"}, "a reduction that Desync keeps has no cover"
+
+
+def test_pipeline_stages_exchange_a_pair():
+    for wiring in wirings():
+        if wiring.distance == 1:
+            found, _ = run(wiring, MIXED, [range(1), range(1, 3), range(3, 5)])
+            torch.testing.assert_close(found, literal(wiring, MIXED), rtol=1e-9, atol=1e-9, msg=str(wiring))
+    with pytest.raises(ValueError, match="more than two streams"):
+        plan_layers(Wiring("ladder", (0, 1, 2, 3, 4), distance=3), ("moe",) * 5, range(3))
+
+
+def test_what_overlaps_under_each_wiring():
+    moe: tuple[Kind, ...] = ("moe-shared",) * 3
+    _, farskip = run(Wiring("farskip", (0, 1, 2)), moe)
+    # Attention and shared experts share one sum under the routed experts; the last layer sums all of it at once.
+    assert farskip == ["start", "start", "wait", "wait", "start", "start", "wait", "wait", "now"]
+    assert run(Wiring("ladder", (0, 1, 2)), moe)[1].count("start") == 4
+    assert run(Wiring("parallel", (0, 1, 2)), moe)[1] == ["now"] * 3
+    assert run(Wiring("farskip", (0, 1, 2)), ("dense",) * 3)[1] == ["now"] * 3
+    assert run(Wiring("standard", ()), moe)[1] == ["now"] * 6, "vLLM's own layers"
+
+
+def test_layers_that_are_not_rewired_stay_vllms_own():
+    for kinds in (MIXED, ("dense",) * 5):
+        assert set(plan_layers(Wiring("farskip", (3,)), kinds, range(5))) == {3}
+        assert set(plan_layers(Wiring("ladder", (3,)), kinds, range(5))) == {2, 3}, "its sum is read later"
+
+
+def test_experts_that_sum_by_themselves_are_refused():
+    layer = Layer(0, 0, "moe", None)
+    (plan,) = plan_layers(Wiring("ladder", (0,)), ("moe",), range(1)).values()
+    take_apart(layer, Wired(ROW, plan, Reducer(1)))
+    runner: Any = layer.mlp.experts
+    assert torch.equal(runner._maybe_reduce_final_output(torch.ones(1, 4), 3), torch.ones(1, 3))
+    with pytest.raises(RuntimeError, match="sums over the ranks itself"):
+        runner._maybe_reduce_final_output(torch.ones(1, 4), None, True)
+
+
+def test_every_kind_of_layer_is_known():
+    for kind in get_args(Kind):
+        assert kind_of(Layer(0, 0, kind, None), ROW) == kind

@@ -1,0 +1,133 @@
+"""Inductor keeps a start before its cover and a wait behind it; without the newest tensor it would not."""
+
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+from fcsd.models.wiring_block import Wiring
+from fcsd.serve.vllm.layer import Wired, take_apart
+from fcsd.serve.vllm.plan import plan_layers
+from fcsd.serve.vllm.reduction import Reducer, Sum, define_operators
+from fcsd.serve.vllm.rows import Row as VllmRow
+
+
+class Hasty(Reducer):
+    """The negative control: nothing but the data orders starts and waits."""
+
+    def wait(self, sum_: Sum, newest: Tensor) -> Tensor:
+        return super().wait(sum_, sum_.total)
+
+    def cover(self, x: Tensor, newest: Tensor, sums: tuple[Sum, ...]) -> None:
+        pass
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's group of two ranks that hold the same."""
+    group = SimpleNamespace(_all_reduce_out_place=lambda x: x.mul_(2))
+    parallel_state: Any = ModuleType("vllm.distributed.parallel_state")
+    distributed: Any = ModuleType("vllm.distributed")
+    parallel_state._groups = {"tp:0": lambda: group}
+    distributed.parallel_state = parallel_state
+    distributed.tensor_model_parallel_all_reduce = lambda x: x * 2
+    for fake in (ModuleType("vllm"), distributed, parallel_state):
+        monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    define_operators()
+
+
+class Row(nn.Module):
+    """A part of a layer: a product of ``[tokens, 16]``."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Buffer(torch.randn(16, 16, generator=torch.Generator().manual_seed(seed)))
+        self.reduce_results = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.o_proj = Row(seed)
+
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
+        return self.o_proj(x)
+
+
+class Experts(Row):
+    """The border of vLLM's ``MoERunner``."""
+
+    _fused_output_is_reduced = False
+    _shared_experts: Any = None
+    _forward_entry: Any = None
+
+    def _select_forward(self) -> None:
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        routed = super().forward(x)
+        return routed if self._shared_experts is None else self._shared_experts(x) + routed
+
+
+class Moe(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.shared_experts, self.experts = Row(seed), Experts(seed + 1)
+        self.experts._shared_experts = self.shared_experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x)
+
+
+class Norm(nn.Module):
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        whole = x if residual is None else x + residual
+        normed = nn.functional.rms_norm(whole, (16,))
+        return normed if residual is None else (normed, whole)
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
+        self.self_attn, self.mlp = Attention(10 * index), Moe(10 * index + 1)
+
+
+def order(reducer: Reducer) -> list[str]:
+    """Starts, waits and products in the order of the code that Inductor generates for three farskip layers."""
+    layers = [Layer(index) for index in range(3)]
+    row = VllmRow(shared="shared_experts")
+    for i, plan in plan_layers(Wiring("farskip", (0, 1, 2)), ["moe-shared"] * 3, range(3)).items():
+        take_apart(layers[i], Wired(row, plan, reducer))
+
+    def model(positions: Tensor, hidden: Tensor) -> Tensor:
+        residual = None
+        for layer in layers:
+            hidden, residual = layer(positions, hidden, residual)
+        return hidden + residual
+
+    torch._dynamo.reset()
+    positions, hidden = torch.arange(8), torch.randn(8, 16)
+    with torch.no_grad():
+        expected = model(positions, hidden.clone())
+        found, code = run_and_get_code(torch.compile(model, fullgraph=True), positions, hidden.clone())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    body = code[-1][code[-1].index("def call(") :]
+    calls = re.findall(r"ops\.fcsd\.reduce_(start|wait)\.default\(|extern_kernels\.\w*?(mm)\(", body)
+    return ["".join(call) for call in calls]
+
+
+def test_a_compiler_keeps_what_covers_a_sum(ranks: None) -> None:
+    first = ["mm", "mm", "start", "mm", "start"]  # attention and shared experts; routed experts under their sum
+    later = ["wait", "mm", "wait", "mm", "start", "mm", "start"]  # the attention under the routed experts' sum
+    last = ["wait", "mm", "wait", "mm", "mm"]
+    assert order(Reducer(2, "tp:0")) == [*first, *later, *last]
+    assert order(Hasty(2, "tp:0")) != [*first, *later, *last]

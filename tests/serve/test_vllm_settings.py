@@ -1,0 +1,275 @@
+"""The plugin around its layers: what it reads, refuses and registers, at the border to vLLM, which is doubled."""
+
+import ast
+import json
+import pickle
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+
+from fcsd.convert import convert_checkpoint
+from fcsd.errors import BadInputError, ConfigError
+from fcsd.models.archs import ARCHS
+from fcsd.models.build import model_classes
+from fcsd.models.wiring_block import Wiring
+from fcsd.serve.vllm import plugin, reduction, support
+from fcsd.serve.vllm.checks import check, problems
+from fcsd.serve.vllm.config import base_config, parser_for
+from fcsd.serve.vllm.rows import ROWS, base_name, names
+
+
+class StockParser:
+    """vLLM's parser at its interface."""
+
+    def parse(self, model: Any, trust_remote_code: bool, revision: Any = None, code_revision: Any = None, **_: Any):
+        raw, _ = transformers.PretrainedConfig.get_config_dict(model)
+        return raw, transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+
+
+@pytest.mark.parametrize("arch", ["llama", "deepseek_v2"])
+def test_a_converted_config_reaches_vllm_as_its_base(arch, tmp_path):
+    base = tiny.model(arch)
+    base.save_pretrained(tmp_path / "base")
+    convert_checkpoint(tmp_path / "base", tmp_path / "wired", wiring="ladder", layers="1-2", check=False)
+    parser = parser_for(StockParser)()
+    raw, config = parser.parse(tmp_path / "wired", True, hf_overrides=None)
+    assert type(config) is type(base.config) and config.model_type == raw["model_type"] == arch
+    assert config.architectures == [names()[arch]] == [f"Fcsd{base_name(arch)}"]
+    assert Wiring.from_block(config.fcsd).layers == (1, 2) and config.name_or_path == str(tmp_path / "wired")
+    assert "auto_map" not in raw and "fcsd" not in raw and not hasattr(config, "auto_map")
+    assert json.loads(pickle.loads(pickle.dumps(config)).to_json_string(use_diff=False))["fcsd"] == config.fcsd
+    raw, config = parser.parse(tmp_path / "base", False)
+    assert config.architectures == [base_name(arch)] and not hasattr(config, "fcsd")
+
+
+def test_a_block_that_does_not_belong_is_refused():
+    block = Wiring("ladder", (1,)).to_block()
+    assert base_config({"model_type": "llama"}, "x") is None
+    for raw in (
+        {"model_type": "llama", "fcsd": block},
+        {"model_type": "fcsd_llama"},
+        {"model_type": "fcsd_gpt2", "fcsd": block},
+        {"model_type": "fcsd_llama", "fcsd": {**block, "version": 2}},
+        {"model_type": "fcsd_llama", "fcsd": {**block, "news": 1}},
+    ):
+        with pytest.raises(BadInputError, match=r"^x: "):
+            base_config(raw, "x")
+
+
+def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = True, **changes: Any) -> Any:
+    """vLLM's settings; the changes are to ``parallel_config``, or replace a whole part of the settings."""
+    parallel = dict(
+        tensor_parallel_size=2, pipeline_parallel_size=1, data_parallel_size=1, decode_context_parallel_size=1,
+        prefill_context_parallel_size=1, use_sequence_parallel_moe=False, use_ubatching=False, enable_eplb=False,
+    )  # fmt: skip
+    whole: dict[str, Any] = dict(speculative_config=None, lora_config=None, additional_config={})
+    for name, value in changes.items():
+        (parallel if name in parallel else whole)[name] = value
+    config = SimpleNamespace(fcsd=wiring.to_block())
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=config, dtype=dtype, is_moe=moe),
+        parallel_config=SimpleNamespace(**parallel),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=whole.pop("enable_sp", False))),
+        **whole,
+    )
+
+
+FARSKIP, DESYNC = Wiring("farskip", (1, 2)), Wiring("desync-2x", (1, 2), tp_degree=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (settings(DESYNC), "converted for 4 tensor-parallel ranks, not 2; use --tensor-parallel-size 4"),
+        (settings(DESYNC, tensor_parallel_size=4, pipeline_parallel_size=2), "desync-2x does not go with pipeline"),
+        (settings(Wiring("ladder", (1,), distance=2), pipeline_parallel_size=2), "distance 2 does not go with"),
+        (settings(FARSKIP, dtype=torch.float16), "rescales deepseek_v3 in float16"),
+        (settings(FARSKIP, use_sequence_parallel_moe=True), "sequence-parallel experts"),
+        (settings(FARSKIP, data_parallel_size=2), "data-parallel attention"),
+        (settings(FARSKIP, use_ubatching=True), "two-batch overlap"),
+        (settings(FARSKIP, enable_eplb=True), "moving experts"),
+        (settings(FARSKIP, decode_context_parallel_size=2), "context parallelism"),
+        (settings(FARSKIP, enable_sp=True), "enable_sp"),
+        (settings(FARSKIP, speculative_config=SimpleNamespace(method="mtp")), "speculation by mtp"),
+        (settings(FARSKIP, speculative_config=SimpleNamespace(method="eagle3")), "speculation by eagle3"),
+        (settings(FARSKIP, lora_config=object()), "LoRA was not tested"),
+        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}), "reduce none gives wrong results"),
+        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "symmetric"}}), "does not have this kind"),
+        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised:int4"}}), "does not have this kind"),
+        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "fast"}}), "unknown kind of reduction 'fast'"),
+        (settings(FARSKIP, additional_config={"fcsd": {"kind": "vllm"}}), 'has one key, "reduce"'),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_converted_model_cannot_do_is_refused_by_name(config, named, monkeypatch):
+    monkeypatch.setenv(support.RIGHT_RESULTS, "1")
+    with pytest.raises(ConfigError) as caught:
+        check(config, "deepseek_v3")
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_it_can_do_is_accepted(monkeypatch):
+    monkeypatch.delenv(support.RIGHT_RESULTS, raising=False)
+    for config in (
+        settings(FARSKIP, pipeline_parallel_size=2),
+        settings(DESYNC, tensor_parallel_size=4),
+        settings(FARSKIP, moe=False, data_parallel_size=2),
+        settings(FARSKIP, speculative_config=SimpleNamespace(method="ngram")),
+        settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}),  # by vllm serve itself, for a bound
+        settings(FARSKIP, additional_config={"fcsd": {"reduce": "vllm"}, "other": 1}),
+    ):
+        assert list(problems(config, "deepseek_v3")) == []
+    assert list(problems(settings(FARSKIP, dtype=torch.float16), "glm4_moe")) == []
+
+
+def test_every_architecture_has_a_row_and_the_name_of_its_export():
+    assert ROWS.keys() == ARCHS.keys()
+    for model_type, name in names().items():
+        assert name == model_classes(model_type)["AutoModelForCausalLM"].__name__
+        assert (ROWS[model_type].shared is not None) == (ARCHS[model_type].blocks.shared is not None)
+
+
+def module(name: str, **contents: Any) -> Any:
+    found = ModuleType(name)
+    vars(found).update(contents)
+    return found
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The modules of vLLM that ``registration.py`` changes, in an unsupported version unless the test sets another."""
+
+    asked: list[str] = []
+    gpt_oss = SimpleNamespace(
+        verify_and_update_config=lambda vllm_config: asked.append("config"),
+        verify_and_update_model_config=lambda model_config: asked.append("model"),
+    )
+
+    models: dict[str, str] = {}
+    fakes = {
+        "vllm": module("vllm", __version__="0.29.1"),
+        "vllm.config": module("vllm.config"),
+        "vllm.config.vllm": module(
+            "vllm.config.vllm", DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES=frozenset({"LlamaForCausalLM"})
+        ),
+        "vllm.model_executor": module("vllm.model_executor"),
+        "vllm.model_executor.models": module("vllm.model_executor.models"),
+        "vllm.model_executor.models.config": module("c", MODELS_CONFIG_MAP={"GptOssForCausalLM": gpt_oss}),
+        "vllm.model_executor.models.registry": module(
+            "r", ModelRegistry=SimpleNamespace(register_model=models.__setitem__)
+        ),
+        "vllm.transformers_utils": module("vllm.transformers_utils"),
+    }
+    parsing = module("p", _CONFIG_FORMAT_TO_CONFIG_PARSER={"hf": StockParser})
+    fakes["vllm.transformers_utils.config"] = parsing
+    fakes["vllm.config"].vllm = fakes["vllm.config.vllm"]
+    fakes["vllm"].config = fakes["vllm.config"]
+    fakes["vllm.transformers_utils"].config = parsing
+    for name, fake in fakes.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.delitem(sys.modules, "fcsd.serve.vllm.registration", raising=False)
+    yield SimpleNamespace(
+        top=fakes["vllm"], models=models, hooks=fakes["vllm.model_executor.models.config"].MODELS_CONFIG_MAP,
+        settings=fakes["vllm.config.vllm"], parsers=parsing._CONFIG_FORMAT_TO_CONFIG_PARSER, asked=asked,
+    )  # fmt: skip
+    sys.modules.pop("fcsd.serve.vllm.registration", None)
+
+
+def test_an_unsupported_version_changes_nothing_and_says_so(vllm, caplog):
+    plugin.register()
+    assert vllm.models == {} and vllm.parsers == {"hf": StockParser}
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and "needs vLLM >=0.24,<0.29, not 0.29.1" in record.getMessage()
+
+
+def test_registration_adds_our_names_and_keeps_what_belongs_to_the_base(vllm):
+    vllm.top.__version__ = "0.24.0"
+    plugin.register()
+    assert vllm.models == {name: f"fcsd.serve.vllm.models:{name}" for name in names().values()}
+    parser = vllm.parsers["hf"]
+    assert issubclass(parser, StockParser)
+    runner = vllm.settings.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES
+    assert runner == {"LlamaForCausalLM", "FcsdLlamaForCausalLM"}
+    hooks = vllm.hooks["FcsdGptOssForCausalLM"]
+    hooks.verify_and_update_model_config(None)
+    hooks.verify_and_update_config(settings(FARSKIP))
+    assert vllm.asked == ["model", "config"]
+    with pytest.raises(ConfigError, match="enable-eplb"):
+        vllm.hooks["FcsdLlamaForCausalLM"].verify_and_update_config(settings(FARSKIP, enable_eplb=True))
+    plugin.register()
+    assert vllm.parsers["hf"] is parser, "a second call changes nothing"
+
+
+@pytest.mark.parametrize(("version", "supported"), [("0.24.0", True), ("0.28.0+cpu", True), ("0.23.9", False)])
+def test_versions(version, supported):
+    assert (support.why_unsupported(version) is None) == supported
+    assert support.why_unsupported("1.0") is not None
+
+
+def test_the_entry_point_is_the_plugin_and_loads_no_torch(repo):
+    project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
+    ((name, value),) = project["entry-points"][support.GROUP].items()
+    assert EntryPoint(name, value, support.GROUP).load() is plugin.register
+    code = "import sys, fcsd.serve.vllm.plugin; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=repo, timeout=120).returncode == 0
+
+
+def reached(repo: Path, start: str) -> set[Path]:
+    """The files of fcsd that a module of fcsd imports at its top level or later, by any detour."""
+    found: set[Path] = set()
+    todo = [start]
+    while todo:
+        name = todo.pop()
+        for path in (repo / f"{name.replace('.', '/')}.py", repo / name.replace(".", "/") / "__init__.py"):
+            if path.is_file() and path not in found:
+                found.add(path)
+                for node in ast.parse(path.read_text()).body:
+                    if isinstance(node, ast.ImportFrom):
+                        base = node.module or ""
+                        if node.level:
+                            package = ".".join(path.relative_to(repo).parent.parts)
+                            base = ".".join(filter(None, [package, base]))
+                        todo += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+                    elif isinstance(node, ast.Import):
+                        todo += [alias.name for alias in node.names]
+    return found
+
+
+def test_the_plugin_needs_nothing_that_vllms_image_lacks(repo):
+    """``pip install --no-deps fcsd`` beside vLLM is enough for it."""
+    packages: set[str] = set()
+    for start in ("plugin", "registration", "models"):
+        for path in reached(repo, f"fcsd.serve.vllm.{start}"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.Import):
+                    packages |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    packages.add((node.module or "").split(".")[0])
+    assert packages - sys.stdlib_module_names <= {"vllm", "torch", "transformers", "safetensors", "fcsd", "triton"}
+
+
+def test_both_operators_sum_at_once_on_a_cpu(monkeypatch):
+    ranks = SimpleNamespace(_all_reduce_out_place=lambda x: x.mul_(2))  # as vLLM's, it writes over its input
+    parallel_state = module("vllm.distributed.parallel_state", _groups={"tp:0": lambda: ranks})
+    distributed = module(
+        "vllm.distributed", parallel_state=parallel_state, tensor_model_parallel_all_reduce=lambda x: x * 2
+    )
+    for fake in (module("vllm", distributed=distributed), distributed, parallel_state):
+        monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    reduction.define_operators()
+    x = torch.ones(2, 3)
+    reducer = reduction.Reducer(2, "tp:0")
+    started = reducer.start(x)
+    assert torch.equal(reducer.wait(started, x), torch.full((2, 3), 2.0)) and torch.equal(x, torch.ones(2, 3))
+    assert reducer.now(x).summand is None and torch.equal(reducer.now(x).total, started.total)
+    for alone in (reduction.Reducer(1, "tp:0"), reduction.Reducer(2, "tp:0", "none")):
+        assert alone.start(x).total is x and alone.now(x).total is x and alone.wait(alone.start(x), x) is x
