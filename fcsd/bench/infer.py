@@ -28,7 +28,7 @@ from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
 from fcsd.models.build import check_desync, wiring_of
-from fcsd.models.wiring import DESYNC, NAMES, Wiring
+from fcsd.models.wiring_block import DESYNC, NAMES, Wiring
 from fcsd.parallel.tensor.division import Experts, TensorGroup
 from fcsd.parallel.tensor.layer import wire_tensor_parallel
 from fcsd.parallel.tensor.reduce import WRONG_RESULTS, Kind, Reduction

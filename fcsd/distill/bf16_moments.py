@@ -68,12 +68,13 @@ class Bf16MomentsAdamW(Optimizer):
         whole = (parameter.view(-1), parameter.grad.reshape(-1), *(state[name].view(-1) for name in _MOMENTS))
         taken = state["step"]
         for weights, gradients, *stored in zip(*(tensor.split(CHUNK) for tensor in whole), strict=True):
-            moments = [moment.float() for moment in stored]
+            first, second = (moment.float() for moment in stored)
             taken = state["step"].clone()  # torch counts each call as a step
             adamw(
                 [weights],
                 [gradients],
-                *([moment] for moment in moments),
+                [first],
+                [second],
                 [],
                 [taken],
                 fused=True,
@@ -86,7 +87,7 @@ class Bf16MomentsAdamW(Optimizer):
                 eps=group["eps"],
                 maximize=False,
             )
-            for target, moment, drawn in zip(stored, moments, noise, strict=True):
+            for target, moment, drawn in zip(stored, (first, second), noise, strict=True):
                 round_into(target, moment, drawn)
         state["step"] = taken
 

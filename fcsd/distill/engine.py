@@ -153,15 +153,16 @@ def adamw_settings(recipe: Recipe) -> dict[str, Any]:
     return {"lr": optim.lr, "betas": list(optim.betas), "eps": 1e-8, "weight_decay": optim.weight_decay}
 
 
-def bf16_moments_optimizer(recipe: Recipe) -> Callable[[list[Any]], Bf16MomentsAdamW] | None:
+def bf16_moments_optimizer(recipe: Recipe) -> Callable[[Any], Bf16MomentsAdamW] | None:
     """What makes the optimizer for ``deepspeed.initialize``; None if DeepSpeed makes it by its configuration."""
     if recipe.optim.moments == "fp32":
         return None
 
-    def make(parameters: list[Any]) -> Bf16MomentsAdamW:
+    def make(parameters: Any) -> Bf16MomentsAdamW:
         from deepspeed.moe.utils import configure_moe_param_groups
 
-        if recipe.parallel.ep_size > 1:  # DeepSpeed itself divides the parameters only for optimizers that it makes
+        # DeepSpeed itself divides the parameters only for optimizers that it makes.
+        if recipe.parallel.ep_size > 1 or recipe.parallel.wire.any:
             parameters = configure_moe_param_groups(parameters)
         return Bf16MomentsAdamW(parameters, **adamw_settings(recipe))
 

@@ -54,7 +54,7 @@ def layers_text(layers: Sequence[int]) -> str:
 def _bounded(number: int, count: int) -> int:
     if number > count:
         raise ConfigError(
-            f"layers: {number} layers were asked for, and the model has {count}, numbered 0 to {count - 1}"
+            f"layers: the choice needs {number} layers, and the model has {count}, numbered 0 to {count - 1}"
         )
     return number
 

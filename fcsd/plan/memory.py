@@ -244,7 +244,7 @@ def host_bytes(model: ModelNumbers, setup: Setup) -> int:
 def checkpoint_bytes(model: ModelNumbers, setup: Setup) -> int:
     """Bytes of a checkpoint: the model directory and the optimizer's states of the trained parameters."""
     trained = model.total - shard(model, setup).frozen
-    return setup.width * model.total + _saved_width(setup) * trained
+    return setup.width * model.total + _stored_width(setup) * trained
 
 
 def copy_bytes(model: ModelNumbers, setup: Setup) -> int:
@@ -256,11 +256,11 @@ def copy_bytes(model: ModelNumbers, setup: Setup) -> int:
     own = shard(model, setup)
     if setup.zero_stage:
         return checkpoint_bytes(model, setup) // setup.world
-    return setup.width * model.total // setup.world + _saved_width(setup) * own.trained
+    return setup.width * model.total // setup.world + _stored_width(setup) * own.trained
 
 
-def _saved_width(setup: Setup) -> int:
-    """Bytes per trained parameter in a checkpoint: two moments and, for bf16 weights, the fp32 weight."""
+def _stored_width(setup: Setup) -> int:
+    """Bytes of a trained parameter's states in a checkpoint: two moments and, for bf16 weights, the fp32 weight."""
     return 2 * setup.moment_width + (4 if setup.dtype == "bf16" else 0)
 
 

@@ -138,7 +138,7 @@ def distill(recipes: list[ResolvedRecipe]) -> list[set[str]]:
                 shutil.rmtree(out / "checkpoints" / "step-2")
             dist.barrier()
             loop.distill_model(resolved)
-            files = (out / "checkpoints" / "step-2" / "engine").rglob("*optim_states.pt")
+            files = (out / "checkpoints" / "step-2" / "optimizer").iterdir()
             found.append({str(dtype) for file in files for dtype in moments(torch.load(file, weights_only=False))})
     return found
 
@@ -215,8 +215,8 @@ def test_what_cannot_work_is_refused_and_what_runs_is_said(folder: Path, tmp_pat
     plain, away = runs.resolved(folder).recipe, runs.resolved(folder, **HOST, **BF16).recipe
     assert "AdamW" not in opening(plain, tmp_path, 0)
     line = opening(away, tmp_path, 0).splitlines()[-1]
-    assert line.startswith("the optimizer is torch's fused AdamW with bf16 moments on the host, with ")
-    assert line.endswith("nothing is compiled")
+    assert line.startswith("The optimizer is torch's fused AdamW with bf16 moments on the host, with ")
+    assert line.endswith("Nothing is compiled.")
     # Runs from before the fields existed had the defaults; another value is another run.
     world = World(0, 1, torch.device("cpu"))
     one, other = (run_identity(recipe, [], world) for recipe in (plain, away))

@@ -93,7 +93,7 @@ def test_a_sweep_over_several_nodes_is_a_slurm_job(tmp_path: Path) -> None:
     runs.resolved(tmp_path, sweep=SWEEP)
     asked = ["distill", "--sweep", tmp_path / "recipe.yaml", "--gpus", "8", "--nodes", "2"]
     refused = fcsd(*asked)
-    assert refused.returncode == 2 and "is a Slurm job" in refused.stderr and "--slurm" in refused.stderr
+    assert refused.returncode == 2 and "must be a Slurm job" in refused.stderr and "--slurm" in refused.stderr
     runs.resolved(tmp_path)
     assert "has no `sweep:` section" in fcsd(*asked, "--slurm").stderr
 

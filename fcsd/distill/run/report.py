@@ -154,7 +154,7 @@ def _optimizer(recipe: Recipe) -> str:
     made_by = "torch's fused AdamW" + (" with bf16 moments" if recipe.optim.moments == "bf16" else "")
     threads = torch.get_num_threads()
     where = f"on the host, with {threads} CPU thread{'s' * (threads > 1)} in each process"
-    return f"\nThe optimizer is {made_by} {where}; nothing is compiled."
+    return f"\nThe optimizer is {made_by} {where}. Nothing is compiled."
 
 
 def _command() -> str:

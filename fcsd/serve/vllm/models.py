@@ -14,6 +14,7 @@ from vllm.distributed import (  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.utils import PPMissingLayer  # pyright: ignore[reportMissingImports]
 
+from fcsd.models.schedule import Kind
 from fcsd.models.wiring_block import Wiring
 from fcsd.serve.vllm.layer import Wired, kind_of, take_apart
 from fcsd.serve.vllm.plan import plan_layers
@@ -32,7 +33,7 @@ def rewire(model: Any, row: Row, wiring: Wiring, reducer: Reducer) -> None:
     layers = model.get_submodule(row.decoder).layers
     own = [i for i, layer in enumerate(layers) if not isinstance(layer, PPMissingLayer)]
     stage = range(own[0], own[-1] + 1)
-    kinds = [kind_of(layer, row) if i in stage else "moe-shared" for i, layer in enumerate(layers)]
+    kinds: list[Kind] = [kind_of(layer, row) if i in stage else "moe-shared" for i, layer in enumerate(layers)]
     for i, plan in plan_layers(wiring, kinds, stage).items():
         take_apart(layers[i], Wired(row, plan, reducer))
 

@@ -14,7 +14,7 @@ log = logging.getLogger("vllm.fcsd")  # below vLLM's logger, whose settings it s
 
 def register() -> None:
     """Teach vLLM the converted architectures. A second call changes nothing."""
-    from vllm import __version__  # pyright: ignore[reportMissingImports]
+    from vllm import __version__  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
     if problem := why_unsupported(__version__):
         log.error(problem)

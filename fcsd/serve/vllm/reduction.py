@@ -160,7 +160,7 @@ def _wait(y: Tensor, x: Tensor, after: Tensor) -> None:
 
 
 def _captures_a_piece() -> bool:
-    from vllm.config import CUDAGraphMode  # pyright: ignore[reportMissingImports]
+    from vllm.config import CUDAGraphMode  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     from vllm.forward_context import (  # pyright: ignore[reportMissingImports]
         get_forward_context,
         is_forward_context_available,

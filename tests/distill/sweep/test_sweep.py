@@ -152,6 +152,7 @@ def test_a_grid_with_a_learning_rate_that_diverges(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)  # it starts eleven processes one after the other, each of which imports everything anew
 def test_the_command_killed_and_started_again(folder: Path, tmp_path: Path) -> None:
     recipe(folder, tmp_path / "sweep", TWO_STAGES)
     command = [sys.executable, "-m", "fcsd", "distill", "--sweep", str(folder / "recipe.yaml"), "--json"]
