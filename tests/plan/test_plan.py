@@ -215,7 +215,7 @@ def test_qwen3_30b_a3b_on_eight_cards_of_80_gb(monkeypatch):
     model = MetaModel("Qwen/Qwen3-30B-A3B", rewired=True)
 
     def planned(*sets):
-        setup = setup_of(load_recipe("qwen3-30b-a3b", sets).recipe, 8, len(model.numbers.layers), model.plain)
+        setup = setup_of(load_recipe("qwen3-30b-a3b", list(sets)).recipe, 8, len(model.numbers.layers), model.plain)
         return plan_setup("qwen3-30b-a3b", model, model.numbers, setup, Hardware(8, memory=80))
 
     today, rounded = planned(), planned("optim.moments=bf16")
