@@ -68,13 +68,13 @@ class Bf16MomentsAdamW(Optimizer):
         whole = (parameter.view(-1), parameter.grad.reshape(-1), *(state[name].view(-1) for name in _MOMENTS))
         taken = state["step"]
         for weights, gradients, *stored in zip(*(tensor.split(CHUNK) for tensor in whole), strict=True):
-            first, second = (moment.float() for moment in stored)
+            moments = [moment.float() for moment in stored]
             taken = state["step"].clone()  # torch counts each call as a step
             adamw(
                 [weights],
                 [gradients],
-                [first],
-                [second],
+                [moments[0]],
+                [moments[1]],
                 [],
                 [taken],
                 fused=True,
@@ -87,7 +87,7 @@ class Bf16MomentsAdamW(Optimizer):
                 eps=group["eps"],
                 maximize=False,
             )
-            for target, moment, drawn in zip(stored, (first, second), noise, strict=True):
+            for target, moment, drawn in zip(stored, moments, noise, strict=True):
                 round_into(target, moment, drawn)
         state["step"] = taken
 

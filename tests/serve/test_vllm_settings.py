@@ -134,7 +134,10 @@ def test_what_it_can_do_is_accepted(monkeypatch):
 def test_every_architecture_has_a_row_and_the_name_of_its_export():
     assert ROWS.keys() == ARCHS.keys()
     for model_type, name in names().items():
-        assert name == model_classes(model_type)["AutoModelForCausalLM"].__name__
+        shipped: Any = model_classes(model_type)["AutoModelForCausalLM"]
+        assert name == shipped.__name__ and not shipped.is_backend_compatible(), (
+            "vLLM would serve it without the plugin"
+        )
         assert (ROWS[model_type].shared is not None) == (ARCHS[model_type].blocks.shared is not None)
 
 

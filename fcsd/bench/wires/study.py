@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -102,7 +101,7 @@ def run(study: Study, out: Path) -> dict[str, Any]:
         "limit": study.limit,
         "data_mirror": None if study.data_mirror is None else _content(study.data_mirror),
     }
-    start, cache = time.process_time(), AnswerCache(out / "pieces.jsonl")
+    cache = AnswerCache(out / "pieces.jsonl")
 
     def measured(kind: str, direction: Direction | None, format: str | None) -> Any:
         """A piece from the cache, or measured now. Without a direction it is the model without a wire."""
@@ -134,7 +133,6 @@ def run(study: Study, out: Path) -> dict[str, Any]:
         **of_tasks,
         "seeds": "none: rounding to nearest, greedy scores",
         "environment": snapshot(),
-        "cpu_seconds_of_the_last_process": round(time.process_time() - start, 1),
         "perplexity": math.exp(estimate(without)[0]),
         "losses": [_loss(*piece, items, without) for piece, items in losses.items()],
         "scores": [_scores(row, tasks[0]) for row in tasks],
