@@ -66,7 +66,7 @@ class Experts(Row):
     """The border of vLLM's ``MoERunner``."""
 
     _fused_output_is_reduced = False
-    _shared_experts: Any = None
+    _shared_experts: Any  # a class attribute with a value would hide the module of this name
     _forward_entry: Any = None
 
     def _select_forward(self) -> None:
