@@ -21,9 +21,9 @@ if [ ! -d "$environment" ]; then
 fi
 "$environment/bin/pip" install --no-deps --force-reinstall .
 
-# vLLM's CPU build has no latent attention, so DeepSeek models run with the expanded form of theirs. Its rotary
-# embedding reads the heads of that form at wrong places: the original is as wrong as the converted model there (option
-# --stock). With --native torch computes it. Its attention with sinks (gpt_oss) exists in bfloat16 only.
+# vLLM's CPU build has no latent attention, so DeepSeek models run with the expanded form of theirs. With its
+# own kernels the original model is as wrong as the converted one there (option --stock), so torch computes rotary
+# embeddings and norms (--native). Its attention with sinks (gpt_oss) exists in bfloat16 only.
 export VLLM_HOST_IP=127.0.0.1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_MLA_DISABLE=1
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1
 folder=$(mktemp -d)

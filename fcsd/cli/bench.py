@@ -1,4 +1,4 @@
-"""The `fcsd bench` commands, which measure training steps, their memory, inference, links and quantised wires."""
+"""The `fcsd bench` commands that measure training steps: their time, their memory, and what hides communication."""
 
 import json
 import os
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fcsd.cli.command import command, emit
-from fcsd.cli.options import AsJson, DataMirror, Device, Dtype, Gpus, Limit, Model, Sets
-from fcsd.disk import write_text
+from fcsd.cli.options import AsJson, Gpus, Sets
 from fcsd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def train(
         wires=tuple(wires),
     )
     result = _bench(load, gpus, out, traced=trace)
-    if as_json and _first():
+    if as_json and first_rank():
         emit(json.dumps(result, indent=2))
 
 
@@ -107,7 +106,8 @@ def _bench(load: "Workload", gpus: int | None, out: Path | None, *, traced: bool
     return bench(load, out, traced=traced)
 
 
-def _first() -> bool:
+def first_rank() -> bool:
+    """Whether this is the only process, or the first one."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -136,9 +136,9 @@ def memory(
 
     size: dict[str, int] = {"seq": seq, "micro_batch": micro_batch, "accumulation": accumulation}
     found = bench(shape, layers, **size, steps=steps, sets=sets, cap=cap)
-    if out is not None and _first():
+    if out is not None and first_rank():
         out.write_text(json.dumps(found, indent=1))
-    if as_json and _first():
+    if as_json and first_rank():
         emit(json.dumps(found, indent=2))
 
 
@@ -181,76 +181,8 @@ def distill(
     from fcsd.bench.distill import bench
 
     found = bench(load, out, traced=trace)
-    if as_json and _first():
+    if as_json and first_rank():
         emit(json.dumps(found, indent=2))
-
-
-@command(app, "infer")
-def infer(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL|SHAPE", help="A checkpoint's directory, or llama3-70b, qwen3-30b-a3b, ...")
-    ],
-    tp: Annotated[str, typer.Option(metavar="N[,N...]", help="Tensor-parallel degrees, one GPU for each rank.")] = "1",
-    batch: Annotated[str, typer.Option(metavar="N[,N...]", help="How many prompts are answered at once.")] = "1",
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1024,
-    new: Annotated[int, typer.Option(min=2, help="New tokens after each prompt.")] = 512,
-    wirings: Annotated[
-        str,
-        typer.Option(
-            help="standard, farskip, ladder, parallel, desync-2x, desync-4x, each over all layers; own is MODEL's."
-        ),
-    ] = "standard,ladder",
-    reduce: Annotated[
-        str, typer.Option(metavar="KIND[,KIND...]", help="How ranks sum; none is the bound, with wrong results.")
-    ] = "nccl,none",
-    experts: Annotated[
-        str, typer.Option(metavar="sliced|whole", help="Give each rank a slice of every expert, or some whole experts.")
-    ] = "sliced",
-    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of a SHAPE.")] = 8,
-    dtype: Annotated[str, typer.Option(metavar="bfloat16|float32", help="Data type of the weights.")] = "bfloat16",
-    rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
-    no_graphs: Annotated[bool, typer.Option("--no-graphs", help="Decode without CUDA graphs.")] = False,
-    no_nvlink: Annotated[
-        bool, typer.Option("--no-nvlink", help="Let NCCL send through host memory, as on machines without NVLink.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="Directory for infer.json.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Time prefill and decoding in fcsd's tensor-parallel engine, beside the bound without reductions."""
-    from fcsd.launch.world import ensure_world
-
-    degrees = _numbers(tp)
-    if no_nvlink:
-        os.environ["NCCL_P2P_DISABLE"] = "1"  # NCCL reads it when the processes start
-    ensure_world(max(degrees))
-
-    from fcsd.bench.infer import Workload, bench
-
-    load = Workload(
-        model,
-        layers,
-        degrees,
-        _numbers(batch),
-        prompt,
-        new,
-        tuple(wirings.split(",")),
-        tuple(reduce.split(",")),  # type: ignore[arg-type]
-        experts,  # type: ignore[arg-type]
-        dtype,
-        graphs=not no_graphs,
-        rounds=rounds,
-    )
-    found = bench(load, out)
-    if as_json and _first():
-        emit(json.dumps(found, indent=2))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """The numbers of a list such as ``1,2,4``."""
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not a list of numbers", hint="separate them by commas: 1,2,4") from error
 
 
 @command(app, "trace")
@@ -279,7 +211,7 @@ def trace(
 
         once = Workload(run, layers, micro_batch, seq, ("initialised",), (variant,), rounds=1, steps=1)
         world = _bench(once, gpus, out, traced=True)["world"]
-        if out is None or not _first():
+        if out is None or not first_rank():
             return
         files = [out / f"rank-{rank}.json.gz" for rank in range(world)]
 
@@ -306,76 +238,3 @@ def scaling(
     emit(json.dumps(sizes.to_json(conditions, points), indent=2) if as_json else sizes.to_text(conditions, points))
     if picture is not None:
         sizes.draw(conditions, points, picture)
-
-
-@command(app, "links")
-def links(
-    out: Annotated[Path, typer.Option(help="The machine file to write.")],
-    node_size: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of a node; default: those of this machine that take part.")
-    ] = None,
-    gpus: Gpus = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure the links inside of a node and between nodes, for `fcsd plan --machine`. On several nodes: torchrun."""
-    if not out.parent.is_dir():
-        raise ConfigError(f"{out.parent} is not a directory", hint="create it, or choose another --out")
-    from fcsd.launch.world import ensure_world
-
-    ensure_world(gpus)
-
-    from fcsd.bench.links import bench, write
-
-    size = node_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    write(bench(size), out, int(os.environ.get("RANK", 0)))
-    if as_json and _first():
-        emit(json.dumps({"file": str(out)}))
-
-
-@command(app, "wires")
-def wires(
-    model: Model,
-    text: Annotated[Path, typer.Option(metavar="FILE", help="The held-out text: .jsonl, .jsonl.gz or .parquet.")],
-    out: Annotated[
-        Path, typer.Option(help="Directory for wires.json, tables.md and pareto.png; a killed study resumes from it.")
-    ],
-    every: Annotated[int, typer.Option(min=1, metavar="N", help="Read every N-th document of the text.")] = 1,
-    max_length: Annotated[int, typer.Option(min=1, help="The length of the windows of text, in tokens.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows in one forward pass.")] = 4,
-    tp_degree: Annotated[int, typer.Option(min=2, help="The tensor-parallel degree of the all-reduce.")] = 4,
-    tasks: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="The tasks of table 7; none for an empty name.")
-    ] = None,
-    limit: Limit = None,
-    data_mirror: DataMirror = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure what each format of the wire costs MODEL, by direction. FlashCommunication V2's tables of quality."""
-    import torch
-
-    from fcsd.bench.wires import study, tables
-    from fcsd.bench.wires.plan import TASKS
-    from fcsd.eval.engines.engine import check_dtype
-
-    check_dtype(dtype)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    settings = study.Study(
-        model,
-        text,
-        every=every,
-        max_length=max_length,
-        batch_size=batch_size,
-        tp_degree=tp_degree,
-        tasks=TASKS if tasks is None else tuple(filter(None, tasks.replace(" ", "").split(","))),
-        limit=limit,
-        data_mirror=data_mirror,
-        device=device,
-        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
-    )
-    found = study.run(settings, out)
-    report = tables.to_text(found)
-    write_text(out / "tables.md", report + "\n")
-    tables.draw(found, out / "pareto.png")
-    emit(json.dumps(found, indent=2) if as_json else report)

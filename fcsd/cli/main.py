@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fcsd.cli.bench import app as bench_app
+from fcsd.cli.bench_beside import app as bench_app
 from fcsd.cli.command import command, emit
 from fcsd.cli.distill import cache_teacher, distill, plan
 from fcsd.cli.eval import chat, evaluate
