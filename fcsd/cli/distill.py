@@ -57,15 +57,13 @@ def distill(
         emit(several.slurm_script(resolved, nodes=nodes, gpus=gpus or 1, options=options))
         print("save it and hand it to sbatch, where output_dir is shared by all nodes", file=sys.stderr)
         return
-    prints = nodes > 1 and node_rank is None and not dry_run and sweep is None
-    if not prints:
-        _require_inputs(named, resolved.recipe)
     if sweep is not None:
         from fcsd.distill.sweep import search as sweeping
         from fcsd.distill.sweep.process import ends_on_sigterm, launcher
         from fcsd.distill.sweep.report_table import to_text
 
         launch = launcher(gpus, accept_unsafe_exec, 1 if dry_run else nodes)
+        _require_inputs(named, resolved.recipe)
         with ends_on_sigterm():
             found = sweeping.sweep(resolved, launch, dry_run=dry_run)
         emit(json.dumps(found, indent=2) if as_json else to_text(found))
@@ -74,9 +72,10 @@ def distill(
 
     from fcsd.launch.world import ensure_world
 
-    if prints:
+    if nodes > 1 and node_rank is None and not dry_run:
         emit(several.node_commands(sys.argv[1:], nodes, rendezvous))
         return
+    _require_inputs(named, resolved.recipe)
     if not dry_run:
         node = None if node_rank is None else several.node_of(nodes, node_rank, rendezvous)
         ensure_world(gpus, node, timeout=join_timeout, grace_seconds=resolved.recipe.faults.grace_seconds)

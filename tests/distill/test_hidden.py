@@ -120,7 +120,8 @@ def test_no_stream_outlives_its_use_and_no_hook_stays() -> None:
 
 def _overlapped(rank: int) -> list[str]:
     """Loss and gradients of the streams' distance under overlap, against the same parts in blocking order."""
-    from test_overlap import _late_collectives, _sharded
+    from late import late_collectives
+    from test_overlap import _sharded
 
     from fcsd.parallel.overlap import overlap
 
@@ -136,7 +137,7 @@ def _overlapped(rank: int) -> list[str]:
             model.zero_grad()
             zeros = torch.zeros(2, 24, 64)
             targets = Targets((zeros, torch.zeros(256, 64)), {1: zeros, 3: zeros})
-            with _late_collectives():
+            with late_collectives():
                 terms = module(batch(seed=rank), targets, torch.ones(()), ("hidden", "sft"))
                 (terms["hidden"] + terms["sft"]).backward()
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -26,7 +26,8 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
 
 
 def compare(rank: int, hidden: bool, recompute: bool) -> list[str]:
-    from test_overlap import _late_collectives, _sharded
+    from late import late_collectives
+    from test_overlap import _sharded
 
     from fcsd.parallel import turns
     from fcsd.parallel.overlap import overlap
@@ -54,7 +55,7 @@ def compare(rank: int, hidden: bool, recompute: bool) -> list[str]:
         student.zero_grad()
         data = batch(rank)
         run = lambda data=data: follow(data, [0, 1])  # noqa: E731
-        with _late_collectives():
+        with late_collectives():
             losses = module(data, run if in_turns else run(), torch.ones(()), terms)
             torch.stack(list(losses.values())).sum().backward()
         gradients = [p.grad.clone() for p in student.parameters() if p.grad is not None]

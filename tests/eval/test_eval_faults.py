@@ -86,7 +86,7 @@ def test_the_batch_size_changes_nothing_in_fp32_and_is_told_in_bf16(model: Path,
     assert scores(model, mirror, batch_size=1) == scores(model, mirror, batch_size=8)
     one, eight = (scores(model, mirror, dtype="bfloat16", batch_size=size) for size in (1, 8))
     pairs = zip(one, eight, strict=True)
-    record_property("bf16_flips", sum(a != b for x, y in pairs for a, b in zip(x[2], y[2], strict=True)))
+    record_property("bf16_flips", int(sum(a != b for x, y in pairs for a, b in zip(x[2], y[2], strict=True))))
 
     rows = evaluate_models([str(model)], tasks=["PIQA"], data_mirror=mirror, limit=1, engine=Engine(batch_size=8))
     assert rows[0]["engine"]["batch_size"] == 8, "compare refuses models of another"

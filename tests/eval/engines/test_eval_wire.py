@@ -137,4 +137,4 @@ def test_formats_that_do_not_divide_the_models_rows_are_refused(text: Path) -> N
 def test_the_command_line_refuses_a_degree_without_a_wire(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         app(["eval", "nowhere", "--tp-degree", "2"])
-    assert end.value.code == 2 and "--wire all-reduce=FORMAT, which is missing" in capsys.readouterr().err
+    assert end.value.code == 2 and "--tp-degree belongs to --wire all-reduce=FORMAT" in capsys.readouterr().err
