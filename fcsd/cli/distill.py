@@ -58,12 +58,14 @@ def distill(
         print("save it and hand it to sbatch, where output_dir is shared by all nodes", file=sys.stderr)
         return
     if sweep is not None:
-        from fcsd.distill.sweep import search as sweeping
         from fcsd.distill.sweep.process import ends_on_sigterm, launcher
-        from fcsd.distill.sweep.report_table import to_text
 
         launch = launcher(gpus, accept_unsafe_exec, 1 if dry_run else nodes)
-        _require_inputs(named, resolved.recipe)
+        _require_inputs(named, resolved.recipe)  # before torch is imported
+
+        from fcsd.distill.sweep import search as sweeping
+        from fcsd.distill.sweep.report_table import to_text
+
         with ends_on_sigterm():
             found = sweeping.sweep(resolved, launch, dry_run=dry_run)
         emit(json.dumps(found, indent=2) if as_json else to_text(found))

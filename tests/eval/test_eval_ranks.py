@@ -31,11 +31,11 @@ def team(rank: int, size: int, lockstep: bool = False) -> Team:
     return Team(World(rank, size, torch.device("cpu")), lockstep)
 
 
-def scored(rank: int, mirror: Path) -> list[dict[str, Any]]:
-    """Rows of four tasks, short answers, and how many answers this rank generated."""
+def scored(rank: int, size: int, mirror: Path) -> list[dict[str, Any]]:
+    """Rows of four tasks, short answers, and how many answers this rank of ``size`` generated."""
     with eval_data.short_answers() as texts:
         subject = Loaded("tiny", model(), eval_data.tokenizer())
-        shared = team(rank, 2) if dist.is_initialized() else None
+        shared = team(rank, size) if size > 1 else None
         options = dict(data_mirror=mirror, engine=Engine(batch_size=2), team=shared)
         rows = evaluate_models([subject], tasks=TASKS, limit=5, **options)
         rows += evaluate_models([subject], tasks=["GSM-8K"], limit=1, **options)  # fewer documents than ranks
@@ -53,11 +53,11 @@ def two_ranks(mirror: Path) -> list[Any]:
 
 
 def both(rank: int, mirror: Path) -> tuple[list[Any], list[Any]]:
-    return scored(rank, mirror), in_step(rank)
+    return scored(rank, 2, mirror), in_step(rank)
 
 
 def test_two_ranks_score_as_one_and_halve_the_work(mirror, two_ranks):
-    *alone, work = scored(0, mirror)
+    *alone, work = scored(0, 1, mirror)
     varying = {"seconds", "engine"}
     for (*rows, share), _ in two_ranks:
         assert 0 < share["generated"] < work["generated"]
