@@ -186,22 +186,17 @@ class Level:
     intra: Line
 
 
-def paper_seconds(
-    rows: Rows, flat: Line, levels: Sequence[Level], fullest: Sequence[float] | None = None
-) -> list[float]:
+def paper_seconds(rows: Rows, flat: Line, levels: Sequence[Level]) -> list[float]:
     """HierMoE's predictions: without deduplication (eq. 1), and with it over d = 1, 2, ... levels (eq. 3 to 5).
 
-    As in the paper, every rank's message is padded to the fullest one and counts the rows that stay on the rank.
+    As in the paper, a rank's message counts the rows that stay on the rank. Routing is random and balanced.
 
     Args:
         rows: ``ranks`` is the paper's G, and ``tokens`` the tokens of one rank.
         flat: an all-to-all between all ranks.
-        fullest: for each level and then for the ranks, the mean number of groups of that kind that a token is sent to,
-            multiplied by the fullest group's share over the mean one. None assumes random balanced routing.
     """
     groups = [*(level.groups for level in levels), rows.ranks]
-    if fullest is None:
-        fullest = [expected_groups(rows.experts, rows.top_k, count) for count in groups]
+    fullest = [expected_groups(rows.experts, rows.top_k, count) for count in groups]
     sizes = [rows.tokens * each * rows.wire for each in fullest]
     times = [flat.seconds(rows.tokens * rows.top_k * rows.wire), flat.seconds(sizes[-1])]
     passed = 0.0
