@@ -37,7 +37,7 @@ def _states(engine: Any, parameter: nn.Parameter) -> Iterator[tuple[str, int, Te
     - In fp32 without ZeRO the optimizer is torch's own.
     """
     if hasattr(parameter, "_hp_mapping"):
-        mapping: Any = parameter._hp_mapping
+        mapping: Any = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
         if mapping is None:
             return
         inner = engine.optimizer.optimizer
