@@ -156,7 +156,7 @@ class Recipe(Section):
             raise ValueError("optim.accumulate_dtype fp32 needs parallel.zero_stage 0 or 2: ZeRO-1 sums in bf16")
         if self.optim.offload == "host" and self.parallel.zero_stage == 0:
             raise ValueError("optim.offload host needs parallel.zero_stage 1 or 2: only ZeRO can offload")
-        if self.optim.offload == "host" and self.parallel.placement.every:
+        if self.optim.offload != "none" and self.parallel.placement.every:
             raise ValueError(
                 "parallel.placement.every needs optim.offload none: the states of experts move between GPUs, not hosts"
             )

@@ -25,7 +25,7 @@ from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.lookup import expert_blocks
 from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.placing.moving import move, plan
-from fcsd.parallel.placing.search import Level, Objective, greedy
+from fcsd.parallel.placing.search import Level, Objective, Ranks, greedy
 
 FILE = "placement.json"
 Orders = dict[str, list[int]]  # the numbers of a layer's experts by position, by the path of its MoE block
@@ -91,8 +91,9 @@ class ExpertSwaps:
         blocks = list(self._blocks.values())
         before = [block.placement for block in blocks]
         width = self._engine.module.model.config.get_text_config().hidden_size
+        together = Ranks(self._world.rank, self._world.size, self._sum, self._hosts.everywhere)
         objective = objective_of(self._recipe, self._world.size, blocks[0], width)
-        after, swaps = greedy(chosen, before, objective, settings.swaps, self._sum, self._hosts.on_first)
+        after, swaps = greedy(chosen, before, objective, settings.swaps, together)
         for block, old, new in zip(blocks, before, after, strict=True):
             if new != old:
                 self._move(block, old, new)

@@ -8,7 +8,8 @@ the move. ``greedy`` with ``most=1`` and an objective whose ``move`` is 0 does t
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch import Tensor
 from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.placing.pair_counts import LevelCounts, count, split
 
-T = TypeVar("T")
 Balance = Literal["smooth-max", "max", "log-sum-exp"]
 
 _GAMMA = 10  # the paper's default; any value from 5 to 19 gave it the same speed (§V-E)
@@ -120,25 +120,39 @@ def best_swap(counts: Sequence[LevelCounts], placement: Placement, objective: Ob
     return Swap(int(one[best]), int(other[best]), float(saved[best])) if saved[best] > 0 else None
 
 
+class Ranks(NamedTuple):
+    """How the ranks of a run search together. By default there is one rank.
+
+    Attributes:
+        rank: this rank.
+        size: the number of ranks.
+        sum: sums a vector of integers over all ranks.
+        everywhere: runs a function on every rank, and returns the results of all ranks on every rank.
+    """
+
+    rank: int = 0
+    size: int = 1
+    sum: Callable[[Tensor], Tensor] = lambda counts: counts
+    everywhere: Callable[[Callable[[], list[Swap | None]]], list[list[Swap | None]]] = lambda decide: [decide()]
+
+
 def greedy(
     chosen: Sequence[Tensor],
     placements: Sequence[Placement],
     objective: Objective,
     most: int | None = None,
-    sum_over_ranks: Callable[[Tensor], Tensor] = lambda counts: counts,
-    on_first: Callable[[Callable[[], list[Swap | None]]], list[Swap | None]] = lambda decide: decide(),
+    together: Ranks = Ranks(),  # noqa: B008 (it is immutable)
 ) -> tuple[list[Placement], int]:
     """Better placements for the routing of several layers, found by one swap after the other in each layer.
 
-    Every rank calls this with its own tokens. The ranks sum their counts, and rank 0 decides, so that ranks with other
-    processors cannot come to other decisions.
+    Every rank calls this with its own tokens. The ranks sum their counts. Each layer is decided by one rank, which
+    shares the work, and ranks with different processors cannot come to different decisions.
 
     Args:
         chosen: for each layer the experts that this rank's tokens chose, ``[tokens, top_k]``.
         placements: for each layer where its experts are.
         most: the largest number of swaps in a layer; None is no limit.
-        sum_over_ranks: sums a vector of integers over all ranks.
-        on_first: runs a function on rank 0, and returns its result on every rank.
+        together: how the ranks search together.
 
     Returns: the placements, and the number of swaps in all layers together.
     """
@@ -147,16 +161,24 @@ def greedy(
         own = [count(chosen[k], placements[k], objective.groups, objective.deduplicated) for k in left]
         if not own:
             break
-        parts = sum_over_ranks(torch.cat(own)).split([len(counts) for counts in own])
-
-        def decide(parts: Sequence[Tensor] = parts, layers: Sequence[int] = tuple(left)) -> list[Swap | None]:
-            return [
-                best_swap(split(part.cpu(), placements[k].experts, objective.groups), placements[k], objective)
-                for part, k in zip(parts, layers, strict=True)
-            ]
-
-        swaps = {k: swap for k, swap in zip(left, on_first(decide), strict=True) if swap is not None}
-        for k, swap in swaps.items():
-            placements[k] = placements[k].swapped(swap.one, swap.other)
-        left, total = list(swaps), total + len(swaps)
+        parts = together.sum(torch.cat(own)).split([len(counts) for counts in own])
+        mine = list(zip(parts, left, strict=True))[together.rank :: together.size]
+        decided = together.everywhere(partial(_best_swaps, mine, placements, objective))
+        for n, k in enumerate(left.copy()):
+            swap = decided[n % together.size][n // together.size]
+            if swap is None:
+                left.remove(k)
+            else:
+                placements[k] = placements[k].swapped(swap.one, swap.other)
+                total += 1
     return placements, total
+
+
+def _best_swaps(
+    layers: Sequence[tuple[Tensor, int]], placements: Sequence[Placement], objective: Objective
+) -> list[Swap | None]:
+    """``best_swap`` of some layers, each given by its counts and its index."""
+    return [
+        best_swap(split(counts.cpu(), placements[k].experts, objective.groups), placements[k], objective)
+        for counts, k in layers
+    ]

@@ -3,7 +3,7 @@
 import importlib.util
 import itertools
 import math
-import queue
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from fcsd.parallel.expert.levels import tokens_by_group
 from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.placing.pair_counts import count, split
-from fcsd.parallel.placing.search import Level, Objective, best_swap, busiest, greedy
+from fcsd.parallel.placing.search import Level, Objective, Ranks, best_swap, busiest, greedy
 
 EXPERTS = 8
 
@@ -102,22 +102,18 @@ def test_two_ranks_find_what_one_finds(routing: list[Tensor]) -> None:
     objective, start = Objective(TWO_LEVELS, deduplicated=True), [Placement(EXPERTS, 4)] * 3
     one, other = [chosen[:1500] for chosen in routing[:3]], [chosen[1500:4000] for chosen in routing[:3]]
     alone = greedy([torch.cat(parts) for parts in zip(one, other, strict=True)], start, objective)
-    counts = [queue.Queue() for _ in range(2)]  # what the two ranks send to each other
-    decisions: queue.Queue[Any] = queue.Queue()
+    barrier, answers = threading.Barrier(2, timeout=60), [None, None]
 
     def rank(number: int, chosen: list[Tensor]) -> Any:
-        def sum_over_ranks(own: Tensor) -> Tensor:
-            counts[1 - number].put(own)
-            return own + counts[number].get(timeout=60)
+        def everywhere(function: Any) -> Any:
+            answers[number] = function()
+            barrier.wait()
+            everyone = list(answers)
+            barrier.wait()
+            return everyone
 
-        def on_first(decide: Any) -> Any:
-            if number == 0:
-                answer = decide()
-                decisions.put(answer)
-                return answer
-            return decisions.get(timeout=60)
-
-        return greedy(chosen, start, objective, None, sum_over_ranks, on_first)
+        together = Ranks(number, 2, lambda own: torch.stack(everywhere(lambda: own)).sum(dim=0), everywhere)
+        return greedy(chosen, start, objective, None, together)
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(rank, range(2), (one, other)))
