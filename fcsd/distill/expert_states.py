@@ -21,10 +21,9 @@ def expert_shares(engine: Any, block: ExpertBlock) -> dict[str, Share]:
     """
     shares = {}
     for name, parameter in block.experts.named_parameters():
-        expert = parameter[0].numel()
-        shares[name] = Share(0, parameter.data.view(-1), expert)
+        shares[name] = Share(0, parameter.data.view(-1))
         for kind, start, values in _states(engine, parameter):
-            shares[f"{name} {kind}"] = Share(start, values.detach(), expert)
+            shares[f"{name} {kind}"] = Share(start, values.detach())
     return shares
 
 

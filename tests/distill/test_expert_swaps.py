@@ -26,11 +26,11 @@ EXPERTS = 8
 # states of them. With it they divide the states, at a border inside of an expert.
 COMMON = {"parallel__ep_size": 2, "train__batch_tokens": 512, "train__steps": 3, "optim__grad_clip": 0.0}
 CASES: dict[str, dict[str, Any]] = {
-    "fp32": {"parallel__zero_stage": 0},
     "bf16 stage 2": {"parallel__zero_stage": 2, "train__dtype": "bf16"},
     "by node": {"parallel__ep_size": 4, "parallel__dedup": "node", "parallel__node_size": 2},
 }
 NIGHTLY: dict[str, dict[str, Any]] = {
+    "fp32": {"parallel__zero_stage": 0},
     "bf16": {"parallel__zero_stage": 0, "train__dtype": "bf16"},
     "recomputed": {"parallel__zero_stage": 2, "train__activation_checkpointing": True, "train__micro_batch_size": 1},
 }

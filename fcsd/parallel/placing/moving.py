@@ -29,12 +29,10 @@ class Share(NamedTuple):
     Attributes:
         start: the first element that the rank holds.
         values: contiguous ``[elements]``, the elements from ``start`` on.
-        expert: how many elements an expert has.
     """
 
     start: int
     values: Tensor
-    expert: int
 
     @property
     def interval(self) -> Interval:
