@@ -1,0 +1,277 @@
+"""Compares the distillation step of fcsd with those of public trainers, each at its best micro-batch, on one device.
+
+All sides train the same converted student from the same weights on the same rows, with the same teacher, the same AdamW
+with fp32 master weights, and transformers' own attention and experts. A row is one document, because TRL's trainer
+cannot keep attention inside several. At each visit a side builds its student and its optimizer anew, because not all of
+them fit into one GPU's memory. First every side runs with every micro-batch; then the sides take turns, each with the
+micro-batch at which it was fastest.
+"""
+
+import gc
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fcsd.bench.baselines import gkd, loop, own
+from fcsd.bench.baselines.setting import Setting, Side, Watch
+from fcsd.bench.distill import Load
+from fcsd.bench.memory import random_corpus, random_recipe
+from fcsd.config import Recipe
+from fcsd.distill.engine import DTYPES, import_deepspeed
+from fcsd.distill.expert_parallel import randomise
+from fcsd.distill.metrics import full_speed
+from fcsd.distill.prepare import training_rows
+from fcsd.distill.teacher.original import compile_layers
+from fcsd.errors import ConfigError
+from fcsd.launch.environment import snapshot
+from fcsd.launch.world import join_world
+from fcsd.models.build import converted_config, register
+from fcsd.models.wiring import Wiring
+
+OWN = "fcsd"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A side that fcsd is compared with.
+
+    Attributes:
+        package: the name under which its package is imported.
+        project: the name under which its package is installed.
+        make: returns the side; the package is imported when the side runs.
+    """
+
+    package: str
+    project: str
+    make: Callable[[], Side]
+
+
+BASELINES: dict[str, Baseline] = {
+    "trl": Baseline("trl", "trl", lambda: gkd.training(fp32_logits=True)),
+    "trl-bf16": Baseline("trl", "trl", lambda: gkd.training(fp32_logits=False)),
+    "loop-liger": Baseline("liger_kernel", "liger-kernel", lambda: loop.looping(loop.liger)),
+    "loop-trl": Baseline("trl", "trl", lambda: loop.looping(loop.trl_chunked)),
+}
+
+
+def check_names(names: tuple[str, ...]) -> None:
+    """Checks that every named baseline exists and that its package is installed.
+
+    Raises:
+        ConfigError: a name is unknown, or a package is missing.
+    """
+    for name in names:
+        if name not in BASELINES:
+            raise ConfigError(f"no baseline {name}", hint=f"known: {', '.join(BASELINES)}")
+        if find_spec(BASELINES[name].package) is None:
+            project = BASELINES[name].project
+            raise ConfigError(
+                f"--against {name}: the package {project} is not installed", hint="pip install 'fcsd[baselines]'"
+            )
+
+
+def bench(load: Load, names: tuple[str, ...], out: Path | None = None) -> dict[str, Any]:
+    """Measures fcsd and the named baselines, prints a table to stderr, and returns ``baselines.json``.
+
+    Args:
+        load: ``micro_batch`` is the largest micro-batch; its divisors are tried, too. A step has
+            ``micro_batch * accumulation`` rows. ``steps`` and ``rounds`` are those of the turns; ``router``,
+            ``variants`` and ``wires`` are ignored.
+        names: keys of ``BASELINES``.
+        out: directory for ``baselines.json``.
+
+    Raises:
+        ConfigError: a baseline is unknown or not installed, there are several processes, or the recipe asks for
+            something that the baselines do not do.
+    """
+    check_names(names)
+    world = join_world()
+    if world.size > 1:
+        raise ConfigError("--against compares the steps of one process", hint="leave --gpus out")
+    import_deepspeed()
+    register()
+    original = load.config
+    layers = original.get_text_config().num_hidden_layers
+    block = Wiring("farskip", tuple(range(layers))).to_block(base_model="random", base_revision=None, base_sha256=None)
+    student = converted_config(original, block)
+    with tempfile.TemporaryDirectory() as folder:
+        student.save_pretrained(f"{folder}/student")
+        original.save_pretrained(f"{folder}/teacher")
+        tokens = load.micro_batch * load.accumulation * load.seq
+        recipe = random_recipe(
+            Path(folder), "bench", load.seq, load.micro_batch, tokens, load.steps + 2, world, load.sets
+        )
+        _check(recipe)
+        rate = _product_rate() if world.device.type == "cuda" else None
+        bound = None if rate is None else full_speed(recipe, 1, rate)
+    draw: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
+    teacher = randomise(original, 1, **draw).requires_grad_(False)
+    compile_layers(teacher, recipe)
+    rows = training_rows(recipe, [random_corpus(student.vocab_size, load.seq, documents=1)])
+    setting = Setting(recipe, student, teacher, rows, world)
+    sides = {OWN: own.distil, **{name: BASELINES[name].make() for name in names}}
+
+    result: dict[str, Any] = {
+        "load": asdict(load),
+        "against": names,
+        "batch_tokens": tokens,
+        "held": held_bytes(setting),
+        "product_rate": rate,
+        "bound": bound,
+        "environment": snapshot(),
+        "sweep": [],
+        "turns": [],
+    }
+
+    def visit(part: str, name: str, micro: int, timed: int, *, traced: bool) -> bool:
+        """Runs a side, adds what was measured to a part of the result, and returns whether the memory sufficed."""
+        found = _visit(name, sides[name], _with_micro_batch(setting, micro), timed=timed, traced=traced)
+        result[part].append(found)
+        print(_told(found, result), file=sys.stderr, flush=True)
+        if out is not None:  # written after each visit, so that a comparison that is cut short leaves its figures
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "baselines.json").write_text(json.dumps(result, indent=1))
+        return not found["out_of_memory"]
+
+    for name in sides:
+        for micro in divisors(load.micro_batch):
+            if not visit("sweep", name, micro, 1, traced=False):
+                break  # larger ones need even more memory
+    best = {name: fastest([found for found in result["sweep"] if found["side"] == name]) for name in sides}
+    for number in range(load.rounds):
+        for name, micro in best.items():
+            if micro is not None:
+                visit("turns", name, micro, load.steps, traced=number == load.rounds - 1)
+    print(table(result), file=sys.stderr, flush=True)
+    return result
+
+
+def _check(recipe: Recipe) -> None:
+    """Checks that a recipe asks for nothing that only fcsd does."""
+    usual = Recipe.model_validate(recipe.model_dump() | {"objective": {}})
+    if recipe.objective.model_dump(exclude={"chunk_tokens"}) != usual.objective.model_dump(exclude={"chunk_tokens"}):
+        raise ConfigError("the baselines compute KL at temperature 1 only", hint="leave --set objective. out")
+    if (recipe.optim.moments, recipe.optim.offload, recipe.parallel.wire.any) != ("fp32", "none", False):
+        raise ConfigError(
+            "the baselines keep fp32 moments on the device and send no rows",
+            hint="leave --set optim.moments, optim.offload and parallel.wire out",
+        )
+
+
+def _with_micro_batch(setting: Setting, micro: int) -> Setting:
+    """The setting with another micro-batch. The rows of a step stay the same."""
+    train = setting.recipe.train.model_copy(update={"micro_batch_size": micro})
+    return replace(setting, recipe=setting.recipe.model_copy(update={"train": train}))
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, in ascending order."""
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def _visit(name: str, side: Side, setting: Setting, *, timed: int, traced: bool) -> dict[str, Any]:
+    """Runs a side for one step that is not timed and ``timed`` timed ones.
+
+    Returns: what ``Watch`` describes, the ``loss`` of the first step, and ``before``, the bytes that torch had
+        allocated before, which are those of the teacher. If the memory did not suffice, ``out_of_memory`` is true and
+        nothing was measured.
+    """
+    on_cuda = setting.world.device.type == "cuda"
+    gc.collect()  # engines and trainers are freed only with the cycles that they are part of
+    if on_cuda:
+        torch.cuda.empty_cache()
+    found: dict[str, Any] = {"side": name, "micro_batch": setting.recipe.train.micro_batch_size}
+    found["before"] = torch.cuda.memory_allocated() if on_cuda else None
+    watch = Watch(setting.world.device, 1, timed, traced=traced)
+    try:
+        loss = side(setting, watch)
+    except torch.OutOfMemoryError:
+        return found | {"out_of_memory": True}
+    measured = ("seconds", "data_wait", "peak", "idle", "exposed", "synchronisations")
+    return found | {"out_of_memory": False, "loss": loss, **{key: getattr(watch, key) for key in measured}}
+
+
+def fastest(visits: list[dict[str, Any]]) -> int | None:
+    """The micro-batch of the fastest visit; None if the memory sufficed for none."""
+    finished = [visit for visit in visits if not visit["out_of_memory"]]
+    return min(finished, key=lambda visit: visit["seconds"])["micro_batch"] if finished else None
+
+
+def held_bytes(setting: Setting) -> int:
+    """The bytes of both models' weights, and of the master weights and both moments in fp32.
+
+    They are the same on every side. Memory above them holds activations, logits, gradients and buffers.
+    """
+    weights = {id(p): p for p in setting.teacher.parameters()}.values()
+    numbers = sum(p.numel() for p in weights)
+    masters = 4 if setting.recipe.train.dtype == "bf16" else 0
+    return 2 * sum(p.nbytes for p in weights) + (masters + 8) * numbers
+
+
+def _product_rate() -> float:
+    """FLOP/s of a large bf16 matrix product, at which a step without any other work would run."""
+    from fcsd.bench.kl import product_rate
+
+    return product_rate()
+
+
+def _told(found: dict[str, Any], result: dict[str, Any]) -> str:
+    """A line about one visit: tokens per second, peak memory above weights and optimizer, and the first loss."""
+    head = f"{found['side']:12s} micro-batch {found['micro_batch']:3d}"
+    if found["out_of_memory"]:
+        return f"{head}: out of memory"
+    speed = result["batch_tokens"] / found["seconds"]
+    return f"{head}: {speed:9,.0f} tokens/s, {_gib(found['peak'], result['held'])} GiB, loss {found['loss']:.6g}"
+
+
+def table(result: dict[str, Any]) -> str:
+    """Formats the turns as a table with a line for each side, and the bound.
+
+    The columns are the micro-batch, the median step, half its range, tokens per second, that of fcsd divided by it, the
+    share of the bound, peak memory above weights and optimizer, that of fcsd divided by it, and the shares of the time
+    spent waiting: for data, and, in a traced step, for communication and for the host.
+    """
+    titles = ("micro", "step ms", "± ms", "tokens/s", "fcsd x", "of bound", "GiB above", "fcsd mem", "data", "comm")
+    lines = [f"{'':12s} " + " ".join(f"{title:>9s}" for title in (*titles, "host"))]
+    by_side: dict[str, list[dict[str, Any]]] = {}
+    for turn in result["turns"]:
+        if not turn["out_of_memory"]:
+            by_side.setdefault(turn["side"], []).append(turn)
+    medians = {name: statistics.median(turn["seconds"] for turn in turns) for name, turns in by_side.items()}
+    peaks = {name: max(turn["peak"] or 0 for turn in turns) for name, turns in by_side.items()}
+    for name, turns in by_side.items():
+        seconds = [turn["seconds"] for turn in turns]
+        speed = result["batch_tokens"] / medians[name]
+        above, ours = peaks[name] - result["held"], peaks.get(OWN, 0) - result["held"]
+        columns = [
+            f"{turns[0]['micro_batch']:9d}",
+            f"{medians[name] * 1e3:9.1f}",
+            f"{(max(seconds) - min(seconds)) / 2 * 1e3:9.1f}",
+            f"{speed:9,.0f}",
+            f"{medians[name] / medians[OWN]:9.3f}" if OWN in medians else _NONE,
+            f"{speed / result['bound']:9.1%}" if result["bound"] else _NONE,
+            _gib(peaks[name] or None, result["held"]),
+            f"{ours / above:9.1%}" if peaks[name] and OWN in peaks else _NONE,
+            f"{statistics.median(turn['data_wait'] for turn in turns):9.1%}",
+            *(_NONE if turns[-1][key] is None else f"{turns[-1][key]:9.1%}" for key in ("exposed", "idle")),
+        ]
+        lines.append(f"{name:12s} " + " ".join(columns))
+    if result["bound"]:
+        lines.append(f"{'bound':12s} {'':9s} {result['batch_tokens'] / result['bound'] * 1e3:9.1f} {'':9s} ")
+        lines[-1] += f"{result['bound']:9,.0f}"
+    return "\n".join(lines)
+
+
+_NONE = f"{'-':>9s}"
+
+
+def _gib(peak: int | None, held: int) -> str:
+    return _NONE if peak is None else f"{(peak - held) / 2**30:9.2f}"
