@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -115,9 +116,9 @@ def bench(load: Load, names: tuple[str, ...], out: Path | None = None) -> dict[s
     draw: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
     teacher = randomise(original, 1, **draw).requires_grad_(False)
     compile_layers(teacher, recipe)
-    rows = training_rows(recipe, [random_corpus(student.vocab_size, load.seq, documents=1)])
+    rows = training_rows(recipe, [random_corpus(student.get_text_config().vocab_size, load.seq, documents=1)])
     setting = Setting(recipe, student, teacher, rows, world)
-    sides = {OWN: own.distil, **{name: BASELINES[name].make() for name in names}}
+    sides = {OWN: own.distill, **{name: BASELINES[name].make() for name in names}}
 
     result: dict[str, Any] = {
         "load": asdict(load),
@@ -180,9 +181,9 @@ def divisors(number: int) -> list[int]:
 def _visit(name: str, side: Side, setting: Setting, *, timed: int, traced: bool) -> dict[str, Any]:
     """Runs a side for one step that is not timed and ``timed`` timed ones.
 
-    Returns: what ``Watch`` describes, the ``loss`` of the first step, and ``before``, the bytes that torch had
-        allocated before, which are those of the teacher. If the memory did not suffice, ``out_of_memory`` is true and
-        nothing was measured.
+    Returns: what ``Watch`` describes, the ``loss`` of the first step, ``visit_seconds``, which include the building of
+        the side, and ``before``, the bytes that torch had allocated before, which are those of the teacher. If the
+        memory did not suffice, ``out_of_memory`` is true and nothing was measured.
     """
     on_cuda = setting.world.device.type == "cuda"
     gc.collect()  # engines and trainers are freed only with the cycles that they are part of
@@ -191,10 +192,12 @@ def _visit(name: str, side: Side, setting: Setting, *, timed: int, traced: bool)
     found: dict[str, Any] = {"side": name, "micro_batch": setting.recipe.train.micro_batch_size}
     found["before"] = torch.cuda.memory_allocated() if on_cuda else None
     watch = Watch(setting.world.device, 1, timed, traced=traced)
+    began = time.perf_counter()
     try:
         loss = side(setting, watch)
     except torch.OutOfMemoryError:
         return found | {"out_of_memory": True}
+    found["visit_seconds"] = time.perf_counter() - began
     measured = ("seconds", "data_wait", "peak", "idle", "exposed", "synchronisations")
     return found | {"out_of_memory": False, "loss": loss, **{key: getattr(watch, key) for key in measured}}
 

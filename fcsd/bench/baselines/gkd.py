@@ -106,7 +106,7 @@ def dataset(setting: Setting, count: int) -> Dataset:
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """The batch of some rows of ``dataset``: ``input_ids``, ``labels`` and ``attention_mask``, each ``[batch, seq]``."""
+    """A batch of rows of ``dataset``: ``input_ids``, ``labels`` and ``attention_mask``, each ``[batch, seq]``."""
     columns = {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
     return {**columns, "attention_mask": torch.ones_like(columns["input_ids"])}
 

@@ -8,42 +8,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from fcsd.bench.baselines.master_weights import MasterWeightsAdamW
 from fcsd.bench.baselines.setting import Setting, Side, Watch
 from fcsd.distill.data.rows import Mixture
 from fcsd.distill.engine import adamw_settings
+from fcsd.distill.losses import IGNORE
 from fcsd.distill.teacher.original import compile_layers, output_head
 
-# (student's hidden states [tokens, hidden], its head [vocab, hidden], the same of the teacher)
-# -> the mean KL(teacher ‖ student) over the tokens
-Divergence = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# (student's hidden states [tokens, hidden], its head [vocab, hidden], the same of the teacher, labels [tokens])
+# -> the mean KL(teacher ‖ student) over the tokens whose label is not IGNORE
+Divergence = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def liger() -> Divergence:
     """Liger's chunked loss at beta 0, which is KL(teacher ‖ student). It is compiled where there is a GPU."""
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss  # pyright: ignore[reportMissingImports]
 
-    module = LigerFusedLinearJSDLoss(
-        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0, compiled=torch.cuda.is_available()
+    return LigerFusedLinearJSDLoss(
+        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0, ignore_index=IGNORE, compiled=torch.cuda.is_available()
     )
-
-    def divergence(student: Tensor, student_head: Tensor, teacher: Tensor, teacher_head: Tensor) -> Tensor:
-        # The labels only tell which tokens count.
-        counted = torch.zeros(len(student), dtype=torch.long, device=student.device)
-        return module(student, student_head, teacher, teacher_head, counted)
-
-    return divergence
 
 
 def trl_chunked() -> Divergence:
     """The chunked divergence of TRL's ``DistillationTrainer`` at beta 0, which is KL(teacher ‖ student)."""
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # pyright: ignore[reportMissingImports]
 
-    def divergence(student: Tensor, student_head: Tensor, teacher: Tensor, teacher_head: Tensor) -> Tensor:
+    def divergence(
+        student: Tensor, student_head: Tensor, teacher: Tensor, teacher_head: Tensor, labels: Tensor
+    ) -> Tensor:
         by_token, _ = ChunkedDivergenceFunction.apply(student, student_head, None, teacher, teacher_head, None, 0.0)
-        return by_token.mean()
+        counts = labels != IGNORE
+        return (by_token * counts).sum() / counts.sum()
 
     return divergence
 
@@ -78,9 +76,10 @@ def looping(make: Callable[[], Divergence]) -> Side:
                 with watch.waiting_for_data():
                     ids = next(loader).to(device, non_blocking=True)
                 with torch.no_grad():
-                    wanted = predicting(teacher.base_model(input_ids=ids, use_cache=False).last_hidden_state)
-                hidden = predicting(student.base_model(input_ids=ids, use_cache=False).last_hidden_state)
-                loss = divergence(hidden, heads[0], wanted, heads[1]) / accumulation
+                    wanted = teacher.base_model(input_ids=ids, use_cache=False).last_hidden_state
+                hidden = student.base_model(input_ids=ids, use_cache=False).last_hidden_state
+                sides = hidden.flatten(0, 1), heads[0], wanted.flatten(0, 1), heads[1]
+                loss = divergence(*sides, next_tokens(ids).flatten()) / accumulation
                 loss.backward()
                 if step == 1:
                     first += loss.detach()
@@ -94,13 +93,9 @@ def looping(make: Callable[[], Divergence]) -> Side:
     return side
 
 
-def predicting(hidden: Tensor) -> Tensor:
-    """The hidden states ``[batch * (seq - 1), hidden]`` of the positions that predict a token of their row.
-
-    Args:
-        hidden: ``[batch, seq, hidden]``.
-    """
-    return hidden[:, :-1].flatten(0, 1)
+def next_tokens(ids: Tensor) -> Tensor:
+    """The labels ``[batch, seq]`` of token ids ``[batch, seq]``: the next token, and ``IGNORE`` at the end of a row."""
+    return F.pad(ids[:, 1:], (0, 1), value=IGNORE)
 
 
 class TokenIds(Dataset[Tensor]):

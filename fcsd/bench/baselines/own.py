@@ -9,7 +9,7 @@ from fcsd.distill.teacher.original import pack_attention
 from fcsd.distill.teacher.targets import live_teacher
 
 
-def distil(setting: Setting, watch: Watch) -> float:
+def distill(setting: Setting, watch: Watch) -> float:
     """A ``Side``: takes the steps as ``fcsd distill`` does."""
     recipe, world = setting.recipe, setting.world
     pack_attention(setting.teacher, recipe)
