@@ -146,7 +146,7 @@ def memory(
 def distill(
     shape: Annotated[
         str,
-        typer.Argument(metavar="SHAPE|MODEL", help="deepseek-v2-lite, qwen3-30b-a3b, ... or a checkpoint's directory."),
+        typer.Argument(metavar="SHAPE|MODEL", help="deepseek-v2-lite, dense-1.5b, ... or a checkpoint's directory."),
     ],
     layers: Layers = 8,
     micro_batch: MicroBatch = 4,

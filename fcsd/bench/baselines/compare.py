@@ -11,7 +11,6 @@ import gc
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -22,20 +21,11 @@ from typing import Any
 import torch
 
 from fcsd.bench.baselines import gkd, loop, own
+from fcsd.bench.baselines.prepare import held_bytes, prepare
 from fcsd.bench.baselines.setting import Setting, Side, Watch
 from fcsd.bench.distill import Load
-from fcsd.bench.memory import random_corpus, random_recipe
-from fcsd.config import Recipe
-from fcsd.distill.engine import DTYPES, import_deepspeed
-from fcsd.distill.expert_parallel import randomise
-from fcsd.distill.metrics import full_speed
-from fcsd.distill.prepare import training_rows
-from fcsd.distill.teacher.original import compile_layers
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
-from fcsd.launch.world import join_world
-from fcsd.models.build import converted_config, register
-from fcsd.models.wiring import Wiring
 
 OWN = "fcsd"
 
@@ -90,40 +80,16 @@ def bench(load: Load, names: tuple[str, ...], out: Path | None = None) -> dict[s
         out: directory for ``baselines.json``.
 
     Raises:
-        ConfigError: a baseline is unknown or not installed, there are several processes, or the recipe asks for
-            something that the baselines do not do.
+        ConfigError: a baseline is unknown or not installed; or see ``prepare``.
     """
     check_names(names)
-    world = join_world()
-    if world.size > 1:
-        raise ConfigError("--against compares the steps of one process", hint="leave --gpus out")
-    import_deepspeed()
-    register()
-    original = load.config
-    layers = original.get_text_config().num_hidden_layers
-    block = Wiring("farskip", tuple(range(layers))).to_block(base_model="random", base_revision=None, base_sha256=None)
-    student = converted_config(original, block)
-    with tempfile.TemporaryDirectory() as folder:
-        student.save_pretrained(f"{folder}/student")
-        original.save_pretrained(f"{folder}/teacher")
-        tokens = load.micro_batch * load.accumulation * load.seq
-        recipe = random_recipe(
-            Path(folder), "bench", load.seq, load.micro_batch, tokens, load.steps + 2, world, load.sets
-        )
-        _check(recipe)
-        rate = _product_rate() if world.device.type == "cuda" else None
-        bound = None if rate is None else full_speed(recipe, 1, rate)
-    draw: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
-    teacher = randomise(original, 1, **draw).requires_grad_(False)
-    compile_layers(teacher, recipe)
-    rows = training_rows(recipe, [random_corpus(student.get_text_config().vocab_size, load.seq, documents=1)])
-    setting = Setting(recipe, student, teacher, rows, world)
+    setting, rate, bound = prepare(load)
     sides = {OWN: own.distill, **{name: BASELINES[name].make() for name in names}}
 
     result: dict[str, Any] = {
         "load": asdict(load),
         "against": names,
-        "batch_tokens": tokens,
+        "batch_tokens": setting.recipe.train.batch_tokens,
         "held": held_bytes(setting),
         "product_rate": rate,
         "bound": bound,
@@ -134,7 +100,7 @@ def bench(load: Load, names: tuple[str, ...], out: Path | None = None) -> dict[s
 
     def visit(part: str, name: str, micro: int, timed: int, *, traced: bool) -> bool:
         """Runs a side, adds what was measured to a part of the result, and returns whether the memory sufficed."""
-        found = _visit(name, sides[name], _with_micro_batch(setting, micro), timed=timed, traced=traced)
+        found = _visit(name, sides[name], with_micro_batch(setting, micro), timed=timed, traced=traced)
         result[part].append(found)
         print(_told(found, result), file=sys.stderr, flush=True)
         if out is not None:  # written after each visit, so that a comparison that is cut short leaves its figures
@@ -155,19 +121,7 @@ def bench(load: Load, names: tuple[str, ...], out: Path | None = None) -> dict[s
     return result
 
 
-def _check(recipe: Recipe) -> None:
-    """Checks that a recipe asks for nothing that only fcsd does."""
-    usual = Recipe.model_validate(recipe.model_dump() | {"objective": {}})
-    if recipe.objective.model_dump(exclude={"chunk_tokens"}) != usual.objective.model_dump(exclude={"chunk_tokens"}):
-        raise ConfigError("the baselines compute KL at temperature 1 only", hint="leave --set objective. out")
-    if (recipe.optim.moments, recipe.optim.offload, recipe.parallel.wire.any) != ("fp32", "none", False):
-        raise ConfigError(
-            "the baselines keep fp32 moments on the device and send no rows",
-            hint="leave --set optim.moments, optim.offload and parallel.wire out",
-        )
-
-
-def _with_micro_batch(setting: Setting, micro: int) -> Setting:
+def with_micro_batch(setting: Setting, micro: int) -> Setting:
     """The setting with another micro-batch. The rows of a step stay the same."""
     train = setting.recipe.train.model_copy(update={"micro_batch_size": micro})
     return replace(setting, recipe=setting.recipe.model_copy(update={"train": train}))
@@ -206,24 +160,6 @@ def fastest(visits: list[dict[str, Any]]) -> int | None:
     """The micro-batch of the fastest visit; None if the memory sufficed for none."""
     finished = [visit for visit in visits if not visit["out_of_memory"]]
     return min(finished, key=lambda visit: visit["seconds"])["micro_batch"] if finished else None
-
-
-def held_bytes(setting: Setting) -> int:
-    """The bytes of both models' weights, and of the master weights and both moments in fp32.
-
-    They are the same on every side. Memory above them holds activations, logits, gradients and buffers.
-    """
-    weights = {id(p): p for p in setting.teacher.parameters()}.values()
-    numbers = sum(p.numel() for p in weights)
-    masters = 4 if setting.recipe.train.dtype == "bf16" else 0
-    return 2 * sum(p.nbytes for p in weights) + (masters + 8) * numbers
-
-
-def _product_rate() -> float:
-    """FLOP/s of a large bf16 matrix product, at which a step without any other work would run."""
-    from fcsd.bench.kl import product_rate
-
-    return product_rate()
 
 
 def _told(found: dict[str, Any], result: dict[str, Any]) -> str:

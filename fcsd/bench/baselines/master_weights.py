@@ -37,7 +37,7 @@ class MasterWeightsAdamW(torch.optim.Optimizer):
             adamw.param_groups[0]["lr"] = self.param_groups[0]["lr"]
             adamw.step()
             adamw.zero_grad()
-            torch._foreach_copy_(weights, masters)
+            torch._foreach_copy_(weights, masters)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _parted(weights: list[Tensor]) -> list[list[Tensor]]:
