@@ -15,7 +15,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 
 from fcsd.bench.baselines.loop import workers
 from fcsd.bench.baselines.master_weights import MasterWeightsAdamW
@@ -44,7 +44,7 @@ def training(*, fp32_logits: bool) -> Side:
         setting.teacher.set_attn_implementation("sdpa")
         trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
         optimizer = MasterWeightsAdamW(trained, **adamw_settings(recipe))
-        with tempfile.TemporaryDirectory() as folder, alone():
+        with tempfile.TemporaryDirectory() as folder, alone(), own_forward(setting.teacher):
             settings = GKDConfig(
                 output_dir=folder,
                 lmbda=0.0,
@@ -89,8 +89,6 @@ def training(*, fp32_logits: bool) -> Side:
             trainer.get_batch_samples = get_batch_samples
             trainer.train()
             loss = trainer.state.log_history[0]["loss"]
-            # accelerate has replaced the teacher's forward method, and the other sides use the same teacher.
-            trainer.accelerator.unwrap_model(setting.teacher, keep_fp32_wrapper=False)
             trainer.accelerator.free_memory()
             return loss
 
@@ -125,6 +123,20 @@ def alone() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+@contextmanager
+def own_forward(model: PreTrainedModel) -> Iterator[None]:
+    """Restores the forward method of a model after the block, in which accelerate replaces it on the instance.
+
+    The other sides use the same teacher.
+    """
+    before = dict(vars(model))
+    try:
+        yield
+    finally:
+        for name in vars(model).keys() - before.keys():
+            delattr(model, name)
 
 
 def _steps_of(watch: Watch) -> TrainerCallback:

@@ -107,6 +107,7 @@ def trained(names: tuple[str, ...]) -> dict[str, tuple[float, float, Tensor]]:
         found[name] = (loss, watch.data_wait, parameters(kept.pop()) - before)
         assert watch.seconds > 0 and watch.peak is None and watch.idle is None
         assert setting.student.to_dict() == configured, f"{name} changed the config for the sides after it"
+        assert "forward" not in vars(teacher), f"{name} left a wrapper around the teacher"
     assert "LOCAL_RANK" in os.environ, "DeepSpeed needs it again in the next turn"
     return found
 
