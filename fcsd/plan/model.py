@@ -165,7 +165,7 @@ class MetaModel:
 
     def _measure(self, setup: Setup) -> dict[int, LayerBytes]:
         model, calls, _ = self._run(setup.seq_len, setup.masked)
-        if setup.fused and setup.ep_size > 1:
+        if setup.fused:
             fuse_norms(model)
         hidden = torch.empty(1, setup.seq_len, self.numbers.hidden, dtype=torch.bfloat16, device="meta")
         decoder, layers = _decoder(model), decoder_layers(model)
