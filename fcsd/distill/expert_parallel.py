@@ -19,6 +19,7 @@ from fcsd.config import Parallel, Recipe
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
+from fcsd.models.mlps import fuse_mlps
 from fcsd.models.norms import fuse_norms
 from fcsd.models.wiring import DESYNC
 from fcsd.parallel.expert.formats import check_formats, formats_of
@@ -132,7 +133,7 @@ def wire_sharded(
 
     Args:
         ep_size: the number of processes that divide the model's experts. With 1 nothing is in flight; without a
-            quantiser only the norms are then fused.
+            quantiser only norms and MLPs are then fused.
         quantiser: rounds the rows; None sends them as they are.
         traffic: counts the bytes that are sent; None does not count.
 
@@ -142,6 +143,7 @@ def wire_sharded(
     on_cuda = model.device.type == "cuda"
     if ep_size == 1 and quantiser is None:
         fuse_norms(model, arch_of(model.config), parallel.fused and on_cuda)
+        fuse_mlps(model, parallel.fused and on_cuda)
         return
     from fcsd.parallel.expert.hierarchical import dispatcher_of
     from fcsd.parallel.overlap import overlap

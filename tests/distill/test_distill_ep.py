@@ -318,10 +318,11 @@ def test_norms_and_rows_are_fused_on_gpus_if_the_recipe_says_so(
     given = {}
     monkeypatch.setattr("fcsd.parallel.overlap.overlap", lambda *_, **options: given.update(options))
     monkeypatch.setattr(expert_parallel, "fuse_norms", lambda model, arch, on: given.update(norms=on))
+    monkeypatch.setattr(expert_parallel, "fuse_mlps", lambda model, on: given.update(mlps=on))
     model: Any = SimpleNamespace(config=tiny.config("qwen3_moe"), device=torch.device(device))
     wire_sharded(model, 2, Parallel(ep_size=2, fused=wanted))
     wire_sharded(model, 1, Parallel(fused=wanted))
-    assert given["fused"] == given["norms"] == fused
+    assert given["fused"] == given["norms"] == given["mlps"] == fused
 
 
 @pytest.mark.nightly

@@ -133,7 +133,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _visit(name: str, side: Side, setting: Setting, *, timed: int, traced: bool) -> dict[str, Any]:
-    """Runs a side for one step that is not timed and ``timed`` timed ones.
+    """Runs a side for two steps that are not timed and ``timed`` timed ones.
 
     Returns: what ``Watch`` describes, the ``loss`` of the first step, ``visit_seconds``, which include the building of
         the side, and ``before``, the bytes that torch had allocated before, which are those of the teacher. If the
@@ -145,7 +145,7 @@ def _visit(name: str, side: Side, setting: Setting, *, timed: int, traced: bool)
         torch.cuda.empty_cache()
     found: dict[str, Any] = {"side": name, "micro_batch": setting.recipe.train.micro_batch_size}
     found["before"] = torch.cuda.memory_allocated() if on_cuda else None
-    watch = Watch(setting.world.device, 1, timed, traced=traced)
+    watch = Watch(setting.world.device, 2, timed, traced=traced)
     began = time.perf_counter()
     try:
         loss = side(setting, watch)

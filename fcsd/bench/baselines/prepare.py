@@ -41,7 +41,7 @@ def prepare(load: Load) -> tuple[Setting, float | None, float | None]:
     block = Wiring("farskip", tuple(range(layers))).to_block(base_model="random", base_revision=None, base_sha256=None)
     student = converted_config(original, block)
     tokens = load.micro_batch * load.accumulation * load.seq
-    steps = load.rounds * (load.steps + 2)
+    steps = load.steps + 4  # of a visit: those that are not timed, and a traced one, are among them
     rate = bound = None
     with tempfile.TemporaryDirectory() as folder:
         student.save_pretrained(f"{folder}/student")
