@@ -19,7 +19,6 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from ..errors import BadInputError, ConfigError
 from .archs import ARCHS, Arch
 from .config_keys import EXPERT_COUNTS, PREFIX, WEIGHTS_FILE
-from .mlps import fuse_mlps
 from .norms import fuse_norms
 from .wiring import WiredModel, hf_parts, wire_layers
 from .wiring_block import DESYNC, Wiring
@@ -66,7 +65,6 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     fuse_norms(model, arch, False)
-    fuse_mlps(model, False)
     for layer in layers:
         if "_hf_hook" in vars(layer):  # accelerate's hook calls the forward that it found
             layer._old_forward = MethodType(type(layer).forward, layer)

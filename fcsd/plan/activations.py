@@ -24,8 +24,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from fcsd.models.mlps import is_gated_mlp
-
 
 @dataclass(frozen=True)
 class LayerBytes:
@@ -206,22 +204,6 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         return torch.empty_like(gate), torch.empty_like(up)
-
-
-class _FusedMLP(nn.Module):
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))
-
-
-def fuse_mlps(model: nn.Module) -> None:
-    """Makes every gated MLP of a model on the meta device keep what ``fcsd.models.mlps`` keeps on a GPU."""
-    for module in model.modules():
-        if is_gated_mlp(module):
-            module.__class__ = _FusedMLP
 
 
 class RoutedExperts(nn.Module):

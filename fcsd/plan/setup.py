@@ -72,7 +72,7 @@ class Setup:
         offload: whether the optimizer's states are on the host, and AdamW runs there.
         overlap_comm: DeepSpeed's option of that name, which reduces gradients during backward through two buckets.
         document: mean number of tokens of a document in a row; with None, a row counts as one document.
-        fused: whether each norm is one kernel and, if no experts are divided, the product inside each gated MLP.
+        fused: whether each norm is one kernel when experts are spread over several ranks.
         best: whether the checkpoint with the best early-stopping score is kept as well.
         saves: checkpoints that are written after a fixed number of steps, and the last one.
         saves_per_hour: checkpoints that are written per hour because a fixed time has passed.

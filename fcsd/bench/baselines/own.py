@@ -3,7 +3,6 @@
 from fcsd.bench.baselines.setting import Setting, Watch
 from fcsd.distill import update
 from fcsd.distill.engine import build_engine
-from fcsd.distill.expert_parallel import wire_sharded
 from fcsd.distill.feed import feeding
 from fcsd.distill.step import launch_step
 from fcsd.distill.teacher.original import pack_attention
@@ -14,7 +13,6 @@ def distill(setting: Setting, watch: Watch) -> float:
     """A ``Side``: takes the steps as ``fcsd distill`` does."""
     recipe, world = setting.recipe, setting.world
     pack_attention(setting.teacher, recipe)
-    wire_sharded(setting.teacher, 1, recipe.parallel)
     teacher = live_teacher(setting.teacher, recipe.objective)
     engine = build_engine(setting.new_student(), recipe, world)
     update.install(engine, recipe)

@@ -19,7 +19,6 @@ from fcsd.distill.data.rows import Mixture
 from fcsd.distill.engine import DTYPES
 from fcsd.distill.expert_parallel import randomise
 from fcsd.launch.world import World
-from fcsd.models.build import unwired, wire
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,6 @@ class Setting:
         draw: Any = {"dtype": DTYPES[recipe.train.dtype], "device": self.world.device, "seed": recipe.seed}
         # TRL changes the config of the model that it trains, for example the index of the padding token.
         return randomise(copy.deepcopy(self.student), 1, **draw)
-
-    def plain_teacher(self) -> PreTrainedModel:
-        """The teacher as transformers computes it, without the kernels that fcsd has put into it."""
-        self.teacher.set_attn_implementation("sdpa")
-        return wire(self.teacher, unwired())
 
 
 class Watch:
