@@ -9,11 +9,11 @@ micro-batch at which it was fastest.
 
 import gc
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,10 @@ import torch
 from fcsd.bench.baselines import gkd, loop, own
 from fcsd.bench.baselines.prepare import held_bytes, prepare
 from fcsd.bench.baselines.setting import Setting, Side, Watch
+from fcsd.bench.baselines.table import OWN, table, told
 from fcsd.bench.distill import Load
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
-
-OWN = "fcsd"
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,7 @@ def bench(load: Load, names: tuple[str, ...], out: Path | None = None) -> dict[s
         "product_rate": rate,
         "bound": bound,
         "environment": snapshot(),
+        "packages": {BASELINES[name].project: version(BASELINES[name].project) for name in names},
         "sweep": [],
         "turns": [],
     }
@@ -102,7 +102,7 @@ def bench(load: Load, names: tuple[str, ...], out: Path | None = None) -> dict[s
         """Runs a side, adds what was measured to a part of the result, and returns whether the memory sufficed."""
         found = _visit(name, sides[name], with_micro_batch(setting, micro), timed=timed, traced=traced)
         result[part].append(found)
-        print(_told(found, result), file=sys.stderr, flush=True)
+        print(told(found, result), file=sys.stderr, flush=True)
         if out is not None:  # written after each visit, so that a comparison that is cut short leaves its figures
             out.mkdir(parents=True, exist_ok=True)
             (out / "baselines.json").write_text(json.dumps(result, indent=1))
@@ -160,57 +160,3 @@ def fastest(visits: list[dict[str, Any]]) -> int | None:
     """The micro-batch of the fastest visit; None if the memory sufficed for none."""
     finished = [visit for visit in visits if not visit["out_of_memory"]]
     return min(finished, key=lambda visit: visit["seconds"])["micro_batch"] if finished else None
-
-
-def _told(found: dict[str, Any], result: dict[str, Any]) -> str:
-    """A line about one visit: tokens per second, peak memory above weights and optimizer, and the first loss."""
-    head = f"{found['side']:12s} micro-batch {found['micro_batch']:3d}"
-    if found["out_of_memory"]:
-        return f"{head}: out of memory"
-    speed = result["batch_tokens"] / found["seconds"]
-    return f"{head}: {speed:9,.0f} tokens/s, {_gib(found['peak'], result['held'])} GiB, loss {found['loss']:.6g}"
-
-
-def table(result: dict[str, Any]) -> str:
-    """Formats the turns as a table with a line for each side, and the bound.
-
-    The columns are the micro-batch, the median step, half its range, tokens per second, that of fcsd divided by it, the
-    share of the bound, peak memory above weights and optimizer, that of fcsd divided by it, and the shares of the time
-    spent waiting: for data, and, in a traced step, for communication and for the host.
-    """
-    titles = ("micro", "step ms", "± ms", "tokens/s", "fcsd x", "of bound", "GiB above", "fcsd mem", "data", "comm")
-    lines = [f"{'':12s} " + " ".join(f"{title:>9s}" for title in (*titles, "host"))]
-    by_side: dict[str, list[dict[str, Any]]] = {}
-    for turn in result["turns"]:
-        if not turn["out_of_memory"]:
-            by_side.setdefault(turn["side"], []).append(turn)
-    medians = {name: statistics.median(turn["seconds"] for turn in turns) for name, turns in by_side.items()}
-    peaks = {name: max(turn["peak"] or 0 for turn in turns) for name, turns in by_side.items()}
-    for name, turns in by_side.items():
-        seconds = [turn["seconds"] for turn in turns]
-        speed = result["batch_tokens"] / medians[name]
-        above, ours = peaks[name] - result["held"], peaks.get(OWN, 0) - result["held"]
-        columns = [
-            f"{turns[0]['micro_batch']:9d}",
-            f"{medians[name] * 1e3:9.1f}",
-            f"{(max(seconds) - min(seconds)) / 2 * 1e3:9.1f}",
-            f"{speed:9,.0f}",
-            f"{medians[name] / medians[OWN]:9.3f}" if OWN in medians else _NONE,
-            f"{speed / result['bound']:9.1%}" if result["bound"] else _NONE,
-            _gib(peaks[name] or None, result["held"]),
-            f"{ours / above:9.1%}" if peaks[name] and OWN in peaks else _NONE,
-            f"{statistics.median(turn['data_wait'] for turn in turns):9.1%}",
-            *(_NONE if turns[-1][key] is None else f"{turns[-1][key]:9.1%}" for key in ("exposed", "idle")),
-        ]
-        lines.append(f"{name:12s} " + " ".join(columns))
-    if result["bound"]:
-        lines.append(f"{'bound':12s} {'':9s} {result['batch_tokens'] / result['bound'] * 1e3:9.1f} {'':9s} ")
-        lines[-1] += f"{result['bound']:9,.0f}"
-    return "\n".join(lines)
-
-
-_NONE = f"{'-':>9s}"
-
-
-def _gib(peak: int | None, held: int) -> str:
-    return _NONE if peak is None else f"{(peak - held) / 2**30:9.2f}"

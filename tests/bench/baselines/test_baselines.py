@@ -169,10 +169,26 @@ def test_each_side_takes_turns_at_its_fastest_micro_batch(tmp_path: Path) -> Non
 
 def test_the_table_relates_memory_above_weights_and_optimizer() -> None:
     turn = {"out_of_memory": False, "seconds": 0.1, "data_wait": 0.0, "idle": 0.25, "exposed": 0.0, "micro_batch": 2}
-    each = [turn | {"side": name, "peak": 2**30 * peak} for name, peak in (("fcsd", 11), ("trl", 14))]
-    told = compare.table({"turns": each, "batch_tokens": 1000, "held": 2**30 * 10, "bound": 20_000.0}).splitlines()
-    assert told[2].split()[-6:] == ["50.0%", "4.00", "25.0%", "0.0%", "0.0%", "25.0%"]
-    assert told[3].split() == ["bound", "50.0", "20,000"]
+    each = [turn | {"side": name, "peak": 2**30 * peak} for name, peak in (("fcsd", 12), ("trl", 14))]
+    each.append(each[1] | {"seconds": 0.3})
+    sweep = [turn | {"side": "fcsd", "peak": 2**30 * 11}]
+    result = {"turns": each, "sweep": sweep, "batch_tokens": 1000, "held": 2**30 * 10, "bound": 20_000.0}
+    ours, theirs, bound = [line.split() for line in compare.table(result).splitlines()[1:]]
+    assert ours[3:] == ["-", "10,000", "1.000", "50.0%", "2.00", "100.0%", "50.0%", "0.0%", "0.0%", "25.0%"]
+    assert theirs[2:] == [
+        "200.0",
+        "100.0",
+        "5,000",
+        "2.000",
+        "25.0%",
+        "4.00",
+        "50.0%",
+        "25.0%",
+        "0.0%",
+        "0.0%",
+        "25.0%",
+    ]
+    assert bound == ["bound", "50.0", "20,000"]
 
 
 def test_a_baseline_that_is_unknown_or_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
