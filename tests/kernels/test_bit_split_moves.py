@@ -47,6 +47,15 @@ def test_one_kernel_gives_the_bits_of_two_steps(name: str, dtype: torch.dtype) -
     assert not ordered[1].any()
 
 
+@pytest.mark.parametrize("name", ["int8:g32", "int5:g32", "int3:g32:sr"])
+def test_sums_of_records_are_encoded_as_in_two_steps(name: str) -> None:
+    format = Format.parse(name)
+    rows = torch.cat([draw(torch.float32)[0], draw(torch.float32)[0].flip(1) * 3])
+    records = moves.encode_at(rows, format, None, torch.arange(2 * ROWS)[:, None], 2 * ROWS).view(2, ROWS, -1)
+    expected = moves.encode_sum(records, format, WIDTH)
+    assert torch.equal(kernels.encode_sum(records.to(DEVICE), format, WIDTH).cpu(), expected)
+
+
 def test_scalar_products_with_records() -> None:
     format, (rows, _) = Format.parse("int5:g32"), draw(torch.float32)
     rows = rows.nan_to_num()

@@ -103,7 +103,7 @@ def whole(x, noise):
 
 @triton.jit
 def uniform(seed, place, pair, step, lane, eighth):
-    """``Draws.uniform`` of one row, for the blocks of eight values with the numbers ``place [parts, groups, lanes]``."""
+    """``Draws.uniform`` of one row, for the words with the numbers ``place [parts, groups, lanes]``."""
     zero = tl.zeros_like(place)
     a, b, c, d = tl.philox(seed, place, zero + pair.to(tl.int32), zero + step, zero + lane)
     a, b, c, d = tl.expand_dims(a, 3), tl.expand_dims(b, 3), tl.expand_dims(c, 3), tl.expand_dims(d, 3)

@@ -37,6 +37,10 @@ class Launch(NamedTuple):
     warps: int = 4
 
 
+DEFAULT_LAUNCH = Launch()
+_DOTS = Launch(parts=1, warps=1)
+
+
 def encode(
     rows: Tensor,
     format: Format,
@@ -44,7 +48,7 @@ def encode(
     weight: Tensor | None = None,
     places: Tensor | None = None,
     count: int | None = None,
-    launch: Launch = Launch(),
+    launch: Launch = DEFAULT_LAUNCH,
 ) -> Tensor:
     """Encode rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[count, row_bytes]``.
 
@@ -73,7 +77,7 @@ def decode(
     width: int,
     dtype: torch.dtype,
     source: Tensor | None = None,
-    launch: Launch = Launch(),
+    launch: Launch = DEFAULT_LAUNCH,
 ) -> Tensor:
     """Decode records, uint8 ``[n, row_bytes]``, to rows ``[n, width]`` of ``dtype``, bf16 or fp32.
 
@@ -95,7 +99,7 @@ def decode_sum(
     dtype: torch.dtype,
     weight: Tensor | None,
     places: Tensor,
-    launch: Launch = Launch(),
+    launch: Launch = DEFAULT_LAUNCH,
 ) -> Tensor:
     """Decode records and sum those of each row: ``[n, width]`` of ``dtype``; see ``moves.decode_sum``."""
     rows = records.new_empty(len(places), width, dtype=dtype)
@@ -103,9 +107,31 @@ def decode_sum(
     return rows
 
 
-def decode_dots(
-    records: Tensor, format: Format, rows: Tensor, places: Tensor, launch: Launch = Launch(parts=1, warps=1)
-) -> Tensor:
+def encode_sum(records: Tensor, format: Format, width: int, launch: Launch = DEFAULT_LAUNCH) -> Tensor:
+    """Sum records ``[ranks, n, row_bytes]`` over ranks and encode the sums; see ``moves.encode_sum``."""
+    sums = torch.empty_like(records[0])
+    if not sums.numel():
+        return sums
+    layout, groups = format.layout(width), width // format.group
+    block = min(launch.values // format.group, triton.next_power_of_2(groups))
+    with torch.cuda.device_of(records):
+        _encode_sum_kernel[(len(sums), triton.cdiv(groups, block))](
+            records.contiguous(),
+            sums,
+            **_constants(format, width, launch),
+            BYTES=layout.bytes,
+            BLOCK=block,
+            PADDING=layout.end,
+            RANKS=len(records),
+            CLIP=format.clip,
+            ROUNDING=format.rounding,
+            num_warps=_warps(format, block, launch),
+            enable_fp_fusion=False,
+        )
+    return sums
+
+
+def decode_dots(records: Tensor, format: Format, rows: Tensor, places: Tensor, launch: Launch = _DOTS) -> Tensor:
     """The scalar products of rows and decoded records, fp32; see ``moves.decode_dots``."""
     layout, (count, width) = format.layout(rows.shape[1]), rows.shape
     block = min(launch.values // format.group, triton.next_power_of_2(width // format.group))
@@ -257,9 +283,8 @@ def _encode_kernel(
                 ENDS,
                 INDICES,
             )
-            if PADDING < BYTES:
-                if tl.program_id(1) == 0:
-                    tl.store(record + rest, tl.zeros([16], tl.uint8), mask=rest < BYTES)
+            if PADDING < BYTES and tl.program_id(1) == 0:
+                tl.store(record + rest, tl.zeros([16], tl.uint8), mask=rest < BYTES)
 
 
 @triton.jit
@@ -377,6 +402,83 @@ def _sum_kernel(
             x = x * tl.load(weight + row * TOP_K + k).to(tl.float32)
         total += tl.where(at >= 0, x, 0.0)
     _stored(rows + row * WIDTH + column, total, total != total, column < WIDTH)
+
+
+@triton.jit
+def _encode_sum_kernel(
+    records,
+    sums,
+    WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPIKES: tl.constexpr,
+    INTEGER: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ENDS: tl.constexpr,
+    INDICES: tl.constexpr,
+    PARTS: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PADDING: tl.constexpr,
+    RANKS: tl.constexpr,
+    CLIP: tl.constexpr,
+    ROUNDING: tl.constexpr,
+):
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = group < WIDTH // GROUP
+    word = words_of(group, GROUP, PARTS)
+    place = (tl.expand_dims(word, 3) * 8 + eighths()) % GROUP
+    LANES: tl.constexpr = GROUP // (8 * PARTS)  # pyright: ignore[reportOperatorIssue]
+    total = tl.zeros([PARTS, BLOCK, LANES, 8], tl.float32)
+    for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]
+        x, broken = load_values(
+            records + (rank * rows + row) * BYTES,
+            word,
+            group,
+            inside,
+            WIDTH,
+            BITS,
+            GROUP,
+            SPIKES,
+            INTEGER,
+            SCALES,
+            ZEROS,
+            ENDS,
+            INDICES,
+            PARTS,
+        )
+        total += tl.where(beside(broken), float("nan"), x)
+    codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = encode_values(
+        total, place, None, BITS, SPIKES, INTEGER, CLIP, ROUNDING, GROUP, False
+    )
+    record = sums + row * BYTES
+    store_record(
+        record,
+        codes,
+        scale,
+        zero,
+        least_bits,
+        greatest_bits,
+        least_at,
+        greatest_at,
+        word,
+        group,
+        inside,
+        WIDTH,
+        BITS,
+        GROUP,
+        SPIKES,
+        INTEGER,
+        SCALES,
+        ZEROS,
+        ENDS,
+        INDICES,
+    )
+    if PADDING < BYTES and tl.program_id(1) == 0:
+        rest = PADDING + tl.arange(0, 16)
+        tl.store(record + rest, tl.zeros([16], tl.uint8), mask=rest < BYTES)
 
 
 @triton.jit

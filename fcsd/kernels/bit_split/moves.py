@@ -90,6 +90,31 @@ def decode_sum(
     return sums
 
 
+def encode_sum(records: Tensor, format: Format, width: int) -> Tensor:
+    """Encode the sum of records that hold the same row on several ranks.
+
+    Records are decoded to fp32 and added from the first rank to the last.
+
+    Args:
+        records: uint8 ``[ranks, n, row_bytes]``.
+        format: the format of these records and of the result.
+        width: the number of values of a row.
+
+    Returns: uint8 ``[n, row_bytes]``.
+
+    Raises:
+        ConfigError: the format's groups do not divide the row.
+    """
+    if records.is_cuda:
+        from fcsd.kernels.bit_split import kernels
+
+        return kernels.encode_sum(records, format, width)
+    total = reference.decode(records[0], format, width, torch.float32)
+    for one in records[1:]:
+        total += reference.decode(one, format, width, torch.float32)
+    return reference.encode(total, format)
+
+
 def decode_dots(records: Tensor, format: Format, rows: Tensor, places: Tensor) -> Tensor:
     """The scalar product of each row with each of its decoded records, fp32 ``[n, most]``; 0 where there is none.
 
