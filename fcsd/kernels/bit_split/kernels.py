@@ -247,44 +247,46 @@ def _encode_kernel(
     noise = None
     if pair is not None:
         noise = uniform(seed, word, tl.load(pair + row), step_number, lane, eighths())
+    if weight is None:  # once for all places
+        codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = encode_values(
+            x, place, noise, BITS, SPIKES, INTEGER, CLIP, ROUNDING, GROUP, EXACT
+        )
     for k in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
         at = row
         if places is not None:
             at = tl.load(places + row * TOP_K + k)
-        if at >= 0:
-            y = x
-            if weight is not None:
-                y = x * tl.load(weight + row * TOP_K + k).to(tl.float32)
-                if EXACT:
-                    y = tl.where(y == y, from_bf16(to_bf16(y)), y)
+        if weight is not None:
+            y = x * tl.load(weight + row * TOP_K + k).to(tl.float32)
+            if EXACT:
+                y = tl.where(y == y, from_bf16(to_bf16(y)), y)
             codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = encode_values(
                 y, place, noise, BITS, SPIKES, INTEGER, CLIP, ROUNDING, GROUP, EXACT
             )
-            record = records + at * BYTES
-            store_record(
-                record,
-                codes,
-                scale,
-                zero,
-                least_bits,
-                greatest_bits,
-                least_at,
-                greatest_at,
-                word,
-                group,
-                inside,
-                WIDTH,
-                BITS,
-                GROUP,
-                SPIKES,
-                INTEGER,
-                SCALES,
-                ZEROS,
-                ENDS,
-                INDICES,
-            )
-            if PADDING < BYTES and tl.program_id(1) == 0:
-                tl.store(record + rest, tl.zeros([16], tl.uint8), mask=rest < BYTES)
+        record = records + at * BYTES
+        store_record(
+            record,
+            codes,
+            scale,
+            zero,
+            least_bits,
+            greatest_bits,
+            least_at,
+            greatest_at,
+            word,
+            group,
+            inside & (at >= 0),
+            WIDTH,
+            BITS,
+            GROUP,
+            SPIKES,
+            INTEGER,
+            SCALES,
+            ZEROS,
+            ENDS,
+            INDICES,
+        )
+        if PADDING < BYTES and tl.program_id(1) == 0:
+            tl.store(record + rest, tl.zeros([16], tl.uint8), mask=(rest < BYTES) & (at >= 0))
 
 
 @triton.jit
