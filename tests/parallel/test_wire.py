@@ -178,7 +178,8 @@ def _moved_by_codecs(rank: int) -> list[str]:
     problems, world = [], dist.get_world_size()
     gate, scale = torch.eye(WIDTH, EXPERTS), torch.arange(1.0, EXPERTS + 1)
     for text in ("int8:g32", "dispatch=int4:g32", "combine=int5:g16,dispatch_grad=int4:g32", "combine_grad=int8:g32"):
-        for ranks, mode in ((world, "off"), (world, "on"), (1, "on")):
+        cases: tuple[tuple[int, Mode], ...] = ((world, "off"), (world, "on"), (1, "on"))
+        for ranks, mode in cases:
             results = []
             for fused in (False, True):
                 x, router = _inputs(rank).requires_grad_(), gate.clone().requires_grad_()

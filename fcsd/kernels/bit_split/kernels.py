@@ -10,17 +10,15 @@ places, ``decode`` reads each record from its place, and ``decode_sum`` adds the
 is record i.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from fcsd.kernels.bit_split.arithmetic import beside, from_bf16, to_bf16, uniform
+from fcsd.kernels.bit_split import programs
 from fcsd.kernels.bit_split.draws import Draws
 from fcsd.kernels.bit_split.format import Format
-from fcsd.kernels.bit_split.values import eighths, encode_values, load_values, store_record, words_of
 
 
 class Launch(NamedTuple):
@@ -53,21 +51,26 @@ def encode(
     """Encode rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[count, row_bytes]``.
 
     Args:
+        rows: what to encode.
+        format: the format of the records.
         draws: see ``codec.encode``; not together with ``places``.
         weight: see ``moves.encode_at``.
         places: see ``moves.encode_at``; None encodes row i as record i.
         count: the number of records; None for as many as rows.
+        launch: how the kernel is launched.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
     """
-    layout = format.layout(rows.shape[1])
-    records = rows.new_empty(len(rows) if count is None else count, layout.bytes, dtype=torch.uint8)
+    number, width = rows.shape
+    records = rows.new_empty(number if count is None else count, format.row_bytes(width), dtype=torch.uint8)
     key = {"pair": None, "seed": 0, "step_number": 0, "lane": 0}
     if draws is not None:
         key = {"pair": draws.pair.contiguous(), "seed": draws.seed, "step_number": draws.step, "lane": draws.lane}
-    options = {"CLIP": format.clip, "ROUNDING": format.rounding, "EXACT": rows.dtype == torch.bfloat16}
-    _launch(_encode_kernel, rows.contiguous(), records, format, launch, weight, places, **options, **key)
+    tensors = [rows.contiguous(), records, _plain(weight), _plain(places)]
+    top_k = 1 if places is None else places.shape[1]
+    options = {"PADDING": format.layout(width).end, "TOP_K": top_k, "EXACT": rows.dtype == torch.bfloat16}
+    _start(programs.encode_kernel, number, tensors, format, width, launch, **key, **options, **_rounding(format))
     return records
 
 
@@ -82,13 +85,19 @@ def decode(
     """Decode records, uint8 ``[n, row_bytes]``, to rows ``[n, width]`` of ``dtype``, bf16 or fp32.
 
     Args:
+        records: what to decode.
+        format: the format of the records.
+        width: the number of values of a row.
+        dtype: the dtype of the rows.
         source: see ``moves.decode_from``; None decodes record i as row i.
+        launch: how the kernel is launched.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
     """
     rows = records.new_empty(len(records) if source is None else len(source), width, dtype=dtype)
-    _launch(_decode_kernel, rows, records.contiguous(), format, launch, None, source)
+    tensors = [rows, records.contiguous(), _plain(source)]
+    _start(programs.decode_kernel, len(rows), tensors, format, width, launch)
     return rows
 
 
@@ -103,432 +112,72 @@ def decode_sum(
 ) -> Tensor:
     """Decode records and sum those of each row: ``[n, width]`` of ``dtype``; see ``moves.decode_sum``."""
     rows = records.new_empty(len(places), width, dtype=dtype)
-    _launch(_sum_kernel, rows, records.contiguous(), format, launch, weight, places)
+    tensors = [rows, records.contiguous(), _plain(weight), _plain(places)]
+    _start(programs.sum_kernel, len(rows), tensors, format, width, launch, TOP_K=places.shape[1])
     return rows
 
 
 def encode_sum(records: Tensor, format: Format, width: int, launch: Launch = DEFAULT_LAUNCH) -> Tensor:
     """Sum records ``[ranks, n, row_bytes]`` over ranks and encode the sums; see ``moves.encode_sum``."""
+    ranks, count, _ = records.shape
     sums = torch.empty_like(records[0])
-    if not sums.numel():
-        return sums
-    layout, groups = format.layout(width), width // format.group
-    block = min(launch.values // format.group, triton.next_power_of_2(groups))
-    with torch.cuda.device_of(records):
-        _encode_sum_kernel[(len(sums), triton.cdiv(groups, block))](
-            records.contiguous(),
-            sums,
-            **_constants(format, width, launch),
-            BYTES=layout.bytes,
-            BLOCK=block,
-            PADDING=layout.end,
-            RANKS=len(records),
-            CLIP=format.clip,
-            ROUNDING=format.rounding,
-            num_warps=_warps(format, block, launch),
-            enable_fp_fusion=False,
-        )
+    options = {"PADDING": format.layout(width).end, "RANKS": ranks, **_rounding(format)}
+    _start(programs.encode_sum_kernel, count, [records.contiguous(), sums], format, width, launch, **options)
     return sums
 
 
 def decode_dots(records: Tensor, format: Format, rows: Tensor, places: Tensor, launch: Launch = _DOTS) -> Tensor:
     """The scalar products of rows and decoded records, fp32; see ``moves.decode_dots``."""
-    layout, (count, width) = format.layout(rows.shape[1]), rows.shape
-    block = min(launch.values // format.group, triton.next_power_of_2(width // format.group))
     dots = rows.new_empty(places.shape, dtype=torch.float32)
-    if count:
-        with torch.cuda.device_of(rows):
-            _dots_kernel[(count, places.shape[1])](
-                rows.contiguous(),
-                records.contiguous(),
-                places.contiguous(),
-                dots,
-                **_constants(format, width, launch),
-                BYTES=layout.bytes,
-                BLOCK=block,
-                num_warps=_warps(format, block, launch),
-                enable_fp_fusion=False,
-            )
+    tensors = [rows.contiguous(), records.contiguous(), _plain(places), dots]
+    _start(programs.dots_kernel, places.numel(), tensors, format, rows.shape[1], launch, TOP_K=places.shape[1])
     return dots
 
 
-def _launch(
-    kernel: triton.JITFunction,
-    rows: Tensor,
-    records: Tensor,
+def _plain(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().contiguous()
+
+
+def _rounding(format: Format) -> dict[str, object]:
+    return {"CLIP": format.clip, "ROUNDING": format.rounding}
+
+
+def _start(
+    kernel: Any,
+    count: int,
+    tensors: list[Tensor | None],
     format: Format,
+    width: int,
     launch: Launch,
-    weight: Tensor | None,
-    places: Tensor | None,
     **options: object,
 ) -> None:
-    """Start a kernel with one program for each ``launch.values`` values of a row."""
-    count, width = rows.shape
+    """Start a kernel with one program for each ``launch.values`` values of each of ``count`` rows.
+
+    ``dots_kernel`` computes whole rows in one program.
+    """
     if count == 0:
         return
     layout, groups = format.layout(width), width // format.group
-    block = min(launch.values // format.group, triton.next_power_of_2(groups))
-    top_k = 1 if places is None else places.shape[1] if places.dim() == 2 else 1
-    with torch.cuda.device_of(rows):
-        kernel[(count, triton.cdiv(groups, block))](
-            rows,
-            records,
-            None if weight is None else weight.detach().contiguous(),
-            None if places is None else places.contiguous(),
-            **_constants(format, width, launch),
+    block = max(1, min(launch.values // format.group, triton.next_power_of_2(groups)))
+    parts = min(launch.parts, format.group // 8)
+    threads = block * (format.group // 8 // parts)
+    programs_of_row = 1 if kernel is programs.dots_kernel else triton.cdiv(groups, block)
+    with torch.cuda.device_of(tensors[0]):
+        kernel[(count, programs_of_row)](
+            *tensors,
+            WIDTH=width,
+            BITS=format.bits,
+            GROUP=format.group,
+            SPIKES=format.spikes,
+            INTEGER=format.meta == "int",
+            SCALES=layout.scales,
+            ZEROS=layout.zeros,
+            ENDS=layout.spikes,
+            INDICES=layout.indices,
             BYTES=layout.bytes,
+            PARTS=parts,
             BLOCK=block,
-            PADDING=layout.end,
-            TOP_K=top_k,
-            num_warps=_warps(format, block, launch),
+            num_warps=max(1, min(launch.warps, threads // 32)),
             enable_fp_fusion=False,
             **options,
         )
-
-
-def _constants(format: Format, width: int, launch: Launch) -> dict[str, object]:
-    layout = format.layout(width)
-    return {
-        "WIDTH": width,
-        "BITS": format.bits,
-        "GROUP": format.group,
-        "SPIKES": format.spikes,
-        "INTEGER": format.meta == "int",
-        "SCALES": layout.scales,
-        "ZEROS": layout.zeros,
-        "ENDS": layout.spikes,
-        "INDICES": layout.indices,
-        "PARTS": min(launch.parts, format.group // 8),
-    }
-
-
-def _warps(format: Format, groups: int, launch: Launch) -> int:
-    """The warps of a program with ``groups`` groups, each of which has a thread for every ``parts`` words."""
-    lanes = max(1, format.group // 8 // launch.parts)
-    return max(1, min(launch.warps, groups * lanes // 32))
-
-
-@triton.jit(do_not_specialize=["seed", "step_number", "lane"])
-def _encode_kernel(
-    rows,
-    records,
-    weight,
-    places,
-    pair,
-    seed,
-    step_number,
-    lane,
-    WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPIKES: tl.constexpr,
-    INTEGER: tl.constexpr,
-    SCALES: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ENDS: tl.constexpr,
-    INDICES: tl.constexpr,
-    PARTS: tl.constexpr,
-    BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PADDING: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CLIP: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = group < WIDTH // GROUP
-    word = words_of(group, GROUP, PARTS)
-    column = tl.expand_dims(word, 3) * 8 + eighths()
-    place = column % GROUP
-    rest = PADDING + tl.arange(0, 16)
-    x = tl.load(rows + row * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    noise = None
-    if pair is not None:
-        noise = uniform(seed, word, tl.load(pair + row), step_number, lane, eighths())
-    if weight is None:  # once for all places
-        codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = encode_values(
-            x, place, noise, BITS, SPIKES, INTEGER, CLIP, ROUNDING, GROUP, EXACT
-        )
-    for k in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
-        at = row
-        if places is not None:
-            at = tl.load(places + row * TOP_K + k)
-        if weight is not None:
-            y = x * tl.load(weight + row * TOP_K + k).to(tl.float32)
-            if EXACT:
-                y = tl.where(y == y, from_bf16(to_bf16(y)), y)
-            codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = encode_values(
-                y, place, noise, BITS, SPIKES, INTEGER, CLIP, ROUNDING, GROUP, EXACT
-            )
-        record = records + at * BYTES
-        store_record(
-            record,
-            codes,
-            scale,
-            zero,
-            least_bits,
-            greatest_bits,
-            least_at,
-            greatest_at,
-            word,
-            group,
-            inside & (at >= 0),
-            WIDTH,
-            BITS,
-            GROUP,
-            SPIKES,
-            INTEGER,
-            SCALES,
-            ZEROS,
-            ENDS,
-            INDICES,
-        )
-        if PADDING < BYTES and tl.program_id(1) == 0:
-            tl.store(record + rest, tl.zeros([16], tl.uint8), mask=(rest < BYTES) & (at >= 0))
-
-
-@triton.jit
-def _stored(out, x, broken, inside):
-    """Store values, bf16 or fp32; those of broken groups are NaN."""
-    if out.dtype.element_ty == tl.bfloat16:
-        bits = tl.where(broken, 0x7FC0, to_bf16(x)).to(tl.uint16)
-        tl.store(out.to(tl.pointer_type(tl.uint16)), bits, mask=inside)
-    else:
-        tl.store(out, tl.where(broken, float("nan"), x), mask=inside)
-
-
-@triton.jit
-def _decode_kernel(
-    rows,
-    records,
-    weight,
-    places,
-    WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPIKES: tl.constexpr,
-    INTEGER: tl.constexpr,
-    SCALES: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ENDS: tl.constexpr,
-    INDICES: tl.constexpr,
-    PARTS: tl.constexpr,
-    BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PADDING: tl.constexpr,
-    TOP_K: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = group < WIDTH // GROUP
-    word = words_of(group, GROUP, PARTS)
-    column = tl.expand_dims(word, 3) * 8 + eighths()
-    at = row
-    if places is not None:
-        at = tl.load(places + row).to(tl.int64)
-        inside = inside & (at >= 0)
-    x, broken = load_values(
-        records + at * BYTES,
-        word,
-        group,
-        inside,
-        WIDTH,
-        BITS,
-        GROUP,
-        SPIKES,
-        INTEGER,
-        SCALES,
-        ZEROS,
-        ENDS,
-        INDICES,
-        PARTS,
-    )
-    if places is not None:
-        x = tl.where(at >= 0, x, 0.0)
-        broken = broken & (at >= 0)
-    _stored(rows + row * WIDTH + column, x, beside(broken), column < WIDTH)
-
-
-@triton.jit
-def _sum_kernel(
-    rows,
-    records,
-    weight,
-    places,
-    WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPIKES: tl.constexpr,
-    INTEGER: tl.constexpr,
-    SCALES: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ENDS: tl.constexpr,
-    INDICES: tl.constexpr,
-    PARTS: tl.constexpr,
-    BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PADDING: tl.constexpr,
-    TOP_K: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    word = words_of(group, GROUP, PARTS)
-    column = tl.expand_dims(word, 3) * 8 + eighths()
-    LANES: tl.constexpr = GROUP // (8 * PARTS)  # pyright: ignore[reportOperatorIssue]
-    total = tl.zeros([PARTS, BLOCK, LANES, 8], tl.float32)
-    for k in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
-        at = tl.load(places + row * TOP_K + k)
-        inside = (group < WIDTH // GROUP) & (at >= 0)
-        x, broken = load_values(
-            records + at * BYTES,
-            word,
-            group,
-            inside,
-            WIDTH,
-            BITS,
-            GROUP,
-            SPIKES,
-            INTEGER,
-            SCALES,
-            ZEROS,
-            ENDS,
-            INDICES,
-            PARTS,
-        )
-        x = tl.where(beside(broken & inside), float("nan"), x)
-        if rows.dtype.element_ty == tl.bfloat16:  # a row that is decoded alone has this dtype
-            x = tl.where(x == x, from_bf16(to_bf16(x)), x)
-        if weight is not None:
-            x = x * tl.load(weight + row * TOP_K + k).to(tl.float32)
-        total += tl.where(at >= 0, x, 0.0)
-    _stored(rows + row * WIDTH + column, total, total != total, column < WIDTH)
-
-
-@triton.jit
-def _encode_sum_kernel(
-    records,
-    sums,
-    WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPIKES: tl.constexpr,
-    INTEGER: tl.constexpr,
-    SCALES: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ENDS: tl.constexpr,
-    INDICES: tl.constexpr,
-    PARTS: tl.constexpr,
-    BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PADDING: tl.constexpr,
-    RANKS: tl.constexpr,
-    CLIP: tl.constexpr,
-    ROUNDING: tl.constexpr,
-):
-    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = group < WIDTH // GROUP
-    word = words_of(group, GROUP, PARTS)
-    place = (tl.expand_dims(word, 3) * 8 + eighths()) % GROUP
-    LANES: tl.constexpr = GROUP // (8 * PARTS)  # pyright: ignore[reportOperatorIssue]
-    total = tl.zeros([PARTS, BLOCK, LANES, 8], tl.float32)
-    for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]
-        x, broken = load_values(
-            records + (rank * rows + row) * BYTES,
-            word,
-            group,
-            inside,
-            WIDTH,
-            BITS,
-            GROUP,
-            SPIKES,
-            INTEGER,
-            SCALES,
-            ZEROS,
-            ENDS,
-            INDICES,
-            PARTS,
-        )
-        total += tl.where(beside(broken), float("nan"), x)
-    codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = encode_values(
-        total, place, None, BITS, SPIKES, INTEGER, CLIP, ROUNDING, GROUP, False
-    )
-    record = sums + row * BYTES
-    store_record(
-        record,
-        codes,
-        scale,
-        zero,
-        least_bits,
-        greatest_bits,
-        least_at,
-        greatest_at,
-        word,
-        group,
-        inside,
-        WIDTH,
-        BITS,
-        GROUP,
-        SPIKES,
-        INTEGER,
-        SCALES,
-        ZEROS,
-        ENDS,
-        INDICES,
-    )
-    if PADDING < BYTES and tl.program_id(1) == 0:
-        rest = PADDING + tl.arange(0, 16)
-        tl.store(record + rest, tl.zeros([16], tl.uint8), mask=rest < BYTES)
-
-
-@triton.jit
-def _dots_kernel(
-    rows,
-    records,
-    places,
-    dots,
-    WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPIKES: tl.constexpr,
-    INTEGER: tl.constexpr,
-    SCALES: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ENDS: tl.constexpr,
-    INDICES: tl.constexpr,
-    PARTS: tl.constexpr,
-    BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row, k = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.load(places + row * tl.num_programs(1) + k)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, WIDTH // GROUP, BLOCK):
-        group = start + tl.arange(0, BLOCK)
-        inside = (group < WIDTH // GROUP) & (at >= 0)
-        word = words_of(group, GROUP, PARTS)
-        column = tl.expand_dims(word, 3) * 8 + eighths()
-        y, broken = load_values(
-            records + at * BYTES,
-            word,
-            group,
-            inside,
-            WIDTH,
-            BITS,
-            GROUP,
-            SPIKES,
-            INTEGER,
-            SCALES,
-            ZEROS,
-            ENDS,
-            INDICES,
-            PARTS,
-        )
-        y = tl.where(beside(broken & inside), float("nan"), y)
-        if rows.dtype.element_ty == tl.bfloat16:
-            y = tl.where(y == y, from_bf16(to_bf16(y)), y)
-        x = tl.load(rows + row * WIDTH + column, mask=(column < WIDTH) & (at >= 0), other=0.0).to(tl.float32)
-        total += tl.sum(tl.sum(tl.sum(x * y, 3), 0), 1)
-    tl.store(dots + row * tl.num_programs(1) + k, tl.sum(total, 0))

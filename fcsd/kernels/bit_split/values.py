@@ -62,7 +62,7 @@ def encode_values(
         places. Without spikes the last four mean nothing.
     """
     LEVELS: tl.constexpr = (1 << BITS) - 1  # pyright: ignore[reportOperatorIssue]
-    plain: tl.constexpr = not SPIKES and not INTEGER and noise is None
+    plain: tl.constexpr = not SPIKES and not INTEGER and noise is None  # pyright: ignore[reportAssignmentType]
     if plain:  # the general case below computes the same, with more instructions for each value
         low, high = least(x), greatest_or_nan(x)
         low = tl.where(tl.abs(low) < 1.1754943508222875e-38, 0.0, low)
