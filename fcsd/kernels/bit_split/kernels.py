@@ -80,6 +80,7 @@ def decode(
     width: int,
     dtype: torch.dtype,
     source: Tensor | None = None,
+    out: Tensor | None = None,
     launch: Launch = DEFAULT_LAUNCH,
 ) -> Tensor:
     """Decode records, uint8 ``[n, row_bytes]``, to rows ``[n, width]`` of ``dtype``, bf16 or fp32.
@@ -90,12 +91,15 @@ def decode(
         width: the number of values of a row.
         dtype: the dtype of the rows.
         source: see ``moves.decode_from``; None decodes record i as row i.
+        out: contiguous rows to write to; None makes new ones.
         launch: how the kernel is launched.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
     """
-    rows = records.new_empty(len(records) if source is None else len(source), width, dtype=dtype)
+    rows = out
+    if rows is None:
+        rows = records.new_empty(len(records) if source is None else len(source), width, dtype=dtype)
     tensors = [rows, records.contiguous(), _plain(source)]
     _start(programs.decode_kernel, len(rows), tensors, format, width, launch)
     return rows
