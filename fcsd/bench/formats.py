@@ -125,14 +125,14 @@ def milliseconds(run: Callable[[], Any]) -> float:
     return statistics.median(times[1:])
 
 
-def measure(name: str, rows: Tensor, copy: float, launch: kernels.Launch = kernels.DEFAULT_LAUNCH) -> dict[str, float]:
+def measure(name: str, rows: Tensor, copy: float, launch: kernels.Launch | None = None) -> dict[str, float]:
     """Measures encode, decode, and both one after the other: their milliseconds, and their share of a copy's speed.
 
     Args:
         name: the format.
         rows: ``[rows, width]`` on the GPU.
         copy: bytes per millisecond that a copy within the GPU reads and writes.
-        launch: how the kernels are launched.
+        launch: how the kernels are launched; None as they are by default.
     """
     format = Format.parse(name)
     records = kernels.encode(rows, format)

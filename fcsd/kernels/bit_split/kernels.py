@@ -10,10 +10,10 @@ places, ``decode`` reads each record from its place, and ``decode_sum`` adds the
 is record i.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from fcsd.kernels.bit_split import programs
@@ -35,8 +35,19 @@ class Launch(NamedTuple):
     warps: int = 4
 
 
-DEFAULT_LAUNCH = Launch()
 _DOTS = Launch(parts=1, warps=1)
+
+
+def launch_of_encode(format: Format) -> Launch:
+    """The fastest way to encode on an H200, as far as it was measured (docs/RESULTS.md, "Formats of the wire")."""
+    return Launch(parts=1) if format.meta == "int" and format.group < 128 else Launch()
+
+
+def launch_of_decode(format: Format) -> Launch:
+    """The same for decoding: large groups of a single plane are slow if a thread holds four words of a group."""
+    if len(format.planes) > 1 or format.group < 128:
+        return Launch()
+    return Launch(1024, 2, 2) if format.bits == 8 else Launch(parts=1)
 
 
 def encode(
@@ -46,7 +57,7 @@ def encode(
     weight: Tensor | None = None,
     places: Tensor | None = None,
     count: int | None = None,
-    launch: Launch = DEFAULT_LAUNCH,
+    launch: Launch | None = None,
 ) -> Tensor:
     """Encode rows ``[n, width]``, bf16 or fp32, as records, uint8 ``[count, row_bytes]``.
 
@@ -57,20 +68,23 @@ def encode(
         weight: see ``moves.encode_at``.
         places: see ``moves.encode_at``; None encodes row i as record i.
         count: the number of records; None for as many as rows.
-        launch: how the kernel is launched.
+        launch: how the kernel is launched; None for the fastest way that was measured.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
     """
     number, width = rows.shape
-    records = rows.new_empty(number if count is None else count, format.row_bytes(width), dtype=torch.uint8)
+    plan = _plan(format, width, launch or launch_of_encode(format))
+    records = rows.new_empty(number if count is None else count, plan.row_bytes, dtype=torch.uint8)
     key = {"pair": None, "seed": 0, "step_number": 0, "lane": 0}
     if draws is not None:
         key = {"pair": draws.pair.contiguous(), "seed": draws.seed, "step_number": draws.step, "lane": draws.lane}
     tensors = [rows.contiguous(), records, _plain(weight), _plain(places)]
     top_k = 1 if places is None else places.shape[1]
-    options = {"PADDING": format.layout(width).end, "TOP_K": top_k, "EXACT": rows.dtype == torch.bfloat16}
-    _start(programs.encode_kernel, number, tensors, format, width, launch, **key, **options, **_rounding(format))
+    exact = rows.dtype == torch.bfloat16
+    _start(
+        programs.encode_kernel, (number, plan.programs), tensors, plan, **plan.rounding, **key, TOP_K=top_k, EXACT=exact
+    )
     return records
 
 
@@ -81,7 +95,7 @@ def decode(
     dtype: torch.dtype,
     source: Tensor | None = None,
     out: Tensor | None = None,
-    launch: Launch = DEFAULT_LAUNCH,
+    launch: Launch | None = None,
 ) -> Tensor:
     """Decode records, uint8 ``[n, row_bytes]``, to rows ``[n, width]`` of ``dtype``, bf16 or fp32.
 
@@ -92,7 +106,7 @@ def decode(
         dtype: the dtype of the rows.
         source: see ``moves.decode_from``; None decodes record i as row i.
         out: contiguous rows to write to; None makes new ones.
-        launch: how the kernel is launched.
+        launch: how the kernel is launched; None for the fastest way that was measured.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
@@ -100,8 +114,9 @@ def decode(
     rows = out
     if rows is None:
         rows = records.new_empty(len(records) if source is None else len(source), width, dtype=dtype)
+    plan = _plan(format, width, launch or launch_of_decode(format))
     tensors = [rows, records.contiguous(), _plain(source)]
-    _start(programs.decode_kernel, len(rows), tensors, format, width, launch)
+    _start(programs.decode_kernel, (len(rows), plan.programs), tensors, plan)
     return rows
 
 
@@ -112,21 +127,23 @@ def decode_sum(
     dtype: torch.dtype,
     weight: Tensor | None,
     places: Tensor,
-    launch: Launch = DEFAULT_LAUNCH,
+    launch: Launch | None = None,
 ) -> Tensor:
     """Decode records and sum those of each row: ``[n, width]`` of ``dtype``; see ``moves.decode_sum``."""
     rows = records.new_empty(len(places), width, dtype=dtype)
+    plan = _plan(format, width, launch or launch_of_decode(format))
     tensors = [rows, records.contiguous(), _plain(weight), _plain(places)]
-    _start(programs.sum_kernel, len(rows), tensors, format, width, launch, TOP_K=places.shape[1])
+    _start(programs.sum_kernel, (len(rows), plan.programs), tensors, plan, TOP_K=places.shape[1])
     return rows
 
 
-def encode_sum(records: Tensor, format: Format, width: int, launch: Launch = DEFAULT_LAUNCH) -> Tensor:
+def encode_sum(records: Tensor, format: Format, width: int, launch: Launch | None = None) -> Tensor:
     """Sum records ``[ranks, n, row_bytes]`` over ranks and encode the sums; see ``moves.encode_sum``."""
     ranks, count, _ = records.shape
     sums = torch.empty_like(records[0])
-    options = {"PADDING": format.layout(width).end, "RANKS": ranks, **_rounding(format)}
-    _start(programs.encode_sum_kernel, count, [records.contiguous(), sums], format, width, launch, **options)
+    plan = _plan(format, width, launch or launch_of_encode(format))
+    tensors: list[Tensor | None] = [records.contiguous(), sums]
+    _start(programs.encode_sum_kernel, (count, plan.programs), tensors, plan, **plan.rounding, RANKS=ranks)
     return sums
 
 
@@ -134,7 +151,8 @@ def decode_dots(records: Tensor, format: Format, rows: Tensor, places: Tensor, l
     """The scalar products of rows and decoded records, fp32; see ``moves.decode_dots``."""
     dots = rows.new_empty(places.shape, dtype=torch.float32)
     tensors = [rows.contiguous(), records.contiguous(), _plain(places), dots]
-    _start(programs.dots_kernel, places.numel(), tensors, format, rows.shape[1], launch, TOP_K=places.shape[1])
+    plan = _plan(format, rows.shape[1], launch)
+    _start(programs.dots_kernel, (places.numel(), 1), tensors, plan, TOP_K=places.shape[1])
     return dots
 
 
@@ -142,46 +160,50 @@ def _plain(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().contiguous()
 
 
-def _rounding(format: Format) -> dict[str, object]:
-    return {"CLIP": format.clip, "ROUNDING": format.rounding}
+class _Plan(NamedTuple):
+    """What the kernels need to know of a format and a row.
 
-
-def _start(
-    kernel: Any,
-    count: int,
-    tensors: list[Tensor | None],
-    format: Format,
-    width: int,
-    launch: Launch,
-    **options: object,
-) -> None:
-    """Start a kernel with one program for each ``launch.values`` values of each of ``count`` rows.
-
-    ``dots_kernel`` computes whole rows in one program.
+    Attributes:
+        row_bytes: the size of a record.
+        programs: how many programs share a row.
+        rounding: the constants of the kernels that encode.
+        constants: those of all kernels.
     """
-    if count == 0:
-        return
+
+    row_bytes: int
+    programs: int
+    rounding: dict[str, object]
+    constants: dict[str, object]
+
+
+@cache  # a small row takes less time than these lines
+def _plan(format: Format, width: int, launch: Launch) -> _Plan:
     layout, groups = format.layout(width), width // format.group
-    block = max(1, min(launch.values // format.group, triton.next_power_of_2(groups)))
+    block = max(1, min(launch.values // format.group, 1 << (groups - 1).bit_length()))
     parts = min(launch.parts, format.group // 8)
     threads = block * (format.group // 8 // parts)
-    programs_of_row = 1 if kernel is programs.dots_kernel else triton.cdiv(groups, block)
-    with torch.cuda.device_of(tensors[0]):
-        kernel[(count, programs_of_row)](
-            *tensors,
-            WIDTH=width,
-            BITS=format.bits,
-            GROUP=format.group,
-            SPIKES=format.spikes,
-            INTEGER=format.meta == "int",
-            SCALES=layout.scales,
-            ZEROS=layout.zeros,
-            ENDS=layout.spikes,
-            INDICES=layout.indices,
-            BYTES=layout.bytes,
-            PARTS=parts,
-            BLOCK=block,
-            num_warps=max(1, min(launch.warps, threads // 32)),
-            enable_fp_fusion=False,
-            **options,
-        )
+    constants = {
+        "WIDTH": width,
+        "BITS": format.bits,
+        "GROUP": format.group,
+        "SPIKES": format.spikes,
+        "INTEGER": format.meta == "int",
+        "SCALES": layout.scales,
+        "ZEROS": layout.zeros,
+        "ENDS": layout.spikes,
+        "INDICES": layout.indices,
+        "BYTES": layout.bytes,
+        "PARTS": parts,
+        "BLOCK": block,
+        "num_warps": max(1, min(launch.warps, threads // 32)),
+        "enable_fp_fusion": False,
+    }
+    rounding = {"CLIP": format.clip, "ROUNDING": format.rounding, "PADDING": layout.end}
+    return _Plan(layout.bytes, -(-groups // block), rounding, constants)
+
+
+def _start(kernel: Any, grid: tuple[int, int], tensors: list[Tensor | None], plan: _Plan, **options: object) -> None:
+    """Start a kernel with ``grid`` programs on the device of ``tensors``."""
+    if grid[0]:
+        with torch.cuda.device_of(tensors[0]):
+            kernel[grid](*tensors, **plan.constants, **options)
