@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fcsd.launch.world import barrier
+
 
 class Timing(NamedTuple):
     """The milliseconds of one way: the median over all repeats, and the quartiles."""
@@ -54,12 +56,12 @@ def timings(
 
 def _time(run: Callable[[], Any], device: torch.device) -> float:
     if device.type != "cuda":
-        dist.barrier()
+        barrier()
         start = time.perf_counter()
         run()
         return (time.perf_counter() - start) * 1e3
     torch.cuda.synchronize(device)
-    dist.barrier()
+    barrier()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
