@@ -81,10 +81,8 @@ def encode(
         key = {"pair": draws.pair.contiguous(), "seed": draws.seed, "step_number": draws.step, "lane": draws.lane}
     tensors = [rows.contiguous(), records, _plain(weight), _plain(places)]
     top_k = 1 if places is None else places.shape[1]
-    exact = rows.dtype == torch.bfloat16
-    _start(
-        programs.encode_kernel, (number, plan.programs), tensors, plan, **plan.rounding, **key, TOP_K=top_k, EXACT=exact
-    )
+    options = {"TOP_K": top_k, "EXACT": rows.dtype == torch.bfloat16, **plan.rounding, **key}
+    _start(programs.encode_kernel, (number, plan.programs), tensors, plan, **options)
     return records
 
 
