@@ -26,8 +26,16 @@ def draw(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return rows.to(dtype), weight
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["int8:g32", "int5:g32", "int4:g32", "int7:g32:int", "int3:g32:sr"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("int8:g32", torch.bfloat16),
+        ("int5:g32", torch.float32),
+        ("int4:g32", torch.bfloat16),
+        ("int7:g32:int", torch.float32),
+        ("int3:g32:sr", torch.bfloat16),
+    ],
+)
 def test_one_kernel_gives_the_bits_of_two_steps(name: str, dtype: torch.dtype) -> None:
     format, (rows, weights) = Format.parse(name), draw(dtype)
     places, bits = PLACES.to(DEVICE), torch.int16 if dtype == torch.bfloat16 else torch.int32
