@@ -13,7 +13,7 @@ from typing import Any
 from fcsd.plan.setup import GIB
 
 SIZES = ("peak", "gpu", "host")
-REFERENCE = ("fp32", "none")
+PLACES = {"none": "on the GPU", "moments": "on the host", "host": "and AdamW on the host"}
 
 
 def compare(files: Sequence[Path]) -> dict[str, Any]:
@@ -22,42 +22,82 @@ def compare(files: Sequence[Path]) -> dict[str, Any]:
     Args:
         files: what ``fcsd bench memory --out`` wrote, of one workload.
 
-    Returns: by setting, such as ``bf16 moments, on the GPU``: the cap, the largest measured and the predicted sizes in
-        GiB, the ``seconds`` of all steps but the first one of each run, their ``median``, and its ratio ``times`` to
-        that of fp32 moments on the GPU. Sizes that a run without a GPU has not measured are null.
+    Returns: by setting, such as ``bf16 moments on the GPU, 75 GiB``, where the last part is the cap: the largest measured
+        and the predicted sizes in GiB; the ``seconds`` of all steps but the first one of each run, their ``median``,
+        the median ``update`` and the predicted values of both; and the ratio ``times`` of the median to that of fp32
+        moments on the GPU, measured and predicted. What was not measured is null: sizes without a GPU, and everything
+        of a setting that ran ``out_of_memory``, whose value is torch's message.
     """
-    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for file in files:
-        run = json.loads(file.read_text())
-        optim = run["recipe"]["optim"]
-        runs.setdefault((optim["moments"], optim["offload"]), []).append(run)
-    found = {setting: _collect(taken) for setting, taken in runs.items()}
-    reference = found.get(REFERENCE)
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for run in sorted((json.loads(file.read_text()) for file in files), key=_order):
+        optim, cap = run["recipe"]["optim"], run["cap"]
+        name = f"{optim['moments']} moments {PLACES[optim['offload']]}" + (f", {cap:g} GiB" if cap else "")
+        runs.setdefault(name, []).append(run)
+    found = {name: _collect(taken) for name, taken in runs.items()}
+    plain = f"fp32 moments {PLACES['none']}"
+    reference = next((one for name, one in found.items() if name.startswith(plain) and one["median"]), None)
     for one in found.values():
-        one["times"] = one["median"] / reference["median"] if reference else None
-    return {f"{moments} moments, on the {_place(offload)}": one for (moments, offload), one in found.items()}
+        for ratio, value in (("times", "median"), ("times_predicted", "median_predicted")):
+            both = reference and one[value] and reference[value]
+            one[ratio] = one[value] / reference[value] if both else None
+    return found
 
 
-def _place(offload: str) -> str:
-    return "GPU" if offload == "none" else offload
+def _order(run: dict[str, Any]) -> tuple[int, bool, float]:
+    """The fastest settings come first."""
+    optim = run["recipe"]["optim"]
+    return list(PLACES).index(optim["offload"]), optim["moments"] == "bf16", run["cap"] or 0
 
 
 def _collect(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    seconds = [second for run in runs for second in run["measured"]["seconds"][1:]]
+    """The figures of the runs of one setting."""
+    told, recipe = runs[0]["predicted"], runs[0]["recipe"]
+    exhausted = [run["measured"]["out_of_memory"] for run in runs if "out_of_memory" in run["measured"]]
+    whole = [run["measured"] for run in runs if "out_of_memory" not in run["measured"]]
     sizes = {}
     for name in SIZES:
-        measured = [run["measured"][name] for run in runs if name in run["measured"]]
+        measured = [run[name] for run in whole if name in run]
         sizes[f"{name}_gib"] = max(measured) / GIB if measured else None
-        sizes[f"{name}_predicted_gib"] = runs[0]["predicted"][name] / GIB
-    return {"cap_gib": runs[0]["cap"], **sizes, "seconds": seconds, "median": statistics.median(seconds)}
+        sizes[f"{name}_predicted_gib"] = told[name] / GIB
+    seconds, updates = ([second for run in whole for second in run[key][1:]] for key in ("seconds", "update_seconds"))
+    return {
+        "cap_gib": runs[0]["cap"],
+        "out_of_memory": exhausted[0] if exhausted else None,
+        **sizes,
+        "seconds": seconds,
+        "median": statistics.median(seconds) if seconds else None,
+        "median_predicted": recipe["train"]["batch_tokens"] / told["tokens_per_second"],
+        "update": statistics.median(updates) if updates else None,
+        "update_predicted": told["update_seconds"],
+    }
 
 
 def to_text(settings: dict[str, Any]) -> str:
-    """Formats the settings as a table with a line for each; ``of plan`` is the plan's figure."""
-    lines = [f"{'':28s}" + "".join(f"{name:>12s}" for name in ("cap GiB", "GPU GiB", "of plan", "step s", "times"))]
+    """Formats the settings as a table with a line for each; each ``plan`` is the prediction of the value before it."""
+    columns = (
+        "cap GiB",
+        "peak GiB",
+        "plan",
+        "GPU GiB",
+        "plan",
+        "step ms",
+        "plan",
+        "update ms",
+        "plan",
+        "times",
+        "plan",
+    )
+    width = max(map(len, settings))
+    lines = [" " * width + "".join(f"{name:>10s}" for name in columns)]
     for name, one in settings.items():
-        cells = [one["cap_gib"], one["gpu_gib"], one["gpu_predicted_gib"], one["median"], one["times"]]
-        lines.append(f"{name:28s}" + "".join(f"{'-' if cell is None else f'{cell:.3g}':>12s}" for cell in cells))
+        cells = [one["cap_gib"]]
+        cells += [one[key] for size in SIZES[:2] for key in (f"{size}_gib", f"{size}_predicted_gib")]
+        for key in ("median", "update"):
+            cells += [None if second is None else 1000 * second for second in (one[key], one[f"{key}_predicted"])]
+        cells += [one["times"], one["times_predicted"]]
+        row = [("-" if cell is None else f"{cell:.3g}" if cell < 100 else f"{cell:.0f}") for cell in cells]
+        end = "  out of memory" if one["out_of_memory"] else ""
+        lines.append(f"{name:{width}s}" + "".join(f"{cell:>10s}" for cell in row) + end)
     return "\n".join(lines)
 
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe, accumulation
-from fcsd.distill.bf16_moments import Bf16MomentsAdamW
 from fcsd.distill.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
+from fcsd.distill.moments import ChunkedAdamW
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.targets import Targets, captured, compared_layers
 from fcsd.distill.top_k import TopK, kl_from_top_k
-from fcsd.distill.update import judges_on_device
+from fcsd.distill.update import clips_by_hook, judges_on_device
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.parallel.transports.traffic import Traffic
@@ -127,7 +127,7 @@ def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     config = {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "gradient_accumulation_steps": accumulation(recipe, world_size),
-        "gradient_clipping": optim.grad_clip if zero_stage and not on_device else 0.0,
+        "gradient_clipping": optim.grad_clip if zero_stage and not clips_by_hook(recipe) else 0.0,
         "bf16": {"enabled": train.dtype == "bf16", "check_grad_overflow": not on_device},
         "zero_optimization": zero,
         # DeepSpeed refuses optimizers that it does not know, and on the host all but its own, unless it is told not to.
@@ -139,7 +139,7 @@ def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # this timer waits for the device around every step
     }
-    if optim.moments == "fp32":
+    if not _chunked(recipe):
         # torch's fused AdamW is used, on GPUs and on the host, because DeepSpeed's own optimizers are compiled on first
         # use, which takes a minute and a compiler.
         params = {**adamw_settings(recipe), "torch_adam": True, "fused": True}
@@ -153,18 +153,24 @@ def adamw_settings(recipe: Recipe) -> dict[str, Any]:
     return {"lr": optim.lr, "betas": list(optim.betas), "eps": 1e-8, "weight_decay": optim.weight_decay}
 
 
-def bf16_moments_optimizer(recipe: Recipe) -> Callable[[Any], Bf16MomentsAdamW] | None:
+def _chunked(recipe: Recipe) -> bool:
+    """Whether the moments are not where and what torch's own AdamW keeps: fp32 tensors beside the weights."""
+    return recipe.optim.moments == "bf16" or recipe.optim.offload == "moments"
+
+
+def chunked_optimizer(recipe: Recipe) -> Callable[[Any], ChunkedAdamW] | None:
     """What makes the optimizer for ``deepspeed.initialize``; None if DeepSpeed makes it by its configuration."""
-    if recipe.optim.moments == "fp32":
+    if not _chunked(recipe):
         return None
 
-    def make(parameters: Any) -> Bf16MomentsAdamW:
+    def make(parameters: Any) -> ChunkedAdamW:
         from deepspeed.moe.utils import configure_moe_param_groups
 
         # DeepSpeed itself divides the parameters only for optimizers that it makes.
         if recipe.parallel.ep_size > 1 or recipe.parallel.wire.any:
             parameters = configure_moe_param_groups(parameters)
-        return Bf16MomentsAdamW(parameters, **adamw_settings(recipe))
+        placed = {"dtype": DTYPES[recipe.optim.moments], "on_host": recipe.optim.offload == "moments"}
+        return ChunkedAdamW(parameters, **adamw_settings(recipe), **placed)
 
     return make
 
@@ -185,7 +191,7 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World, traffic: 
         model=student,
         model_parameters=parameter_groups(student, recipe),
         config=deepspeed_config(recipe, world.size),
-        optimizer=bf16_moments_optimizer(recipe),
+        optimizer=chunked_optimizer(recipe),
     )
     if not recipe.parallel.zero_stage:
         for parameter in student.parameters():

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from fcsd.config import ResolvedRecipe
-from fcsd.distill import bf16_moments, loop
-from fcsd.distill.bf16_moments import Bf16MomentsAdamW, round_into
+from fcsd.distill import loop
+from fcsd.distill import moments as chunked
+from fcsd.distill.moments import ChunkedAdamW, round_into
 from fcsd.distill.run.identity import run_identity
 from fcsd.distill.run.report import opening
 from fcsd.distill.update import update
@@ -64,26 +65,26 @@ def test_bf16_moments_follow_fp32_where_rounding_to_nearest_does_not(
     travelled = (expected - start).norm()
 
     def compare() -> tuple[float, float]:
-        weights, found = trained(Bf16MomentsAdamW, steps, beta2)
+        weights, found = trained(ChunkedAdamW, steps, beta2)
         return ((weights - expected).norm() / travelled).item(), (found.sum() / moments.sum()).log().abs().item()
 
     apart, ratio = compare()
     assert apart < 0.02 and ratio < near, "the way of the weights, and the mean of the second moments"
-    monkeypatch.setattr(bf16_moments, "round_into", lambda target, values, _: target.copy_(values))
+    monkeypatch.setattr(chunked, "round_into", lambda target, values, _: target.copy_(values))
     nearest, stalled = compare()
     if beta2 == 0.999:
         assert nearest > apart and stalled > 0.1, "the second moments of nearest rounding cannot fall"
 
 
 def test_chunks_skipped_steps_and_saved_states_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def steps(optimizer: Bf16MomentsAdamW, weights: torch.nn.Parameter, numbers: range) -> None:
+    def steps(optimizer: ChunkedAdamW, weights: torch.nn.Parameter, numbers: range) -> None:
         for number in numbers:
             weights.grad = torch.sin(torch.arange(1.0, 33.0) * (number + 1)).view(4, 8)
             optimizer.step()
 
-    def made() -> tuple[torch.nn.Parameter, Bf16MomentsAdamW]:
+    def made() -> tuple[torch.nn.Parameter, ChunkedAdamW]:
         weights = torch.nn.Parameter(torch.ones(4, 8))
-        return weights, Bf16MomentsAdamW([weights], lr=0.1, betas=(0.9, 0.999))
+        return weights, ChunkedAdamW([weights], lr=0.1, betas=(0.9, 0.999))
 
     whole, optimizer = made()
     steps(optimizer, whole, range(3))
@@ -109,10 +110,10 @@ def test_chunks_skipped_steps_and_saved_states_change_no_bit(monkeypatch: pytest
 
     # Without noise, the number of elements that are updated at a time changes nothing but the compiler's rounding.
     silent = (torch.zeros(32, dtype=torch.int32),) * 2
-    monkeypatch.setattr(bf16_moments, "_noise", lambda *_: silent)
+    monkeypatch.setattr(chunked, "_noise", lambda *_: silent)
     results = []
     for chunk in (32, 5):
-        monkeypatch.setattr(bf16_moments, "CHUNK", chunk)
+        monkeypatch.setattr(chunked, "CHUNK", chunk)
         weights, optimizer = made()
         steps(optimizer, weights, range(3))
         results.append((weights.detach(), optimizer.state[weights]))
