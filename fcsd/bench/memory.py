@@ -240,6 +240,8 @@ class _Watched:
         return self._after(BACKWARD, lambda: self._engine.backward(*arguments, **options))
 
     def step(self) -> Any:
+        if not self._engine.is_gradient_accumulation_boundary():  # only counts the micro-batch
+            return self._after(STEP, self._engine.step)
         began = self._now()
         result = self._after(STEP, self._engine.step)
         self.updates.append(self._now() - began)

@@ -22,11 +22,11 @@ def compare(files: Sequence[Path]) -> dict[str, Any]:
     Args:
         files: what ``fcsd bench memory --out`` wrote, of one workload.
 
-    Returns: by setting, such as ``bf16 moments on the GPU, 75 GiB``, where the last part is the cap: the largest measured
-        and the predicted sizes in GiB; the ``seconds`` of all steps but the first one of each run, their ``median``,
-        the median ``update`` and the predicted values of both; and the ratio ``times`` of the median to that of fp32
+    Returns: by setting, such as ``bf16 moments on the GPU, 75 GiB`` with the cap at the end: the largest measured and
+        the predicted sizes in GiB; the ``seconds`` of all steps but the first one of each run, their ``median``, the
+        median ``update`` and the predicted values of both; and the ratio ``times`` of the median to that of fp32
         moments on the GPU, measured and predicted. What was not measured is null: sizes without a GPU, and everything
-        of a setting that ran ``out_of_memory``, whose value is torch's message.
+        of a setting whose GPU memory was exhausted. ``out_of_memory`` is torch's message then.
     """
     runs: dict[str, list[dict[str, Any]]] = {}
     for run in sorted((json.loads(file.read_text()) for file in files), key=_order):
@@ -74,31 +74,25 @@ def _collect(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def to_text(settings: dict[str, Any]) -> str:
     """Formats the settings as a table with a line for each; each ``plan`` is the prediction of the value before it."""
-    columns = (
-        "cap GiB",
-        "peak GiB",
-        "plan",
-        "GPU GiB",
-        "plan",
-        "step ms",
-        "plan",
-        "update ms",
-        "plan",
-        "times",
-        "plan",
-    )
+    names = ("peak GiB", "GPU GiB", "step ms", "update ms", "times")
     width = max(map(len, settings))
-    lines = [" " * width + "".join(f"{name:>10s}" for name in columns)]
-    for name, one in settings.items():
-        cells = [one["cap_gib"]]
-        cells += [one[key] for size in SIZES[:2] for key in (f"{size}_gib", f"{size}_predicted_gib")]
-        for key in ("median", "update"):
-            cells += [None if second is None else 1000 * second for second in (one[key], one[f"{key}_predicted"])]
-        cells += [one["times"], one["times_predicted"]]
-        row = [("-" if cell is None else f"{cell:.3g}" if cell < 100 else f"{cell:.0f}") for cell in cells]
-        end = "  out of memory" if one["out_of_memory"] else ""
-        lines.append(f"{name:{width}s}" + "".join(f"{cell:>10s}" for cell in row) + end)
+    lines = [" " * width + f"{'cap GiB':>10s}" + "".join(f"{name:>10s}{'plan':>8s}" for name in names)]
+    for setting, one in settings.items():
+        line = f"{setting:{width}s}{_number(one['cap_gib']):>10s}"
+        for scale, key, told in (
+            (1, "peak_gib", "peak_predicted_gib"),
+            (1, "gpu_gib", "gpu_predicted_gib"),
+            (1000, "median", "median_predicted"),
+            (1000, "update", "update_predicted"),
+            (1, "times", "times_predicted"),
+        ):
+            line += f"{_number(one[key], scale):>10s}{_number(one[told], scale):>8s}"
+        lines.append(line + ("  out of memory" if one["out_of_memory"] else ""))
     return "\n".join(lines)
+
+
+def _number(value: float | None, scale: int = 1) -> str:
+    return "-" if value is None else f"{scale * value:.3g}" if scale * value < 100 else f"{scale * value:.0f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

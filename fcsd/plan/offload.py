@@ -1,8 +1,8 @@
 """Memory and time of an optimizer whose states, or whose moments, are on the host (``optim.offload``).
 
-**All states.** DeepSpeed 0.19.8 keeps the fp32 weights of ZeRO's partition, their gradients and a copy for the way back in pinned host
-memory, and the optimizer keeps its moments in ordinary memory (``runtime/zero/stage_1_and_2.py``). The GPU keeps a
-buffer of the size of the largest tensor.
+**All states.** DeepSpeed 0.19.8 keeps the fp32 weights of ZeRO's partition, their gradients and a copy for the way back
+in pinned host memory, and the optimizer keeps its moments in ordinary memory (``runtime/zero/stage_1_and_2.py``). The
+GPU keeps a buffer of the size of the largest tensor.
 
 **Moments.** They are in pinned host memory, and the GPU keeps buffers for some chunks (``fcsd.distill.host_moments``).
 

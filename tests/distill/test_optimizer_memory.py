@@ -1,6 +1,7 @@
 """bf16 moments follow those in fp32, and an optimizer on the host takes the same steps as one beside the weights."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,8 +124,44 @@ def test_chunks_skipped_steps_and_saved_states_change_no_bit(monkeypatch: pytest
         torch.testing.assert_close(results[0][1][name], results[1][1][name], rtol=2.0**-7, atol=0)
 
 
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_moments_that_travel_give_the_bits_of_moments_that_stay(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Chunks of many sizes, several of which are on their way at the same time on a GPU."""
+    chunk = 320 if device == "cpu" else 2**20
+    monkeypatch.setattr(chunked, "CHUNK", chunk)
+
+    def steps(make: Any) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(n, device=device)) for n in (9 * chunk + 37, 40, chunk)]
+        optimizer = make(parameters, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        for number in range(6):
+            for parameter in parameters:
+                parameter.grad = torch.sin(parameter.detach() * number + 1)
+            optimizer.step()
+        return [parameter.detach() for parameter in parameters], optimizer.state_dict()["state"]
+
+    def travelling(*arguments: Any, **options: Any) -> ChunkedAdamW:
+        return ChunkedAdamW(*arguments, **options, on_host=True)
+
+    pairs = [
+        (partial(torch.optim.AdamW, fused=True), partial(travelling, dtype=torch.float32)),
+        (ChunkedAdamW, travelling),
+    ]
+    for staying, away in pairs:
+        (expected, moments_there), (found, moments_here) = steps(staying), steps(away)
+        assert all(map(torch.equal, expected, found))
+        for number, state in moments_here.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert state[name].device.type == "cpu" and state[name].is_pinned() == (device == "cuda")
+                assert torch.equal(state[name], moments_there[number][name].cpu())
+
+
 def distill(recipes: list[ResolvedRecipe]) -> list[set[str]]:
     """Runs recipes one after the other. Those with checkpoints are cut back to the first one and resumed.
+
+    The first run writes its checkpoints beside its steps, but for the last one. The resumed run waits for each.
 
     Returns: the dtypes of the moments in each checkpoint.
     """
@@ -136,9 +173,11 @@ def distill(recipes: list[ResolvedRecipe]) -> list[set[str]]:
             if dist.get_rank() == 0:
                 shutil.copytree(out, out.with_suffix(".whole"))
                 shutil.rmtree(out / "final")
-                shutil.rmtree(out / "checkpoints" / "step-2")
+                for step in (2, 3):
+                    shutil.rmtree(out / "checkpoints" / f"step-{step}")
             dist.barrier()
-            loop.distill_model(resolved)
+            waits = resolved.recipe.checkpoint.model_copy(update={"overlap": False})
+            loop.distill_model(replace(resolved, recipe=resolved.recipe.model_copy(update={"checkpoint": waits})))
             files = (out / "checkpoints" / "step-2" / "optimizer").iterdir()
             found.append({str(dtype) for file in files for dtype in moments(torch.load(file, weights_only=False))})
     return found
