@@ -1,6 +1,7 @@
 """bf16 moments follow those in fp32, and an optimizer on the host takes the same steps as one beside the weights."""
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +19,15 @@ from fcsd.distill import loop
 from fcsd.distill import moments as chunked
 from fcsd.distill.moments import ChunkedAdamW, round_into
 from fcsd.distill.run.identity import run_identity
+from fcsd.distill.run.manifest import read_manifest
 from fcsd.distill.run.report import opening
 from fcsd.distill.update import update
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 
 HOST, BF16 = {"optim__offload": "host"}, {"optim__moments": "bf16"}
-SAVED = {"checkpoint__every_steps": 1}
+MOMENTS = {"optim__offload": "moments"}
+SAVED = {"checkpoint__every_steps": 1, "checkpoint__overlap": True}
 
 
 def test_rounding_takes_a_neighbour_by_its_nearness_and_keeps_what_bf16_has() -> None:
@@ -124,9 +127,7 @@ def test_chunks_skipped_steps_and_saved_states_change_no_bit(monkeypatch: pytest
         torch.testing.assert_close(results[0][1][name], results[1][1][name], rtol=2.0**-7, atol=0)
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_moments_that_travel_give_the_bits_of_moments_that_stay(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Chunks of many sizes, several of which are on their way at the same time on a GPU."""
     chunk = 320 if device == "cpu" else 2**20
@@ -203,8 +204,10 @@ SUMMED = {**TWO, "optim__accumulate_dtype": "fp32", "train__micro_batch_size": 1
 EVERY_DAY: dict[str, dict[str, Any]] = {
     "bf16": TWO,
     "bf16 on the host": {**TWO, **HOST},
+    "bf16 moments": {**TWO, **BF16},
     "bf16 moments on the host": {**TWO, **BF16, **HOST, **SAVED},
     "bf16 moments without ZeRO": {"train__dtype": "bf16", "parallel__zero_stage": 0, **BF16, **SAVED},
+    "bf16 with its moments on the host": {**TWO, **MOMENTS, **SAVED},
 }
 AT_NIGHT: dict[str, dict[str, Any]] = {
     "fp32": {"parallel__zero_stage": 1},
@@ -212,7 +215,10 @@ AT_NIGHT: dict[str, dict[str, Any]] = {
     "summed in fp32": SUMMED,
     "summed in fp32 on the host": {**SUMMED, **HOST},
     "bf16 moments": {**TWO, **BF16},
-    "bf16 moments on the host": {**TWO, **BF16, **HOST},
+    "bf16 moments with its moments on the host": {**TWO, **BF16, **MOMENTS, **SAVED},
+    "without ZeRO": {"train__dtype": "bf16", "parallel__zero_stage": 0},
+    "without ZeRO with its moments on the host": {"train__dtype": "bf16", "parallel__zero_stage": 0, **MOMENTS},
+    "fp32 with its moments on the host": {"parallel__zero_stage": 1, **MOMENTS, **SAVED},
 }
 
 
@@ -221,22 +227,28 @@ def test_runs_on_the_host_equal_runs_beside_the_weights_and_resume(
     folder: Path, tmp_path: Path, cases: dict[str, dict[str, Any]]
 ) -> None:
     """Two processes that divide the experts; all runs in one pair of processes, which is cheaper."""
-    common = {"parallel__ep_size": 2, "optim__grad_clip": 0.3, "train__steps": 2, "checkpoint__every_steps": 0}
-    common |= {"optim__schedule": "constant", "optim__warmup_steps": 0, "data__held_out": None}
+    common = {"parallel__ep_size": 2, "optim__grad_clip": 0.3, "train__steps": 3, "checkpoint__every_steps": 0}
+    common |= {"checkpoint__keep": 9, "optim__schedule": "constant", "optim__warmup_steps": 0, "data__held_out": None}
     recipes = [
         runs.resolved(folder, output_dir=str(tmp_path / name), **{**common, **changes})
         for name, changes in cases.items()
     ]
     saved = [name for name, changes in cases.items() if changes.keys() >= SAVED.keys()]
     results = ranks.on_ranks(2, distill, recipes)
-    assert results == [[{"torch.bfloat16"}] * len(saved)] * 2, results
+    kinds = [{"torch.bfloat16" if cases[name].keys() >= BF16.keys() else "torch.float32"} for name in saved]
+    assert results == [kinds] * 2, results
     found = {name: runs.outcome(tmp_path / name) for name in cases}
     for name in saved:
         assert runs.outcome(tmp_path / f"{name}.whole") == found[name], "resumed to the last bit"
-    pairs = [(name, f"{name} on the host") for name in cases if f"{name} on the host" in cases]
+        beside, blocking = (
+            read_manifest(tmp_path / run / "checkpoints" / "step-2")["files"] for run in (f"{name}.whole", name)
+        )
+        assert beside == blocking, "a checkpoint that was written beside the steps, and one that they waited for"
+    ends = (" on the host", " with its moments on the host")
+    pairs = [(name, f"{name}{end}") for name in cases for end in ends if f"{name}{end}" in cases]
     assert pairs and all(found[here] == found[there] for here, there in pairs)
-    if "bf16" in cases:
-        for name in saved:
+    if cases is EVERY_DAY:
+        for name in (name for name in saved if cases[name].keys() >= BF16.keys()):
             losses = [[float.fromhex(loss) for loss, *_ in found[case][0]] for case in (name, "bf16")]
             assert losses[0] == pytest.approx(losses[1], rel=0.02) and found[name][1] != found["bf16"][1]
 
@@ -254,6 +266,8 @@ def test_what_cannot_work_is_refused_and_what_runs_is_said(folder: Path, tmp_pat
         runs.resolved(folder, parallel__zero_stage=0, **HOST)
     plain, away = runs.resolved(folder).recipe, runs.resolved(folder, **HOST, **BF16).recipe
     assert "AdamW" not in opening(plain, tmp_path, 0)
+    moments = runs.resolved(folder, **MOMENTS, parallel__zero_stage=0).recipe
+    assert opening(moments, tmp_path, 0).endswith("AdamW. Its fp32 moments are in host memory. Nothing is compiled.")
     line = opening(away, tmp_path, 0).splitlines()[-1]
     assert line.startswith("The optimizer is torch's fused AdamW with bf16 moments on the host, with ")
     assert line.endswith("Nothing is compiled.")
