@@ -175,6 +175,7 @@ def chat(
     seed: Annotated[int, typer.Option(help="The seed of the sampling, the same for every answer.")] = 0,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer, in tokens.")] = None,
     device: Device = None,
+    dtype: Dtype = None,
     gpus: Annotated[
         int | None,
         typer.Option(min=1, help="Divide the models over N processes, one per GPU, in fcsd's tensor-parallel engine."),
@@ -189,12 +190,14 @@ def chat(
     if gpus is not None and device is not None:
         raise ConfigError("--device is for a model in one process; leave it out with --gpus")
     from fcsd.launch.world import ensure_world
+    from fcsd.models.dtypes import check_dtype
 
+    check_dtype(dtype)
     ensure_world(gpus)
 
     from fcsd.serve import chat as chatting
 
-    options = {"prompts": prompts, "seed": seed, "max_new_tokens": max_new_tokens, "device": device}
+    options = {"prompts": prompts, "seed": seed, "max_new_tokens": max_new_tokens, "device": device, "dtype": dtype}
     divided: dict[str, Any] = {"divided": gpus is not None, "reduce": reduce}
     for answers in chatting.chat(model, baseline=baseline, **options, **divided):
         if os.environ.get("RANK", "0") != "0":

@@ -132,9 +132,12 @@ class ChunkedAdamW(Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
             if number in state_dict["state"]:
-                saved = dict(state_dict["state"][number])
-                self.state[parameter] = {name: self._allocated(parameter).copy_(saved.pop(name)) for name in _MOMENTS}
-                self.state[parameter] |= {name: value.to(parameter.device, copy=True) for name, value in saved.items()}
+                self.state[parameter] = {
+                    name: self._allocated(parameter).copy_(value)
+                    if name in _MOMENTS
+                    else value.to(parameter.device, copy=True)
+                    for name, value in state_dict["state"][number].items()
+                }
 
     def _allocated(self, parameter: Tensor) -> Tensor:
         """Memory for a moment of the parameter."""

@@ -74,8 +74,8 @@ def optimizer_threads() -> int:
 
     torchrun gives each process one thread unless ``OMP_NUM_THREADS`` is set.
     """
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(cores, torch.get_num_threads())
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else 1))
+    return max(len(os.sched_getaffinity(0)) // beside, torch.get_num_threads())
 
 
 @contextmanager

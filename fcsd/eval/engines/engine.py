@@ -17,13 +17,13 @@ from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.engines.wire import QuantisedWire, over
 from fcsd.launch.shared_work import Team
+from fcsd.models.dtypes import check_dtype, default_dtype
 from fcsd.serve.vllm.support import RIGHT_RESULTS, installed_version, require_vllm
 
 if TYPE_CHECKING:
     from fcsd.parallel.tensor.reduce import Kind
 
 HF, VLLM, OWN = "hf", "vllm", "own"
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Engine:
         backend: ``hf`` for transformers, ``vllm``, ``own`` for fcsd's engine (``serve/engine.py``).
         device: ``cuda``, ``cpu``, or ``auto`` to let accelerate spread each model over the GPUs, host memory and the
             disk, in this order. None for ``cuda`` where there is one, else ``cpu``.
-        dtype: the data type of the weights, one of ``DTYPES``; None for float32 on the CPU and bfloat16 on a GPU.
+        dtype: the data type of the weights, one of ``fcsd.models.dtypes.DTYPES``. None for float32 on the CPU and
+            bfloat16 on a GPU.
         batch_size: the most sequences in one forward pass; None for as many as fit fixed token limits.
         max_length: the longest input in tokens; None for the model's own limit.
         generation: one of ``adapter.GENERATION``; None for the fastest that the device supports.
@@ -114,16 +115,6 @@ class Engine:
             raise ConfigError(f"--{name} is for --backend hf", "vLLM spreads a model over --gpus by tensor parallelism")
 
 
-def check_dtype(dtype: str | None) -> None:
-    """Refuse a data type that is not supported.
-
-    Raises:
-        ConfigError: the data type is not in ``DTYPES``. The message names those that are.
-    """
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r}", f"one of {', '.join(DTYPES)}")
-
-
 @contextlib.contextmanager
 def opened(model: str, engine: Engine, out: Path | None, team: Team) -> Iterator[Adapter]:
     """A context with a model, given by path or hub id, behind lm-eval's interface. Its answers are kept below ``out``.
@@ -141,7 +132,7 @@ def opened(model: str, engine: Engine, out: Path | None, team: Team) -> Iterator
     path = resolve(model).path
     device = engine.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-    dtype = engine.dtype or ("float32" if on_cpu and engine.backend != VLLM else "bfloat16")
+    dtype = engine.dtype or default_dtype(on_cpu and engine.backend != VLLM)
     with contextlib.ExitStack() as stack:
         cache = None
         if out is not None:
