@@ -226,18 +226,19 @@ SUMMED = {**TWO, "optim__accumulate_dtype": "fp32", "train__micro_batch_size": 1
 EVERY_DAY: dict[str, dict[str, Any]] = {
     "bf16": TWO,
     "bf16 on the host": {**TWO, **HOST},
-    "bf16 moments": {**TWO, **BF16},
     "bf16 moments on the host": {**TWO, **BF16, **HOST, **SAVED},
-    "bf16 moments without ZeRO": {"train__dtype": "bf16", "parallel__zero_stage": 0, **BF16, **SAVED},
+    "bf16 moments without ZeRO": {"train__dtype": "bf16", "parallel__zero_stage": 0, **BF16},
     "bf16 with its moments on the host": {**TWO, **MOMENTS, **SAVED},
 }
 AT_NIGHT: dict[str, dict[str, Any]] = {
     "fp32": {"parallel__zero_stage": 1},
-    "fp32 on the host": {"parallel__zero_stage": 1, **HOST},
+    "fp32 on the host": {"parallel__zero_stage": 1, **HOST, **SAVED},
     "summed in fp32": SUMMED,
     "summed in fp32 on the host": {**SUMMED, **HOST},
-    "bf16 moments": {**TWO, **BF16},
+    "bf16 moments": {**TWO, **BF16, **SAVED},
+    "bf16 moments on the host": {**TWO, **BF16, **HOST},
     "bf16 moments with its moments on the host": {**TWO, **BF16, **MOMENTS, **SAVED},
+    "bf16 moments without ZeRO": {"train__dtype": "bf16", "parallel__zero_stage": 0, **BF16, **SAVED},
     "without ZeRO": {"train__dtype": "bf16", "parallel__zero_stage": 0},
     "without ZeRO with its moments on the host": {"train__dtype": "bf16", "parallel__zero_stage": 0, **MOMENTS},
     "fp32 with its moments on the host": {"parallel__zero_stage": 1, **MOMENTS, **SAVED},
@@ -269,9 +270,9 @@ def test_runs_on_the_host_equal_runs_beside_the_weights_and_resume(
     pairs = [(name, f"{name}{end}") for name in cases for end in ends if f"{name}{end}" in cases]
     assert pairs and all(found[here] == found[there] for here, there in pairs)
     if cases is EVERY_DAY:
-        for name in (name for name in saved if cases[name].keys() >= BF16.keys()):
+        for name in (name for name in cases if cases[name].keys() >= BF16.keys()):
             losses = [[float.fromhex(loss) for loss, *_ in found[case][0]] for case in (name, "bf16")]
-            assert losses[0] == pytest.approx(losses[1], rel=0.02) and found[name][1] != found["bf16"][1]
+            assert losses[0] == pytest.approx(losses[1], rel=0.03) and found[name][1] != found["bf16"][1]
 
 
 def test_a_norm_that_the_host_has_computed_is_a_number(folder: Path) -> None:
