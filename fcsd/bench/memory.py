@@ -30,7 +30,7 @@ from fcsd.distill.prepare import training_rows
 from fcsd.distill.step import train_step
 from fcsd.distill.teacher.original import compile_layers, needs_teacher, pack_attention
 from fcsd.distill.teacher.targets import live_teacher
-from fcsd.errors import ConfigError
+from fcsd.errors import unknown_value
 from fcsd.foreign_errors import first_line
 from fcsd.launch.world import World, join_world
 from fcsd.models.build import converted_config, register
@@ -84,7 +84,7 @@ def bench(
         ConfigError: the shape is unknown, or the recipe is invalid for this model or this number of processes.
     """
     if shape not in SHAPES:
-        raise ConfigError(f"{shape}: shapes are {', '.join(SHAPES)}")
+        raise unknown_value("shape", shape, SHAPES)
     world = join_world()
     if cap is not None and world.device.type == "cuda":
         there = torch.cuda.get_device_properties(world.device).total_memory

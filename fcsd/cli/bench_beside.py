@@ -131,9 +131,10 @@ def wires(
 
     from fcsd.bench.wires import study, tables
     from fcsd.bench.wires.plan import TASKS
-    from fcsd.models.dtypes import check_dtype, default_dtype
+    from fcsd.models.load_options import check_device, check_dtype, default_dtype
 
     check_dtype(dtype)
+    check_device(device)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = study.Study(
         model,

@@ -96,8 +96,16 @@ def evaluate(
     if tp_degree is not None and wire is None:
         raise ConfigError("--tp-degree belongs to --wire all-reduce=FORMAT, and no --wire is given")
 
+    from fcsd.eval.suite import select_any
     from fcsd.launch.world import ensure_world
+    from fcsd.models.load_options import check_device, check_dtype
 
+    # These are checked before torch is imported, which takes seconds.
+    check_dtype(dtype)
+    check_device(device, "auto")
+    asked = questions.arguments()
+    shown = {key: asked[key] for key in ("num_fewshot", "apply_chat_template")}
+    select_any(questions.suite, asked["tasks"], **shown)
     if backend != "vllm":  # vLLM starts its processes itself
         ensure_world(gpus)
 
@@ -190,9 +198,10 @@ def chat(
     if gpus is not None and device is not None:
         raise ConfigError("--device is for a model in one process; leave it out with --gpus")
     from fcsd.launch.world import ensure_world
-    from fcsd.models.dtypes import check_dtype
+    from fcsd.models.load_options import check_device, check_dtype
 
     check_dtype(dtype)
+    check_device(device)
     ensure_world(gpus)
 
     from fcsd.serve import chat as chatting

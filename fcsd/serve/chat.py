@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.foreign_errors import first_line
-from fcsd.models.dtypes import check_dtype, default_dtype
+from fcsd.models.load_options import check_device, check_dtype, default_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -77,7 +77,7 @@ def chat(
             ``MAX_NEW_TOKENS``.
         device: ``cpu``, or ``cuda`` to let accelerate spread each model over GPUs and memory; None for ``cuda`` if
             there is a GPU.
-        dtype: the data type of the weights, one of ``fcsd.models.dtypes.DTYPES``; None for float32 on the CPU and
+        dtype: the data type of the weights, one of ``fcsd.models.load_options.DTYPES``; None for float32 on the CPU and
             bfloat16 on a GPU.
         divided: whether the models are divided over the processes that torchrun started, in fcsd's own engine. Every
             process makes this call and gets the same answers; rank 0 reads what the user types.
@@ -88,10 +88,11 @@ def chat(
 
     Raises:
         BadInputError: a model or the prompts cannot be used, or a prompt leaves no room for an answer.
-        ConfigError: ``dtype`` is unknown, a model cannot be divided over this number of processes, or ``reduce`` gives
+        ConfigError: ``dtype`` or ``device`` is unknown, a model cannot be divided over this number of processes, or ``reduce`` gives
             wrong results.
     """
     check_dtype(dtype)
+    check_device(device)
     if divided:
         from fcsd.serve.engine import require_right
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.disk import json_sha256
-from fcsd.errors import ConfigError
+from fcsd.errors import ConfigError, unknown_value
 from fcsd.eval.engines.adapter import BATCHES, GENERATION, SLOTS, HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.engines.wire import QuantisedWire, over
 from fcsd.launch.shared_work import Team
-from fcsd.models.dtypes import check_dtype, default_dtype
+from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.serve.vllm.support import RIGHT_RESULTS, installed_version, require_vllm
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Engine:
         backend: ``hf`` for transformers, ``vllm``, ``own`` for fcsd's engine (``serve/engine.py``).
         device: ``cuda``, ``cpu``, or ``auto`` to let accelerate spread each model over the GPUs, host memory and the
             disk, in this order. None for ``cuda`` where there is one, else ``cpu``.
-        dtype: the data type of the weights, one of ``fcsd.models.dtypes.DTYPES``. None for float32 on the CPU and
+        dtype: the data type of the weights, one of ``fcsd.models.load_options.DTYPES``. None for float32 on the CPU and
             bfloat16 on a GPU.
         batch_size: the most sequences in one forward pass; None for as many as fit fixed token limits.
         max_length: the longest input in tokens; None for the model's own limit.
@@ -63,10 +63,11 @@ class Engine:
             ConfigError: two settings contradict each other. The message says what to change.
         """
         if self.backend not in (HF, VLLM, OWN):
-            raise ConfigError(f"unknown backend {self.backend!r}", f"Choose {HF}, {VLLM} or {OWN}.")
+            raise unknown_value("backend", self.backend, (HF, VLLM, OWN))
         check_dtype(self.dtype)
+        check_device(self.device, "auto")
         if self.generation is not None and self.generation not in GENERATION:
-            raise ConfigError(f"unknown generation {self.generation!r}", f"one of {', '.join(GENERATION)}")
+            raise unknown_value("generation", self.generation, GENERATION)
         if self.wire is not None:
             self._check_wire()
         if self.backend == VLLM:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.disk import file_sha256
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.build import decoder_layers, load_model, unwired, wire
-from fcsd.models.dtypes import check_dtype, default_dtype
+from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.models.wiring import Blocks, Wiring, hf_parts, plan_layers
 from fcsd.version import __version__
 
@@ -95,6 +95,7 @@ def load_subject(
     from fcsd.checkpoint import read_config, resolve
 
     check_dtype(dtype)
+    check_device(device)
     try:
         template = Wiring(wiring, (), variant=variant)
     except ValueError as error:
