@@ -88,8 +88,8 @@ def chat(
 
     Raises:
         BadInputError: a model or the prompts cannot be used, or a prompt leaves no room for an answer.
-        ConfigError: ``dtype`` or ``device`` is unknown, a model cannot be divided over this number of processes, or ``reduce`` gives
-            wrong results.
+        ConfigError: ``dtype`` or ``device`` is unknown, a model cannot be divided over this number of processes, or
+            ``reduce`` gives wrong results.
     """
     check_dtype(dtype)
     check_device(device)
