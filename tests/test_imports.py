@@ -31,6 +31,7 @@ ROOMS = [
     "errors",
     "disk",
     "markdown",
+    "progress",
     "version",
 ]
 
