@@ -148,12 +148,12 @@ def step_bytes(own: Shard, setup: Setup) -> int:
     if setup.offload == "host":
         return 0
     copy = 4 if setup.gradient_width == 2 else 0
-    dense, experts = own.partition
+    updated, group = sum(own.partition), max(own.groups)
     # Two moments, two random numbers and one temporary tensor, each of four bytes.
-    rounding = 20 * min(CHUNK, max(dense, own.group)) if setup.moments == "bf16" else 0
+    rounding = 20 * min(CHUNK, group) if setup.moments == "bf16" else 0
     if not setup.zero_stage:
-        return copy * (dense + experts) + rounding
-    return setup.gradient_width * (dense + experts) + (setup.gradient_width + copy) * max(dense, own.group) + rounding
+        return copy * updated + rounding
+    return setup.gradient_width * updated + (setup.gradient_width + copy) * group + rounding
 
 
 def moments(

@@ -30,13 +30,10 @@ def host_optimizer_bytes(own: Shard, setup: Setup) -> int:
     """
     if setup.offload == "none":
         return 0
-    dense, experts = own.partition
-    groups = [dense] + [own.group] * (experts // own.group if own.group else 0)
-    groups.append(sum(own.partition) - sum(groups))
     if setup.offload == "moments":
-        return 2 * sum(_power_of_two(setup.moment_width * group) for group in groups)
+        return 2 * sum(_power_of_two(setup.moment_width * group) for group in own.groups)
     widths = (4, 4, setup.width)  # weights and gradients in fp32, weights on their way to the GPU
-    pinned = sum(_power_of_two(width * group) for group in groups for width in widths)
+    pinned = sum(_power_of_two(width * group) for group in own.groups for width in widths)
     if summed_on_host(setup):
         pinned += setup.width * sum(own.partition)  # tensor by tensor; most experts' sizes are near a power of two
     return pinned + _power_of_two(setup.width * own.largest) + 2 * setup.moment_width * sum(own.partition)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fcsd.bench.shapes import deepseek_v2_lite
 from fcsd.cli.main import app
 from fcsd.config import load_recipe
-from fcsd.distill import host_moments
+from fcsd.distill import engine, host_moments
 from fcsd.distill import moments as chunked
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
@@ -23,7 +23,7 @@ from fcsd.plan.offload import BUS, HOST, host_optimizer_bytes
 from fcsd.plan.report import to_text
 from fcsd.plan.search import candidates, changes
 from fcsd.plan.setup import GIB, USABLE, present, setup_of
-from fcsd.plan.shard import shard
+from fcsd.plan.shard import GROUP, shard
 from fcsd.plan.speed import (
     BENCHMARK,
     COPY,
@@ -312,8 +312,8 @@ def test_a_plan_that_fits_only_with_the_optimizer_on_the_host_says_what_it_takes
     assert f"{between.change.host / GIB:,.0f} GiB of host memory a process instead of" in between.advice()
 
 
-def test_the_chunk_of_the_plan_is_the_optimizers():
-    assert (chunked.CHUNK, host_moments.SLOTS) == (CHUNK, SLOTS)
+def test_sizes_in_the_plan_are_the_optimizers():
+    assert (chunked.CHUNK, host_moments.SLOTS, engine.GROUP) == (CHUNK, SLOTS, GROUP)
 
 
 def test_hours_are_steps_and_what_runs_between_them(tmp_path):

@@ -246,6 +246,6 @@ class HFAdapter(Adapter):
             "max_length": self.max_length,
         }
 
-    def _progress(self, what: str, requests: int) -> AbstractContextManager[Callable[[], None]]:
+    def _progress(self, what: str, requests: int) -> AbstractContextManager[Callable[[float], None]]:
         """The progress of this rank's share of the requests. Only the first rank shows it, as an estimate for all."""
         return progress(what, -(-requests // self.team.shares), quiet=not self.team.leads)
