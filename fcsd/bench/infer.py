@@ -24,7 +24,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from fcsd.bench.shapes import SHAPES
-from fcsd.errors import ConfigError
+from fcsd.errors import ConfigError, unknown_value
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
 from fcsd.models.build import check_desync, wiring_of
@@ -79,11 +79,11 @@ class Workload:
         for name in self.wirings:
             known = [_OWN, *(known for known in NAMES if known != "desync")]
             if name not in known:
-                raise ConfigError(f"unknown wiring {name!r}", hint=f"some of {', '.join(known)}")
+                raise unknown_value("wiring", name, known)
         if self.experts not in ("sliced", "whole"):
-            raise ConfigError(f"unknown division of experts {self.experts!r}", hint="sliced or whole")
+            raise unknown_value("division of experts", self.experts, ("sliced", "whole"))
         if self.dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"unknown dtype {self.dtype!r}", hint="float32 or bfloat16")
+            raise unknown_value("dtype", self.dtype, ("float32", "bfloat16"))
         if self.new < 2 or min((*self.degrees, *self.batches, self.prompt, self.rounds)) < 1:
             raise ConfigError("degrees, batches, prompts and rounds are at least 1, and new tokens at least 2")
         if self.model not in SHAPES and not (Path(self.model) / "config.json").is_file():

@@ -9,7 +9,8 @@ import typer
 
 from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, Gpus, Sets
-from fcsd.errors import ConfigError
+from fcsd.disk import write_json
+from fcsd.errors import ConfigError, DoesNotFitError
 
 if TYPE_CHECKING:
     from fcsd.bench.training.workload import Workload
@@ -139,8 +140,11 @@ def memory(
 
     size: dict[str, int] = {"seq": seq, "micro_batch": micro_batch, "accumulation": accumulation}
     found = bench(shape, layers, **size, steps=steps, sets=sets, cap=cap)
-    if out is not None and first_rank():
-        out.write_text(json.dumps(found, indent=1))
+    exhausted = found["measured"].get("out_of_memory")
+    if out is not None and (first_rank() or exhausted):
+        write_json(out, found)
+    if exhausted:
+        raise DoesNotFitError(f"out of GPU memory: {exhausted}", "take fewer layers, or a larger --cap")
     if as_json and first_rank():
         emit(json.dumps(found, indent=2))
 

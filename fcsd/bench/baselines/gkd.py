@@ -76,7 +76,7 @@ def training(*, fp32_logits: bool) -> Side:
                 train_dataset=dataset(setting, setting.rows_per_step * watch.steps),
                 processing_class=tokenizer(),
                 callbacks=[_steps_of(watch)],
-                optimizers=(optimizer, None),
+                optimizers=(optimizer, None),  # pyright: ignore[reportArgumentType]: the trainer makes the missing scheduler
             )
             trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is reserved for data
             # The trainer takes the batches of a whole step here, before it begins the step.
