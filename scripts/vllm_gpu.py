@@ -128,12 +128,12 @@ def _make_shape(folder: Path, case: str) -> None:
 
 
 def engine(path: Path, dtype: str, tensor_parallel: int, expert_parallel: bool, **options: Any) -> Any:
-    """vLLM's engine for a model. Without a tokenizer, because requests are token ids here."""
+    """vLLM's engine for a model, which shares the GPU with others. It needs no tokenizer: requests are token ids."""
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 
     return LLM(
         str(path), dtype=dtype, tensor_parallel_size=tensor_parallel, enable_expert_parallel=expert_parallel,
-        skip_tokenizer_init=True, enable_prefix_caching=False, **options,
+        skip_tokenizer_init=True, enable_prefix_caching=False, gpu_memory_utilization=0.3, **options,
     )  # fmt: skip
 
 

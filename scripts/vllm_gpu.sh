@@ -80,7 +80,7 @@ report() {
 server() {
     local url
     timeout 140 python3 -m fcsd serve "$WORK/models/teacher" --port 8011 -- --max-model-len 512 --enforce-eager \
-        --kv-cache-memory-bytes 268435456 > "$WORK/url" 2> "$WORK/server-stderr" &
+        --kv-cache-memory-bytes 268435456 --gpu-memory-utilization 0.3 > "$WORK/url" 2> "$WORK/server-stderr" &
     local process=$!
     for _ in $(seq 120); do
         url=$(head -1 "$WORK/url")
