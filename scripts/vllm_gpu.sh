@@ -112,7 +112,7 @@ fi
 OUT=${OUT:-$WORK/out}
 mkdir -p "$WORK" "$OUT"
 export PYTHONPATH=$site:$PWD PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_HOST_IP=127.0.0.1
-export VLLM_CACHE_ROOT=$WORK/cache OMP_NUM_THREADS=2
+export VLLM_CACHE_ROOT=$WORK/cache VLLM_WORKER_MULTIPROC_METHOD=spawn OMP_NUM_THREADS=2
 # Products of float32 by float32 arithmetic; and DeepSeek's attention expanded, because the bundled teacher's latent
 # vectors are smaller than those that vLLM's kernels for latent attention know.
 export TRITON_F32_DEFAULT=ieee VLLM_MLA_DISABLE=1
@@ -147,7 +147,8 @@ two)
     job bfloat16_experts serve --case qwen2_moe-farskip,qwen3_moe-farskip --dtype bfloat16 --mode default --tp 2 --ep
     ;;
 time)
-    LIMIT=400 job first_tokens time --case qwen3_30b --tp 2
+    # Random weights route unevenly; every model gets the same evenly random routing instead.
+    VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random LIMIT=400 job first_tokens time --case qwen3_30b --tp 2
     ;;
 *)
     echo "no command $command: build, one, two or time" >&2
