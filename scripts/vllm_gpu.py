@@ -2,8 +2,8 @@
 
     python scripts/vllm_gpu.py imports                      what a call on this machine would miss, all at once
     python scripts/vllm_gpu.py make FOLDER [CASE...]        small random models and the bundled teacher, converted
-    python scripts/vllm_gpu.py serve FOLDER RESULT.json --case CASE --dtype TYPE --mode MODE [--tp N] [--ep]
-    python scripts/vllm_gpu.py time FOLDER RESULT.json --case SHAPE [--tp N] [--ep]
+    python scripts/vllm_gpu.py serve FOLDER --case CASE --dtype TYPE --mode MODE [--tp N] [--ep]
+    python scripts/vllm_gpu.py time FOLDER --case SHAPE [--tp N] [--ep]
 
 ``serve`` compares log-probabilities of prompts and of greedy answers with transformers (float32, on the CPU, given the
 same tokens): one row for the original, one for the converted model. In bfloat16 transformers' own error in bfloat16
@@ -137,9 +137,8 @@ def engine(path: Path, dtype: str, tensor_parallel: int, expert_parallel: bool, 
     )  # fmt: skip
 
 
-def serve(folder: Path, case: str, dtype: str, mode: str, tensor_parallel: int, expert_parallel: bool) -> list[dict]:
-    """Serve the original and the converted model of a case. One row with differences, in nats, for each."""
-    rows = []
+def serve(folder: Path, case: str, dtype: str, mode: str, tensor_parallel: int, expert_parallel: bool) -> None:
+    """Serve the original and the converted model of a case. Prints a row with differences, in nats, for each."""
     for role, path in (("original", folder / f"{case}.base"), ("converted", folder / case)):
         row = dict(case=case, role=role, dtype=dtype, mode=mode, ranks=tensor_parallel, experts=expert_parallel)
         start = time.perf_counter()
@@ -148,9 +147,12 @@ def serve(folder: Path, case: str, dtype: str, mode: str, tensor_parallel: int, 
         except Exception as error:
             traceback.print_exc()
             row |= dict(right=False, error=f"{type(error).__name__}: {str(error)[:300]}")
-        rows.append(row | dict(seconds=round(time.perf_counter() - start, 1)))
-        print("ROW " + json.dumps(rows[-1]), flush=True)
-    return rows
+        print_row(row | dict(seconds=round(time.perf_counter() - start, 1)))
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """Print one row of the results. ``scripts/vllm_gpu.sh`` collects the lines."""
+    print("ROW " + json.dumps(row), flush=True)
 
 
 def compare(
@@ -243,7 +245,7 @@ def _logprobs(model: Any, tokens: list[int]) -> Any:
     return torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
-def first_tokens(folder: Path, case: str, tensor_parallel: int, expert_parallel: bool) -> list[dict]:
+def first_tokens(folder: Path, case: str, tensor_parallel: int, expert_parallel: bool) -> None:
     """Time to first token of ``REQUESTS`` distinct prompts that arrive at once: mean and last, in milliseconds."""
     import torch
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
@@ -274,14 +276,11 @@ def first_tokens(folder: Path, case: str, tensor_parallel: int, expert_parallel:
                 waits = [1e3 * output.metrics.first_token_latency for output in outputs]
                 if turn:  # the first round warms up
                     measured.setdefault((name, length), []).append((statistics.mean(waits), max(waits)))
-    rows = []
     for (name, length), values in measured.items():
         means, lasts = zip(*values, strict=True)
         row = dict(case=case, role=name, length=length, ranks=tensor_parallel, experts=expert_parallel)
-        row |= dict(mean_ms=statistics.median(means), last_ms=statistics.median(lasts))
-        print("ROW " + json.dumps(row), flush=True)
-        rows.append(row | dict(rounds=values))
-    return rows
+        row |= dict(mean_ms=round(statistics.median(means), 2), last_ms=round(statistics.median(lasts), 2))
+        print_row(row | dict(rounds=[[round(mean, 2), round(last, 2)] for mean, last in values]))
 
 
 def main() -> None:
@@ -304,11 +303,9 @@ def main() -> None:
     if given.tp == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine of one rank runs in this process
     if given.part == "time":
-        rows = first_tokens(given.folder, given.case, given.tp, given.ep)
-    else:
-        rows = [row for case in given.case.split(",")
-                for row in serve(given.folder, case, given.dtype, given.mode, given.tp, given.ep)]  # fmt: skip
-    Path(given.words[0]).write_text(json.dumps(rows, indent=1))
+        return first_tokens(given.folder, given.case, given.tp, given.ep)
+    for case in given.case.split(","):
+        serve(given.folder, case, given.dtype, given.mode, given.tp, given.ep)
 
 
 if __name__ == "__main__":

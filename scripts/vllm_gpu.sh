@@ -8,7 +8,7 @@
 #   scripts/vllm_gpu.sh time [FOLDER]      on two GPUs: time to first token of a model as large as Qwen3-30B-A3B
 #
 # FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, and runs
-# from the root of a copy of this repository. Tables go to stdout, JSON to $OUT. Log files lie in $WORK.
+# from the root of a copy of this repository. Tables go to stdout and, as JSON, to $OUT. Log files lie in $WORK.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -33,7 +33,8 @@ build() {
     local downloaded platforms="--platform manylinux2014_x86_64 --platform manylinux1_x86_64 --platform any"
     downloaded=$(mktemp -d)
     for n in $(seq 17 39); do platforms="$platforms --platform manylinux_2_${n}_x86_64"; done
-    local options="--no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none"
+    local options="--no-deps --only-binary=:all: --python-version 3.12 --implementation cp"
+    options="$options --abi cp312 --abi abi3 --abi none"
     mkdir -p "$folder/wheels"
     # shellcheck disable=SC2086 # the lists are split into words on purpose
     python3 -m pip download -q $options $platforms -d "$folder/wheels" $wheels
@@ -62,18 +63,21 @@ unpack() {
 job() {
     local name=$1
     shift
-    timeout "${LIMIT:-150}" python3 scripts/vllm_gpu.py "$1" "$WORK/models" "$OUT/$name.json" "${@:2}" > "$WORK/$name.log" 2>&1 &
+    timeout "${LIMIT:-150}" python3 scripts/vllm_gpu.py "$1" "$WORK/models" "${@:2}" > "$WORK/$name.log" 2>&1 &
 }
 
-# The rows that were found, and the end of each log without a row.
+# The rows that were found, and for each part the errors that it met. Rows and logs go to $OUT, too.
 report() {
     local log
     for log in "$WORK"/*.log; do
         echo "== $(basename "$log" .log)"
         grep '^ROW ' "$log" || tail -25 "$log" | cut -c1-400
-        grep -E '^[A-Za-z.]*(Error|Exception)' "$log" | sort | uniq -c | sort -rn | head -5 | cut -c1-400
+        grep -oE '[A-Za-z_.]*(Error|Exception): .*' "$log" | cut -c1-300 | sort | uniq -c | sort -rn | head -6
     done
+    sed -n 's/^ROW //p' "$WORK"/*.log > "$OUT/$command.jsonl"
+    tar -czf "$OUT/$command-logs.tar.gz" -C "$WORK" $(cd "$WORK" && echo *.log)
     rm "$WORK"/*.log
+    [ -s "$OUT/$command.jsonl" ]
 }
 
 # The converted teacher through `fcsd serve`, asked over HTTP.
@@ -91,11 +95,13 @@ server() {
     python3 - "${url:-http://127.0.0.1:8011}" <<'PYTHON'
 import json, sys, urllib.request
 base = sys.argv[1].rstrip("/").removesuffix("/v1")
-def ask(path, body=None):
-    request = urllib.request.Request(base + path, json.dumps(body).encode() if body else None, {"Content-Type": "application/json"})
+def ask(path, **body):
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(base + path, data, {"Content-Type": "application/json"})
     return json.load(urllib.request.urlopen(request, timeout=60))
 name = ask("/v1/models")["data"][0]["id"]
-answer = ask("/v1/completions", dict(model=name, prompt="Question: What is 12 plus 30? Answer:", max_tokens=16, temperature=0))
+question = "Question: What is 12 plus 30? Answer:"
+answer = ask("/v1/completions", model=name, prompt=question, max_tokens=16, temperature=0)
 print("ROW", json.dumps(dict(case="fcsd serve", model=name, answer=answer["choices"][0]["text"])))
 PYTHON
     kill -TERM "$process"
@@ -126,6 +132,7 @@ if [ ! -d "$WORK/models" ]; then
     timeout 120 python3 scripts/vllm_gpu.py imports 2> "$WORK/imports-stderr" || {
         tail -20 "$WORK/imports-stderr" | cut -c1-300
         echo "the imports that failed are all above"
+        exit 1
     }
     wait
     tail -5 "$WORK/make.log" | cut -c1-400
@@ -156,5 +163,4 @@ time)
     ;;
 esac
 wait
-report
-echo "done after $SECONDS s"
+report && echo "$command: done after $SECONDS s"
