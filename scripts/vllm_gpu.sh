@@ -59,11 +59,16 @@ unpack() {
     printf '[vllm.general_plugins]\nfcsd = fcsd.serve.vllm.plugin:register\n' > "$site/fcsd-0.dist-info/entry_points.txt"
 }
 
+# The seconds that are left.
+left() {
+    echo $((LIMIT > SECONDS ? LIMIT - SECONDS : 1))
+}
+
 # job NAME ARGUMENTS...: a part of vllm_gpu.py in the background, with a log file.
 job() {
     local name=$1
     shift
-    timeout -k 3 $((LIMIT - SECONDS)) python3 scripts/vllm_gpu.py "$1" "$WORK/models" "${@:2}" > "$WORK/$name.log" 2>&1 &
+    timeout -k 3 "$(left)" python3 scripts/vllm_gpu.py "$1" "$WORK/models" "${@:2}" > "$WORK/$name.log" 2>&1 &
 }
 
 # The rows that were found, and for each part the errors that it met. Rows and logs go to $OUT, too.
@@ -83,7 +88,7 @@ report() {
 # The converted teacher through `fcsd serve`, asked over HTTP.
 server() {
     local url
-    timeout -k 3 $((LIMIT - SECONDS)) python3 -m fcsd serve "$WORK/models/teacher" --port 8011 -- --max-model-len 512 --enforce-eager \
+    timeout -k 3 "$(left)" python3 -m fcsd serve "$WORK/models/teacher" --port 8011 -- --max-model-len 512 --enforce-eager \
         --kv-cache-memory-bytes 268435456 --gpu-memory-utilization 0.3 > "$WORK/url" 2> "$WORK/server-stderr" &
     local process=$!
     while [ $SECONDS -lt $((LIMIT - 8)) ]; do
@@ -126,15 +131,15 @@ SECONDS=0
 LIMIT=${LIMIT:-106} # seconds until every part has to have ended
 unpack || exit
 echo "unpacked after $SECONDS s"
-cases="qwen3_moe-farskip qwen2_moe-farskip glm4_moe-farskip teacher qwen3_30b"
 if [ ! -d "$WORK/models" ]; then
-    # shellcheck disable=SC2086
-    timeout 120 python3 scripts/vllm_gpu.py make "$WORK/models" $cases > "$WORK/make.log" 2>&1 &
-    make=$!
     timeout -k 3 60 python3 scripts/vllm_gpu.py imports > "$WORK/imports.log" 2>&1 &
-    wait "$make"
-    tail -5 "$WORK/make.log" | cut -c1-400
-    rm "$WORK/make.log"
+    making=()
+    for cases in "qwen3_moe-farskip qwen2_moe-farskip" "glm4_moe-farskip teacher qwen3_30b"; do
+        # shellcheck disable=SC2086 # two cases
+        timeout -k 3 "$(left)" python3 scripts/vllm_gpu.py make "$WORK/models" $cases 2> "$WORK/make-stderr" &
+        making+=($!)
+    done
+    wait "${making[@]}" || tail -5 "$WORK/make-stderr" | cut -c1-400
 fi
 echo "ready after $SECONDS s"
 case $command in
