@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]  # fcsd, the tiny models of the tests, parity
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]  # fcsd, its small models, vllm_parity
 
 NEW = 8  # tokens of an answer
 FLOAT32_TOLERANCE = 1e-4  # nats; kernels on the GPU add up in another order than the CPU
@@ -94,21 +94,28 @@ def imports() -> None:
 
 
 def make(folder: Path, cases: list[str]) -> None:
-    """Write ``FOLDER/CASE.base`` and ``FOLDER/CASE``: originals and converted models."""
+    """Write ``FOLDER/CASE.base`` and ``FOLDER/CASE``: originals and converted models. One that fails is reported."""
+    for case in cases:
+        try:
+            _make_case(folder, case)
+        except Exception as error:
+            traceback.print_exc()
+            print(f"MISSING {case}: {type(error).__name__}: {error}", flush=True)
+
+
+def _make_case(folder: Path, case: str) -> None:
     import vllm_parity
 
     from fcsd.convert import convert_checkpoint
 
-    for case in cases:
-        if case == TEACHER:
-            (folder / f"{TEACHER}.base").symlink_to(ROOT / "assets" / "teacher")
-            convert_checkpoint(
-                folder / f"{TEACHER}.base", folder / TEACHER, layers="all", wiring="farskip", check=False
-            )
-        elif case in SHAPES:
-            _make_shape(folder, case)
-        else:
-            vllm_parity.make(folder, [case])
+    if case == TEACHER:
+        base = folder / f"{TEACHER}.base"
+        base.symlink_to(ROOT / "assets" / "teacher")
+        convert_checkpoint(base, folder / TEACHER, layers="all", wiring="farskip", check=False)
+    elif case in SHAPES:
+        _make_shape(folder, case)
+    else:
+        vllm_parity.make(folder, [case])
 
 
 def _make_shape(folder: Path, case: str) -> None:

@@ -7,8 +7,8 @@
 #   scripts/vllm_gpu.sh two [FOLDER]       on two GPUs: tensor parallelism 2, with and without divided experts
 #   LIMIT=500 scripts/vllm_gpu.sh time     on two GPUs: time to first token of a model as large as Qwen3-30B-A3B
 #
-# FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, and runs
-# from the root of a copy of this repository. Tables go to stdout and, as JSON, to $OUT. Log files lie in $WORK.
+# FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
+# fcsd, scripts, tests and assets of this repository. Every part ends before second $LIMIT. Rows go to stdout and $OUT.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -119,6 +119,9 @@ if [ "$command" = build ]; then
     build
     exit
 fi
+for needed in "$folder/vllm.tar.xz" "$folder/wheels" fcsd scripts/vllm_parity.py tests/tiny.py assets/teacher; do
+    [ -e "$needed" ] || { echo "$PWD/$needed is missing; nothing was run" >&2 && exit 2; }
+done
 
 OUT=${OUT:-$WORK/out}
 mkdir -p "$WORK" "$OUT"
