@@ -209,7 +209,7 @@ def compare(
         if rounded is not None:
             own.append(_logprobs(rounded, ids + answer))
     error = torch.cat(found) - torch.cat(expected)
-    result = dict(
+    result: dict[str, Any] = dict(
         largest=error.abs().max().item(), rms=error.square().mean().sqrt().item(), answers=answers, backend=backend,
         other=(torch.cat(found) - torch.cat(other)).abs().max().item(), graphs=graphs, tokens=len(error),
     )  # fmt: skip
@@ -225,7 +225,7 @@ def _prompts(folder: Path, case: str) -> list[list[int]]:
 
         tokenizer = AutoTokenizer.from_pretrained(folder / f"{TEACHER}.base")
         return [tokenizer(text)["input_ids"] for text in TEXTS]
-    import tiny
+    import tiny  # pyright: ignore[reportMissingImports]
 
     return tiny.tokens(3, 24).tolist()
 
