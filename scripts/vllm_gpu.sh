@@ -14,6 +14,7 @@ cd "$(dirname "$0")/.."
 
 version=0.24.0
 command=${1:?build, one, two or time}
+case $command in build | one | two | time) ;; *) echo "no command $command: build, one, two or time" >&2 && exit 2 ;; esac
 folder=${2:-.vllm}
 WORK=${WORK:-/tmp/vllm-work}
 site=$WORK/site
@@ -131,11 +132,11 @@ export VLLM_CACHE_ROOT=$WORK/cache VLLM_WORKER_MULTIPROC_METHOD=spawn OMP_NUM_TH
 # vectors are smaller than those that vLLM's kernels for latent attention know.
 export TRITON_F32_DEFAULT=ieee VLLM_MLA_DISABLE=1
 SECONDS=0
-LIMIT=${LIMIT:-106} # seconds until every part has to have ended
+LIMIT=${LIMIT:-300} # seconds until every part has to have ended
 unpack || exit
 echo "unpacked after $SECONDS s"
 if [ ! -d "$WORK/models" ]; then
-    timeout -k 3 60 python3 scripts/vllm_gpu.py imports > "$WORK/imports.log" 2>&1 &
+    timeout -k 3 "$(left)" python3 scripts/vllm_gpu.py imports > "$WORK/imports.log" 2>&1 &
     making=()
     for cases in "qwen3_moe-farskip qwen2_moe-farskip" "glm4_moe-farskip teacher qwen3_30b"; do
         # shellcheck disable=SC2086 # two cases
@@ -162,10 +163,6 @@ two)
 time)
     # Random weights route unevenly; every model gets the same evenly random routing instead.
     VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random job first_tokens time --case qwen3_30b --tp 2
-    ;;
-*)
-    echo "no command $command: build, one, two or time" >&2
-    exit 2
     ;;
 esac
 wait
