@@ -142,16 +142,16 @@ def random_recipe(
     return load_recipe(folder / "recipe.yaml", list(sets)).recipe
 
 
-def random_corpus(vocab: int, seq: int) -> Corpus:
-    """A corpus of random tokens, of which several documents fill a row.
+def random_corpus(vocab: int, seq: int, documents: int = _DOCUMENTS) -> Corpus:
+    """A corpus of random tokens, of which ``documents`` documents fill a row.
 
     Some tokens are more frequent than others, so that a model can learn something and the loss falls.
     """
     generator = np.random.default_rng(0)
-    ids = (vocab * generator.random((_EPOCH * _DOCUMENTS, max(2, seq // _DOCUMENTS))) ** 3).astype(np.int32)
-    documents = Dataset.from_dict({"ids": list(ids), "counts": list(np.ones_like(ids, dtype=bool))})
+    ids = (vocab * generator.random((_EPOCH * documents, max(2, seq // documents))) ** 3).astype(np.int32)
+    columns = Dataset.from_dict({"ids": list(ids), "counts": list(np.ones_like(ids, dtype=bool))})
     lengths = np.full(len(ids), ids.shape[1], dtype=np.int64)
-    return Corpus("random", lengths, {}, {}, "split", 0, TokenSlices(documents))
+    return Corpus("random", lengths, {}, {}, "split", 0, TokenSlices(columns))
 
 
 def predicted(planned: Plan) -> dict[str, Any]:

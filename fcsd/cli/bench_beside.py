@@ -42,7 +42,7 @@ def infer(
     no_nvlink: Annotated[
         bool, typer.Option("--no-nvlink", help="Let NCCL send through host memory, as on machines without NVLink.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Directory for infer.json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for infer.json and infer.png.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time prefill and decoding in fcsd's tensor-parallel engine, beside the bound without reductions."""
