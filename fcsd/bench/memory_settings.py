@@ -38,8 +38,7 @@ def compare(files: Sequence[Path]) -> dict[str, Any]:
     reference = next((one for name, one in found.items() if name.startswith(plain) and one["median"]), None)
     for one in found.values():
         for ratio, value in (("times", "median"), ("times_predicted", "median_predicted")):
-            measured = reference is not None and one[value] is not None
-            one[ratio] = one[value] / reference[value] if measured else None
+            one[ratio] = one[value] / reference[value] if reference is not None and one[value] is not None else None
     return found
 
 
