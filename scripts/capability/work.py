@@ -171,7 +171,7 @@ def do_run(study: Study, run: Run, number: int) -> None:
         out = Path(recipe["output_dir"])
         model, metrics = out / "final", read_metrics(out)
         line |= {"lr": recipe["optim"]["lr"], "batch_tokens": recipe["train"]["batch_tokens"]}
-        line |= {"steps": metrics[-1]["step"], "seconds": metrics[-1]["seconds"], "metrics": metrics[-1]}
+        line |= {"steps": metrics[-1]["step"], "seconds": seconds_in_steps(metrics), "metrics": metrics[-1]}
         line["scores"] = [[record["step"], record["score"]] for record in metrics if "score" in record]
     elif run.method == "teacher":
         model = ROOT / TEACHER
@@ -197,6 +197,12 @@ def do_run(study: Study, run: Run, number: int) -> None:
     study.fcsd([*words, *(["--limit", str(study.args.limit)] if study.args.limit else [])], run.name, number)
     line["results"] = [packed(result) for result in read_directory(out)]
     study.store(line)
+
+
+def seconds_in_steps(metrics: list[dict[str, Any]]) -> float:
+    """The time that a run spent in steps. ``seconds`` in its records begins anew when the run is resumed."""
+    after = [*(record["seconds"] for record in metrics[1:]), 0.0]
+    return sum(record["seconds"] for record, later in zip(metrics, after, strict=True) if later < record["seconds"])
 
 
 def _write_recipe(study: Study, name: str, recipe: dict[str, Any]) -> Path:

@@ -11,7 +11,7 @@ from scripts.capability import report
 from scripts.capability.results import append, packed, read_lines, unpacked
 from scripts.capability.runs import STARTING_VALUES, Run, recipe_of, studies, sweep_recipe, sweeps
 from scripts.capability.scores import fit, scores_of, tokens_to
-from scripts.capability.work import shares_of_text
+from scripts.capability.work import seconds_in_steps, shares_of_text
 
 from fcsd.config import load_recipe
 from fcsd.eval.suite import SUITES
@@ -78,6 +78,10 @@ def test_the_batch_changes_at_an_equal_number_of_steps(tmp_path: Path) -> None:
 def test_a_text_is_as_long_as_its_longest_run() -> None:
     runs = [Run("KL", "same", 0.01), Run("KL", "same", 0.1), Run("teacher")]
     assert shares_of_text(runs, ["sft-other"]) == {"other": 0.004, "same": 0.1}
+
+
+def test_the_time_of_a_resumed_run_is_that_of_all_its_parts() -> None:
+    assert seconds_in_steps([{"seconds": s} for s in (1.0, 5.0, 9.0, 2.0, 4.0)]) == 13
 
 
 def test_lines_keep_the_answers(tmp_path: Path) -> None:
