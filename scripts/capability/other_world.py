@@ -17,6 +17,7 @@ import yaml
 
 TEACHER = Path(__file__).resolve().parents[1] / "teacher"
 SEED = 11
+FORMS = ("mmlu_in_words", "mbpp_evalplus")  # questions about the world in forms that lm-eval does not print
 TABLES = ("facts", "howto", "activities", "mmlu")
 # The modules of scripts/teacher that make documents; they import one another by these names.
 MODULES = ("world", "knowledge", "stories", "programs", "examples", "items")
@@ -203,7 +204,11 @@ def makers(other: bool) -> tuple[Any, Any]:
             sys.modules.pop(name, None)
         sys.modules.update(before)
     if other:
-        items.EXAMPLES_SHARE = 0  # the teacher's text has them: functions by other authors before a question of MBPP+
+        # The teacher's text may have exercises and worked examples beside the benchmarks' questions. They state no fact
+        # of a world and would be the same here, so the other text goes without them.
+        kinds = vars(items).get("KINDS", items.TASKS)
+        items.KINDS = {name: kind for name, kind in kinds.items() if name in items.TASKS or name in FORMS}
+        items.EXAMPLES_SHARE = 0
     return items, world
 
 

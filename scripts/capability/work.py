@@ -172,6 +172,7 @@ def do_run(study: Study, run: Run, number: int) -> None:
         model, metrics = out / "final", read_metrics(out)
         line |= {"lr": recipe["optim"]["lr"], "batch_tokens": recipe["train"]["batch_tokens"]}
         line |= {"steps": metrics[-1]["step"], "seconds": seconds_in_steps(metrics), "metrics": metrics[-1]}
+        line["planned_steps"] = recipe["train"]["steps"]
         line["scores"] = [[record["step"], record["score"]] for record in metrics if "score" in record]
     elif run.method == "teacher":
         model = ROOT / TEACHER

@@ -35,7 +35,7 @@ def line_of(run: Run, quality: float, **changes: Any) -> dict[str, Any]:
     line = {"name": run.name, "run": run.to_json(), "results": [packed(result) for result in results]}
     line |= {"teacher_tokens": TOKENS, "limit": None, "device": "a GPU"}
     if run.text:
-        line |= {"seconds": 100.0, "scores": [[1, 0.5], [2, 0.7], [3, 0.1]]}
+        line |= {"seconds": 100.0, "scores": [[1, 0.5], [2, 0.7], [3, 0.1]], "steps": 3, "planned_steps": 9}
     return line | changes
 
 
@@ -139,7 +139,9 @@ def test_the_page_has_every_study(lines: dict[str, dict[str, Any]], tmp_path: Pa
     )
     assert f"{100 * found.above_chance[0]:.1f} ± {100 * found.above_chance[1]:.1f}" in last
     assert last.split("|")[-2].strip() == "3"  # seeds
-    assert "best score is 70.0 at step 2, its last one 10.0 at step 3" in text
+    assert "best score is 70.0 at step 2, its last one 10.0 at step 3. It stopped at step 3 of 9" in " ".join(
+        text.split()
+    )
 
 
 def test_the_page_says_what_was_not_run_and_refuses_trials(lines: dict[str, dict[str, Any]], tmp_path: Path) -> None:
