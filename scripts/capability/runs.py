@@ -23,6 +23,7 @@ KL = {"objective.kl": 1.0, "objective.sft": 0.0}
 SFT = {"objective.kl": 0.0, "objective.sft": 1.0}
 FROZEN = {"objective.freeze_embeddings": True, "objective.freeze_lm_head": True}
 ANNEALED = (0.25, 0.5)  # shares of training
+TEXT_SHARES = (0.004, 0.01, 0.03, 0.05, 0.1)  # of the teacher's tokens; a longer run reads its text again
 TEXTS: dict[str, tuple[str, float]] = {  # name -> kind and share of wrong answers, for text.py
     "same": ("same", 0.0),
     "other": ("other", 0.0),
@@ -144,6 +145,16 @@ def _annealed(share: float) -> dict[str, Any]:
     return {**KL, **({"train.anneal_share": share} if share else {})}
 
 
+def text_share(share: float) -> float:
+    """The length of the text for a run of this share, which is one of a few, so that runs have texts in common."""
+    return next((length for length in TEXT_SHARES if length >= share), TEXT_SHARES[-1])
+
+
+def text_name(text: str, share: float) -> str:
+    """The folder of a text."""
+    return f"{text}-{100 * text_share(share):g}pct"
+
+
 def recipe_of(run: Run, chosen: dict[str, dict[str, Any]], teacher_tokens: int, work: Path, device: str) -> dict:
     """The recipe of a run, as nested mappings.
 
@@ -166,7 +177,9 @@ def recipe_of(run: Run, chosen: dict[str, dict[str, Any]], teacher_tokens: int, 
         settings["early_stop.data_mirror"] = "bundled:mirror"
         if run.early_stop == "collapse":
             settings |= {"optim.lr": 10 * settings["optim.lr"], "early_stop.limit": 40}
-    return _recipe(run.name, run.text, run.layers, run.seed, settings, work / "runs" / run.name, work, device)
+    return _recipe(
+        run.name, text_name(run.text, run.share), run.layers, run.seed, settings, work / "runs" / run.name, work, device
+    )
 
 
 def sweep_recipe(name: str, chosen: dict[str, dict[str, Any]], steps: int, work: Path, device: str) -> dict[str, Any]:
@@ -178,7 +191,7 @@ def sweep_recipe(name: str, chosen: dict[str, dict[str, Any]], steps: int, work:
     tried = sweeps()[name]
     start = chosen["kl-same"] if name == "hidden-same" else STARTING_VALUES
     settings = {**start, **tried["settings"], "train.steps": steps, "train.log_every": 1}
-    recipe = _recipe(name, tried["text"], "all", 0, settings, work / "sweeps" / name, work, device)
+    recipe = _recipe(name, text_name(tried["text"], 0), "all", 0, settings, work / "sweeps" / name, work, device)
     recipe["sweep"] = {
         "stages": tried["stages"],
         "steps": steps,
@@ -190,7 +203,7 @@ def sweep_recipe(name: str, chosen: dict[str, dict[str, Any]], steps: int, work:
 
 
 def _recipe(
-    name: str, text: str, layers: str, seed: int, settings: dict[str, Any], out: Path, work: Path, device: str
+    name: str, text_folder: str, layers: str, seed: int, settings: dict[str, Any], out: Path, work: Path, device: str
 ) -> dict[str, Any]:
     recipe: dict[str, Any] = {
         "name": name[:64],
@@ -199,7 +212,7 @@ def _recipe(
         "output_dir": str(out),
         "seed": seed,
         "data": {
-            "sources": [{"path": str(work / "text" / text / "train.jsonl")}],
+            "sources": [{"path": str(work / "text" / text_folder / "train.jsonl")}],
             "held_out": {"path": "bundled:corpus/held_out.jsonl"},
             "seq_len": SEQ_LEN,
         },

@@ -25,7 +25,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs as a program, too
 
 from scripts.capability.results import append, packed, read_lines
-from scripts.capability.runs import SWEEP_STEPS, TEXTS, Run, recipe_of, studies, sweep_recipe
+from scripts.capability.runs import (
+    KL,
+    STARTING_VALUES,
+    SWEEP_STEPS,
+    TEXTS,
+    Run,
+    recipe_of,
+    studies,
+    sweep_recipe,
+    text_name,
+    text_share,
+)
 
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.sweep.search import RECORD
@@ -35,7 +46,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TEACHER, MIRROR, HELD_OUT = "assets/teacher", "assets/mirror", "assets/corpus/held_out.jsonl"
 FCSD = [sys.executable, "-m", "fcsd"]
 PREEMPTED = (143, -signal.SIGTERM)
-SWEEP_SHARE = 0.004  # of the teacher's tokens: the text of a sweep
 SAVING = 45.0  # seconds between the request to end and the end of the time
 
 
@@ -114,11 +124,8 @@ class Study:
 
     def fcsd(self, words: list[str], log: str, number: int) -> None:
         """Run a command of fcsd. Models in work take the GPUs in turn."""
-        env = (
-            {**self.env, "CUDA_VISIBLE_DEVICES": str(number % self.args.gpus)}
-            if self.args.device == "cuda"
-            else self.env
-        )
+        gpu = {"CUDA_VISIBLE_DEVICES": str(number % self.args.gpus)} if self.args.device == "cuda" else {}
+        env = self.env | gpu
         self.clock.run([*FCSD, *words], self.work / "logs" / f"{log}.log", env)
 
 
@@ -133,17 +140,21 @@ def device_name(args: argparse.Namespace) -> str:
 
 def write_text(study: Study, kind: str, share: float) -> None:
     """Write and tokenise a text that is long enough for ``share`` of the teacher's tokens."""
-    out, tokens = study.work / "text" / kind, round(share * study.args.teacher_tokens)
-    about = out / "text.json"
-    if about.exists() and json.loads(about.read_text())["tokens"] >= tokens:
+    name = text_name(kind, share)
+    out, log = study.work / "text" / name, f"text-{name}"
+    if (out / "tokenised").exists():
         return
     what, wrong = TEXTS[kind]
     command = [sys.executable, "scripts/capability/text.py", "--kind", what, "--wrong", str(wrong)]
-    command += ["--tokens", str(tokens), "--out", str(out)]
+    command += ["--tokens", str(round(share * study.args.teacher_tokens)), "--out", str(out)]
     source = study.args.teacher_text if what == "same" else study.args.other_text
-    study.clock.run(
-        [*command, *(["--text", str(source)] if source else [])], study.work / f"logs/text-{kind}.log", study.env
-    )
+    command += ["--text", str(source)] if source else []
+    study.clock.run(command, study.work / "logs" / f"{log}.log", study.env)
+    # The dry run tokenises the text into the cache of ``datasets``, so that runs that start together find it there.
+    first = Run("tokenise", kind, share, settings=KL)
+    recipe = recipe_of(first, {first.values_from: STARTING_VALUES}, study.args.teacher_tokens, study.work, "cpu")
+    study.fcsd(["distill", str(_write_recipe(study, log, recipe)), "--dry-run"], log, 0)
+    (out / "tokenised").touch()
 
 
 def sweep(study: Study, name: str, number: int) -> None:
@@ -151,11 +162,9 @@ def sweep(study: Study, name: str, number: int) -> None:
     recipe = sweep_recipe(name, study.chosen, study.args.sweep_steps, study.work, study.args.device)
     study.fcsd(["distill", "--sweep", str(_write_recipe(study, name, recipe))], f"sweep-{name}", number)
     record = json.loads((Path(recipe["output_dir"]) / RECORD).read_text())
-    trials = {
-        entry: {"values": trial["values"], "value": trial.get("value")} for entry, trial in record["trials"].items()
-    }
-    last = record["stages"][-1]["chosen"]
-    values = {**record["trials"][last]["values"]}
+    found = record["trials"]
+    trials = {key: {"values": entry["values"], "value": entry.get("value")} for key, entry in found.items()}
+    values = found[record["stages"][-1]["chosen"]]["values"]
     if name == "hidden-same":
         values = {**study.chosen["kl-same"], **values}
     study.store({"name": name, "chosen": values, "trials": trials})
@@ -182,20 +191,10 @@ def do_run(study: Study, run: Run, number: int) -> None:
             words = ["convert", TEACHER, str(model), "--wiring", "farskip", "--layers", run.layers]
             study.fcsd(words, run.name, number)
     out = study.work / "eval" / run.name
-    words = [
-        "eval",
-        str(model),
-        "--suite",
-        "strict",
-        "--data-mirror",
-        MIRROR,
-        "--held-out",
-        HELD_OUT,
-        "--out",
-        str(out),
-    ]
-    words += ["--device", study.args.device, "--accept-unsafe-exec"]
-    study.fcsd([*words, *(["--limit", str(study.args.limit)] if study.args.limit else [])], run.name, number)
+    words = ["eval", str(model), "--suite", "strict", "--data-mirror", MIRROR, "--held-out", HELD_OUT]
+    words += ["--out", str(out), "--device", study.args.device, "--accept-unsafe-exec"]
+    words += ["--limit", str(study.args.limit)] if study.args.limit else []
+    study.fcsd(words, run.name, number)
     line["results"] = [packed(result) for result in read_directory(out)]
     study.store(line)
 
@@ -221,13 +220,10 @@ def missing(study: Study, names: Iterable[str]) -> tuple[list[Run], list[str]]:
     return list(runs.values()), [name for name in dict.fromkeys(needed) if name not in study.lines]
 
 
-def shares_of_text(runs: list[Run], sweeps: list[str]) -> dict[str, float]:
-    """Text -> how long it must be, as a share of the teacher's tokens, for these runs and sweeps."""
-    shares = {name.partition("-")[2]: SWEEP_SHARE for name in sweeps}
-    for run in runs:
-        if run.text:
-            shares[run.text] = max(shares.get(run.text, 0.0), run.share)
-    return shares
+def texts_of(runs: list[Run], sweeps: list[str]) -> list[tuple[str, float]]:
+    """The texts that runs and sweeps need: their kinds, and their lengths as shares of the teacher's tokens."""
+    needed = [(name.partition("-")[2], text_share(0.0)) for name in sweeps]
+    return list(dict.fromkeys([*needed, *((run.text, text_share(run.share)) for run in runs if run.text)]))
 
 
 def together(study: Study, jobs: list[Callable[[int], None]]) -> bool:
@@ -245,8 +241,8 @@ def main() -> int:
     args = _arguments().parse_args()
     study = Study(args)
     runs, sweeps = missing(study, args.studies)
-    texts = shares_of_text(runs, sweeps)
-    done = together(study, [lambda _, k=kind, s=share: write_text(study, k, s) for kind, share in texts.items()])
+    texts = texts_of(runs, sweeps)
+    done = together(study, [lambda _, k=kind, s=share: write_text(study, k, s) for kind, share in texts])
     last = [name for name in sweeps if name == "hidden-same"]  # it needs the values of another sweep
     for stage in ([name for name in sweeps if name not in last], last):
         done = done and together(study, [lambda n, s=name: sweep(study, s, n) for name in stage])

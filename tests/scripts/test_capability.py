@@ -11,7 +11,7 @@ from scripts.capability import report
 from scripts.capability.results import append, packed, read_lines, unpacked
 from scripts.capability.runs import STARTING_VALUES, Run, recipe_of, studies, sweep_recipe, sweeps
 from scripts.capability.scores import fit, scores_of, tokens_to
-from scripts.capability.work import seconds_in_steps, shares_of_text
+from scripts.capability.work import seconds_in_steps, texts_of
 
 from fcsd.config import load_recipe
 from fcsd.eval.suite import SUITES
@@ -75,9 +75,13 @@ def test_the_batch_changes_at_an_equal_number_of_steps(tmp_path: Path) -> None:
     assert len({train["steps"] for train in made.values()}) == 1
 
 
-def test_a_text_is_as_long_as_its_longest_run() -> None:
-    runs = [Run("KL", "same", 0.01), Run("KL", "same", 0.1), Run("teacher")]
-    assert shares_of_text(runs, ["sft-other"]) == {"other": 0.004, "same": 0.1}
+def test_a_text_is_long_enough_and_runs_have_it_in_common(tmp_path: Path) -> None:
+    runs = [Run("KL", "same", 0.01), Run("SFT", "same", 0.005), Run("KL", "same", 0.2), Run("teacher")]
+    assert texts_of(runs, ["sft-other"]) == [("other", 0.004), ("same", 0.01), ("same", 0.1)]
+    for run in runs[:3]:
+        recipe = recipe_of(Run(run.method, run.text, run.share), CHOSEN, TOKENS, tmp_path, "cuda")
+        (source,) = recipe["data"]["sources"]
+        assert Path(source["path"]).parent.name == {0.2: "same-10pct"}.get(run.share, "same-1pct")
 
 
 def test_the_time_of_a_resumed_run_is_that_of_all_its_parts() -> None:
