@@ -191,6 +191,7 @@ def sweep_recipe(name: str, chosen: dict[str, dict[str, Any]], steps: int, work:
     tried = sweeps()[name]
     start = chosen["kl-same"] if name == "hidden-same" else STARTING_VALUES
     settings = {**start, **tried["settings"], "train.steps": steps, "train.log_every": 1}
+    settings["train.micro_batch_size"] = min(BATCHES) // SEQ_LEN
     recipe = _recipe(name, text_name(tried["text"], 0), "all", 0, settings, work / "sweeps" / name, work, device)
     recipe["sweep"] = {
         "stages": tried["stages"],
@@ -229,6 +230,6 @@ def _recipe(
         target[last] = value
     train = recipe["train"]
     rows = train["batch_tokens"] // SEQ_LEN
-    train["micro_batch_size"] = max(n for n in (1, 2, 4, 8) if rows % n == 0)
+    train.setdefault("micro_batch_size", max(n for n in (1, 2, 4, 8, 16, 32) if rows % n == 0))
     recipe["optim"]["warmup_steps"] = min(10, train["steps"] - 1)
     return recipe
