@@ -8,7 +8,7 @@ from torch import Tensor
 from fcsd.errors import ConfigError
 from fcsd.models import wiring as reference
 from fcsd.models.annealed import anneal
-from fcsd.models.build import converted_config, model_classes, unwired, wire
+from fcsd.models.build import converted_config, decoder_layers, model_classes, unwired, wire
 from fcsd.models.wiring import Wiring
 
 ALL = (0, 1, 2, 3)
@@ -85,6 +85,21 @@ def test_between_them_a_read_adds_its_share_of_what_is_in_flight(
     for value, expected in zip(annealed, logits_and_gradients(plain), strict=True):
         assert relative_error(value, expected) < 1e-5
     assert relative_error(annealed[0], wired[0]) > 1e-2
+
+
+def test_compiled_layers_take_a_new_weight_without_being_compiled_again() -> None:
+    _, model = rewired("llama", WIRINGS[0])
+    annealing, graphs = anneal(model), []
+    expected = []
+    for step in range(8):
+        annealing.weight = step / 7
+        expected.append(model(tiny.tokens(), use_cache=False).logits.detach())
+    for layer in decoder_layers(model):
+        layer.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    for step, logits in enumerate(expected):
+        annealing.weight = step / 7
+        assert relative_error(model(tiny.tokens(), use_cache=False).logits.detach(), logits) < 1e-5
+    assert len(graphs) <= 3 * len(ALL)  # for the first weight, for any weight, and for weight 1
 
 
 def test_weights_and_config_know_nothing_of_it() -> None:
