@@ -9,12 +9,12 @@
 # Every model and every sweep that ends adds a line to NEW. Append these to docs/results/capability.jsonl, which the
 # next piece reads: runs that are in either file are not repeated.
 # Environment: NEW=WORK/new.jsonl  MINUTES=9  PROCESSES=8 (models at a time)  GPUS=1  DEVICE=cuda  PYTHON=python3
-#   TEACHER_TOKENS=1092354048 (what the teacher was trained on)  TEACHER_TEXT=runs/teacher/train.jsonl
+#   TEACHER_TOKENS=1669595136 (both runs of the teacher's training)  TEACHER_TEXT=runs/teacher/train.jsonl
 #   (scripts/teacher/corpus.py writes it)  OTHER_TEXT=the installed Python packages
 # It needs no network. On a machine that has torch, transformers, accelerate, pandas, pyarrow and matplotlib, these
 # wheels are missing, 17 MB in all. Fetch them where there is a network, and install them with --no-deps:
 #   pip download -d wheels --no-deps --only-binary :all: --python-version 3.12 --platform manylinux2014_x86_64 \
-#     hjson 'pydantic==2.14.*' pydantic-core==2.50.4 annotated-types typing-inspection 'datasets==5.2.*' dill \
+#     hjson pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection 'datasets==5.2.*' dill \
 #     'multiprocess==0.70.19' 'lm-eval==0.4.13' 'evaluate==0.4.6' 'evalplus==0.3.1' appdirs termcolor tree-sitter \
 #     tree-sitter-python
 #   pip wheel -w wheels --no-deps 'deepspeed==0.19.8' tempdir wget      # these have no wheel; DS_BUILD_OPS=0
@@ -33,5 +33,5 @@ work="$1"
 shift
 exec "$python" scripts/capability/work.py "$@" --work "$work" --new "${NEW:-$work/new.jsonl}" --results "$stored" \
   --minutes "${MINUTES:-9}" --processes "${PROCESSES:-8}" --gpus "${GPUS:-1}" --device "${DEVICE:-cuda}" \
-  --teacher-tokens "${TEACHER_TOKENS:-1092354048}" ${TEACHER_TEXT:+--teacher-text "$TEACHER_TEXT"} \
+  --teacher-tokens "${TEACHER_TOKENS:-1669595136}" ${TEACHER_TEXT:+--teacher-text "$TEACHER_TEXT"} \
   ${OTHER_TEXT:+--other-text "$OTHER_TEXT"}
