@@ -309,7 +309,15 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("docs/results/capability.jsonl"))
     parser.add_argument("--page", type=Path, default=Path("docs/CAPABILITY.md"))
     args = parser.parse_args()
-    text = page(read_lines([args.results]), args.page.parent / "results" / "capability.png")
+    lines = read_lines([args.results])
+    if not {"teacher-all", "untrained-all"} <= lines.keys():
+        raise SystemExit(
+            f"{args.results} has no results of the teacher and the untrained conversion; run a study first"
+        )
+    try:
+        text = page(lines, args.page.parent / "results" / "capability.png")
+    except ValueError as error:
+        raise SystemExit(f"{args.results}: {error}") from error
     args.page.write_text(text)
 
 
