@@ -171,6 +171,11 @@ class Recipe(Section):
             raise ValueError("train.compile needs parallel.ep_size 1: layers with divided experts cannot be compiled")
         if self.train.compile and self.parallel.wire.any:
             raise ValueError("train.compile cannot be combined with parallel.wire: layers that round rows stay eager")
+        if self.train.anneal_share and (self.parallel.ep_size > 1 or self.parallel.wire.any):
+            raise ValueError(
+                "train.anneal_share needs parallel.ep_size 1 and no parallel.wire: layers that dispatch rows cannot be "
+                "annealed"
+            )
         if self.train.eval_every and self.data.held_out is None:
             raise ValueError("train.eval_every needs data.held_out, the text to measure on")
         if self.early_stop.metric == HELD_OUT and self.data.held_out is None:

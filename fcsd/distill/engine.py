@@ -21,6 +21,7 @@ from fcsd.distill.top_k import TopK, kl_from_top_k
 from fcsd.distill.update import clips_by_hook, judges_on_device
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
+from fcsd.models.annealed import Annealing, anneal
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.turns import in_turns
 from fcsd.parallel.wire import Quantiser
@@ -34,13 +35,21 @@ class Student(nn.Module):
 
     Args:
         quantiser: rounds the rows of dispatch and combine; None if they are sent as they are.
+        annealing: how far the wiring of the model is annealed; None if it is not.
     """
 
-    def __init__(self, model: PreTrainedModel, objective: Objective, quantiser: Quantiser | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        objective: Objective,
+        quantiser: Quantiser | None = None,
+        annealing: Annealing | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
         self.quantiser = quantiser
+        self.annealing = annealing
         self._beside = ThreadPoolExecutor(1, "teacher")  # the thread starts when a teacher first runs in turns
 
     def forward(
@@ -187,7 +196,8 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World, traffic: 
     pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    student = Student(model, recipe.objective, quantiser_of(recipe)).train()
+    annealing = anneal(model) if recipe.train.anneal_share else None
+    student = Student(model, recipe.objective, quantiser_of(recipe), annealing).train()
     engine, *_ = deepspeed.initialize(
         model=student,
         model_parameters=parameter_groups(student, recipe),
