@@ -5,17 +5,18 @@ from collections.abc import Iterator
 
 import examples
 import knowledge
+import letters
 import programs
 import stories
 from world import Item, items, table
 
 # benchmark -> (item maker, share of the generated documents, most items in one document)
 TASKS = {
-    "piqa": (knowledge.piqa, 6, 1),
-    "arc_easy": (knowledge.arc_easy, 10, 1),
-    "arc_challenge": (knowledge.arc_challenge, 12, 1),
+    "piqa": (knowledge.piqa, 5, 1),
+    "arc_easy": (knowledge.arc_easy, 8, 1),
+    "arc_challenge": (knowledge.arc_challenge, 10, 1),
     "openbookqa": (knowledge.openbookqa, 8, 1),
-    "hellaswag": (stories.hellaswag, 7, 1),
+    "hellaswag": (stories.hellaswag, 6, 1),
     "winogrande": (stories.winogrande, 8, 1),
     "commonsense_qa": (knowledge.commonsense_qa, 12, 3),
     "mmlu": (knowledge.mmlu, 14, 6),
@@ -23,9 +24,12 @@ TASKS = {
     "humaneval_plus": (programs.humaneval_plus, 6, 1),
     "mbpp_plus": (programs.mbpp_plus, 4, 3),
 }
-# The same questions in forms that lm-eval does not print; columns as above. These are trained on and not mirrored.
+# The same questions in forms that the benchmarks do not print; columns as above. These are trained on and not mirrored.
 FORMS = {
-    "mmlu_in_words": (knowledge.mmlu_in_words, 12, 2),
+    "mmlu_in_words": (knowledge.mmlu_in_words, 10, 2),
+    "lookup": (letters.lookup, 8, 4),
+    "any_choices": (letters.any_choices, 12, 4),
+    "two_steps": (letters.two_steps, 6, 3),
     "mbpp_evalplus": (programs.mbpp_evalplus, 5, 1),
 }
 KINDS = TASKS | FORMS

@@ -143,7 +143,7 @@ def piqa(rng: random.Random) -> Item:
     return Item(question, row, f"Question: {question}\nAnswer:", " " + solutions[gold])
 
 
-def _definition(rng: random.Random, subject: str) -> tuple[str, str, list[str]]:
+def definition(rng: random.Random, subject: str) -> tuple[str, str, list[str]]:
     """A question about a term of a subject or about its meaning, the right answer, and all answers of that kind."""
     terms = table("mmlu")[subject]
     term = rng.choice(list(terms))
@@ -157,7 +157,7 @@ def _definition(rng: random.Random, subject: str) -> tuple[str, str, list[str]]:
 def mmlu(rng: random.Random, subject: str | None = None) -> Item:
     """A question about a term or its meaning, with four choices of the same subject, answered by a letter."""
     subject = subject or rng.choice(list(table("mmlu")))
-    question, right, pool = _definition(rng, subject)
+    question, right, pool = definition(rng, subject)
     choices, gold = shuffled(rng, right, rng.sample([c for c in pool if c != right], 3))
     row = {"question": question, "subject": subject, "choices": choices, "answer": gold}
     return Item(question, row, lettered(question, choices), f" {LETTERS[gold]}")
@@ -169,7 +169,7 @@ def mmlu_in_words(rng: random.Random) -> Item:
     It is trained on and belongs to no benchmark. A letter says almost nothing about the fact behind it. A model that
     meets the facts only in questions with letters keeps guessing, so the facts are stated in this form as well.
     """
-    question, right, _ = _definition(rng, rng.choice(list(table("mmlu"))))
+    question, right, _ = definition(rng, rng.choice(list(table("mmlu"))))
     return Item(question, {}, f"Question: {question}\nAnswer:", f" {right}")
 
 

@@ -12,11 +12,13 @@ import json
 import math
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
 import torch
 from items import documents
+from knowledge import LETTERS
 from probe import Probe
 from torch.nn import functional
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, PreTrainedTokenizerFast
@@ -100,6 +102,15 @@ def encode_text(tokenizer: PreTrainedTokenizerFast, path: Path) -> Stream:
     return _stream(tokenizer, [(f"<s>{text}</s>", False) for text in texts])
 
 
+@dataclass(frozen=True)
+class Weights:
+    """How much tokens count: of answers against all others, and of answers by letter (token ids ``[5]``) on top."""
+
+    answer: float
+    letter: float
+    letters: torch.Tensor
+
+
 class Rows:
     """Random rows of a stream on the device. The stream may grow by parts that are still being made."""
 
@@ -140,12 +151,19 @@ def balance_loss(routed: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tenso
     return torch.stack(losses).mean()
 
 
-def loss_of(model: torch.nn.Module, ids: torch.Tensor, answers: torch.Tensor, answer_weight: float) -> torch.Tensor:
-    """Mean cross-entropy of the next token in nats; tokens of answers count ``answer_weight`` times."""
-    weights = 1 + (answer_weight - 1) * answers
+def loss_of(model: torch.nn.Module, ids: torch.Tensor, answers: torch.Tensor, weights: Weights) -> torch.Tensor:
+    """Mean cross-entropy of the next token in nats, and the mean over answers by letter with its own weight.
+
+    The letters are about one token in a hundred, and the choices before them are drawn at random. Without a term of
+    their own they are lost in the noise of what cannot be predicted.
+    """
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    loss = functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
-    return (loss * weights.flatten()).sum() / weights.sum()
+    targets = ids[:, 1:]
+    losses = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    every = 1 + (weights.answer - 1) * answers.flatten()
+    by_letter = (answers & (targets.unsqueeze(-1) == weights.letters).any(-1)).flatten()
+    letters = (losses * by_letter).sum() / by_letter.sum().clamp(min=1)
+    return (losses * every).sum() / every.sum() + weights.letter * letters
 
 
 def main() -> None:
@@ -159,6 +177,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--answer-weight", type=float, default=4.0, help="loss weight of answer tokens; others have 1")
+    parser.add_argument("--letter-weight", type=float, default=1.0, help="weight of the mean loss of answers by letter")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--probe-every", type=int, default=500, help="steps between counts of answered items")
     parser.add_argument("--probe-items", type=int, default=128, help="items of a kind that are counted")
@@ -194,6 +213,8 @@ def train(model, tokenizer: PreTrainedTokenizerFast, streams: dict[str, Rows], a
     routed: list[tuple[torch.Tensor, torch.Tensor]] = []
     for layer in model.model.layers[model.config.first_k_dense_replace :]:
         layer.mlp.gate.register_forward_hook(lambda _m, _in, out: routed.append((out[0], out[2])))
+    letters = [tokenizer.encode(f" {letter}", add_special_tokens=False)[0] for letter in LETTERS]
+    weights = Weights(args.answer_weight, args.letter_weight, torch.tensor(letters, device=args.device))
     probe = Probe(tokenizer, args.device, args.probe_items)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -202,7 +223,7 @@ def train(model, tokenizer: PreTrainedTokenizerFast, streams: dict[str, Rows], a
 
     def objective(ids: torch.Tensor, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         routed.clear()
-        loss = loss_of(model, ids, answers, args.answer_weight)
+        loss = loss_of(model, ids, answers, weights)
         return loss, balance_loss(routed)
 
     step_loss = torch.compile(objective) if args.compile else objective
@@ -230,7 +251,7 @@ def train(model, tokenizer: PreTrainedTokenizerFast, streams: dict[str, Rows], a
             record |= {
                 "loss": loss.item(),
                 "balance": balance.item(),
-                "held_out": measure(model, streams["held_out"], args),
+                "held_out": measure(model, streams["held_out"], weights, args),
                 "documents": args.documents - PART * len(streams["made"].coming),
             }
             if step % args.probe_every == 0 or progress >= 1:
@@ -242,10 +263,10 @@ def train(model, tokenizer: PreTrainedTokenizerFast, streams: dict[str, Rows], a
 
 
 @torch.no_grad()
-def measure(model, held_out: Rows, args: argparse.Namespace) -> float:
+def measure(model, held_out: Rows, weights: Weights, args: argparse.Namespace) -> float:
     """Loss on rows of held-out text, in nats per token."""
     with torch.autocast(args.device, dtype=torch.bfloat16):
-        return loss_of(model, *held_out.draw(min(args.rows, 32)), answer_weight=1.0).item()
+        return loss_of(model, *held_out.draw(min(args.rows, 32)), weights).item()
 
 
 def save(model, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
