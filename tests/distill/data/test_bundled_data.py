@@ -117,6 +117,20 @@ def test_the_worked_examples_are_right(makers):
         exec("\n".join([item.answer.removesuffix("\n[DONE]").replace("\r\n", "\n"), *asserts]), {})
 
 
+def test_exercises_name_the_letter_of_the_right_choice(makers):
+    items, _ = makers
+    counts = set()
+    for kind in ("lookup", "two_steps"):
+        for seed in range(40):
+            item = items.item_of(kind, "train", random.Random(seed))
+            lines = item.prompt.split(item.key)[1].splitlines()
+            choices = dict(line.split(". ", 1) for line in lines if line[1:3] == ". ")
+            right = choices[item.answer.strip()]
+            assert right in (item.key if kind == "lookup" else lines[-2].removeprefix("Answer in words: "))
+            counts.add(len(choices))
+    assert counts == {2, 3, 4, 5}
+
+
 def test_mmlu_has_lm_evals_subjects(repo):
     named = [yaml.load(p.read_text(), _Loader) for p in (LM_EVAL / "mmlu/default").glob("mmlu_*.yaml")]
     subjects = {spec["dataset_name"] for spec in named}
@@ -154,7 +168,8 @@ def test_no_mirror_item_can_be_trained_on(task, repo, makers, train_text):
 
     # Whatever else is trained on comes from the makers, and they keep to the split rule.
     rng = random.Random(5)
-    forms = {"mmlu": ["mmlu", "mmlu_in_words"], "mbpp_plus": ["mbpp_plus", "mbpp_evalplus"]}.get(task, [task])
+    forms = [task, *{"mmlu": ["mmlu_in_words", "two_steps"], "mbpp_plus": ["mbpp_evalplus"]}.get(task, [])]
+    forms += ["any_choices"] if task in ("mmlu", "arc_easy") else []
     keys = {items.item_of(form, "train", rng).key for form in forms for _ in range(500 // len(forms))}
     assert {world.split_of(key) for key in keys} == {"train"}
     if task in ("humaneval_plus", "mbpp_plus"):
