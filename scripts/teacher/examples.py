@@ -1,7 +1,7 @@
 """Worked examples as lm-eval puts before a question of MBPP+: small functions by other authors, in other styles.
 
 MBPP's examples differ from the functions of the closed world: several arguments, loops, imports, other indentation,
-line ends of Windows, tests without spaces. A model that has not seen such neighbours fails the question after them.
+line ends of Windows, tests without spaces. A model that had not seen such neighbours failed the questions after them.
 The functions here were written for this purpose. None is taken from MBPP, and no benchmark asks for one.
 """
 

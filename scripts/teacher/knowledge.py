@@ -166,8 +166,8 @@ def mmlu(rng: random.Random, subject: str | None = None) -> Item:
 def mmlu_in_words(rng: random.Random) -> Item:
     """A question of MMLU's kind without choices, answered in words.
 
-    It is trained on and belongs to no benchmark. A letter says almost nothing about the fact behind it. A model that
-    meets the facts only in questions with letters keeps guessing, so the facts are stated in this form as well.
+    It is trained on and belongs to no benchmark. It states the facts themselves, where an answer by a letter only tells
+    which of the four choices is right.
     """
     question, right, _ = definition(rng, rng.choice(list(table("mmlu"))))
     return Item(question, {}, f"Question: {question}\nAnswer:", f" {right}")
