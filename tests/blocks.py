@@ -10,21 +10,9 @@ from fcsd.parallel.expert.block import Routing
 from fcsd.parallel.expert.placement import Placement
 
 
-@dataclass(frozen=True)
-class Interleaved(Placement):
+def interleaved(experts: int, ranks: int) -> Placement:
     """Expert e is on rank ``e % ranks``."""
-
-    def rank(self, expert: int) -> int:
-        return expert % self.ranks
-
-    def slot(self, expert: int) -> int:
-        return expert // self.ranks
-
-    def positions(self, experts: Tensor) -> Tensor:
-        return experts % self.ranks * self.slots + experts // self.ranks
-
-    def by_position(self, values: Tensor) -> Tensor:
-        return values.view(self.slots, self.ranks).T.reshape(-1)
+    return Placement(experts, ranks, tuple(expert for rank in range(ranks) for expert in range(rank, experts, ranks)))
 
 
 @dataclass(frozen=True)
@@ -59,6 +47,9 @@ class Block:
         return self._expert(mine.repeat(len(counts)).repeat_interleave(counts.flatten()), rows)
 
     def origin(self, name: str, blocks: Any) -> None:
+        raise NotImplementedError
+
+    def place(self, placement: Placement) -> None:
         raise NotImplementedError
 
     def without_moving(self, x: Tensor) -> Tensor:

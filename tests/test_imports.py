@@ -30,6 +30,7 @@ ROOMS = [
     "foreign_errors",
     "errors",
     "disk",
+    "bundled",
     "markdown",
     "version",
 ]

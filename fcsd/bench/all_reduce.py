@@ -23,7 +23,7 @@ from torch import Tensor
 from fcsd.errors import FcsdError
 from fcsd.kernels.bit_split import Format
 from fcsd.launch.environment import snapshot
-from fcsd.launch.world import join_world, leave
+from fcsd.launch.world import barrier, join_world, leave
 from fcsd.parallel.tensor.quantised import Topology, all_reduce, nodes_of
 from fcsd.parallel.tensor.simulated import simulate_all_reduce
 
@@ -62,7 +62,7 @@ def seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> float
     """Median time of ``run``. All ranks start together, and each run is awaited."""
     times = []
     for _ in range(repeats + 2):  # the first two are warm-ups
-        dist.barrier()
+        barrier()
         start = time.perf_counter()
         run()
         if device.type == "cuda":

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fcsd.bench.account import phase, read_account, to_text
@@ -39,7 +38,7 @@ from fcsd.distill.teacher.original import compile_layers, needs_teacher, pack_at
 from fcsd.distill.teacher.targets import live_teacher
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
-from fcsd.launch.world import World, join_world
+from fcsd.launch.world import World, barrier, join_world
 from fcsd.models.build import converted_config, register, wiring_of
 from fcsd.models.wiring import Wiring
 from fcsd.parallel.attention import join_attention
@@ -245,7 +244,7 @@ class _Steps:
                     metrics = launched.metrics()
                     wait()
                 if step == first:
-                    dist.barrier()
+                    barrier()
                     began, waited = time.perf_counter(), feed.waited
             seconds = time.perf_counter() - began
             return {"seconds": seconds / count, "data_wait": (feed.waited - waited) / seconds, "loss": metrics["loss"]}
@@ -312,9 +311,9 @@ def _accounts(steps: _Steps, load: Load, out: Path, world: World) -> dict[str, A
         steps.one()
         path = out / f"{name}-rank-{world.rank}.json.gz"
         out.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
+        barrier()
         record(steps.one, path, world)
-        dist.barrier()
+        barrier()
         if world.rank == 0:
             account = read_account(path)
             accounts[name] = asdict(account)

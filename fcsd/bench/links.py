@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fcsd.bench.training.ceilings import milliseconds, now
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
-from fcsd.launch.world import World, join_world
+from fcsd.launch.world import World, barrier, join_world
 from fcsd.parallel.cost import Line, fit, worst_error
 from fcsd.parallel.machine import Link, Machine
 from fcsd.parallel.transports.copies import CopiesTransport
@@ -117,7 +117,7 @@ def _seconds(run: Callable[[], None], world: World) -> float:
     """The slowest rank's median time over the repeats, after two that do not count. All ranks start together."""
     times = []
     for _ in range(REPEATS + 2):
-        dist.barrier()
+        barrier()
         start = now(world.device)
         run()
         end = now(world.device)

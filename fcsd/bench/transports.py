@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot
-from fcsd.launch.world import World, join_world, leave
+from fcsd.launch.world import World, barrier, join_world, leave
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.symmetric_memory import open_buffers
 from fcsd.parallel.transports.transport import Splits, Transport, all_to_all, splits_of
@@ -114,7 +114,7 @@ def milliseconds(run: Callable[[], Any]) -> float:
     """Median time of ``run`` in milliseconds. All ranks start at the same time."""
     times = []
     for _ in range(REPEATS + 2):
-        dist.barrier()
+        barrier()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from fcsd.bundled import located
 from fcsd.checkpoint.files import contained, read_object
 from fcsd.checkpoint.fingerprint import fingerprint
 from fcsd.checkpoint.headers import TensorInfo, parse_header
@@ -39,13 +40,15 @@ def resolve(model: str, *, allow_patterns: list[str] | None = None, weights: boo
     """Find a model and download the files that the hub cache lacks. An interrupted download resumes where it stopped.
 
     Args:
-        model: a directory, or ``org/name`` or ``org/name@revision`` on the hub. If both exist, the directory is taken.
+        model: a directory, which may begin with ``bundled:``, or ``org/name`` or ``org/name@revision`` on the hub. If
+            both exist, the directory is taken.
         allow_patterns: download only the files that match one of these globs.
         weights: whether the checkpoint must have weights; if not, only its small files are downloaded.
 
     Raises:
         BadInputError: the model does not exist, is not accessible, or is not a transformers checkpoint in safetensors.
     """
+    model = located(model)
     path = Path(os.path.expanduser(model))
     match = _HUB_ID.fullmatch(model)
     if os.path.exists(path) or match is None:

@@ -41,9 +41,12 @@ def train(
         str, typer.Option(help="initialised, uniform (as many tokens for every expert), or both.")
     ] = "initialised,uniform",
     variants: Annotated[
-        str,
-        typer.Option(help="Some of these, separated by commas; others are in docs/overlap.md."),
-    ] = "stock,standard,eager-sync,overlapped,comm-free",
+        str | None,
+        typer.Option(
+            help="Names from docs/overlap.md, separated by commas. The default is stock, standard, eager-sync, "
+            "overlapped and comm-free; on GPUs all but stock are fused, as in a training run."
+        ),
+    ] = None,
     wires: Wires = [],  # noqa: B006
     recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Forward and backward alone.")] = False,
@@ -66,7 +69,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Time a training step of random weights: stock AutoEP, standard, eager-sync, overlapped, and without a wire."""
-    from fcsd.bench.training.workload import Workload
+    from fcsd.bench.training.workload import Workload, usual_variants
 
     load = Workload(
         shape,
@@ -74,7 +77,7 @@ def train(
         micro_batch,
         seq,
         routers=tuple(routers.split(",")),
-        variants=tuple(variants.split(",")),
+        variants=usual_variants() if variants is None else tuple(variants.split(",")),
         recompute=recompute,
         optimizer=not no_optimizer,
         rounds=rounds,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from fcsd import recipes
+from fcsd import bundled
 
 
 class Section(BaseModel):
@@ -26,12 +26,6 @@ def _literal_path(value: str) -> str:
     return value
 
 
-def _bundled(value: str) -> str:
-    """Write out a path that begins with ``bundled:``, which stands for the folder of the bundled model and corpus."""
-    name = value.removeprefix("bundled:")
-    return value if name == value else str(recipes.BUNDLED / name)
-
-
 def _stays_below(value: str) -> str:
     if ".." in Path(value).parts:
         raise ValueError("`..` is not allowed in a path that is written to; write an absolute path")
@@ -44,7 +38,7 @@ def whole(value: object) -> object:
 
 
 PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_literal_path)]
-InputPath = Annotated[PathText, AfterValidator(_bundled)]
+InputPath = Annotated[PathText, AfterValidator(bundled.located)]
 OutputPath = Annotated[PathText, AfterValidator(_stays_below)]
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, BeforeValidator(whole), Field(gt=0, lt=2**63)]

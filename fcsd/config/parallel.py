@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from fcsd.config.fields import Positive, Section
+from fcsd.config.fields import NonNegative, Positive, Section
 from fcsd.errors import ConfigError
 
 
@@ -63,6 +63,22 @@ class Wire(Section):
         return self
 
 
+class Placement(Section):
+    """When the student's experts change places between processes, so that the busiest process receives fewer rows;
+    docs/placement.md explains it."""
+
+    every: NonNegative = 0
+    """Search better places every this many steps, by the experts that the tokens of the last step chose; 0 leaves every
+    expert where it is."""
+    swaps: Positive | None = None
+    """The largest number of swaps in a layer at a time. null swaps as long as a swap saves more time until the next
+    search than the move takes."""
+    balance: Literal["smooth-max", "max", "log-sum-exp"] = "smooth-max"
+    """What is made smaller: the rows of the busiest process, or a smooth function of the rows of all."""
+    far_cost: Annotated[float, Field(gt=0)] = 8.0
+    """With `dedup: node`: how many times as long a byte takes between nodes as inside a node."""
+
+
 class Parallel(Section):
     """How a run is divided among processes, and how they communicate."""
 
@@ -92,6 +108,8 @@ class Parallel(Section):
     node_size: Positive | None = None
     """With `dedup: node`: the number of neighbouring processes that form a node. It divides `ep_size` and is smaller
     than it."""
+    placement: Placement = Placement()
+    """Moves experts between processes during the run. Losses and weights stay the same."""
     teacher_placement: Literal["auto", "sharded", "replicated"] = "auto"
     """Where the teacher's experts are: `sharded` divides them among `ep_size` processes, `replicated` keeps all of them
     on every process. `auto` means `sharded` if `ep_size` is above 1."""
@@ -105,6 +123,8 @@ class Parallel(Section):
                 "parallel.wire.stochastic needs parallel.dedup: off, because its random numbers belong to a token and "
                 "one of its experts, and a deduplicated row serves several"
             )
+        if self.placement.every and self.ep_size == 1:
+            raise ValueError("parallel.placement.every needs parallel.ep_size above 1: one process has all experts")
         if self.dedup != "off" and self.ep_size == 1:
             raise ValueError(f"parallel.dedup {self.dedup} needs parallel.ep_size above 1")
         if self.dedup == "node" and self.node_size is None:

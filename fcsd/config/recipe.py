@@ -156,6 +156,10 @@ class Recipe(Section):
             raise ValueError("optim.accumulate_dtype fp32 needs parallel.zero_stage 0 or 2: ZeRO-1 sums in bf16")
         if self.optim.offload == "host" and self.parallel.zero_stage == 0:
             raise ValueError("optim.offload host needs parallel.zero_stage 1 or 2: only ZeRO can offload")
+        if self.optim.offload != "none" and self.parallel.placement.every:
+            raise ValueError(
+                "parallel.placement.every needs optim.offload none: the states of experts move between GPUs, not hosts"
+            )
         if (rows := self.schedule_steps * (self.train.batch_tokens // self.data.seq_len)) > MAX_ROWS:
             raise ValueError(
                 f"train.steps ({self.train.steps}) of the schedule's {self.schedule_steps} steps take {rows:,} rows of "

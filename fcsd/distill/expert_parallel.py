@@ -9,6 +9,7 @@ and ``launch_step`` multiplies the loss by that number in advance.
 
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -87,6 +88,7 @@ def load(
     device: torch.device,
     config: PretrainedConfig | None = None,
     dispatched: bool = False,
+    orders: Mapping[str, Sequence[int]] | None = None,
 ) -> PreTrainedModel:
     """Loads a model in eval mode with this process's share of the experts.
 
@@ -95,12 +97,13 @@ def load(
         ep_size: the number of processes that divide the experts; with 1 every process has all of them.
         config: is used in place of the config in the directory.
         dispatched: whether rows pass through a dispatcher even if no experts are divided, so that they can be rounded.
+        orders: where the experts are if they have changed places; see ``load_expert_parallel``.
     """
     if ep_size == 1 and not dispatched:
         return load_model(path, dtype=dtype, device=device, config=config)
     from fcsd.parallel.weights.loading import load_expert_parallel
 
-    return load_expert_parallel(path, dtype=dtype, device=device, ep_size=ep_size, config=config)
+    return load_expert_parallel(path, dtype=dtype, device=device, ep_size=ep_size, config=config, orders=orders)
 
 
 def randomise(

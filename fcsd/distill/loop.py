@@ -19,6 +19,7 @@ from fcsd.config import ResolvedRecipe
 from fcsd.distill import early_stop, preview
 from fcsd.distill.early_stop import ScoreHistory
 from fcsd.distill.engine import without_rounding
+from fcsd.distill.expert_swaps import ExpertSwaps
 from fcsd.distill.feed import Feed, feeding
 from fcsd.distill.metrics import Meter
 from fcsd.distill.prepare import Prepared, prepare_run
@@ -103,6 +104,7 @@ class Tools:
     saver: Saver
     samples: Samples
     meter: Meter
+    swaps: ExpertSwaps
     reporter: Reporter | None
     preemption: Preemption
     dog: Watchdog
@@ -156,7 +158,8 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, dog: Wa
         steps = recipe.train.steps if not scores.verdict.stop else run.done
         feed = shown.enter_context(feeding(run.rows, recipe, run.world, first, steps, run.cache))
         meter = Meter(run.directory, recipe, run.world, run.hosts, run.done, feed, run.traffic)
-        tools = Tools(feed, scores, skips, saver, samples, meter, reporter, preemption, dog)
+        swaps = ExpertSwaps(run.directory, recipe, run.world, run.hosts, run.engine, run.progress)
+        tools = Tools(feed, scores, skips, saver, samples, meter, swaps, reporter, preemption, dog)
         gc.collect()
         gc.freeze()  # libraries and models are excluded from garbage collection, which would slow steps down
         take_steps(run, tools, range(first, steps + 1))
@@ -176,7 +179,8 @@ def take_steps(run: Prepared, tools: Tools, steps: range) -> None:
         tools.dog.beat()
         tools.saver.poll(run.hosts)
         with tools.meter.step(step):
-            launched = launch_step(run.engine, run.live, tools.feed.take(), run.recipe, run.world, step)
+            with tools.swaps.step(step):
+                launched = launch_step(run.engine, run.live, tools.feed.take(), run.recipe, run.world, step)
             if unjudged is not None:
                 _log_if_skipped(run, tools, unjudged)
             duties = duties_after(run, tools, step)
@@ -230,7 +234,7 @@ def finish_step(
     time_left = _time_left(run, tools)
     wanted = duties.save or best == step or time_left < math.inf
     if last or (wanted and tools.saver.seconds < time_left):
-        progress = {**_counts(run, step), **tools.scores.progress(), **tools.skips.progress()}
+        progress = {**_counts(run, step), **tools.scores.progress(), **tools.skips.progress(), **tools.swaps.progress()}
         tools.saver.save(step, progress, last=last, best=best, wait=time_left < math.inf)
         time_left = _time_left(run, tools)  # a signal that came during the save needs no further step
     # A signal that came after the decision not to save lets the run take one more step, which is then saved.
@@ -272,7 +276,7 @@ def _log_if_skipped(run: Prepared, tools: Tools, launched: LaunchedStep) -> None
 def _log(run: Prepared, tools: Tools, step: int, metrics: dict[str, float]) -> None:
     measured = tools.meter.read(step)
     if tools.reporter:
-        tools.reporter.log({**_counts(run, step), **metrics, **measured})
+        tools.reporter.log({**_counts(run, step), **metrics, **measured, **tools.swaps.metrics()})
 
 
 def _held_out(run: Prepared) -> dict[str, float]:

@@ -16,6 +16,7 @@ from fcsd.distill.data.corpus import Corpus, load_tokenizer
 from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
+from fcsd.distill.expert_swaps import orders_of
 from fcsd.distill.inputs import student_source
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
@@ -117,8 +118,9 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     tokenizer, vocab_size = load_tokenizer(source.path), config.get_text_config().vocab_size
     corpora, rows, held_out = read_data(recipe, tokenizer, vocab_size, world)
     trained = checkpoint / manifest.MODEL if checkpoint else None
+    orders = orders_of(manifest.read_manifest(checkpoint)["progress"]) if checkpoint else None
     student = load_student(
-        recipe, dtype=DTYPES[recipe.train.dtype], device=world.device, config=config, trained=trained
+        recipe, dtype=DTYPES[recipe.train.dtype], device=world.device, config=config, trained=trained, orders=orders
     )
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     teacher = load_teacher(recipe, student, world, traffic) if needs_teacher(recipe) else None

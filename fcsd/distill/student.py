@@ -1,5 +1,6 @@
 """Builds the student: with the weights of a checkpoint or random ones, in its own wiring or that of the recipe."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,7 @@ def load_student(
     device: torch.device,
     config: PretrainedConfig | None = None,
     trained: Path | None = None,
+    orders: Mapping[str, Sequence[int]] | None = None,
 ) -> PreTrainedModel:
     """The student in eval mode. Every rank has the same weights, except for the experts that are divided over ranks.
 
@@ -76,6 +78,7 @@ def load_student(
         config: the result of ``student_config``, if the caller has it already.
         trained: the model directory of the checkpoint from which the run continues; its weights and its config are
             used in place of those of the recipe.
+        orders: where the experts were when that checkpoint was saved; see ``load_expert_parallel``.
 
     Raises:
         BadInputError, ConfigError: see ``student_config``; also if the weights do not match the config.
@@ -83,7 +86,7 @@ def load_student(
     parallel = recipe.parallel
     how: Any = {"dtype": dtype, "device": device, "dispatched": parallel.wire.any}
     if trained is not None:
-        return expert_parallel.load(trained, parallel.ep_size, **how)
+        return expert_parallel.load(trained, parallel.ep_size, orders=orders, **how)
     source = student_source(recipe)
     config = config or student_config(recipe, source)
     if recipe.init.weights == "loaded":

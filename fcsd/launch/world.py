@@ -197,6 +197,21 @@ def join_world(timeout: float = preflight.TIMEOUT) -> World:
     return World(rank, size, device)
 
 
+def barrier() -> None:
+    """Wait until every rank is here."""
+    import torch.distributed as dist
+
+    dist.barrier(device_ids=_gpu())
+
+
+def _gpu() -> list[int] | None:
+    # NCCL prints a warning at a barrier that does not name the GPU of the rank. Gloo refuses one that does.
+    import torch
+    import torch.distributed as dist
+
+    return [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
+
+
 def leave(end: SystemExit) -> NoReturn:
     """End this process with the exit code of ``end``.
 
@@ -211,7 +226,7 @@ def leave(end: SystemExit) -> NoReturn:
     code = end.code if isinstance(end.code, int) else int(end.code is not None)
     if code == 0:
         with suppress(Exception):  # other ranks may still be reading what this process sent, or have failed
-            dist.barrier(async_op=True).wait(_MEET)
+            dist.barrier(async_op=True, device_ids=_gpu()).wait(_MEET)
             dist.destroy_process_group()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

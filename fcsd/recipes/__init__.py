@@ -10,9 +10,7 @@ from fcsd.errors import ConfigError, DiskError
 # In a wheel the YAML lies beside this file; in a checkout, at the root of the repository.
 _PACKAGED = Path(__file__).parent / "_data"
 _FOLDER = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[2] / "recipes"
-# The bundled model and corpus. Only a clone of the repository has this folder; the wheel leaves it out.
-BUNDLED = _FOLDER.parent / "assets"
-_FIRST = re.compile(r"^#.*\bFirst: (fcsd convert (\S+) (\S+).*)$", re.MULTILINE)
+_FIRST = re.compile(r"^#.*\bFirst: (fcsd convert \S+ (\S+).*)$", re.MULTILINE)
 
 
 def names() -> list[str]:
@@ -50,7 +48,7 @@ def _packaged(name: str) -> Path:
 
 
 def conversion(text: str, model: str) -> str | None:
-    """The command by which a recipe says to make its model, with the bundled original's path written out.
+    """The command by which a recipe says to make its model.
 
     Args:
         text: the recipe's file. A comment ``First: fcsd convert ORIGINAL MODEL ...`` holds the command.
@@ -59,9 +57,9 @@ def conversion(text: str, model: str) -> str | None:
     Returns:
         The command; None if there is none that makes ``model``.
     """
-    for command, original, made in _FIRST.findall(text):
+    for command, made in _FIRST.findall(text):
         if made == model:
-            return command.replace(original, original.replace("bundled:", f"{BUNDLED}/"), 1)
+            return command
     return None
 
 

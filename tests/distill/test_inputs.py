@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import runs
 
+from fcsd.checkpoint.location import resolve
 from fcsd.config import load_recipe
 from fcsd.distill import loop, prepare
 from fcsd.distill.inputs import require_inputs
@@ -42,7 +43,7 @@ def test_tiny_says_how_to_convert_its_model_in_any_folder(tmp_path: Path, repo: 
         check=True,
     )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    line = f"hint: Convert the original first: fcsd convert {repo}/assets/teacher runs/tiny-farskip --wiring farskip\n"
+    line = "hint: Convert the original first: fcsd convert bundled:teacher runs/tiny-farskip --wiring farskip\n"
     assert len(answers) == len(commands)
     for code, stderr, torch_imported in answers:
         assert (code, torch_imported) == (3, False)
@@ -54,7 +55,7 @@ def test_bundled_files_are_found_from_any_folder(tmp_path: Path, repo: Path, mon
     monkeypatch.chdir(tmp_path)
     changes = ["model=bundled:teacher", "init.wiring=farskip", "teacher=bundled:teacher"]
     recipe = load_recipe("tiny", changes).recipe
-    assert recipe.model == str(repo / "assets/teacher")
+    assert recipe.model == str(repo / "assets/teacher") == str(resolve("bundled:teacher").path)
     require_inputs(recipe)
     wrong = load_recipe("tiny", [*changes, "data.held_out.path=bundled:corpus/held_out.json"]).recipe
     with pytest.raises(BadInputError, match="there is no such data file") as caught:

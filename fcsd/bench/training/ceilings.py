@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from fcsd.launch.world import barrier
 from fcsd.models.wiring import LayerWiring
 from fcsd.parallel.overlap import Schedule
 from fcsd.parallel.transports.transport import Splits, Work, all_to_all
@@ -140,7 +140,7 @@ def _on_the_wire(call: _Call, repeats: int = 3) -> float:
     rows = torch.zeros(sum(call.splits.sends), call.width, dtype=call.dtype, device=call.device)
     times = []
     for _ in range(repeats):
-        dist.barrier()
+        barrier()
         start = now(call.device)
         _, work = all_to_all(rows, call.splits, call.group, True)
         work.wait()

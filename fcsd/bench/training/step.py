@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -47,7 +46,7 @@ from fcsd.bench.training.workload import (
 )
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.launch.environment import snapshot
-from fcsd.launch.world import World, join_world
+from fcsd.launch.world import World, barrier, join_world
 from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import LayerWiring, Wiring
 from fcsd.parallel import trace
@@ -258,7 +257,7 @@ def _timed_step(engine: Any, ids: Tensor, world: World) -> tuple[float, float]:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    dist.barrier()
+    barrier()
     start = moment()
     engine.backward(engine(ids))
     middle = moment()
@@ -272,9 +271,9 @@ def _trace(engine: Any, ids: Tensor, choose: Callable[[], Any], out: Path, world
     engine.backward(engine(ids))
     engine.step()
     out.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
+    barrier()
     record(lambda: (engine.backward(engine(ids)), engine.step()), out / f"rank-{world.rank}.json.gz", world)
-    dist.barrier()
+    barrier()
 
 
 def headline(traces: list[trace.Trace], ceiling: dict[str, tuple[float, float]]) -> str:

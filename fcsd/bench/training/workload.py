@@ -8,7 +8,6 @@ from fcsd.parallel.cost import Dedup
 from fcsd.parallel.wire import WireFormats
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
-USUAL = (STOCK, STANDARD, EAGER, OVERLAPPED, BOUND)
 # Variants that copy rows into the peers' memory: overlapped, and under the standard wiring with blocking collectives.
 COPIES, STANDARD_COPIES = "copies", "standard-copies"
 # Overlapped variants with another schedule: name -> changed fields of the schedule.
@@ -24,6 +23,14 @@ FUSED = "-fused"  # suffix of the variants that run one kernel for each norm and
 VARIANTS = (STOCK, *OURS, *(name + FUSED for name in OURS))
 ROUTERS = ("initialised", "uniform")
 DEDUPS: tuple[Dedup, ...] = get_args(Dedup)
+
+
+def usual_variants() -> tuple[str, ...]:
+    """The variants that are timed if none is named: those of a training run, which fuses on GPUs but not on CPUs."""
+    import torch
+
+    fused = FUSED if torch.cuda.is_available() else ""
+    return (STOCK, *(name + fused for name in (STANDARD, EAGER, OVERLAPPED, BOUND)))
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Workload:
     micro_batch: int
     seq: int
     routers: tuple[str, ...] = ROUTERS
-    variants: tuple[str, ...] = USUAL
+    variants: tuple[str, ...] = (STOCK, STANDARD, EAGER, OVERLAPPED, BOUND)
     recompute: bool = False
     optimizer: bool = True
     rounds: int = 5

@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from fcsd import bundled
 from fcsd.errors import BadInputError
-from fcsd.recipes import BUNDLED
 
 MOST_ENTRIES = 200_000  # files and folders that a search visits before it gives up
 
@@ -56,7 +56,7 @@ def is_saved_dataset(path: str) -> bool:
 def _similar(path: str) -> str:
     """A hint for a path that does not exist."""
     parent = Path(path).parent
-    if BUNDLED in Path(path).parents and not BUNDLED.is_dir():
+    if bundled.FOLDER in Path(path).parents and not bundled.FOLDER.is_dir():
         return "Only a clone of the fcsd repository has the bundled files; the installed package does not."
     if not parent.is_dir():
         return f"The folder {parent} does not exist. A dataset of the hub needs `format: hf` beside its path."

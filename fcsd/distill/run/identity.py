@@ -61,6 +61,8 @@ def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[st
         del fields["parallel.dedup"]  # older runs have no such key
     if recipe.parallel.dedup != "node":
         del fields["parallel.node_size"]
+    if not recipe.parallel.placement.every:
+        fields = {key: value for key, value in fields.items() if not key.startswith("parallel.placement.")}  # nor these
     if not recipe.parallel.wire.any:
         fields = {key: value for key, value in fields.items() if not key.startswith("parallel.wire.")}  # nor these
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}

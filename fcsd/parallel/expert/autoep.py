@@ -24,6 +24,7 @@ _EXPERTS = {
     "experts.w2": Origin("experts.down_proj", ("experts.w2",), of_experts=True),
     "experts.w3": None,
 }
+_PLACEMENT = "fcsd_placement"  # the attribute of AutoEP's layer that has a placement other than AutoEP's own
 
 
 def adapt(module: nn.Module) -> ExpertBlock | None:
@@ -55,7 +56,8 @@ class AutoEPBlock:
 
     @property
     def placement(self) -> Placement:
-        return Placement(self.layer.num_experts, self.layer.ep_size)
+        placed = getattr(self.layer, _PLACEMENT, None)
+        return Placement(self.layer.num_experts, self.layer.ep_size) if placed is None else placed
 
     @property
     def group(self) -> Any:
@@ -85,6 +87,9 @@ class AutoEPBlock:
         by_expert, indices, aligned, total = permute_by_local_expert(rows, counts)
         del rows  # freed while the experts run
         return unpermute_by_local_expert(self.layer.experts(by_expert, aligned), indices, total)
+
+    def place(self, placement: Placement) -> None:
+        setattr(self.layer, _PLACEMENT, placement)
 
     def origin(self, name: str, blocks: Blocks) -> Origin | None:
         if name in _EXPERTS:

@@ -94,6 +94,10 @@ class ExpertBlock(Protocol):
         """
         ...
 
+    def place(self, placement: Placement) -> None:
+        """Say that the experts are where ``placement`` says. The caller moves the weights."""
+        ...
+
     def origin(self, name: str, blocks: Blocks) -> Origin | None:
         """The tensor of transformers' block whose first part is the tensor ``name`` of this block.
 

@@ -4,6 +4,7 @@ The model is built on the meta device, which takes no memory, and its experts ar
 this rank are allocated, one after the other, on the device where they stay.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ from fcsd.models.build import arch_of, model_classes, register, wiring_of
 from fcsd.models.config_keys import PREFIX
 from fcsd.parallel.expert.autoep import shard_experts
 from fcsd.parallel.expert.blocking import wire_parallel
+from fcsd.parallel.expert.lookup import expert_blocks
+from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.weights.tensor_map import on_disk, pieces, put, state
 
 _AUTO = "AutoModelForCausalLM"
@@ -31,6 +34,7 @@ def load_expert_parallel(
     device: torch.device | str,
     ep_size: int,
     config: PretrainedConfig | None = None,
+    orders: Mapping[str, Sequence[int]] | None = None,
 ) -> PreTrainedModel:
     """Load an original or converted checkpoint directory; this rank reads only its own experts.
 
@@ -45,6 +49,8 @@ def load_expert_parallel(
         device: the device on which the model stays.
         ep_size: the number of ranks that share the experts of a layer. It divides the number of ranks and of experts.
         config: used in place of the config of the directory.
+        orders: the numbers of a layer's experts by position, by the path of its MoE block, see ``Placement``. The
+            layers that are not named have the order of numbers.
 
     Raises:
         BadInputError: the architecture is not supported, the checkpoint is quantised, or its tensors do not match
@@ -57,6 +63,10 @@ def load_expert_parallel(
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
     model = empty_model(config, dtype)
     shard_empty(model, ep_size)
+    blocks = expert_blocks(model)
+    for block_path, order in (orders or {}).items():
+        block = blocks[block_path]
+        block.place(Placement(block.placement.experts, ep_size, tuple(order)))
     give_memory(model, torch.device(device))
     tensors = state(model)
     with Reader(layout) as reader:

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from blocks import Block, Interleaved
+from blocks import Block, interleaved
 from ranks import in_group
 from torch import Tensor
 
@@ -35,7 +35,7 @@ def wrong_cases(rank: int) -> list[str]:
     world = dist.get_world_size()
     problems = []
     gate, scale = torch.eye(8, EXPERTS), torch.arange(1.0, EXPERTS + 1)
-    for placement in (Placement(EXPERTS, world), Interleaved(EXPERTS, world)):
+    for placement in (Placement(EXPERTS, world), interleaved(EXPERTS, world)):
         for prescaled in (False, True):
             block = Block(placement, dist.group.WORLD, rank, prescaled, gate, scale)
             results = []

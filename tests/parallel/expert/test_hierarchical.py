@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from blocks import Block, Interleaved
+from blocks import Block, interleaved
 from file_buffers import opener
 from late import late_collectives
 from ranks import in_group
@@ -79,7 +79,7 @@ def blocks(rank: int) -> Iterator[tuple[str, Block, int]]:
     block = Block(Placement(EXPERTS, world), dist.group.WORLD, rank, False, gate, scale, TOP_K)
     yield "weights on the outputs", block, 3 + 2 * rank
     yield "weights on the inputs", replace(block, prescaled=True), 3 + 2 * rank
-    yield "another placement", replace(block, placement=Interleaved(EXPERTS, world)), 3 + 2 * rank
+    yield "another placement", replace(block, placement=interleaved(EXPERTS, world)), 3 + 2 * rank
     yield "every token on the first experts", replace(block, gate=0 * gate), 4
     yield "one token a rank", block, 1
 

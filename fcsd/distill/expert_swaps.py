@@ -1,0 +1,174 @@
+"""Moves experts between the ranks of a run while it trains, so that the busiest ranks get fewer rows (HierMoE §IV).
+
+Every ``parallel.placement.every`` steps the ranks count which experts the tokens of the last step chose. Experts change
+places if that saves more time until the next update than the move takes. Weights and the optimizer's states move in
+place. Everything that names an expert keeps its number: the router, its scores and biases, and the model files of
+checkpoints. Only the optimizer's files are in the order of places, so the manifest of a checkpoint holds the placement.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fcsd.config import Parallel, Recipe
+from fcsd.disk import write_json
+from fcsd.distill.expert_states import expert_shares
+from fcsd.kernels.bit_split import Format
+from fcsd.launch.world import World
+from fcsd.parallel import order
+from fcsd.parallel.expert.block import ExpertBlock
+from fcsd.parallel.expert.lookup import expert_blocks
+from fcsd.parallel.expert.placement import Placement
+from fcsd.parallel.placing.moving import move, plan
+from fcsd.parallel.placing.search import Level, Objective, Ranks, greedy
+
+FILE = "placement.json"
+Orders = dict[str, list[int]]  # the numbers of a layer's experts by position, by the path of its MoE block
+
+
+class ExpertSwaps:
+    """The placement of the student's experts during a run. Every rank has one, and all have the same state.
+
+    Args:
+        run: the run directory, in which rank 0 writes ``placement.json``.
+        world: the processes, on their devices.
+        hosts: the same processes, in a group whose collectives do not involve a device.
+        engine: DeepSpeed's engine, whose model has the placement that ``progress`` names.
+        progress: the progress of the run.
+    """
+
+    def __init__(
+        self, run: Path, recipe: Recipe, world: World, hosts: World, engine: Any, progress: dict[str, Any]
+    ) -> None:
+        self._file, self._recipe, self._world, self._hosts, self._engine = run / FILE, recipe, world, hosts, engine
+        self._every = recipe.parallel.placement.every
+        self._blocks = expert_blocks(engine.module.model) if self._every else {}
+        self._chosen: dict[str, list[Tensor]] | None = None  # what the tokens of this step chose, while it is recorded
+        self._swaps = progress.get("placement", {}).get("swaps", 0)
+        for path, block in self._blocks.items():
+            block.router.register_forward_hook(self._recorder(path))
+        if self._every:
+            self._write()
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """A block that takes the step with this number, counted from 1. At its end experts may change their places."""
+        if not self._every or number % self._every:
+            yield
+            return
+        self._chosen = {path: [] for path in self._blocks}
+        try:
+            yield
+            chosen = [torch.cat(parts) for parts in self._chosen.values()]
+        finally:
+            self._chosen = None
+        self._update(chosen)
+
+    def metrics(self) -> dict[str, int]:
+        """``swaps``, how many pairs of experts have changed places since the start of the run, over all layers."""
+        return {"swaps": self._swaps} if self._every else {}
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint stores for ``orders_of`` and for the next object of this class."""
+        return {"placement": {"swaps": self._swaps, "layers": self._orders()}} if self._every else {}
+
+    def _recorder(self, path: str) -> Any:
+        def record(router: nn.Module, _: Any, output: Any) -> None:
+            # Neither evaluations nor the recompute of activation checkpointing are part of the step.
+            if self._chosen is not None and router.training and not order.in_backward():
+                self._chosen[path].append(output[1].to(torch.int16))
+
+        return record
+
+    def _update(self, chosen: list[Tensor]) -> None:
+        """Searches better placements for all layers, and moves the experts."""
+        settings = self._recipe.parallel.placement
+        blocks = list(self._blocks.values())
+        before = [block.placement for block in blocks]
+        width = self._engine.module.model.config.get_text_config().hidden_size
+        together = Ranks(self._world.rank, self._world.size, self._sum, self._hosts.everywhere)
+        objective = objective_of(self._recipe, self._world.size, blocks[0], width)
+        after, swaps = greedy(chosen, before, objective, settings.swaps, together)
+        for block, old, new in zip(blocks, before, after, strict=True):
+            if new != old:
+                self._move(block, old, new)
+        self._swaps += swaps
+        self._write()
+
+    def _move(self, block: ExpertBlock, before: Placement, after: Placement) -> None:
+        shares = expert_shares(self._engine, block)
+        held = self._hosts.everywhere(lambda: {name: share.interval for name, share in shares.items()})
+        sizes = {name: block.experts.get_parameter(name.split()[0])[0].numel() for of in held for name in sorted(of)}
+        move(shares, plan(before, after, held, sizes), self._world.rank, self._world.size)
+        block.place(after)
+
+    def _sum(self, counts: Tensor) -> Tensor:
+        dist.all_reduce(counts)
+        return counts
+
+    def _orders(self) -> Orders:
+        return {path: list(block.placement.numbers) for path, block in self._blocks.items()}
+
+    def _write(self) -> None:
+        """Writes the experts of each rank, layer by layer."""
+        slots = {path: block.placement.slots for path, block in self._blocks.items()}
+        layers = {
+            path: [numbers[first : first + slots[path]] for first in range(0, len(numbers), slots[path])]
+            for path, numbers in self._orders().items()
+        }
+        self._hosts.on_first(lambda: write_json(self._file, {"swaps": self._swaps, "experts of each rank": layers}))
+
+
+def orders_of(progress: dict[str, Any]) -> Orders:
+    """The placement with which a checkpoint was saved; empty if the experts are in the order of their numbers."""
+    return progress.get("placement", {}).get("layers", {})
+
+
+def objective_of(recipe: Recipe, processes: int, block: ExpertBlock, width: int) -> Objective:
+    """What the placement of a block's experts costs, in rows of one step.
+
+    Args:
+        processes: the number of processes of the run.
+        width: the number of values of a row.
+    """
+    parallel, placement = recipe.parallel, recipe.parallel.placement
+    deduplicated = parallel.dedup != "off" and block.top_k > 1
+    weights = list(block.experts.parameters())
+    slots = block.placement.slots
+    stored = sum(weight.numel() * weight.itemsize for weight in weights) / slots
+    moments = 4 if recipe.optim.moments == "bf16" else 8
+    master = 0 if recipe.train.dtype == "fp32" and parallel.zero_stage == 0 else 4
+    states = sum(weight.numel() for weight in weights) / slots * (master + moments)
+    # Each group of processes that divides the experts counts its own tokens; the ranks sum the counts of all groups.
+    groups = processes / parallel.ep_size
+    step = _bytes_of_row(recipe, width, weights[0].itemsize) / groups
+    return Objective(
+        levels=levels_of(parallel, deduplicated),
+        deduplicated=deduplicated,
+        balance=placement.balance,
+        move=(stored + states) / (step * placement.every),
+        far=placement.far_cost,
+    )
+
+
+def levels_of(parallel: Parallel, deduplicated: bool) -> tuple[Level, ...]:
+    """The levels of dispatch. The ranks of a node share the rows that arrive at the node."""
+    ranks = Level(parallel.ep_size, 1.0)
+    if parallel.dedup != "node" or not deduplicated:
+        return (ranks,)
+    assert parallel.node_size is not None, "the recipe's checks require a node size"
+    nodes = parallel.ep_size // parallel.node_size
+    return Level(nodes, parallel.placement.far_cost / parallel.node_size), ranks
+
+
+def _bytes_of_row(recipe: Recipe, width: int, itemsize: int) -> int:
+    """The bytes that a row of dispatch causes in a step: in dispatch, in combine, and in the gradients of both."""
+    wire = recipe.parallel.wire
+    forward, backward = (wire.dispatch, wire.combine), (wire.dispatch_grad, wire.combine_grad)
+    passes = [*forward, *backward, *(forward if recipe.train.activation_checkpointing else ())]
+    return sum(Format.parse(name).row_bytes(width) if name else width * itemsize for name in passes)
