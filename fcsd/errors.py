@@ -1,5 +1,8 @@
 """The errors that fcsd raises on purpose: one class for each exit code, with a one-line message and a hint."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class FcsdError(Exception):
     """The base class of every error that fcsd raises on purpose.
@@ -20,6 +23,14 @@ class ConfigError(FcsdError):
     """A recipe, an option or a value that the user wrote is wrong."""
 
     exit_code = 2
+
+
+def unknown_value(what: str, value: str, choices: Iterable[str]) -> ConfigError:
+    """The error for a value that is none of ``choices``. Its hint names the closest one, if any is close, and all."""
+    known = list(choices)
+    close = get_close_matches(value.lower(), known, n=1)
+    meant = f"Did you mean {close[0]!r}? " if close else ""
+    return ConfigError(f"unknown {what} {value!r}", f"{meant}Choose one of: {', '.join(known)}")
 
 
 class BadInputError(FcsdError):

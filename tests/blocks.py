@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcsd.parallel.expert.block import Routing
+from fcsd.parallel.expert.block import ExpertOrder, Routing
 from fcsd.parallel.expert.placement import Placement
 
 
@@ -42,9 +42,23 @@ class Block:
         return Routing(scores, experts, experts.flatten().bincount(minlength=self.placement.experts))
 
     def run(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return self._expert(self._mine().repeat(len(counts)).repeat_interleave(counts.flatten()), rows)
+
+    def order(self, counts: Tensor, received: int) -> ExpertOrder:
+        """One row of zeros follows the rows of each expert."""
+        slots = torch.arange(counts.shape[1])
+        arriving = slots.repeat(len(counts)).repeat_interleave(counts.flatten())
+        assert len(arriving) == received
+        every = torch.cat([arriving, slots]).argsort(stable=True)
+        return ExpertOrder(torch.where(every < received, every, -1), counts.sum(0) + 1, received)
+
+    def run_ordered(self, rows: Tensor, order: ExpertOrder) -> Tensor:
+        return self._expert(self._mine().repeat_interleave(order.counts), rows)
+
+    def _mine(self) -> Tensor:
+        """The experts of this rank, in the order of their slots."""
         mine = torch.tensor([e for e in range(self.placement.experts) if self.placement.rank(e) == self.rank])
-        mine = mine[torch.tensor([self.placement.slot(int(e)) for e in mine]).argsort()]
-        return self._expert(mine.repeat(len(counts)).repeat_interleave(counts.flatten()), rows)
+        return mine[torch.tensor([self.placement.slot(int(e)) for e in mine]).argsort()]
 
     def origin(self, name: str, blocks: Any) -> None:
         raise NotImplementedError

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 _CACHE = tempfile.TemporaryDirectory(prefix="fcsd-tests-")
 # These variables are set before anything imports torch, transformers or datasets, which read them once.
@@ -22,6 +23,9 @@ os.environ.update(
 )
 if not Path("/dev/nvidiactl").exists():  # Without a GPU, Triton kernels run in its interpreter (also read once).
     os.environ["TRITON_INTERPRET"] = "1"
+# No test depends on speed, and the cores of a machine are shared.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 
 @pytest.fixture(scope="session")

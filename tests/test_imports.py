@@ -32,6 +32,7 @@ ROOMS = [
     "disk",
     "bundled",
     "markdown",
+    "progress",
     "version",
 ]
 

@@ -1,10 +1,11 @@
 """The formats of the wire on a GPU: are kernels and reference equal in every bit, and how fast are the kernels?
 
-    python -m fcsd.bench.formats [--out FILE]
+    python -m fcsd.bench.formats [--sweep] [--out FILE]
 
 The speed of encode and decode is the number of bytes that they read and write per second, as a share of what a copy
 within the GPU reaches on the same rows. The benchmark prints a table, and ``--out`` writes all figures as JSON. The
-exit code is 1 if any bit differs.
+exit code is 1 if any bit differs. ``--sweep`` also times the kernels with other numbers of values, words and warps per
+program than the default, for the formats in ``SWEPT``.
 """
 
 import argparse
@@ -46,6 +47,18 @@ TIMED = (
     "int2:g32:sr",
     "int2:g64:sr:clip0.7",
     "int2:g128:sr:clip0.6",
+)
+
+SWEPT = ("int8", "int5", "int4")
+LAUNCHES = (
+    kernels.Launch(1024, 4, 1),
+    kernels.Launch(2048, 4, 2),
+    kernels.Launch(2048, 4, 1),
+    kernels.Launch(4096, 4, 4),
+    kernels.Launch(4096, 4, 2),
+    kernels.Launch(1024, 2, 2),
+    kernels.Launch(2048, 2, 4),
+    kernels.Launch(2048, 1, 4),
 )
 
 
@@ -112,19 +125,20 @@ def milliseconds(run: Callable[[], Any]) -> float:
     return statistics.median(times[1:])
 
 
-def measure(name: str, rows: Tensor, copy: float) -> dict[str, float]:
+def measure(name: str, rows: Tensor, copy: float, launch: kernels.Launch | None = None) -> dict[str, float]:
     """Measures encode, decode, and both one after the other: their milliseconds, and their share of a copy's speed.
 
     Args:
         name: the format.
         rows: ``[rows, width]`` on the GPU.
         copy: bytes per millisecond that a copy within the GPU reads and writes.
+        launch: how the kernels are launched; None as they are by default.
     """
     format = Format.parse(name)
     records = kernels.encode(rows, format)
     moved = rows.nbytes + records.nbytes  # bytes that encode reads and writes; decode moves as many
-    encode = milliseconds(lambda: kernels.encode(rows, format))
-    decode = milliseconds(lambda: kernels.decode(records, format, rows.shape[1], rows.dtype))
+    encode = milliseconds(lambda: kernels.encode(rows, format, launch=launch))
+    decode = milliseconds(lambda: kernels.decode(records, format, rows.shape[1], rows.dtype, launch=launch))
     return {
         "bits_on_the_wire": 8 * records.nbytes / rows.numel(),
         "encode_ms": encode,
@@ -135,22 +149,33 @@ def measure(name: str, rows: Tensor, copy: float) -> dict[str, float]:
     }
 
 
+def compile_for(name: str, launch: kernels.Launch) -> None:
+    """Compile the kernels that ``measure`` times, so that this process and others find them in Triton's cache."""
+    rows, format = torch.zeros(1, WIDTH, device="cuda", dtype=torch.bfloat16), Format.parse(name)
+    records = kernels.encode(rows, format, launch=launch)
+    kernels.decode(records, format, WIDTH, rows.dtype, launch=launch)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--sweep", action="store_true", help="also time other launch parameters than the default")
     parser.add_argument("--out", type=Path, help="JSON file to write the figures to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("fcsd.bench.formats compares kernels on a GPU, and this machine has none")
     names = all_formats()
+    swept = [(name, launch) for name in SWEPT for launch in LAUNCHES] if arguments.sweep else []
     workers = multiprocessing.get_context("spawn").Pool(min(WORKERS, os.cpu_count() or 1))
     with workers as pool:
         found = dict(zip(names, pool.map(partial(differences, device="cuda"), names, chunksize=1), strict=True))
+        pool.starmap(compile_for, swept, chunksize=1)
     wrong = {name: parts for name, parts in found.items() if parts}
 
     rows = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(rows)
     copy = 2 * rows.nbytes / milliseconds(lambda: target.copy_(rows))  # bytes per millisecond
     speeds = {name: measure(name, rows, copy) for name in TIMED}
+    sweep = [{"format": name, **launch._asdict(), **measure(name, rows, copy, launch)} for name, launch in swept]
     result = {
         "environment": snapshot(),
         "rows": ROWS,
@@ -159,6 +184,7 @@ def main() -> None:
         "different": wrong,
         "copy_gb_per_s": copy / 1e6,
         "formats": speeds,
+        "sweep": sweep,
     }
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=1))
@@ -172,6 +198,12 @@ def main() -> None:
         print(
             f"{name:22}{at['bits_on_the_wire']:6.2f}{at['encode_ms']:11.3f}{at['encode_share']:7.0%}"
             f"{at['decode_ms']:11.3f}{at['decode_share']:7.0%}{at['share']:7.0%}"
+        )
+    for at in sweep:
+        print(
+            f"{at['format']:6} {at['values']:5} values, {at['parts']} words a thread, at most {at['warps']} warps: "
+            f"encode {at['encode_ms']:.3f} ms ({at['encode_share']:.0%}), "
+            f"decode {at['decode_ms']:.3f} ms ({at['decode_share']:.0%})"
         )
     if wrong:
         raise SystemExit(f"kernels and reference differ in {len(wrong)} of {len(names)} formats")

@@ -91,7 +91,7 @@ def fused(
 
 def liger(*, compiled: bool) -> Loss:
     """Liger's chunked loss at beta 0, which is KL(teacher ‖ student)."""
-    # Liger is not a dependency of fcsd. It must be installed by hand for this comparison.
+    # Liger belongs to the optional part `baselines`.
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss  # pyright: ignore[reportMissingImports]
 
     torch.compiler.reset()  # otherwise the shapes of earlier cases would make torch compile for dynamic shapes

@@ -30,7 +30,8 @@ from fcsd.distill.prepare import training_rows
 from fcsd.distill.step import train_step
 from fcsd.distill.teacher.original import compile_layers, needs_teacher, pack_attention
 from fcsd.distill.teacher.targets import live_teacher
-from fcsd.errors import ConfigError
+from fcsd.errors import unknown_value
+from fcsd.foreign_errors import first_line
 from fcsd.launch.world import World, join_world
 from fcsd.models.build import converted_config, register
 from fcsd.models.wiring import Wiring
@@ -75,13 +76,15 @@ def bench(
             limit. It is ignored without a GPU.
 
     Returns: the recipe without its directories, and the predicted and the measured sizes in bytes, speeds and losses.
-        ``measured`` also has the ``seconds`` of every step, and ``host``, the largest resident memory of a process.
+        ``measured`` also has the ``seconds`` of every step, those of its update alone (``update_seconds``), and
+        ``host``, the largest resident memory of a process. If this rank's GPU memory was exhausted, ``measured`` has
+        nothing but ``out_of_memory``, the message of torch; the other ranks may wait for this one without end.
 
     Raises:
         ConfigError: the shape is unknown, or the recipe is invalid for this model or this number of processes.
     """
     if shape not in SHAPES:
-        raise ConfigError(f"{shape}: shapes are {', '.join(SHAPES)}")
+        raise unknown_value("shape", shape, SHAPES)
     world = join_world()
     if cap is not None and world.device.type == "cuda":
         there = torch.cuda.get_device_properties(world.device).total_memory
@@ -98,12 +101,15 @@ def bench(
         recipe = random_recipe(Path(folder), shape, seq, micro_batch, rows * seq, steps, world, sets)
         check(recipe, world.size)
         planned = plan_run(recipe, Hardware(world.size))
-    measured = _measure(recipe, rewired, original, world)
+    try:
+        measured = _measure(recipe, rewired, original, world)
+    except torch.OutOfMemoryError as error:
+        measured = {"out_of_memory": first_line(error)}
     settings = recipe.model_dump(exclude={"model", "teacher", "output_dir"})  # these directories no longer exist
     result: dict[str, Any] = {"shape": shape, "layers": layers, "processes": world.size, "cap": cap}
     result |= {"recipe": settings}
     result |= {"predicted": predicted(planned), "measured": measured}
-    if world.rank == 0:
+    if world.rank == 0 and "out_of_memory" not in measured:
         print(to_text(result), file=sys.stderr, flush=True)
     return result
 
@@ -136,16 +142,16 @@ def random_recipe(
     return load_recipe(folder / "recipe.yaml", list(sets)).recipe
 
 
-def random_corpus(vocab: int, seq: int) -> Corpus:
-    """A corpus of random tokens, of which several documents fill a row.
+def random_corpus(vocab: int, seq: int, documents: int = _DOCUMENTS) -> Corpus:
+    """A corpus of random tokens, of which ``documents`` documents fill a row.
 
     Some tokens are more frequent than others, so that a model can learn something and the loss falls.
     """
     generator = np.random.default_rng(0)
-    ids = (vocab * generator.random((_EPOCH * _DOCUMENTS, max(2, seq // _DOCUMENTS))) ** 3).astype(np.int32)
-    documents = Dataset.from_dict({"ids": list(ids), "counts": list(np.ones_like(ids, dtype=bool))})
+    ids = (vocab * generator.random((_EPOCH * documents, max(2, seq // documents))) ** 3).astype(np.int32)
+    columns = Dataset.from_dict({"ids": list(ids), "counts": list(np.ones_like(ids, dtype=bool))})
     lengths = np.full(len(ids), ids.shape[1], dtype=np.int64)
-    return Corpus("random", lengths, {}, {}, "split", 0, TokenSlices(documents))
+    return Corpus("random", lengths, {}, {}, "split", 0, TokenSlices(columns))
 
 
 def predicted(planned: Plan) -> dict[str, Any]:
@@ -163,6 +169,7 @@ def predicted(planned: Plan) -> dict[str, Any]:
         "gpu": memory.total,
         "host": planned.host,
         "tokens_per_second": planned.speed.tokens_per_second,
+        "update_seconds": 3600 * planned.speed.parts["optimizer"] / planned.setup.steps,
     }
 
 
@@ -206,15 +213,22 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
     every = world.everywhere(lambda: sizes | {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024})
     named = [*sizes, "host"] if world.device.type == "cuda" else ["host"]
     largest = {name: max(own[name] for own in every) for name in named}
-    return {**largest, "tokens_per_second": train.batch_tokens / seconds[-1], "seconds": seconds, "losses": losses}
+    speed = {"tokens_per_second": train.batch_tokens / seconds[-1], "seconds": seconds}
+    return {**largest, **speed, "update_seconds": engine.updates, "losses": losses}
 
 
 class _Watched:
-    """Wraps an engine to record in ``peaks``, for each of its passes, the peak memory since the previous pass."""
+    """Wraps an engine and measures its passes.
+
+    Attributes:
+        peaks: for each kind of pass, the peak memory since the previous pass, in bytes.
+        updates: the seconds of each optimizer step, from the end of the backward pass on.
+    """
 
     def __init__(self, engine: Any, world: World) -> None:
         self._engine, self._on_cuda = engine, world.device.type == "cuda"
         self.peaks: dict[str, int] = {}
+        self.updates: list[float] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -226,7 +240,17 @@ class _Watched:
         return self._after(BACKWARD, lambda: self._engine.backward(*arguments, **options))
 
     def step(self) -> Any:
-        return self._after(STEP, self._engine.step)
+        if not self._engine.is_gradient_accumulation_boundary():  # only counts the micro-batch
+            return self._after(STEP, self._engine.step)
+        began = self._now()
+        result = self._after(STEP, self._engine.step)
+        self.updates.append(self._now() - began)
+        return result
+
+    def _now(self) -> float:
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def _after(self, part: str, run: Callable[[], Any]) -> Any:
         result = run()

@@ -137,6 +137,22 @@ def llama3_70b(layers: int) -> PretrainedConfig:
     )
 
 
+def dense_1_5b(layers: int) -> PretrainedConfig:
+    """A llama with the dimensions of Qwen2.5-1.5B (28 layers), whose embeddings and output head are one weight."""
+    return LlamaConfig(
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        max_position_embeddings=32768,
+    )
+
+
 def tiny_dense(layers: int) -> PretrainedConfig:
     """A very small llama, with which an inference benchmark can be tried on CPUs."""
     return LlamaConfig(
@@ -173,6 +189,7 @@ SHAPES: dict[str, Callable[[int], PretrainedConfig]] = {
     "llama4-scout": llama4_scout,
     "llama3-8b": llama3_8b,
     "llama3-70b": llama3_70b,
+    "dense-1.5b": dense_1_5b,
     "tiny": tiny,
     "tiny-dense": tiny_dense,
 }

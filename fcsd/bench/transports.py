@@ -1,6 +1,9 @@
 """Time the transports between the GPUs of one host, alone and beside matrix products.
 
-    torchrun --nproc-per-node 4 -m fcsd.bench.transports [--symmetric-kernel] [--out FILE]
+    torchrun --nproc-per-node 4 -m fcsd.bench.transports [--symmetric-kernel] [--wire FORMAT ...] [--out FILE]
+
+``--wire`` times instead the whole way of 384 MiB of rows from the tokens to the experts, in bf16 and in each format
+(``expert_rows``). It also runs over gloo on a machine without GPUs, where the times say nothing about GPUs.
 
 ``--symmetric-kernel`` measures only ``torch.ops.symm_mem.all_to_all_vdev_2d``, which reads its sizes from the device.
 The other transports are not measured in the same run, because this operation needs the NVSHMEM backend of symmetric
@@ -14,12 +17,13 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fcsd.bench import expert_rows
 from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, barrier, join_world, leave
@@ -142,11 +146,32 @@ def measure(exchange: Callable[[], Any]) -> dict[str, float]:
     return {"alone": alone, "products": milliseconds(products), "both": milliseconds(both)}
 
 
+def time_rows_to_experts(formats: list[str], tokens: int, repeats: int, out: Path | None) -> NoReturn:
+    """Print the table of ``expert_rows``, and write it to ``out`` with the settings. Ends the process."""
+    world = join_world()
+    transports: dict[str, Transport] = {"NCCL" if world.device.type == "cuda" else "gloo": all_to_all}
+    if world.device.type == "cuda":
+        transports["copies"] = CopiesTransport(open_buffers)
+    timed = expert_rows.bench(world, transports, formats, tokens, repeats)
+    if world.rank == 0:
+        print(expert_rows.to_text(timed, formats), file=sys.stderr, flush=True)
+        if out is not None:
+            settings = {"world": world.size, "tokens": tokens, "top_k": expert_rows.TOP_K, "width": expert_rows.WIDTH}
+            fields = {"environment": snapshot(), **settings, "repeats": repeats, "ms": timed}
+            out.write_text(json.dumps(fields, indent=1))
+    leave(SystemExit(0))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--symmetric-kernel", action="store_true")
+    parser.add_argument("--wire", nargs="+", metavar="FORMAT", help="time rows to experts in these formats")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of each rank, for --wire")
+    parser.add_argument("--repeats", type=int, default=20, help="for --wire")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.wire:
+        time_rows_to_experts(arguments.wire, arguments.tokens, arguments.repeats, arguments.out)
     if arguments.symmetric_kernel:
         from torch.distributed import _symmetric_memory as symmetric
 

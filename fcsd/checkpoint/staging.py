@@ -20,10 +20,11 @@ from typing import BinaryIO, NoReturn
 from fcsd.checkpoint import read_object
 from fcsd.disk import sync, sync_directories
 from fcsd.errors import ConfigError, DiskError, PreemptedError
+from fcsd.progress import progress
 
 Contents = frozenset[tuple[str, int, int, int]]  # path, inode, size and time of every entry of a directory
 
-_CHUNK = 64 << 20  # bytes that are copied between two updates of the progress bar
+_CHUNK = 64 << 20  # bytes that are copied between two updates of the progress
 # The errors of os.link when two directories cannot share a file: they are on different file systems, the file system
 # has no links, the file belongs to another user, or it has too many links.
 _CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -171,17 +172,11 @@ def _linked(source: Path, target: Path) -> bool:
 
 
 def _copy(files: Mapping[str, Path], into: Path, total: int) -> None:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress("copying", *columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("copy", total=total)
+    with progress("copying, GB", total / 1e9) as advance:
         for name, file in files.items():
             with file.open("rb") as source, (into / name).open("xb") as target:
                 while moved := _copy_chunk(source, target):
-                    progress.advance(task, moved)
+                    advance(moved / 1e9)
                 target.flush()
                 os.fsync(target.fileno())
 

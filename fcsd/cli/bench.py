@@ -9,7 +9,8 @@ import typer
 
 from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, Gpus, Sets
-from fcsd.errors import ConfigError
+from fcsd.disk import write_json
+from fcsd.errors import ConfigError, DoesNotFitError
 
 if TYPE_CHECKING:
     from fcsd.bench.training.workload import Workload
@@ -139,8 +140,11 @@ def memory(
 
     size: dict[str, int] = {"seq": seq, "micro_batch": micro_batch, "accumulation": accumulation}
     found = bench(shape, layers, **size, steps=steps, sets=sets, cap=cap)
-    if out is not None and first_rank():
-        out.write_text(json.dumps(found, indent=1))
+    exhausted = found["measured"].get("out_of_memory")
+    if out is not None and (first_rank() or exhausted):
+        write_json(out, found)
+    if exhausted:
+        raise DoesNotFitError(f"out of GPU memory: {exhausted}", "take fewer layers, or a larger --cap")
     if as_json and first_rank():
         emit(json.dumps(found, indent=2))
 
@@ -149,7 +153,7 @@ def memory(
 def distill(
     shape: Annotated[
         str,
-        typer.Argument(metavar="SHAPE|MODEL", help="deepseek-v2-lite, qwen3-30b-a3b, ... or a checkpoint's directory."),
+        typer.Argument(metavar="SHAPE|MODEL", help="deepseek-v2-lite, dense-1.5b, ... or a checkpoint's directory."),
     ],
     layers: Layers = 8,
     micro_batch: MicroBatch = 4,
@@ -164,13 +168,26 @@ def distill(
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,
     sets: Sets = [],  # noqa: B006
     gpus: Gpus = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for distill.json and traces.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for distill.json and traces, or for baselines.json.")
+    ] = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="Trace a step of each variant and account for its time.")
     ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BASELINES",
+            help="Instead of variants, compare with public trainers on one device, each at its best micro-batch of all "
+            "that divide --micro-batch: trl (GKDTrainer), trl-bf16 (its logits in bf16), loop-liger and loop-trl "
+            "(a plain loop with a fused divergence), separated by commas.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time the whole distillation step of random weights, teacher included, beside its bound."""
+    if against is not None and (trace or wires):
+        raise ConfigError("--against compares whole steps; leave --trace and --wire out")
     if trace and out is None:
         raise ConfigError("--trace writes its files into the directory --out, which is not given")
     from fcsd.bench.distill import Load
@@ -179,6 +196,15 @@ def distill(
     load = Load(shape, layers, micro_batch, seq, accumulation, router, chosen, tuple(sets), rounds, steps, tuple(wires))
     from fcsd.launch.world import ensure_world
 
+    if against is not None:
+        from fcsd.bench.baselines.compare import bench as compare
+
+        if gpus not in (None, 1):
+            raise ConfigError("--against compares the steps of one process", hint="leave --gpus out")
+        compared = compare(load, tuple(against.split(",")), out)
+        if as_json:
+            emit(json.dumps(compared, indent=2))
+        return
     ensure_world(gpus)
 
     from fcsd.bench.distill import bench

@@ -42,7 +42,7 @@ def infer(
     no_nvlink: Annotated[
         bool, typer.Option("--no-nvlink", help="Let NCCL send through host memory, as on machines without NVLink.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Directory for infer.json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for infer.json and infer.png.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time prefill and decoding in fcsd's tensor-parallel engine, beside the bound without reductions."""
@@ -131,9 +131,10 @@ def wires(
 
     from fcsd.bench.wires import study, tables
     from fcsd.bench.wires.plan import TASKS
-    from fcsd.eval.engines.engine import check_dtype
+    from fcsd.models.load_options import check_device, check_dtype, default_dtype
 
     check_dtype(dtype)
+    check_device(device)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = study.Study(
         model,
@@ -146,7 +147,7 @@ def wires(
         limit=limit,
         data_mirror=data_mirror,
         device=device,
-        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
+        dtype=dtype or default_dtype(device == "cpu"),
     )
     found = study.run(settings, out)
     report = tables.to_text(found)

@@ -96,8 +96,16 @@ def evaluate(
     if tp_degree is not None and wire is None:
         raise ConfigError("--tp-degree belongs to --wire all-reduce=FORMAT, and no --wire is given")
 
+    from fcsd.eval.suite import select_any
     from fcsd.launch.world import ensure_world
+    from fcsd.models.load_options import check_device, check_dtype
 
+    # These are checked before torch is imported, which takes seconds.
+    check_dtype(dtype)
+    check_device(device, "auto")
+    asked = questions.arguments()
+    shown = {key: asked[key] for key in ("num_fewshot", "apply_chat_template")}
+    select_any(questions.suite, asked["tasks"], **shown)
     if backend != "vllm":  # vLLM starts its processes itself
         ensure_world(gpus)
 
@@ -175,6 +183,7 @@ def chat(
     seed: Annotated[int, typer.Option(help="The seed of the sampling, the same for every answer.")] = 0,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer, in tokens.")] = None,
     device: Device = None,
+    dtype: Dtype = None,
     gpus: Annotated[
         int | None,
         typer.Option(min=1, help="Divide the models over N processes, one per GPU, in fcsd's tensor-parallel engine."),
@@ -189,12 +198,15 @@ def chat(
     if gpus is not None and device is not None:
         raise ConfigError("--device is for a model in one process; leave it out with --gpus")
     from fcsd.launch.world import ensure_world
+    from fcsd.models.load_options import check_device, check_dtype
 
+    check_dtype(dtype)
+    check_device(device)
     ensure_world(gpus)
 
     from fcsd.serve import chat as chatting
 
-    options = {"prompts": prompts, "seed": seed, "max_new_tokens": max_new_tokens, "device": device}
+    options = {"prompts": prompts, "seed": seed, "max_new_tokens": max_new_tokens, "device": device, "dtype": dtype}
     divided: dict[str, Any] = {"divided": gpus is not None, "reduce": reduce}
     for answers in chatting.chat(model, baseline=baseline, **options, **divided):
         if os.environ.get("RANK", "0") != "0":

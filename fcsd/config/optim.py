@@ -43,8 +43,9 @@ class Optim(Section):
     """The precision in which AdamW's two moments are stored. `bf16` saves four bytes for each parameter that a process
     updates. The moments are rounded to bf16 stochastically; the update itself and the optimizer's copy of the weights
     stay in fp32."""
-    offload: Literal["none", "host"] = "none"
-    """Where the optimizer's copy of the weights and its moments are, and where AdamW runs. `none` means on the GPU.
-    `host` means in host memory, on the CPU cores: the GPU needs 12 bytes less for each parameter that a process
-    updates, and each step takes longer. It needs `parallel.zero_stage` 1 or 2. AdamW on the host is torch's own;
-    nothing is compiled."""
+    offload: Literal["none", "moments", "host"] = "none"
+    """What is kept in host memory instead of on the GPU. `moments`: AdamW's two moments. AdamW runs on the GPU; in each
+    step the moments are copied there piece by piece and back. The GPU needs 8 bytes less for each parameter that a
+    process updates, or 4 with `moments: bf16`. `host`: the moments and the optimizer's copy of the weights. AdamW runs
+    on the CPU cores; the GPU needs 12 bytes less, and each step takes longer. It needs `parallel.zero_stage` 1 or 2.
+    Both kinds of AdamW are torch's own; nothing is compiled."""

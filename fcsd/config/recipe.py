@@ -155,7 +155,9 @@ class Recipe(Section):
         if self.train.dtype == "bf16" and self.parallel.zero_stage == 1 and self.accumulate_dtype == "fp32":
             raise ValueError("optim.accumulate_dtype fp32 needs parallel.zero_stage 0 or 2: ZeRO-1 sums in bf16")
         if self.optim.offload == "host" and self.parallel.zero_stage == 0:
-            raise ValueError("optim.offload host needs parallel.zero_stage 1 or 2: only ZeRO can offload")
+            raise ValueError(
+                "optim.offload host needs parallel.zero_stage 1 or 2; with 0, optim.offload can be moments"
+            )
         if self.optim.offload != "none" and self.parallel.placement.every:
             raise ValueError(
                 "parallel.placement.every needs optim.offload none: the states of experts move between GPUs, not hosts"
@@ -169,6 +171,11 @@ class Recipe(Section):
             raise ValueError("train.compile needs parallel.ep_size 1: layers with divided experts cannot be compiled")
         if self.train.compile and self.parallel.wire.any:
             raise ValueError("train.compile cannot be combined with parallel.wire: layers that round rows stay eager")
+        if self.train.anneal_share and (self.parallel.ep_size > 1 or self.parallel.wire.any):
+            raise ValueError(
+                "train.anneal_share needs parallel.ep_size 1 and no parallel.wire: layers that dispatch rows cannot be "
+                "annealed"
+            )
         if self.train.eval_every and self.data.held_out is None:
             raise ValueError("train.eval_every needs data.held_out, the text to measure on")
         if self.early_stop.metric == HELD_OUT and self.data.held_out is None:

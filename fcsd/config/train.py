@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from fcsd.config.fields import Count, NonNegative, Positive, Section, whole
+from fcsd.config.fields import Count, NonNegative, Positive, Section, Share, whole
 
 
 class Train(Section):
@@ -31,6 +31,10 @@ class Train(Section):
     rounding. It needs `parallel.ep_size: 1`."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass: less memory, one more forward pass per step."""
+    anneal_share: Share = 0.0
+    """The share of the schedule's steps over which the wiring is annealed: a rewired read sees the available outputs
+    and (1 - λ) times those in flight. λ rises linearly from 0, the original model, to 1, the wiring, and then stays.
+    Only training steps are annealed. With 0, λ is 1 from the first step. It needs `parallel.ep_size: 1`."""
     log_every: Positive = 10
     """The number of optimizer steps between lines of metrics.jsonl."""
     eval_every: NonNegative = 0

@@ -12,20 +12,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe, accumulation
-from fcsd.distill.bf16_moments import Bf16MomentsAdamW
 from fcsd.distill.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
+from fcsd.distill.moments import ChunkedAdamW
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.targets import Targets, captured, compared_layers
 from fcsd.distill.top_k import TopK, kl_from_top_k
-from fcsd.distill.update import judges_on_device
+from fcsd.distill.update import clips_by_hook, judges_on_device
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
+from fcsd.models.annealed import Annealing, anneal
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.turns import in_turns
 from fcsd.parallel.wire import Quantiser
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+GROUP = 2**28  # most parameters of a group of the optimizer, unless one tensor has more
 
 
 class Student(nn.Module):
@@ -33,13 +35,21 @@ class Student(nn.Module):
 
     Args:
         quantiser: rounds the rows of dispatch and combine; None if they are sent as they are.
+        annealing: how far the wiring of the model is annealed; None if it is not.
     """
 
-    def __init__(self, model: PreTrainedModel, objective: Objective, quantiser: Quantiser | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        objective: Objective,
+        quantiser: Quantiser | None = None,
+        annealing: Annealing | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
         self.quantiser = quantiser
+        self.annealing = annealing
         self._beside = ThreadPoolExecutor(1, "teacher")  # the thread starts when a teacher first runs in turns
 
     def forward(
@@ -127,7 +137,7 @@ def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     config = {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "gradient_accumulation_steps": accumulation(recipe, world_size),
-        "gradient_clipping": optim.grad_clip if zero_stage and not on_device else 0.0,
+        "gradient_clipping": optim.grad_clip if zero_stage and not clips_by_hook(recipe) else 0.0,
         "bf16": {"enabled": train.dtype == "bf16", "check_grad_overflow": not on_device},
         "zero_optimization": zero,
         # DeepSpeed refuses optimizers that it does not know, and on the host all but its own, unless it is told not to.
@@ -139,7 +149,7 @@ def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # this timer waits for the device around every step
     }
-    if optim.moments == "fp32":
+    if not _chunked(recipe):
         # torch's fused AdamW is used, on GPUs and on the host, because DeepSpeed's own optimizers are compiled on first
         # use, which takes a minute and a compiler.
         params = {**adamw_settings(recipe), "torch_adam": True, "fused": True}
@@ -153,18 +163,24 @@ def adamw_settings(recipe: Recipe) -> dict[str, Any]:
     return {"lr": optim.lr, "betas": list(optim.betas), "eps": 1e-8, "weight_decay": optim.weight_decay}
 
 
-def bf16_moments_optimizer(recipe: Recipe) -> Callable[[Any], Bf16MomentsAdamW] | None:
+def _chunked(recipe: Recipe) -> bool:
+    """Whether the moments are not where and what torch's own AdamW keeps: fp32 tensors beside the weights."""
+    return recipe.optim.moments == "bf16" or recipe.optim.offload == "moments"
+
+
+def chunked_optimizer(recipe: Recipe) -> Callable[[Any], ChunkedAdamW] | None:
     """What makes the optimizer for ``deepspeed.initialize``; None if DeepSpeed makes it by its configuration."""
-    if recipe.optim.moments == "fp32":
+    if not _chunked(recipe):
         return None
 
-    def make(parameters: Any) -> Bf16MomentsAdamW:
+    def make(parameters: Any) -> ChunkedAdamW:
         from deepspeed.moe.utils import configure_moe_param_groups
 
         # DeepSpeed itself divides the parameters only for optimizers that it makes.
-        if recipe.parallel.ep_size > 1 or recipe.parallel.wire.any:
+        if _divided_by_deepspeed(recipe):
             parameters = configure_moe_param_groups(parameters)
-        return Bf16MomentsAdamW(parameters, **adamw_settings(recipe))
+        placed = {"dtype": DTYPES[recipe.optim.moments], "on_host": recipe.optim.offload == "moments"}
+        return ChunkedAdamW(parameters, **adamw_settings(recipe), **placed)
 
     return make
 
@@ -180,12 +196,13 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World, traffic: 
     pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    student = Student(model, recipe.objective, quantiser_of(recipe)).train()
+    annealing = anneal(model) if recipe.train.anneal_share else None
+    student = Student(model, recipe.objective, quantiser_of(recipe), annealing).train()
     engine, *_ = deepspeed.initialize(
         model=student,
         model_parameters=parameter_groups(student, recipe),
         config=deepspeed_config(recipe, world.size),
-        optimizer=bf16_moments_optimizer(recipe),
+        optimizer=chunked_optimizer(recipe),
     )
     if not recipe.parallel.zero_stage:
         for parameter in student.parameters():
@@ -203,21 +220,45 @@ def without_rounding(engine: Any) -> AbstractContextManager[None]:
 
 
 def parameter_groups(student: nn.Module, recipe: Recipe) -> list[Any]:
-    """The trained parameters for the optimizer. Parameters without weight decay form a group of their own, if any.
+    """The trained parameters for the optimizer. Parameters without weight decay form groups of their own, if any.
 
     Unless ``optim.decay_norms`` is set, norm gains and biases have no weight decay. A parameter counts as one of them
     if it is a vector or if the last part of its name contains ``bias``. The name is needed because experts stack their
     biases into matrices.
+
+    In its step ZeRO copies all gradients of a group, once as they are and once in fp32. Groups are therefore not larger
+    than ``GROUP``. With divided experts DeepSpeed itself limits the groups of experts.
     """
     trained = [(name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad]
-    if recipe.optim.decay_norms or not recipe.optim.weight_decay:
-        return [parameter for _, parameter in trained]
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in trained:
-        groups[parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]].append(parameter)
-    decayed = {"name": "decayed", "params": groups[True], "weight_decay": recipe.optim.weight_decay}
-    spared = {"name": "not decayed", "params": groups[False], "weight_decay": 0.0}
-    return [group for group in (decayed, spared) if group["params"]]
+    groups: list[dict[str, Any]] = [{"params": [parameter for _, parameter in trained]}]
+    if recipe.optim.weight_decay and not recipe.optim.decay_norms:
+        by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in trained:
+            by_decay[parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]].append(parameter)
+        decayed = {"name": "decayed", "params": by_decay[True], "weight_decay": recipe.optim.weight_decay}
+        spared = {"name": "not decayed", "params": by_decay[False], "weight_decay": 0.0}
+        groups = [group for group in (decayed, spared) if group["params"]]
+    if recipe.parallel.zero_stage and not _divided_by_deepspeed(recipe):
+        groups = [{**group, "params": part} for group in groups for part in _parts(group["params"])]
+    return groups if len(groups) > 1 or "weight_decay" in groups[0] else groups[0]["params"]
+
+
+def _parts(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters in lists of at most ``GROUP`` elements. A larger parameter is a list of its own."""
+    parts: list[list[nn.Parameter]] = [[]]
+    size = 0
+    for parameter in parameters:
+        if parts[-1] and size + parameter.numel() > GROUP:
+            parts.append([])
+            size = 0
+        parts[-1].append(parameter)
+        size += parameter.numel()
+    return parts
+
+
+def _divided_by_deepspeed(recipe: Recipe) -> bool:
+    """Whether DeepSpeed separates the experts from the other parameters and limits the size of their groups."""
+    return recipe.parallel.ep_size > 1 or recipe.parallel.wire.any
 
 
 def import_deepspeed() -> Any:

@@ -69,6 +69,11 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         f" = {train.micro_batch_size} rows * {world_size} processes * {micro_steps} micro-batches",
         f"run         {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens{asked}",
     ]
+    if train.anneal_share:
+        first = round(train.anneal_share * recipe.schedule_steps) + 1
+        lines.append(
+            f"annealing   the wiring is that of the original in step 1 and the student's own from step {first:,} on"
+        )
     if (formats := formats_of(recipe.parallel.wire)) is not None:
         lines.append(f"wire        {formats}")
     for item, corpus, rows in zip(data.sources, corpora, packed, strict=True):

@@ -44,13 +44,22 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * shape[optim.schedule]
 
 
+def anneal_weight(recipe: Recipe, step: int) -> float:
+    """The λ of a step, counted from 1, with which the wiring is annealed: a read sees (1 - λ) of what is in flight.
+
+    It rises linearly from 0 in the first step to 1, and stays 1 after ``train.anneal_share`` of the schedule.
+    """
+    steps = round(recipe.train.anneal_share * recipe.schedule_steps)
+    return min(1.0, (step - 1) / steps) if steps else 1.0
+
+
 @dataclass(frozen=True)
 class LaunchedStep:
     """A step that was launched, which the device may not have finished yet.
 
     Attributes:
         number: the number of the step, counted from 1.
-        rate: the learning rate of the step.
+        settings: ``lr``, the learning rate of the step, and ``anneal``, its λ, if the wiring is annealed.
         weights: the weights of the loss terms.
         numbers: the copy to the host of the loss terms, ``grad_norm``, and ``counted``, the number of positions with a
             label.
@@ -58,13 +67,13 @@ class LaunchedStep:
     """
 
     number: int
-    rate: float
+    settings: dict[str, float]
     weights: dict[str, float]
     numbers: Readback
     rows: range
 
     def metrics(self) -> dict[str, float]:
-        """``loss``, its unweighted terms, ``lr`` and ``grad_norm``. This waits until the device has taken the step.
+        """``loss``, its unweighted terms, ``settings`` and ``grad_norm``; waits until the step is taken.
 
         Raises:
             BadInputError: no position of the step's rows counts in the loss.
@@ -77,7 +86,7 @@ class LaunchedStep:
             )
         norm = found.pop("grad_norm")
         loss = sum(weight * found[name] for name, weight in self.weights.items())
-        return {"loss": loss, **found, "lr": self.rate, "grad_norm": norm}
+        return {"loss": loss, **found, **self.settings, "grad_norm": norm}
 
 
 def launch_step(
@@ -102,6 +111,9 @@ def launch_step(
     dist.all_reduce(counted)
     denominator = counted.clamp(min=1) if recipe.objective.reduction == "mean" else torch.ones_like(counted)
     rate = learning_rate(recipe, step)
+    settings = {"lr": rate}
+    if (annealing := engine.module.annealing) is not None:
+        annealing.weight = settings["anneal"] = anneal_weight(recipe, step)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     totals = torch.zeros(len(weights), device=world.device)
@@ -126,7 +138,7 @@ def launch_step(
                 engine.step()  # counts the micro-batch
     numbers = Readback({**dict(zip(weights, totals, strict=True)), "grad_norm": norm, "counted": counted})
     whole = recipe.train.batch_tokens // recipe.data.seq_len
-    return LaunchedStep(step, rate, weights, numbers, range((step - 1) * whole, step * whole))
+    return LaunchedStep(step, settings, weights, numbers, range((step - 1) * whole, step * whole))
 
 
 def train_step(

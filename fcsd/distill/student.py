@@ -18,8 +18,9 @@ from fcsd.distill import expert_parallel
 from fcsd.distill.inputs import student_source
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
+from fcsd.models.annealed import require_in_flight
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import arch_of, converted_config, register
+from fcsd.models.build import arch_of, converted_config, register, wiring_of
 from fcsd.models.export_template import CODE_FILES
 
 if TYPE_CHECKING:
@@ -32,8 +33,15 @@ def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
     Raises:
         BadInputError: the architecture is not supported; the recipe names a wiring, but the checkpoint is rewired
             already; or the weights are random, but the config is quantised.
-        ConfigError: the wiring does not fit the architecture.
+        ConfigError: the wiring does not fit the architecture, or it is to be annealed and cannot be.
     """
+    config = _rewired_config(recipe, source)
+    if recipe.train.anneal_share:
+        require_in_flight(wiring_of(config))
+    return config
+
+
+def _rewired_config(recipe: Recipe, source: Location) -> PretrainedConfig:
     init = recipe.init
     register()
     checked = read_config(source.path)

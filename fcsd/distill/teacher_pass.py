@@ -29,6 +29,7 @@ from fcsd.distill.top_k import TopK, top_k
 from fcsd.errors import ConfigError, NonFiniteError
 from fcsd.launch.world import World, join_world
 from fcsd.models.build import register
+from fcsd.progress import progress
 
 log = logging.getLogger(__name__)
 
@@ -90,12 +91,14 @@ def _write(recipe: Recipe, settings: TeacherCache, folder: Path, world: World, s
     missing = world.on_first(lambda: teacher_cache.begin(folder, key, shards))
     if world.rank == 0:
         log.info("%s: %d of %d shards to write", folder, len(missing), len(shards))
-    for first in range(0, len(missing), world.size):
-        # All ranks must run the model equally often, because its experts may be divided among them.
-        together = missing[first : first + world.size]
-        longest = max(len(shard.rows) for shard in together)
-        own = together[world.rank] if world.rank < len(together) else None
-        _write_shard(model, rows, recipe, settings, folder, own, longest, world)
+    with progress("writing shards", len(missing), quiet=world.rank != 0) as advance:
+        for first in range(0, len(missing), world.size):
+            # All ranks must run the model equally often, because its experts may be divided among them.
+            together = missing[first : first + world.size]
+            longest = max(len(shard.rows) for shard in together)
+            own = together[world.rank] if world.rank < len(together) else None
+            _write_shard(model, rows, recipe, settings, folder, own, longest, world)
+            advance(len(together))
     world.on_first(lambda: teacher_cache.finish(folder, shards))
 
 

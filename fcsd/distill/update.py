@@ -11,13 +11,16 @@ ZeRO stage, weights    the norm is computed by                    a norm that is
 0, bf16                ``global_norm``                            on the host: DeepSpeed's wrapper asks, too
 1 and 2, bf16          DeepSpeed, over all partitions             on the device, by ``found_inf``
 1 and 2, fp32          DeepSpeed, over all partitions             on the host, by DeepSpeed
-1 and 2, offloaded     DeepSpeed, over all partitions             on the host, by DeepSpeed
+1 and 2, on the host   DeepSpeed, over all partitions             on the host, by DeepSpeed
 =====================  =========================================  ========================================
 
-With ``optim.offload: host`` AdamW itself runs on the host, which therefore waits for the gradients in any case.
-``Bf16MomentsAdamW`` takes the flag ``found_inf`` as torch's AdamW does.
+With ``optim.offload: host`` AdamW itself runs on the host, which therefore waits for the gradients in any case. With
+``optim.offload: moments`` it runs on the device. ``ChunkedAdamW`` takes the flag ``found_inf`` as torch's AdamW does.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,31 +35,58 @@ _EPSILON = 1e-6  # added to the norm before the division, as DeepSpeed and torch
 
 def judges_on_device(recipe: Recipe) -> bool:
     """Whether clipping and the check of the norm run on the device (``install``) instead of in DeepSpeed."""
-    return recipe.parallel.zero_stage > 0 and recipe.train.dtype == "bf16" and recipe.optim.offload == "none"
+    return recipe.parallel.zero_stage > 0 and recipe.train.dtype == "bf16" and recipe.optim.offload != "host"
+
+
+def clips_by_hook(recipe: Recipe) -> bool:
+    """Whether a hook of ZeRO's inner optimizer clips the gradients (``install``) instead of DeepSpeed."""
+    return recipe.parallel.zero_stage > 0 and (judges_on_device(recipe) or recipe.optim.offload == "host")
 
 
 def install(engine: Any, recipe: Recipe) -> None:
-    """Makes ZeRO's inner optimizer clip and skip on the device. Call this after a checkpoint is loaded.
+    """Makes ZeRO's inner optimizer clip the gradients by a hook. Call this after a checkpoint is loaded.
 
     DeepSpeed's ``step`` would wait for the norm twice: once to decide whether to skip the step, and once to clip.
-    ``deepspeed_config`` turns both off, and a hook of the inner optimizer does both with the norm that DeepSpeed
-    computed.
+    ``deepspeed_config`` turns both off, and the hook does both on the device with the norm that DeepSpeed computed. On
+    the host the hook saves time in another way: DeepSpeed multiplies all gradients even if the factor is 1.
     """
-    if not judges_on_device(recipe):
+    if not clips_by_hook(recipe):
         return
-    zero, limit = engine.optimizer, recipe.optim.grad_clip
+    zero, limit, on_device = engine.optimizer, recipe.optim.grad_clip, judges_on_device(recipe)
     zero.clip_grad = 0.0  # loading a checkpoint restores the stored value
 
     def before_step(optimizer: Any, *_: Any) -> None:
         norm = zero._global_grad_norm
-        optimizer.found_inf = (~norm.isfinite()).float()
-        if limit:
-            factor = 1.0 / torch.clamp((norm + _EPSILON) / limit, min=1.0)
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad.mul_(factor)
+        if on_device:
+            optimizer.found_inf = (~norm.isfinite()).float()
+        factor = 1.0 / torch.clamp((norm + _EPSILON) / limit, min=1.0) if limit else None
+        if factor is None or (not on_device and factor == 1):
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(factor)
 
     zero.optimizer.register_step_pre_hook(before_step)
+
+
+def optimizer_threads() -> int:
+    """The CPU threads of AdamW on the host: an equal share of the cores for each process, or what torch has, if more.
+
+    torchrun gives each process one thread unless ``OMP_NUM_THREADS`` is set.
+    """
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else 1))
+    return max(len(os.sched_getaffinity(0)) // beside, torch.get_num_threads())
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """A block in which torch has ``count`` CPU threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def update(engine: Any, recipe: Recipe, world: World) -> Tensor | float:
@@ -67,7 +97,8 @@ def update(engine: Any, recipe: Recipe, world: World) -> Tensor | float:
     Returns: the global L2 norm of the gradients before clipping; a number if the host has computed it.
     """
     if recipe.parallel.zero_stage:
-        engine.step()
+        with _threads(optimizer_threads()) if recipe.optim.offload == "host" else nullcontext():
+            engine.step()
         norm = engine.get_global_grad_norm()
         if norm is None:
             return 0.0

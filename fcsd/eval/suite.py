@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fcsd.errors import ConfigError
+from fcsd.errors import ConfigError, unknown_value
 
 LM_EVAL = "lm_eval"
 EVALPLUS = "evalplus"
@@ -213,7 +213,7 @@ def select_any(
 
 def _by_name(suite: str) -> dict[str, Benchmark]:
     if suite not in SUITES:
-        raise ConfigError(f"unknown suite {suite!r}", f"The suites are: {', '.join(SUITES)}")
+        raise unknown_value("suite", suite, SUITES)
     return {name.lower(): benchmark for benchmark in SUITES[suite] for name in (benchmark.column, benchmark.task)}
 
 

@@ -70,14 +70,18 @@ def load_tasks(benchmarks: Sequence[Benchmark], mirror: Path | None) -> Iterator
             stack.enter_context(_swapped(datasets.config, "HF_DATASETS_CACHE", temporary / "datasets"))
         stack.enter_context(_lean_lm_eval())
         with contextlib.chdir(elsewhere if mirror is None else mirror), no_execution():
-            loaded = [(load_evalplus_task if b.harness == EVALPLUS else _load)(b, mirror) for b in benchmarks]
+            # All definitions are found before the data of any task are read, which may take long.
+            found = [None if b.harness == EVALPLUS else task_manager(b.task, b.directory) for b in benchmarks]
+            loaded = [
+                load_evalplus_task(benchmark, mirror) if defined is None else _load(benchmark, *defined, mirror)
+                for benchmark, defined in zip(benchmarks, found, strict=True)
+            ]
         yield loaded
 
 
-def _load(benchmark: Benchmark, mirror: Path | None) -> LoadedTask:
+def _load(benchmark: Benchmark, manager: Any, directory: Path, mirror: Path | None) -> LoadedTask:
     if benchmark.task == "ifeval":
         require_ifeval_tools()
-    manager, directory = task_manager(benchmark.task, benchmark.directory)
     files: dict[str, str] = {}
     if mirror is not None:
         files = mirror_files(benchmark.column, mirror, _data_sets(manager, benchmark.task))

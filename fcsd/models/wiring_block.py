@@ -57,7 +57,8 @@ class Wiring:
         if self.name not in NAMES:
             raise ValueError(f"unknown wiring {self.name!r}; one of {', '.join(NAMES)}")
         if self.variant not in VARIANTS or (self.variant != "full" and self.name not in HAVE_VARIANTS):
-            raise ValueError(f"wiring {self.name} has no variant {self.variant!r}")
+            known = VARIANTS if self.name in HAVE_VARIANTS else ("full",)
+            raise ValueError(f"wiring {self.name} has no variant {self.variant!r}; one of {', '.join(known)}")
         if not self.border:
             object.__setattr__(self, "border", BORDERS.get(self.name, "full"))
         if self.border not in ("full", "partial"):

@@ -212,6 +212,11 @@ class Quantiser:
         finally:
             self._paused = before
 
+    def formats_to_nearest(self) -> WireFormats | None:
+        """The formats, if all rows are rounded to the nearest code now; None if some are random, or none is rounded."""
+        random = self._step is not None and any(map(self.formats.rounds_at_random, DIRECTIONS))
+        return None if self._paused or random else self.formats
+
     def nearest(self) -> Codecs:
         """Codecs that round to the nearest code in every direction; they serve any layer and any pass."""
         if self._paused:

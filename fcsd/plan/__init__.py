@@ -42,7 +42,8 @@ class Plan:
     """What a run of a recipe needs.
 
     Attributes:
-        host: most bytes of host memory that each process needs: while it loads, or with the optimizer on the host.
+        host: most bytes of host memory that each process needs: while it loads, or with the optimizer or its moments on
+            the host.
         disk: bytes of the checkpoints that exist at the same time, and of the teacher cache.
         change: the cheapest change that makes the recipe fit. None if it fits, or if no change makes it fit.
         packaged: names of the models whose configuration comes from ``fcsd/plan/configs``, because neither the hub nor

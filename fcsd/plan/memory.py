@@ -22,7 +22,8 @@ from fcsd.plan.setup import GIB, USABLE, Hardware, Setup
 from fcsd.plan.shard import Shard, shard
 
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
-CHUNK = 2**23  # parameters whose bf16 moments are in fp32 at a time; that of ``fcsd.distill.bf16_moments``
+CHUNK = 2**23  # parameters that ``fcsd.distill.moments`` updates at a time
+SLOTS = 3  # pairs of buffers for moments on their way from and to the host; that of ``fcsd.distill.host_moments``
 
 # Memory that max_memory_allocated does not count. These are assumptions; nvidia-smi and memory_reserved can check them.
 CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces
@@ -102,9 +103,15 @@ def state_width(setup: Setup) -> int:
 def optimizer_bytes(own: Shard, setup: Setup) -> int:
     """Bytes of the optimizer's states on a GPU.
 
-    If they are on the host, the GPU has a buffer for the gradient of one tensor instead.
+    If they are on the host, the GPU has a buffer for the gradient of one tensor instead. If only the moments are on the
+    host, it has buffers for some chunks of them.
     """
-    return setup.width * own.largest if setup.offload else state_width(setup) * sum(own.partition)
+    if setup.offload == "host":
+        return setup.width * own.largest
+    moments = 2 * setup.moment_width
+    if setup.offload == "moments":
+        return (state_width(setup) - moments) * sum(own.partition) + SLOTS * moments * CHUNK
+    return state_width(setup) * sum(own.partition)
 
 
 def teacher_bytes(teacher: ModelNumbers, setup: Setup) -> int:
@@ -138,15 +145,15 @@ def step_bytes(own: Shard, setup: Setup) -> int:
     bf16 moments, those of ``CHUNK`` parameters exist in fp32, beside random numbers and a sum of both. Without ZeRO
     there is one group. On the host, a step allocates nothing on the GPU.
     """
-    if setup.offload:
+    if setup.offload == "host":
         return 0
     copy = 4 if setup.gradient_width == 2 else 0
-    dense, experts = own.partition
+    updated, group = sum(own.partition), max(own.groups)
     # Two moments, two random numbers and one temporary tensor, each of four bytes.
-    rounding = 20 * min(CHUNK, max(dense, own.group)) if setup.moments == "bf16" else 0
+    rounding = 20 * min(CHUNK, group) if setup.moments == "bf16" else 0
     if not setup.zero_stage:
-        return copy * (dense + experts) + rounding
-    return setup.gradient_width * (dense + experts) + (setup.gradient_width + copy) * max(dense, own.group) + rounding
+        return copy * updated + rounding
+    return setup.gradient_width * updated + (setup.gradient_width + copy) * group + rounding
 
 
 def moments(
@@ -170,7 +177,7 @@ def moments(
     targets = stream * (1 + 2 * setup.compared) if setup.teacher != "none" else 0
     several = setup.accumulation > 1
     # ZeRO's partition of the gradients; with the optimizer on the host, they leave the GPU tensor by tensor.
-    leaves = setup.offload and (setup.zero_stage == 1 or not several or summed_on_host(setup))
+    leaves = setup.offload == "host" and (setup.zero_stage == 1 or not several or summed_on_host(setup))
     partition = 0 if leaves else setup.gradient_width * sum(own.partition)
     whole = setup.gradient_width * own.trained
 
@@ -209,7 +216,7 @@ def moments(
 
     reduced = before + partition if setup.zero_stage == 2 else whole + (partition if setup.zero_stage else 0)
     found.append(Moment("gradient reduction", **held, gradients=reduced, communication=buckets + flat))
-    remaining = whole if setup.zero_stage == 0 or (setup.offload and setup.zero_stage == 1) else 0
+    remaining = whole if setup.zero_stage == 0 or (setup.offload == "host" and setup.zero_stage == 1) else 0
     found.append(Moment("optimizer step", **held, gradients=remaining + step_bytes(own, setup)))
     return tuple(found)
 
@@ -231,14 +238,14 @@ def memory(
 
 
 def host_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """Most bytes of host memory of a process: while it loads, or with its optimizer on the host.
+    """Most bytes of host memory of a process: while it loads, or with its optimizer, or its moments, on the host.
 
     A process loads layer by layer: it holds its shard and one whole layer. 2 GiB are added for the rest.
     """
     own = shard(model, setup)
     layer = max(layer.dense + layer.routed for layer in model.layers)
     loading = setup.width * (own.trained + own.frozen + layer)
-    return max(loading, host_optimizer_bytes(own, setup) if setup.offload else 0) + 2 * GIB
+    return max(loading, host_optimizer_bytes(own, setup)) + 2 * GIB
 
 
 def checkpoint_bytes(model: ModelNumbers, setup: Setup) -> int:

@@ -1,10 +1,12 @@
-"""Memory and time of an optimizer that runs on the host (``optim.offload: host``).
+"""Memory and time of an optimizer whose states, or whose moments, are on the host (``optim.offload``).
 
-DeepSpeed 0.19.8 keeps the fp32 weights of ZeRO's partition, their gradients and a copy for the way back in pinned host
-memory, and the optimizer keeps its moments in ordinary memory (``runtime/zero/stage_1_and_2.py``). The GPU keeps a
-buffer of the size of the largest tensor.
+**All states.** DeepSpeed 0.19.8 keeps the fp32 weights of ZeRO's partition, their gradients and a copy for the way back
+in pinned host memory, and the optimizer keeps its moments in ordinary memory (``runtime/zero/stage_1_and_2.py``). The
+GPU keeps a buffer of the size of the largest tensor.
 
-The time is an estimate that no run has measured. It adds up the bytes that cross the bus, and the bytes that AdamW and
+**Moments.** They are in pinned host memory, and the GPU keeps buffers for some chunks (``fcsd.distill.host_moments``).
+
+The times are estimates that no run has measured. They add up the bytes that cross the bus, and the bytes that AdamW and
 the copies around it read and write in host memory. Both rates are assumed, and so is that nothing of this overlaps with
 computation.
 """
@@ -26,11 +28,12 @@ def host_optimizer_bytes(own: Shard, setup: Setup) -> int:
 
     torch rounds each pinned allocation up to a power of two (pytorch issue 150517).
     """
-    dense, experts = own.partition
-    groups = [dense] + [own.group] * (experts // own.group if own.group else 0)
-    groups.append(sum(own.partition) - sum(groups))
+    if setup.offload == "none":
+        return 0
+    if setup.offload == "moments":
+        return 2 * sum(_power_of_two(setup.moment_width * group) for group in own.groups)
     widths = (4, 4, setup.width)  # weights and gradients in fp32, weights on their way to the GPU
-    pinned = sum(_power_of_two(width * group) for group in groups for width in widths)
+    pinned = sum(_power_of_two(width * group) for group in own.groups for width in widths)
     if summed_on_host(setup):
         pinned += setup.width * sum(own.partition)  # tensor by tensor; most experts' sizes are near a power of two
     return pinned + _power_of_two(setup.width * own.largest) + 2 * setup.moment_width * sum(own.partition)
@@ -51,6 +54,15 @@ def transfer_seconds(own: Shard, setup: Setup) -> float:
     if summed_on_host(setup):
         bytes_each += setup.width * (2 * setup.accumulation - 1)
     return bytes_each * sum(own.partition) / BUS
+
+
+def moments_seconds(own: Shard, setup: Setup, gpus: int) -> float:
+    """Seconds of a step in which moments travel to the GPU and back, both ways at the same time.
+
+    The bus of a GPU carries ``BUS`` in each direction, and the ``gpus`` processes of a node share ``HOST``.
+    """
+    moved = 2 * setup.moment_width * sum(own.partition)
+    return max(moved / BUS, 2 * moved * gpus / HOST)
 
 
 def host_seconds(own: Shard, setup: Setup, gpus: int) -> float:

@@ -8,6 +8,8 @@ from fcsd.plan.offload import BUS, HOST
 from fcsd.plan.setup import GIB, Setup
 from fcsd.plan.speed import PEAK, ROUND, Speed
 
+_PLACES = {"none": "", "moments": "AdamW with its moments on the host", "host": "AdamW on the host"}
+
 
 def to_text(plan: Plan) -> str:
     """Formats a plan as text: parameters, memory by part at the fullest moment, disk, time, cost and the verdict."""
@@ -54,9 +56,9 @@ def to_text(plan: Plan) -> str:
             f"fullest rank receives {setup.imbalance:g} times the mean rows",
         ),
     ]
-    if setup.offload:
+    if setup.offload != "none":
         rates = f"{BUS / 1e9:g} GB/s between GPU and host, {HOST / 1e9:g} GB/s of a node's memory"
-        rows.append(("estimated", f"AdamW on the host was never timed; assumed are {rates}"))
+        rows.append(("estimated", f"{_PLACES[setup.offload]} was never timed; assumed are {rates}"))
     elif setup.moments == "bf16":
         rows.append(("estimated", f"bf16 moments were never timed; assumed are {ROUND * 1e12:g} ps a parameter more"))
     if speed.limited_by_host:
@@ -102,12 +104,13 @@ def to_json(plan: Plan) -> dict[str, object]:
 
 def _optimizer(setup: Setup) -> str:
     """What differs from an optimizer with fp32 moments on the GPU."""
-    return ", bf16 moments" * (setup.moments == "bf16") + ", AdamW on the host" * setup.offload
+    place = _PLACES[setup.offload]
+    return ", bf16 moments" * (setup.moments == "bf16") + ", " * bool(place) + place
 
 
 def _host(plan: Plan) -> str:
     """The host memory of a process, and what needs it."""
-    if not plan.setup.offload:
+    if plan.setup.offload == "none":
         return f"{_gib(plan.host).strip()} a process while loading"
     node = _gib(plan.host * plan.hardware.gpus).strip()
     return f"{_gib(plan.host).strip()} a process, {node} a node, most of it pinned, for the optimizer"

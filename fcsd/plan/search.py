@@ -7,6 +7,7 @@ from itertools import product
 from fcsd.plan.setup import Hardware, Setup
 
 MOST_GPUS = 64  # the search tries up to this many times as many nodes as were asked for
+_OFFLOADS = ("none", "moments", "host")
 CACHED = 64  # token ids that a teacher cache stores per position, the default of objective.teacher_cache.top_k
 
 
@@ -21,7 +22,8 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
     - bf16 moments, which round what the optimizer remembers
     - sharding the teacher's experts, and experts over more ranks, which both need more all-to-all
     - a teacher cache, which needs disk and restricts the divergence to the stored token ids
-    - the optimizer on the host, which makes each step wait for the bus and for the CPU cores
+    - the moments on the host, which makes each step wait for the bus
+    - the optimizer on the host, which makes each step wait for the CPU cores as well
     - more nodes
 
     Args:
@@ -39,7 +41,7 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
                 sorted({setup.recompute, True}),
             )
         )
-        for offload, cached, ep_size in product(sorted({setup.offload, True}), caches, ep_sizes):
+        for offload, cached, ep_size in product(_OFFLOADS[_OFFLOADS.index(setup.offload) :], caches, ep_sizes):
             for teacher in ["none"] if cached else _teachers(setup, ep_size):
                 for moments, stage, rows, recompute in inner:
                     changed = replace(
@@ -74,17 +76,12 @@ def changes(before: Setup, after: Setup, hardware: Hardware) -> list[str]:
         "optim.moments": (before.moments, after.moments),
         "parallel.teacher_placement": (before.teacher, before.teacher if after.cached else after.teacher),
         "parallel.ep_size": (before.ep_size, after.ep_size),
-        "optim.offload": _places(before.offload, after.offload),
+        "optim.offload": (before.offload, after.offload),
     }
     written = [f"--set {key}={str(new).lower()}" for key, (old, new) in keys.items() if old != new]
     if after.cached and not before.cached:
         written.append("--set objective.teacher_cache.path=runs/teacher-cache")
     return written + ([f"--nodes {hardware.nodes}"] if before.world != after.world else [])
-
-
-def _places(*offloads: bool) -> tuple[str, ...]:
-    """The values of ``optim.offload``."""
-    return tuple("host" if offload else "none" for offload in offloads)
 
 
 def _can_cache(setup: Setup) -> bool:

@@ -69,7 +69,7 @@ class Setup:
             to 1. The value 1.2 leaves room for trained routers, whose worst layers are less even. It has not been
             measured on a trained model.
         moments: the dtype of AdamW's moments.
-        offload: whether the optimizer's states are on the host, and AdamW runs there.
+        offload: what is on the host: nothing, AdamW's moments, or all of its states, so that it runs there.
         overlap_comm: DeepSpeed's option of that name, which reduces gradients during backward through two buckets.
         document: mean number of tokens of a document in a row; with None, a row counts as one document.
         fused: whether each norm is one kernel when experts are spread over several ranks.
@@ -91,7 +91,7 @@ class Setup:
     accumulate_dtype: Literal["bf16", "fp32"] = "bf16"
     zero_stage: int = 1
     moments: Literal["fp32", "bf16"] = "fp32"
-    offload: bool = False
+    offload: Literal["none", "moments", "host"] = "none"
     recompute: bool = False
     ep_size: int = 1
     teacher: Literal["none", "replicated", "sharded"] = "none"
@@ -143,7 +143,7 @@ class Setup:
     def possible(self, experts: int) -> bool:
         """Whether a run accepts this setup for a model with ``experts`` routed experts in a layer (0 if dense)."""
         divides = experts % self.ep_size == 0 if experts else self.ep_size == 1
-        placed = self.zero_stage > 0 or not self.offload
+        placed = self.zero_stage > 0 or self.offload != "host"
         return divides and placed and self.world % self.ep_size == 0 and self.accumulation.is_integer()
 
 
@@ -171,7 +171,7 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         accumulate_dtype=recipe.accumulate_dtype,
         zero_stage=parallel.zero_stage,
         moments=recipe.optim.moments,
-        offload=recipe.optim.offload == "host",
+        offload=recipe.optim.offload,
         recompute=train.activation_checkpointing,
         ep_size=parallel.ep_size,
         teacher=_placement(parallel) if (objective.kl or compared) and cache is None else "none",

@@ -6,6 +6,7 @@ from fcsd.plan.model import ModelNumbers
 from fcsd.plan.setup import Setup
 
 EXPERT_GROUP = 178_956_971  # most parameters of one of the groups into which DeepSpeed splits experts for its optimizer
+GROUP = 2**28  # most parameters of a group if experts are not divided; that of ``fcsd.distill.engine``
 
 
 @dataclass(frozen=True)
@@ -16,16 +17,16 @@ class Shard:
         trained: parameters that are trained.
         frozen: parameters of the student that are not trained.
         partition: trained parameters that the optimizer of this GPU updates: dense ones, and those of experts.
-        group: the most parameters of experts that one group of the optimizer updates. Experts are split into groups of
-            at most ``EXPERT_GROUP`` parameters before ZeRO divides them; a larger tensor is a group of its own. Dense
-            parameters form one group.
+        groups: the same parameters by group of the optimizer. A group has at most ``GROUP`` parameters before ZeRO
+            divides it, but a larger tensor is a group of its own. If experts are divided, groups of experts have at
+            most ``EXPERT_GROUP`` parameters, and all dense parameters form one group.
         largest: parameters of the largest trained tensor.
     """
 
     trained: int
     frozen: int
     partition: tuple[int, int]
-    group: int
+    groups: tuple[int, ...]
     largest: int
 
 
@@ -40,6 +41,17 @@ def shard(model: ModelNumbers, setup: Setup) -> Shard:
     partition = (-(-dense // ranks), -(-routed // expert_ranks))
     # The largest tensor of experts holds two of the three matrices of every expert in a layer.
     tensor = 2 * max(layer.routed for layer in model.layers) // (3 * setup.ep_size)
-    group = min(partition[1], max(EXPERT_GROUP, tensor) // expert_ranks)
-    words = [model.embedding - frozen_embedding, 0 if setup.freeze_lm_head else model.head]
-    return Shard(dense + routed, frozen_embedding + frozen_head, partition, group, max(tensor, *words))
+    largest = max(tensor, model.embedding - frozen_embedding, 0 if setup.freeze_lm_head else model.head)
+    if not setup.zero_stage:
+        groups = (sum(partition),)
+    elif setup.ep_size > 1:
+        groups = (partition[0], *_parts(partition[1], max(EXPERT_GROUP, tensor) // expert_ranks))
+    else:
+        groups = _parts(sum(partition), max(GROUP, largest) // ranks)
+    return Shard(dense + routed, frozen_embedding + frozen_head, partition, groups, largest)
+
+
+def _parts(whole: int, most: int) -> tuple[int, ...]:
+    """The sizes of parts of at most ``most``."""
+    rest = whole % most
+    return (most,) * (whole // most) + ((rest,) if rest else ())

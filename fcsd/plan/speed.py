@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from fcsd.plan.memory import checkpoint_bytes, copy_bytes
 from fcsd.plan.model import ModelNumbers
-from fcsd.plan.offload import host_seconds, transfer_seconds
+from fcsd.plan.offload import host_seconds, moments_seconds, transfer_seconds
 from fcsd.plan.setup import Hardware, Setup
 from fcsd.plan.shard import shard
 
@@ -126,16 +126,17 @@ def micro_batch_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup
 def update_seconds(model: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
     """Seconds of the optimizer in a step.
 
-    With the optimizer on the host, the estimates of ``fcsd.plan.offload`` come on top of the time that was measured
-    with it on the GPU, which includes the communication.
+    With the optimizer or its moments on the host, the estimates of ``fcsd.plan.offload`` come on top of the time that
+    was measured with all of it on the GPU, which includes the communication.
 
     Args:
         gpus: processes of a node; they share its memory.
     """
     own = shard(model, setup)
-    if setup.offload:
+    if setup.offload == "host":
         return UPDATE * sum(own.partition) + transfer_seconds(own, setup) + host_seconds(own, setup, gpus)
-    return (UPDATE + (ROUND if setup.moments == "bf16" else 0)) * sum(own.partition)
+    here = (UPDATE + (ROUND if setup.moments == "bf16" else 0)) * sum(own.partition)
+    return here + (moments_seconds(own, setup, gpus) if setup.offload == "moments" else 0.0)
 
 
 def step_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup, gpus: int = 8) -> float:

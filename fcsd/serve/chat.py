@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.errors import BadInputError, ConfigError
+from fcsd.foreign_errors import first_line
+from fcsd.models.load_options import check_device, check_dtype, default_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -56,6 +58,7 @@ def chat(
     seed: int = 0,
     max_new_tokens: int | None = None,
     device: str | None = None,
+    dtype: str | None = None,
     divided: bool = False,
     reduce: "Kind" = "nccl",
 ) -> Iterator[list[Answer]]:
@@ -74,6 +77,8 @@ def chat(
             ``MAX_NEW_TOKENS``.
         device: ``cpu``, or ``cuda`` to let accelerate spread each model over GPUs and memory; None for ``cuda`` if
             there is a GPU.
+        dtype: the data type of the weights, one of ``fcsd.models.load_options.DTYPES``; None for float32 on the CPU and
+            bfloat16 on a GPU.
         divided: whether the models are divided over the processes that torchrun started, in fcsd's own engine. Every
             process makes this call and gets the same answers; rank 0 reads what the user types.
         reduce: how the ranks of a divided model reduce; see ``engine.open_engine``.
@@ -83,8 +88,11 @@ def chat(
 
     Raises:
         BadInputError: a model or the prompts cannot be used, or a prompt leaves no room for an answer.
-        ConfigError: a model cannot be divided over this number of processes, or ``reduce`` gives wrong results.
+        ConfigError: ``dtype`` or ``device`` is unknown, a model cannot be divided over this number of processes, or
+            ``reduce`` gives wrong results.
     """
+    check_dtype(dtype)
+    check_device(device)
     if divided:
         from fcsd.serve.engine import require_right
 
@@ -98,9 +106,9 @@ def chat(
         world = _ranks()
         interactive = world.on_first(lambda: interactive)
         asked = _same_everywhere(asked, world)
-        speakers = [load_divided_speaker(name, world, reduce) for name in names]
+        speakers = [load_divided_speaker(name, world, reduce, dtype) for name in names]
     else:
-        speakers = [load_speaker(name, device=device) for name in names]
+        speakers = [load_speaker(name, device=device, dtype=dtype) for name in names]
     histories: list[list[Turn]] = [[] for _ in speakers]
     for prompt in asked:
         answers = []
@@ -114,8 +122,8 @@ def chat(
         yield answers
 
 
-def load_speaker(model: str, *, device: str | None = None) -> Speaker:
-    """Load a model and its tokenizer: in float32 on the CPU, else in its own dtype, spread over GPUs by accelerate."""
+def load_speaker(model: str, *, device: str | None = None, dtype: str | None = None) -> Speaker:
+    """Loads a model and its tokenizer; accelerate spreads the model over the GPUs. See ``chat`` for the arguments."""
     import torch
     from transformers import AutoTokenizer
 
@@ -124,15 +132,16 @@ def load_speaker(model: str, *, device: str | None = None) -> Speaker:
 
     path = resolve(model).path
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = getattr(torch, dtype or default_dtype(device == "cpu"))
     if device == "cpu":
-        network = load_model(path, dtype=torch.float32, device=device)
+        network = load_model(path, dtype=kind, device=device)
     else:
-        network = load_model(path, device_map="auto")
+        network = load_model(path, dtype=kind, device_map="auto")
     return Speaker(model, network.eval(), AutoTokenizer.from_pretrained(path))
 
 
-def load_divided_speaker(model: str, world: "World", reduce: "Kind" = "nccl") -> Speaker:
-    """Load a model into fcsd's own engine: in float32 on CPUs, else in bfloat16; and its tokenizer.
+def load_divided_speaker(model: str, world: "World", reduce: "Kind" = "nccl", dtype: str | None = None) -> Speaker:
+    """Loads a model into fcsd's own engine, and its tokenizer. See ``chat`` for the arguments.
 
     Raises:
         ConfigError: the model cannot be divided over this number of processes, or the reductions give wrong results.
@@ -144,8 +153,8 @@ def load_divided_speaker(model: str, world: "World", reduce: "Kind" = "nccl") ->
     from fcsd.serve.engine import open_engine
 
     path = resolve(model).path
-    dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
-    network = open_engine(path, world, dtype=dtype, reduce=reduce)
+    kind = getattr(torch, dtype or default_dtype(world.device.type == "cpu"))
+    network = open_engine(path, world, dtype=kind, reduce=reduce)
     return Speaker(model, network, AutoTokenizer.from_pretrained(path))
 
 
@@ -219,14 +228,15 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         BadInputError: the file does not exist, has a line of another form, or has no prompt.
     """
+    hint = 'Give a file with a prompt per line, or .jsonl with a "prompt" per line.'
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{path}: this file cannot be read: {first_line(error)}", hint) from error
+    try:
         prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInputError(
-            f"{path}: there is no such file of prompts",
-            'Give a file with a prompt per line, or .jsonl with a "prompt" per line.',
-        ) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadInputError(f"{path}: not every line is a JSON object with a prompt", hint) from error
     if not prompts or not all(isinstance(prompt, str) and prompt.strip() for prompt in prompts):
         raise BadInputError(f"{path}: has no prompts, or empty ones")
     return prompts

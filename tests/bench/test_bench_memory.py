@@ -8,11 +8,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import fcsd
+from typer.testing import CliRunner
 
-from fcsd.bench import memory_settings
+from fcsd.bench import memory, memory_settings
 from fcsd.bench.memory import MOMENTS, predicted, random_corpus, to_text
 from fcsd.bench.shapes import SHAPES
+from fcsd.cli.bench import app as bench_app
 from fcsd.distill.data.rows import Rows
 from fcsd.plan import Hardware, plan_setup
 from fcsd.plan.model import MetaModel
@@ -29,7 +32,7 @@ def test_steps_of_a_random_model_on_two_ranks(tmp_path):
     assert tempfile.gettempdir() not in written, "directories of the machine that are gone"
     found = json.loads(written)
     losses = found["measured"]["losses"]
-    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert len(losses) == 4 and losses[-1] < losses[0] and len(found["measured"]["update_seconds"]) == 4
     assert found["recipe"]["parallel"]["ep_size"] == 2 and found["predicted"]["teacher"] > 0
 
 
@@ -74,26 +77,61 @@ def test_the_three_places_of_the_optimizer_are_compared_in_turns(repo, tmp_path)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "settings.json").read_text())
-    assert list(found) == ["fp32 moments, on the GPU", "bf16 moments, on the GPU", "fp32 moments, on the host"]
-    assert [one["cap_gib"] for one in found.values()] == [None, 75, 75]
-    assert all(len(one["seconds"]) == 3 and one["gpu_gib"] is None and one["host_gib"] > 0 for one in found.values())
-    losses = [json.loads((tmp_path / f"1-{name}.json").read_text())["measured"]["losses"] for name in ("fp32", "host")]
-    assert losses[0] == losses[1] and done.stderr.count("==== round 1") == 3
+    assert list(found) == [
+        "fp32 moments on the GPU",
+        "fp32 moments on the GPU, 75 GiB",
+        "bf16 moments on the GPU, 75 GiB",
+        "fp32 moments on the host, 75 GiB",
+        "bf16 moments on the host, 75 GiB",
+        "fp32 moments and AdamW on the host, 75 GiB",
+    ]
+    assert [one["cap_gib"] for one in found.values()] == [None, *[75] * 5]
+    assert all(len(one["seconds"]) == 4 and one["gpu_gib"] is None and one["host_gib"] > 0 for one in found.values())
+    assert all(0 < one["update"] < one["median"] for one in found.values())
+    names = ("fp32", "host", "moments", "bf16", "bf16-moments")
+    losses = [json.loads((tmp_path / f"1-{name}.json").read_text())["measured"]["losses"] for name in names]
+    assert losses[0] == losses[1] == losses[2] and losses[3] == losses[4] and done.stderr.count("==== round 1") == 6
 
 
 def test_settings_are_compared_by_their_medians_and_largest_sizes(tmp_path, capsys):
-    def write(name, moments, offload, seconds, gpu):
-        sizes = {"peak": 5 * GIB, "gpu": gpu * GIB, "host": 7 * GIB}
-        run = {"recipe": {"optim": {"moments": moments, "offload": offload}}, "cap": None if name[1] == "a" else 75}
-        run |= {"predicted": {name: 6 * GIB for name in sizes}, "measured": {**sizes, "seconds": seconds}}
+    def write(name, moments, offload, cap, measured):
+        sizes = dict.fromkeys(("peak", "gpu", "host"), 6 * GIB)
+        run = {"recipe": {"optim": {"moments": moments, "offload": offload}, "train": {"batch_tokens": 8}}, "cap": cap}
+        run |= {"predicted": {**sizes, "tokens_per_second": 2, "update_seconds": 1.5}, "measured": measured}
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
         return str(tmp_path / f"{name}.json")
 
-    files = [write("1a", "fp32", "none", [9.0, 2.0, 2.2], 5), write("2a", "fp32", "none", [9.0, 2.0, 1.9], 6)]
-    files += [write("1b", "fp32", "host", [9.0, 3.0, 5.0], 3)]
+    def steps(seconds, gpu):
+        sizes = {"peak": 5 * GIB, "gpu": gpu * GIB, "host": 7 * GIB}
+        return {**sizes, "seconds": seconds, "update_seconds": [second / 2 for second in seconds]}
+
+    files = [write("1c", "fp32", "host", 75, steps([9.0, 3.0, 5.0], 3))]
+    files += [write("1a", "fp32", "none", None, steps([9.0, 2.0, 2.2], 5))]
+    files += [write("2a", "fp32", "none", None, steps([9.0, 2.0, 1.9], 6))]
+    files += [write("1b", "fp32", "none", 75, {"out_of_memory": "tried to allocate"})]
     memory_settings.main([*files, "--out", str(tmp_path / "all.json")])
     found = json.loads((tmp_path / "all.json").read_text())
-    here, away = found["fp32 moments, on the GPU"], found["fp32 moments, on the host"]
+    assert list(found) == [
+        "fp32 moments on the GPU",
+        "fp32 moments on the GPU, 75 GiB",
+        "fp32 moments and AdamW on the host, 75 GiB",
+    ]
+    here, exhausted, away = found.values()
     assert (here["median"], here["times"], here["gpu_gib"], here["cap_gib"]) == (2.0, 1.0, 6.0, None)
     assert (away["median"], away["times"], away["gpu_predicted_gib"], away["cap_gib"]) == (4.0, 2.0, 6.0, 75)
-    assert capsys.readouterr().out.splitlines()[2].split()[-5:] == ["75", "3", "6", "4", "2"]
+    assert (away["update"], away["update_predicted"], away["median_predicted"]) == (2.0, 1.5, 4.0)
+    assert exhausted["out_of_memory"] and exhausted["median"] is exhausted["times"] is exhausted["gpu_gib"] is None
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].endswith("out of memory")
+    assert lines[3].split()[-11:] == ["75", "5", "6", "3", "6", "4000", "4000", "2000", "1500", "2", "1"]
+
+
+def test_a_run_whose_gpu_memory_is_exhausted_leaves_a_row(monkeypatch, tmp_path):
+    def exhaust(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore lines")
+
+    monkeypatch.setattr(memory, "_measure", exhaust)
+    found = CliRunner().invoke(bench_app, ["memory", "tiny", "--layers", "2", "--seq", "64", "--out", f"{tmp_path}/x"])
+    assert found.exit_code == 8
+    measured = json.loads((tmp_path / "x").read_text())["measured"]
+    assert measured == {"out_of_memory": "CUDA out of memory. Tried to allocate 2 GiB."}

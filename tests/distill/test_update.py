@@ -1,5 +1,6 @@
 """Clipping and skipping on the device: what DeepSpeed decides on the host, to the last bit, without a wait."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,30 @@ def test_norms_and_biases_do_not_decay(folder: Path, tmp_path: Path) -> None:
     for name, tensor in after.items():
         expected = torch.zeros_like(tensor) if tensor.ndim > 1 else before[name]
         torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+def in_small_groups(one: Any, several: Any) -> int:
+    """Trains ``one``, and then ``several`` with many groups, from which the last step is taken away and repeated.
+
+    Returns: the number of groups.
+    """
+    loop.distill_model(one)
+    engine.GROUP = 20_000
+    out = Path(several.recipe.output_dir)
+    loop.distill_model(several)
+    shutil.copytree(out, out.with_suffix(".whole"))
+    for removed in ("final", "checkpoints/step-2"):
+        shutil.rmtree(out / removed)
+    loop.distill_model(several)
+    return len(groups(several))
+
+
+def test_groups_of_a_bounded_size_change_no_weight(folder: Path, tmp_path: Path) -> None:
+    """ZeRO copies the gradients of a group at a time."""
+    common = {"parallel__zero_stage": 1, "train__dtype": "bf16", "optim__grad_clip": 0.0, "train__steps": 2}
+    common |= {"optim__moments": "bf16", "optim__weight_decay": 0.1, "checkpoint__every_steps": 1}
+    one, several = (runs.resolved(folder, output_dir=str(tmp_path / name), **common) for name in ("one", "several"))
+    (found,) = ranks.on_ranks(1, in_small_groups, one, several)
+    assert found > 6, found
+    assert runs.outcome(tmp_path / "several.whole") == runs.outcome(tmp_path / "several"), "resumed to the last bit"
+    assert runs.outcome(tmp_path / "several")[1] == runs.outcome(tmp_path / "one")[1]

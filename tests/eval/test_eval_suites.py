@@ -170,6 +170,10 @@ def test_tasks_that_cannot_be_scored_are_refused_before_the_model_runs(subject: 
     ) as told:
         tasks.load_tasks(select_any("paper", ["hellaswagg"]), mirror).__enter__()
     assert "hellaswag" in str(told.value.hint)
+    with pytest.raises(ConfigError, match="has a task 'nosuch'"):  # before the data of the first task are missed
+        tasks.load_tasks(select_any("paper", ["MMLU", "nosuch"]), mirror / "..").__enter__()
+    with pytest.raises(BadInputError, match="no-model: no such directory"):
+        evaluate_models(["no-model"], tasks=["MMLU"], data_mirror=mirror / "..")
     with pytest.raises(ConfigError, match="runs generated programs outside of fcsd's sandbox"):
         tasks.load_tasks(select_any("quickstart", ["humaneval_plus"]), mirror).__enter__()
 

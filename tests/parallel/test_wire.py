@@ -45,6 +45,7 @@ class Case(NamedTuple):
     copies: bool = False
     wiring: Wiring = FARSKIP
     dispatcher: MakeDispatcher = FlatDispatcher
+    fused: bool = False
 
 
 CASES = (
@@ -55,6 +56,9 @@ CASES = (
     Case("int5:g16", "all", recompute=True),
     Case("int8:g64", recompute=True, dispatcher=DEDUPLICATED),
     Case("combine=int4:g32,combine_grad=int8:g16", copies=True, dispatcher=DEDUPLICATED),
+    Case("int8:g64", fused=True),
+    Case("dispatch=int4:g32,combine_grad=int6:g64", copies=True, fused=True),
+    Case("combine=int4:g32,dispatch_grad=int8:g16", recompute=True, fused=True),
 )
 DISPATCH_GRAD, COMBINE_GRAD = "dispatch_grad=int4:g32", "combine_grad=int8:g64"
 MODES: tuple[Mode, ...] = ("off", "on", "eager-sync")
@@ -76,7 +80,7 @@ def _schedules(rank: int, folder: str) -> list[str]:
         for mode in MODES:
             transport = copies if case.copies else all_to_all
             traffic = Traffic()
-            how: Any = {"transport": transport, "dispatcher": case.dispatcher}
+            how: Any = {"transport": transport, "dispatcher": case.dispatcher, "fused": case.fused}
             overlap(model, case.wiring, mode, quantiser=quantiser, traffic=traffic, **how)
             late = nullcontext() if mode == "off" else late_collectives()
             with quantiser.training_step(STEP, tokens), late:
@@ -169,6 +173,32 @@ def _against_one_process(rank: int) -> list[str]:
     return problems
 
 
+def _moved_by_codecs(rank: int) -> list[str]:
+    """What differs if the codecs of the wire move the rows, from the reference that moves them before and after it."""
+    problems, world = [], dist.get_world_size()
+    gate, scale = torch.eye(WIDTH, EXPERTS), torch.arange(1.0, EXPERTS + 1)
+    for text in ("int8:g32", "dispatch=int4:g32", "combine=int5:g16,dispatch_grad=int4:g32", "combine_grad=int8:g32"):
+        cases: tuple[tuple[int, Mode], ...] = ((world, "off"), (world, "on"), (1, "on"))
+        for ranks, mode in cases:
+            results = []
+            for fused in (False, True):
+                x, router = _inputs(rank).requires_grad_(), gate.clone().requires_grad_()
+                at, group = (rank, dist.group.WORLD) if ranks > 1 else (0, None)
+                block = Block(Placement(EXPERTS, ranks), group, at, False, router, scale)
+                y = through(x, block, Wire(mode=mode, fused=fused, quantiser=Quantiser(WireFormats.parse(text))))
+                y.square().sum().backward()
+                assert x.grad is not None and router.grad is not None
+                results.append((y.detach(), x.grad, router.grad))
+            (y, x_grad, gate_grad), expected = results[1], results[0]
+            if not torch.equal(y, expected[0]):
+                problems.append(f"{text}, {ranks} ranks, {mode}: {float((y - expected[0]).abs().max())} in the outputs")
+            # The scalar products behind the gradient of the scores are added in another order.
+            for mine, theirs in ((x_grad, expected[1]), (gate_grad, expected[2])):
+                if not torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5):
+                    problems.append(f"{text}, {ranks} ranks, {mode}: {float((mine - theirs).abs().max())} in gradients")
+    return problems
+
+
 def _everyone(world: int) -> Tensor:
     return torch.cat([_inputs(rank).view(-1, WIDTH) for rank in range(world)]).unsqueeze(0)
 
@@ -177,6 +207,7 @@ def _two_ranks(rank: int, folder: str) -> dict[str, Any]:
     return {
         "schedules": _schedules(rank, folder),
         "one process": _against_one_process(rank),
+        "codecs that move": _moved_by_codecs(rank),
         "bytes": _bytes(rank),
     }
 
@@ -186,7 +217,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return in_group(2, _two_ranks, str(tmp_path_factory.mktemp("buffers")))
 
 
-@pytest.mark.parametrize("what", ["schedules", "one process"])
+@pytest.mark.parametrize("what", ["schedules", "one process", "codecs that move"])
 def test_no_schedule_and_no_number_of_ranks_changes_a_bit(two_ranks: list[dict[str, Any]], what: str) -> None:
     assert [problem for rank in two_ranks for problem in rank[what]] == []
 

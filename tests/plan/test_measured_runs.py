@@ -1,6 +1,7 @@
 """The plan against runs on H200s that are stored in docs/results: memory, seconds, and where the constants are from."""
 
 import json
+import re
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -199,6 +200,30 @@ def test_memory_of_self_distillation_and_a_speed_that_is_not_reached() -> None:
     assert step.total == pytest.approx(measured["step"], rel=0.02)
     assert planned.speed.limited_by_host and run.step is not None
     assert run.step == pytest.approx(1.5 * seconds(run), rel=0.15)
+
+
+def test_the_plan_of_a_step_on_one_gpu_and_what_groups_without_a_bound_add():
+    """Six layers of Qwen3-30B-A3B, in which an earlier version made one group of all parameters for the optimizer."""
+    measured = read("memory_qwen3_fp32_1xh200")["measured"]
+    model = meta("qwen3-30b-a3b", 6)
+    setup = Setup(
+        **dict(world=1, micro_batch_size=1, seq_len=4096, batch_tokens=4 * 4096, tokens=2**20, recompute=True),
+        **dict(teacher="replicated", document=1024),
+    )
+    planned = plan_setup("qwen3", model, model.numbers, setup, Hardware(gpus=1)).memory
+    peak = planned.peak
+    for name in ("weights", "teacher", "optimizer"):
+        assert peak.parts[name] == pytest.approx(measured[name], rel=0.01), name
+    assert peak.total == pytest.approx(measured["backward"], rel=0.03) and peak.name == "gradient reduction"
+    (step,) = (moment.total for moment in planned.moments if moment.name == "optimizer step")
+    # ZeRO copied the gradients of the one group in bf16 and in fp32.
+    own = shard(model.numbers, setup)
+    assert step + 6 * (sum(own.partition) - max(own.groups)) == pytest.approx(measured["step"], rel=0.01)
+    for name, width in (("bf16", 4), ("moments", 4)):
+        run = read(f"memory_qwen3_{name}_1xh200")
+        assert run["cap"] == 75
+        size = re.search(r"Tried to allocate ([\d.]+) GiB", run["measured"]["out_of_memory"])
+        assert size and float(size[1]) == pytest.approx(width * sum(own.partition) / GIB, rel=0.01), "the copy in fp32"
 
 
 def planned_peak(run: Run) -> float:

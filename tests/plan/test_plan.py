@@ -13,16 +13,17 @@ from typer.testing import CliRunner
 from fcsd.bench.shapes import deepseek_v2_lite
 from fcsd.cli.main import app
 from fcsd.config import load_recipe
-from fcsd.distill import bf16_moments
+from fcsd.distill import engine, host_moments
+from fcsd.distill import moments as chunked
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
-from fcsd.plan.memory import BUCKET, CHUNK, checkpoint_bytes, copy_bytes, disk_bytes, loss_bytes, optimizer_bytes
+from fcsd.plan.memory import BUCKET, CHUNK, SLOTS, checkpoint_bytes, copy_bytes, disk_bytes, loss_bytes, optimizer_bytes
 from fcsd.plan.model import MetaModel, ModelNumbers
 from fcsd.plan.offload import BUS, HOST, host_optimizer_bytes
 from fcsd.plan.report import to_text
 from fcsd.plan.search import candidates, changes
 from fcsd.plan.setup import GIB, USABLE, present, setup_of
-from fcsd.plan.shard import shard
+from fcsd.plan.shard import GROUP, shard
 from fcsd.plan.speed import (
     BENCHMARK,
     COPY,
@@ -210,7 +211,7 @@ def test_a_plan_that_only_a_teacher_cache_fits_says_so_and_what_it_takes(tmp_pat
 
 
 def test_qwen3_30b_a3b_on_eight_cards_of_80_gb(monkeypatch):
-    """The packaged recipe: 66 GB of states today, 51 with bf16 moments, 21 with the optimizer on the host."""
+    """The packaged recipe: 66 GB of states today, 51 with bf16 moments, 36 with moments on the host, 21 with all."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model = MetaModel("Qwen/Qwen3-30B-A3B", rewired=True)
 
@@ -219,6 +220,7 @@ def test_qwen3_30b_a3b_on_eight_cards_of_80_gb(monkeypatch):
         return plan_setup("qwen3-30b-a3b", model, model.numbers, setup, Hardware(8, memory=80))
 
     today, rounded = planned(), planned("optim.moments=bf16")
+    moments = planned("optim.offload=moments")
     away, both = planned("optim.offload=host"), planned("optim.offload=host", "optim.moments=bf16")
     numbers = today.numbers
     mine = numbers.dense + numbers.routed // 8
@@ -230,8 +232,11 @@ def test_qwen3_30b_a3b_on_eight_cards_of_80_gb(monkeypatch):
     for one, expected in ((today, states["today"]), (rounded, states["rounded"])):
         peak = one.memory.peak
         assert peak.weights + peak.teacher + peak.optimizer == expected
-    assert [one.memory.total / GIB for one in (today, rounded, away)] == pytest.approx([85.8, 71.6, 38.1], abs=0.1)
-    assert [one.memory.fits for one in (today, rounded, away)] == [False, True, True]
+    every = (today, rounded, moments, away)
+    assert [one.memory.total / GIB for one in every] == pytest.approx([85.8, 71.6, 57.5, 38.1], abs=0.1)
+    assert [one.memory.fits for one in every] == [False, True, True, True]
+    assert moments.memory.peak.optimizer == 4 * updated + SLOTS * 8 * CHUNK
+    assert 8 * updated < moments.host < 16 * updated + 2 * GIB, "pinned memory is rounded up to powers of two"
     assert today.change is not None and today.change.written == ["--set optim.moments=bf16"]
 
     buffer = 2 * numbers.embedding  # the gradient of the largest tensor
@@ -244,9 +249,9 @@ def test_qwen3_30b_a3b_on_eight_cards_of_80_gb(monkeypatch):
 
 def test_the_time_of_an_optimizer_on_the_host_is_bytes_over_rates(tmp_path):
     model = meta(tmp_path, tiny.config("llama")).numbers
-    base = replace(SMALL, world=4, offload=True)
+    base = replace(SMALL, world=4, offload="host")
     updated = sum(shard(model, base).partition)
-    measured = update_seconds(model, replace(base, offload=False), 4)
+    measured = update_seconds(model, replace(base, offload="none"), 4)
     for stage, moments, sent, touched in ((1, "fp32", 6, 42), (1, "bf16", 6, 78), (2, "fp32", 6, 42)):
         found = update_seconds(model, replace(base, zero_stage=stage, moments=moments), 4)
         assert found - measured == pytest.approx(updated * (sent / BUS + touched * 4 / HOST))
@@ -257,6 +262,14 @@ def test_the_time_of_an_optimizer_on_the_host_is_bytes_over_rates(tmp_path):
     assert more == pytest.approx(updated * 2 * 7 / BUS)
     assert update_seconds(model, several, 8) > update_seconds(model, several, 4), "more processes share the memory"
 
+    # Moments that travel cross the bus once in each direction, at the same time; the host reads and writes them.
+    for dtype, width in (("fp32", 4), ("bf16", 2)):
+        away = replace(base, offload="moments", moments=dtype)
+        here = update_seconds(model, replace(away, offload="none"), 1)
+        for gpus in (1, 8):
+            expected = updated * 2 * width * max(1 / BUS, 2 * gpus / HOST)
+            assert update_seconds(model, away, gpus) - here == pytest.approx(expected)
+
 
 def test_the_optimizer_moves_to_the_host_only_after_everything_but_more_nodes(tmp_path):
     model = meta(tmp_path, tiny.config("qwen3_moe")).numbers
@@ -266,15 +279,15 @@ def test_the_optimizer_moves_to_the_host_only_after_everything_but_more_nodes(tm
         next(n for n, (one, _) in enumerate(tried) if one.moments == "bf16"),
         next(n for n, (one, _) in enumerate(tried) if one.teacher == "sharded"),
         next(n for n, (one, _) in enumerate(tried) if one.cached),
-        next(n for n, (one, _) in enumerate(tried) if one.offload),
+        next(n for n, (one, _) in enumerate(tried) if one.offload == "moments"),
+        next(n for n, (one, _) in enumerate(tried) if one.offload == "host"),
         next(n for n, (_, hardware) in enumerate(tried) if hardware.nodes > 1),
     ]
     assert first == sorted(first)
-    changed = replace(setup, moments="bf16", offload=True)
+    changed = replace(setup, moments="bf16", offload="host")
     assert changes(setup, changed, Hardware(2)) == ["--set optim.moments=bf16", "--set optim.offload=host"]
-    assert not any(
-        one.offload and one.zero_stage == 0 for one, _ in candidates(replace(setup, zero_stage=0), Hardware(2), 8)
-    )
+    without = candidates(replace(setup, zero_stage=0), Hardware(2), 8)
+    assert not any(one.offload == "host" and one.zero_stage == 0 for one, _ in without)
 
 
 def test_a_plan_that_fits_only_with_the_optimizer_on_the_host_says_what_it_takes(tmp_path):
@@ -285,22 +298,22 @@ def test_a_plan_that_fits_only_with_the_optimizer_on_the_host_says_what_it_takes
         return plan_setup("x", model, model.numbers, replace(setup, **changes), Hardware(1, memory=memory))
 
     bytes_needed = [
-        planned(141, zero_stage=2, moments="bf16", offload=offload).memory.total for offload in (True, False)
+        planned(141, zero_stage=2, moments="bf16", offload=offload).memory.total for offload in ("host", "moments")
     ]
     between = planned(sum(bytes_needed) / 2 / USABLE / GIB)
     assert bytes_needed[0] < bytes_needed[1] and between.change is not None
     assert "--set optim.offload=host" in between.change.written and between.change.hours > between.speed.hours
     assert (
         between.change.host
-        == planned(141, offload=True).host
-        == host_optimizer_bytes(shard(model.numbers, replace(setup, offload=True)), replace(setup, offload=True))
+        == planned(141, offload="host").host
+        == host_optimizer_bytes(shard(model.numbers, replace(setup, offload="host")), replace(setup, offload="host"))
         + 2 * GIB
     )
     assert f"{between.change.host / GIB:,.0f} GiB of host memory a process instead of" in between.advice()
 
 
-def test_the_chunk_of_the_plan_is_the_optimizers():
-    assert bf16_moments.CHUNK == CHUNK
+def test_sizes_in_the_plan_are_the_optimizers():
+    assert (chunked.CHUNK, host_moments.SLOTS, engine.GROUP) == (CHUNK, SLOTS, GROUP)
 
 
 def test_hours_are_steps_and_what_runs_between_them(tmp_path):

@@ -116,6 +116,12 @@ def test_columns_keep_lines_and_indentation():
 
 
 def test_command_line_answers_the_fixed_prompts(models):
+    typo = CliRunner().invoke(app, ["chat", str(models[1]), "--dtype", "bf16"])
+    assert typo.exit_code == 2 and "unknown dtype 'bf16'" in typo.stderr and "bfloat16" in typo.stderr
+    typo = CliRunner().invoke(app, ["chat", str(models[1]), "--device", "gpu"])
+    assert typo.exit_code == 2 and "unknown device 'gpu'" in typo.stderr
+    rounded = load_speaker(str(models[1]), dtype="bfloat16")
+    assert {parameter.dtype for parameter in rounded.model.parameters()} == {torch.bfloat16}
     result = CliRunner().invoke(app, ["chat", str(models[1]), "--baseline", str(models[0]), "--json"])
     assert result.exit_code == 0, result.stderr
     pairs = [json.loads(line) for line in result.stdout.splitlines()]

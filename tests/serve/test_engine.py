@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from ranks import on_ranks
 from typer.testing import CliRunner
 
+from fcsd.bench.infer_table import table
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import ConfigError
@@ -74,7 +76,6 @@ def _step_by_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path) -> dict[str, Any]:
-    from fcsd.bench.infer import Workload, bench
     from fcsd.launch.world import join_world
     from fcsd.serve.engine import open_engine
 
@@ -86,18 +87,37 @@ def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path)
     found["chat"] = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts, divided=True)]
     engine = Engine(backend="own", gpus=2)
     found["scores"] = evaluate_models([models["llama"]], data_mirror=mirror, engine=engine, out=out, **TASKS)
-    load = Workload(
-        "tiny-dense",
-        layers=2,
-        degrees=(1, 2),
-        prompt=8,
-        new=3,
-        wirings=("standard", "ladder", "desync-2x"),
-        dtype="float32",
-        rounds=1,
-    )
-    found["bench"] = bench(load, out)
+    found["bench"] = _bench(world.rank, out)
     return found
+
+
+def _bench(rank: int, out: Path) -> list[list[dict[str, Any]]]:
+    """Rows of two runs. In the first one, ladder with two prompts does not fit; in the second one, the weights."""
+    from fcsd.bench import infer
+
+    wired = [""]
+    wire, prefill, weights = infer.wire_tensor_parallel, infer.Stepper.prefill, infer.random_tensor_parallel
+
+    def noted(model: Any, wiring: Any, *rest: Any) -> Any:
+        wired[0] = wiring.name
+        return wire(model, wiring, *rest)
+
+    def small_memory(stepper: Any, prompts: Any, slots: Any) -> Any:
+        if wired[0] == "ladder" and len(prompts) == 2:
+            raise torch.OutOfMemoryError("no memory for keys and values")
+        return prefill(stepper, prompts, slots)
+
+    def smaller_memory(*arguments: Any, **options: Any) -> Any:
+        if rank == 1:
+            raise torch.OutOfMemoryError("no memory for weights")
+        return weights(*arguments, **options)
+
+    load = infer.Workload("tiny-dense", layers=2, degrees=(1, 2), batches=(1, 2), prompt=8, new=3, dtype="float32",
+                          wirings=("standard", "ladder", "desync-2x"), rounds=1)  # fmt: skip
+    infer.wire_tensor_parallel, infer.Stepper.prefill = noted, small_memory
+    rows = [infer.bench(load, out)["rows"]]
+    infer.random_tensor_parallel = smaller_memory
+    return [*rows, infer.bench(replace(load, degrees=(2,), batches=(1,)))["rows"]]
 
 
 def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Path) -> None:
@@ -127,20 +147,34 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
     assert (engine["name"], engine["tensor_parallel"], engine["generation"]) == ("own", 2, "slots")
     assert len(list((tmp_path / "out" / "answers").glob("*.jsonl"))) >= 1
 
-    rows = ranks[0]["bench"]["rows"]
+    rows, without_weights = ranks[0]["bench"]
     assert json.loads((tmp_path / "out" / "infer.json").read_text())["rows"] == rows
-    assert [(row["tp"], row["wiring"], row["reduce"]) for row in rows] == [
-        (tp, wiring, kind)
+    assert (tmp_path / "out" / "infer.png").stat().st_size > 1000
+    assert [(row["tp"], row["batch"], row["wiring"], row["reduce"]) for row in rows] == [
+        (tp, batch, wiring, kind)
         for tp, wirings in ((1, ("standard", "ladder")), (2, ("standard", "ladder", "desync-2x")))
+        for batch in (1, 2)
         for wiring in wirings
         for kind in ("nccl", "none")
     ]
     for row in rows:
-        bound = next(r for r in rows if (r["tp"], r["wiring"], r["exact"]) == (row["tp"], row["wiring"], False))
-        assert row["decode_of_bound"] == pytest.approx(bound["decode_ms"] / row["decode_ms"])
-        whole = row["prefill_ms"] + 2 * row["decode_ms"]
-        assert row["tokens_per_s"] == pytest.approx(3 / whole * 1e3)
         assert row["exact"] == (row["reduce"] == "nccl")
+        assert row["out_of_memory"] == (row["wiring"] == "ladder" and row["batch"] == 2)
+        if row["out_of_memory"]:
+            assert {row[key] for key in ("prefill_ms", "decode_ms", "tokens_per_s", "drift", "decode_of_bound")} == {
+                None
+            }
+            continue
+        same = [r for r in rows if (r["tp"], r["batch"]) == (row["tp"], row["batch"])]
+        bound = next(r for r in same if (r["wiring"], r["exact"]) == (row["wiring"], False))
+        assert row["decode_of_bound"] == pytest.approx(bound["decode_ms"] / row["decode_ms"])
+        assert row["decode_times_standard"] == pytest.approx(same[0]["decode_ms"] / row["decode_ms"])
+        whole = row["prefill_ms"] + 2 * row["decode_ms"]
+        assert row["tokens_per_s"] == pytest.approx(3 * row["batch"] / whole * 1e3)
+    assert [line.count("OOM") for line in table(rows).splitlines()[1:]] == [2 * row["out_of_memory"] for row in rows]
+
+    assert len(without_weights) == 6 and all(row["out_of_memory"] for row in without_weights)
+    assert ranks[1]["bench"][1] == without_weights
 
 
 def _by_graphs(path: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:

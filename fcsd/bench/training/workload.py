@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from fcsd.errors import ConfigError
+from fcsd.errors import ConfigError, unknown_value
 from fcsd.parallel.cost import Dedup
 from fcsd.parallel.wire import WireFormats
 
@@ -87,7 +87,7 @@ class Workload:
         ):
             for name in given:
                 if name not in known:
-                    raise ConfigError(f"no {what} {name}", hint=f"known: {', '.join(known)}")
+                    raise unknown_value(what, name, known)
         if self.dedup == "node" and self.node_size is None:
             raise ConfigError("dedup node needs the number of ranks of a node", hint="--node-size")
         for wire in self.wires:

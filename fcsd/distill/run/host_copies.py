@@ -57,10 +57,13 @@ def room_for(size: int, world: World) -> bool:
     return all(world.everywhere(lambda: size * beside <= _SHARE * free_memory()))
 
 
+def page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Uninitialised page-locked memory; ordinary memory, which is slower, where the host limits page-locked memory."""
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(shape, dtype=dtype)
+
+
 def _allocated(tensor: Tensor) -> Tensor:
-    if tensor.is_cuda:
-        try:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        except RuntimeError:  # the host limits page-locked memory; ordinary memory is slower, but serves as well
-            pass
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return page_locked(tensor.shape, tensor.dtype) if tensor.is_cuda else torch.empty(tensor.shape, dtype=tensor.dtype)

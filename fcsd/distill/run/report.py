@@ -11,13 +11,13 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from fcsd.config import Recipe, ResolvedRecipe
 from fcsd.distill.run.run_dir import CHECKPOINTS
 from fcsd.distill.run.trackers import Log, tracking
+from fcsd.distill.update import optimizer_threads
 
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
@@ -148,13 +148,15 @@ def opening(recipe: Recipe, run: Path, start: int) -> str:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """A line that says where AdamW runs, if that is not the default."""
+    """A line that says where AdamW and its moments are, if that is not the default."""
     if recipe.optim.offload == "none":
         return ""
-    made_by = "torch's fused AdamW" + (" with bf16 moments" if recipe.optim.moments == "bf16" else "")
-    threads = torch.get_num_threads()
+    kind = "bf16" if recipe.optim.moments == "bf16" else "fp32"
+    if recipe.optim.offload == "moments":
+        return f"\nThe optimizer is torch's fused AdamW. Its {kind} moments are in host memory. Nothing is compiled."
+    threads = optimizer_threads()
     where = f"on the host, with {threads} CPU thread{'s' * (threads > 1)} in each process"
-    return f"\nThe optimizer is {made_by} {where}. Nothing is compiled."
+    return f"\nThe optimizer is torch's fused AdamW with {kind} moments {where}. Nothing is compiled."
 
 
 def _command() -> str:

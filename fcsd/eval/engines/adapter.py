@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
-from fcsd.eval.progress import progress
 from fcsd.launch.shared_work import ALONE, Team
+from fcsd.progress import progress
 from fcsd.serve.answer_end import ending
 from fcsd.serve.decode import generate_in_slots, plan_slots
 from fcsd.serve.generate import CACHE_TOKENS, generate_greedy
@@ -147,7 +147,7 @@ class HFAdapter(Adapter):
 
             def done(index: int, answer: tuple[float, bool]) -> None:
                 self.store(["loglikelihood", *requests[open_[index]][0]], answer)
-                advance()
+                advance(1)
 
             todo = [(requests[i][1], requests[i][2]) for i in open_]
             scored = self.team.together(
@@ -201,7 +201,7 @@ class HFAdapter(Adapter):
                     for place, text in self._generate([prompts[i] for i in members], stops, max_new_tokens):
                         new[members[place]] = text
                         self.store(["generate_until", *requests[members[place]].args], text)
-                        advance()
+                        advance(1)
                 return new
 
             for index, text in self.team.together(generate).items():
@@ -246,6 +246,6 @@ class HFAdapter(Adapter):
             "max_length": self.max_length,
         }
 
-    def _progress(self, what: str, requests: int) -> AbstractContextManager[Callable[[], None]]:
+    def _progress(self, what: str, requests: int) -> AbstractContextManager[Callable[[float], None]]:
         """The progress of this rank's share of the requests. Only the first rank shows it, as an estimate for all."""
         return progress(what, -(-requests // self.team.shares), quiet=not self.team.leads)

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.disk import json_sha256
-from fcsd.errors import ConfigError
+from fcsd.errors import ConfigError, unknown_value
 from fcsd.eval.engines.adapter import BATCHES, GENERATION, SLOTS, HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.engines.wire import QuantisedWire, over
 from fcsd.launch.shared_work import Team
+from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.serve.vllm.support import RIGHT_RESULTS, installed_version, require_vllm
 
 if TYPE_CHECKING:
     from fcsd.parallel.tensor.reduce import Kind
 
 HF, VLLM, OWN = "hf", "vllm", "own"
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Engine:
         backend: ``hf`` for transformers, ``vllm``, ``own`` for fcsd's engine (``serve/engine.py``).
         device: ``cuda``, ``cpu``, or ``auto`` to let accelerate spread each model over the GPUs, host memory and the
             disk, in this order. None for ``cuda`` where there is one, else ``cpu``.
-        dtype: the data type of the weights, one of ``DTYPES``; None for float32 on the CPU and bfloat16 on a GPU.
+        dtype: the data type of the weights, one of ``fcsd.models.load_options.DTYPES``. None for float32 on the CPU and
+            bfloat16 on a GPU.
         batch_size: the most sequences in one forward pass; None for as many as fit fixed token limits.
         max_length: the longest input in tokens; None for the model's own limit.
         generation: one of ``adapter.GENERATION``; None for the fastest that the device supports.
@@ -62,10 +63,11 @@ class Engine:
             ConfigError: two settings contradict each other. The message says what to change.
         """
         if self.backend not in (HF, VLLM, OWN):
-            raise ConfigError(f"unknown backend {self.backend!r}", f"Choose {HF}, {VLLM} or {OWN}.")
+            raise unknown_value("backend", self.backend, (HF, VLLM, OWN))
         check_dtype(self.dtype)
+        check_device(self.device, "auto")
         if self.generation is not None and self.generation not in GENERATION:
-            raise ConfigError(f"unknown generation {self.generation!r}", f"one of {', '.join(GENERATION)}")
+            raise unknown_value("generation", self.generation, GENERATION)
         if self.wire is not None:
             self._check_wire()
         if self.backend == VLLM:
@@ -114,16 +116,6 @@ class Engine:
             raise ConfigError(f"--{name} is for --backend hf", "vLLM spreads a model over --gpus by tensor parallelism")
 
 
-def check_dtype(dtype: str | None) -> None:
-    """Refuse a data type that is not supported.
-
-    Raises:
-        ConfigError: the data type is not in ``DTYPES``. The message names those that are.
-    """
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r}", f"one of {', '.join(DTYPES)}")
-
-
 @contextlib.contextmanager
 def opened(model: str, engine: Engine, out: Path | None, team: Team) -> Iterator[Adapter]:
     """A context with a model, given by path or hub id, behind lm-eval's interface. Its answers are kept below ``out``.
@@ -141,7 +133,7 @@ def opened(model: str, engine: Engine, out: Path | None, team: Team) -> Iterator
     path = resolve(model).path
     device = engine.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-    dtype = engine.dtype or ("float32" if on_cpu and engine.backend != VLLM else "bfloat16")
+    dtype = engine.dtype or default_dtype(on_cpu and engine.backend != VLLM)
     with contextlib.ExitStack() as stack:
         cache = None
         if out is not None:

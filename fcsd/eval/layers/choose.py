@@ -25,6 +25,7 @@ from fcsd.eval.layers.rewiring import Layers, Subject, first, last, load_subject
 from fcsd.eval.perplexity import read_texts
 from fcsd.eval.statistics import estimate
 from fcsd.models.selection import layers_text
+from fcsd.progress import progress
 
 log = logging.getLogger(__name__)
 
@@ -171,18 +172,23 @@ def search(
 
     path: list[Step] = []
     chosen: dict[int, Step] = {}
-    for layers in greedy_path(loss, depth):
-        path.append(step(layers, "greedy"))
-        n = len(layers)
-        if allowed is not None:
-            found = best(path[-1]) if n else path[-1]
-            if found.increase > allowed:
-                return [chosen[n - 1]], path
-            chosen[n] = found
-        elif n in (sizes or ()):
-            chosen[n] = best(path[-1])
-            if n == max(sizes or ()):
-                break
+    most = max(sizes) if sizes else depth
+    with progress(
+        "adding layers", most
+    ) as advance:  # the first layers take longest, so the time left is an upper limit
+        for layers in greedy_path(loss, depth):
+            path.append(step(layers, "greedy"))
+            n = len(layers)
+            if allowed is not None:
+                found = best(path[-1]) if n else path[-1]
+                if found.increase > allowed:
+                    return [chosen[n - 1]], path
+                chosen[n] = found
+            elif n in (sizes or ()):
+                chosen[n] = best(path[-1])
+                if n == most:
+                    break
+            advance(min(1, n))
     return [chosen[n] for n in sizes or [depth]], path
 
 

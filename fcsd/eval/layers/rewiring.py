@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.disk import file_sha256
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.eval.engines.engine import check_dtype
 from fcsd.models.build import decoder_layers, load_model, unwired, wire
+from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.models.wiring import Blocks, Wiring, hf_parts, plan_layers
 from fcsd.version import __version__
 
@@ -95,6 +95,7 @@ def load_subject(
     from fcsd.checkpoint import read_config, resolve
 
     check_dtype(dtype)
+    check_device(device)
     try:
         template = Wiring(wiring, (), variant=variant)
     except ValueError as error:
@@ -104,9 +105,9 @@ def load_subject(
         raise BadInputError(f"{path}: is converted already", "Name the original that it was converted from.")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cpu":
-        network = load_model(path, dtype=getattr(torch, dtype or "float32"), device=device)
+        network = load_model(path, dtype=getattr(torch, dtype or default_dtype(on_cpu=True)), device=device)
     else:
-        network = load_model(path, dtype=getattr(torch, dtype or "bfloat16"), device_map="auto")
+        network = load_model(path, dtype=getattr(torch, dtype or default_dtype(on_cpu=False)), device_map="auto")
     tokenizer = AutoTokenizer.from_pretrained(path)
     return Subject(path.resolve().name, model_sha256(path), network.eval(), tokenizer, template)
 

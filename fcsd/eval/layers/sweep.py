@@ -18,6 +18,7 @@ from fcsd.eval.perplexity import HeldOut, held_out_result
 from fcsd.eval.results import Result, is_accuracy, shown
 from fcsd.eval.statistics import paired_difference
 from fcsd.models.selection import layers_text
+from fcsd.progress import progress
 
 log = logging.getLogger(__name__)
 
@@ -107,16 +108,18 @@ def sweep_layers(
     measured: dict[Layers, list[Result]] = {}
     points_to_measure = dict.fromkeys(_layers(end, n, subject.depth) for n in numbers for end in ENDS)
     try:
-        for layers in points_to_measure:
-            results = cache.get([identity, layers])
-            if results is None:
-                with subject.converted(layers):
-                    results = measure()
-                cache.add([identity, layers], results)
-            measured[layers] = results
-            scores = "  ".join(f"{result['column']} {shown(result)[0]}" for result in results)
-            place = f"[{len(measured)} of {len(points_to_measure)}]"
-            log.info("layers %s converted: %s  %s", layers_text(layers), scores, place)
+        with progress("measuring points", len(points_to_measure)) as advance:
+            for layers in points_to_measure:
+                results = cache.get([identity, layers])
+                if results is None:
+                    with subject.converted(layers):
+                        results = measure()
+                    cache.add([identity, layers], results)
+                measured[layers] = results
+                scores = "  ".join(f"{result['column']} {shown(result)[0]}" for result in results)
+                place = f"[{len(measured)} of {len(points_to_measure)}]"
+                log.info("layers %s converted: %s  %s", layers_text(layers), scores, place)
+                advance(1)
     finally:
         cache.close()
     sweep = _sweep(subject, settings, numbers, measured)

@@ -66,19 +66,30 @@ def nearest(x):
 
 @triton.jit
 def least(x):
-    """The least value of each group: ``[groups, group / 8, 8] -> [groups]``."""
-    return tl.min(tl.min(x, 2), 1)
+    """The least value of each group: ``[parts, groups, lanes, 8] -> [groups]``."""
+    return tl.min(tl.min(tl.min(x, 3), 0), 1)
 
 
 @triton.jit
 def greatest(x):
-    return tl.max(tl.max(x, 2), 1)
+    return tl.max(tl.max(tl.max(x, 3), 0), 1)
+
+
+@triton.jit
+def _greater_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def greatest_or_nan(x):
+    """The greatest value of each group, or NaN if any value is NaN."""
+    return tl.reduce(tl.reduce(tl.reduce(x, 3, _greater_or_nan), 0, _greater_or_nan), 1, _greater_or_nan)
 
 
 @triton.jit
 def beside(x):
-    """One number for each group, ``[groups]``, in a shape that broadcasts over its values: ``[groups, 1, 1]``."""
-    return tl.expand_dims(tl.expand_dims(x, 1), 2)
+    """One number for each group, ``[groups]``, in a shape that broadcasts over its values: ``[1, groups, 1, 1]``."""
+    return tl.expand_dims(tl.expand_dims(tl.expand_dims(x, 0), 2), 3)
 
 
 @triton.jit
@@ -92,10 +103,10 @@ def whole(x, noise):
 
 @triton.jit
 def uniform(seed, place, pair, step, lane, eighth):
-    """``Draws.uniform`` of one row, for the blocks of eight values with the numbers ``place [groups, group / 8]``."""
+    """``Draws.uniform`` of one row, for the words with the numbers ``place [parts, groups, lanes]``."""
     zero = tl.zeros_like(place)
     a, b, c, d = tl.philox(seed, place, zero + pair.to(tl.int32), zero + step, zero + lane)
-    a, b, c, d = tl.expand_dims(a, 2), tl.expand_dims(b, 2), tl.expand_dims(c, 2), tl.expand_dims(d, 2)
+    a, b, c, d = tl.expand_dims(a, 3), tl.expand_dims(b, 3), tl.expand_dims(c, 3), tl.expand_dims(d, 3)
     word = tl.where(eighth < 4, tl.where(eighth < 2, a, b), tl.where(eighth < 6, c, d))
     half = (word >> ((eighth & 1) * 16).to(tl.uint32)) & 0xFFFF
     return half.to(tl.int32).to(tl.float32) * 1.52587890625e-05  # 2^-16

@@ -24,8 +24,15 @@ def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
     return reference.encode(rows, format, draws)
 
 
-def decode(records: Tensor, format: Format, width: int, dtype: torch.dtype) -> Tensor:
+def decode(records: Tensor, format: Format, width: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Decode records, uint8 ``[n, row_bytes]``, to rows ``[n, width]`` of ``dtype``, bf16 or fp32.
+
+    Args:
+        records: what to decode.
+        format: the format of the records.
+        width: the number of values of a row.
+        dtype: the dtype of the rows.
+        out: contiguous rows to write to and return; None makes new ones.
 
     Raises:
         ConfigError: the format's groups do not divide the row.
@@ -33,5 +40,6 @@ def decode(records: Tensor, format: Format, width: int, dtype: torch.dtype) -> T
     if records.is_cuda:
         from fcsd.kernels.bit_split import kernels
 
-        return kernels.decode(records, format, width, dtype)
-    return reference.decode(records, format, width, dtype)
+        return kernels.decode(records, format, width, dtype, out=out)
+    rows = reference.decode(records, format, width, dtype)
+    return rows if out is None else out.copy_(rows)

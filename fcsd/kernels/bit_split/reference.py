@@ -104,12 +104,12 @@ def _encode_integer(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, int32 ``[n, groups, group]``, scales and zeros, uint8 ``[n, groups]``; a code stands for exactly 0."""
     low, high = low.clamp(max=0), high.clamp(min=0)
-    code = scale.code_of((high - low) / _levels(low, format), format.rounding)
+    code = scale.code_of((high - low) * (1 / format.levels), format.rounding)
     broken = broken | (code > scale.GREATEST)
     code = code.clamp(0, scale.GREATEST)
-    step = scale.step_of(code)
-    zero = ((0 - low) / step).round().clamp(max=format.levels)
-    codes = (_whole(x * step.reciprocal().unsqueeze(2), noise) + zero.unsqueeze(2)).clamp(0, format.levels)
+    inverse = scale.step_of(code).reciprocal()
+    zero = ((0 - low) * inverse).round().clamp(max=format.levels)
+    codes = (_whole(x * inverse.unsqueeze(2), noise) + zero.unsqueeze(2)).clamp(0, format.levels)
     code = code.masked_fill(broken, scale.BROKEN)
     return codes.int(), code.to(torch.uint8), zero.to(torch.uint8)
 
@@ -119,7 +119,7 @@ def _encode_bf16(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, int32 ``[n, groups, group]``, scales and zeros, bf16 ``[n, groups]``; code 0 is the least value."""
     zero = low.to(torch.bfloat16)
-    step = ((high - zero.float()) / _levels(low, format)).clamp(min=_LEAST_STEP).to(torch.bfloat16)
+    step = ((high - zero.float()) * (1 / format.levels)).clamp(min=_LEAST_STEP).to(torch.bfloat16)
     broken = broken | ~step.isfinite() | ~zero.isfinite()
     codes = (x - zero.float().unsqueeze(2)) * step.float().reciprocal().unsqueeze(2)
     codes = _whole(codes.clamp(0, format.levels), noise)
@@ -130,11 +130,6 @@ def _encode_bf16(
 def _whole(x: Tensor, noise: Tensor | None) -> Tensor:
     """``x`` rounded to nearest, ties to even; with noise from [0, 1), ``x + noise`` rounded down."""
     return x.round() if noise is None else (x + noise).floor()
-
-
-def _levels(like: Tensor, format: Format) -> Tensor:
-    """The highest code, as a tensor: torch on GPUs replaces a division by a number by a product with 1 / number."""
-    return torch.full_like(like, format.levels)
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from fcsd.errors import ConfigError
 from fcsd.models.archs import Arch
 from fcsd.models.wiring import Blocks
-from fcsd.parallel.expert.block import ExpertBlock, Origin, Routing
+from fcsd.parallel.expert.block import ExpertBlock, ExpertOrder, Origin, Routing
 from fcsd.parallel.expert.placement import Placement
 
 # AutoEP keeps the gate, down and up projections of a rank's experts as w1, w2 and w3; transformers fuses gate and up.
@@ -90,6 +90,22 @@ class AutoEPBlock:
 
     def place(self, placement: Placement) -> None:
         setattr(self.layer, _PLACEMENT, placement)
+
+    def order(self, counts: Tensor, received: int) -> ExpertOrder:
+        from deepspeed.moe.ep_kernels import TOKEN_GROUP_ALIGN_SIZE_M, generate_permute_indices
+
+        ranks, slots = counts.shape
+        # As in AutoEP's own ``permute_by_local_expert``: every expert may need that many rows of zeros.
+        most = received + slots * TOKEN_GROUP_ALIGN_SIZE_M
+        most += -most % TOKEN_GROUP_ALIGN_SIZE_M
+        with torch.no_grad():
+            source, aligned, _ = generate_permute_indices(
+                counts.reshape(-1), slots, ranks, most, TOKEN_GROUP_ALIGN_SIZE_M, use_cpu=not counts.is_cuda
+            )
+        return ExpertOrder(source.long(), aligned, received)
+
+    def run_ordered(self, rows: Tensor, order: ExpertOrder) -> Tensor:
+        return self.layer.experts(rows, order.counts)
 
     def origin(self, name: str, blocks: Blocks) -> Origin | None:
         if name in _EXPERTS:

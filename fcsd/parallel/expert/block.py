@@ -36,6 +36,21 @@ class Origin(NamedTuple):
     of_experts: bool = False
 
 
+class ExpertOrder(NamedTuple):
+    """The rows that a rank has received, in the order in which its experts compute them.
+
+    Attributes:
+        source: int64 ``[rows]``, for each row in this order its number among those received, or -1 for a row of zeros
+            that fills up the rows of an expert.
+        counts: the number of rows of each expert in this order, those of zeros included, as the block needs it.
+        received: how many rows this rank has received.
+    """
+
+    source: Tensor
+    counts: Tensor
+    received: int
+
+
 class ExpertBlock(Protocol):
     """A MoE block as one rank of an expert-parallel group sees it."""
 
@@ -96,6 +111,22 @@ class ExpertBlock(Protocol):
 
     def place(self, placement: Placement) -> None:
         """Say that the experts are where ``placement`` says. The caller moves the weights."""
+        ...
+
+    def order(self, counts: Tensor, received: int) -> ExpertOrder:
+        """The order in which this rank's experts compute the rows that they received.
+
+        Args:
+            counts: ``[ranks, slots]`` as in ``run``.
+            received: the number of rows, the sum of ``counts``. The host knows it.
+        """
+        ...
+
+    def run_ordered(self, rows: Tensor, order: ExpertOrder) -> Tensor:
+        """Run this rank's experts on rows ``[rows, hidden]`` that are in the order of ``order``, as is the result.
+
+        The outputs of rows of zeros mean nothing.
+        """
         ...
 
     def origin(self, name: str, blocks: Blocks) -> Origin | None:

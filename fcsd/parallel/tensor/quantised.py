@@ -6,11 +6,13 @@
 With several chunks the steps of one chunk run while the records of another are on the wire. Each collective sends one
 tensor of records. A kernel that pipelines encoding, wire and sum over symmetric memory does not exist yet.
 
-On GPUs the whole all-reduce runs on a stream of its own. No GPU has run this file yet: its tests use gloo.
+On GPUs the whole all-reduce runs on a stream of its own. On two H200s with NVLink it is slower than NCCL's in bf16 at
+every size (docs/RESULTS.md, "Formats of the wire").
 """
 
 from collections import deque
 from collections.abc import Generator
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -82,28 +84,24 @@ def all_reduce(x: Tensor, format: Format, topology: Topology) -> Work:
     rows = cut(x.detach(), format, ranks if near is None else near)  # refuses a format before anything is sent
     if x.is_cuda:
         return _OnStream(x, rows, format, topology)
-    return _Stepwise(x, _run(rows, format, topology))
+    return _Stepwise(x, rows, format, topology)
 
 
-def _run(rows: Tensor, format: Format, topology: Topology) -> Generator[None, None, Tensor]:
-    """Run all steps of all chunks. It pauses when the first messages are sent, and returns the sum ``[n, width]``."""
+def _run(rows: Tensor, format: Format, topology: Topology) -> Generator[None, None, None]:
+    """Run all steps of all chunks, which replace ``rows`` by the sum. It pauses when the first messages are sent."""
     if topology.near is None:
         ranks = dist.get_world_size(topology.whole)
-        every = [two_step(part, format, ranks) for part in split(rows, ranks, topology.chunks)]
+        every = [two_step(part, format, ranks, out=part) for part in split(rows, ranks, topology.chunks)]
     else:
         ranks = dist.get_world_size(topology.near)
-        every = [hierarchical(part, format, ranks) for part in split(rows, ranks, topology.chunks)]
-    waiting = deque((chunk, steps, _send(next(steps), topology)) for chunk, steps in enumerate(every))
-    sums: dict[int, Tensor] = {}
+        every = [hierarchical(part, format, ranks, out=part) for part in split(rows, ranks, topology.chunks)]
+    waiting = deque((steps, _send(next(steps), topology)) for steps in every)
     yield
     while waiting:
-        chunk, steps, (arriving, work) = waiting.popleft()
+        steps, (arriving, work) = waiting.popleft()
         work.wait()
-        try:
-            waiting.append((chunk, steps, _send(steps.send(arriving), topology)))
-        except StopIteration as done:
-            sums[chunk] = done.value
-    return torch.cat([sums[chunk] for chunk in range(len(every))]) if every else rows
+        with suppress(StopIteration):
+            waiting.append((steps, _send(steps.send(arriving), topology)))
 
 
 def _send(message: Message, topology: Topology) -> tuple[Tensor, Work]:
@@ -120,18 +118,17 @@ def _send(message: Message, topology: Topology) -> tuple[Tensor, Work]:
 
 
 class _Stepwise:
-    """An all-reduce whose first messages are sent. ``wait`` runs the other steps and writes the sum into ``x``."""
+    """An all-reduce whose first messages are sent. ``wait`` runs the other steps, after which ``x`` is the sum."""
 
-    def __init__(self, x: Tensor, run: Generator[None, None, Tensor]) -> None:
-        self._x, self._run = x, run
-        next(run)
+    def __init__(self, x: Tensor, rows: Tensor, format: Format, topology: Topology) -> None:
+        self._x, self._rows, self._run = x, rows, _run(rows, format, topology)
+        next(self._run)
 
     def wait(self) -> None:
         """See ``Work``."""
-        try:
-            next(self._run)
-        except StopIteration as done:
-            _write(self._x, done.value)
+        next(self._run, None)
+        if self._rows.data_ptr() != self._x.data_ptr():  # rows of zeros were added
+            _write(self._x, self._rows)
 
 
 class _OnStream:
@@ -141,7 +138,7 @@ class _OnStream:
         stream = _stream(x.device)
         stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(stream):
-            _Stepwise(x, _run(rows, format, topology)).wait()
+            _Stepwise(x, rows, format, topology).wait()
             self._done = stream.record_event()
         self._kept = rows  # the stream reads it, and its memory may belong to another stream
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from fcsd.errors import ConfigError
+from fcsd.errors import ConfigError, unknown_value
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel import order
 from fcsd.parallel.tensor.quantised import Topology, all_reduce
@@ -78,7 +78,7 @@ def format_of(kind: Kind) -> Format | None:
     if kind.startswith(_QUANTISED):
         return Format.parse(kind.removeprefix(_QUANTISED))
     if kind not in KINDS:
-        raise ConfigError(f"unknown kind of reduction {kind!r}", hint=f"one of {', '.join(KINDS)}")
+        raise unknown_value("kind of reduction", kind, KINDS)
     return None
 
 

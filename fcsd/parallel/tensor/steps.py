@@ -12,11 +12,11 @@ import math
 from collections.abc import Generator
 from typing import Literal, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fcsd.kernels.bit_split import Format, decode, encode
+from fcsd.kernels.bit_split.moves import encode_sum
 
 # The ranks among which a message travels: all of them, those of one node, or those with the same place in every node.
 Scope = Literal["whole", "near", "far"]
@@ -41,22 +41,22 @@ class Message(NamedTuple):
 Steps = Generator[Message, Tensor, Tensor]
 
 
-def two_step(rows: Tensor, format: Format, ranks: int) -> Steps:
+def two_step(rows: Tensor, format: Format, ranks: int, out: Tensor | None = None) -> Steps:
     """Sum rows over ``ranks`` in two steps: each rank sums its share of the rows, and all ranks gather the sums.
 
     Args:
         rows: this rank's rows ``[n, width]``; ``ranks`` divides ``n``.
         format: the format of the wire in both steps.
         ranks: the number of ranks.
+        out: where the sum is written, contiguous and of the shape of the rows; it may be the rows. None makes a tensor.
     """
     width = rows.shape[1]
     arrived = yield Message("all-to-all", "whole", _shares(rows, format, ranks))
-    sums = encode(_added(arrived, format, width), format)
-    gathered = yield Message("all-gather", "whole", sums)
-    return decode(gathered.flatten(0, 1), format, width, rows.dtype)
+    gathered = yield Message("all-gather", "whole", encode_sum(arrived, format, width))
+    return decode(gathered.flatten(0, 1), format, width, rows.dtype, out)
 
 
-def hierarchical(rows: Tensor, format: Format, node_size: int) -> Steps:
+def hierarchical(rows: Tensor, format: Format, node_size: int, out: Tensor | None = None) -> Steps:
     """Sum rows inside each node, then across the nodes, and gather the sums inside each node.
 
     A rank sums its share of the rows of its node. It exchanges this sum with the ranks that have the same place in the
@@ -66,14 +66,13 @@ def hierarchical(rows: Tensor, format: Format, node_size: int) -> Steps:
         rows: this rank's rows ``[n, width]``; ``node_size`` divides ``n``.
         format: the format of the wire in all three steps.
         node_size: the number of ranks in each node.
+        out: as in ``two_step``.
     """
     width = rows.shape[1]
     arrived = yield Message("all-to-all", "near", _shares(rows, format, node_size))
-    of_node = encode(_added(arrived, format, width), format)
-    of_nodes = yield Message("all-gather", "far", of_node)
-    sums = encode(_added(of_nodes, format, width), format)
-    gathered = yield Message("all-gather", "near", sums)
-    return decode(gathered.flatten(0, 1), format, width, rows.dtype)
+    of_nodes = yield Message("all-gather", "far", encode_sum(arrived, format, width))
+    gathered = yield Message("all-gather", "near", encode_sum(of_nodes, format, width))
+    return decode(gathered.flatten(0, 1), format, width, rows.dtype, out)
 
 
 def cut(x: Tensor, format: Format, ranks: int) -> Tensor:
@@ -104,11 +103,3 @@ def _shares(rows: Tensor, format: Format, ranks: int) -> Tensor:
     """The records of each rank's share of the rows: ``[ranks, n / ranks, row_bytes]``."""
     records = encode(rows, format)
     return records.view(ranks, len(rows) // ranks, records.shape[1])
-
-
-def _added(records: Tensor, format: Format, width: int) -> Tensor:
-    """The sum, fp32 ``[n, width]``, of records ``[ranks, n, row_bytes]``, from the first rank to the last."""
-    total = decode(records[0], format, width, torch.float32)
-    for one in records[1:]:
-        total += decode(one, format, width, torch.float32)
-    return total

@@ -9,7 +9,9 @@ from torch import Tensor
 class Codec(Protocol):
     """Encodes rows as records and decodes them, on the current stream.
 
-    ``Exchange`` sends the records through any transport, which copies them unchanged.
+    ``Exchange`` sends the records through any transport, which copies them unchanged. A codec may move rows as well: it
+    may make several records of a row, and it may decode another number of rows than there are records. The codec of the
+    gradients then moves them back.
     """
 
     def encode(self, rows: Tensor) -> Tensor:

@@ -160,6 +160,7 @@ def test_experts_spread_over_two_ranks_score_the_same(model, mirror, tmp_path):
     [
         (VLLM, r"vLLM is not installed"),
         (Engine(backend="tpu"), "unknown backend"),
+        (Engine(device="gpu"), "unknown device"),
         (Engine(generation="fast"), "unknown generation"),
         (Engine(ep_size=2), "does not divide 1 processes"),
         (Engine(ep_size=2, device="auto"), "--ep-size needs several processes"),

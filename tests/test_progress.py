@@ -1,15 +1,15 @@
-"""How far an evaluation is, without a terminal: lines with total and time left, and never too many."""
+"""How far long work is, without a terminal: lines with total and time left, and never too many."""
 
 import logging
 
 import pytest
 
-from fcsd.eval.progress import line, progress
+from fcsd.progress import line, progress
 
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, "fcsd.eval.progress")
+    caplog.set_level(logging.INFO, "fcsd.progress")
     return caplog
 
 
@@ -18,10 +18,10 @@ def run(pieces: int, seconds_each: float, quiet: bool = False) -> None:
     with progress("scoring", pieces, quiet=quiet, clock=lambda: now) as advance:
         for _ in range(pieces):
             now += seconds_each
-            advance()
+            advance(1)
 
 
-def test_a_long_evaluation_says_total_and_time_left(said: pytest.LogCaptureFixture) -> None:
+def test_long_work_says_total_and_time_left(said: pytest.LogCaptureFixture) -> None:
     run(20, 30.0)
     assert said.messages[0] == "scoring: 2 of 20 (10 %), 0:09:00 left"
     assert len(said.messages) == 9, "one line a minute, none at the end"
@@ -35,3 +35,4 @@ def test_a_short_one_and_another_rank_say_nothing(said: pytest.LogCaptureFixture
 
 def test_hours() -> None:
     assert line("generating", 100, 400, 3600.0) == "generating: 100 of 400 (25 %), 3:00:00 left"
+    assert line("copying, GB", 7.3, 61.06, 60.0) == "copying, GB: 7 of 61 (11 %), 0:07:22 left"

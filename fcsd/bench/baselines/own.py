@@ -1,0 +1,29 @@
+"""The side of fcsd: the feed, the engine, the loss and the step of ``fcsd distill``."""
+
+from fcsd.bench.baselines.setting import Setting, Watch
+from fcsd.distill import update
+from fcsd.distill.engine import build_engine
+from fcsd.distill.feed import feeding
+from fcsd.distill.step import launch_step
+from fcsd.distill.teacher.original import pack_attention
+from fcsd.distill.teacher.targets import live_teacher
+
+
+def distill(setting: Setting, watch: Watch) -> float:
+    """A ``Side``: takes the steps as ``fcsd distill`` does."""
+    recipe, world = setting.recipe, setting.world
+    pack_attention(setting.teacher, recipe)
+    teacher = live_teacher(setting.teacher, recipe.objective)
+    engine = build_engine(setting.new_student(), recipe, world)
+    update.install(engine, recipe)
+    loss = float("nan")
+    with feeding(setting.rows, recipe, world, 1, watch.steps) as feed:
+        for step in range(1, watch.steps + 1):
+            micros = feed.take()
+            watch.waited = feed.waited
+            launched = launch_step(engine, teacher, micros, recipe, world, step)
+            if step == 1:
+                loss = launched.metrics()["loss"]
+            watch.ended(step)
+    engine.destroy()
+    return loss

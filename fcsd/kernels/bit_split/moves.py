@@ -1,0 +1,136 @@
+"""Encodes rows where they are packed for the wire, and decodes records where they are ordered for the experts.
+
+Each function equals two steps of which it saves the tensor between them: ``encode_at`` moves rows and encodes them, the
+others decode records and move or sum the rows. On GPUs each is one Triton kernel of ``kernels``. Elsewhere torch makes
+the two steps; these functions are the references of the kernels, which agree in every bit. Only the sums of
+``decode_dots`` are added in another order.
+
+Places are int64. -1 stands for no record.
+"""
+
+import torch
+from torch import Tensor
+
+from fcsd.kernels import rows_reference
+from fcsd.kernels.bit_split import reference
+from fcsd.kernels.bit_split.format import Format
+
+
+def encode_at(rows: Tensor, format: Format, weight: Tensor | None, places: Tensor, count: int) -> Tensor:
+    """Encode each row at its places: ``records[places[i, k]] = encode(weight[i, k] * rows[i])``.
+
+    A row without weights is encoded once for all its places. The product with a weight is computed in fp32, or wider,
+    and rounded to the dtype of the rows.
+
+    Args:
+        rows: bf16 or fp32 ``[n, width]``.
+        format: the format of the records.
+        weight: ``[n, most]``; None stands for ones.
+        places: ``[n, most]``. Every record is named once.
+        count: the number of records.
+
+    Returns: uint8 ``[count, row_bytes]``.
+
+    Raises:
+        ConfigError: the format's groups do not divide the row.
+    """
+    if rows.is_cuda:
+        from fcsd.kernels.bit_split import kernels
+
+        return kernels.encode(rows, format, weight=weight, places=places, count=count)
+    moved = rows.new_empty(count, rows.shape[1])
+    rows_reference.spread(rows, weight, places, moved)
+    return reference.encode(moved, format)
+
+
+def decode_from(records: Tensor, format: Format, width: int, dtype: torch.dtype, source: Tensor) -> Tensor:
+    """Decode the record ``source[i]`` as row i: ``[len(source), width]`` of ``dtype``, bf16 or fp32.
+
+    A row without a record, where ``source`` is -1, is zero.
+
+    Raises:
+        ConfigError: the format's groups do not divide the row.
+    """
+    if records.is_cuda:
+        from fcsd.kernels.bit_split import kernels
+
+        return kernels.decode(records, format, width, dtype, source)
+    rows = torch.zeros(len(source), width, dtype=dtype, device=records.device)
+    there = source >= 0
+    rows[there] = reference.decode(records[source[there]], format, width, dtype)
+    return rows
+
+
+def decode_sum(
+    records: Tensor, format: Format, width: int, dtype: torch.dtype, weight: Tensor | None, places: Tensor
+) -> Tensor:
+    """Decode the records of each row and sum them: row i is the sum over k of ``weight[i, k] * records[places[i, k]]``.
+
+    Each record is decoded to ``dtype``. Products and sums are computed in fp32 in the order of k, and rounded once.
+
+    Args:
+        records: uint8 ``[records, row_bytes]``.
+        format: their format.
+        width: the number of values of a row.
+        dtype: bf16 or fp32.
+        weight: ``[n, most]``; None stands for ones.
+        places: ``[n, most]``.
+
+    Returns: ``[n, width]`` of ``dtype``.
+
+    Raises:
+        ConfigError: the format's groups do not divide the row.
+    """
+    if records.is_cuda:
+        from fcsd.kernels.bit_split import kernels
+
+        return kernels.decode_sum(records, format, width, dtype, weight, places)
+    sums = torch.empty(len(places), width, dtype=dtype, device=records.device)
+    rows_reference.collect(reference.decode(records, format, width, dtype), weight, places, sums)
+    return sums
+
+
+def encode_sum(records: Tensor, format: Format, width: int) -> Tensor:
+    """Encode the sum of records that hold the same row on several ranks.
+
+    Records are decoded to fp32 and added from the first rank to the last.
+
+    Args:
+        records: uint8 ``[ranks, n, row_bytes]``.
+        format: the format of these records and of the result.
+        width: the number of values of a row.
+
+    Returns: uint8 ``[n, row_bytes]``.
+
+    Raises:
+        ConfigError: the format's groups do not divide the row.
+    """
+    if records.is_cuda:
+        from fcsd.kernels.bit_split import kernels
+
+        return kernels.encode_sum(records, format, width)
+    total = reference.decode(records[0], format, width, torch.float32)
+    for one in records[1:]:
+        total += reference.decode(one, format, width, torch.float32)
+    return reference.encode(total, format)
+
+
+def decode_dots(records: Tensor, format: Format, rows: Tensor, places: Tensor) -> Tensor:
+    """The scalar product of each row with each of its decoded records, fp32 ``[n, most]``; 0 where there is none.
+
+    Each record is decoded to the dtype of the rows.
+
+    Args:
+        records: uint8 ``[records, row_bytes]``.
+        format: their format.
+        rows: bf16 or fp32 ``[n, width]``.
+        places: ``[n, most]``.
+
+    Raises:
+        ConfigError: the format's groups do not divide the row.
+    """
+    if records.is_cuda:
+        from fcsd.kernels.bit_split import kernels
+
+        return kernels.decode_dots(records, format, rows, places)
+    return rows_reference.dots(rows, reference.decode(records, format, rows.shape[1], rows.dtype), places)

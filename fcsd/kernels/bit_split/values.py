@@ -1,0 +1,254 @@
+"""Functions of the Triton kernels in ``kernels``: the values of a program become codes, scales and zeros, and back.
+
+A program holds some groups of one row as ``[PARTS, groups, LANES, 8]``. The eight values of the last axis are one word
+of each plane. ``LANES`` neighbouring threads and ``PARTS`` words in each of them share a group: value ``v`` of a group
+is at ``[v // 8 // LANES, group, v // 8 % LANES, v % 8]``. With several words of a group in one thread, fewer threads
+repeat the arithmetic of the group's scale.
+"""
+
+import triton
+import triton.language as tl
+
+from fcsd.kernels.bit_split.arithmetic import (
+    beside,
+    code_of,
+    from_bf16,
+    greatest,
+    greatest_or_nan,
+    least,
+    nearest,
+    numbers,
+    step_of,
+    to_bf16,
+    whole,
+)
+
+
+@triton.jit
+def words_of(group, GROUP: tl.constexpr, PARTS: tl.constexpr):
+    """The number of each word in its row, ``[PARTS, groups, LANES]``, for the groups with the numbers ``group``."""
+    LANES: tl.constexpr = GROUP // (8 * PARTS)  # pyright: ignore[reportOperatorIssue]
+    part, lane = tl.arange(0, PARTS)[:, None, None], tl.arange(0, LANES)[None, None, :]
+    return group[None, :, None] * (GROUP // 8) + part * LANES + lane
+
+
+@triton.jit
+def eighths():
+    """The place of each value in its word, ``[1, 1, 1, 8]``."""
+    return tl.arange(0, 8)[None, None, None, :]
+
+
+@triton.jit
+def encode_values(
+    x,
+    place,
+    noise,
+    BITS: tl.constexpr,
+    SPIKES: tl.constexpr,
+    INTEGER: tl.constexpr,
+    CLIP: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    GROUP: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Encode values ``x``, fp32.
+
+    Args:
+        place: the place of each value in its group.
+        noise: random numbers in the shape of ``x``, or None.
+        EXACT: whether the values come from bf16, so that the zero of a group is exactly its least value.
+
+    Returns: codes, int32 in the shape of ``x``; and for each group its scale, its zero, its spikes in bf16, and their
+        places. Without spikes the last four mean nothing.
+    """
+    LEVELS: tl.constexpr = (1 << BITS) - 1  # pyright: ignore[reportOperatorIssue]
+    plain: tl.constexpr = not SPIKES and not INTEGER and noise is None  # pyright: ignore[reportAssignmentType]
+    if plain:  # the general case below computes the same, with more instructions for each value
+        low, high = least(x), greatest_or_nan(x)
+        low = tl.where(tl.abs(low) < 1.1754943508222875e-38, 0.0, low)
+        high = tl.where(tl.abs(high) < 1.1754943508222875e-38, 0.0, high)
+        finite = (tl.abs(low) < float("inf")) & (tl.abs(high) < float("inf"))  # not true for NaN
+        broken = tl.where(finite, 0, 1) != 0
+        low, high = tl.where(broken, 0.0, low), tl.where(broken, 0.0, high)
+    else:
+        exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
+        broken = greatest((exponent == 0x7F800000).to(tl.int32)) != 0
+        x = tl.where((exponent == 0x7F800000) | (exponent == 0), 0.0, x)
+        low, high = least(x), greatest(x)
+
+    least_bits, greatest_bits, least_at, greatest_at = 0, 0, 0, 0
+    if SPIKES:
+        least_at = least(tl.where(x == beside(low), place, GROUP))
+        greatest_at = least(tl.where(x == beside(high), place, GROUP))
+        x = tl.where((place == beside(least_at)) | (place == beside(greatest_at)), 0.0, x)
+        least_bits, greatest_bits = to_bf16(low), to_bf16(high)
+        low, high = least(x) * CLIP, greatest(x) * CLIP
+
+    ones = tl.full(low.shape, 1.0, tl.float32)
+    if INTEGER:
+        low, high = tl.minimum(low, 0.0), tl.maximum(high, 0.0)
+        scale = code_of((high - low) * (1.0 / LEVELS), ROUNDING)
+        broken = broken | (scale > 254)
+        scale = tl.minimum(tl.maximum(scale, 0), 254)
+        inverse = tl.div_rn(ones, step_of(scale))
+        zero = tl.minimum(nearest((0.0 - low) * inverse), LEVELS)
+        x = whole(x * beside(inverse), noise) + beside(zero)
+        codes = tl.minimum(tl.maximum(x, 0.0), LEVELS).to(tl.int32)
+        scale, zero = tl.where(broken, 255, scale), zero.to(tl.int32)
+    else:
+        zero = to_bf16(low)
+        low = from_bf16(zero)
+        scale = to_bf16(tl.maximum((high - low) * (1.0 / LEVELS), 7.888609052210118e-31))  # 2^-100
+        broken = broken | ((scale & 0x7F80) == 0x7F80) | ((zero & 0x7F80) == 0x7F80)
+        x = (x - beside(low)) * beside(tl.div_rn(ones, from_bf16(scale)))
+        if not EXACT or not plain:
+            x = tl.maximum(x, 0.0)
+        x = tl.minimum(x, LEVELS)
+        if noise is not None:
+            x = tl.floor(x + noise)
+        # An fp32 number near 1.5 * 2^23 has no fraction bits, and its lowest bits are the whole number that was added.
+        codes = (x + 12582912.0).to(tl.int32, bitcast=True) & beside(tl.where(broken, 0, LEVELS))
+        scale, zero = tl.where(broken, 0x7FC0, scale), tl.where(broken, 0, zero)
+    return codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at
+
+
+@triton.jit
+def _store_plane(plane, word, codes, inside, BITS: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr):
+    """Store ``BITS`` bits of each code, from bit ``SHIFT`` on; ``word`` numbers the blocks of eight values in a row."""
+    MASK: tl.constexpr = (1 << BITS) - 1  # pyright: ignore[reportOperatorIssue]
+    fields = codes >> SHIFT
+    if not TOP:
+        fields = fields & MASK
+    words = tl.sum(fields.to(tl.uint32) << (eighths() * BITS).to(tl.uint32), 3)
+    if BITS == 4:
+        tl.store(plane.to(tl.pointer_type(tl.uint32)) + word, words, mask=inside)
+    elif BITS == 2:
+        tl.store(plane.to(tl.pointer_type(tl.uint16)) + word, words.to(tl.uint16), mask=inside)
+    else:
+        tl.store(plane + word, words.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _load_plane(plane, word, inside, BITS: tl.constexpr, SHIFT: tl.constexpr):
+    """Load the bits of each code that ``_store_plane`` stored, shifted to their place in the code."""
+    if BITS == 4:
+        words = tl.load(plane.to(tl.pointer_type(tl.uint32)) + word, mask=inside, other=0)
+    elif BITS == 2:
+        words = tl.load(plane.to(tl.pointer_type(tl.uint16)) + word, mask=inside, other=0).to(tl.uint32)
+    else:
+        words = tl.load(plane + word, mask=inside, other=0).to(tl.uint32)
+    fields = tl.expand_dims(words, 3) >> (eighths() * BITS).to(tl.uint32)
+    MASK: tl.constexpr = (1 << BITS) - 1  # pyright: ignore[reportOperatorIssue]
+    return (fields & MASK).to(tl.int32) << SHIFT
+
+
+@triton.jit
+def store_record(
+    record,
+    codes,
+    scale,
+    zero,
+    least_bits,
+    greatest_bits,
+    least_at,
+    greatest_at,
+    word,
+    group,
+    inside,
+    WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPIKES: tl.constexpr,
+    INTEGER: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ENDS: tl.constexpr,
+    INDICES: tl.constexpr,
+):
+    """Store what ``encode_values`` returns in the record that begins at ``record``.
+
+    Args:
+        word: the numbers of the words, ``[PARTS, groups, LANES]``.
+        group: the numbers of the groups.
+        inside: which of the groups the row has.
+    """
+    COUNT: tl.constexpr = WIDTH // GROUP  # pyright: ignore[reportOperatorIssue]
+    scales, zeros = numbers(record + SCALES, INTEGER), numbers(record + ZEROS, INTEGER)
+    tl.store(scales + group, scale.to(scales.dtype.element_ty), mask=inside)
+    tl.store(zeros + group, zero.to(zeros.dtype.element_ty), mask=inside)
+    if SPIKES:
+        ends, indices = numbers(record + ENDS, False), numbers(record + INDICES, INTEGER)
+        tl.store(ends + group, least_bits.to(tl.uint16), mask=inside)
+        tl.store(ends + COUNT + group, greatest_bits.to(tl.uint16), mask=inside)
+        tl.store(indices + group, least_at.to(indices.dtype.element_ty), mask=inside)
+        tl.store(indices + COUNT + group, greatest_at.to(indices.dtype.element_ty), mask=inside)
+    words_inside = inside[None, :, None] & (word >= 0)
+    plane = record
+    if BITS == 8:
+        column = tl.expand_dims(word, 3) * 8 + eighths()
+        tl.store(plane + column, codes.to(tl.uint8), mask=tl.expand_dims(words_inside, 3) & (column >= 0))
+    if BITS < 8 and BITS & 4:
+        _store_plane(plane, word, codes, words_inside, 4, BITS & 3, True)
+        plane += WIDTH // 2
+    if BITS & 2:
+        _store_plane(plane, word, codes, words_inside, 2, BITS & 1, BITS < 4)
+        plane += WIDTH // 4
+    if BITS & 1:
+        _store_plane(plane, word, codes, words_inside, 1, 0, False)
+
+
+@triton.jit
+def load_values(
+    record,
+    word,
+    group,
+    inside,
+    WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPIKES: tl.constexpr,
+    INTEGER: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ENDS: tl.constexpr,
+    INDICES: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Decode the groups ``group`` of a record: values, fp32, and which groups are to be NaN; see ``store_record``."""
+    COUNT: tl.constexpr = WIDTH // GROUP  # pyright: ignore[reportOperatorIssue]
+    words_inside = inside[None, :, None] & (word >= 0)
+    step = tl.load(numbers(record + SCALES, INTEGER) + group, mask=inside, other=0).to(tl.int32)
+    zero = tl.load(numbers(record + ZEROS, INTEGER) + group, mask=inside, other=0).to(tl.int32)
+    plane = record
+    if BITS == 8:
+        column = tl.expand_dims(word, 3) * 8 + eighths()
+        every = tl.expand_dims(words_inside, 3) & (column >= 0)
+        codes = tl.load(plane + column, mask=every, other=0).to(tl.int32)
+    else:
+        codes = tl.zeros([1, 1, 1, 8], tl.int32)
+    if BITS < 8 and BITS & 4:
+        codes = codes | _load_plane(plane, word, words_inside, 4, BITS & 3)
+        plane += WIDTH // 2
+    if BITS & 2:
+        codes = codes | _load_plane(plane, word, words_inside, 2, BITS & 1)
+        plane += WIDTH // 4
+    if BITS & 1:
+        codes = codes | _load_plane(plane, word, words_inside, 1, 0)
+
+    if INTEGER:
+        broken = step == 255
+        x = (codes - beside(zero)).to(tl.float32) * beside(step_of(step))
+    else:
+        broken = (step & 0x7FFF) > 0x7F80  # NaN
+        whole_codes = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0  # without a conversion
+        x = whole_codes * beside(from_bf16(step)) + beside(from_bf16(zero))
+    if SPIKES:
+        LANES: tl.constexpr = GROUP // (8 * PARTS)  # pyright: ignore[reportOperatorIssue]
+        in_group = tl.arange(0, PARTS)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
+        place = tl.expand_dims(in_group, 3) * 8 + eighths()
+        ends, indices = numbers(record + ENDS, False), numbers(record + INDICES, INTEGER)
+        for end in tl.static_range(2):
+            value = from_bf16(tl.load(ends + end * COUNT + group, mask=inside, other=0))
+            at = tl.load(indices + end * COUNT + group, mask=inside, other=0).to(tl.int32)
+            x = tl.where(place == beside(at), beside(value), x)
+    return x, broken

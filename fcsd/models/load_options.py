@@ -1,0 +1,32 @@
+"""The data types and the devices for which a command may load weights."""
+
+import re
+
+from fcsd.errors import unknown_value
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Refuses a data type that is not supported; None stands for the default.
+
+    Raises:
+        ConfigError: the data type is not in ``DTYPES``. The message names those that are.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise unknown_value("dtype", dtype, DTYPES)
+
+
+def check_device(device: str | None, *others: str) -> None:
+    """Refuses a device other than ``cpu``, ``cuda``, ``cuda:N`` and ``others``; None stands for the default.
+
+    Raises:
+        ConfigError: the device is another one. The message names those that are possible.
+    """
+    if device is not None and device not in others and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise unknown_value("device", device, ("cuda", "cpu", *others))
+
+
+def default_dtype(on_cpu: bool) -> str:
+    """The data type without ``--dtype``: float32 on the CPU, which is fast in no other one, and bfloat16 on GPUs."""
+    return "float32" if on_cpu else "bfloat16"

@@ -1,0 +1,52 @@
+"""Shows the progress of long work: a bar on a terminal, and elsewhere a log line at intervals."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+# Seconds between two lines in a log file.
+INTERVAL_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def progress(
+    what: str, total: float, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[float], None]]:
+    """Yields a function that the caller calls with the amount of work that was done since the call before.
+
+    On a terminal a bar shows percentage and time left. Elsewhere a line is logged at most every ``INTERVAL_S``
+    seconds, with what is done, the total, the percentage and the time left. The time left is estimated as if the rest
+    were as fast. Work that takes less than ``INTERVAL_S`` seconds logs nothing.
+
+    Args:
+        what: the kind of work, e.g. ``scoring``, and its unit, if it is not a number of things.
+        total: the amount of all work.
+        quiet: show nothing, as on all ranks but the first.
+        clock: a function that returns the time in seconds.
+    """
+    done, began = 0.0, clock()
+    said = began
+    with tqdm(total=total, desc=what, disable=True if quiet else None, leave=False) as bar:
+
+        def advance(amount: float) -> None:
+            nonlocal done, said
+            done += amount
+            bar.update(amount)
+            now = clock()
+            if bar.disable and not quiet and now - said >= INTERVAL_S and done < total:
+                said = now
+                log.info("%s", line(what, done, total, now - began))
+
+        yield advance
+
+
+def line(what: str, done: float, total: float, seconds: float) -> str:
+    """The log line after ``seconds`` of work, for example ``scoring: 1200 of 4800 (25 %), 0:12:00 left``."""
+    left = round(seconds / done * (total - done))
+    percent, time_left = int(100 * done / total), f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
+    return f"{what}: {done:.0f} of {total:.0f} ({percent} %), {time_left} left"

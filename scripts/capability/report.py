@@ -1,0 +1,293 @@
+"""Writes docs/CAPABILITY.md and its picture from the stored results of the capability study.
+
+    python scripts/capability/report.py [--results docs/results/capability.jsonl] [--page docs/CAPABILITY.md]
+
+A table appears when its runs are stored; the page names those that are missing. Results of trials, which used a limit
+on questions or other budgets, are refused.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs as a program, too
+
+from scripts.capability.picture import PAPERS, Point, draw
+from scripts.capability.results import read_lines
+from scripts.capability.runs import LAYERS, SHARES, SWEEP_STEPS, TABLE_1, TABLE_2, TEXTS, studies
+from scripts.capability.scores import Estimate, Scores, fit, scores_of, tokens_to
+
+from fcsd.markdown import table
+
+Lines = dict[str, dict[str, Any]]
+REACHED = 0.99
+HEAD = """# Capability: how far healing goes
+
+<!-- scripts/capability/report.py writes this page from docs/results/capability.jsonl; do not edit it. -->
+
+FarSkip's claim is that a rewired model that learns from its own original keeps the original's capability, and that
+fine-tuning on the same text does not. These runs repeat its experiments on the bundled teacher and its benchmarks,
+under the suite `strict`, without a limit on questions. The items are about a small closed world
+([assets/README.md](../assets/README.md)), so the scores say how well the methods heal, and nothing about knowledge.
+
+`scripts/reproduce_capability.sh` does the runs; `scripts/capability/runs.py` has their recipes. Batch size and learning
+rate were chosen by the training loss of runs of {steps} steps, in two stages, for KL and SFT alike (FarSkip §5.1,
+scaled down). The teacher was trained on {tokens:,.0f} M tokens. Device: {devices}.
+
+- *same* is the teacher's own mixture. *other* is other real text, and questions of the same forms about other facts;
+  of *other-10* and *other-20*, 10 and 20 % have wrong answers. *none* is real text alone.
+- Differences are in points from the teacher, paired by question. ± is one standard error, over questions and seeds.
+- *Above chance* is the mean over benchmarks of (score - chance) / (teacher - chance). *Won back* is that of (score -
+  untrained) / (teacher - untrained), and *loss won back* the same of the held-out loss."""
+
+
+class Models:
+    """The stored lines of models, and what they score."""
+
+    def __init__(self, lines: Lines) -> None:
+        self.lines = {name: line for name, line in lines.items() if "run" in line}
+        self.teacher, self.untrained = self.lines["teacher-all"], self.lines["untrained-all"]
+
+    def seeds(self, method: str, text: str = "", share: float = 0.0, layers: str = "all", stop: str = "") -> list[dict]:
+        """The lines of the runs that differ in the seed alone."""
+        wanted = (method, text, share, layers, stop)
+        keys = ("method", "text", "share", "layers", "early_stop")
+        return [line for line in self.lines.values() if tuple(line["run"][key] for key in keys) == wanted]
+
+    def scores(self, lines: Sequence[dict]) -> Scores:
+        return scores_of(lines, self.teacher, self.untrained)
+
+
+def page(lines: Lines, picture: Path) -> str:
+    """The page. The picture is drawn if its runs are stored.
+
+    Raises:
+        ValueError: the lines are of trials, or of teachers with different budgets.
+    """
+    models = Models(lines)
+    budgets = {line["teacher_tokens"] for line in models.lines.values()}
+    if len(budgets) != 1 or any(line["limit"] for line in models.lines.values()):
+        raise ValueError("the results are of trials with a limit, or of different teachers, and make no page")
+    tokens = budgets.pop()
+    devices = ", ".join(sorted({line["device"] for line in models.lines.values()}))
+    parts = [HEAD.format(steps=SWEEP_STEPS, tokens=tokens / 1e6, devices=devices), table_1(models), kinds(models)]
+    parts += [recovery(models, tokens, picture), table_2(models), figure_3(models), early_stop(models)]
+    parts += [annealed(models, tokens), chosen(lines)]
+    missing = {study: [run.name for run in runs if run.name not in models.lines] for study, runs in studies().items()}
+    left = [f"- {study}: {len(names)} of {len(studies()[study])} runs" for study, names in missing.items() if names]
+    parts.append("\n".join(["## Not run", "", *left]) if left else "")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def table_1(models: Models) -> str:
+    """Every benchmark for the teacher, the untrained conversion, and KL and SFT on two kinds of text."""
+    rows = {"teacher": [models.teacher], "untrained": [models.untrained]}
+    for text in ("same", "other"):
+        for method in ("KL", "SFT"):
+            if found := models.seeds(method, text, TABLE_1, stop="best"):
+                rows[f"{method}, {text}"] = found
+    if len(rows) == 2:
+        return ""
+    scores = {name: models.scores(found) for name, found in rows.items()}
+    first = scores["teacher"]
+    body = [
+        [name, *(f"{s.tasks[c]:.1f}" for c in first.tasks), f"{sum(s.tasks.values()) / len(s.tasks):.1f}"]
+        for name, s in scores.items()
+    ]
+    differences = [[c, *(_pm(s.below[c], sign=True) for s in list(scores.values())[1:])] for c in first.below]
+    return "\n\n".join(
+        [
+            f"## Table 1: {TABLE_1:.0%} of the teacher's tokens",
+            "MBPP+ is scored ten times in a run, and the best checkpoint is kept, for KL and SFT alike.",
+            table(["Model", *first.tasks, "Avg"], body),
+            "Differences from the teacher:",
+            table(["Benchmark", *list(scores)[1:]], differences),
+            _summary(scores),
+        ]
+    )
+
+
+def kinds(models: Models) -> str:
+    """What the text is."""
+    found = {
+        f"{method}, {text}": models.scores(lines)
+        for text in TEXTS
+        for method in ("KL", "SFT")
+        if (lines := models.seeds(method, text, SHARES[2]))
+    }
+    return f"## The text, at {SHARES[2]:.0%} of the tokens\n\n{_summary(found)}" if found else ""
+
+
+def recovery(models: Models, tokens: int, picture: Path) -> str:
+    """Recovery over tokens, with the extrapolation."""
+    named = [(method, text) for text in ("same", "other") for method in ("KL", "SFT")]
+    found = {f"{method}, {text}": _points(models, method, text, tokens) for method, text in named}
+    curves = {name: points for name, points in found.items() if len(points) > 2}
+    if not curves:
+        return ""
+    draw(curves, picture)
+    heads = [f"{share:.1%}" for share in SHARES]
+    body = []
+    for name, points in curves.items():
+        at = dict(points)
+        body.append([name, *(_pm(at[s * tokens], 100) if s * tokens in at else "-" for s in SHARES)])
+    lines = []
+    for name, points in curves.items():
+        line = fit(points)
+        for budget, size in PAPERS.items():
+            value, low, high = line.at(size)
+            lines.append([name, budget, f"{100 * value:.1f} %", f"{100 * low:.1f} to {100 * high:.1f} %"])
+    return "\n\n".join(
+        [
+            "## Recovery over tokens",
+            f"![Recovery over training tokens](results/{picture.name})",
+            "Above chance, in % of the teacher, by the share of its tokens:",
+            table(["Method, text", *heads], body),
+            "Extrapolated by a power law of the missing share in the number of tokens. The range is the central 95 % "
+            "of fits to points moved by their standard errors; it does not say whether the law holds so far out.",
+            table(["Method, text", "at", "above chance", "range"], lines, left=2),
+        ]
+    )
+
+
+def _points(models: Models, method: str, text: str, tokens: int) -> list[Point]:
+    found = []
+    for share in SHARES:
+        if lines := models.seeds(method, text, share, stop="best" if share == TABLE_1 else ""):
+            found.append((share * tokens, models.scores(lines).above_chance))
+    return found
+
+
+def table_2(models: Models) -> str:
+    """The rows of FarSkip Table 2, in the order of the study."""
+    rows = {run.method: run for run in studies()["table-2"] if run.text}
+    found = {
+        method: models.scores(lines)
+        for method, run in rows.items()
+        if (lines := models.seeds(method, "same", run.share, run.layers))
+    }
+    for share in (50, 75, 90):
+        if lines := models.seeds("untrained", layers=f"{share}%"):
+            found[f"untrained, last {share}%"] = models.scores(lines)
+    if not any(method in found for method in rows):
+        return ""
+    note = "All rows have the batch and the rate that were chosen for KL; the weight of the L2 term has its own sweep."
+    return f"## Table 2: {TABLE_2:.0%} of the tokens, *same*\n\n{note}\n\n{_summary(found)}"
+
+
+def figure_3(models: Models) -> str:
+    """Untrained conversions of the first and the last N layers."""
+    body = []
+    for n in range(1, LAYERS):
+        lines = [models.seeds("untrained", layers=f"{end}:{n}") for end in ("first", "last")]
+        if all(lines):
+            body.append([str(n), *(_pm(models.scores(found).below["Avg"], sign=True) for found in lines)])
+    if not body:
+        return ""
+    return f"## Figure 3: the first and the last N layers, untrained\n\n{table(['N', 'first', 'last'], body)}"
+
+
+def early_stop(models: Models) -> str:
+    """The run that was provoked to collapse."""
+    lines = [line for line in models.lines.values() if line["run"]["early_stop"] == "collapse"]
+    if not lines:
+        return ""
+    line = lines[0]
+    best = max(line["scores"], key=lambda score: score[1])
+    last = line["scores"][-1]
+    ended = f"stopped at step {line['steps']} of {line['planned_steps']}"
+    said = (
+        f"A run with ten times the chosen learning rate was scored {len(line['scores'])} times on 40 problems. Its "
+        f"best score is {100 * best[1]:.1f} at step {best[0]}, its last one {100 * last[1]:.1f} at step {last[0]}. It "
+        f"{ended}. The exported checkpoint is the best one:"
+    )
+    return f"## Early stopping by MBPP+\n\n{said}\n\n{_summary({'exported': models.scores(lines)})}"
+
+
+def annealed(models: Models, tokens: int) -> str:
+    """Annealed wiring against plain KL."""
+    runs = [run for run in studies()["anneal"] if run.text]
+    methods, shares = list(dict.fromkeys(run.method for run in runs)), sorted({run.share for run in runs})
+    body = []
+    for method in methods:
+        found = {share: lines for share in shares if (lines := models.seeds(method, "same", share))}
+        if len(found) < 2:
+            continue
+        scores = {share: models.scores(lines) for share, lines in found.items()}
+        reached = tokens_to(REACHED, [(share * tokens, s.above_chance[0]) for share, s in scores.items()])
+        cells = [_with_seconds(scores[share]) if share in scores else "-" for share in shares]
+        body.append([method, *cells, f"{reached / 1e6:.1f} M" if reached else "not reached"])
+    if not body:
+        return ""
+    head = ["Method", *(f"{share:.1%} of the tokens" for share in shares), f"tokens to {REACHED:.0%}"]
+    note = (
+        "Above chance, in % of the teacher, and the seconds in steps. One GPU exchanges nothing that could be hidden."
+    )
+    return f"## Annealed wiring\n\n{note}\n\n{table(head, body)}"
+
+
+def _with_seconds(scores: Scores) -> str:
+    return f"{_pm(scores.above_chance, 100)} ({scores.seconds:.0f} s)"
+
+
+def chosen(lines: Lines) -> str:
+    """The values that the sweeps chose."""
+    found = {name: line["chosen"] for name, line in lines.items() if "chosen" in line}
+    keys = list(dict.fromkeys(key for values in found.values() for key in values))
+    body = [[name, *(str(values.get(key, "-")) for key in keys)] for name, values in found.items()]
+    return f"## Chosen values\n\n{table(['sweep', *keys], body)}" if body else ""
+
+
+def _summary(scores: dict[str, Scores]) -> str:
+    body = [
+        [
+            name,
+            _pm(s.below["Avg"], sign=True),
+            _pm(s.of_teacher, 100),
+            _pm(s.above_chance, 100),
+            _pm(s.won_back, 100),
+            _pm(s.loss_won_back, 100),
+            str(s.seeds),
+        ]
+        for name, s in scores.items()
+    ]
+    head = [
+        "",
+        "Avg minus teacher",
+        "% of teacher",
+        "above chance, %",
+        "won back, %",
+        "held-out loss won back, %",
+        "models",
+    ]
+    return table(head, body)
+
+
+def _pm(estimate: Estimate | None, scale: float = 1, sign: bool = False) -> str:
+    if estimate is None:
+        return "-"
+    value, error = scale * estimate[0], scale * estimate[1]
+    return f"{value:+.1f} ± {error:.1f}" if sign else f"{value:.1f} ± {error:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("docs/results/capability.jsonl"))
+    parser.add_argument("--page", type=Path, default=Path("docs/CAPABILITY.md"))
+    args = parser.parse_args()
+    lines = read_lines([args.results])
+    if not {"teacher-all", "untrained-all"} <= lines.keys():
+        raise SystemExit(
+            f"{args.results} has no results of the teacher and the untrained conversion; run a study first"
+        )
+    try:
+        text = page(lines, args.page.parent / "results" / "capability.png")
+    except ValueError as error:
+        raise SystemExit(f"{args.results}: {error}") from error
+    args.page.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

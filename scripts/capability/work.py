@@ -1,0 +1,276 @@
+"""Does runs of the capability study in a piece of at most ten minutes, several models at a time on one GPU.
+
+    python scripts/capability/work.py table-1 recovery --work DIR --new FILE [--results FILE ...] [--minutes 9]
+
+Runs whose line is in one of the results are not repeated. At the end of the time, runs that have not ended save a
+checkpoint; the same command with the same DIR continues them. A line is added to FILE for every sweep and every model
+that has ended. First come the texts, then the sweeps, then the runs in the order of the studies.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs as a program, too
+
+from scripts.capability.results import append, packed, read_lines
+from scripts.capability.runs import (
+    KL,
+    STARTING_VALUES,
+    SWEEP_STEPS,
+    TEXTS,
+    Run,
+    recipe_of,
+    studies,
+    sweep_recipe,
+    text_name,
+    text_share,
+)
+
+from fcsd.distill.run.report import read_metrics
+from fcsd.distill.sweep.search import RECORD
+from fcsd.eval.results import read_directory
+
+ROOT = Path(__file__).resolve().parents[2]
+TEACHER, MIRROR, HELD_OUT = "assets/teacher", "assets/mirror", "assets/corpus/held_out.jsonl"
+FCSD = [sys.executable, "-m", "fcsd"]
+PREEMPTED = (143, -signal.SIGTERM)
+SAVING = 45.0  # seconds between the request to end and the end of the time
+
+
+class OutOfTimeError(Exception):
+    """A command was ended because the time of this piece is over; a later piece continues it."""
+
+
+class Clock:
+    """Runs commands until the time is over, and then asks those that still run to save and end."""
+
+    def __init__(self, minutes: float) -> None:
+        self._ends = time.monotonic() + 60 * minutes - SAVING
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(max(0.0, self._ends - time.monotonic()), self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def run(self, command: list[str], log: Path, env: dict[str, str]) -> None:
+        """Run a command; its output goes to the end of ``log``.
+
+        Raises:
+            OutOfTimeError: the time was over before the command ended.
+            RuntimeError: the command failed.
+        """
+        with self._lock:
+            if time.monotonic() >= self._ends:
+                raise OutOfTimeError
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as file:
+                process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
+            self._running.add(process)
+        code = process.wait()
+        with self._lock:
+            self._running.remove(process)
+        if code in PREEMPTED:
+            raise OutOfTimeError
+        if code:
+            raise RuntimeError(f"exit code {code}: {' '.join(command)}\n{log.read_text(errors='replace')[-1500:]}")
+
+    def stop(self) -> None:
+        """The time no longer counts."""
+        self._timer.cancel()
+
+    def _end(self) -> None:
+        with self._lock:
+            for process in self._running:
+                process.terminate()
+
+
+class Study:
+    """The state of a piece of work: what is known, where it lies, and how commands run."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.work = args.work.resolve()
+        self.clock = Clock(args.minutes)
+        self.lines = read_lines([*args.results, args.new])
+        self.lock = threading.Lock()
+        self.env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.work / "cache")}
+        self.env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        self.env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // args.processes))
+
+    @property
+    def chosen(self) -> dict[str, dict[str, Any]]:
+        """The values that the sweeps chose, by the name of the sweep."""
+        return {name: line["chosen"] for name, line in self.lines.items() if "chosen" in line}
+
+    def store(self, line: dict[str, Any]) -> None:
+        """Add a line to the new results, with what it depends on."""
+        about = {"teacher_tokens": self.args.teacher_tokens, "limit": self.args.limit, "device": device_name(self.args)}
+        line |= about | {"versions": {name: version(name) for name in ("torch", "transformers", "deepspeed")}}
+        with self.lock:
+            self.lines[line["name"]] = line
+            append(self.args.new, line)
+
+    def fcsd(self, words: list[str], log: str, number: int) -> None:
+        """Run a command of fcsd. Models in work take the GPUs in turn."""
+        gpu = {"CUDA_VISIBLE_DEVICES": str(number % self.args.gpus)} if self.args.device == "cuda" else {}
+        env = self.env | gpu
+        self.clock.run([*FCSD, *words], self.work / "logs" / f"{log}.log", env)
+
+
+def device_name(args: argparse.Namespace) -> str:
+    """The name of the GPU, or of the processor."""
+    if args.device != "cuda":
+        return platform.processor() or platform.machine()
+    import torch
+
+    return torch.cuda.get_device_name(0)
+
+
+def write_text(study: Study, kind: str, share: float) -> None:
+    """Write and tokenise a text that is long enough for ``share`` of the teacher's tokens."""
+    name = text_name(kind, share)
+    out, log = study.work / "text" / name, f"text-{name}"
+    if (out / "tokenised").exists():
+        return
+    what, wrong = TEXTS[kind]
+    command = [sys.executable, "scripts/capability/text.py", "--kind", what, "--wrong", str(wrong)]
+    command += ["--tokens", str(round(share * study.args.teacher_tokens)), "--out", str(out)]
+    source = study.args.teacher_text if what == "same" else study.args.other_text
+    command += ["--text", str(source)] if source else []
+    study.clock.run(command, study.work / "logs" / f"{log}.log", study.env)
+    # The dry run tokenises the text into the cache of ``datasets``, so that runs that start together find it there.
+    first = Run("tokenise", kind, share, settings=KL)
+    recipe = recipe_of(first, {first.values_from: STARTING_VALUES}, study.args.teacher_tokens, study.work, "cpu")
+    study.fcsd(["distill", str(_write_recipe(study, log, recipe)), "--dry-run"], log, 0)
+    (out / "tokenised").touch()
+
+
+def sweep(study: Study, name: str, number: int) -> None:
+    """Do a sweep, or continue it, and store what it chose."""
+    recipe = sweep_recipe(name, study.chosen, study.args.sweep_steps, study.work, study.args.device)
+    study.fcsd(["distill", "--sweep", str(_write_recipe(study, name, recipe))], f"sweep-{name}", number)
+    record = json.loads((Path(recipe["output_dir"]) / RECORD).read_text())
+    found = record["trials"]
+    trials = {key: {"values": entry["values"], "value": entry.get("value")} for key, entry in found.items()}
+    values = found[record["stages"][-1]["chosen"]]["values"]
+    if name == "hidden-same":
+        values = {**study.chosen["kl-same"], **values}
+    study.store({"name": name, "chosen": values, "trials": trials})
+
+
+def do_run(study: Study, run: Run, number: int) -> None:
+    """Train and evaluate a model, or continue, and store its line."""
+    line: dict[str, Any] = {"name": run.name, "run": run.to_json()}
+    if run.text:
+        recipe = recipe_of(run, study.chosen, study.args.teacher_tokens, study.work, study.args.device)
+        words = ["distill", str(_write_recipe(study, run.name, recipe))]
+        study.fcsd([*words, *(["--accept-unsafe-exec"] if run.early_stop else [])], run.name, number)
+        out = Path(recipe["output_dir"])
+        model, metrics = out / "final", read_metrics(out)
+        line |= {"lr": recipe["optim"]["lr"], "batch_tokens": recipe["train"]["batch_tokens"]}
+        line |= {"steps": metrics[-1]["step"], "seconds": seconds_in_steps(metrics), "metrics": metrics[-1]}
+        line["planned_steps"] = recipe["train"]["steps"]
+        line["scores"] = [[record["step"], record["score"]] for record in metrics if "score" in record]
+    elif run.method == "teacher":
+        model = ROOT / TEACHER
+    else:
+        model = study.work / "untrained" / run.layers.replace(":", "-").replace("%", "-per-cent")
+        if not (model / "config.json").exists():
+            words = ["convert", TEACHER, str(model), "--wiring", "farskip", "--layers", run.layers]
+            study.fcsd(words, run.name, number)
+    out = study.work / "eval" / run.name
+    words = ["eval", str(model), "--suite", "strict", "--data-mirror", MIRROR, "--held-out", HELD_OUT]
+    words += ["--out", str(out), "--device", study.args.device, "--accept-unsafe-exec"]
+    words += ["--limit", str(study.args.limit)] if study.args.limit else []
+    study.fcsd(words, run.name, number)
+    line["results"] = [packed(result) for result in read_directory(out)]
+    study.store(line)
+
+
+def seconds_in_steps(metrics: list[dict[str, Any]]) -> float:
+    """The time that a run spent in steps. ``seconds`` in its records begins anew when the run is resumed."""
+    after = [*(record["seconds"] for record in metrics[1:]), 0.0]
+    return sum(record["seconds"] for record, later in zip(metrics, after, strict=True) if later < record["seconds"])
+
+
+def _write_recipe(study: Study, name: str, recipe: dict[str, Any]) -> Path:
+    path = study.work / "recipes" / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(recipe, indent=1))
+    return path
+
+
+def missing(study: Study, names: Iterable[str]) -> tuple[list[Run], list[str]]:
+    """The runs of the studies that have no line yet, and the sweeps that these need and that have none."""
+    runs = {run.name: run for name in names for run in studies()[name] if run.name not in study.lines}
+    needed = [run.values_from for run in runs.values() if run.values_from]
+    needed += [v for run in runs.values() if isinstance(v := run.settings.get("objective.hidden.weight"), str)]
+    return list(runs.values()), [name for name in dict.fromkeys(needed) if name not in study.lines]
+
+
+def texts_of(runs: list[Run], sweeps: list[str]) -> list[tuple[str, float]]:
+    """The texts that runs and sweeps need: their kinds, and their lengths as shares of the teacher's tokens."""
+    needed = [(name.partition("-")[2], text_share(0.0)) for name in sweeps]
+    return list(dict.fromkeys([*needed, *((run.text, text_share(run.share)) for run in runs if run.text)]))
+
+
+def together(study: Study, jobs: list[Callable[[int], None]]) -> bool:
+    """Do jobs, several at a time. Failures are printed and do not stop the others. Returns whether all ended."""
+    with ThreadPoolExecutor(study.args.processes) as pool:
+        futures: list[Future[None]] = [pool.submit(job, number) for number, job in enumerate(jobs)]
+        errors = [error for future in futures if (error := future.exception())]
+    for error in errors:
+        if not isinstance(error, OutOfTimeError):
+            print(f"failed: {error}", file=sys.stderr)
+    return not errors
+
+
+def main() -> int:
+    args = _arguments().parse_args()
+    study = Study(args)
+    runs, sweeps = missing(study, args.studies)
+    texts = texts_of(runs, sweeps)
+    done = together(study, [lambda _, k=kind, s=share: write_text(study, k, s) for kind, share in texts])
+    last = [name for name in sweeps if name == "hidden-same"]  # it needs the values of another sweep
+    for stage in ([name for name in sweeps if name not in last], last):
+        done = done and together(study, [lambda n, s=name: sweep(study, s, n) for name in stage])
+    if done:
+        done = together(study, [lambda n, r=run: do_run(study, r, n) for run in runs])
+    study.clock.stop()
+    left, _ = missing(study, args.studies)
+    print(f"{len(runs) - len(left)} of {len(runs)} runs done; left: {', '.join(run.name for run in left) or 'none'}")
+    return 0 if done else 1
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="+", choices=list(studies()))
+    parser.add_argument("--work", type=Path, required=True, help="texts, runs and evaluations; kept between pieces")
+    parser.add_argument("--new", type=Path, required=True, help="file that gets the lines of this piece")
+    parser.add_argument("--results", type=Path, nargs="*", default=[], help="files with the lines of earlier pieces")
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--processes", type=int, default=8, help="models at a time")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--teacher-tokens", type=int, required=True, help="tokens that the teacher was trained on")
+    parser.add_argument("--teacher-text", type=Path, help="the teacher's real text; default: runs/teacher/train.jsonl")
+    parser.add_argument("--other-text", type=Path, help="other real text; default: the installed Python packages")
+    parser.add_argument("--sweep-steps", type=int, default=SWEEP_STEPS)
+    parser.add_argument("--limit", type=int, help="questions of each benchmark; for trials of this script alone")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

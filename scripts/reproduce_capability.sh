@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# FarSkip's experiments on quality, with the bundled teacher, in pieces of at most ten minutes: text to heal on, choice
+# of batch and rate, training, evaluation under the suite `strict`, and docs/CAPABILITY.md from the stored results.
+# Usage: scripts/reproduce_capability.sh WORK STUDY...      one piece of work; start it again until nothing is left
+#        scripts/reproduce_capability.sh page               docs/CAPABILITY.md from docs/results/capability.jsonl
+#   WORK  keeps texts, runs and evaluations between pieces. A piece that finds no WORK repeats the runs that had not
+#         ended, and no others.
+#   STUDY table-1, text (the kinds of text), recovery (over tokens), table-2, figure-3, early-stop, anneal
+# Every model and every sweep that ends adds a line to NEW. Append these to docs/results/capability.jsonl, which the
+# next piece reads: runs that are in either file are not repeated.
+# Environment: NEW=WORK/new.jsonl  MINUTES=9  PROCESSES=8 (models at a time)  GPUS=1  DEVICE=cuda  PYTHON=python3
+#   TEACHER_TOKENS=1669595136 (both runs of the teacher's training)  TEACHER_TEXT=runs/teacher/train.jsonl
+#   (scripts/teacher/corpus.py writes it)  OTHER_TEXT=the installed Python packages
+# It needs no network. On a machine that has torch, transformers, accelerate, pandas, pyarrow and matplotlib, these
+# wheels are missing, 17 MB in all. Fetch them where there is a network, and install them with --no-deps:
+#   pip download -d wheels --no-deps --only-binary :all: --python-version 3.12 --platform manylinux2014_x86_64 \
+#     hjson pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection 'datasets==5.2.*' dill \
+#     'multiprocess==0.70.19' 'lm-eval==0.4.13' 'evaluate==0.4.6' 'evalplus==0.3.1' appdirs termcolor tree-sitter \
+#     tree-sitter-python
+#   pip wheel -w wheels --no-deps 'deepspeed==0.19.8' tempdir wget      # these have no wheel; DS_BUILD_OPS=0
+# The list was read off the modules that `fcsd eval --suite strict` imports, and the versions are those of the tests.
+# No GPU has run this script yet.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ $# -gt 0 ] || { sed -n '4,14s/^# *//p' "$0" >&2; exit 2; }
+python="${PYTHON:-python3}" stored=docs/results/capability.jsonl
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+if [ "$1" = page ]; then
+  exec "$python" scripts/capability/report.py --results "$stored"
+fi
+[ $# -gt 1 ] || { sed -n '4,14s/^# *//p' "$0" >&2; exit 2; }
+work="$1"
+shift
+exec "$python" scripts/capability/work.py "$@" --work "$work" --new "${NEW:-$work/new.jsonl}" --results "$stored" \
+  --minutes "${MINUTES:-9}" --processes "${PROCESSES:-8}" --gpus "${GPUS:-1}" --device "${DEVICE:-cuda}" \
+  --teacher-tokens "${TEACHER_TOKENS:-1669595136}" ${TEACHER_TEXT:+--teacher-text "$TEACHER_TEXT"} \
+  ${OTHER_TEXT:+--other-text "$OTHER_TEXT"}

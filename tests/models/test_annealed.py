@@ -1,0 +1,116 @@
+"""An annealed wiring is the original at weight 0, itself at weight 1, and the sum over what is in flight in between."""
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from fcsd.errors import ConfigError
+from fcsd.models import wiring as reference
+from fcsd.models.annealed import anneal
+from fcsd.models.build import converted_config, decoder_layers, model_classes, unwired, wire
+from fcsd.models.wiring import Wiring
+
+ALL = (0, 1, 2, 3)
+WIRINGS = [Wiring("farskip", ALL), Wiring("ladder", (1, 2, 3)), Wiring("ladder", ALL, distance=2)]
+ARCHS = ("llama", "deepseek_v2", "qwen3_moe")
+
+
+def rewired(arch: str, wiring: Wiring):
+    """An original and its conversion with the same weights, both in training mode."""
+    original = tiny.model(arch, initializer_range=0.1)
+    config = converted_config(original.config, wiring.to_block())
+    model = model_classes(arch)["AutoModelForCausalLM"](config)
+    model.load_state_dict(original.state_dict())
+    return original.train(), model.train()
+
+
+def logits_and_gradients(model) -> list[Tensor]:
+    ids = tiny.tokens()
+    model.zero_grad(set_to_none=False)
+    out = model(ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    return [
+        out.logits.detach(),
+        *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()),
+    ]
+
+
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    """The norm of the difference, divided by that of ``expected``; 0 if both are 0."""
+    return float((value - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("wiring", WIRINGS, ids=lambda wiring: f"{wiring.name}-{wiring.distance}")
+def test_both_ends(arch: str, wiring: Wiring) -> None:
+    original, model = rewired(arch, wiring)
+    wired = logits_and_gradients(model)
+    annealing = anneal(model)
+    assert same(logits_and_gradients(model), wired)  # weight 1
+    annealing.weight = 0.0
+    for value, expected in zip(logits_and_gradients(model), logits_and_gradients(original), strict=True):
+        assert relative_error(value, expected) < 1e-5
+    model.eval()
+    assert torch.equal(model(tiny.tokens(), use_cache=False).logits.detach(), wired[0])  # only training is annealed
+    model.train()
+    wire(model, unwired())
+    assert same(logits_and_gradients(model), logits_and_gradients(original))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("wiring", WIRINGS, ids=lambda wiring: f"{wiring.name}-{wiring.distance}")
+def test_between_them_a_read_adds_its_share_of_what_is_in_flight(
+    arch: str, wiring: Wiring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model = rewired(arch, wiring)
+    anneal(model).weight = 0.3
+    annealed = logits_and_gradients(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert same(logits_and_gradients(model), annealed)
+
+    _, plain = rewired(arch, wiring)
+
+    def read(streams, depth):
+        available, streams = streams[: depth + 1][-1], streams[: depth + 1]
+        in_flight = streams[0] - available
+        return available + 0.7 * in_flight, streams
+
+    wired = logits_and_gradients(plain)
+    monkeypatch.setattr(reference, "read", read)
+    for value, expected in zip(annealed, logits_and_gradients(plain), strict=True):
+        assert relative_error(value, expected) < 1e-5
+    assert relative_error(annealed[0], wired[0]) > 1e-2
+
+
+def test_compiled_layers_take_a_new_weight_without_being_compiled_again() -> None:
+    _, model = rewired("llama", WIRINGS[0])
+    annealing, graphs = anneal(model), []
+    expected = []
+    for step in range(8):
+        annealing.weight = step / 7
+        expected.append(model(tiny.tokens(), use_cache=False).logits.detach())
+    for layer in decoder_layers(model):
+        layer.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    for step, logits in enumerate(expected):
+        annealing.weight = step / 7
+        assert relative_error(model(tiny.tokens(), use_cache=False).logits.detach(), logits) < 1e-5
+    assert len(graphs) <= 3 * len(ALL)  # for the first weight, for any weight, and for weight 1
+
+
+def test_weights_and_config_know_nothing_of_it() -> None:
+    _, model = rewired("deepseek_v2", WIRINGS[0])
+    before = (model.config.to_dict(), [name for name, _ in model.state_dict().items()])
+    anneal(model).weight = 0.5
+    assert (model.config.to_dict(), [name for name, _ in model.state_dict().items()]) == before
+
+
+def test_what_cannot_be_annealed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no rewired layer"):
+        anneal(tiny.model("llama"))
+    with pytest.raises(ConfigError, match="desync-2x cannot be annealed"):
+        anneal(rewired("llama", Wiring("desync-2x", ALL, tp_degree=2))[1])

@@ -1,0 +1,159 @@
+"""The capability study: its runs are recipes, its scores follow from the answers, its page from the stored lines."""
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripts.capability import report
+from scripts.capability.results import append, packed, read_lines, unpacked
+from scripts.capability.runs import STARTING_VALUES, Run, recipe_of, studies, sweep_recipe, sweeps
+from scripts.capability.scores import fit, scores_of, tokens_to
+from scripts.capability.work import seconds_in_steps, texts_of
+
+from fcsd.config import load_recipe
+from fcsd.eval.suite import SUITES
+
+TOKENS = 1_000_000_000
+CHOSEN = {name: {**STARTING_VALUES, "objective.hidden.weight": 1e-3} for name in sweeps()}
+
+
+def line_of(run: Run, quality: float, **changes: Any) -> dict[str, Any]:
+    """A stored line of a model that knows each of 40 answers with a probability; answers follow from the name."""
+    draw = random.Random(run.name)
+    results = []
+    for benchmark in SUITES["strict"]:
+        level = (benchmark.chance or 0) / 100
+        items = [float(draw.random() < level + quality * (1 - level)) for _ in range(40)]
+        own = {"column": benchmark.column, "metric": "acc", "value": sum(items) / 40, "stderr": 0.05, "n": 40}
+        results.append(own | {"chance": benchmark.chance, "items": items, "settings_sha256": "s", "data_sha256": "d"})
+    texts = [[10 * (2 - quality) + draw.random(), 10] for _ in range(8)]
+    loss = {"column": "Held-out loss", "metric": "nll_per_token", "value": 1.0, "stderr": 0.1, "n": 80, "chance": None}
+    results.append(loss | {"items": texts, "settings_sha256": "s", "data_sha256": "d"})
+    line = {"name": run.name, "run": run.to_json(), "results": [packed(result) for result in results]}
+    line |= {"teacher_tokens": TOKENS, "limit": None, "device": "a GPU"}
+    if run.text:
+        line |= {"seconds": 100.0, "scores": [[1, 0.5], [2, 0.7], [3, 0.1]], "steps": 3, "planned_steps": 9}
+    return line | changes
+
+
+def quality(run: Run) -> float:
+    if not run.text:
+        return {"teacher": 0.97, "untrained": 0.2}[run.method]
+    return (0.9 if run.method.startswith("KL") else 0.7) + 0.02 * math.log10(run.share)
+
+
+@pytest.fixture(scope="module")
+def lines() -> dict[str, dict[str, Any]]:
+    """A line for every run of every study."""
+    return {run.name: line_of(run, quality(run)) for runs in studies().values() for run in runs}
+
+
+def test_every_run_and_every_sweep_is_a_recipe(tmp_path: Path) -> None:
+    named: dict[str, Run] = {}
+    for run in [run for runs in studies().values() for run in runs]:
+        assert named.setdefault(run.name, run).to_json() == run.to_json()
+    for run in filter(lambda run: run.text, named.values()):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(json.dumps(recipe_of(run, CHOSEN, TOKENS, tmp_path, "cuda")))
+        recipe = load_recipe(path).recipe
+        assert recipe.train.steps * recipe.train.batch_tokens == pytest.approx(run.share * TOKENS, rel=0.02)
+        assert (recipe.objective.sft > 0) == run.method.startswith("SFT")
+        assert (recipe.early_stop.metric == "mbpp_plus") == bool(run.early_stop)
+    for name in sweeps():
+        (tmp_path / "sweep.yaml").write_text(json.dumps(sweep_recipe(name, CHOSEN, 50, tmp_path, "cpu")))
+        assert load_recipe(tmp_path / "sweep.yaml").recipe.sweep is not None
+
+
+def test_the_batch_changes_at_an_equal_number_of_steps(tmp_path: Path) -> None:
+    rows = {run.method: run for run in studies()["table-2"] if run.text}
+    made = {method: recipe_of(run, CHOSEN, TOKENS, tmp_path, "cuda")["train"] for method, run in rows.items()}
+    assert made["KL, 4x batch"]["batch_tokens"] == 4 * made["KL"]["batch_tokens"]
+    assert made["KL, 0.25x batch"]["batch_tokens"] == made["KL"]["batch_tokens"] / 4
+    assert len({train["steps"] for train in made.values()}) == 1
+
+
+def test_a_text_is_long_enough_and_runs_have_it_in_common(tmp_path: Path) -> None:
+    runs = [Run("KL", "same", 0.01), Run("SFT", "same", 0.005), Run("KL", "same", 0.2), Run("teacher")]
+    assert texts_of(runs, ["sft-other"]) == [("other", 0.004), ("same", 0.01), ("same", 0.1)]
+    for run in runs[:3]:
+        recipe = recipe_of(Run(run.method, run.text, run.share), CHOSEN, TOKENS, tmp_path, "cuda")
+        (source,) = recipe["data"]["sources"]
+        assert Path(source["path"]).parent.name == {0.2: "same-10pct"}.get(run.share, "same-1pct")
+
+
+def test_the_time_of_a_resumed_run_is_that_of_all_its_parts() -> None:
+    assert seconds_in_steps([{"seconds": s} for s in (1.0, 5.0, 9.0, 2.0, 4.0)]) == 13
+
+
+def test_lines_keep_the_answers(tmp_path: Path) -> None:
+    line = line_of(Run("teacher"), 0.5)
+    append(tmp_path / "a.jsonl", line)
+    append(tmp_path / "a.jsonl", line | {"device": "another"})
+    found = read_lines([tmp_path / "a.jsonl", tmp_path / "none.jsonl"])
+    assert list(found) == [line["name"]] and found[line["name"]]["device"] == "another"
+    first = line["results"][0]
+    assert set(first["items"]) == {"0", "1"} and unpacked(first)["items"] == [float(digit) for digit in first["items"]]
+
+
+def test_scores_are_paired_and_corrected_for_chance() -> None:
+    teacher, untrained = line_of(Run("teacher"), 1.0), line_of(Run("untrained"), 0.0)
+    same = scores_of([teacher], teacher, untrained)
+    assert same.below["Avg"][0] == 0 and same.above_chance[0] == same.of_teacher[0] == 1
+    floor = scores_of([untrained], teacher, untrained)
+    assert floor.won_back is not None and floor.won_back[0] == 0 and floor.loss_won_back == (0, 0)
+    assert abs(floor.above_chance[0]) < 0.1 < floor.of_teacher[0]  # guessing is worth nothing above chance
+    seeds = [line_of(Run("KL", "same", 0.1, seed), 0.8) for seed in range(3)]
+    three, one = scores_of(seeds, teacher, untrained), scores_of(seeds[:1], teacher, untrained)
+    assert three.seeds == 3 and three.above_chance[0] == pytest.approx(0.8, abs=0.08)
+    means = [scores_of([line], teacher, untrained).below["Avg"][0] for line in seeds]
+    assert three.below["Avg"][0] == pytest.approx(sum(means) / 3)
+    assert 0 < three.above_chance[1] < one.above_chance[1]
+    other = json.loads(json.dumps(untrained))
+    other["results"][0]["data_sha256"] = "x"
+    with pytest.raises(ValueError, match="different questions"):
+        scores_of([other], teacher, untrained)
+
+
+def test_a_power_law_is_found_again() -> None:
+    points = [(10.0**n, (1 - 0.5 * 10 ** (-0.3 * (n - 5)), 0.01)) for n in range(5, 9)]
+    found = fit(points)
+    value, low, high = found.at(1e10)
+    assert found.b == pytest.approx(-0.3) and value == pytest.approx(1 - 0.5 * 10**-1.5)
+    assert low < value < high <= 1
+    assert tokens_to(0.9, [(1e6, 0.8), (1e8, 1.0)]) == pytest.approx(1e7)
+    assert tokens_to(0.9, [(1e6, 0.95)]) == 1e6 and tokens_to(0.99, [(1e6, 0.8), (1e8, 0.98)]) is None
+
+
+def test_the_page_has_every_study(lines: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    sweep = {"kl-same": {"name": "kl-same", "chosen": STARTING_VALUES, "trials": {}}}
+    text = report.page(lines | sweep, tmp_path / "capability.png")
+    assert (tmp_path / "capability.png").stat().st_size > 10_000
+    studied = ("Table 1", "The text", "Recovery over", "Table 2", "Figure 3", "Early stopping", "Annealed", "Chosen")
+    for heading in studied:
+        assert f"\n## {heading}" in text
+    assert "Not run" not in text
+    (last,) = [row for row in text.splitlines() if row.startswith("| KL, last 50%")]
+    found = scores_of(
+        [line for line in lines.values() if line["run"]["method"] == "KL, last 50%"],
+        lines["teacher-all"],
+        lines["untrained-all"],
+    )
+    assert f"{100 * found.above_chance[0]:.1f} ± {100 * found.above_chance[1]:.1f}" in last
+    assert last.split("|")[-2].strip() == "3"  # seeds
+    assert "best score is 70.0 at step 2, its last one 10.0 at step 3. It stopped at step 3 of 9" in " ".join(
+        text.split()
+    )
+
+
+def test_the_page_says_what_was_not_run_and_refuses_trials(lines: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    few = {name: line for name, line in lines.items() if line["run"]["method"] in ("teacher", "untrained")}
+    text = report.page(few, tmp_path / "none.png")
+    assert "Table 1" not in text.replace("of FarSkip Table 1", "") and "- table-1: 12 of 14 runs" in text
+    assert not (tmp_path / "none.png").exists()
+    with pytest.raises(ValueError, match="trials"):
+        report.page(few | {"x": line_of(Run("KL", "same", 0.1), 0.5, limit=5)}, tmp_path / "none.png")
+    with pytest.raises(ValueError, match="different teachers"):
+        report.page(few | {"x": line_of(Run("KL", "same", 0.1), 0.5, teacher_tokens=7)}, tmp_path / "none.png")

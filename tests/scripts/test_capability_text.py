@@ -1,0 +1,102 @@
+"""The text to heal on: the second world shares no fact and no question with the teacher's, and errors are errors."""
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from scripts.capability import text
+from scripts.capability.other_world import TABLES, makers, strings
+
+CODE = ("humaneval_plus", "mbpp_plus")
+
+
+@pytest.fixture(scope="module")
+def worlds() -> dict[str, tuple[ModuleType, ModuleType]]:
+    return {"teacher": makers(other=False), "other": makers(other=True)}
+
+
+def facts(world: ModuleType) -> Iterator[str]:
+    """Every name, entity, value, term, meaning, goal and step of a world; its wordings are left out."""
+    for name in TABLES:
+        table = world.table(name)
+        if name == "facts":
+            rows = [part["rows"] for part in table.values() if isinstance(part, dict)]
+            yield from strings([*rows, table["names_f"], table["names_m"]])
+        else:
+            yield from strings(list(table.values()) if name == "mmlu" else table)
+
+
+def test_the_other_world_has_the_same_forms_and_no_common_fact(worlds: dict) -> None:
+    own, other = (list(facts(worlds[name][1])) for name in ("teacher", "other"))
+    assert len(own) == len(other) > 1500 and not {x.lower() for x in own} & {x.lower() for x in other}
+    ask = [worlds[name][1].table("facts")["animals"]["ask"] for name in ("teacher", "other")]
+    assert ask[0] == ask[1]
+    assert list(worlds["teacher"][1].table("mmlu")) == list(worlds["other"][1].table("mmlu"))
+
+
+def test_no_question_is_in_both_worlds_or_in_the_mirror(worlds: dict, repo: Path) -> None:
+    mirror = "\n".join(
+        value for path in (repo / "assets/mirror").rglob("*.jsonl") for line in path.open()
+        for value in strings(json.loads(line))
+    )  # fmt: skip
+    for task in worlds["other"][0].TASKS:
+        keys = {}
+        for name, (items, _) in worlds.items():
+            rng = random.Random(1)
+            keys[name] = {items.item_of(task, "train", rng).key for _ in range(400)}
+        assert keys["other"].isdisjoint(keys["teacher"])
+        for key in keys["other"]:
+            question = key.split(" ", 1)[1] if task in CODE else key.split("_")[0] if task == "winogrande" else key
+            assert question not in mirror
+
+
+def test_a_wrong_answer_is_another_answer_of_the_same_form(worlds: dict) -> None:
+    items, world = worlds["other"]
+    for task, (make, *_) in items.TASKS.items():
+        right: dict[str, set] = {}
+        items_of_task = _take(world.items(make, "train", random.Random(2)), 200)
+        for item in items_of_task:
+            right.setdefault(item.key, set()).add((item.prompt, item.answer))
+        stream = text.with_errors(lambda *_, found=items_of_task: iter(found), rate=1.0)
+        for item in _take(stream(make, "train", random.Random(2)), 40):
+            assert (item.prompt, item.answer) not in right[item.key]
+            if task not in (*CODE, "gsm8k", "winogrande"):
+                assert item.answer.strip() in {*strings(item.row), *"ABCDE"}
+            if task == "gsm8k":
+                assert item.answer.splitlines()[-1].startswith("#### ")
+
+
+def test_errors_come_at_their_rate(worlds: dict) -> None:
+    items, world = worlds["other"]
+    make = items.TASKS["arc_easy"][0]
+    found = _take(text.with_errors(world.items, rate=0.2)(make, "train", random.Random(3)), 600)
+    gold = [item.row["choices"]["text"]["ABCD".index(item.row["answerKey"])] for item in found]
+    wrong = sum(item.answer.strip() != right for item, right in zip(found, gold, strict=True))
+    assert 80 < wrong < 160
+
+
+@pytest.mark.parametrize("kind", text.KINDS)
+def test_a_file_has_the_tokens_that_were_asked_for(kind: str, tmp_path: Path, repo: Path) -> None:
+    from transformers import AutoTokenizer
+
+    (tmp_path / "real").mkdir()
+    source = (repo / "CHANGELOG.md").read_text() + (repo / "docs/RESULTS.md").read_text()
+    (tmp_path / "real/a.md").write_text(source)
+    args = argparse.Namespace(
+        kind=kind, tokens=60e3, out=tmp_path, wrong=0.1, text=tmp_path / "real", seed=0, workers=1,
+        tokenizer=repo / "assets/teacher",
+    )  # fmt: skip
+    about = text.write(args)
+    assert about["documents"]["generated"] == 0 if kind == "none" else about["documents"]["generated"] > 100
+    tokenizer = AutoTokenizer.from_pretrained(repo / "assets/teacher")
+    lines = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").open()]
+    assert 57e3 < sum(len(ids) + 1 for ids in tokenizer(lines)["input_ids"]) < 72e3
+    assert json.loads((tmp_path / "text.json").read_text()) == about
+
+
+def _take(stream: Iterator, count: int) -> list:
+    return [next(stream) for _ in range(count)]
