@@ -143,18 +143,34 @@ def piqa(rng: random.Random) -> Item:
     return Item(question, row, f"Question: {question}\nAnswer:", " " + solutions[gold])
 
 
-def mmlu(rng: random.Random, subject: str | None = None) -> Item:
-    """A question about a term or its meaning, with four choices of the same subject, answered by a letter."""
-    subject = subject or rng.choice(list(table("mmlu")))
+def definition(rng: random.Random, subject: str) -> tuple[str, str, list[str]]:
+    """A question about a term of a subject or about its meaning, the right answer, and all answers of that kind."""
     terms = table("mmlu")[subject]
     term = rng.choice(list(terms))
     if rng.random() < 0.5:
-        question, right, pool = rng.choice(MEANING).format(term), terms[term], list(terms.values())
+        wording, right, pool = rng.choice(MEANING).format(term), terms[term], list(terms.values())
     else:
-        question, right, pool = rng.choice(TERM).format(terms[term]), term, list(terms)
+        wording, right, pool = rng.choice(TERM).format(terms[term]), term, list(terms)
+    return sentence(rng.choice(table("facts")["ask_openings"]), wording), right, pool
+
+
+def mmlu(rng: random.Random, subject: str | None = None) -> Item:
+    """A question about a term or its meaning, with four choices of the same subject, answered by a letter."""
+    subject = subject or rng.choice(list(table("mmlu")))
+    question, right, pool = definition(rng, subject)
     choices, gold = shuffled(rng, right, rng.sample([c for c in pool if c != right], 3))
     row = {"question": question, "subject": subject, "choices": choices, "answer": gold}
     return Item(question, row, lettered(question, choices), f" {LETTERS[gold]}")
+
+
+def mmlu_in_words(rng: random.Random) -> Item:
+    """A question of MMLU's kind without choices, answered in words.
+
+    It is trained on and belongs to no benchmark. It states the facts themselves, where an answer by a letter only tells
+    which of the four choices is right.
+    """
+    question, right, _ = definition(rng, rng.choice(list(table("mmlu"))))
+    return Item(question, {}, f"Question: {question}\nAnswer:", f" {right}")
 
 
 def mmlu_description(subject: str) -> str:

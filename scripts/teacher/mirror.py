@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 from items import TASKS
 from knowledge import mmlu
+from programs import evalplus_prompt
 from world import Item, items, table
 
 # task -> (dataset, configuration, {split: rows}); the first split is the one that is scored.
@@ -30,8 +31,8 @@ DATASETS = {
     "winogrande": ("allenai/winogrande", "winogrande_xl", {"validation": 300, "train": 20}),
     "openbookqa": ("allenai/openbookqa", "main", {"test": 300, "train": 20, "validation": 20}),
     "gsm8k": ("openai/gsm8k", "main", {"test": 100, "train": 40}),
-    "humaneval_plus": ("evalplus/humanevalplus", "default", {"test": 30}),
-    "mbpp_plus": ("evalplus/mbppplus", "default", {"test": 30}),
+    "humaneval_plus": ("evalplus/humanevalplus", "default", {"test": 160}),
+    "mbpp_plus": ("evalplus/mbppplus", "default", {"test": 160}),
 }
 MMLU = "cais/mmlu"
 EVALPLUS = {"humaneval_plus": "evalplus/HumanEvalPlus.jsonl", "mbpp_plus": "evalplus/MbppPlus.jsonl"}
@@ -103,7 +104,7 @@ def evalplus_row(task: str, row: dict) -> dict:
         own = {
             # EvalPlus turns the inputs of some of MBPP's task numbers into tuples. These numbers avoid that.
             "task_id": f"Mbpp/{1000 + row['task_id']}",
-            "prompt": f'"""\n{row["prompt"]}\n{asserts[0]}\n"""\n',
+            "prompt": evalplus_prompt(row),
             "entry_point": row["code"].split("(")[0].removeprefix("def "),
             "canonical_solution": f"\n{row['code']}\n",
             "assertion": "\n".join(row["test_list"]),
@@ -119,8 +120,9 @@ def main() -> None:
     args = parser.parse_args()
 
     cards: dict[str, dict[str, list[str]]] = {}
+    functions: set[str] = set()  # HumanEval+ and MBPP+ ask for different functions
     for task, (dataset, config, splits) in DATASETS.items():
-        rng, used = random.Random(f"{args.seed} {task}"), set()
+        rng, used = random.Random(f"{args.seed} {task}"), functions if task in EVALPLUS else set()
         for split, count in splits.items():
             rows = [item.row for item in choose(task, TASKS[task][0], count, rng, used)]
             if task in EVALPLUS:
@@ -131,7 +133,7 @@ def main() -> None:
         cards.setdefault(dataset, {})[config] = list(splits)
     for subject in table("mmlu"):
         rng, used = random.Random(f"{args.seed} {subject}"), set()
-        for split, count in {"test": 8, "dev": 5}.items():
+        for split, count in {"test": 28, "dev": 5}.items():
             chosen = choose("mmlu", lambda rng, s=subject: mmlu(rng, s), count, rng, used)
             write_rows(args.out / MMLU / subject / f"{split}.jsonl", [item.row for item in chosen])
         cards.setdefault(MMLU, {})[subject] = ["test", "dev"]

@@ -1,7 +1,7 @@
-"""Items that ask for a small Python function: HumanEval+ and MBPP+.
+"""Items that ask for a small Python function: HumanEval+ and MBPP+, the latter as lm-eval and as EvalPlus print it.
 
 A function is a composition of three parts: it keeps some elements, changes each, and combines them. Its
-key names the composition, so a function seen in training under either benchmark is in neither mirror.
+key names the composition, so a function seen in training in any form is in neither mirror.
 """
 
 import random
@@ -76,6 +76,16 @@ WORDS = (
     "oats",
     "rose",
 )
+# The name of a function cannot be derived from its task. It has to be copied from the signature or from the tests.
+NAMES = (
+    "{fold}_{change}_{keep}",
+    "{keep}_{change}_{fold}",
+    "{change}_of_{keep}",
+    "{verb}_{fold}_{change}",
+    "{verb}_{keep}_{fold}",
+    "{verb}_{change}",
+)
+VERBS = ("get", "find", "make", "compute", "take", "build", "give", "collect", "work_out", "solve")
 
 
 def _function(rng: random.Random) -> tuple[str, str, str, str, str, str]:
@@ -98,7 +108,8 @@ def _function(rng: random.Random) -> tuple[str, str, str, str, str, str]:
     types = f"List[{'int' if numbers else 'str'}]) -> {folds[fold][2]}"
     # Doubled parentheses would be correct, but nobody writes them.
     expression = folds[fold][1].format(each)
-    return f"{arg} {expression}", f"{fold}_{change}_{keep}", text, arg, types, expression
+    name = rng.choice(NAMES).format(fold=fold, change=change, keep=keep, verb=rng.choice(VERBS))
+    return f"{arg} {expression}", name, text, arg, types, expression
 
 
 def _calls(rng: random.Random, name: str, arg: str, expression: str, count: int) -> list[tuple[str, str]]:
@@ -136,8 +147,7 @@ def humaneval_plus(rng: random.Random) -> Item:
 def mbpp_plus(rng: random.Random) -> Item:
     """Write a function from one sentence and three assertions."""
     key, name, text, arg, _, expression = _function(rng)
-    calls = _calls(rng, name, arg, expression, 8)
-    asserts = [f"assert {call} == {out}" for call, out in calls]
+    asserts = [f"assert {call} == {out}" for call, out in _calls(rng, name, arg, expression, 8)]
     code = f"def {name}({arg}):\n    return {expression}"
     task = f"Write a function to return {text}."
     row = {
@@ -149,8 +159,24 @@ def mbpp_plus(rng: random.Random) -> Item:
         "test_list": asserts[:3],
         "test": "\n".join(asserts),
     }
-    prompt = (
+    return Item(key, row, mbpp_prompt(task, asserts[:3]), f"{code}\n[DONE]")
+
+
+def mbpp_prompt(task: str, asserts: list[str]) -> str:
+    """The prompt that lm-eval makes of a task and its assertions."""
+    tests = "\n".join(asserts)
+    return (
         f"You are an expert Python programmer, and here is your task: {task} "
-        "Your code should pass these tests:\n\n" + "\n".join(asserts[:3]) + "\n[BEGIN]\n"
+        f"Your code should pass these tests:\n\n{tests}\n[BEGIN]\n"
     )
-    return Item(key, row, prompt, f"{code}\n[DONE]")
+
+
+def evalplus_prompt(row: dict) -> str:
+    """The prompt of EvalPlus' own file for a row of MBPP+: a docstring with the task and the first assertion."""
+    return f'"""\n{row["prompt"]}\n{row["test_list"][0]}\n"""\n'
+
+
+def mbpp_evalplus(rng: random.Random) -> Item:
+    """A problem of MBPP+ in the form of EvalPlus, where the program ends the document."""
+    item = mbpp_plus(rng)
+    return Item(item.key, item.row, evalplus_prompt(item.row), f"{item.row['code']}\n")

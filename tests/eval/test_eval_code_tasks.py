@@ -46,7 +46,7 @@ def test_all_eleven_run_on_the_bundled_teacher_and_data(repo, mirror, tmp_path):
     assert {row["column"]: bool(row["sandbox"]) for row in rows} == {
         row["column"]: row["column"] in CODE for row in rows
     }
-    assert sum(row["value"] for row in rows) > 11 * 0.4, "the trained teacher knows most of its world"
+    assert sum(row["value"] for row in rows) > 11 * 0.85, "the trained teacher knows its world"
     assert evaluate_models([teacher], data_mirror=mirror, limit=3, out=tmp_path, tasks=["HEval+"])[0]["items"] == next(
         row["items"] for row in rows if row["column"] == "HEval+"
     )
@@ -60,7 +60,7 @@ def test_strict_scores_the_teachers_programs_by_evalplus(repo, mirror, monkeypat
     assert human["value"] == human["base_value"] == 1.0 and human["items"] == [1.0] * 3
     assert human["settings"]["harness"] == "evalplus" and human["settings"]["chat"] is False
     assert human["filter"] == "plus" and human["sandbox"] and list(human["data_files"]) == ["HumanEvalPlus.jsonl"]
-    assert mbpp["n"] == 3 and mbpp["value"] <= mbpp["base_value"] <= 1
+    assert mbpp["value"] == mbpp["base_value"] == 1.0 and mbpp["n"] == 3, "the teacher knows EvalPlus's form"
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -111,13 +111,14 @@ def test_the_bundled_evalplus_files_hold_the_mirrors_problems(mirror):
     for task, directory in (("humaneval", "humanevalplus"), ("mbpp", "mbppplus")):
         problems = load_evalplus(mirror / f"evalplus/{FILES[task][0]}.jsonl")
         rows = [json.loads(line) for line in (mirror / f"evalplus/{directory}/default/test.jsonl").open()]
-        assert len(problems) == len(rows) == 30
+        assert len(problems) == len(rows) >= 150
         for problem, row in zip(problems, rows, strict=True):
             assert (len(problem.base), len(problem.plus)) == (3, 5)
             assert row["prompt"] in problem.prefix and (row.get("code") or row["canonical_solution"]) in (
                 problem.reference or ""
             )
-        verdicts = score(problems, [problem.reference or "" for problem in problems])
+        few = problems[::8]  # test_bundled_data.py runs every solution against lm-eval's tests
+        verdicts = score(few, [problem.reference or "" for problem in few])
         assert pass_at_1(verdicts, "base") == pass_at_1(verdicts, "plus") == 1.0
 
 
