@@ -36,7 +36,7 @@ from fcsd.distill.prepare import training_rows
 from fcsd.distill.step import launch_step, train_step
 from fcsd.distill.teacher.original import compile_layers, needs_teacher, pack_attention
 from fcsd.distill.teacher.targets import live_teacher
-from fcsd.errors import ConfigError
+from fcsd.errors import ConfigError, unknown_value
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, barrier, join_world
 from fcsd.models.build import converted_config, register, wiring_of
@@ -95,7 +95,7 @@ class Load:
         for what, given in (("router", (self.router,)), ("variant", self.variants)):
             for name in given:
                 if name not in known[what]:
-                    raise ConfigError(f"no {what} {name}", hint=f"known: {', '.join(known[what])}")
+                    raise unknown_value(what, name, known[what])
         if self.shape not in SHAPES and not Path(self.shape, "config.json").is_file():
             raise ConfigError(f"{self.shape}: neither a shape ({', '.join(SHAPES)}) nor a checkpoint's directory")
 

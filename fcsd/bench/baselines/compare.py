@@ -25,7 +25,7 @@ from fcsd.bench.baselines.prepare import held_bytes, prepare
 from fcsd.bench.baselines.setting import Setting, Side, Watch
 from fcsd.bench.baselines.table import OWN, table, told
 from fcsd.bench.distill import Load
-from fcsd.errors import ConfigError
+from fcsd.errors import ConfigError, unknown_value
 from fcsd.launch.environment import snapshot
 
 
@@ -60,7 +60,7 @@ def check_names(names: tuple[str, ...]) -> None:
     """
     for name in names:
         if name not in BASELINES:
-            raise ConfigError(f"no baseline {name}", hint=f"known: {', '.join(BASELINES)}")
+            raise unknown_value("baseline", name, BASELINES)
         if find_spec(BASELINES[name].package) is None:
             project = BASELINES[name].project
             raise ConfigError(

@@ -192,7 +192,7 @@ def test_the_table_relates_memory_above_weights_and_optimizer() -> None:
 
 
 def test_a_baseline_that_is_unknown_or_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="no baseline lora"):
+    with pytest.raises(ConfigError, match="unknown baseline 'lora'"):
         compare.check_names(("trl", "lora"))
     monkeypatch.setattr(compare, "find_spec", lambda package: None)
     with pytest.raises(ConfigError, match="loop-liger: the package liger-kernel is not installed") as caught:
