@@ -12,7 +12,7 @@ if [ -e "$out" ]; then
 fi
 source scripts/venv.sh
 export HF_HUB_OFFLINE=1
-processes=$(($(nproc) > 1 ? 2 : 1)) # two processes of one thread are faster than one of two
+processes=$(($(env -u OMP_NUM_THREADS nproc) > 1 ? 2 : 1)) # two processes of one thread are faster than one of two
 started=$SECONDS
 step() { printf '\n==== %s (%s s)\n' "$1" "$((SECONDS - started))"; }
 

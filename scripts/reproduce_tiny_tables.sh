@@ -19,7 +19,7 @@ for suite in paper strict; do
   # Nine tasks are the same in both suites: what was answered for one is not asked again for the other.
   [ -e "$out/$suite" ] || [ "$suite" = paper ] || { mkdir "$out/strict" && cp -r "$out/paper/answers" "$out/strict"; }
   fcsd eval "$quick/untrained" "$quick/kl" "$quick/sft" --baseline assets/teacher --untrained "$quick/untrained" \
-    --suite "$suite" --data-mirror assets/mirror --out "$out/$suite" --gpus "$(($(nproc) > 1 ? 2 : 1))"
+    --suite "$suite" --data-mirror assets/mirror --out "$out/$suite" --gpus "$(($(env -u OMP_NUM_THREADS nproc) > 1 ? 2 : 1))"
 done
 
 fcsd eval sweep-layers assets/teacher --tasks arc_easy,piqa,hellaswag --limit 100 --data-mirror assets/mirror \
