@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fcsd.bundled import located
 from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, Gpus, Sets
 from fcsd.disk import write_json
@@ -193,7 +194,9 @@ def distill(
     from fcsd.bench.distill import Load
 
     chosen = tuple(variants.split(","))
-    load = Load(shape, layers, micro_batch, seq, accumulation, router, chosen, tuple(sets), rounds, steps, tuple(wires))
+    load = Load(
+        located(shape), layers, micro_batch, seq, accumulation, router, chosen, tuple(sets), rounds, steps, tuple(wires)
+    )
     from fcsd.launch.world import ensure_world
 
     if against is not None:

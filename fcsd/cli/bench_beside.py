@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fcsd.bundled import located
 from fcsd.cli.bench import app, first_rank
 from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, DataMirror, Device, Dtype, Gpus, Limit, Model
@@ -56,7 +57,7 @@ def infer(
     from fcsd.bench.infer import Workload, bench
 
     load = Workload(
-        model,
+        located(model),
         layers,
         degrees,
         _numbers(batch),

@@ -32,9 +32,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs as a program, too
 
 from scripts.capability.other_world import makers
+from scripts.teacher.pieces import CHUNK, chunks
 
 REAL_SHARE = 0.25  # of the tokens, as in scripts/teacher/train.py
-PIECE = 3000  # characters of a piece of real text, as in scripts/teacher/corpus.py
 SAMPLE = 400  # documents whose tokens are counted to estimate those of all
 SUFFIXES = (".py", ".rst", ".md", ".txt")
 KINDS = ("same", "other", "none")
@@ -97,18 +97,9 @@ def real_text(source: Path) -> list[str]:
     pieces: list[str] = []
     for path in sorted(source.rglob("*")):
         if path.suffix in SUFFIXES and path.is_file() and not path.is_symlink() and path.stat().st_size < 400_000:
-            pieces += _cut(path.read_text(errors="ignore"))
+            found = chunks(path.read_text(errors="ignore"))
+            pieces += [piece for piece in found if len(piece) < 2 * CHUNK]
     return pieces
-
-
-def _cut(text: str) -> list[str]:
-    pieces, piece = [], ""
-    for block in text.split("\n\n"):
-        if piece and len(piece) + len(block) > PIECE:
-            pieces.append(piece)
-            piece = ""
-        piece += ("\n\n" if piece else "") + block
-    return [piece for piece in [*pieces, piece] if 200 < len(piece) < 2 * PIECE]
 
 
 def tokens_per_text(tokenizer: Any, texts: list[str], rng: random.Random) -> float:

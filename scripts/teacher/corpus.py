@@ -17,8 +17,8 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 from items import documents
+from pieces import chunks
 
-CHUNK = 3000  # characters; a document is cut at blank lines into pieces of about this size
 # Files that are left out: machine-written tables, and vendored or generated files.
 SKIPPED = (
     "encodings/",
@@ -39,17 +39,6 @@ def sources(stdlib: Path, docs: Path) -> dict[str, str]:
         if not inside.startswith(SKIPPED) and not path.is_symlink():
             files[f"lib/{inside}"] = path
     return {name: path.read_text(errors="ignore") for name, path in files.items()}
-
-
-def chunks(text: str) -> list[str]:
-    """The text cut at blank lines into pieces of about CHUNK characters."""
-    pieces, piece = [], ""
-    for block in text.split("\n\n"):
-        if piece and len(piece) + len(block) > CHUNK:
-            pieces.append(piece)
-            piece = ""
-        piece += ("\n\n" if piece else "") + block
-    return [p for p in [*pieces, piece] if len(p) > 200]
 
 
 def is_held_out(name: str) -> bool:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fcsd.bench.training import model, scaling
 from fcsd.bench.training.ceilings import Window, ceiling
 from fcsd.bench.training.step import headline
-from fcsd.bench.training.workload import Workload
+from fcsd.bench.training.workload import FUSED, Workload, usual_variants
 from fcsd.cli import bench as cli
 from fcsd.cli.main import app
 from fcsd.errors import ConfigError
@@ -29,6 +29,13 @@ from fcsd.parallel.expert.levels import duplicates
 
 def bench(*options, command=("train", "tiny")):
     return fcsd("bench", *command, "--layers", 2, "--micro-batch", 1, "--seq", 16, *options)
+
+
+@pytest.mark.parametrize(("gpus", "fused"), [(True, 4), (False, 0)])
+def test_the_default_variants_are_fused_where_training_fuses(monkeypatch, gpus, fused):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    assert sum(name.endswith(FUSED) for name in usual_variants()) == fused
+    assert Workload("tiny", 2, 1, 16, variants=usual_variants()).fused is gpus
 
 
 def test_a_ceiling_counts_what_fits_under_the_cover():

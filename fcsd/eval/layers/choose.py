@@ -173,9 +173,8 @@ def search(
     path: list[Step] = []
     chosen: dict[int, Step] = {}
     most = max(sizes) if sizes else depth
-    with progress(
-        "adding layers", most
-    ) as advance:  # the first layers take longest, so the time left is an upper limit
+    # The first layers take longest, so the time left is an upper limit.
+    with progress("adding layers", most) as advance:
         for layers in greedy_path(loss, depth):
             path.append(step(layers, "greedy"))
             n = len(layers)

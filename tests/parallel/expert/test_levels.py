@@ -17,6 +17,7 @@ from fcsd.parallel.expert.levels import (
     rows_sent,
     two_levels,
 )
+from fcsd.parallel.expert.records import Layout
 
 
 def choices(ranks: int, tokens: int, experts: int, top_k: int) -> Tensor:
@@ -66,6 +67,13 @@ def test_without_deduplication_every_pair_is_a_row() -> None:
         expert // 2 != rank for rank, tokens in enumerate(positions.tolist()) for t in tokens for expert in t
     )
     assert pairs_sent(positions, 8, ranks=4) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("choices", [1, 6, 9])
+def test_records_begin_at_multiples_of_64_bytes(dtype: torch.dtype, choices: int) -> None:
+    layout = Layout(24, choices, dtype)
+    assert layout.record_bytes % 64 == 0 and layout.new(3, torch.device("cpu")).stride(0) % 16 == 0
 
 
 def test_the_two_arrangements_that_a_recipe_names() -> None:
