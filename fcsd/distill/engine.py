@@ -22,6 +22,7 @@ from fcsd.distill.update import clips_by_hook, judges_on_device
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.annealed import Annealing, anneal
+from fcsd.parallel.expert.dispatcher import MakeDispatcher
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.turns import in_turns
 from fcsd.parallel.wire import Quantiser
@@ -185,11 +186,18 @@ def chunked_optimizer(recipe: Recipe) -> Callable[[Any], ChunkedAdamW] | None:
     return make
 
 
-def build_engine(model: PreTrainedModel, recipe: Recipe, world: World, traffic: Traffic | None = None) -> Any:
+def build_engine(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    world: World,
+    traffic: Traffic | None = None,
+    dispatcher: MakeDispatcher | None = None,
+) -> Any:
     """A DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
 
     Args:
         traffic: counts the bytes that dispatch and combine send; None does not count.
+        dispatcher: see ``wire_sharded``.
     """
     deepspeed = import_deepspeed()
     freeze(model, recipe.objective)
@@ -208,7 +216,7 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World, traffic: 
         for parameter in student.parameters():
             if parameter.requires_grad:
                 parameter.grad_dtype = DTYPES[recipe.accumulate_dtype]  # autograd and DeepSpeed sum in it
-    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, student.quantiser, traffic)
+    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, student.quantiser, traffic, dispatcher)
     compile_layers(model, recipe)
     return engine
 

@@ -25,6 +25,14 @@ def arrangements(ranks: int, node_size: int | None) -> dict[Dedup, Levels]:
     return found if node_size is None else {**found, "node": two_levels(ranks, node_size)}
 
 
+def node_size_for(ranks: int, per_node: int) -> int | None:
+    """The node size for ``arrangements`` on a cluster with ``per_node`` GPUs in a node.
+
+    Returns: None if ``ranks`` neighbouring ranks are not several whole nodes of several GPUs.
+    """
+    return per_node if 1 < per_node < ranks and ranks % per_node == 0 else None
+
+
 def told(positions: Tensor, experts: int, levels: Mapping[Dedup, Levels]) -> Tensor:
     """What a rank tells the others about its tokens: ``all_groups`` of every arrangement, one after the other.
 

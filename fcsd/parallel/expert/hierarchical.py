@@ -30,6 +30,7 @@ from fcsd.parallel import order
 from fcsd.parallel.cost import Dedup
 from fcsd.parallel.deferred import Deferred, Exchange, exchange_now, launch
 from fcsd.parallel.expert.block import ExpertBlock
+from fcsd.parallel.expert.choice import arrangements
 from fcsd.parallel.expert.counts import gather
 from fcsd.parallel.expert.deduplicated import Collect, Moves, Open, Pack, Relay, write
 from fcsd.parallel.expert.dispatcher import Dispatcher, MakeDispatcher, Wire
@@ -42,8 +43,28 @@ from fcsd.parallel.turns import yield_turn
 from fcsd.parallel.wire import Codecs
 
 
+class ByLayer:
+    """Makes the dispatchers of ``parallel.dedup: auto``: a ``MakeDispatcher`` that may differ from layer to layer.
+
+    Attributes:
+        offered: the levels of each value of ``parallel.dedup`` that can be chosen, from the fewest levels on.
+        chosen: the choice for each layer, by its 0-based index. A layer without a choice takes the last value offered.
+            Every rank has the same choices, and changes them between two steps only.
+    """
+
+    def __init__(self, ranks: int, node_size: int | None) -> None:
+        self.offered = arrangements(ranks, node_size)
+        self.chosen: dict[int, Dedup] = {}
+        self._makes = {dedup: dispatcher_of(dedup, ranks, node_size) for dedup in self.offered}
+
+    def __call__(self, block: ExpertBlock, layer: int, x: Tensor, wire: Wire) -> Dispatcher:
+        """See ``MakeDispatcher``."""
+        dedup = self.chosen.get(layer, next(reversed(self.offered)))
+        return self._makes[dedup](block, layer, x, wire)
+
+
 def dispatcher_of(dedup: Dedup, ranks: int, node_size: int | None) -> MakeDispatcher:
-    """Makes the dispatchers that ``parallel.dedup`` names.
+    """Makes the dispatchers that a value of ``parallel.dedup`` names; ``ByLayer`` makes those of ``auto``.
 
     Args:
         dedup: ``off`` sends a row to each expert of a token, ``rank`` to each rank that has any of its experts, and
