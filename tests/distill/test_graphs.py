@@ -7,11 +7,13 @@ import pytest
 import runs
 import tiny
 import torch
+from ranks import on_ranks
 from torch import Tensor
 
-from fcsd.config import Hidden, Objective
+from fcsd.config import Hidden, Objective, ResolvedRecipe
 from fcsd.distill.engine import Student
 from fcsd.distill.graphs import FixedPasses
+from fcsd.distill.loop import distill_model
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.teacher.targets import live_teacher
 from fcsd.errors import ConfigError
@@ -36,10 +38,10 @@ def micro_batch(lengths: list[list[int]], seed: int, device: str = "cpu") -> dic
     return {name: column.to(device) for name, column in columns.items()}
 
 
-def models(device: str, dtype: torch.dtype, **config: Any) -> tuple[Student, Any]:
+def models(device: str, dtype: torch.dtype) -> tuple[Student, Any]:
     """A wired student in training mode and its teacher, both with packed attention."""
     objective = Objective(kl=1.0, sft=0.5, hidden=Hidden(weight=0.1), chunk_tokens=8)
-    student, teacher = (tiny.model("deepseek_v2", seed=seed, **config).to(device, dtype) for seed in (1, 2))
+    student, teacher = (tiny.model("deepseek_v2", seed=seed).to(device, dtype) for seed in (1, 2))
     for model in (student, teacher):
         assert use_packed_attention(model)
         if dtype == torch.float64:
@@ -95,7 +97,7 @@ def test_a_frozen_weight_gets_no_gradient_and_evaluation_takes_the_ordinary_way(
 
 @pytest.mark.gpu
 def test_captured_passes_are_those_on_fixed_buffers_bit_by_bit() -> None:
-    """The tiny model's dimensions are raised to multiples of 8, which grouped products and FlashAttention need."""
+    """The gradients of all three micro-batches are summed, and the third makes the graphs anew."""
     results = []
     for capture in (False, True):
         torch.manual_seed(0)
@@ -109,13 +111,21 @@ def test_captured_passes_are_those_on_fixed_buffers_bit_by_bit() -> None:
 def test_a_run_with_fixed_passes_is_one_without_up_to_rounding(tmp_path: Path) -> None:
     """On a CPU the recipe's field runs the passes without capture: DeepSpeed gets the same gradients."""
     runs.write_models(tmp_path)
-    found = []
-    for graph in (False, True):
-        recipe = runs.resolved(tmp_path, train__graph=graph, train__steps=2, output_dir=str(tmp_path / f"run-{graph}"))
-        runs.train(recipe)
-        found.append(runs.outcome(tmp_path / f"run-{graph}")[0])
+    folders = [tmp_path / name for name in ("without", "with")]
+    recipes = [
+        runs.resolved(tmp_path, train__graph=folder.name == "with", train__steps=2, output_dir=str(folder))
+        for folder in folders
+    ]
+    on_ranks(1, _distill_all, recipes)
+    found = [runs.outcome(folder)[0] for folder in folders]
+    assert len(found[0]) == 2
     for without, with_graph in zip(*found, strict=True):
         assert [float.fromhex(x) for x in with_graph] == pytest.approx([float.fromhex(x) for x in without], rel=1e-5)
+
+
+def _distill_all(recipes: list[ResolvedRecipe]) -> None:
+    for recipe in recipes:
+        distill_model(recipe)
 
 
 @pytest.mark.parametrize(
