@@ -16,23 +16,34 @@ python="${PYTHON:-python3}" minutes="${MINUTES:-9}" cores="$(env -u OMP_NUM_THRE
 processes="${PROCESSES:-$((cores < 14 ? cores : 14))}"
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 gpu() { "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; }
+share_gpu() { # by NVIDIA's MPS, where it is installed, the processes compute at the same time; otherwise they take turns
+  command -v nvidia-cuda-mps-control > /dev/null || return 0
+  export CUDA_MPS_PIPE_DIRECTORY="$1/mps" CUDA_MPS_LOG_DIRECTORY="$1/mps"
+  mkdir -p "$1/mps"
+  nvidia-cuda-mps-control -d
+  trap 'echo quit | nvidia-cuda-mps-control' EXIT
+}
 
 case "$1" in
 quality)
   [ $# -eq 2 ] || usage
-  if gpu; then size=(--batch-size 32); else size=(--every 12 --limit 20); fi
+  size=(--every 12 --limit 20)
+  if gpu; then size=(--batch-size 32); share_gpu "$2"; fi
   # At the end of the time, formats that are being measured are lost, and all others are kept.
-  exec timeout --signal INT "${minutes}m" "$python" -m fcsd bench wires assets/teacher \
+  timeout --signal INT "${minutes}m" "$python" -m fcsd bench wires assets/teacher \
     --text assets/corpus/held_out.jsonl --data-mirror assets/mirror --dtype float32 "${size[@]}" \
     --processes "$processes" --out "$2"
   ;;
 training)
   [ $# -eq 2 ] || usage
   sets=(train.sample_tokens=0)
-  # On a GPU, small batches would take as long as large ones. 100 steps read 3.3 M tokens.
-  gpu && sets+=(train.batch_tokens=32768 train.micro_batch_size=128 train.steps=100 train.dtype=bf16 optim.lr=2e-3)
+  # On a GPU, small batches would take as long as large ones. 120 steps read 3.9 M tokens.
+  if gpu; then
+    sets+=(train.batch_tokens=32768 train.micro_batch_size=128 train.steps=120 train.dtype=bf16 optim.lr=2e-3)
+    share_gpu "$2"
+  fi
   # A run that has begun takes about a minute. It is not cut off by a piece that starts none in its last two minutes.
-  exec "$python" scripts/wire_study.py "$2" --processes "$processes" --minutes "$(awk "BEGIN { print $minutes - 2 }")" \
+  "$python" scripts/wire_study.py "$2" --processes "$processes" --minutes "$(awk "BEGIN { print $minutes - 2 }")" \
     --set "${sets[@]}"
   ;;
 page) exec "$python" scripts/wires_page.py ;;
