@@ -72,7 +72,8 @@ class Setup:
         offload: what is on the host: nothing, AdamW's moments, or all of its states, so that it runs there.
         overlap_comm: DeepSpeed's option of that name, which reduces gradients during backward through two buckets.
         document: mean number of tokens of a document in a row; with None, a row counts as one document.
-        fused: whether each norm is one kernel when experts are spread over several ranks.
+        fused: whether each norm is one kernel and, if no experts are divided, also the product inside each gated MLP
+            and each move of rows to and from routed experts.
         best: whether the checkpoint with the best early-stopping score is kept as well.
         saves: checkpoints that are written after a fixed number of steps, and the last one.
         saves_per_hour: checkpoints that are written per hour because a fixed time has passed.

@@ -95,13 +95,16 @@ def trained(name: str) -> Run:
 
 @cache
 def distilled(name: str, variant: str) -> Run:
-    """Four documents in a row, as ``fcsd.bench.memory.random_corpus`` packs them."""
+    """Four documents in a row, as ``fcsd.bench.memory.random_corpus`` packs them.
+
+    The runs on one GPU are from before norms were fused there.
+    """
     found = read(name)
     load, world, times = found["load"], found["world"], found["variants"][variant]
     setup = Setup(
         **dict(world=world, ep_size=world, micro_batch_size=load["micro_batch"], seq_len=load["seq"]),
         **dict(batch_tokens=found["batch_tokens"], tokens=1, document=load["seq"] // 4, imbalance=1.0),
-        **dict(teacher="sharded" if world > 1 else "replicated", masked=variant == "masked"),
+        **dict(teacher="sharded" if world > 1 else "replicated", masked=variant == "masked", fused=world > 1),
     )
     return Run(meta(load["shape"], load["layers"]), setup, statistics.median(times["seconds"]), times["peak_gib"])
 

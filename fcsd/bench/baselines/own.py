@@ -1,8 +1,11 @@
 """The side of fcsd: the feed, the engine, the loss and the step of ``fcsd distill``."""
 
+from dataclasses import replace
+
 from fcsd.bench.baselines.setting import Setting, Watch
 from fcsd.distill import update
 from fcsd.distill.engine import build_engine
+from fcsd.distill.expert_parallel import wire_sharded
 from fcsd.distill.feed import feeding
 from fcsd.distill.step import launch_step
 from fcsd.distill.teacher.original import pack_attention
@@ -13,6 +16,7 @@ def distill(setting: Setting, watch: Watch) -> float:
     """A ``Side``: takes the steps as ``fcsd distill`` does."""
     recipe, world = setting.recipe, setting.world
     pack_attention(setting.teacher, recipe)
+    wire_sharded(setting.teacher, 1, recipe.parallel)
     teacher = live_teacher(setting.teacher, recipe.objective)
     engine = build_engine(setting.new_student(), recipe, world)
     update.install(engine, recipe)
@@ -27,3 +31,9 @@ def distill(setting: Setting, watch: Watch) -> float:
             watch.ended(step)
     engine.destroy()
     return loss
+
+
+def distill_unfused(setting: Setting, watch: Watch) -> float:
+    """``distill`` with ``parallel.fused: false``: transformers' code computes norms, MLPs and routed experts."""
+    parallel = setting.recipe.parallel.model_copy(update={"fused": False})
+    return distill(replace(setting, recipe=setting.recipe.model_copy(update={"parallel": parallel})), watch)
