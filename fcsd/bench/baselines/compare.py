@@ -49,7 +49,7 @@ BASELINES: dict[str, Baseline] = {
     "trl-bf16": Baseline("trl", "trl", lambda: gkd.training(fp32_logits=False)),
     "loop-liger": Baseline("liger_kernel", "liger-kernel", lambda: loop.looping(loop.liger)),
     "loop-trl": Baseline("trl", "trl", lambda: loop.looping(loop.trl_chunked)),
-    "fcsd-unfused": Baseline("deepspeed", "deepspeed", lambda: own.distill_unfused),
+    "fcsd-plain": Baseline("deepspeed", "deepspeed", lambda: own.distill_plainly),
 }
 
 

@@ -14,11 +14,22 @@ from fcsd.distill.teacher.targets import live_teacher
 
 def distill(setting: Setting, watch: Watch) -> float:
     """A ``Side``: takes the steps as ``fcsd distill`` does."""
+    return _distill(setting, watch, by_zero=False)
+
+
+def distill_plainly(setting: Setting, watch: Watch) -> float:
+    """A ``Side``: as ``distill``, but transformers' code computes norms, MLPs and routed experts, and ZeRO updates."""
+    parallel = setting.recipe.parallel.model_copy(update={"fused": False})
+    recipe = setting.recipe.model_copy(update={"parallel": parallel})
+    return _distill(replace(setting, recipe=recipe), watch, by_zero=True)
+
+
+def _distill(setting: Setting, watch: Watch, *, by_zero: bool) -> float:
     recipe, world = setting.recipe, setting.world
     pack_attention(setting.teacher, recipe)
     wire_sharded(setting.teacher, 1, recipe.parallel)
     teacher = live_teacher(setting.teacher, recipe.objective)
-    engine = build_engine(setting.new_student(), recipe, world)
+    engine = build_engine(setting.new_student(), recipe, world, by_zero=by_zero)
     update.install(engine, recipe)
     loss = float("nan")
     with feeding(setting.rows, recipe, world, 1, watch.steps) as feed:
@@ -31,9 +42,3 @@ def distill(setting: Setting, watch: Watch) -> float:
             watch.ended(step)
     engine.destroy()
     return loss
-
-
-def distill_unfused(setting: Setting, watch: Watch) -> float:
-    """``distill`` with ``parallel.fused: false``: transformers' code computes norms, MLPs and routed experts."""
-    parallel = setting.recipe.parallel.model_copy(update={"fused": False})
-    return distill(replace(setting, recipe=setting.recipe.model_copy(update={"parallel": parallel})), watch)
