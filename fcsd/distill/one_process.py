@@ -75,7 +75,8 @@ class OneProcessAdamW(Optimizer):
         self.norm = l2_norm(gradients, self.taken.device)
         self.taken += self.norm.isfinite()
         for group in self.param_groups:
-            rates = Rates(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+            beta1, beta2 = group["betas"]
+            rates = Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
             numbers = adamw.device_numbers(self.norm, self.taken, self._grad_clip, rates)
             for parameter in group["params"]:
                 if parameter.grad is not None:

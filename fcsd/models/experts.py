@@ -75,7 +75,7 @@ def fuse_experts(model: nn.Module, fused: bool = True) -> None:
         if isinstance(module, FusedExperts):
             module.__class__ = module.unfused  # pyright: ignore[reportAttributeAccessIssue]
         if fused and is_grouped(module):
-            module.__class__ = _fused_class(type(module))
+            module.__class__ = _fused_class(type(module))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_grouped(module: Any) -> bool:

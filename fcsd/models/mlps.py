@@ -50,7 +50,7 @@ def fuse_mlps(model: nn.Module, fused: bool = True) -> None:
         if isinstance(module, FusedMLP):
             module.__class__ = module.unfused  # pyright: ignore[reportAttributeAccessIssue]
         if fused and is_gated_mlp(module):
-            module.__class__ = _fused_class(type(module))
+            module.__class__ = _fused_class(type(module))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_gated_mlp(module: Any) -> bool:
