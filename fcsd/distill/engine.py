@@ -23,6 +23,7 @@ from fcsd.distill.update import clips_by_hook, judges_on_device
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.annealed import Annealing, anneal
+from fcsd.parallel.expert.dispatcher import MakeDispatcher
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.turns import in_turns
 from fcsd.parallel.wire import Quantiser
@@ -222,12 +223,19 @@ def own_optimizer(recipe: Recipe, alone: bool) -> Callable[[Any], ChunkedAdamW |
 
 
 def build_engine(
-    model: PreTrainedModel, recipe: Recipe, world: World, traffic: Traffic | None = None, *, by_zero: bool = False
+    model: PreTrainedModel,
+    recipe: Recipe,
+    world: World,
+    traffic: Traffic | None = None,
+    dispatcher: MakeDispatcher | None = None,
+    *,
+    by_zero: bool = False,
 ) -> Any:
     """A DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
 
     Args:
         traffic: counts the bytes that dispatch and combine send; None does not count.
+        dispatcher: see ``wire_sharded``.
         by_zero: whether DeepSpeed's ZeRO updates the weights also on one process, to compare with it.
     """
     alone = updates_alone(recipe, world.size) and not by_zero
@@ -250,7 +258,7 @@ def build_engine(
         for parameter in student.parameters():
             if parameter.requires_grad:
                 parameter.grad_dtype = DTYPES[recipe.accumulate_dtype]  # autograd and DeepSpeed sum in it
-    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, student.quantiser, traffic)
+    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, student.quantiser, traffic, dispatcher)
     compile_layers(model, recipe)
     return engine
 
