@@ -4,40 +4,27 @@ All ranks make the same calls in the same order. Two calls on one memory must no
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.all_reduce import programs, programs_quantised
-from fcsd.kernels.all_reduce.memory import BLOCKS, SLOTS, Memory, data_offset
+from fcsd.kernels.all_reduce.memory import BLOCKS, SLOTS, Memory, Shape, data_offset
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.kernels import Launch, plan_of
 
 _SMALLEST = 2048  # values of a tile: 16 bytes of bf16 for each of 256 threads
-_ENCODED = 4096  # values of a record of the quantised kernel
 _MOST_VALUES = 2**30  # of one launch, so that offsets fit into 32 bits
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class Shape(NamedTuple):
-    """How a message is divided. It changes no result, but must be the same on all ranks.
-
-    Attributes:
-        one_shot: whether every rank sums all values, instead of its share.
-        blocks: the most blocks, each of which occupies one SM; at most ``BLOCKS``.
-    """
-
-    one_shot: bool
-    blocks: int = 32
 
 
 def all_reduce(x: Tensor, memory: Memory, shape: Shape) -> None:
     """Replace ``x`` by its sum over the ranks; on all ranks the same bits, added in fp32 in the order of ranks.
 
     Args:
-        x: bf16, fp16 or fp32 of any shape, contiguous, at an address that is a multiple of 16.
+        x: bf16, fp16 or fp32 of any shape, contiguous.
         memory: the memory of the ranks.
         shape: how the message is divided.
 
@@ -59,7 +46,7 @@ def all_reduce_quantised(x: Tensor, memory: Memory, shape: Shape, format: Format
     """Replace ``x`` by its quantised sum over the ranks; on all ranks the bits of ``simulate_all_reduce``.
 
     Args:
-        x: bf16 or fp32 ``[..., width]``, contiguous, at an address that is a multiple of 16.
+        x: bf16 or fp32 ``[..., width]``, contiguous.
         memory: the memory of the ranks.
         shape: how the message is divided.
         format: the format of the wire.
@@ -69,19 +56,19 @@ def all_reduce_quantised(x: Tensor, memory: Memory, shape: Shape, format: Format
     """
     format.row_bytes(x.shape[-1])
     shares = 1 if shape.one_shot else memory.size
-    options = _quantised_options(format, memory.slot_bytes)
+    options = _quantised_options(format, shape.record, memory.slot_bytes)
     for part in x.view(-1).split(_MOST_VALUES):
-        blocks = min(shape.blocks, -(-len(part) // (shares * _ENCODED)))
+        blocks = min(shape.blocks, -(-len(part) // (shares * shape.record)))
         # Two versions of the kernel suffice: one record in each place for small messages, and as many as fit.
-        tiles = 1 if len(part) <= shares * blocks * _ENCODED else options["TILES"]
+        tiles = 1 if len(part) <= shares * blocks * shape.record else options["TILES"]
         exact = x.dtype == torch.bfloat16
         _start(programs_quantised.sum_kernel, part, memory, shape, blocks, options | {"TILES": tiles, "EXACT": exact})
 
 
 @cache
-def _quantised_options(format: Format, slot_bytes: int) -> dict[str, Any]:
+def _quantised_options(format: Format, record: int, slot_bytes: int) -> dict[str, Any]:
     """The constants of the quantised kernel: those of a record, and the number of records of a place."""
-    plan = plan_of(format, _ENCODED, Launch(_ENCODED, 4, 8))
+    plan = plan_of(format, record, Launch(record, 4, 8))
     return {**plan.constants, **plan.rounding, "TILES": max(1, min(4, slot_bytes // plan.row_bytes))}
 
 

@@ -22,6 +22,7 @@ calls. The counters are on the device, so a captured CUDA graph can be replayed 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,20 @@ class Memory:
     def slot_bytes(self) -> int:
         """The size of the data of one place."""
         return slot_bytes(self.size)
+
+
+class Shape(NamedTuple):
+    """How a message is divided. It changes no result, but must be the same on all ranks.
+
+    Attributes:
+        one_shot: whether every rank sums all values, instead of its share.
+        blocks: the most blocks, each of which occupies one SM; at most ``BLOCKS``.
+        record: how many values a record of the quantised kernel has, a multiple of 256.
+    """
+
+    one_shot: bool
+    blocks: int = 32
+    record: int = 4096
 
 
 def memory_of(rank: int, addresses: Sequence[int], device: torch.device) -> Memory:
