@@ -24,6 +24,7 @@ class Way(NamedTuple):
         node_size: ranks of a node of a quantised reduction by nodes.
         in_graphs: whether a CUDA graph of it can be replayed: no flag gets a new number in each call, and no host code
             runs between its steps.
+        error: the largest error as a share of the sum of the summands' magnitudes, if there is no format.
         checked: whether ``run`` uses its argument, so that its result can be compared with the reference.
     """
 
@@ -31,6 +32,7 @@ class Way(NamedTuple):
     format: Format | None = None
     node_size: int | None = None
     in_graphs: bool = True
+    error: float = 2**-6
     checked: bool = True
 
 
@@ -71,7 +73,10 @@ def _quantised(format: Format, topology: Topology, x: Tensor) -> None:
 
 
 def shapes(formats: Iterable[Format], blocks: Iterable[int]) -> dict[str, Way]:
-    """The kernels of ``symmetric`` and ``quantised`` in one and two shots, with different numbers of blocks."""
+    """The kernels of ``symmetric`` and ``quantised`` in one and two shots, with different numbers of blocks.
+
+    Each block occupies one SM.
+    """
     window = try_window(dist.group.WORLD)
     if window is None:
         return {}
@@ -93,6 +98,20 @@ def _shaped(window: Window, shot: str, blocks: int, format: Format | None, x: Te
         OnStream(window.stream, x, lambda: launch.all_reduce(x, window.memory, shape)).wait()
     else:
         OnStream(window.stream, x, lambda: launch.all_reduce_quantised(x, window.memory, shape, format)).wait()
+
+
+def fp8(blocks: Iterable[int]) -> dict[str, Way]:
+    """The baseline in fp8 with different numbers of blocks."""
+    window = try_window(dist.group.WORLD)
+    if window is None:
+        return {}
+    return {f"fp8, two shots, {number} blocks": Way(partial(_fp8, window, number), error=2**-3) for number in blocks}
+
+
+def _fp8(window: Window, blocks: int, x: Tensor) -> None:
+    from fcsd.bench.baselines import fp8_all_reduce
+
+    OnStream(window.stream, x, lambda: fp8_all_reduce.all_reduce(x, window.memory, blocks)).wait()
 
 
 def of_torch(x: Tensor) -> dict[str, Way]:
