@@ -14,7 +14,7 @@ from fcsd.parallel.tensor.simulated import simulate_all_reduce
 from fcsd.parallel.tensor.symmetric import shape_of
 
 REPLAYS = 200
-# A row of a decoding step, the rows of a larger one, a message of several turns, and one that two shots divide unevenly.
+# One row and 64 rows of a decoding step, a message of several turns, and one that shares divide unevenly.
 SIZES = [(1, 8192), (64, 8192), (1000, 8192), (3, 128)]
 KINDS = ("symmetric", "copies", "quantised:int8")
 
