@@ -131,7 +131,7 @@ def sum_kernel(
     block, within = tl.program_id(0), tl.arange(0, TILE)
     first = tl.load(turns + block)
     own = tl.load(bases + me)
-    SHARES: tl.constexpr = 1 if ONE_SHOT else RANKS
+    SHARES: tl.constexpr = 1 if ONE_SHOT else RANKS  # pyright: ignore[reportAssignmentType]
     count = tl.cdiv(n, tl.num_programs(0) * SHARES * TILE)
     _push(x, n, bases, me, block, first, 0, RANKS, ONE_SHOT, TILE, SLOT, DATA, BLOCKS, SLOTS)
     for turn in range(count):

@@ -55,8 +55,8 @@ def _push(
     SLOTS: tl.constexpr,
 ):
     """Encode this rank's values of a turn, and send all of them to all ranks, or to each rank its share."""
-    SHARES: tl.constexpr = 1 if ONE_SHOT else RANKS
-    RECEIVERS: tl.constexpr = RANKS if ONE_SHOT else 1
+    SHARES: tl.constexpr = 1 if ONE_SHOT else RANKS  # pyright: ignore[reportAssignmentType]
+    RECEIVERS: tl.constexpr = RANKS if ONE_SHOT else 1  # pyright: ignore[reportAssignmentType]
     group = tl.arange(0, BLOCK)
     word = words_of(group, GROUP, PARTS)
     column = tl.expand_dims(word, 3) * 8 + eighths()
@@ -128,7 +128,7 @@ def _collect(
     SLOTS: tl.constexpr,
 ):
     """Decode the sums of a turn over this rank's values."""
-    SHARES: tl.constexpr = 1 if ONE_SHOT else RANKS
+    SHARES: tl.constexpr = 1 if ONE_SHOT else RANKS  # pyright: ignore[reportAssignmentType]
     group = tl.arange(0, BLOCK)
     word = words_of(group, GROUP, PARTS)
     column = tl.expand_dims(word, 3) * 8 + eighths()
@@ -202,7 +202,7 @@ def sum_kernel(
     block = tl.program_id(0)
     first = tl.load(turns + block)
     own = tl.load(bases + me)
-    SHARES: tl.constexpr = 1 if ONE_SHOT else RANKS
+    SHARES: tl.constexpr = 1 if ONE_SHOT else RANKS  # pyright: ignore[reportAssignmentType]
     LANES: tl.constexpr = GROUP // (8 * PARTS)  # pyright: ignore[reportOperatorIssue]
     group = tl.arange(0, BLOCK)
     word = words_of(group, GROUP, PARTS)

@@ -1,5 +1,7 @@
 """Sums one rank's share of values that have arrived from all ranks: a Triton kernel, and its reference in torch."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,9 @@ def sum_share(own: Tensor, arrived: Tensor, me: int, out: Tensor) -> None:
     if own.is_cuda:
         from fcsd.kernels.all_reduce.programs import share_kernel
 
+        kernel: Any = share_kernel
         grid = (min(_BLOCKS, -(-len(own) // _TILE)),)
-        share_kernel[grid](own, arrived, out, len(own), arrived.stride(0), me, RANKS=len(arrived), TILE=_TILE)
+        kernel[grid](own, arrived, out, len(own), arrived.stride(0), me, RANKS=len(arrived), TILE=_TILE)
         return
     total = torch.zeros_like(own, dtype=torch.float32)
     for rank, summand in enumerate(arrived):
