@@ -177,8 +177,8 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
     assert ranks[1]["bench"][1] == without_weights
 
 
-def _by_graphs(path: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:
-    """Answers step by step and by CUDA graphs, and what was logged."""
+def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], list[str]]]:
+    """Answers step by step and by CUDA graphs, and what was logged, for each kind of reduction."""
     from fcsd.launch.world import join_world
     from fcsd.serve.engine import open_engine
 
@@ -186,15 +186,18 @@ def _by_graphs(path: Path) -> tuple[list[list[int]], list[list[int]], list[str]]
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fcsd").addHandler(handler)
-    model: Any = open_engine(path, join_world(), dtype=torch.float32)
-    return _in_slots(model), _in_slots(model, graphs=True), said
+    world, found = join_world(), {}
+    for kind in ("nccl", "symmetric", "copies"):
+        model: Any = open_engine(path, world, dtype=torch.float32, reduce=kind)
+        found[kind] = _in_slots(model), _in_slots(model, graphs=True), list(said)
+    return found
 
 
 @pytest.mark.multi_gpu
 def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> None:
     expected = _greedy(load_model(models["llama"], dtype=torch.float32))
     for found in on_ranks(2, _by_graphs, models["llama"]):
-        assert found == (expected, expected, [])
+        assert found == dict.fromkeys(("nccl", "symmetric", "copies"), (expected, expected, []))
 
 
 @pytest.mark.parametrize(
