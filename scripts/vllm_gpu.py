@@ -140,10 +140,12 @@ def engine(path: Path, dtype: str, tensor_parallel: int, expert_parallel: bool, 
 
 def release() -> None:
     """End the engine that was deleted before this call, and free its memory."""
-    from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
-
     gc.collect()
-    cleanup_dist_env_and_memory()
+    # An engine in processes of its own has ended with them. This process must not touch a GPU then: it forks the next.
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
+
+        cleanup_dist_env_and_memory()
 
 
 def facts(config: Any) -> Row:
