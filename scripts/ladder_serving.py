@@ -108,20 +108,14 @@ def run(gpus: int, out: Path, sizes: list[str], minutes: float, reduce: str) -> 
 
 def fits(size: str, degree: int, batch: int, memory: int) -> bool:
     """Whether the weights, keys and values of the whole model fit into ``memory`` bytes of each GPU."""
-    import torch
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
     from fcsd.bench.shapes import SHAPES
 
     shape, layers = SIZES[size]
     config: Any = SHAPES[shape](1)
-    with init_empty_weights(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    layer = sum(p.numel() for p in model.model.layers.parameters())
-    rest = sum(p.numel() for p in model.parameters()) - layer
+    hidden, head = config.hidden_size, config.hidden_size // config.num_attention_heads
+    layer = hidden * (2 * hidden + 2 * config.num_key_value_heads * head + 3 * config.intermediate_size)
+    rest = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
     heads = max(1, config.num_key_value_heads // degree)
-    head = config.hidden_size // config.num_attention_heads
     cache = batch * (PROMPT + ANSWER) * heads * head * 2 * layers
     return (layer * layers / degree + rest + cache) * BYTES + RESERVE <= memory
 
@@ -246,10 +240,8 @@ def tables(out: Path, memory: int) -> None:
     lines = pareto(rows)
     text += ["## Figure 4: 70B, the runs that no other run beats", "", "| link | variant | runs |", "|---|---|---|"]
     for (link, name), line in lines.items():
-        runs = [
-            f"TP {r['tp']} batch {r['batch']}: {r['total_ms'] / 1e3:.3g} s, {r['per_gpu']:.4g} tokens/s" for r in line
-        ]
-        text.append(f"| {link} | {name} | {'; '.join(runs)} |")
+        shown = "TP {tp} batch {batch}: {total_ms:.0f} ms, {per_gpu:.1f} tokens/s per GPU"
+        text.append(f"| {link} | {name} | {'; '.join(shown.format(**row) for row in line)} |")
     (out / "tables.md").write_text("\n".join(text) + "\n")
     (out / "tables.json").write_text(json.dumps(rows, indent=1))
     draw(lines, out / "figure_4.png")

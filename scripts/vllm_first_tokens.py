@@ -9,9 +9,9 @@ route each token to experts that are drawn at random, evenly (vLLM's routing sim
 prompt is used twice.
 
 At once: ``--requests`` distinct prompts arrive together; a row has the mean and the last time to first token. Under
-load: requests arrive at random (Poisson), at rates that are fractions of the original's own throughput; a row has the medians
-and the 99th percentiles of the time to first token and of the time per token after it. All variants get the same
-arrivals. vLLM's model runner, graphs, token budget and attention must be the same for all variants, or nothing is
+load: requests arrive at random (Poisson), at rates that are fractions of the original's own throughput; a row has the
+medians and the 99th percentiles of the time to first token and of the time per token after it. All variants get the
+same arrivals. vLLM's model runner, graphs, token budget and attention must be the same for all variants, or nothing is
 measured. ``scripts/vllm_gpu.sh time`` runs this on a GPU machine.
 """
 

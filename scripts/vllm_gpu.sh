@@ -7,14 +7,13 @@
 #                                          answers of transformers, to FOLDER (some minutes on two CPU cores)
 #   scripts/vllm_gpu.sh one [FOLDER]       on one GPU: eager, whole CUDA graphs, compiled; the server; the eleven tasks
 #   scripts/vllm_gpu.sh two [FOLDER]       on two GPUs: tensor parallelism 2, with and without divided experts
-#   scripts/vllm_gpu.sh time [FOLDER]      on two GPUs or more: time to first token, and a load of random arrivals
+#   scripts/vllm_gpu.sh time [FOLDER]      on two GPUs or more: time to first token, and a load of random arrivals. TIMES
+#                                          has one measurement in each line: options of scripts/vllm_first_tokens.py
 #
 # FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
 # fcsd, scripts, tests and assets of this repository. Every part ends before second $LIMIT; a part that fails or hangs
 # does not keep the others from running. What each part found is printed, and written to $OUT/COMMAND.json; the logs are
 # in $OUT/COMMAND-logs.tar.gz. The exit status is 0 if every part ended and found what it should.
-#
-# `time` reads TIMES, one measurement in each line: the options of scripts/vllm_first_tokens.py.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -28,7 +27,7 @@ folder=${2:-.vllm}
 WORK=${WORK:-/tmp/vllm-work}
 site=$WORK/site
 models=$WORK/models
-logs=$WORK/logs
+logs=$WORK/logs-$command
 # Everything that vLLM 0.24.0 imports and the GPU machine does not have, pydantic for fcsd among it. Versions are given
 # where vLLM asks for one or where a later one is known not to go with 0.24.0.
 wheels="annotated-types apache-tvm-ffi==0.1.15.post2 astor blake3 cachetools cbor2 compressed-tensors==0.17.0 depyf==0.20.0
@@ -137,7 +136,10 @@ export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVL
 SECONDS=0
 LIMIT=${LIMIT:-300} # seconds until every part has to have ended
 machine
-unpack || { echo "$folder could not be unpacked; nothing was run" >&2 && exit 1; }
+exec 9> "$WORK/lock" # two commands may run at once, on different GPUs
+flock 9
+unpack 9>&- || { echo "$folder could not be unpacked; nothing was run" >&2 && exit 1; }
+exec 9>&-
 echo "unpacked after $SECONDS s"
 
 if [ "$command" = time ]; then
@@ -147,7 +149,7 @@ if [ "$command" = time ]; then
         [ -n "$line" ] || continue
         number=$((number + 1))
         # shellcheck disable=SC2086 # the line is split into options
-        job "time-$number" python3 scripts/vllm_first_tokens.py "$models" $line --seconds $(($(left) - 5))
+        job "time-$number" python3 scripts/vllm_first_tokens.py "$WORK/shapes" $line --seconds $(($(left) - 5))
         wait
     done <<< "${TIMES:---shape qwen3-30b-a3b --layers 48 --tp 2 --ep}"
     python3 scripts/vllm_report.py "$logs" "$OUT/time"

@@ -49,11 +49,12 @@ def reasons(lines: list[str]) -> list[str]:
     return [line for error, where in found.items() for line in (*(f"    {frame[:WIDTH]}" for frame in where), error)]
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """A row as one line, its verdict first."""
+def line_of(row: dict[str, Any], before: dict[str, Any]) -> str:
+    """A row as one line, its verdict first, without what the row before it has said already."""
     verdict = {True: "right", False: "WRONG"}.get(row.get("right"), "     ")  # type: ignore[arg-type]
-    values = {name: f"{value:.3g}" if isinstance(value, float) else value for name, value in row.items()}
-    return f"{verdict} " + " ".join(f"{name}={value}" for name, value in values.items() if name not in ("right", "raw"))
+    new = {name: value for name, value in row.items() if name not in ("right", "raw") and before.get(name) != value}
+    values = {name: f"{value:.3g}" if isinstance(value, float) else value for name, value in new.items()}
+    return f"{verdict} " + " ".join(f"{name}={value}" for name, value in values.items())
 
 
 def other_runners(rows: list[dict[str, Any]]) -> list[str]:
@@ -78,8 +79,8 @@ def main() -> None:
         wrong = [row for row in part["rows"] if not row.get("right", True)]
         good &= ended == "0" and not part["unfinished"] and not part["missing"] and not wrong
         print(f"== {log.stem}: {_KILLED.get(ended, f'ended with {ended}')}, {len(part['rows'])} rows")
-        for row in part["rows"]:
-            print(line_of(row)[: 2 * WIDTH])
+        for row, before in zip(part["rows"], [{}, *part["rows"]], strict=False):
+            print(line_of(row, before)[: 2 * WIDTH])
         for start in part["unfinished"]:
             print(f"NOT ENDED {json.dumps(start)}")
         for line in part["missing"]:

@@ -37,7 +37,8 @@ def test_right_rows_are_printed_and_stored(tmp_path):
 
     assert status == 0, shown
     assert "eager: ended with 0, 2 rows" in shown
-    assert "right case=tiny role=converted" in shown and "largest=4e-06" in shown
+    assert "right case=tiny role=original dtype=float32" in shown
+    assert "right role=converted largest=4e-06" in shown  # the rest is as in the line before
     stored = json.loads((tmp_path / "out" / "one.json").read_text())["eager"]
     assert [row["largest"] for row in stored["rows"]] == [3e-6, 4e-6]
     with tarfile.open(tmp_path / "out" / "one-logs.tar.gz") as logs:
