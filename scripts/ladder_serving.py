@@ -124,7 +124,7 @@ def whole(size: str, rows: dict[int, Row], memory: int) -> Row:
     """The row of the whole model: the line through the times at two depths, or OOM."""
     layers = SIZES[size][1]
     (small, first), (large, second) = sorted(rows.items())
-    row = {key: first[key] for key in ("tp", "batch", "wiring", "reduce", "exact")} | {"size": size}
+    row: Row = {key: first[key] for key in ("tp", "batch", "wiring", "reduce", "exact")} | {"size": size}
     row["out_of_memory"] = any(found["out_of_memory"] for found in (first, second))
     row["out_of_memory"] |= not fits(size, row["tp"], row["batch"], memory)
     if row["out_of_memory"]:

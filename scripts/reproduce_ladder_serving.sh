@@ -23,7 +23,7 @@ fi
 # Prompts of 256 tokens: batches of 16 and 64 prefill 4096 and 16384 tokens. Batch 1 and 64 come first.
 status=0
 short() {
-    timeout -k 5 "${SECONDS_PER_LINK:-62}" "$python" -m fcsd bench infer "${SHAPE:-llama3-70b}" --layers 8 --tp "$gpus" \
+    timeout -k 10 "${SECONDS_PER_LINK:-62}" "$python" -m fcsd bench infer "${SHAPE:-llama3-70b}" --layers 8 --tp "$gpus" \
         --batch 1,64,16,4 --prompt 256 --new 17 --rounds 3 --reduce "$REDUCE,none" --out "$out/short-$1" "${@:2}"
     local ended=$?
     echo "$1: ended with $ended after $SECONDS s"
