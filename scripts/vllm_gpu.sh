@@ -186,6 +186,7 @@ two)
     check float32_eager serve --case qwen2_moe-farskip,glm4_moe-farskip --dtype float32 --mode eager --tp 2
     check float32_graph serve --case qwen2_moe-farskip,qwen3_moe-farskip --dtype float32 --mode graph --tp 2
     check float32_experts serve --case qwen2_moe-farskip --dtype float32 --mode eager --tp 2 --ep
+    check float32_pressure serve --case qwen2_moe-farskip --dtype float32 --mode pressure --tp 2
     check bfloat16_default serve --case qwen2_moe-farskip,teacher --dtype bfloat16 --mode default --tp 2
     check bfloat16_experts serve --case qwen2_moe-farskip,qwen3_moe-farskip --dtype bfloat16 --mode graph --tp 2 --ep
     ;;
