@@ -8,9 +8,10 @@
 ``serve`` compares log-probabilities of prompts and of greedy answers with transformers (float32, on the CPU, given the
 same tokens): one row for the original, one for the converted model. In bfloat16 transformers' own error in bfloat16
 stands beside it. ``MODE`` is ``eager``, ``graph`` (whole CUDA graphs, not compiled, 200 tokens), ``default`` (compiled,
-with vLLM's own choice of graphs) or ``pressure`` (so little memory that requests are preempted). ``items`` asks what ``scripts/vllm_items.py record`` has written down: the requests of the
-eleven tasks, with the answers of transformers. ``scripts/vllm_gpu.sh`` runs all of it, and ``scripts/vllm_report.py``
-reads the lines that begin with START, ROW and MISSING.
+with vLLM's own choice of graphs) or ``pressure`` (so little memory that requests are preempted). ``items`` asks what
+``scripts/vllm_items.py record`` has written down: the requests of the eleven tasks, with the answers of transformers.
+``scripts/vllm_gpu.sh`` runs all of it, and ``scripts/vllm_report.py`` reads the lines that begin with START, ROW and
+MISSING.
 """
 
 import argparse
