@@ -64,7 +64,7 @@ MODES: dict[str, dict[str, Any]] = {
     "graph": dict(compilation_config=dict(mode=0, cudagraph_mode="FULL", cudagraph_capture_sizes=[1, 2, 4, 8, 96])),
     "default": dict(compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 96])),
     # Three answers need 42 blocks of 16 tokens, so some of them are put off and computed again.
-    "pressure": dict(enforce_eager=True, num_gpu_blocks_override=30, disable_log_stats=False),
+    "pressure": dict(enforce_eager=True, block_size=16, num_gpu_blocks_override=30, disable_log_stats=False),
 }
 LONG = ("graph", "pressure")  # modes with REPLAYS tokens
 Row = dict[str, Any]
