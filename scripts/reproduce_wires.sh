@@ -18,8 +18,8 @@ export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPAT
 gpu() { "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; }
 share_gpu() { # by NVIDIA's MPS, where it is installed, the processes compute at the same time; otherwise they take turns
   command -v nvidia-cuda-mps-control > /dev/null || return 0
-  export CUDA_MPS_PIPE_DIRECTORY="$1/mps" CUDA_MPS_LOG_DIRECTORY="$1/mps"
-  mkdir -p "$1/mps"
+  CUDA_MPS_PIPE_DIRECTORY="$(mktemp -d)"
+  export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY="$CUDA_MPS_PIPE_DIRECTORY"
   nvidia-cuda-mps-control -d
   trap 'echo quit | nvidia-cuda-mps-control' EXIT
 }
@@ -28,7 +28,7 @@ case "$1" in
 quality)
   [ $# -eq 2 ] || usage
   size=(--every 12 --limit 20)
-  if gpu; then size=(--batch-size 32); share_gpu "$2"; fi
+  if gpu; then size=(--batch-size 32); share_gpu; fi
   # At the end of the time, formats that are being measured are lost, and all others are kept.
   timeout --signal INT "${minutes}m" "$python" -m fcsd bench wires assets/teacher \
     --text assets/corpus/held_out.jsonl --data-mirror assets/mirror --dtype float32 "${size[@]}" \
@@ -40,7 +40,7 @@ training)
   # On a GPU, small batches would take as long as large ones. 120 steps read 3.9 M tokens.
   if gpu; then
     sets+=(train.batch_tokens=32768 train.micro_batch_size=128 train.steps=120 train.dtype=bf16 optim.lr=2e-3)
-    share_gpu "$2"
+    share_gpu
   fi
   # A run that has begun takes about a minute. It is not cut off by a piece that starts none in its last two minutes.
   "$python" scripts/wire_study.py "$2" --processes "$processes" --minutes "$(awk "BEGIN { print $minutes - 2 }")" \
