@@ -21,6 +21,8 @@ share_gpu() { # by NVIDIA's MPS, where it is installed, the processes compute at
   CUDA_MPS_PIPE_DIRECTORY="$(mktemp -d)"
   export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY="$CUDA_MPS_PIPE_DIRECTORY"
   nvidia-cuda-mps-control -d
+  # The daemon numbers the GPUs that it sees from 0, and the numbers in CUDA_VISIBLE_DEVICES are its own from now on.
+  [ -z "${CUDA_VISIBLE_DEVICES:-}" ] || export CUDA_VISIBLE_DEVICES=0
   trap 'echo quit | nvidia-cuda-mps-control' EXIT
 }
 
