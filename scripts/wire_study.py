@@ -262,10 +262,12 @@ def main() -> int:
     about["versions"] = {name: version(name) for name in ("torch", "transformers", "deepspeed", "lm_eval")}
     latest, failed = time.time() + 60 * args.minutes, 0
     spawned = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot be forked
-    with ProcessPoolExecutor(
-        max(1, min(args.processes, len(missing))), spawned, _start_worker, (out / "logs",)
-    ) as pool:
-        if missing and (error := pool.submit(prepare, settings, out, missing[0]).exception()):
+    workers = max(1, min(args.processes, len(missing)))
+    with ProcessPoolExecutor(workers, spawned, _start_worker, (out / "logs",)) as pool:
+        prepared = pool.submit(prepare, settings, out, missing[0]) if missing else None
+        for _ in range(workers - 1):
+            pool.submit(int)  # it has nothing to do, but starts a worker, which meanwhile loads what every run needs
+        if prepared is not None and (error := prepared.exception()):
             sys.exit(str(error))
         begun: dict[Future[dict[str, Any] | None], Case] = {
             pool.submit(train, settings, out, case, latest): case for case in missing
