@@ -8,7 +8,7 @@
 #   STUDY table-1, text (the kinds of text), recovery (over tokens), table-2, figure-3, early-stop, anneal
 # Every model and every sweep that ends adds a line to NEW. Append these to docs/results/capability.jsonl, which the
 # next piece reads: runs that are in either file are not repeated.
-# Environment: NEW=WORK/new.jsonl  MINUTES=9  PROCESSES=8 (models at a time)  GPUS=1  DEVICE=cuda  PYTHON=python3
+# Environment: NEW=WORK/new.jsonl  MINUTES=9  PROCESSES=8 (models at a time, on all GPUs)  GPUS=1  DEVICE=cuda  PYTHON=python3
 #   TEACHER_TOKENS=1669595136 (both runs of the teacher's training)  TEACHER_TEXT=runs/teacher/train.jsonl
 #   (scripts/teacher/corpus.py writes it)  OTHER_TEXT=the installed Python packages
 # It needs no network. On a machine that has torch, transformers, accelerate, pandas, pyarrow and matplotlib, these

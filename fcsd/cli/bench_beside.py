@@ -125,6 +125,9 @@ def wires(
     data_mirror: DataMirror = None,
     device: Device = None,
     dtype: Dtype = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="How many formats are measured at a time, each by a process of its own.")
+    ] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Measure what each format of the wire costs MODEL, by direction. FlashCommunication V2's tables of quality."""
@@ -149,6 +152,7 @@ def wires(
         data_mirror=data_mirror,
         device=device,
         dtype=dtype or default_dtype(device == "cpu"),
+        processes=processes,
     )
     found = study.run(settings, out)
     report = tables.to_text(found)

@@ -179,6 +179,8 @@ class Recipe(Section):
             raise ValueError("train.compile needs parallel.ep_size 1: layers with divided experts cannot be compiled")
         if self.train.compile and self.parallel.wire.any:
             raise ValueError("train.compile cannot be combined with parallel.wire: layers that round rows stay eager")
+        if self.train.graph and (why := self._not_captured()):
+            raise ValueError(f"train.graph cannot be combined with {why}")
         if self.train.anneal_share and (self.parallel.ep_size > 1 or self.parallel.wire.any):
             raise ValueError(
                 "train.anneal_share needs parallel.ep_size 1 and no parallel.wire: layers that dispatch rows cannot be "
@@ -205,6 +207,22 @@ class Recipe(Section):
         if self.early_stop.metric == HELD_OUT and self.data.held_out is None:
             raise ValueError("early_stop.metric held_out needs data.held_out, the text to measure on")
         return self
+
+    def _not_captured(self) -> str | None:
+        """The setting because of which the passes of a micro-batch cannot be captured; None if they can be."""
+        divided = max(self.parallel.ep_size, self.parallel.teacher_ep_size) > 1
+        found = {
+            "divided experts: the host sizes their all-to-alls in each pass": divided,
+            "parallel.wire: the rounding depends on the step": self.parallel.wire.any,
+            "train.anneal_share: the wiring depends on the step": self.train.anneal_share > 0,
+            "train.progressive_share: the wiring depends on the step": self.train.progressive_share > 0,
+            "train.activation_checkpointing: it saves the state of random generators": (
+                self.train.activation_checkpointing
+            ),
+            "deterministic: some of the deterministic kernels cannot be captured": self.deterministic,
+            "objective.teacher_cache: targets come from the host": self.objective.teacher_cache is not None,
+        }
+        return next((why for why, is_so in found.items() if is_so), None)
 
     @property
     def accumulate_dtype(self) -> Literal["bf16", "fp32"]:

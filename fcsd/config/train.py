@@ -29,6 +29,11 @@ class Train(Section):
     """Compile each decoder layer of student and teacher by torch.compile. It helps small models, whose step is limited
     by the number of kernels that the host starts; the first step takes about a minute longer. Results differ in
     rounding. It needs `parallel.ep_size: 1`."""
+    graph: bool = False
+    """Capture the passes of a micro-batch, the teacher's included, as CUDA graphs, which the host starts with two calls
+    instead of thousands. It helps small models, also together with `compile`. The memory of the passes stays reserved
+    between steps, and the loss is computed also at positions that do not count. Results differ in rounding. It needs
+    packed attention in bf16, and experts that are not divided. On a CPU the same passes run without capture."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass: less memory, one more forward pass per step."""
     anneal_share: Share = 0.0

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe, accumulation
 from fcsd.distill.expert_parallel import quantiser_of, wire_sharded
-from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, squared_distance
+from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, only_counted, squared_distance
 from fcsd.distill.moments import ChunkedAdamW
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.targets import Targets, captured, compared_layers
@@ -28,6 +28,8 @@ from fcsd.parallel.turns import in_turns
 from fcsd.parallel.wire import Quantiser
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# (micro-batch, denominator, names of the terms) -> the loss terms by name; see ``fcsd.distill.graphs``
+FixedLosses = Callable[[dict[str, Tensor], Tensor, tuple[str, ...]], dict[str, Tensor]]
 GROUP = 2**28  # most parameters of a group of the optimizer, unless one tensor has more
 
 
@@ -54,6 +56,7 @@ class Student(nn.Module):
         self.quantiser = quantiser
         self.annealing = annealing
         self.stages = stages
+        self.fixed: FixedLosses | None = None  # runs the training passes, teacher included, if it is installed
         self._beside = ThreadPoolExecutor(1, "teacher")  # the thread starts when a teacher first runs in turns
 
     def forward(
@@ -67,12 +70,26 @@ class Student(nn.Module):
 
         Args:
             batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``. It may also have ``kept``, the
-                positions with a label in the flattened batch, if the host has computed them.
+                positions in the flattened batch whose logits are computed, if the host knows them: those with a label,
+                or all.
             targets: the teacher's output, which ``kl`` and ``hidden`` need, or a function that computes it. The
-                function runs in turns with the student's forward pass (``fcsd.parallel.turns``).
+                function runs in turns with the student's forward pass (``fcsd.parallel.turns``). With ``fixed`` it is
+                None in training.
             denominator: the number by which the sums over tokens are divided.
             terms: the names of the loss terms to compute.
         """
+        if self.fixed is not None and torch.is_grad_enabled():
+            return self.fixed(batch, denominator, terms)
+        return self.losses(batch, targets, denominator, terms)
+
+    def losses(
+        self,
+        batch: dict[str, Tensor],
+        targets: Targets | Callable[[], Targets] | None,
+        denominator: Tensor,
+        terms: tuple[str, ...],
+    ) -> dict[str, Tensor]:
+        """What ``forward`` returns, computed by torch's operations one after the other."""
         compared = compared_layers(self.model, self.objective) if targets is not None and "hidden" in terms else ()
         with captured(self.model, compared) as streams:
             if callable(targets):
@@ -83,7 +100,10 @@ class Student(nn.Module):
                 hidden = final_hidden(self.model, batch)
         head, labels = output_head(self.model), batch["labels"]
         chunk = self.objective.chunk(len(head))
-        counts = labels != IGNORE
+        counts, kept = labels != IGNORE, batch.get("kept")
+        everywhere = kept is not None and len(kept) == labels.numel()
+        if everywhere:
+            hidden = only_counted(hidden, counts)
         losses = {}
         if "hidden" in terms:
             assert targets is not None
@@ -100,16 +120,16 @@ class Student(nn.Module):
                 "temperature": self.objective.temperature,
                 "denominator": denominator,
                 "chunk_tokens": chunk,
-                "kept": batch.get("kept"),
+                "kept": kept,
             }
             if isinstance(targets.output, TopK):
                 losses["kl"] = kl_from_top_k(hidden, head, targets.output, counts, **options)
             else:
-                losses["kl"] = kl_divergence(hidden, head, *targets.output, counts, **options)
+                theirs, their_head = targets.output
+                theirs = only_counted(theirs, counts) if everywhere else theirs
+                losses["kl"] = kl_divergence(hidden, head, theirs, their_head, counts, **options)
         if "sft" in terms:
-            losses["sft"] = cross_entropy(
-                hidden, head, labels, denominator=denominator, chunk_tokens=chunk, kept=batch.get("kept")
-            )
+            losses["sft"] = cross_entropy(hidden, head, labels, denominator=denominator, chunk_tokens=chunk, kept=kept)
         return losses
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_d
 
 from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
-from fcsd.distill import expert_parallel, update
+from fcsd.distill import expert_parallel, graphs, update
 from fcsd.distill.data.corpus import Corpus, load_tokenizer
 from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows
@@ -135,6 +135,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     engine = build_engine(student, recipe, world, traffic)
     progress = checkpoints.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     update.install(engine, recipe)
+    graphs.install(engine.module, live, recipe, [model for model in (student, teacher) if model is not None])
     require_agreement(world, {**identity, "vocabulary": vocab_size, "first step": progress["step"] + 1})
     world.on_first(lambda: run_dir.describe(directory, resolved))
     return Prepared(

@@ -134,7 +134,9 @@ def launch_step(
     norm: Tensor | float = 0.0
     for micro in micros:
         with _numbered(engine, micro, recipe, step):
-            terms = engine(micro.columns, _targets(micro, teacher, recipe, world), denominator, tuple(weights))
+            # With fixed passes the student's forward pass includes the teacher's.
+            targets = None if engine.module.fixed else _targets(micro, teacher, recipe, world)
+            terms = engine(micro.columns, targets, denominator, tuple(weights))
             totals += torch.stack([terms[name].detach() for name in weights])
             loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
             last = micro is micros[-1]

@@ -274,3 +274,14 @@ class WiredModel(nn.Module):
         rewired models.
         """
         return False
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Whether transformers may choose how the experts are computed, as it may for the class without wiring.
+
+        transformers looks for a decorator in the file that defines the class. The experts are defined in the file of
+        the unwired class. Without this method, the experts would run one after the other, with several host
+        synchronisations for each of them.
+        """
+        unwired: Any = cls.__mro__[cls.__mro__.index(WiredModel) + 1]
+        return unwired._can_set_experts_implementation()

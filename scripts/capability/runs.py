@@ -3,8 +3,10 @@
 A study is a list of runs; studies share runs. Budgets are shares of the tokens that the teacher was trained on. The
 values that FarSkip §5.1 chooses by short runs come from sweeps: batch, then learning rate, by training loss, for KL and
 SFT alike and for each kind of text. The paper's Table 2 keeps one rate and batch for all rows; so do the rows here.
+A run whose budget is too short for the chosen batch takes a smaller one (``fitted``).
 """
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,17 @@ SHARES = (0.001, 0.003, 0.01, 0.03, 0.1)  # of the teacher's tokens, for the rec
 TABLE_1, TABLE_2 = 0.1, 0.05
 SEQ_LEN = 1024  # as in the teacher's training
 LAYERS = 10  # of the bundled teacher
-BATCHES = (8192, 16384, 32768)
+BATCHES = (32768, 65536, 131072)
 RATES = (5e-4, 1e-3, 2e-3)
+LEAST_STEPS, LEAST_BATCH = 600, 8192  # a shorter budget halves the batch until it has as many steps
 STARTING_VALUES = {"train.batch_tokens": BATCHES[1], "optim.lr": RATES[1]}
 HIDDEN_WEIGHTS = (1e-4, 1e-3, 1e-2)
-SWEEP_STEPS = 100  # of each trial
+SWEEP_STEPS = 30  # of each trial
 KL = {"objective.kl": 1.0, "objective.sft": 0.0}
 SFT = {"objective.kl": 0.0, "objective.sft": 1.0}
 FROZEN = {"objective.freeze_embeddings": True, "objective.freeze_lm_head": True}
 ANNEALED = (0.25, 0.5)  # shares of training
-TEXT_SHARES = (0.004, 0.01, 0.03, 0.05, 0.1)  # of the teacher's tokens; a longer run reads its text again
+TEXT_SHARES = (0.01, 0.1)  # of the teacher's tokens; a longer run reads its text again
 TEXTS: dict[str, tuple[str, float]] = {  # name -> kind and share of wrong answers, for text.py
     "same": ("same", 0.0),
     "other": ("other", 0.0),
@@ -72,7 +75,8 @@ class Run:
         """The name of the sweep whose batch and learning rate the run takes; empty without training."""
         if not self.text:
             return ""
-        return self.sweep or f"{'sft' if self.settings.get('objective.sft') else 'kl'}-{TEXTS[self.text][0]}"
+        kind = "same" if self.text == "same" else "other"  # real text alone takes the values of the other mixture
+        return self.sweep or f"{'sft' if self.settings.get('objective.sft') else 'kl'}-{kind}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,7 +88,7 @@ def sweeps() -> dict[str, dict[str, Any]]:
     found = {
         f"{loss}-{kind}": {"text": kind, "settings": settings, "stages": stages, "metric": "loss"}
         for loss, settings in (("kl", KL), ("sft", SFT))
-        for kind in ("same", "other", "none")
+        for kind in ("same", "other")
     }
     hidden = {**KL, "objective.hidden.weight": HIDDEN_WEIGHTS[0]}
     tried = [{"objective.hidden.weight": list(HIDDEN_WEIGHTS)}]
@@ -155,6 +159,18 @@ def text_name(text: str, share: float) -> str:
     return f"{text}-{100 * text_share(share):g}pct"
 
 
+def fitted(values: dict[str, Any], tokens: float) -> dict[str, Any]:
+    """The chosen batch and learning rate, made smaller for a budget that they give fewer than ``LEAST_STEPS`` steps.
+
+    The rate follows the square root of the batch, as is usual for Adam.
+    """
+    batch = values["train.batch_tokens"]
+    while batch > LEAST_BATCH and tokens / batch < LEAST_STEPS:
+        batch //= 2
+    rate = values["optim.lr"] * math.sqrt(batch / values["train.batch_tokens"])
+    return {**values, "train.batch_tokens": batch, "optim.lr": rate}
+
+
 def recipe_of(run: Run, chosen: dict[str, dict[str, Any]], teacher_tokens: int, work: Path, device: str) -> dict:
     """The recipe of a run, as nested mappings.
 
@@ -163,8 +179,7 @@ def recipe_of(run: Run, chosen: dict[str, dict[str, Any]], teacher_tokens: int, 
         teacher_tokens: the tokens that the teacher was trained on.
         work: the directory of texts and runs.
     """
-    values = dict(chosen[run.values_from])
-    settings = {**values, **run.settings}
+    settings = {**fitted(chosen[run.values_from], run.share / run.batch * teacher_tokens), **run.settings}
     if isinstance(other := settings.get("objective.hidden.weight"), str):
         settings["objective.hidden.weight"] = chosen[other]["objective.hidden.weight"]
     batch = max(1, round(settings["train.batch_tokens"] * run.batch / SEQ_LEN)) * SEQ_LEN
@@ -230,6 +245,6 @@ def _recipe(
         target[last] = value
     train = recipe["train"]
     rows = train["batch_tokens"] // SEQ_LEN
-    train.setdefault("micro_batch_size", max(n for n in (1, 2, 4, 8, 16, 32) if rows % n == 0))
+    train.setdefault("micro_batch_size", max(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if rows % n == 0))
     recipe["optim"]["warmup_steps"] = min(10, train["steps"] - 1)
     return recipe

@@ -4,20 +4,23 @@
 
 Runs whose line is in one of the results are not repeated. At the end of the time, runs that have not ended save a
 checkpoint; the same command with the same DIR continues them. A line is added to FILE for every sweep and every model
-that has ended. First come the texts, then the sweeps, then the runs in the order of the studies.
+that has ended. Texts, sweeps and runs start in this order, each as soon as what it needs is done.
 """
 
 import argparse
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from scripts.capability.runs import (
     recipe_of,
     studies,
     sweep_recipe,
+    sweeps,
     text_name,
     text_share,
 )
@@ -46,7 +50,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TEACHER, MIRROR, HELD_OUT = "assets/teacher", "assets/mirror", "assets/corpus/held_out.jsonl"
 FCSD = [sys.executable, "-m", "fcsd"]
 PREEMPTED = (143, -signal.SIGTERM)
-SAVING = 45.0  # seconds between the request to end and the end of the time
+SAVING = 20.0  # seconds between the request to end and the end of the time
 
 
 class OutOfTimeError(Exception):
@@ -122,11 +126,10 @@ class Study:
             self.lines[line["name"]] = line
             append(self.args.new, line)
 
-    def fcsd(self, words: list[str], log: str, number: int) -> None:
-        """Run a command of fcsd. Models in work take the GPUs in turn."""
-        gpu = {"CUDA_VISIBLE_DEVICES": str(number % self.args.gpus)} if self.args.device == "cuda" else {}
-        env = self.env | gpu
-        self.clock.run([*FCSD, *words], self.work / "logs" / f"{log}.log", env)
+    def fcsd(self, words: list[str], log: str, gpu: int) -> None:
+        """Run a command of fcsd on a GPU."""
+        seen = {"CUDA_VISIBLE_DEVICES": str(gpu)} if self.args.device == "cuda" else {}
+        self.clock.run([*FCSD, *words], self.work / "logs" / f"{log}.log", self.env | seen)
 
 
 def device_name(args: argparse.Namespace) -> str:
@@ -157,10 +160,10 @@ def write_text(study: Study, kind: str, share: float) -> None:
     (out / "tokenised").touch()
 
 
-def sweep(study: Study, name: str, number: int) -> None:
+def sweep(study: Study, name: str, gpu: int) -> None:
     """Do a sweep, or continue it, and store what it chose."""
     recipe = sweep_recipe(name, study.chosen, study.args.sweep_steps, study.work, study.args.device)
-    study.fcsd(["distill", "--sweep", str(_write_recipe(study, name, recipe))], f"sweep-{name}", number)
+    study.fcsd(["distill", "--sweep", str(_write_recipe(study, name, recipe))], f"sweep-{name}", gpu)
     record = json.loads((Path(recipe["output_dir"]) / RECORD).read_text())
     found = record["trials"]
     trials = {key: {"values": entry["values"], "value": entry.get("value")} for key, entry in found.items()}
@@ -170,13 +173,13 @@ def sweep(study: Study, name: str, number: int) -> None:
     study.store({"name": name, "chosen": values, "trials": trials})
 
 
-def do_run(study: Study, run: Run, number: int) -> None:
+def do_run(study: Study, run: Run, gpu: int) -> None:
     """Train and evaluate a model, or continue, and store its line."""
     line: dict[str, Any] = {"name": run.name, "run": run.to_json()}
     if run.text:
         recipe = recipe_of(run, study.chosen, study.args.teacher_tokens, study.work, study.args.device)
         words = ["distill", str(_write_recipe(study, run.name, recipe))]
-        study.fcsd([*words, *(["--accept-unsafe-exec"] if run.early_stop else [])], run.name, number)
+        study.fcsd([*words, *(["--accept-unsafe-exec"] if run.early_stop else [])], run.name, gpu)
         out = Path(recipe["output_dir"])
         model, metrics = out / "final", read_metrics(out)
         line |= {"lr": recipe["optim"]["lr"], "batch_tokens": recipe["train"]["batch_tokens"]}
@@ -189,12 +192,12 @@ def do_run(study: Study, run: Run, number: int) -> None:
         model = study.work / "untrained" / run.layers.replace(":", "-").replace("%", "-per-cent")
         if not (model / "config.json").exists():
             words = ["convert", TEACHER, str(model), "--wiring", "farskip", "--layers", run.layers]
-            study.fcsd(words, run.name, number)
+            study.fcsd(words, run.name, gpu)
     out = study.work / "eval" / run.name
     words = ["eval", str(model), "--suite", "strict", "--data-mirror", MIRROR, "--held-out", HELD_OUT]
     words += ["--out", str(out), "--device", study.args.device, "--accept-unsafe-exec"]
     words += ["--limit", str(study.args.limit)] if study.args.limit else []
-    study.fcsd(words, run.name, number)
+    study.fcsd(words, run.name, gpu)
     line["results"] = [packed(result) for result in read_directory(out)]
     study.store(line)
 
@@ -215,39 +218,104 @@ def _write_recipe(study: Study, name: str, recipe: dict[str, Any]) -> Path:
 def missing(study: Study, names: Iterable[str]) -> tuple[list[Run], list[str]]:
     """The runs of the studies that have no line yet, and the sweeps that these need and that have none."""
     runs = {run.name: run for name in names for run in studies()[name] if run.name not in study.lines}
-    needed = [run.values_from for run in runs.values() if run.values_from]
-    needed += [v for run in runs.values() if isinstance(v := run.settings.get("objective.hidden.weight"), str)]
-    return list(runs.values()), [name for name in dict.fromkeys(needed) if name not in study.lines]
+    needed = dict.fromkeys(name for run in runs.values() for name in sweeps_of(run))
+    return list(runs.values()), [name for name in needed if name not in study.lines]
+
+
+def sweeps_of(run: Run) -> list[str]:
+    """The sweeps whose values a run takes."""
+    hidden = run.settings.get("objective.hidden.weight")
+    return [name for name in (run.values_from, hidden) if isinstance(name, str) and name]
+
+
+def text_of_sweep(name: str) -> str:
+    """The text on which a sweep trains."""
+    return sweeps()[name]["text"]
 
 
 def texts_of(runs: list[Run], sweeps: list[str]) -> list[tuple[str, float]]:
     """The texts that runs and sweeps need: their kinds, and their lengths as shares of the teacher's tokens."""
-    needed = [(name.partition("-")[2], text_share(0.0)) for name in sweeps]
+    needed = [(text_of_sweep(name), text_share(0.0)) for name in sweeps]
     return list(dict.fromkeys([*needed, *((run.text, text_share(run.share)) for run in runs if run.text)]))
 
 
-def together(study: Study, jobs: list[Callable[[int], None]]) -> bool:
-    """Do jobs, several at a time. Failures are printed and do not stop the others. Returns whether all ended."""
-    with ThreadPoolExecutor(study.args.processes) as pool:
-        futures: list[Future[None]] = [pool.submit(job, number) for number, job in enumerate(jobs)]
-        errors = [error for future in futures if (error := future.exception())]
-    for error in errors:
-        if not isinstance(error, OutOfTimeError):
-            print(f"failed: {error}", file=sys.stderr)
-    return not errors
+@dataclass(frozen=True)
+class Job:
+    """A text, a sweep or a run: ``do`` takes the number of a GPU, after the jobs that it ``needs``."""
+
+    name: str
+    needs: tuple[str, ...]
+    do: Callable[[int], None]
+
+
+def jobs_of(study: Study, runs: list[Run], sweeps: list[str]) -> list[Job]:
+    """Texts, sweeps and runs, in the order in which they should start, each with what it needs."""
+    jobs = [
+        Job(text_name(kind, share), (), lambda _, k=kind, s=share: write_text(study, k, s))
+        for kind, share in texts_of(runs, sweeps)
+    ]
+    for name in sweeps:
+        needs = (text_name(text_of_sweep(name), 0), *(("kl-same",) if name == "hidden-same" else ()))
+        jobs.append(Job(name, needs, lambda gpu, s=name: sweep(study, s, gpu)))
+    for run in runs:
+        needs = (text_name(run.text, run.share), *sweeps_of(run)) if run.text else ()
+        jobs.append(Job(run.name, needs, lambda gpu, r=run: do_run(study, r, gpu)))
+    known = {job.name for job in jobs}  # what is not among them is done
+    return [Job(job.name, tuple(name for name in job.needs if name in known), job.do) for job in jobs]
+
+
+def together(jobs: list[Job], at_once: int, gpus: int) -> bool:
+    """Do jobs, several at a time: always the first one whose needs are done, on the GPU that has the fewest.
+
+    A failure is printed and stops only the jobs that need this one. Returns whether all jobs ended.
+    """
+    waiting, running, done, failed = list(jobs), dict[Future[None], tuple[Job, int]](), set[str](), set[str]()
+    with ThreadPoolExecutor(at_once) as pool:
+        while True:
+            for job in [job for job in waiting if failed & set(job.needs)]:
+                waiting.remove(job)
+                failed.add(job.name)
+            for job in [job for job in waiting if done.issuperset(job.needs)][: at_once - len(running)]:
+                waiting.remove(job)
+                taken = [gpu for _, gpu in running.values()]
+                gpu = min(range(gpus), key=taken.count)
+                running[pool.submit(job.do, gpu)] = job, gpu
+            if not running:
+                return not failed
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job, _ = running.pop(future)
+                error = future.exception()
+                (failed if error else done).add(job.name)
+                if error and not isinstance(error, OutOfTimeError):
+                    print(f"failed: {error}", file=sys.stderr)
+
+
+@contextmanager
+def shared_gpus(study: Study) -> Iterator[None]:
+    """Lets the processes of a GPU compute at the same time, by NVIDIA's MPS, where it is installed.
+
+    Without it they take turns, and a model of this size leaves most of the GPU idle in its turn.
+    """
+    control = shutil.which("nvidia-cuda-mps-control")
+    if study.args.device != "cuda" or control is None:
+        yield
+        return
+    pipes = study.work / "mps"
+    pipes.mkdir(parents=True, exist_ok=True)
+    study.env |= {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(pipes)}
+    subprocess.run([control, "-d"], env=study.env, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([control], input=b"quit\n", env=study.env, check=False)
 
 
 def main() -> int:
     args = _arguments().parse_args()
     study = Study(args)
     runs, sweeps = missing(study, args.studies)
-    texts = texts_of(runs, sweeps)
-    done = together(study, [lambda _, k=kind, s=share: write_text(study, k, s) for kind, share in texts])
-    last = [name for name in sweeps if name == "hidden-same"]  # it needs the values of another sweep
-    for stage in ([name for name in sweeps if name not in last], last):
-        done = done and together(study, [lambda n, s=name: sweep(study, s, n) for name in stage])
-    if done:
-        done = together(study, [lambda n, r=run: do_run(study, r, n) for run in runs])
+    with shared_gpus(study):
+        done = together(jobs_of(study, runs, sweeps), args.processes, args.gpus)
     study.clock.stop()
     left, _ = missing(study, args.studies)
     print(f"{len(runs) - len(left)} of {len(runs)} runs done; left: {', '.join(run.name for run in left) or 'none'}")

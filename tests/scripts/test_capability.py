@@ -3,15 +3,16 @@
 import json
 import math
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripts.capability import report
 from scripts.capability.results import append, packed, read_lines, unpacked
-from scripts.capability.runs import STARTING_VALUES, Run, recipe_of, studies, sweep_recipe, sweeps
+from scripts.capability.runs import STARTING_VALUES, Run, fitted, recipe_of, studies, sweep_recipe, sweeps
 from scripts.capability.scores import fit, scores_of, tokens_to
-from scripts.capability.work import seconds_in_steps, texts_of
+from scripts.capability.work import Job, seconds_in_steps, texts_of, together
 
 from fcsd.config import load_recipe
 from fcsd.eval.suite import SUITES
@@ -75,9 +76,42 @@ def test_the_batch_changes_at_an_equal_number_of_steps(tmp_path: Path) -> None:
     assert len({train["steps"] for train in made.values()}) == 1
 
 
+def test_a_short_budget_takes_a_smaller_batch_and_rate() -> None:
+    chosen = {"train.batch_tokens": 65536, "optim.lr": 1e-3}
+    assert fitted(chosen, 65536 * 600) == chosen
+    assert fitted(chosen, 65536 * 150) == {"train.batch_tokens": 16384, "optim.lr": 5e-4}
+    assert fitted(chosen, 1000)["train.batch_tokens"] == 8192
+
+
+def test_jobs_start_when_what_they_need_is_done_and_a_failure_stops_only_what_needs_it() -> None:
+    order: list[tuple[str, int]] = []
+
+    def job(name: str, *needs: str, fails: bool = False) -> Job:
+        def do(gpu: int) -> None:
+            order.append((name, gpu))
+            if fails:
+                raise RuntimeError(name)
+
+        return Job(name, needs, do)
+
+    jobs = [job("run", "sweep"), job("lost", "bad"), job("later", "lost"), job("bad", fails=True), job("sweep", "text")]
+    assert not together([*jobs, job("text")], at_once=1, gpus=2)
+    assert order == [("bad", 0), ("text", 0), ("sweep", 0), ("run", 0)]
+
+
+def test_models_at_work_are_spread_over_the_gpus() -> None:
+    both, seen = threading.Barrier(2, timeout=60), set[int]()
+
+    def do(gpu: int) -> None:
+        both.wait()  # both jobs are at work
+        seen.add(gpu)
+
+    assert together([Job("one", (), do), Job("two", (), do)], at_once=2, gpus=2) and seen == {0, 1}
+
+
 def test_a_text_is_long_enough_and_runs_have_it_in_common(tmp_path: Path) -> None:
     runs = [Run("KL", "same", 0.01), Run("SFT", "same", 0.005), Run("KL", "same", 0.2), Run("teacher")]
-    assert texts_of(runs, ["sft-other"]) == [("other", 0.004), ("same", 0.01), ("same", 0.1)]
+    assert texts_of(runs, ["sft-other"]) == [("other", 0.01), ("same", 0.01), ("same", 0.1)]
     for run in runs[:3]:
         recipe = recipe_of(Run(run.method, run.text, run.share), CHOSEN, TOKENS, tmp_path, "cuda")
         (source,) = recipe["data"]["sources"]
