@@ -20,6 +20,7 @@ from fcsd.distill.expert_swaps import orders_of
 from fcsd.distill.inputs import student_source
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
+from fcsd.distill.solved_start import solve_student
 from fcsd.distill.student import load_student, student_config
 from fcsd.distill.teacher.cache import read_teacher_cache
 from fcsd.distill.teacher.original import (
@@ -125,6 +126,8 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     student = load_student(
         recipe, dtype=DTYPES[recipe.train.dtype], device=world.device, config=config, trained=trained, orders=orders
     )
+    if checkpoint is None and recipe.init.solve != "none":
+        solve_student(student, source.path, recipe, rows, world)
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
     teacher = load_teacher(recipe, student, world, traffic, dispatcher) if needs_teacher(recipe) else None

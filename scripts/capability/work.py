@@ -29,18 +29,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 
 from scripts.capability.results import append, packed, read_lines
 from scripts.capability.runs import (
+    BUNDLED,
     KL,
     STARTING_VALUES,
     SWEEP_STEPS,
     TEXTS,
     Run,
+    Subject,
     recipe_of,
-    studies,
     sweeps,
     text_name,
     text_share,
     trial_recipe,
 )
+from scripts.capability.studies import studies
 
 from fcsd.distill.run.report import read_metrics
 from fcsd.eval.results import read_directory
@@ -105,6 +107,8 @@ class Study:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.work = args.work.resolve()
+        self.teacher = TEACHER if args.teacher is None else str(args.teacher.resolve())
+        self.subject = Subject(BUNDLED.teacher if args.teacher is None else self.teacher, args.wiring)
         self.clock = Clock(args.minutes)
         self.lines = read_lines([*args.results, args.new])
         self.trials: dict[tuple[str, int, int], dict[str, Any]] = {}  # by sweep, stage and number
@@ -123,6 +127,7 @@ class Study:
     def store(self, line: dict[str, Any]) -> None:
         """Add a line to the new results, with what it depends on."""
         about = {"teacher_tokens": self.args.teacher_tokens, "limit": self.args.limit, "device": device_name(self.args)}
+        about |= {"teacher": Path(self.teacher).name, "wiring": self.subject.wiring}
         line |= about | {"versions": {name: version(name) for name in ("torch", "transformers", "deepspeed")}}
         with self.lock:
             self.lines[line["name"]] = line
@@ -157,7 +162,8 @@ def write_text(study: Study, kind: str, share: float) -> None:
     study.clock.run(command, study.work / "logs" / f"{log}.log", study.env)
     # The dry run tokenises the text into the cache of ``datasets``, so that runs that start together find it there.
     first = Run("tokenise", kind, share, settings=KL)
-    recipe = recipe_of(first, {first.values_from: STARTING_VALUES}, study.args.teacher_tokens, study.work, "cpu")
+    values = {first.values_from: STARTING_VALUES}
+    recipe = recipe_of(first, values, study.args.teacher_tokens, study.work, "cpu", study.subject)
     study.fcsd(["distill", str(_write_recipe(study, log, recipe)), "--dry-run"], log, 0)
     (out / "tokenised").touch()
 
@@ -166,9 +172,10 @@ def do_trial(study: Study, name: str, stage: int, number: int, gpu: int) -> None
     """Train for a few steps with one value of a stage, and with what the stages before it chose."""
     key, values = sweeps()[name]["stages"][stage]
     trial = best_of(study, name, stage) | {key: values[number]}
-    recipe = trial_recipe(name, trial, study.chosen, study.args.sweep_steps, study.work, study.args.device)
+    args = study.args
+    recipe = trial_recipe(name, trial, study.chosen, args.sweep_steps, study.work, args.device, study.subject)
     study.fcsd(["distill", str(_write_recipe(study, recipe["name"], recipe))], f"sweep-{recipe['name']}", gpu)
-    metric, window = sweeps()[name]["metric"], max(1, study.args.sweep_steps // 3)
+    metric, window = sweeps()[name]["metric"], max(1, args.sweep_steps // 3)
     last = [record[metric] for record in read_metrics(Path(recipe["output_dir"])) if metric in record][-window:]
     with study.lock:
         study.trials[name, stage, number] = {"values": trial, "value": sum(last) / len(last)}
@@ -192,7 +199,8 @@ def do_run(study: Study, run: Run, gpu: int) -> None:
     """Train and evaluate a model, or continue, and store its line."""
     line: dict[str, Any] = {"name": run.name, "run": run.to_json()}
     if run.text:
-        recipe = recipe_of(run, study.chosen, study.args.teacher_tokens, study.work, study.args.device)
+        args = study.args
+        recipe = recipe_of(run, study.chosen, args.teacher_tokens, study.work, args.device, study.subject)
         words = ["distill", str(_write_recipe(study, run.name, recipe))]
         study.fcsd([*words, *(["--accept-unsafe-exec"] if run.early_stop else [])], run.name, gpu)
         out = Path(recipe["output_dir"])
@@ -202,11 +210,11 @@ def do_run(study: Study, run: Run, gpu: int) -> None:
         line["planned_steps"] = recipe["train"]["steps"]
         line["scores"] = [[record["step"], record["score"]] for record in metrics if "score" in record]
     elif run.method == "teacher":
-        model = ROOT / TEACHER
+        model = ROOT / study.teacher
     else:
         model = study.work / "untrained" / run.layers.replace(":", "-").replace("%", "-per-cent")
         if not (model / "config.json").exists():
-            words = ["convert", TEACHER, str(model), "--wiring", "farskip", "--layers", run.layers]
+            words = ["convert", study.teacher, str(model), "--wiring", study.subject.wiring, "--layers", run.layers]
             study.fcsd(words, run.name, gpu)
     out = study.work / "eval" / run.name
     words = ["eval", str(model), "--suite", "strict", "--data-mirror", MIRROR, "--held-out", HELD_OUT]
@@ -251,7 +259,7 @@ def text_of_sweep(name: str) -> str:
 def texts_of(runs: list[Run], sweeps: list[str]) -> list[tuple[str, float]]:
     """The texts that runs and sweeps need: their kinds, and their lengths as shares of the teacher's tokens."""
     needed = [(text_of_sweep(name), text_share(0.0)) for name in sweeps]
-    return list(dict.fromkeys([*needed, *((run.text, text_share(run.share)) for run in runs if run.text)]))
+    return list(dict.fromkeys([*needed, *((run.text, run.text_share) for run in runs if run.text)]))
 
 
 @dataclass(frozen=True)
@@ -278,7 +286,7 @@ def jobs_of(study: Study, runs: list[Run], names: list[str]) -> list[Job]:
             needs = trials
         jobs.append(Job(name, needs, lambda _, s=name: choose(study, s)))
     for run in runs:
-        needs = (text_name(run.text, run.share), *sweeps_of(run)) if run.text else ()
+        needs = (text_name(run.text, run.text_share), *sweeps_of(run)) if run.text else ()
         jobs.append(Job(run.name, needs, lambda gpu, r=run: do_run(study, r, gpu)))
     known = {job.name for job in jobs}  # what is not among them is done
     return [Job(job.name, tuple(name for name in job.needs if name in known), job.do) for job in jobs]
@@ -354,6 +362,8 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--processes", type=int, default=8, help="models at a time")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--teacher", type=Path, help="directory of another teacher; default: the bundled one")
+    parser.add_argument("--wiring", choices=["farskip", "ladder", "parallel"], default=BUNDLED.wiring)
     parser.add_argument("--teacher-tokens", type=int, required=True, help="tokens that the teacher was trained on")
     parser.add_argument("--teacher-text", type=Path, help="the teacher's real text; default: runs/teacher/train.jsonl")
     parser.add_argument("--other-text", type=Path, help="other real text; default: the installed Python packages")

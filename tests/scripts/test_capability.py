@@ -4,19 +4,20 @@ import json
 import math
 import random
 import threading
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripts.capability import report
 from scripts.capability.results import append, packed, read_lines, unpacked
-from scripts.capability.runs import STARTING_VALUES, Run, fitted, recipe_of, studies, sweeps, trial_recipe
+from scripts.capability.runs import STARTING_VALUES, Run, Subject, fitted, recipe_of, sweeps, trial_recipe
 from scripts.capability.scores import fit, scores_of, tokens_to
-from scripts.capability.work import Job, Study, best_of, choose, seconds_in_steps, texts_of, together
+from scripts.capability.studies import TABLE_4, chosen_half, sensitivity, studies
+from scripts.capability.work import Job, Study, _arguments, best_of, choose, seconds_in_steps, texts_of, together
 
 from fcsd.config import load_recipe
 from fcsd.eval.suite import SUITES
+from fcsd.models.selection import select_layers
 
 TOKENS = 1_000_000_000
 CHOSEN = {name: {**STARTING_VALUES, "objective.hidden.weight": 1e-3} for name in sweeps()}
@@ -103,15 +104,8 @@ def test_jobs_start_when_what_they_need_is_done_and_a_failure_stops_only_what_ne
 
 
 def test_a_stage_takes_what_the_stage_before_it_chose(tmp_path: Path) -> None:
-    arguments = {
-        "work": tmp_path,
-        "minutes": 1,
-        "results": [],
-        "new": tmp_path / "new.jsonl",
-        "processes": 1,
-        "gpus": 1,
-    }
-    study = Study(Namespace(**arguments, teacher_tokens=TOKENS, limit=None, device="cpu"))
+    given = ["table-1", "--work", str(tmp_path), "--new", str(tmp_path / "new.jsonl"), "--teacher-tokens", str(TOKENS)]
+    study = Study(_arguments().parse_args([*given, "--device", "cpu"]))
     study.clock.stop()
     (_, batches), (_, rates) = sweeps()["sft-same"]["stages"]
     assert best_of(study, "sft-same", 0) == {}
@@ -190,7 +184,8 @@ def test_the_page_has_every_study(lines: dict[str, dict[str, Any]], tmp_path: Pa
     sweep = {"kl-same": {"name": "kl-same", "chosen": STARTING_VALUES, "trials": {}}}
     text = report.page(lines | sweep, tmp_path / "capability.png")
     assert (tmp_path / "capability.png").stat().st_size > 10_000
-    studied = ("Table 1", "The text", "Recovery over", "Table 2", "Figure 3", "Early stopping", "Annealed", "Chosen")
+    studied = ("Table 1", "The text", "Recovery over", "Table 2", "Figure 3", "Early stopping", "Annealed wiring")
+    studied += ("Solved start", "Progressive conversion", "Chosen layers", "Ladder Table 4", "Chosen values")
     for heading in studied:
         assert f"\n## {heading}" in text
     assert "Not run" not in text
@@ -216,3 +211,26 @@ def test_the_page_says_what_was_not_run_and_refuses_trials(lines: dict[str, dict
         report.page(few | {"x": line_of(Run("KL", "same", 0.1), 0.5, limit=5)}, tmp_path / "none.png")
     with pytest.raises(ValueError, match="different teachers"):
         report.page(few | {"x": line_of(Run("KL", "same", 0.1), 0.5, teacher_tokens=7)}, tmp_path / "none.png")
+
+
+def test_the_search_gives_an_order_of_all_layers_and_a_half() -> None:
+    assert sorted(sensitivity()) == list(range(10))
+    assert set(select_layers(chosen_half(), 10)) == set(sensitivity()[:5])
+
+
+def test_another_teacher_and_wiring_are_in_every_recipe(tmp_path: Path) -> None:
+    subject = Subject("/models/dense", "ladder")
+    runs = [run for run in studies()["table-4"] if run.text]
+    made = {run.name: recipe_of(run, CHOSEN, 580_000_000, tmp_path, "cuda", subject) for run in runs}
+    assert len(made) == len(runs) == 24  # two choices of layers, two losses, two sets of values, three seeds
+    for run in runs:
+        recipe = made[run.name]
+        assert recipe["model"] == "/models/dense"
+        assert recipe["init"] == {"wiring": "ladder", "layers": run.layers}
+        assert recipe["data"]["sources"][0]["path"].endswith("other-1pct/train.jsonl")  # read twice
+        tokens = recipe["train"]["steps"] * recipe["train"]["batch_tokens"]
+        assert tokens == pytest.approx(TABLE_4 * 580_000_000, rel=0.01)
+        published = {"lr": 5e-6, "warmup_steps": 200}
+        assert (recipe["optim"] == published) == ("published" in run.method)
+    assert trial_recipe("kl-other", {}, CHOSEN, 5, tmp_path, "cpu", subject)["init"]["wiring"] == "ladder"
+    assert texts_of(runs, []) == [("other", 0.01)]
