@@ -27,7 +27,7 @@ from fcsd.bench.training.ceilings import NoWire
 from fcsd.bench.training.model import evenly_routed
 from fcsd.bench.training.record import record
 from fcsd.config import Recipe
-from fcsd.distill import update
+from fcsd.distill import graphs, update
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, dispatcher_for, quantiser_of, randomise, wire_sharded
 from fcsd.distill.feed import feeding
@@ -219,6 +219,7 @@ class _Steps:
                 overlap(model, wiring_of(model.config), "off", fused=fused, dispatcher=dispatcher, quantiser=own)
             else:
                 overlap(model, wiring_of(model.config), fused=parallel.fused and on_cuda, transport=NoWire())
+        graphs.install(self._engine.module, self._teacher, self.recipe, self.models)  # captured passes do not change
 
     def one(self) -> None:
         """Runs one step and waits until it is complete."""

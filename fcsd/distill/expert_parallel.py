@@ -20,6 +20,7 @@ from fcsd.config import Parallel, Recipe
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
+from fcsd.models.fused import fuse_parts
 from fcsd.models.wiring import DESYNC
 from fcsd.parallel.expert.dispatcher import MakeDispatcher
 from fcsd.parallel.expert.formats import check_formats, formats_of
@@ -177,11 +178,11 @@ def wire_sharded(
     traffic: Traffic | None = None,
     dispatcher: MakeDispatcher | None = None,
 ) -> None:
-    """Installs the overlapped schedule of the model's own wiring, with the settings of ``parallel``.
+    """Installs the overlapped schedule of the model's own wiring, and fused kernels, with the settings of ``parallel``.
 
     Args:
         ep_size: the number of processes that divide the model's experts. With 1 nothing is in flight; without a
-            quantiser the model is then left as it is.
+            quantiser only norms, MLPs and routed experts are then fused.
         quantiser: rounds the rows; None sends them as they are.
         traffic: counts the bytes that are sent; None does not count.
         dispatcher: makes the dispatchers; None stands for a new one of ``dispatcher_for``.
@@ -189,7 +190,9 @@ def wire_sharded(
     Raises:
         ConfigError: the wiring cannot be overlapped, or its rows cannot be rounded.
     """
+    on_cuda = model.device.type == "cuda"
     if ep_size == 1 and quantiser is None:
+        fuse_parts(model, arch_of(model.config), parallel.fused and on_cuda)
         return
     from fcsd.parallel.overlap import overlap
     from fcsd.parallel.transports.copies import CopiesTransport
@@ -199,7 +202,6 @@ def wire_sharded(
     wiring = wiring_of(model.config)
     if ep_size == 1 and (wiring.name in DESYNC or wiring.distance > 1):
         raise ConfigError("parallel.wire supports neither desync nor a distance above 1", hint="remove parallel.wire")
-    on_cuda = model.device.type == "cuda"
     by_copies = on_cuda and parallel.transport == "auto" and ep_size > 1
     overlap(
         model,

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_d
 
 from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
-from fcsd.distill import expert_parallel, update
+from fcsd.distill import expert_parallel, graphs, update
 from fcsd.distill.data.corpus import Corpus, load_tokenizer
 from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows
@@ -20,6 +20,7 @@ from fcsd.distill.expert_swaps import orders_of
 from fcsd.distill.inputs import student_source
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
+from fcsd.distill.solved_start import solve_student
 from fcsd.distill.student import load_student, student_config
 from fcsd.distill.teacher.cache import read_teacher_cache
 from fcsd.distill.teacher.original import (
@@ -125,6 +126,8 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     student = load_student(
         recipe, dtype=DTYPES[recipe.train.dtype], device=world.device, config=config, trained=trained, orders=orders
     )
+    if checkpoint is None and recipe.init.solve != "none":
+        solve_student(student, source.path, recipe, rows, world)
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
     teacher = load_teacher(recipe, student, world, traffic, dispatcher) if needs_teacher(recipe) else None
@@ -136,6 +139,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     engine = build_engine(student, recipe, world, traffic, dispatcher)
     progress = checkpoints.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     update.install(engine, recipe)
+    graphs.install(engine.module, live, recipe, [model for model in (student, teacher) if model is not None])
     require_agreement(world, {**identity, "vocabulary": vocab_size, "first step": progress["step"] + 1})
     world.on_first(lambda: run_dir.describe(directory, resolved))
     return Prepared(
