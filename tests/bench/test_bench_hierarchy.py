@@ -1,6 +1,7 @@
 """The benchmark of hierarchical dispatch runs on two nodes of two ranks over gloo, and checks what it times."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fcsd.bench.hierarchy.routing import Routing
 from fcsd.errors import FcsdError
 from fcsd.launch.world import World
 from fcsd.parallel.cost import Line, Links
+from fcsd.parallel.machine import read_machine
 
 ROUTING = Routing(8, 3, topical=True)
 SIZES = replace(
@@ -22,14 +24,15 @@ SIZES = replace(
 )
 
 
-def _rank(rank: int) -> tuple[dict[str, Any], int]:
+def _rank(rank: int, machine: Path) -> tuple[dict[str, Any], int]:
     written: list[Any] = []
-    found = run(World(rank, 4, torch.device("cpu")), 2, SIZES, ["table", "sweep", "moves", "placement"], written.append)
+    parts = ["table", "sweep", "moves", "placement"]
+    found = run(World(rank, 4, torch.device("cpu")), 2, SIZES, parts, written.append, machine)
     return found, len(written)
 
 
-def test_every_part_is_measured_and_all_ranks_agree() -> None:
-    ranks = in_group(4, _rank)
+def test_every_part_is_measured_and_all_ranks_agree(tmp_path: Path) -> None:
+    ranks = in_group(4, _rank, tmp_path / "machine.json")
     found, written = ranks[0]
     for other, _ in ranks[1:]:
         assert {**other, "environment": None} == {**found, "environment": None}
@@ -39,6 +42,9 @@ def test_every_part_is_measured_and_all_ranks_agree() -> None:
     rows = point["rows"]
     assert rows["flat"]["far"] >= rows["HD1"]["far"] > rows["HD2"]["far"] and rows["2DH"]["far"] > rows["HD2"]["far"]
     assert point["chosen"] in ways.DEDUP_OF and found["models"]["slow"]["fixed"].keys() == rows.keys()
+    links, line = read_machine(tmp_path / "machine.json").links, found["models"]["slow"]["lines"]["direct"]
+    assert links.per_node == 2 and links.direct is not None and links.fixed.keys() == {"off", "rank", "node"}
+    assert links.direct.seconds(1e6) == pytest.approx(line["alpha"] + 1e6 * line["beta"])
     study = found["placement"]
     assert len(study["top_k"]) == 1 and [row["period"] for row in study["period"]] == ["1", "2", "4", "8"]
     assert len(study["period"][0]["swaps"]) == 2 and len(study["period"][1]["swaps"]) == 1
