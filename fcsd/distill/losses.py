@@ -45,7 +45,8 @@ def kl_divergence(
         denominator: the number by which the sum over positions is divided.
         chunk_tokens: the number of positions whose logits are computed at a time.
         kept: ``[counted]`` int64, the positions in the flattened ``mask`` that count, if the caller knows them.
-            Otherwise they are computed here, and on a GPU the host then waits for the device.
+            Otherwise they are computed here, and on a GPU the host then waits for the device. It may hold positions
+            that do not count if the hidden states there are 0, see ``only_counted``.
 
     Returns: an fp32 scalar with gradients to ``student_hidden`` and, if it requires them, ``student_head``.
     """
@@ -108,15 +109,26 @@ def cross_entropy(
         )
     labels = labels.flatten()
     keep = (labels != IGNORE).nonzero().squeeze(1) if kept is None else kept
-    targets = labels[keep].unsqueeze(1)
+    uncounted = (labels[keep] == IGNORE).unsqueeze(1)
+    targets = labels[keep].unsqueeze(1).masked_fill(uncounted, 0)
 
     def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         log_p = logits.log_softmax(-1)
-        loss = -log_p.gather(1, targets[rows]).sum()
+        loss = -log_p.gather(1, targets[rows]).masked_fill(uncounted[rows], 0.0).sum()
         gradient = log_p.exp_()
         return loss, gradient.scatter_add_(1, targets[rows], -torch.ones_like(gradient[:, :1]))
 
     return chunked(student_hidden.flatten(0, -2)[keep], student_head, chunk_loss, chunk_tokens) / denominator
+
+
+def only_counted(hidden: Tensor, mask: Tensor) -> Tensor:
+    """``hidden`` ``[..., hidden]`` with 0 at the positions where ``mask`` ``[...]`` is false.
+
+    If both models' hidden states are 0, all logits are 0, so the divergence and its gradients are exactly 0. The same
+    holds for the gradients of ``cross_entropy``: that of the head is multiplied by the hidden states, and that of the
+    hidden states ends here. A caller that cannot wait to learn how many positions count can therefore compute all.
+    """
+    return hidden.masked_fill(~mask.unsqueeze(-1), 0.0)
 
 
 def squared_distance(student: Tensor, teacher: Tensor, mask: Tensor, *, denominator: float | Tensor = 1.0) -> Tensor:

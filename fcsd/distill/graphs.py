@@ -1,0 +1,220 @@
+"""Runs the passes of a micro-batch on fixed buffers, on a GPU as CUDA graphs.
+
+The host starts thousands of kernels in a step. With a small model this takes longer than the kernels themselves. If
+shapes and addresses do not change, CUDA can record the kernels of a pass once, and the host then starts all of them
+with one call. Two graphs are recorded: one for the teacher's pass, the student's forward pass and the losses, and one
+for the student's backward pass. The rest of the step runs as without graphs: DeepSpeed receives the gradients from
+autograd, and the optimizer and all collectives are outside of the graphs.
+
+Two shapes depend on the data, and are made independent of it. The losses are computed for all positions, also for
+those that do not count. The borders of the documents are padded with empty documents at the end.
+
+``Passes`` without ``capture`` computes the same functions on the same buffers without a graph. This is the reference,
+and the only way on a CPU.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fcsd.config import Recipe
+from fcsd.distill.engine import Student
+from fcsd.distill.teacher.targets import Teacher
+from fcsd.errors import ConfigError
+from fcsd.kernels.packed_attention import takes_borders
+
+_WARM_UPS = 2  # runs before the capture, in which kernels are compiled and libraries allocate their workspaces
+# (columns of a micro-batch, denominator) -> the loss terms [terms] fp32
+Losses = Callable[[dict[str, Tensor], Tensor], Tensor]
+
+
+def install(student: Student, teacher: Teacher | None, recipe: Recipe, models: Sequence[Any]) -> None:
+    """Makes ``student`` run its training passes on fixed buffers, if the recipe has ``train.graph``.
+
+    Call this after a checkpoint is loaded. The capture itself takes place in the first step.
+
+    Args:
+        teacher: computes the targets with the teacher in memory; None if the loss needs no teacher.
+        models: the student's model and, if there is one, the teacher's.
+
+    Raises:
+        ConfigError: a model on a GPU cannot use packed attention, without which the shapes depend on the data.
+    """
+    if not recipe.train.graph:
+        return
+    on_gpu = models[0].device.type == "cuda"
+    for model in models:
+        if on_gpu and not takes_borders(model):
+            raise ConfigError(
+                f"train.graph needs packed attention, which {model.config.model_type} does not have here",
+                hint="packed attention needs train.attention packed, train.dtype bf16, and layers that attend to all "
+                "earlier tokens; or set train.graph: false",
+            )
+    student.fixed = FixedPasses(student, teacher, capture=on_gpu)
+
+
+class FixedPasses:
+    """Computes the loss terms of micro-batches that all have one number of rows and tokens.
+
+    Args:
+        student: the model and its objective.
+        teacher: see ``install``.
+        capture: whether the passes are captured as CUDA graphs.
+    """
+
+    def __init__(self, student: Student, teacher: Teacher | None, *, capture: bool) -> None:
+        self._student, self._teacher, self._capture = student, teacher, capture
+        self._parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
+        self._passes: Passes | None = None
+        self._made_for: Any = None  # the terms, and the addresses of the weights
+
+    def __call__(self, batch: dict[str, Tensor], denominator: Tensor, terms: tuple[str, ...]) -> dict[str, Tensor]:
+        """The loss terms by name; arguments and results are those of ``Student.forward``.
+
+        The passes are made in the first call. They are made again if a micro-batch has more documents than fit, or if
+        the weights are at other addresses. Neither changes the results.
+        """
+        made_for = (terms, [parameter.data_ptr() for parameter in self._parameters])
+        if self._passes is None or made_for != self._made_for or not self._passes.fits(batch):
+            self._passes = None  # the memory of earlier graphs is freed first
+            self._passes = Passes(self._losses(terms), self._parameters, batch, denominator, capture=self._capture)
+            self._made_for = made_for
+        losses = _Replayed.apply(self._passes, batch, denominator, *self._parameters)
+        return dict(zip(terms, losses.unbind(), strict=True))  # pyright: ignore[reportOptionalMemberAccess]
+
+    def _losses(self, terms: tuple[str, ...]) -> Losses:
+        def losses(columns: dict[str, Tensor], denominator: Tensor) -> Tensor:
+            targets = None if self._teacher is None else self._teacher(columns, ())
+            found = self._student.losses(columns, targets, denominator, terms)
+            return torch.stack([found[name] for name in terms])
+
+        return losses
+
+
+class Passes:
+    """The forward and the backward pass of a function of fixed buffers.
+
+    Args:
+        losses: computes the loss terms. It must read nothing that changes but its arguments and ``parameters``.
+        parameters: the tensors whose gradients the backward pass computes. Their addresses must not change.
+        batch: the columns of a micro-batch, see ``MicroBatch``; the buffers get its shapes.
+        denominator: ``[]``, the number by which the sums over tokens are divided.
+        capture: whether the passes are captured as CUDA graphs; otherwise each call computes them anew.
+
+    Raises:
+        ConfigError: the passes cannot be captured, for example because the host waits for the device in them.
+    """
+
+    def __init__(
+        self,
+        losses: Losses,
+        parameters: Sequence[nn.Parameter],
+        batch: dict[str, Tensor],
+        denominator: Tensor,
+        *,
+        capture: bool,
+    ) -> None:
+        self._losses, self._parameters = losses, tuple(parameters)
+        ids = batch["input_ids"]
+        self._columns = {name: batch[name].clone() for name in ("input_ids", "position_ids", "labels")}
+        # Room for twice as many documents, as a power of two. It is more than one document for each row, for which
+        # attention would be computed in another way.
+        room = 2 ** math.ceil(math.log2(2 * len(batch["borders"])))
+        self._columns["borders"] = batch["borders"].new_full((room + 1,), ids.numel())
+        self._columns["kept"] = torch.arange(ids.numel(), device=ids.device)  # all positions
+        self._denominator = denominator.clone()
+        self._fill(batch, denominator)
+        self._terms = self._upstream = torch.empty(0)
+        self._gradients: tuple[Tensor | None, ...] = ()
+        self._graphs = self._captured() if capture else None
+
+    def fits(self, batch: dict[str, Tensor]) -> bool:
+        """Whether a micro-batch has the shape of the buffers, and not more documents than there is room for."""
+        same = batch["input_ids"].shape == self._columns["input_ids"].shape
+        return same and len(batch["borders"]) <= len(self._columns["borders"])
+
+    def forward(self, batch: dict[str, Tensor], denominator: Tensor) -> Tensor:
+        """The loss terms ``[terms]`` of a micro-batch, without a graph of autograd."""
+        self._fill(batch, denominator)
+        if self._graphs is None:
+            with torch.enable_grad():
+                self._terms = self._losses(self._columns, self._denominator)
+        else:
+            self._graphs[0].replay()
+        return self._terms.detach().clone()
+
+    def backward(self, upstream: Tensor) -> list[Tensor | None]:
+        """The gradients of the last micro-batch with respect to the parameters, in their order.
+
+        The tensors are new ones, because autograd may keep them as ``.grad`` and add the next micro-batch to them.
+
+        Args:
+            upstream: ``[terms]``, the gradient with respect to the loss terms.
+        """
+        if self._graphs is None:
+            return list(torch.autograd.grad(self._terms, self._parameters, upstream, allow_unused=True))
+        self._upstream.copy_(upstream)
+        self._graphs[1].replay()
+        # One kernel copies many tensors here; ``clone`` would start one kernel for each of them.
+        copies = iter(torch._foreach_mul([found for found in self._gradients if found is not None], 1.0))
+        return [None if found is None else next(copies) for found in self._gradients]
+
+    def _fill(self, batch: dict[str, Tensor], denominator: Tensor) -> None:
+        """Copies a micro-batch into the buffers."""
+        for name in ("input_ids", "position_ids", "labels"):
+            self._columns[name].copy_(batch[name])
+        borders = self._columns["borders"]
+        borders.fill_(self._columns["input_ids"].numel())
+        borders[: len(batch["borders"])].copy_(batch["borders"])
+        self._denominator.copy_(denominator)
+
+    def _captured(self) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]:
+        """Captures both passes. The thread that prepares data goes on meanwhile, so only this thread is restricted."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        how: Any = {"stream": stream, "capture_error_mode": "thread_local"}
+        with torch.enable_grad():
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    terms = self._losses(self._columns, self._denominator)
+                    self._upstream = torch.ones_like(terms)
+                    torch.autograd.grad(terms, self._parameters, self._upstream, allow_unused=True)
+                    del terms
+            torch.cuda.current_stream().wait_stream(stream)
+            try:
+                with torch.cuda.graph(forward, **how):
+                    self._terms = self._losses(self._columns, self._denominator)
+                with torch.cuda.graph(backward, pool=forward.pool(), **how):
+                    self._gradients = torch.autograd.grad(
+                        self._terms, self._parameters, self._upstream, allow_unused=True
+                    )
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"the passes of this model cannot be captured as CUDA graphs: {str(error).splitlines()[0]}",
+                    hint="set train.graph: false",
+                ) from error
+        self._terms = self._terms.detach()
+        return forward, backward
+
+
+class _Replayed(torch.autograd.Function):
+    """Lets autograd run ``Passes``: its backward pass hands the gradients of the parameters to autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, passes: Passes, batch: dict[str, Tensor], denominator: Tensor, *parameters: nn.Parameter
+    ) -> Tensor:
+        ctx.passes = passes
+        return passes.forward(batch, denominator)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        return (None, None, None, *ctx.passes.backward(upstream))

@@ -1,0 +1,143 @@
+"""Passes on fixed buffers give the terms and gradients of ordinary ones, and CUDA graphs those of uncaptured passes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import tiny
+import torch
+from ranks import on_ranks
+from torch import Tensor
+
+from fcsd.config import Hidden, Objective, ResolvedRecipe
+from fcsd.distill.engine import Student
+from fcsd.distill.graphs import FixedPasses
+from fcsd.distill.loop import distill_model
+from fcsd.distill.losses import IGNORE
+from fcsd.distill.teacher.targets import live_teacher
+from fcsd.errors import ConfigError
+from fcsd.kernels.packed_attention import document_borders, use_packed_attention
+from fcsd.models.build import wire
+from fcsd.models.wiring import Wiring
+
+ROWS, SEQ = 2, 16
+TERMS = ("kl", "sft", "hidden")
+# The documents of the rows of three micro-batches. The third has more documents than there is room for.
+LENGTHS = ([[16], [16]], [[4, 12], [9, 7]], [[1] * 16, [2] * 8])
+
+
+def micro_batch(lengths: list[list[int]], seed: int, device: str = "cpu") -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    ids = torch.randint(3, 60, (ROWS, SEQ), generator=generator)
+    labels = torch.randint(3, 60, (ROWS, SEQ), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.3 * seed] = IGNORE
+    columns = {"input_ids": ids, "position_ids": positions, "labels": labels, "borders": document_borders(positions)}
+    columns["kept"] = (labels.flatten() != IGNORE).nonzero().squeeze(1)
+    return {name: column.to(device) for name, column in columns.items()}
+
+
+def models(device: str, dtype: torch.dtype) -> tuple[Student, Any]:
+    """A wired student in training mode and its teacher, both with packed attention."""
+    objective = Objective(kl=1.0, sft=0.5, hidden=Hidden(weight=0.1), chunk_tokens=8)
+    student, teacher = (tiny.model("deepseek_v2", seed=seed).to(device, dtype) for seed in (1, 2))
+    for model in (student, teacher):
+        assert use_packed_attention(model)
+        if dtype == torch.float64:
+            model.set_experts_implementation("eager")  # grouped products have no fp64
+    wire(student, Wiring("farskip", tuple(range(student.config.num_hidden_layers))))
+    return Student(student, objective).train(), live_teacher(teacher.requires_grad_(False).eval(), objective)
+
+
+def steps(student: Student, teacher: Any, device: str) -> list[Tensor]:
+    """Two steps of three micro-batches: their terms and summed gradients. The weights change between the steps."""
+    found = []
+    for step in range(2):
+        for seed, lengths in enumerate(LENGTHS):
+            batch = micro_batch(lengths, seed, device)
+            denominator = torch.tensor(5 + seed, device=device)
+            targets = None if student.fixed else teacher(batch, ())
+            terms = student(batch, targets, denominator, TERMS)
+            (sum((2 + n) * terms[name] for n, name in enumerate(TERMS)) * (1 + step)).backward()
+            found += [terms[name].detach().clone() for name in TERMS]
+        gradients = [(p, p.grad) for p in student.parameters() if p.grad is not None]
+        found += [gradient.clone() for _, gradient in gradients]
+        with torch.no_grad():
+            for parameter, gradient in gradients:
+                parameter -= 0.1 * gradient
+                parameter.grad = None
+    return found
+
+
+def test_fixed_passes_give_the_terms_and_gradients_of_ordinary_ones() -> None:
+    """Three micro-batches are summed, so their gradients must not share memory; the number of documents varies."""
+    results = []
+    for fixed in (False, True):
+        student, teacher = models("cpu", torch.float64)
+        student.fixed = FixedPasses(student, teacher, capture=False) if fixed else None
+        results.append(steps(student, teacher, "cpu"))
+    assert len(results[0]) == len(results[1]) > 18
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, one)
+
+
+def test_a_frozen_weight_gets_no_gradient_and_evaluation_takes_the_ordinary_way() -> None:
+    student, teacher = models("cpu", torch.float32)
+    frozen: Any = student.model.get_input_embeddings()
+    frozen.weight.requires_grad_(False)
+    student.fixed = FixedPasses(student, teacher, capture=False)
+    steps(student, teacher, "cpu")
+    assert frozen.weight.grad is None
+    batch = micro_batch(LENGTHS[1], 1)
+    with torch.no_grad():
+        terms = student(batch, teacher(batch, ()), torch.ones(()), ("sft",))
+    assert not terms["sft"].requires_grad
+
+
+@pytest.mark.gpu
+def test_captured_passes_are_those_on_fixed_buffers_bit_by_bit() -> None:
+    """The gradients of all three micro-batches are summed, and the third makes the graphs anew."""
+    results = []
+    for capture in (False, True):
+        torch.manual_seed(0)
+        student, teacher = models("cuda", torch.bfloat16)
+        student.fixed = FixedPasses(student, teacher, capture=capture)
+        results.append(steps(student, teacher, "cuda"))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_run_with_fixed_passes_is_one_without_up_to_rounding(tmp_path: Path) -> None:
+    """On a CPU the recipe's field runs the passes without capture: DeepSpeed gets the same gradients."""
+    runs.write_models(tmp_path)
+    folders = [tmp_path / name for name in ("without", "with")]
+    recipes = [
+        runs.resolved(tmp_path, train__graph=folder.name == "with", train__steps=2, output_dir=str(folder))
+        for folder in folders
+    ]
+    on_ranks(1, _distill_all, recipes)
+    found = [runs.outcome(folder)[0] for folder in folders]
+    assert len(found[0]) == 2
+    for without, with_graph in zip(*found, strict=True):
+        assert [float.fromhex(x) for x in with_graph] == pytest.approx([float.fromhex(x) for x in without], rel=1e-5)
+
+
+def _distill_all(recipes: list[ResolvedRecipe]) -> None:
+    for recipe in recipes:
+        distill_model(recipe)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"parallel__ep_size": 2}, "divided experts"),
+        ({"train__anneal_share": 0.5}, r"train\.anneal_share"),
+        ({"train__activation_checkpointing": True}, r"train\.activation_checkpointing"),
+        ({"deterministic": True}, "deterministic"),
+        ({"objective__teacher_cache": {"path": "cache"}}, r"objective\.teacher_cache"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.graph cannot be combined with {why}"):
+        runs.resolved(tmp_path, train__graph=True, **changes)
