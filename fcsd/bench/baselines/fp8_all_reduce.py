@@ -15,8 +15,8 @@ from torch import Tensor
 from fcsd.kernels.all_reduce.memory import BLOCKS, SLOTS, Memory, data_offset
 from fcsd.kernels.all_reduce.programs import await_signals, data_of, place_of, signal
 
-_TILE, _GROUP = 4096, 256
-_BYTES = _TILE + 4 * _TILE // _GROUP  # of a record
+_GROUP = 256
+_SMALL, _LARGE = 4096, 16384  # values of a record
 
 
 @triton.jit
@@ -138,11 +138,26 @@ def all_reduce(x: Tensor, memory: Memory, blocks: int) -> None:
         memory: the memory of the ranks.
         blocks: the most blocks of the kernel.
     """
-    tiles = 1 if x.numel() <= memory.size * blocks * _TILE else max(1, min(4, memory.slot_bytes // _BYTES))
-    constants: dict[str, Any] = {"TILE": _TILE, "GROUP": _GROUP, "BYTES": _BYTES, "TILES": tiles}
+    tile = _SMALL if x.numel() <= 2 * memory.size * blocks * _SMALL else _LARGE
+    while _bytes(tile) > memory.slot_bytes:
+        tile //= 2
+    constants: dict[str, Any] = {"TILE": tile, "GROUP": _GROUP, "BYTES": _bytes(tile), "TILES": 1}
     constants |= {"SLOT": memory.slot_bytes, "DATA": data_offset(memory.size), "BLOCKS": BLOCKS, "SLOTS": SLOTS}
-    grid = (min(blocks, -(-x.numel() // (memory.size * tiles * _TILE))),)
+    grid = (min(blocks, -(-x.numel() // (memory.size * tile))),)
+    kernel: Any = fp8_kernel
     with torch.cuda.device_of(x):
-        fp8_kernel[grid](
-            x, x.numel(), memory.bases, memory.turns, memory.rank, RANKS=memory.size, num_warps=8, **constants
+        kernel[grid](
+            x,
+            x.numel(),
+            memory.bases,
+            memory.turns,
+            memory.rank,
+            RANKS=memory.size,
+            num_warps=tile // 1024,
+            **constants,
         )
+
+
+def _bytes(tile: int) -> int:
+    """The size of a record of ``tile`` values."""
+    return tile + 4 * tile // _GROUP

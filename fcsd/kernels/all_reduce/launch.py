@@ -16,6 +16,7 @@ from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.kernels import Launch, plan_of
 
 _SMALLEST = 2048  # values of a tile: 16 bytes of bf16 for each of 256 threads
+_LARGEST = 16384  # values of a record: 32 for each of 512 threads
 _MOST_VALUES = 2**30  # of one launch, so that offsets fit into 32 bits
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -56,20 +57,28 @@ def all_reduce_quantised(x: Tensor, memory: Memory, shape: Shape, format: Format
     """
     format.row_bytes(x.shape[-1])
     shares = 1 if shape.one_shot else memory.size
-    options = _quantised_options(format, shape.record, memory.slot_bytes)
     for part in x.view(-1).split(_MOST_VALUES):
-        blocks = min(shape.blocks, -(-len(part) // (shares * shape.record)))
-        # Two versions of the kernel suffice: one record in each place for small messages, and as many as fit.
-        tiles = 1 if len(part) <= shares * blocks * shape.record else options["TILES"]
+        small = len(part) <= 2 * _SMALLEST * shares * shape.blocks
+        record, options = _records(format, memory.slot_bytes, small, shape.record)
+        blocks = min(shape.blocks, -(-len(part) // (shares * record)))
         exact = x.dtype == torch.bfloat16
-        _start(programs_quantised.sum_kernel, part, memory, shape, blocks, options | {"TILES": tiles, "EXACT": exact})
+        _start(programs_quantised.sum_kernel, part, memory, shape, blocks, options | {"EXACT": exact})
 
 
 @cache
-def _quantised_options(format: Format, record: int, slot_bytes: int) -> dict[str, Any]:
-    """The constants of the quantised kernel: those of a record, and the number of records of a place."""
-    plan = plan_of(format, record, Launch(record, 4, 8))
-    return {**plan.constants, **plan.rounding, "TILES": max(1, min(4, slot_bytes // plan.row_bytes))}
+def _records(format: Format, slot_bytes: int, small: bool, record: int | None) -> tuple[int, dict[str, Any]]:
+    """The number of values of a record, and the constants of the quantised kernel.
+
+    A small message has many small records, whose values many threads share. A large one has records that fill a place.
+    """
+    if record is None:
+        record = _SMALLEST if small else _LARGEST
+    while format.row_bytes(record) > slot_bytes:
+        record //= 2
+    launch = Launch(record, 1, 8) if small else Launch(record, 4, 16)
+    plan = plan_of(format, record, launch)
+    tiles = 1 if small else min(4, slot_bytes // plan.row_bytes)
+    return record, {**plan.constants, **plan.rounding, "TILES": tiles}
 
 
 def _start(kernel: Any, x: Tensor, memory: Memory, shape: Shape, blocks: int, options: dict[str, Any]) -> None:

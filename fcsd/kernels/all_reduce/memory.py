@@ -62,12 +62,12 @@ class Shape(NamedTuple):
     Attributes:
         one_shot: whether every rank sums all values, instead of its share.
         blocks: the most blocks, each of which occupies one SM; at most ``BLOCKS``.
-        record: how many values a record of the quantised kernel has, a multiple of 256.
+        record: how many values a record of the quantised kernel has, a power of two from 256 on; None chooses.
     """
 
     one_shot: bool
     blocks: int = 32
-    record: int = 4096
+    record: int | None = None
 
 
 def memory_of(rank: int, addresses: Sequence[int], device: torch.device) -> Memory:
