@@ -3,10 +3,10 @@
     python scripts/vllm_first_tokens.py FOLDER --shape deepseek-v2-lite --layers 27 --tp 2 --ep --seconds 240
 
 The models are shapes of ``fcsd.bench.shapes`` with random weights. Every variant is an engine of its own, on the same
-GPUs, and the engines take turns: one engine at a time answers prompts of the same length. The bound is the converted model
-whose ranks send nothing (``reduce: none``), so its results are wrong. Random weights route unevenly, so all variants
-route each token to experts that are drawn at random, evenly (vLLM's routing simulation). Prefix caching is off, and no
-prompt is used twice.
+GPUs, and the engines take turns: one engine at a time answers prompts of the same length. The bound is the converted
+model whose ranks send nothing (``reduce: none``), so its results are wrong. Random weights route unevenly, so all
+variants route each token to experts that are drawn at random, evenly (vLLM's routing simulation). Prefix caching is
+off, and no prompt is used twice.
 
 At once: ``--requests`` distinct prompts arrive together; a row has the mean and the last time to first token. Decoding:
 a row has the time of a step of a whole batch. Under load: requests arrive at random (Poisson), at rates that are
