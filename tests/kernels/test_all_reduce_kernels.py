@@ -67,7 +67,7 @@ def _found(rank: int, folder: str) -> dict[str, list[Any]]:
         launch.all_reduce(every[rank], memory, shape)
         if not torch.equal(every[rank], _summed(_drawn(number, dtype))):
             sums.append((number, dtype, shape))
-    vars(launch)["_SMALLEST"] = 64  # of this process alone: large messages would take too long here
+    launch.__dict__.update(_SMALLEST=64)  # of this process alone: large messages would take too long here
     for text, size, dtype, shape in QUANTISED:
         every = torch.stack([one.view(size) for one in _drawn(size[0] * size[1], dtype)])
         every[0, 0, 5] = 300.0

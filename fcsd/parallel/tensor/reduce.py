@@ -45,7 +45,6 @@ class Reduction:
         exact: whether ``wait`` returns the sum, up to the rounding of a format; False for the kinds in
             ``WRONG_RESULTS``.
         format: the format of the wire; None for the values as they are.
-        tensor: the tensor that is being replaced by its sum; None unless a reduction is in flight.
     """
 
     def __init__(self, group: Any, kind: Kind, layer: int) -> None:
@@ -57,11 +56,11 @@ class Reduction:
         if self._sends and kind in _BETWEEN_GPUS:
             window.window_of(self._topology.whole)
         self._work: Work | None = None
-        self.tensor: Tensor | None = None
+        self._tensor: Tensor | None = None
 
     def start(self, x: Tensor, passes: str) -> None:
         """Start to replace ``x`` by its sum; ``passes`` is ``fwd``, ``bwd`` or ``recompute``."""
-        self.tensor = x
+        self._tensor = x
         if self._sends:
             with record_function(f"fcsd::reduce.{passes}.L{self._layer}"):
                 if self.format is not None:
@@ -74,7 +73,7 @@ class Reduction:
     def wait(self) -> Tensor:
         """Wait, and return the sum in the memory of the tensor that was passed to ``start``. It is called once."""
         work, self._work = self._work, None
-        tensor, self.tensor = self.tensor, None
+        tensor, self._tensor = self._tensor, None
         assert tensor is not None, "a reduction is awaited once, after it was started"
         if work is not None:
             work.wait()
