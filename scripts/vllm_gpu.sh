@@ -178,7 +178,8 @@ one)
     check float32_eager serve --case qwen3_moe-farskip,qwen2_moe-farskip,glm4_moe-farskip --dtype float32 --mode eager
     check teacher serve --case teacher --dtype float32 --mode eager
     check bfloat16_graph serve --case qwen3_moe-farskip,qwen2_moe-farskip --dtype bfloat16 --mode graph
-    check bfloat16_default serve --case qwen2_moe-farskip,teacher --dtype bfloat16 --mode default
+    check bfloat16_default serve --case qwen2_moe-farskip --dtype bfloat16 --mode default
+    check teacher_default serve --case teacher --dtype bfloat16 --mode default
     job server python3 scripts/vllm_server.py "$models/teacher" --seconds $(($(left) - 8))
     for name in teacher teacher.base; do check "items_$name" items --case $name --items "$folder" --out "$OUT"; done
     ;;
@@ -187,7 +188,8 @@ two)
     check float32_graph serve --case qwen2_moe-farskip,qwen3_moe-farskip --dtype float32 --mode graph --tp 2
     check float32_experts serve --case qwen2_moe-farskip --dtype float32 --mode eager --tp 2 --ep
     check float32_pressure serve --case qwen2_moe-farskip --dtype float32 --mode pressure --tp 2
-    check bfloat16_default serve --case qwen2_moe-farskip,teacher --dtype bfloat16 --mode default --tp 2
+    check bfloat16_default serve --case qwen2_moe-farskip --dtype bfloat16 --mode default --tp 2
+    check teacher_default serve --case teacher --dtype bfloat16 --mode default --tp 2
     check bfloat16_experts serve --case qwen2_moe-farskip,qwen3_moe-farskip --dtype bfloat16 --mode graph --tp 2 --ep
     ;;
 esac

@@ -88,38 +88,31 @@ class OneProcessAdamW(Optimizer):
         return {**super().state_dict(), "taken": self.taken}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of this class, or one of DeepSpeed's ZeRO from a run of one process.
+        """Loads a state of this class.
 
         torch's own method would convert the states to the dtype of the parameters, which is bf16.
         """
-        states, taken = state_dict.get("state"), state_dict.get("taken")
-        if states is None or taken is None:
-            states, taken = self._from_zero(state_dict)
         for number, parameter in enumerate(self._parameters()):
             for name in _NAMES:
-                self.state[parameter][name].copy_(states[number][name])
-        self.taken.copy_(taken)
+                self.state[parameter][name].copy_(state_dict["state"][number][name])
+        self.taken.copy_(state_dict["taken"])
 
-    def _from_zero(self, state_dict: dict[str, Any]) -> tuple[dict[int, dict[str, Tensor]], Tensor]:
-        """The states of the parameters in a state of ZeRO, which has one flat tensor for all parameters of a group.
+    def load_flat(self, masters: list[Tensor], states: list[dict[str, Tensor]]) -> None:
+        """Loads the states of ZeRO in a run of one process, which has flat tensors for all parameters of a group.
 
-        A flat tensor may have padding at its end.
+        Args:
+            masters: the master weights of each group. The tensors of both arguments may have padding at their ends.
+            states: both moments and the number of steps of each group, under the names that torch's AdamW uses.
         """
-        from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, SINGLE_PARTITION_OF_FP32_GROUPS
-
-        inner = state_dict[BASE_OPTIMIZER_STATE]["state"]
-        found: dict[int, dict[str, Tensor]] = {}
-        for group, states, masters in zip(
-            self.param_groups, inner.values(), state_dict[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True
-        ):
+        for group, weights, moments in zip(self.param_groups, masters, states, strict=True):
+            flat = dict(zip(_NAMES, (weights, moments["exp_avg"], moments["exp_avg_sq"]), strict=True))
             start = 0
             for parameter in group["params"]:
-                part = slice(start, start + parameter.numel())
-                flat = (masters, states["exp_avg"], states["exp_avg_sq"])
-                own = (tensor[part].view(parameter.shape) for tensor in flat)
-                found[len(found)] = dict(zip(_NAMES, own, strict=True))
-                start = part.stop
-        return found, next(iter(inner.values()))["step"]
+                end = start + parameter.numel()
+                for name, tensor in flat.items():
+                    self.state[parameter][name].copy_(tensor[start:end].view(parameter.shape))
+                start = end
+        self.taken.copy_(states[0]["step"])
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

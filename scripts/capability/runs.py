@@ -27,7 +27,7 @@ KL = {"objective.kl": 1.0, "objective.sft": 0.0}
 SFT = {"objective.kl": 0.0, "objective.sft": 1.0}
 FROZEN = {"objective.freeze_embeddings": True, "objective.freeze_lm_head": True}
 ANNEALED = (0.25, 0.5)  # shares of training
-TEXT_SHARES = (0.01, 0.1)  # of the teacher's tokens; a longer run reads its text again
+TEXT_SHARES = (0.01, 0.03, 0.1)  # of the teacher's tokens; a longer run reads its text again
 TEXTS: dict[str, tuple[str, float]] = {  # name -> kind and share of wrong answers, for text.py
     "same": ("same", 0.0),
     "other": ("other", 0.0),

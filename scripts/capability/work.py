@@ -238,9 +238,14 @@ def _write_recipe(study: Study, name: str, recipe: dict[str, Any]) -> Path:
     return path
 
 
-def missing(study: Study, names: Iterable[str]) -> tuple[list[Run], list[str]]:
-    """The runs of the studies that have no line yet, and the sweeps that these need and that have none."""
-    runs = {run.name: run for name in names for run in studies()[name] if run.name not in study.lines}
+def missing(study: Study, names: Iterable[str], up_to: float) -> tuple[list[Run], list[str]]:
+    """The runs of the studies that have no line yet, and the sweeps that these need and that have none.
+
+    Args:
+        up_to: the largest share of the teacher's tokens of a run.
+    """
+    named = [run for name in names for run in studies()[name] if run.share <= up_to]
+    runs = {run.name: run for run in named if run.name not in study.lines}
     needed = dict.fromkeys(name for run in runs.values() for name in sweeps_of(run))
     return list(runs.values()), [name for name in needed if name not in study.lines]
 
@@ -331,8 +336,8 @@ def shared_gpus(study: Study) -> Iterator[None]:
     pipes = study.work / "mps"
     pipes.mkdir(parents=True, exist_ok=True)
     study.env |= {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(pipes)}
-    # The daemon sees all GPUs, so that their numbers mean the same to it and to its clients.
-    env = {key: value for key, value in study.env.items() if key != "CUDA_VISIBLE_DEVICES"}
+    env = study.env | {"CUDA_VISIBLE_DEVICES": ",".join(study.gpus)}
+    study.gpus = [str(number) for number, _ in enumerate(study.gpus)]  # clients count the GPUs that the daemon sees
     subprocess.run([control, "-d"], env=env, check=True)
     try:
         yield
@@ -343,11 +348,11 @@ def shared_gpus(study: Study) -> Iterator[None]:
 def main() -> int:
     args = _arguments().parse_args()
     study = Study(args)
-    runs, sweeps = missing(study, args.studies)
+    runs, sweeps = missing(study, args.studies, args.up_to)
     with shared_gpus(study):
         done = together(jobs_of(study, runs, sweeps), args.processes, len(study.gpus))
     study.clock.stop()
-    left, _ = missing(study, args.studies)
+    left, _ = missing(study, args.studies, args.up_to)
     print(f"{len(runs) - len(left)} of {len(runs)} runs done; left: {', '.join(run.name for run in left) or 'none'}")
     return 0 if done else 1
 
@@ -368,6 +373,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--teacher-text", type=Path, help="the teacher's real text; default: runs/teacher/train.jsonl")
     parser.add_argument("--other-text", type=Path, help="other real text; default: the installed Python packages")
     parser.add_argument("--sweep-steps", type=int, default=SWEEP_STEPS)
+    parser.add_argument("--up-to", type=float, default=1.0, help="largest share of the teacher's tokens of a run")
     parser.add_argument("--limit", type=int, help="questions of each benchmark; for trials of this script alone")
     return parser
 

@@ -6,8 +6,9 @@ import torch
 from test_norms import DEVICE
 from torch import Tensor
 
-from fcsd.models.build import unwired, wire
+from fcsd.models.build import converted_config, model_classes, unwired, wire
 from fcsd.models.experts import FusedExperts, fuse_experts
+from fcsd.models.wiring import Wiring
 
 # Experts of gpt_oss have biases, and those of llama4 take inputs that are already weighted.
 WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3")
@@ -27,6 +28,16 @@ def test_the_experts_of_a_model_are_fused_and_become_themselves_again(arch: str)
         assert fused_experts(model)
     wire(model, unwired())
     assert [type(module) for module in model.modules()] == classes
+
+
+def test_the_experts_of_a_converted_model_are_fused() -> None:
+    wiring = Wiring("farskip", tuple(range(4)))
+    config = converted_config(
+        tiny.config("deepseek_v2"), wiring.to_block(base_model="random", base_revision=None, base_sha256=None)
+    )
+    model = model_classes("deepseek_v2")["AutoModelForCausalLM"](config)
+    fuse_experts(model)
+    assert len(fused_experts(model)) == 3  # the first layer is dense
 
 
 def test_a_model_with_fused_experts_computes_the_same() -> None:
