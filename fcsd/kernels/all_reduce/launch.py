@@ -11,14 +11,13 @@ from torch import Tensor
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.all_reduce import programs, programs_quantised
-from fcsd.kernels.all_reduce.memory import BLOCKS, SLOTS, Memory, Shape, data_offset
+from fcsd.kernels.all_reduce.memory import BLOCKS, DTYPES, SLOTS, Memory, Shape, data_offset
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.kernels import Launch, plan_of
 
 _SMALLEST = 2048  # values of a tile: 16 bytes of bf16 for each of 256 threads
 _LARGEST = 16384  # values of a record: 32 for each of 512 threads
 _MOST_VALUES = 2**30  # of one launch, so that offsets fit into 32 bits
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def all_reduce(x: Tensor, memory: Memory, shape: Shape) -> None:

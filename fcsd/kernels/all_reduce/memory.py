@@ -30,6 +30,7 @@ from torch import Tensor
 BLOCKS = 64  # the most blocks of a kernel
 SLOTS = 4
 MOST_RANKS = 8
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of the values that are not quantised
 _ROUND = 64 * 1024  # bytes that a rank receives in one stage of a turn of one block
 _STAGES = 2
 
