@@ -57,6 +57,22 @@ class Memory:
         return slot_bytes(self.size)
 
 
+class Rooms(NamedTuple):
+    """Memory for large messages: each rank has a room that holds its values, and behind them its sums.
+
+    A rank writes into its own room, and reads those of the others. It has awaited the sums of all blocks of all ranks
+    when a call ends, and they were written after its values were read. It overwrites its sums when it has awaited the
+    values of the next call, which the others wrote after they had read its sums.
+
+    Attributes:
+        bases: the addresses of the rooms of all ranks in this process, int64 ``[ranks]``, on the device.
+        size: the bytes of the values of one call, a multiple of 16; a room has twice as many.
+    """
+
+    bases: Tensor
+    size: int
+
+
 class Shape(NamedTuple):
     """How a message is divided. It changes no result, but must be the same on all ranks.
 
