@@ -12,7 +12,7 @@ from fcsd.parallel.tensor.window import try_window
 
 Fastest = Literal["nccl", "symmetric"]
 # By the number of ranks: up to so many bytes of a rank's values, this kind. Ranks that nobody measured reduce by NCCL.
-MEASURED: Mapping[int, tuple[tuple[float, Fastest], ...]] = {2: ((2**20, "symmetric"), (math.inf, "nccl"))}
+MEASURED: Mapping[int, tuple[tuple[float, Fastest], ...]] = {2: ((2**22, "symmetric"), (math.inf, "nccl"))}
 
 
 def fastest(x: Tensor, group: Any) -> Fastest:
