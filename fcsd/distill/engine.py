@@ -222,13 +222,14 @@ def own_optimizer(recipe: Recipe, alone: bool) -> Callable[[Any], ChunkedAdamW |
 
 
 def build_engine(
-    model: PreTrainedModel, recipe: Recipe, world: World, traffic: Traffic | None = None, *, by_zero: bool = False
+    model: PreTrainedModel, recipe: Recipe, world: World, traffic: Traffic | None = None, by_zero: bool = False
 ) -> Any:
     """A DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
 
     Args:
         traffic: counts the bytes that dispatch and combine send; None does not count.
-        by_zero: whether DeepSpeed's ZeRO updates the weights also on one process, to compare with it.
+        by_zero: whether DeepSpeed's ZeRO updates the weights also on one process: to compare with it, or to continue a
+            checkpoint in its own layout.
     """
     alone = updates_alone(recipe, world.size) and not by_zero
     deepspeed = import_deepspeed()
