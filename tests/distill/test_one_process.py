@@ -34,8 +34,8 @@ def with_and_without_zero(zero: Any, alone: Any) -> list[str]:
     made: list[str] = []
     by_zero = True
 
-    def built(*arguments: Any) -> Any:
-        result = engine.build_engine(*arguments[:-1], by_zero)
+    def built(model: Any, recipe: Any, world: Any, *_: Any) -> Any:
+        result = engine.build_engine(model, recipe, world, by_zero=by_zero)
         made.append(type(result.optimizer).__name__)
         return result
 
