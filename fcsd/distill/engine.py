@@ -23,6 +23,8 @@ from fcsd.distill.update import clips_by_hook, judges_on_device
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.annealed import Annealing, anneal
+from fcsd.models.staged import Stages, stage_layers
+from fcsd.parallel.expert.dispatcher import MakeDispatcher
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.turns import in_turns
 from fcsd.parallel.wire import Quantiser
@@ -39,6 +41,7 @@ class Student(nn.Module):
     Args:
         quantiser: rounds the rows of dispatch and combine; None if they are sent as they are.
         annealing: how far the wiring of the model is annealed; None if it is not.
+        stages: the stages of a progressive conversion; None if all layers are converted from the start.
     """
 
     def __init__(
@@ -47,12 +50,14 @@ class Student(nn.Module):
         objective: Objective,
         quantiser: Quantiser | None = None,
         annealing: Annealing | None = None,
+        stages: Stages | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
         self.quantiser = quantiser
         self.annealing = annealing
+        self.stages = stages
         self.fixed: FixedLosses | None = None  # runs the training passes, teacher included, if it is installed
         self._beside = ThreadPoolExecutor(1, "teacher")  # the thread starts when a teacher first runs in turns
 
@@ -222,12 +227,18 @@ def own_optimizer(recipe: Recipe, alone: bool) -> Callable[[Any], ChunkedAdamW |
 
 
 def build_engine(
-    model: PreTrainedModel, recipe: Recipe, world: World, traffic: Traffic | None = None, by_zero: bool = False
+    model: PreTrainedModel,
+    recipe: Recipe,
+    world: World,
+    traffic: Traffic | None = None,
+    dispatcher: MakeDispatcher | None = None,
+    by_zero: bool = False,
 ) -> Any:
     """A DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
 
     Args:
         traffic: counts the bytes that dispatch and combine send; None does not count.
+        dispatcher: see ``wire_sharded``.
         by_zero: whether DeepSpeed's ZeRO updates the weights also on one process: to compare with it, or to continue a
             checkpoint in its own layout.
     """
@@ -238,7 +249,8 @@ def build_engine(
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     annealing = anneal(model) if recipe.train.anneal_share else None
-    student = Student(model, recipe.objective, quantiser_of(recipe), annealing).train()
+    stages = stage_layers(model, recipe.train.progressive_order) if recipe.train.progressive_share else None
+    student = Student(model, recipe.objective, quantiser_of(recipe), annealing, stages).train()
     engine, *_ = deepspeed.initialize(
         model=student,
         model_parameters=parameter_groups(student, recipe),
@@ -251,7 +263,7 @@ def build_engine(
         for parameter in student.parameters():
             if parameter.requires_grad:
                 parameter.grad_dtype = DTYPES[recipe.accumulate_dtype]  # autograd and DeepSpeed sum in it
-    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, student.quantiser, traffic)
+    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, student.quantiser, traffic, dispatcher)
     compile_layers(model, recipe)
     return engine
 

@@ -36,11 +36,15 @@ def arch_of(config: PretrainedConfig) -> Arch:
     return ARCHS[model_type]
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The module with the embedding, the decoder layers and the final norm, of a model of any supported class."""
+    paths = {name: path for name, path in arch_of(model.config).classes.values()}
+    return model.get_submodule(paths[type(model).__name__.removeprefix("Fcsd")])
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers of a model of any supported class: without a head, with a head, or multimodal."""
-    paths = {name: path for name, path in arch_of(model.config).classes.values()}
-    decoder: Any = model.get_submodule(paths[type(model).__name__.removeprefix("Fcsd")])
-    return decoder.layers
+    return decoder_of(model).layers
 
 
 def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:

@@ -57,9 +57,9 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
         return Parts(attn, None, partial(_whole, mlp))
 
     router, experts, expert = (mlp.get_submodule(name) for name in (blocks.router, "experts", blocks.shared))
-    flat = cache(lambda x: x.reshape(-1, x.shape[-1]))
+    flat = _remembered(lambda x: x.reshape(-1, x.shape[-1]))
     seen = flat if blocks.flattens else lambda x: x
-    shared_expert = cache(lambda x: expert(seen(x)))
+    shared_expert = _remembered(lambda x: expert(seen(x)))
 
     def routed(x: Tensor) -> Tensor:
         if blocks.shared_gate is not None:
@@ -76,6 +76,21 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
         return out.view_as(x)
 
     return Parts(attn, shared, routed)
+
+
+def _remembered(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``function``, which is not computed again for the tensor of the last call.
+
+    ``functools.cache`` would do the same, but torch.compile cannot trace it and would divide the layer.
+    """
+    last: list[Tensor] = []
+
+    def call(x: Tensor) -> Tensor:
+        if not last or last[0] is not x:
+            last[:] = [x, function(x)]
+        return last[1]
+
+    return call
 
 
 def _whole(mlp: nn.Module, x: Tensor) -> Tensor:
@@ -158,19 +173,24 @@ class WiredLayer(nn.Module):
     def forward(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         _refuse_reentrant(self)
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-        attn, shared, routed = self.fcsd.parts(self)
+        plan = self._plan()
+        attn, shared, routed = plan.parts(self)
 
-        x, streams = self._read(streams, self.fcsd.attn)
+        x, streams = self._read(streams, plan.attn)
         a = attn(self.input_layernorm(x), **kwargs)
-        streams = add(streams, None, a, keep=self.fcsd.mlp + 1)
+        streams = add(streams, None, a, keep=plan.mlp + 1)
 
-        x, streams = self._read(streams, self.fcsd.mlp)
+        x, streams = self._read(streams, plan.mlp)
         x = self.post_attention_layernorm(x)
         r = None if routed is None else routed(x)
         s = None if shared is None else shared(x)
-        settled, in_flight = split(s, r, self.fcsd.settles_shared)
-        streams = add(streams, settled, in_flight, keep=self.fcsd.hands_on)
+        settled, in_flight = split(s, r, plan.settles_shared)
+        streams = add(streams, settled, in_flight, keep=plan.hands_on)
         return streams[0] if len(streams) == 1 else tuple(streams)
+
+    def _plan(self) -> LayerWiring:
+        """What this layer reads; training may replace it (progressive conversion)."""
+        return self.fcsd
 
     def _read(self, streams: Sequence[Tensor], depth: int) -> tuple[Tensor, Sequence[Tensor]]:
         """What a sub-block reads, and the streams that are left; training may replace it (annealed wirings)."""
