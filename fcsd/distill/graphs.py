@@ -177,7 +177,8 @@ class Passes:
         self._upstream.copy_(upstream)
         self._graphs[1].replay()
         # One kernel copies many tensors here; ``clone`` would start one kernel for each of them.
-        copies = iter(torch._foreach_mul([found for found in self._gradients if found is not None], 1.0))
+        multiply: Any = torch._foreach_mul  # pyright: ignore[reportPrivateImportUsage]
+        copies = iter(multiply([found for found in self._gradients if found is not None], 1.0))
         return [None if found is None else next(copies) for found in self._gradients]
 
     def _fill(self, batch: dict[str, Tensor], denominator: Tensor) -> None:

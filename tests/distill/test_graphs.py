@@ -59,7 +59,7 @@ def steps(student: Student, teacher: Any, device: str) -> list[Tensor]:
             denominator = torch.tensor(5 + seed, device=device)
             targets = None if student.fixed else teacher(batch, ())
             terms = student(batch, targets, denominator, TERMS)
-            (sum((2 + n) * terms[name] for n, name in enumerate(TERMS)) * (1 + step)).backward()
+            (torch.stack([(2 + n) * terms[name] for n, name in enumerate(TERMS)]).sum() * (1 + step)).backward()
             found += [terms[name].detach().clone() for name in TERMS]
         gradients = [(p, p.grad) for p in student.parameters() if p.grad is not None]
         found += [gradient.clone() for _, gradient in gradients]
@@ -104,7 +104,7 @@ def test_captured_passes_are_those_on_fixed_buffers_bit_by_bit() -> None:
     results = []
     for capture in (False, True):
         student, teacher = models("cuda", torch.bfloat16)
-        nodes = [p.view_as(p).grad_fn for p in student.parameters()]
+        nodes: list[Any] = [p.view_as(p).grad_fn for p in student.parameters()]
         student.fixed = FixedPasses(student, teacher, capture=capture)
         results.append(steps(student, teacher, "cuda"))
         assert all(node.next_functions for node in nodes)
