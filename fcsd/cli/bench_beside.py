@@ -33,6 +33,9 @@ def infer(
     reduce: Annotated[
         str, typer.Option(metavar="KIND[,KIND...]", help="How ranks sum; none is the bound, with wrong results.")
     ] = "nccl,none",
+    bounds: Annotated[
+        str | None, typer.Option(metavar="WIRING[,WIRING...]", help="The wirings whose bound is timed; default: all.")
+    ] = None,
     experts: Annotated[
         str, typer.Option(metavar="sliced|whole", help="Give each rank a slice of every expert, or some whole experts.")
     ] = "sliced",
@@ -69,6 +72,7 @@ def infer(
         dtype,
         graphs=not no_graphs,
         rounds=rounds,
+        bounds=None if bounds is None else tuple(bounds.split(",")),
     )
     found = bench(load, out)
     if as_json and first_rank():
@@ -125,6 +129,9 @@ def wires(
     data_mirror: DataMirror = None,
     device: Device = None,
     dtype: Dtype = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="How many formats are measured at a time, each by a process of its own.")
+    ] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Measure what each format of the wire costs MODEL, by direction. FlashCommunication V2's tables of quality."""
@@ -149,6 +156,7 @@ def wires(
         data_mirror=data_mirror,
         device=device,
         dtype=dtype or default_dtype(device == "cpu"),
+        processes=processes,
     )
     found = study.run(settings, out)
     report = tables.to_text(found)

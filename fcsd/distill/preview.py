@@ -13,8 +13,12 @@ from fcsd.distill.data.rows import Rows, batch
 from fcsd.distill.inputs import student_source
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.run import run_dir
+from fcsd.distill.solved_start import calibration_rows
 from fcsd.distill.student import meta_student
 from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_name
+from fcsd.models.build import wiring_of
+from fcsd.models.selection import layers_text
+from fcsd.models.staged import conversion_groups
 from fcsd.parallel.expert.formats import formats_of
 from fcsd.plan import plan_run
 from fcsd.plan.report import to_text
@@ -69,6 +73,15 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         f" = {train.micro_batch_size} rows * {world_size} processes * {micro_steps} micro-batches",
         f"run         {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens{asked}",
     ]
+    if recipe.init.solve != "none":
+        tokens = calibration_rows(recipe) * data.seq_len
+        lines.append(f"solve       {recipe.init.solve}, on the first {tokens:,} tokens, before the first step")
+    if train.progressive_share:
+        depth = model.config.get_text_config().num_hidden_layers
+        groups = conversion_groups(wiring_of(model.config), depth, train.progressive_order)
+        first = round(train.progressive_share * recipe.schedule_steps) + 1
+        order = ", ".join(layers_text(group) for group in groups)
+        lines.append(f"progressive layers converted in the order {order}; all of them from step {first:,} on")
     if train.anneal_share:
         first = round(train.anneal_share * recipe.schedule_steps) + 1
         lines.append(

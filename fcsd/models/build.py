@@ -19,7 +19,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from ..errors import BadInputError, ConfigError
 from .archs import ARCHS, Arch
 from .config_keys import EXPERT_COUNTS, PREFIX, WEIGHTS_FILE
-from .norms import fuse_norms
+from .fused import fuse_parts
 from .wiring import WiredModel, hf_parts, wire_layers
 from .wiring_block import DESYNC, Wiring
 
@@ -36,11 +36,15 @@ def arch_of(config: PretrainedConfig) -> Arch:
     return ARCHS[model_type]
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The module with the embedding, the decoder layers and the final norm, of a model of any supported class."""
+    paths = {name: path for name, path in arch_of(model.config).classes.values()}
+    return model.get_submodule(paths[type(model).__name__.removeprefix("Fcsd")])
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers of a model of any supported class: without a head, with a head, or multimodal."""
-    paths = {name: path for name, path in arch_of(model.config).classes.values()}
-    decoder: Any = model.get_submodule(paths[type(model).__name__.removeprefix("Fcsd")])
-    return decoder.layers
+    return decoder_of(model).layers
 
 
 def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
@@ -64,7 +68,7 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
         wire_layers(layers, wiring, partial(hf_parts, arch.blocks))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    fuse_norms(model, arch, False)
+    fuse_parts(model, arch, False)
     for layer in layers:
         if "_hf_hook" in vars(layer):  # accelerate's hook calls the forward that it found
             layer._old_forward = MethodType(type(layer).forward, layer)

@@ -173,19 +173,24 @@ class WiredLayer(nn.Module):
     def forward(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         _refuse_reentrant(self)
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-        attn, shared, routed = self.fcsd.parts(self)
+        plan = self._plan()
+        attn, shared, routed = plan.parts(self)
 
-        x, streams = self._read(streams, self.fcsd.attn)
+        x, streams = self._read(streams, plan.attn)
         a = attn(self.input_layernorm(x), **kwargs)
-        streams = add(streams, None, a, keep=self.fcsd.mlp + 1)
+        streams = add(streams, None, a, keep=plan.mlp + 1)
 
-        x, streams = self._read(streams, self.fcsd.mlp)
+        x, streams = self._read(streams, plan.mlp)
         x = self.post_attention_layernorm(x)
         r = None if routed is None else routed(x)
         s = None if shared is None else shared(x)
-        settled, in_flight = split(s, r, self.fcsd.settles_shared)
-        streams = add(streams, settled, in_flight, keep=self.fcsd.hands_on)
+        settled, in_flight = split(s, r, plan.settles_shared)
+        streams = add(streams, settled, in_flight, keep=plan.hands_on)
         return streams[0] if len(streams) == 1 else tuple(streams)
+
+    def _plan(self) -> LayerWiring:
+        """What this layer reads; training may replace it (progressive conversion)."""
+        return self.fcsd
 
     def _read(self, streams: Sequence[Tensor], depth: int) -> tuple[Tensor, Sequence[Tensor]]:
         """What a sub-block reads, and the streams that are left; training may replace it (annealed wirings)."""

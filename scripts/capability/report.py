@@ -16,19 +16,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 
 from scripts.capability.picture import PAPERS, Point, draw
 from scripts.capability.results import read_lines
-from scripts.capability.runs import LAYERS, SHARES, SWEEP_STEPS, TABLE_1, TABLE_2, TEXTS, studies
+from scripts.capability.runs import LAYERS, SHARES, SWEEP_STEPS, TABLE_1, TABLE_2, TEXTS
 from scripts.capability.scores import Estimate, Scores, fit, scores_of, tokens_to
+from scripts.capability.studies import TABLE_4, studies
 
 from fcsd.markdown import table
 
 Lines = dict[str, dict[str, Any]]
 REACHED = 0.99
+AIDS = {"anneal": "Annealed wiring", "solved": "Solved start", "progressive": "Progressive conversion"}
 HEAD = """# Capability: how far healing goes
 
 <!-- scripts/capability/report.py writes this page from docs/results/capability.jsonl; do not edit it. -->
 
 FarSkip's claim is that a rewired model that learns from its own original keeps the original's capability, and that
-fine-tuning on the same text does not. These runs repeat its experiments on the bundled teacher and its benchmarks,
+fine-tuning on the same text does not. These runs repeat its experiments on {subject} and its benchmarks,
 under the suite `strict`, without a limit on questions. The items are about a small closed world
 ([assets/README.md](../assets/README.md)), so the scores say how well the methods heal, and nothing about knowledge.
 
@@ -72,13 +74,22 @@ def page(lines: Lines, picture: Path) -> str:
         raise ValueError("the results are of trials with a limit, or of different teachers, and make no page")
     tokens = budgets.pop()
     devices = ", ".join(sorted({line["device"] for line in models.lines.values()}))
-    parts = [HEAD.format(steps=SWEEP_STEPS, tokens=tokens / 1e6, devices=devices), table_1(models), kinds(models)]
+    parts = [HEAD.format(steps=SWEEP_STEPS, tokens=tokens / 1e6, devices=devices, subject=subject_of(models))]
+    parts += [table_1(models), kinds(models)]
     parts += [recovery(models, tokens, picture), table_2(models), figure_3(models), early_stop(models)]
-    parts += [annealed(models, tokens), chosen(lines)]
+    parts += [equal_tokens(models, tokens, study, title) for study, title in AIDS.items()]
+    parts += [chosen_layers(models), table_4(models), chosen(lines)]
     missing = {study: [run.name for run in runs if run.name not in models.lines] for study, runs in studies().items()}
     left = [f"- {study}: {len(names)} of {len(studies()[study])} runs" for study, names in missing.items() if names]
     parts.append("\n".join(["## Not run", "", *left]) if left else "")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def subject_of(models: Models) -> str:
+    """The teacher and the wiring, in words."""
+    teacher, wiring = models.teacher.get("teacher", "teacher"), models.teacher.get("wiring", "farskip")
+    named = "the bundled teacher" if teacher == "teacher" else f"the teacher `{teacher}`"
+    return named if wiring == "farskip" else f"{named}, with the wiring {wiring},"
 
 
 def table_1(models: Models) -> str:
@@ -206,9 +217,9 @@ def early_stop(models: Models) -> str:
     return f"## Early stopping by MBPP+\n\n{said}\n\n{_summary({'exported': models.scores(lines)})}"
 
 
-def annealed(models: Models, tokens: int) -> str:
-    """Annealed wiring against plain KL."""
-    runs = [run for run in studies()["anneal"] if run.text]
+def equal_tokens(models: Models, tokens: int, study: str, title: str) -> str:
+    """The methods of a study against plain KL, at equal tokens."""
+    runs = [run for run in studies()[study] if run.text]
     methods, shares = list(dict.fromkeys(run.method for run in runs)), sorted({run.share for run in runs})
     body = []
     for method in methods:
@@ -219,13 +230,44 @@ def annealed(models: Models, tokens: int) -> str:
         reached = tokens_to(REACHED, [(share * tokens, s.above_chance[0]) for share, s in scores.items()])
         cells = [_with_seconds(scores[share]) if share in scores else "-" for share in shares]
         body.append([method, *cells, f"{reached / 1e6:.1f} M" if reached else "not reached"])
-    if not body:
+    if len(body) < 2:  # plain KL alone, from another study
         return ""
     head = ["Method", *(f"{share:.1%} of the tokens" for share in shares), f"tokens to {REACHED:.0%}"]
     note = (
         "Above chance, in % of the teacher, and the seconds in steps. One GPU exchanges nothing that could be hidden."
     )
-    return f"## Annealed wiring\n\n{note}\n\n{table(head, body)}"
+    return f"## {title}\n\n{note}\n\n{table(head, body)}"
+
+
+def chosen_layers(models: Models) -> str:
+    """Half of the layers: those that `fcsd choose-layers` chose, and the last ones."""
+    found = _by_method(models, "chosen", TABLE_2)
+    if not any(name.startswith("KL, chosen") for name in found):
+        return ""
+    return f"## Chosen layers: {TABLE_2:.0%} of the tokens, *same*\n\n{_summary(found)}"
+
+
+def table_4(models: Models) -> str:
+    """Ladder Table 4: 16 and 20 of 32 layers."""
+    found = _by_method(models, "table-4", TABLE_4)
+    if not any(name.startswith("SFT") for name in found):
+        return ""
+    note = (
+        "The last half and the last 62.5 % of the layers, as 16 and 20 of Llama-3.1-8B's 32. Two epochs of the same "
+        "text, *other*. The published values (batch 32, learning rate 5e-6, 200 warm-up steps) belong to a model of "
+        "8 B parameters. AlpacaEval, the paper's other benchmark, needs a judge over a network and was not run."
+    )
+    return f"## Ladder Table 4: {TABLE_4:.0%} of the tokens\n\n{note}\n\n{_summary(found)}"
+
+
+def _by_method(models: Models, study: str, share: float) -> dict[str, Scores]:
+    """The scores of a study's runs on a part of the layers, by method and layers."""
+    found = {}
+    for run in studies()[study]:
+        lines = models.seeds(run.method, run.text, share if run.text else 0.0, run.layers)
+        if lines and run.layers != "all":
+            found[f"{run.method}, layers {run.layers}"] = models.scores(lines)
+    return found
 
 
 def _with_seconds(scores: Scores) -> str:

@@ -3,8 +3,10 @@
 A study is a list of runs; studies share runs. Budgets are shares of the tokens that the teacher was trained on. The
 values that FarSkip §5.1 chooses by short runs come from sweeps: batch, then learning rate, by training loss, for KL and
 SFT alike and for each kind of text. The paper's Table 2 keeps one rate and batch for all rows; so do the rows here.
+A run whose budget is too short for the chosen batch takes a smaller one (``fitted``).
 """
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,18 @@ SHARES = (0.001, 0.003, 0.01, 0.03, 0.1)  # of the teacher's tokens, for the rec
 TABLE_1, TABLE_2 = 0.1, 0.05
 SEQ_LEN = 1024  # as in the teacher's training
 LAYERS = 10  # of the bundled teacher
-BATCHES = (8192, 16384, 32768)
+BATCHES = (32768, 65536, 131072)
 RATES = (5e-4, 1e-3, 2e-3)
+LEAST_STEPS, LEAST_BATCH = 600, 8192  # a shorter budget halves the batch until it has as many steps
+PUBLISHED = "published"  # instead of a sweep: the settings of the run have all values
 STARTING_VALUES = {"train.batch_tokens": BATCHES[1], "optim.lr": RATES[1]}
 HIDDEN_WEIGHTS = (1e-4, 1e-3, 1e-2)
-SWEEP_STEPS = 100  # of each trial
+SWEEP_STEPS = 30  # of each trial
 KL = {"objective.kl": 1.0, "objective.sft": 0.0}
 SFT = {"objective.kl": 0.0, "objective.sft": 1.0}
 FROZEN = {"objective.freeze_embeddings": True, "objective.freeze_lm_head": True}
 ANNEALED = (0.25, 0.5)  # shares of training
-TEXT_SHARES = (0.004, 0.01, 0.03, 0.05, 0.1)  # of the teacher's tokens; a longer run reads its text again
+TEXT_SHARES = (0.01, 0.03, 0.1)  # of the teacher's tokens; a longer run reads its text again
 TEXTS: dict[str, tuple[str, float]] = {  # name -> kind and share of wrong answers, for text.py
     "same": ("same", 0.0),
     "other": ("other", 0.0),
@@ -46,7 +50,8 @@ class Run:
         batch: the factor of the batch at an equal number of steps.
         early_stop: ``best`` scores MBPP+ ten times and keeps the best checkpoint, for every method of Table 1;
             ``collapse`` scores it a hundred times, with the paper's patience.
-        sweep: the sweep whose values the run takes; empty for that of its loss and text.
+        sweep: the sweep whose values the run takes; empty for that of its loss and text, ``PUBLISHED`` for none.
+        epochs: how often the run reads its text.
     """
 
     method: str
@@ -58,6 +63,7 @@ class Run:
     batch: float = 1.0
     early_stop: str = ""
     sweep: str = ""
+    epochs: int = 1
 
     @property
     def name(self) -> str:
@@ -69,25 +75,31 @@ class Run:
 
     @property
     def values_from(self) -> str:
-        """The name of the sweep whose batch and learning rate the run takes; empty without training."""
-        if not self.text:
+        """The name of the sweep whose batch and learning rate the run takes; empty if it takes those of none."""
+        if not self.text or self.sweep == PUBLISHED:
             return ""
-        return self.sweep or f"{'sft' if self.settings.get('objective.sft') else 'kl'}-{TEXTS[self.text][0]}"
+        kind = "same" if self.text == "same" else "other"  # real text alone takes the values of the other mixture
+        return self.sweep or f"{'sft' if self.settings.get('objective.sft') else 'kl'}-{kind}"
+
+    @property
+    def text_share(self) -> float:
+        """The length of its text, as a share of the teacher's tokens."""
+        return text_share(self.share / self.epochs)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def sweeps() -> dict[str, dict[str, Any]]:
-    """Sweep -> its settings and, in ``stages``, the values that it tries in turn."""
-    stages = [{"train.batch_tokens": list(BATCHES)}, {"optim.lr": list(RATES)}]
+    """Sweep -> its settings and, in ``stages``, the keys that it tries in turn, each with its values."""
+    stages = [("train.batch_tokens", BATCHES), ("optim.lr", RATES)]
     found = {
         f"{loss}-{kind}": {"text": kind, "settings": settings, "stages": stages, "metric": "loss"}
         for loss, settings in (("kl", KL), ("sft", SFT))
-        for kind in ("same", "other", "none")
+        for kind in ("same", "other")
     }
     hidden = {**KL, "objective.hidden.weight": HIDDEN_WEIGHTS[0]}
-    tried = [{"objective.hidden.weight": list(HIDDEN_WEIGHTS)}]
+    tried = [("objective.hidden.weight", HIDDEN_WEIGHTS)]
     return found | {"hidden-same": {"text": "same", "settings": hidden, "stages": tried, "metric": "kl"}}
 
 
@@ -145,6 +157,17 @@ def _annealed(share: float) -> dict[str, Any]:
     return {**KL, **({"train.anneal_share": share} if share else {})}
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What the study is about: a teacher, as a directory or ``bundled:teacher``, and the wiring of its students."""
+
+    teacher: str = "bundled:teacher"
+    wiring: str = "farskip"
+
+
+BUNDLED = Subject()
+
+
 def text_share(share: float) -> float:
     """The length of the text for a run of this share, which is one of a few, so that runs have texts in common."""
     return next((length for length in TEXT_SHARES if length >= share), TEXT_SHARES[-1])
@@ -155,7 +178,26 @@ def text_name(text: str, share: float) -> str:
     return f"{text}-{100 * text_share(share):g}pct"
 
 
-def recipe_of(run: Run, chosen: dict[str, dict[str, Any]], teacher_tokens: int, work: Path, device: str) -> dict:
+def fitted(values: dict[str, Any], tokens: float) -> dict[str, Any]:
+    """The chosen batch and learning rate, made smaller for a budget that they give fewer than ``LEAST_STEPS`` steps.
+
+    The rate follows the square root of the batch, as is usual for Adam.
+    """
+    batch = values["train.batch_tokens"]
+    while batch > LEAST_BATCH and tokens / batch < LEAST_STEPS:
+        batch //= 2
+    rate = values["optim.lr"] * math.sqrt(batch / values["train.batch_tokens"])
+    return {**values, "train.batch_tokens": batch, "optim.lr": rate}
+
+
+def recipe_of(
+    run: Run,
+    chosen: dict[str, dict[str, Any]],
+    teacher_tokens: int,
+    work: Path,
+    device: str,
+    subject: Subject = BUNDLED,
+) -> dict[str, Any]:
     """The recipe of a run, as nested mappings.
 
     Args:
@@ -163,7 +205,7 @@ def recipe_of(run: Run, chosen: dict[str, dict[str, Any]], teacher_tokens: int, 
         teacher_tokens: the tokens that the teacher was trained on.
         work: the directory of texts and runs.
     """
-    values = dict(chosen[run.values_from])
+    values = fitted(chosen[run.values_from], run.share / run.batch * teacher_tokens) if run.values_from else {}
     settings = {**values, **run.settings}
     if isinstance(other := settings.get("objective.hidden.weight"), str):
         settings["objective.hidden.weight"] = chosen[other]["objective.hidden.weight"]
@@ -177,39 +219,49 @@ def recipe_of(run: Run, chosen: dict[str, dict[str, Any]], teacher_tokens: int, 
         settings["early_stop.data_mirror"] = "bundled:mirror"
         if run.early_stop == "collapse":
             settings |= {"optim.lr": 10 * settings["optim.lr"], "early_stop.limit": 40}
-    return _recipe(
-        run.name, text_name(run.text, run.share), run.layers, run.seed, settings, work / "runs" / run.name, work, device
-    )
+    text, out = text_name(run.text, run.text_share), work / "runs" / run.name
+    return _recipe(run.name, text, run.layers, run.seed, settings, out, work, device, subject)
 
 
-def sweep_recipe(name: str, chosen: dict[str, dict[str, Any]], steps: int, work: Path, device: str) -> dict[str, Any]:
-    """The recipe of a sweep, as nested mappings. ``hidden-same`` keeps the batch and the rate that ``kl-same`` chose.
+def trial_recipe(
+    name: str,
+    values: dict[str, Any],
+    chosen: dict[str, dict[str, Any]],
+    steps: int,
+    work: Path,
+    device: str,
+    subject: Subject = BUNDLED,
+) -> dict[str, Any]:
+    """The recipe of a trial of a sweep, as nested mappings.
 
     Args:
+        name: the sweep. ``hidden-same`` keeps the batch and the rate that ``kl-same`` chose.
+        values: the values of the keys that were swept before, and of the key that is swept.
         steps: the optimizer steps of each trial.
     """
     tried = sweeps()[name]
     start = chosen["kl-same"] if name == "hidden-same" else STARTING_VALUES
-    settings = {**start, **tried["settings"], "train.steps": steps, "train.log_every": 1}
-    settings["train.micro_batch_size"] = min(BATCHES) // SEQ_LEN
-    recipe = _recipe(name, text_name(tried["text"], 0), "all", 0, settings, work / "sweeps" / name, work, device)
-    recipe["sweep"] = {
-        "stages": tried["stages"],
-        "steps": steps,
-        "window": max(1, steps // 3),
-        "metric": tried["metric"],
-        "then": "stop",
-    }
-    return recipe
+    settings = {**start, **tried["settings"], **values, "train.steps": steps, "train.log_every": 1}
+    words = "-".join(f"{key.rpartition('.')[2]}-{value:g}" for key, value in values.items())
+    out = work / "sweeps" / name / words
+    return _recipe(f"{name}-{words}", text_name(tried["text"], 0), "all", 0, settings, out, work, device, subject)
 
 
 def _recipe(
-    name: str, text_folder: str, layers: str, seed: int, settings: dict[str, Any], out: Path, work: Path, device: str
+    name: str,
+    text_folder: str,
+    layers: str,
+    seed: int,
+    settings: dict[str, Any],
+    out: Path,
+    work: Path,
+    device: str,
+    subject: Subject,
 ) -> dict[str, Any]:
     recipe: dict[str, Any] = {
         "name": name[:64],
-        "model": "bundled:teacher",
-        "init": {"wiring": "farskip", "layers": layers},
+        "model": subject.teacher,
+        "init": {"wiring": subject.wiring, "layers": layers},
         "output_dir": str(out),
         "seed": seed,
         "data": {
@@ -230,6 +282,6 @@ def _recipe(
         target[last] = value
     train = recipe["train"]
     rows = train["batch_tokens"] // SEQ_LEN
-    train.setdefault("micro_batch_size", max(n for n in (1, 2, 4, 8, 16, 32) if rows % n == 0))
-    recipe["optim"]["warmup_steps"] = min(10, train["steps"] - 1)
+    train.setdefault("micro_batch_size", max(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if rows % n == 0))
+    recipe["optim"]["warmup_steps"] = min(recipe["optim"]["warmup_steps"], train["steps"] - 1)
     return recipe

@@ -4,20 +4,23 @@
 
 Runs whose line is in one of the results are not repeated. At the end of the time, runs that have not ended save a
 checkpoint; the same command with the same DIR continues them. A line is added to FILE for every sweep and every model
-that has ended. First come the texts, then the sweeps, then the runs in the order of the studies.
+that has ended. Texts, sweeps and runs start in this order, each as soon as what it needs is done.
 """
 
 import argparse
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,27 +29,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 
 from scripts.capability.results import append, packed, read_lines
 from scripts.capability.runs import (
+    BUNDLED,
     KL,
     STARTING_VALUES,
     SWEEP_STEPS,
     TEXTS,
     Run,
+    Subject,
     recipe_of,
-    studies,
-    sweep_recipe,
+    sweeps,
     text_name,
     text_share,
+    trial_recipe,
 )
+from scripts.capability.studies import studies
 
 from fcsd.distill.run.report import read_metrics
-from fcsd.distill.sweep.search import RECORD
 from fcsd.eval.results import read_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 TEACHER, MIRROR, HELD_OUT = "assets/teacher", "assets/mirror", "assets/corpus/held_out.jsonl"
 FCSD = [sys.executable, "-m", "fcsd"]
 PREEMPTED = (143, -signal.SIGTERM)
-SAVING = 45.0  # seconds between the request to end and the end of the time
+SAVING = 20.0  # seconds between the request to end and the end of the time
 
 
 class OutOfTimeError(Exception):
@@ -102,9 +107,14 @@ class Study:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.work = args.work.resolve()
+        self.teacher = TEACHER if args.teacher is None else str(args.teacher.resolve())
+        self.subject = Subject(BUNDLED.teacher if args.teacher is None else self.teacher, args.wiring)
         self.clock = Clock(args.minutes)
         self.lines = read_lines([*args.results, args.new])
+        self.trials: dict[tuple[str, int, int], dict[str, Any]] = {}  # by sweep, stage and number
         self.lock = threading.Lock()
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.gpus = given.split(",") if given else [str(gpu) for gpu in range(args.gpus)]
         self.env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.work / "cache")}
         self.env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         self.env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // args.processes))
@@ -117,16 +127,16 @@ class Study:
     def store(self, line: dict[str, Any]) -> None:
         """Add a line to the new results, with what it depends on."""
         about = {"teacher_tokens": self.args.teacher_tokens, "limit": self.args.limit, "device": device_name(self.args)}
+        about |= {"teacher": Path(self.teacher).name, "wiring": self.subject.wiring}
         line |= about | {"versions": {name: version(name) for name in ("torch", "transformers", "deepspeed")}}
         with self.lock:
             self.lines[line["name"]] = line
             append(self.args.new, line)
 
-    def fcsd(self, words: list[str], log: str, number: int) -> None:
-        """Run a command of fcsd. Models in work take the GPUs in turn."""
-        gpu = {"CUDA_VISIBLE_DEVICES": str(number % self.args.gpus)} if self.args.device == "cuda" else {}
-        env = self.env | gpu
-        self.clock.run([*FCSD, *words], self.work / "logs" / f"{log}.log", env)
+    def fcsd(self, words: list[str], log: str, gpu: int) -> None:
+        """Run a command of fcsd on a GPU."""
+        seen = {"CUDA_VISIBLE_DEVICES": self.gpus[gpu]} if self.args.device == "cuda" else {}
+        self.clock.run([*FCSD, *words], self.work / "logs" / f"{log}.log", self.env | seen)
 
 
 def device_name(args: argparse.Namespace) -> str:
@@ -152,31 +162,47 @@ def write_text(study: Study, kind: str, share: float) -> None:
     study.clock.run(command, study.work / "logs" / f"{log}.log", study.env)
     # The dry run tokenises the text into the cache of ``datasets``, so that runs that start together find it there.
     first = Run("tokenise", kind, share, settings=KL)
-    recipe = recipe_of(first, {first.values_from: STARTING_VALUES}, study.args.teacher_tokens, study.work, "cpu")
+    values = {first.values_from: STARTING_VALUES}
+    recipe = recipe_of(first, values, study.args.teacher_tokens, study.work, "cpu", study.subject)
     study.fcsd(["distill", str(_write_recipe(study, log, recipe)), "--dry-run"], log, 0)
     (out / "tokenised").touch()
 
 
-def sweep(study: Study, name: str, number: int) -> None:
-    """Do a sweep, or continue it, and store what it chose."""
-    recipe = sweep_recipe(name, study.chosen, study.args.sweep_steps, study.work, study.args.device)
-    study.fcsd(["distill", "--sweep", str(_write_recipe(study, name, recipe))], f"sweep-{name}", number)
-    record = json.loads((Path(recipe["output_dir"]) / RECORD).read_text())
-    found = record["trials"]
-    trials = {key: {"values": entry["values"], "value": entry.get("value")} for key, entry in found.items()}
-    values = found[record["stages"][-1]["chosen"]]["values"]
-    if name == "hidden-same":
-        values = {**study.chosen["kl-same"], **values}
+def do_trial(study: Study, name: str, stage: int, number: int, gpu: int) -> None:
+    """Train for a few steps with one value of a stage, and with what the stages before it chose."""
+    key, values = sweeps()[name]["stages"][stage]
+    trial = best_of(study, name, stage) | {key: values[number]}
+    args = study.args
+    recipe = trial_recipe(name, trial, study.chosen, args.sweep_steps, study.work, args.device, study.subject)
+    study.fcsd(["distill", str(_write_recipe(study, recipe["name"], recipe))], f"sweep-{recipe['name']}", gpu)
+    metric, window = sweeps()[name]["metric"], max(1, args.sweep_steps // 3)
+    last = [record[metric] for record in read_metrics(Path(recipe["output_dir"])) if metric in record][-window:]
+    with study.lock:
+        study.trials[name, stage, number] = {"values": trial, "value": sum(last) / len(last)}
+
+
+def best_of(study: Study, name: str, stage: int) -> dict[str, Any]:
+    """The values of the best trial of the stage before this one; none before the first stage."""
+    before = [trial for (sweep, at, _), trial in study.trials.items() if (sweep, at) == (name, stage - 1)]
+    return min(before, key=lambda trial: trial["value"])["values"] if before else {}
+
+
+def choose(study: Study, name: str) -> None:
+    """Store what a sweep chose, after its trials."""
+    start = study.chosen["kl-same"] if name == "hidden-same" else {}
+    values = start | best_of(study, name, len(sweeps()[name]["stages"]))
+    trials = [trial for (sweep, *_), trial in sorted(study.trials.items()) if sweep == name]
     study.store({"name": name, "chosen": values, "trials": trials})
 
 
-def do_run(study: Study, run: Run, number: int) -> None:
+def do_run(study: Study, run: Run, gpu: int) -> None:
     """Train and evaluate a model, or continue, and store its line."""
     line: dict[str, Any] = {"name": run.name, "run": run.to_json()}
     if run.text:
-        recipe = recipe_of(run, study.chosen, study.args.teacher_tokens, study.work, study.args.device)
+        args = study.args
+        recipe = recipe_of(run, study.chosen, args.teacher_tokens, study.work, args.device, study.subject)
         words = ["distill", str(_write_recipe(study, run.name, recipe))]
-        study.fcsd([*words, *(["--accept-unsafe-exec"] if run.early_stop else [])], run.name, number)
+        study.fcsd([*words, *(["--accept-unsafe-exec"] if run.early_stop else [])], run.name, gpu)
         out = Path(recipe["output_dir"])
         model, metrics = out / "final", read_metrics(out)
         line |= {"lr": recipe["optim"]["lr"], "batch_tokens": recipe["train"]["batch_tokens"]}
@@ -184,17 +210,17 @@ def do_run(study: Study, run: Run, number: int) -> None:
         line["planned_steps"] = recipe["train"]["steps"]
         line["scores"] = [[record["step"], record["score"]] for record in metrics if "score" in record]
     elif run.method == "teacher":
-        model = ROOT / TEACHER
+        model = ROOT / study.teacher
     else:
         model = study.work / "untrained" / run.layers.replace(":", "-").replace("%", "-per-cent")
         if not (model / "config.json").exists():
-            words = ["convert", TEACHER, str(model), "--wiring", "farskip", "--layers", run.layers]
-            study.fcsd(words, run.name, number)
+            words = ["convert", study.teacher, str(model), "--wiring", study.subject.wiring, "--layers", run.layers]
+            study.fcsd(words, run.name, gpu)
     out = study.work / "eval" / run.name
     words = ["eval", str(model), "--suite", "strict", "--data-mirror", MIRROR, "--held-out", HELD_OUT]
     words += ["--out", str(out), "--device", study.args.device, "--accept-unsafe-exec"]
     words += ["--limit", str(study.args.limit)] if study.args.limit else []
-    study.fcsd(words, run.name, number)
+    study.fcsd(words, run.name, gpu)
     line["results"] = [packed(result) for result in read_directory(out)]
     study.store(line)
 
@@ -212,44 +238,121 @@ def _write_recipe(study: Study, name: str, recipe: dict[str, Any]) -> Path:
     return path
 
 
-def missing(study: Study, names: Iterable[str]) -> tuple[list[Run], list[str]]:
-    """The runs of the studies that have no line yet, and the sweeps that these need and that have none."""
-    runs = {run.name: run for name in names for run in studies()[name] if run.name not in study.lines}
-    needed = [run.values_from for run in runs.values() if run.values_from]
-    needed += [v for run in runs.values() if isinstance(v := run.settings.get("objective.hidden.weight"), str)]
-    return list(runs.values()), [name for name in dict.fromkeys(needed) if name not in study.lines]
+def missing(study: Study, names: Iterable[str], up_to: float) -> tuple[list[Run], list[str]]:
+    """The runs of the studies that have no line yet, and the sweeps that these need and that have none.
+
+    Args:
+        up_to: the largest share of the teacher's tokens of a run.
+    """
+    named = [run for name in names for run in studies()[name] if run.share <= up_to]
+    runs = {run.name: run for run in named if run.name not in study.lines}
+    needed = dict.fromkeys(name for run in runs.values() for name in sweeps_of(run))
+    return list(runs.values()), [name for name in needed if name not in study.lines]
+
+
+def sweeps_of(run: Run) -> list[str]:
+    """The sweeps whose values a run takes."""
+    hidden = run.settings.get("objective.hidden.weight")
+    return [name for name in (run.values_from, hidden) if isinstance(name, str) and name]
+
+
+def text_of_sweep(name: str) -> str:
+    """The text on which a sweep trains."""
+    return sweeps()[name]["text"]
 
 
 def texts_of(runs: list[Run], sweeps: list[str]) -> list[tuple[str, float]]:
     """The texts that runs and sweeps need: their kinds, and their lengths as shares of the teacher's tokens."""
-    needed = [(name.partition("-")[2], text_share(0.0)) for name in sweeps]
-    return list(dict.fromkeys([*needed, *((run.text, text_share(run.share)) for run in runs if run.text)]))
+    needed = [(text_of_sweep(name), text_share(0.0)) for name in sweeps]
+    return list(dict.fromkeys([*needed, *((run.text, run.text_share) for run in runs if run.text)]))
 
 
-def together(study: Study, jobs: list[Callable[[int], None]]) -> bool:
-    """Do jobs, several at a time. Failures are printed and do not stop the others. Returns whether all ended."""
-    with ThreadPoolExecutor(study.args.processes) as pool:
-        futures: list[Future[None]] = [pool.submit(job, number) for number, job in enumerate(jobs)]
-        errors = [error for future in futures if (error := future.exception())]
-    for error in errors:
-        if not isinstance(error, OutOfTimeError):
-            print(f"failed: {error}", file=sys.stderr)
-    return not errors
+@dataclass(frozen=True)
+class Job:
+    """A text, a sweep or a run: ``do`` takes the number of a GPU, after the jobs that it ``needs``."""
+
+    name: str
+    needs: tuple[str, ...]
+    do: Callable[[int], None]
+
+
+def jobs_of(study: Study, runs: list[Run], names: list[str]) -> list[Job]:
+    """Texts, the trials of the sweeps with these names, and runs, in the order in which they should start."""
+    jobs = [
+        Job(text_name(kind, share), (), lambda _, k=kind, s=share: write_text(study, k, s))
+        for kind, share in texts_of(runs, names)
+    ]
+    for name in names:
+        needs = (text_name(text_of_sweep(name), 0), *(("kl-same",) if name == "hidden-same" else ()))
+        for stage, (_, values) in enumerate(sweeps()[name]["stages"]):
+            trials = tuple(f"{name} {stage} {number}" for number in range(len(values)))
+            for number, trial in enumerate(trials):
+                jobs.append(Job(trial, needs, lambda gpu, s=name, at=stage, n=number: do_trial(study, s, at, n, gpu)))
+            needs = trials
+        jobs.append(Job(name, needs, lambda _, s=name: choose(study, s)))
+    for run in runs:
+        needs = (text_name(run.text, run.text_share), *sweeps_of(run)) if run.text else ()
+        jobs.append(Job(run.name, needs, lambda gpu, r=run: do_run(study, r, gpu)))
+    known = {job.name for job in jobs}  # what is not among them is done
+    return [Job(job.name, tuple(name for name in job.needs if name in known), job.do) for job in jobs]
+
+
+def together(jobs: list[Job], at_once: int, gpus: int) -> bool:
+    """Do jobs, several at a time: always the first one whose needs are done, on the GPU that has the fewest.
+
+    A failure is printed and stops only the jobs that need this one. Returns whether all jobs ended.
+    """
+    waiting, running, done, failed = list(jobs), dict[Future[None], tuple[Job, int]](), set[str](), set[str]()
+    with ThreadPoolExecutor(at_once) as pool:
+        while True:
+            for job in [job for job in waiting if failed & set(job.needs)]:
+                waiting.remove(job)
+                failed.add(job.name)
+            for job in [job for job in waiting if done.issuperset(job.needs)][: at_once - len(running)]:
+                waiting.remove(job)
+                taken = [gpu for _, gpu in running.values()]
+                gpu = min(range(gpus), key=taken.count)
+                running[pool.submit(job.do, gpu)] = job, gpu
+            if not running:
+                return not failed
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job, _ = running.pop(future)
+                error = future.exception()
+                (failed if error else done).add(job.name)
+                if error and not isinstance(error, OutOfTimeError):
+                    print(f"failed: {error}", file=sys.stderr)
+
+
+@contextmanager
+def shared_gpus(study: Study) -> Iterator[None]:
+    """Lets the processes of a GPU compute at the same time, by NVIDIA's MPS, where it is installed.
+
+    Without it they take turns, and a model of this size leaves most of the GPU idle in its turn.
+    """
+    control = shutil.which("nvidia-cuda-mps-control")
+    if study.args.device != "cuda" or control is None:
+        yield
+        return
+    pipes = study.work / "mps"
+    pipes.mkdir(parents=True, exist_ok=True)
+    study.env |= {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(pipes)}
+    env = study.env | {"CUDA_VISIBLE_DEVICES": ",".join(study.gpus)}
+    study.gpus = [str(number) for number, _ in enumerate(study.gpus)]  # clients count the GPUs that the daemon sees
+    subprocess.run([control, "-d"], env=env, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([control], input=b"quit\n", env=env, check=False)
 
 
 def main() -> int:
     args = _arguments().parse_args()
     study = Study(args)
-    runs, sweeps = missing(study, args.studies)
-    texts = texts_of(runs, sweeps)
-    done = together(study, [lambda _, k=kind, s=share: write_text(study, k, s) for kind, share in texts])
-    last = [name for name in sweeps if name == "hidden-same"]  # it needs the values of another sweep
-    for stage in ([name for name in sweeps if name not in last], last):
-        done = done and together(study, [lambda n, s=name: sweep(study, s, n) for name in stage])
-    if done:
-        done = together(study, [lambda n, r=run: do_run(study, r, n) for run in runs])
+    runs, sweeps = missing(study, args.studies, args.up_to)
+    with shared_gpus(study):
+        done = together(jobs_of(study, runs, sweeps), args.processes, len(study.gpus))
     study.clock.stop()
-    left, _ = missing(study, args.studies)
+    left, _ = missing(study, args.studies, args.up_to)
     print(f"{len(runs) - len(left)} of {len(runs)} runs done; left: {', '.join(run.name for run in left) or 'none'}")
     return 0 if done else 1
 
@@ -264,10 +367,13 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--processes", type=int, default=8, help="models at a time")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--teacher", type=Path, help="directory of another teacher; default: the bundled one")
+    parser.add_argument("--wiring", choices=["farskip", "ladder", "parallel"], default=BUNDLED.wiring)
     parser.add_argument("--teacher-tokens", type=int, required=True, help="tokens that the teacher was trained on")
     parser.add_argument("--teacher-text", type=Path, help="the teacher's real text; default: runs/teacher/train.jsonl")
     parser.add_argument("--other-text", type=Path, help="other real text; default: the installed Python packages")
     parser.add_argument("--sweep-steps", type=int, default=SWEEP_STEPS)
+    parser.add_argument("--up-to", type=float, default=1.0, help="largest share of the teacher's tokens of a run")
     parser.add_argument("--limit", type=int, help="questions of each benchmark; for trials of this script alone")
     return parser
 

@@ -2,14 +2,16 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import eval_data
 import pytest
 import tiny
+from scripts import wires_page
 
-from fcsd.bench.wires import study, tables
+from fcsd.bench.wires import bandwidths, study, tables
 from fcsd.bench.wires.formats import studied
 from fcsd.bench.wires.plan import TABLE_7, TABLES, pieces
 from fcsd.errors import ConfigError
@@ -26,10 +28,9 @@ def nats(stored: dict[str, Any], direction: str, format: str) -> float:
     return found
 
 
-def test_the_page_holds_the_tables_of_the_stored_study(repo: Path, stored: dict[str, Any]) -> None:
-    page = (repo / "docs/WIRES_QUALITY.md").read_text()
-    for part in tables.to_text(stored).split("\n\n"):
-        assert part in page, "paste the tables.md of scripts/reproduce_wires.sh"
+def test_the_page_holds_what_is_stored(repo: Path) -> None:
+    page = (repo / wires_page.PAGE).read_text()
+    assert wires_page.filled(page, wires_page.sections(repo)) == page, "run python scripts/wires_page.py"
 
 
 def test_the_stored_study_is_whole(stored: dict[str, Any]) -> None:
@@ -51,6 +52,19 @@ def test_a_format_is_best_if_none_of_its_size_or_less_loses_less() -> None:
     points = [(4.0, 0.5), (2.5, 0.7), (4.5, 0.6), (8.25, 0.1), (4.0, 0.4), (6.0, 0.4)]
     found = tables.pareto([{"bits_on_the_wire": bits, "nats": nats} for bits, nats in points])
     assert [(piece["bits_on_the_wire"], piece["nats"]) for piece in found] == [(8.25, 0.1), (4.0, 0.4), (2.5, 0.7)]
+
+
+def test_speeds_of_stored_collectives_stand_beside_those_of_the_paper() -> None:
+    about = {"environment": {"gpus": [{"name": "NVIDIA H200"}]}, "world": 2}
+    times = {"bf16": {"bf16": [1.0, 0.9, 1.1]}, "two steps": {"int8": [2.0, 1.9, 2.1], "int4": [0.5, 0.4, 0.6]}}
+    speeds = bandwidths.of_all_reduce({**about, "ms": {"64 MiB": times}})
+    assert speeds == {"2 H200, 64 MiB": {"int8": 0.5, "int4:g32": 2.0}}
+    assert re.search(r"\| fcsd: 2 H200, 64 MiB +\| 0.50 +\| - ", bandwidths.to_text(bandwidths.TABLE_9, speeds))
+    sent = {"bf16": [3.0], "bf16, wire": [2.0], "int8, fused": [1.5], "int8, wire": [0.5], "int8, steps": [9.0]}
+    assert bandwidths.of_exchange({**about, "ms": {"any expert": {"NCCL": sent}}}) == {
+        "2 H200, any expert, NCCL": {"int8": 2.0},
+        "2 H200, any expert, NCCL, the exchange alone": {"int8": 4.0},
+    }
 
 
 def test_formats_of_the_study() -> None:
@@ -89,13 +103,16 @@ def test_a_killed_study_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert not (tmp_path / "out" / study.NAME).exists()
     count = -1000
     found = study.run(what, tmp_path / "out")
-    # The piece that was interrupted is measured again. The last ones are the tasks without and over a wire.
-    assert count == -1000 + 1 + 2 * len(few) - 6 + 1 + 3
+    # The two pieces of the tasks, the model without a wire, and the first wire were known.
+    assert count == -1000 + 2 * (len(few) - 1)
     monkeypatch.setattr(study, "_measure", None)
     again = study.run(what, tmp_path / "out")
     assert again["losses"] == found["losses"] and found["documents"] == 2
     assert json.loads((tmp_path / "out" / study.NAME).read_text())["losses"] == found["losses"]
     assert [row["format"] for row in found["scores"]] == [None, "int2:g32:sr"]
+    monkeypatch.setattr(study, "_measure", real)
+    beside = study.run(replace(what, processes=2, tasks=()), tmp_path / "beside")
+    assert beside["losses"] == found["losses"]
     table = tables.to_text({**stored, "scores": found["scores"]}).split("### Table 7")[1].split("###")[0]
     assert "| SR INT2 | `int2:g32:sr` | 4 |" in re.sub(" +", " ", table) and "PIQA" in table
     tables.draw(found, tmp_path / "pareto.png")

@@ -3,18 +3,21 @@
 import json
 import math
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripts.capability import report
 from scripts.capability.results import append, packed, read_lines, unpacked
-from scripts.capability.runs import STARTING_VALUES, Run, recipe_of, studies, sweep_recipe, sweeps
+from scripts.capability.runs import STARTING_VALUES, Run, Subject, fitted, recipe_of, sweeps, trial_recipe
 from scripts.capability.scores import fit, scores_of, tokens_to
-from scripts.capability.work import seconds_in_steps, texts_of
+from scripts.capability.studies import TABLE_4, chosen_half, sensitivity, studies
+from scripts.capability.work import Job, Study, _arguments, best_of, choose, seconds_in_steps, texts_of, together
 
 from fcsd.config import load_recipe
 from fcsd.eval.suite import SUITES
+from fcsd.models.selection import select_layers
 
 TOKENS = 1_000_000_000
 CHOSEN = {name: {**STARTING_VALUES, "objective.hidden.weight": 1e-3} for name in sweeps()}
@@ -55,16 +58,18 @@ def test_every_run_and_every_sweep_is_a_recipe(tmp_path: Path) -> None:
     named: dict[str, Run] = {}
     for run in [run for runs in studies().values() for run in runs]:
         assert named.setdefault(run.name, run).to_json() == run.to_json()
+    path = tmp_path / "recipe.yaml"
     for run in filter(lambda run: run.text, named.values()):
-        path = tmp_path / "recipe.yaml"
         path.write_text(json.dumps(recipe_of(run, CHOSEN, TOKENS, tmp_path, "cuda")))
         recipe = load_recipe(path).recipe
         assert recipe.train.steps * recipe.train.batch_tokens == pytest.approx(run.share * TOKENS, rel=0.02)
         assert (recipe.objective.sft > 0) == run.method.startswith("SFT")
         assert (recipe.early_stop.metric == "mbpp_plus") == bool(run.early_stop)
     for name in sweeps():
-        (tmp_path / "sweep.yaml").write_text(json.dumps(sweep_recipe(name, CHOSEN, 50, tmp_path, "cpu")))
-        assert load_recipe(tmp_path / "sweep.yaml").recipe.sweep is not None
+        for key, values in sweeps()[name]["stages"]:
+            for value in values:
+                path.write_text(json.dumps(trial_recipe(name, {key: value}, CHOSEN, 50, tmp_path, "cpu")))
+                assert load_recipe(path).recipe.train.steps == 50
 
 
 def test_the_batch_changes_at_an_equal_number_of_steps(tmp_path: Path) -> None:
@@ -75,9 +80,57 @@ def test_the_batch_changes_at_an_equal_number_of_steps(tmp_path: Path) -> None:
     assert len({train["steps"] for train in made.values()}) == 1
 
 
+def test_a_short_budget_takes_a_smaller_batch_and_rate() -> None:
+    chosen = {"train.batch_tokens": 65536, "optim.lr": 1e-3}
+    assert fitted(chosen, 65536 * 600) == chosen
+    assert fitted(chosen, 65536 * 150) == {"train.batch_tokens": 16384, "optim.lr": 5e-4}
+    assert fitted(chosen, 1000)["train.batch_tokens"] == 8192
+
+
+def test_jobs_start_when_what_they_need_is_done_and_a_failure_stops_only_what_needs_it() -> None:
+    order: list[tuple[str, int]] = []
+
+    def job(name: str, *needs: str, fails: bool = False) -> Job:
+        def do(gpu: int) -> None:
+            order.append((name, gpu))
+            if fails:
+                raise RuntimeError(name)
+
+        return Job(name, needs, do)
+
+    jobs = [job("run", "sweep"), job("lost", "bad"), job("later", "lost"), job("bad", fails=True), job("sweep", "text")]
+    assert not together([*jobs, job("text")], at_once=1, gpus=2)
+    assert order == [("bad", 0), ("text", 0), ("sweep", 0), ("run", 0)]
+
+
+def test_a_stage_takes_what_the_stage_before_it_chose(tmp_path: Path) -> None:
+    given = ["table-1", "--work", str(tmp_path), "--new", str(tmp_path / "new.jsonl"), "--teacher-tokens", str(TOKENS)]
+    study = Study(_arguments().parse_args([*given, "--device", "cpu"]))
+    study.clock.stop()
+    (_, batches), (_, rates) = sweeps()["sft-same"]["stages"]
+    assert best_of(study, "sft-same", 0) == {}
+    for stage, key, values in ((0, "train.batch_tokens", batches), (1, "optim.lr", rates)):
+        for number, value in enumerate(values):
+            trial = best_of(study, "sft-same", stage) | {key: value}
+            study.trials["sft-same", stage, number] = {"values": trial, "value": abs(number - 1)}
+    choose(study, "sft-same")
+    line = read_lines([study.args.new])["sft-same"]
+    assert line["chosen"] == {"train.batch_tokens": batches[1], "optim.lr": rates[1]} and len(line["trials"]) == 6
+
+
+def test_models_at_work_are_spread_over_the_gpus() -> None:
+    both, seen = threading.Barrier(2, timeout=60), set[int]()
+
+    def do(gpu: int) -> None:
+        both.wait()  # both jobs are at work
+        seen.add(gpu)
+
+    assert together([Job("one", (), do), Job("two", (), do)], at_once=2, gpus=2) and seen == {0, 1}
+
+
 def test_a_text_is_long_enough_and_runs_have_it_in_common(tmp_path: Path) -> None:
     runs = [Run("KL", "same", 0.01), Run("SFT", "same", 0.005), Run("KL", "same", 0.2), Run("teacher")]
-    assert texts_of(runs, ["sft-other"]) == [("other", 0.004), ("same", 0.01), ("same", 0.1)]
+    assert texts_of(runs, ["sft-other"]) == [("other", 0.01), ("same", 0.01), ("same", 0.1)]
     for run in runs[:3]:
         recipe = recipe_of(Run(run.method, run.text, run.share), CHOSEN, TOKENS, tmp_path, "cuda")
         (source,) = recipe["data"]["sources"]
@@ -131,7 +184,8 @@ def test_the_page_has_every_study(lines: dict[str, dict[str, Any]], tmp_path: Pa
     sweep = {"kl-same": {"name": "kl-same", "chosen": STARTING_VALUES, "trials": {}}}
     text = report.page(lines | sweep, tmp_path / "capability.png")
     assert (tmp_path / "capability.png").stat().st_size > 10_000
-    studied = ("Table 1", "The text", "Recovery over", "Table 2", "Figure 3", "Early stopping", "Annealed", "Chosen")
+    studied = ("Table 1", "The text", "Recovery over", "Table 2", "Figure 3", "Early stopping", "Annealed wiring")
+    studied += ("Solved start", "Progressive conversion", "Chosen layers", "Ladder Table 4", "Chosen values")
     for heading in studied:
         assert f"\n## {heading}" in text
     assert "Not run" not in text
@@ -157,3 +211,26 @@ def test_the_page_says_what_was_not_run_and_refuses_trials(lines: dict[str, dict
         report.page(few | {"x": line_of(Run("KL", "same", 0.1), 0.5, limit=5)}, tmp_path / "none.png")
     with pytest.raises(ValueError, match="different teachers"):
         report.page(few | {"x": line_of(Run("KL", "same", 0.1), 0.5, teacher_tokens=7)}, tmp_path / "none.png")
+
+
+def test_the_search_gives_an_order_of_all_layers_and_a_half() -> None:
+    assert sorted(sensitivity()) == list(range(10))
+    assert set(select_layers(chosen_half(), 10)) == set(sensitivity()[:5])
+
+
+def test_another_teacher_and_wiring_are_in_every_recipe(tmp_path: Path) -> None:
+    subject = Subject("/models/dense", "ladder")
+    runs = [run for run in studies()["table-4"] if run.text]
+    made = {run.name: recipe_of(run, CHOSEN, 580_000_000, tmp_path, "cuda", subject) for run in runs}
+    assert len(made) == len(runs) == 24  # two choices of layers, two losses, two sets of values, three seeds
+    for run in runs:
+        recipe = made[run.name]
+        assert recipe["model"] == "/models/dense"
+        assert recipe["init"] == {"wiring": "ladder", "layers": run.layers}
+        assert recipe["data"]["sources"][0]["path"].endswith("other-1pct/train.jsonl")  # read twice
+        tokens = recipe["train"]["steps"] * recipe["train"]["batch_tokens"]
+        assert tokens == pytest.approx(TABLE_4 * 580_000_000, rel=0.01)
+        published = {"lr": 5e-6, "warmup_steps": 200}
+        assert (recipe["optim"] == published) == ("published" in run.method)
+    assert trial_recipe("kl-other", {}, CHOSEN, 5, tmp_path, "cpu", subject)["init"]["wiring"] == "ladder"
+    assert texts_of(runs, []) == [("other", 0.01)]

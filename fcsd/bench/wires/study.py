@@ -1,13 +1,20 @@
-"""Measures the perplexity and the scores of a model over each wire of ``plan``, in pieces from which it can resume."""
+"""Measures the perplexity and the scores of a model over each wire of ``plan``, in pieces from which it can resume.
+
+A piece is one wire in one measurement, of perplexity or of the tasks. It is stored as soon as it is known. Pieces do
+not depend on each other, so several processes may measure different pieces at a time, also on one GPU.
+"""
 
 import json
 import logging
 import math
-from collections.abc import Sequence
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
@@ -51,6 +58,7 @@ class Study:
         data_mirror: the directory of the tasks' data; None for the hub.
         device: ``cpu`` or ``cuda``.
         dtype: the data type of the weights.
+        processes: how many pieces are measured at a time, each by a process with a copy of the model.
     """
 
     model: str
@@ -64,6 +72,27 @@ class Study:
     data_mirror: Path | None = None
     device: str = "cpu"
     dtype: str = "float32"
+    processes: int = 1
+
+    def texts(self) -> list[str]:
+        """The documents whose perplexity is measured."""
+        return read_texts(self.text)[:: self.every]
+
+
+class Piece(NamedTuple):
+    """One measurement. Without a direction and a format, it is that of the model without a wire."""
+
+    kind: Literal["losses", "tasks"]
+    direction: Direction | None = None
+    format: str | None = None
+
+
+class Opened(NamedTuple):
+    """What a process needs to measure pieces."""
+
+    network: PreTrainedModel
+    tokenizer: Any
+    texts: list[str]
 
 
 def simulated(direction: Direction, format: str, tp_degree: int) -> SimulatedWire:
@@ -87,9 +116,7 @@ def run(study: Study, out: Path) -> dict[str, Any]:
         ConfigError, BadInputError: the model, the text or the tasks cannot be used.
     """
     path = resolve(study.model).path
-    texts = read_texts(study.text)[:: study.every]
-    network: PreTrainedModel = load_model(path, dtype=getattr(torch, study.dtype), device=study.device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    texts = study.texts()
     identity = {
         "model_sha256": model_sha256(path),
         "texts_sha256": json_sha256(texts),
@@ -101,27 +128,23 @@ def run(study: Study, out: Path) -> dict[str, Any]:
         "limit": study.limit,
         "data_mirror": None if study.data_mirror is None else _content(study.data_mirror),
     }
-    cache = AnswerCache(out / "pieces.jsonl")
 
-    def measured(kind: str, direction: Direction | None, format: str | None) -> Any:
-        """A piece from the cache, or measured now. Without a direction it is the model without a wire."""
-        key = [kind, direction, format, json_sha256([identity, of_tasks if kind == "tasks" else None])]
-        found = cache.get(key)
-        if found is None:
-            found = _measure(study, kind, network, tokenizer, texts, direction, format)
-            cache.add(key, found)
-            log.info("%s over %s: measured", direction or "no wire", format or "the model's own values")
-        return found
+    def key(piece: Piece) -> list[Any]:
+        return [*piece, json_sha256([identity, of_tasks if piece.kind == "tasks" else None])]
 
+    wanted = [Piece("losses"), *(Piece("losses", *wire) for wire in pieces())]
+    if study.tasks:
+        wanted += [Piece("tasks"), *(Piece("tasks", "all-reduce", row.format) for row in TABLE_7)]
+    known = AnswerCache(out / "pieces.jsonl")
     try:
-        without = measured("losses", None, None)
-        losses = {piece: measured("losses", *piece) for piece in pieces()}
-        tasks: list[Any] = []
-        if study.tasks:
-            tasks = [measured("tasks", None, None)]
-            tasks += [measured("tasks", "all-reduce", row.format) for row in TABLE_7]
+        for piece, answer in _measured(study, [piece for piece in wanted if known.get(key(piece)) is None]):
+            known.add(key(piece), answer)
+            log.info("%s, %s over %s: measured", piece.kind, piece.direction or "no wire", piece.format or "bf16")
+        answers = {piece: known.get(key(piece)) for piece in wanted}
     finally:
-        cache.close()
+        known.close()
+    without = answers[Piece("losses")]
+    tasks = [answer for piece, answer in answers.items() if piece.kind == "tasks"]
     found = {
         "model": path.resolve().name,
         "text": study.text.name,
@@ -134,28 +157,58 @@ def run(study: Study, out: Path) -> dict[str, Any]:
         "seeds": "none: rounding to nearest, greedy scores",
         "environment": snapshot(),
         "perplexity": math.exp(estimate(without)[0]),
-        "losses": [_loss(*piece, items, without) for piece, items in losses.items()],
+        "losses": [_loss(*wire, answers[Piece("losses", *wire)], without) for wire in pieces()],
         "scores": [_scores(row, tasks[0]) for row in tasks],
     }
     write_text(out / NAME, _compact(found))
     return found
 
 
-def _measure(
-    study: Study,
-    kind: str,
-    network: PreTrainedModel,
-    tokenizer: Any,
-    texts: Sequence[str],
-    direction: Direction | None,
-    format: str | None,
-) -> Any:
+def _measured(study: Study, wanted: Sequence[Piece]) -> Iterator[tuple[Piece, Any]]:
+    """Each piece with its answer, as soon as it is known. Tasks take the longest, so they are measured first."""
+    wanted = sorted(wanted, key=lambda piece: piece.kind != "tasks")
+    if not wanted:
+        return
+    if study.processes == 1:
+        opened = _open(study)
+        yield from ((piece, _measure(study, piece, opened)) for piece in wanted)
+        return
+    # A process that has used a GPU cannot be forked, so each worker is a new interpreter.
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(study.processes, len(wanted)), spawned) as pool:
+        begun = {pool.submit(_measure_in_worker, study, piece): piece for piece in wanted}
+        try:
+            for future in as_completed(begun):
+                if future.exception() is None:
+                    yield begun[future], future.result()
+            for future in begun:  # a piece that failed does not stop the others
+                future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _open(study: Study) -> Opened:
+    path = resolve(study.model).path
+    network: PreTrainedModel = load_model(path, dtype=getattr(torch, study.dtype), device=study.device).eval()
+    return Opened(network, AutoTokenizer.from_pretrained(path), study.texts())
+
+
+_open_once = cache(_open)  # a worker measures several pieces with one copy of the model
+
+
+def _measure_in_worker(study: Study, piece: Piece) -> Any:
+    return _measure(study, piece, _open_once(study))
+
+
+def _measure(study: Study, piece: Piece, opened: Opened) -> Any:
+    kind, direction, format = piece
+    network, tokenizer, texts = opened
     if direction is not None and format is not None:
         with over_wire(network, simulated(direction, format, study.tp_degree)):
-            return _measure(study, kind, network, tokenizer, texts, None, format)
+            return _measure(study, Piece(kind, None, format), opened)
     if kind == "losses":
         lm = HFAdapter(network, tokenizer, max_length=study.max_length, batch_size=study.batch_size)
-        return [(-loglikelihood, tokens) for loglikelihood, tokens in lm.text_loglikelihoods(list(texts))]
+        return [(-loglikelihood, tokens) for loglikelihood, tokens in lm.text_loglikelihoods(texts)]
     results = evaluate_models(
         [Loaded("model", network, tokenizer)],
         tasks=study.tasks,

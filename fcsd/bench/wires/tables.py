@@ -1,32 +1,14 @@
-"""Writes a study as tables like those of FlashCommunication V2, each row with its bits on the wire, and as a picture.
-
-The tables 9 and 10 of the paper are bandwidths on GPUs. The study does not measure any. In their place stands what
-follows from the formats: how many times fewer bytes travel than in bf16, beside the gains that the paper measured.
-"""
+"""Writes a study as tables like those of FlashCommunication V2, with the bits on the wire, and as a picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fcsd import markdown
-from fcsd.bench.wires.formats import studied
+from fcsd.bench.wires import bandwidths
+from fcsd.bench.wires.bandwidths import Speeds
 from fcsd.bench.wires.plan import TABLE_7, TABLE_7_WITHOUT, TABLES, Row, Table
 
-# The formats of the paper's tables 9 and 10, and its bandwidths in GB/s: of NCCL in bf16, then in these formats.
-_SENT = ("int8", "int6", "int5", "int4:g32", "int3:g32", "int2:g32:sr")
-_TABLE_9 = {
-    "L40, two steps": (10.43, 9.17, 12.05, 14.28, 15.00, 16.13, 16.19),
-    "L40, by nodes": (10.43, 14.95, 19.53, 23.05, 24.22, 28.80, 27.01),
-    "L40, by nodes, in chunks": (10.43, 19.44, 25.24, 29.75, 30.84, 30.24, 33.39),
-    "A100": (89.15, 123.32, 137.72, 147.68, 148.61, 153.38, 122.46),
-    "H800": (94.18, 128.78, 150.21, 173.38, 185.27, 187.31, 151.97),
-    "H20": (209.14, 214.32, 225.55, 240.59, 263.62, 260.35, 202.11),
-}
-_TABLE_10 = {
-    "A100": (165.41, 183.99, 208.77, 212.15, 218.10, 206.22, 177.02),
-    "H800": (169.76, 230.51, 276.82, 300.20, 341.87, 290.50, 259.61),
-    "H20": (349.34, 323.52, 276.73, 289.06, 339.00, 290.33, 249.53),
-}
 _METHODS = {
     "rtn": "tab:blue",
     "rtn, int scales": "tab:cyan",
@@ -36,22 +18,25 @@ _METHODS = {
 }
 
 
-def to_text(found: dict[str, Any]) -> str:
-    """All tables of a study, in Markdown.
+def to_text(found: dict[str, Any], all_reduce: Speeds | None = None, exchange: Speeds | None = None) -> str:
+    """All tables of a study, in Markdown, in the order of the paper's numbers.
 
     Args:
         found: the content of ``wires.json``.
+        all_reduce, exchange: what fcsd's collectives reached, for the tables 9 and 10; see ``bandwidths``.
     """
     parts = [
         f"Without a quantised wire the perplexity of `{found['model']}` is {found['perplexity']:.3f}, on "
         f"{found['tokens']} tokens of {found['documents']} documents. The all-reduce has {found['tp_degree']} ranks."
     ]
-    for table in TABLES:
-        parts += [f"### Table {table.number}: {table.title}", _perplexities(found, table)]
+    sections = {table.number: [f"Table {table.number}: {table.title}", _perplexities(found, table)] for table in TABLES}
     if found["scores"]:
-        parts += ["### Table 7: All-reduce, scores of tasks", _scores(found)]
-    parts += ["### Table 9: All-reduce, bytes instead of bandwidth", _bytes(_TABLE_9)]
-    parts += ["### Table 10: All-to-all, bytes instead of bandwidth", _bytes(_TABLE_10)]
+        sections[7] = ["Table 7: All-reduce, scores of tasks", _scores(found)]
+    sections[9] = ["Table 9: All-reduce, speed over bf16", bandwidths.to_text(bandwidths.TABLE_9, all_reduce or {})]
+    sections[10] = ["Table 10: All-to-all, speed over bf16", bandwidths.to_text(bandwidths.TABLE_10, exchange or {})]
+    for number in sorted(sections):
+        title, table = sections[number]
+        parts += [f"### {title}", table]
     for direction in dict.fromkeys(piece["direction"] for piece in found["losses"]):
         parts += [f"### Best formats by size: {direction}", _best(found, direction)]
     return "\n\n".join(parts)
@@ -96,19 +81,6 @@ def _scores(found: dict[str, Any]) -> str:
         body.append([row.label, f"`{row.format}`", bits, *values, change, f"{row.paper:.2f}"])
     head = ["Method", "Format", "Bits on the wire", *columns, "Avg minus no wire", "Paper's Avg: Llama-3-8B"]
     return markdown.table(head, body, left=2)
-
-
-def _bytes(measured: dict[str, tuple[float, ...]]) -> str:
-    bits = [studied(format).bits for format in _SENT]
-    head = ["", *(f"`{format}`" for format in _SENT)]
-    body = [
-        ["Bits on the wire", *(f"{one:g}" for one in bits)],
-        ["bf16 bytes / its bytes", *(f"{16 / one:.2f}" for one in bits)],
-    ]
-    body += [
-        [f"Paper: {name}", *(f"{one / plain:.2f}" for one in others)] for name, (plain, *others) in measured.items()
-    ]
-    return markdown.table(head, body)
 
 
 def _best(found: dict[str, Any], direction: str) -> str:

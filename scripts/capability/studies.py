@@ -1,0 +1,101 @@
+"""All studies: those of the papers' own experiments (runs.py), and those of what may heal better or in fewer tokens.
+
+- ``solved``: a start whose weights were corrected by least squares, against the plain start.
+- ``progressive``: layers that are converted one by one, against all of them from the first step.
+- ``chosen``: the half of the layers that `fcsd choose-layers` chose, against the last half.
+- ``table-4``: Ladder Table 4, for a dense teacher. The published values (batch 32, 5e-6, 200 warm-up steps, two epochs)
+  belong to a model of 8 B parameters, so KL and SFT are also run with the values that the sweeps choose.
+
+The unit of the first two is the tokens to 99 % of the teacher above chance; their budgets are those of ``anneal``.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from scripts.capability import runs
+from scripts.capability.runs import KL, PUBLISHED, SEEDS, SEQ_LEN, SFT, TABLE_2, Run
+
+CHOICE = Path(__file__).resolve().parents[2] / "docs/results/chosen_layers.json"
+BUDGETS = (0.003, 0.01, 0.03)  # of the teacher's tokens
+SOLVES = ("norms", "linear")
+PROGRESSIVE_SHARE = 0.5
+TABLE_4 = 0.02  # of the teacher's tokens: two epochs of a text of 1 %
+LADDER_LAYERS = ("50%", "62.5%")  # Hybrid-Ladder-8B-16L and -20L: the last 16 and 20 of 32
+LADDER = {"train.batch_tokens": 32 * SEQ_LEN, "optim.lr": 5e-6, "optim.warmup_steps": 200}  # Ladder §4.2
+
+
+def studies() -> dict[str, list[Run]]:
+    """Study -> its runs."""
+    originals = [Run("teacher"), Run("untrained")]
+    return runs.studies() | {
+        "solved": [*originals, *_against_plain({f"KL, {how} solved": {"init.solve": how} for how in SOLVES})],
+        "progressive": [*originals, *_against_plain(_progressive())],
+        "chosen": [*originals, *_chosen()],
+        "table-4": [*originals, *_table_4()],
+    }
+
+
+def _against_plain(methods: dict[str, dict[str, Any]]) -> list[Run]:
+    """Plain KL, and KL with the settings of each method, at equal tokens."""
+    rows: dict[str, dict[str, Any]] = {"KL": {}, **methods}
+    return [
+        Run(method, "same", tokens, seed, settings={**KL, **settings})
+        for tokens in BUDGETS
+        for method, settings in rows.items()
+        for seed in SEEDS
+    ]
+
+
+def _progressive() -> dict[str, dict[str, Any]]:
+    share = {"train.progressive_share": PROGRESSIVE_SHARE}
+    return {
+        "KL, last layers first": share,
+        "KL, least sensitive layers first": {**share, "train.progressive_order": sensitivity()},
+    }
+
+
+def _chosen() -> list[Run]:
+    halves = {"KL, last 50%": "50%", "KL, chosen 50%": chosen_half()}
+    trained = [
+        Run(method, "same", TABLE_2, seed, layers, KL, sweep="kl-same")
+        for seed in SEEDS
+        for method, layers in halves.items()
+    ]
+    return [*(Run("untrained", layers=layers) for layers in halves.values()), *trained]
+
+
+def _table_4() -> list[Run]:
+    rows: list[tuple[str, dict[str, Any], str]] = [
+        (f"{loss}, {words}", settings | own, sweep)
+        for loss, settings in (("SFT", SFT), ("KL", KL))
+        for words, own, sweep in (("published values", LADDER, PUBLISHED), ("swept values", {}, ""))
+    ]
+    return [
+        *(Run("untrained", layers=layers) for layers in LADDER_LAYERS),
+        *(
+            Run(method, "other", TABLE_4, seed, layers, settings, sweep=sweep, epochs=2)
+            for layers in LADDER_LAYERS
+            for method, settings, sweep in rows
+            for seed in SEEDS
+        ),
+    ]
+
+
+@cache
+def _choice() -> dict[str, Any]:
+    return json.loads(CHOICE.read_text())
+
+
+def chosen_half() -> str:
+    """The half of the bundled teacher's layers that the search chose, as ``fcsd convert --layers`` takes it."""
+    return next(choice["spec"] for choice in _choice()["choices"] if 2 * choice["n"] == _choice()["depth"])
+
+
+def sensitivity() -> list[int]:
+    """The layers of the bundled teacher in the order in which the search added them: the least sensitive one first."""
+    order: list[int] = []
+    for step in _choice()["path"]:
+        order += [layer for layer in step["layers"] if layer not in order]
+    return [*order, *(layer for layer in range(_choice()["depth"]) if layer not in order)]

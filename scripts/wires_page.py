@@ -1,0 +1,65 @@
+"""Writes the tables of docs/WIRES_QUALITY.md and the picture beside them from the stored results in docs/results.
+
+    python scripts/wires_page.py
+
+The text around the tables is written by hand. A table stands between a line `<!-- NAME -->` and a line `<!-- end -->`:
+`quality` holds the tables of FlashCommunication V2, and `training` the study of training through the wire.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs as a program, too
+
+from scripts import wire_study
+
+from fcsd.bench.wires import bandwidths, tables
+
+PAGE = "docs/WIRES_QUALITY.md"
+RESULTS = Path("docs/results")
+TRAINING = RESULTS / "wire_study.json"
+
+
+def sections(root: Path) -> dict[str, str]:
+    """The generated tables by name, in Markdown. ``training`` is missing as long as no such study is stored."""
+    results = root / RESULTS
+    speeds = (
+        bandwidths.of_all_reduce(_read(results / "all_reduce_2xh200.json")),
+        bandwidths.of_exchange(_read(results / "rows_to_experts_2xh200.json")),
+    )
+    found = {"quality": tables.to_text(_read(results / "wires_quality.json"), *speeds)}
+    if (root / TRAINING).exists():
+        found["training"] = wire_study.table(_read(root / TRAINING)["runs"])
+    return found
+
+
+def filled(page: str, parts: dict[str, str]) -> str:
+    """The page with each part in its place.
+
+    Raises:
+        ValueError: the page has no place for a part.
+    """
+    for name, part in parts.items():
+        place = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        if not place.search(page):
+            raise ValueError(f"{PAGE} has no lines <!-- {name} --> and <!-- end -->")
+        page = place.sub(lambda found, part=part: f"{found[1]}\n{part}\n{found[2]}", page)
+    return page
+
+
+def main() -> None:
+    root = Path(__file__).resolve().parents[1]
+    page = root / PAGE
+    page.write_text(filled(page.read_text(), sections(root)))
+    tables.draw(_read(root / RESULTS / "wires_quality.json"), root / RESULTS / "wires_quality.png")
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+if __name__ == "__main__":
+    main()
