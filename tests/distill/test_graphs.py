@@ -137,6 +137,7 @@ def _distill_all(recipes: list[ResolvedRecipe]) -> None:
     [
         ({"parallel__ep_size": 2}, "divided experts"),
         ({"train__anneal_share": 0.5}, r"train\.anneal_share"),
+        ({"train__progressive_share": 0.5}, r"train\.progressive_share"),
         ({"train__activation_checkpointing": True}, r"train\.activation_checkpointing"),
         ({"deterministic": True}, "deterministic"),
         ({"objective__teacher_cache": {"path": "cache"}}, r"objective\.teacher_cache"),
