@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -270,15 +271,18 @@ def main() -> int:
         begun: dict[Future[dict[str, Any] | None], Case] = {
             pool.submit(train, settings, out, case, latest): case for case in missing
         }
-        for future in as_completed(begun):
-            if error := future.exception():
-                failed += 1
-                print(f"{begun[future].name} failed: {error}", file=sys.stderr)
-            elif line := future.result():
-                runs.append(line)
-                runs.sort(key=lambda run: (run["seed"], -_bits(run["format"]), run["directions"]))
-                write_text(out / RESULT, _compact({**about, "runs": runs}))
-                print(f"{begun[future].name}: held-out KL {line['held_out_kl']:.5f}", file=sys.stderr)
+        try:
+            for future in as_completed(begun):
+                if error := future.exception():
+                    failed += 1
+                    print(f"{begun[future].name} failed: {error}", file=sys.stderr)
+                elif line := future.result():
+                    runs.append(line)
+                    runs.sort(key=lambda run: (run["seed"], -_bits(run["format"]), run["directions"]))
+                    write_text(out / RESULT, _compact({**about, "runs": runs}))
+                    print(f"{begun[future].name}: held-out KL {line['held_out_kl']:.5f}", file=sys.stderr)
+        finally:
+            pool.shutdown(cancel_futures=True)
     print(table(runs))
     left = len(missing) + len(ended) - len(runs)
     print(f"{len(runs)} runs have ended, {failed} have failed, {left - failed} have not started.", file=sys.stderr)
@@ -308,4 +312,6 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    # Workers do not notice that this process is gone. A request to end therefore ends the pool first.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())
