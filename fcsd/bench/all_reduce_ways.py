@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcsd.kernels.all_reduce.memory import Shape
+from fcsd.kernels.all_reduce.memory import Rooms, Shape
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel.tensor import copies, quantised, symmetric
 from fcsd.parallel.tensor.quantised import Topology, nodes_of
@@ -73,7 +73,7 @@ def _quantised(format: Format, topology: Topology, x: Tensor) -> None:
 
 
 def shapes(formats: Iterable[Format], blocks: Iterable[int]) -> dict[str, Way]:
-    """The kernels of ``symmetric`` and ``quantised`` in one and two shots, with different numbers of blocks.
+    """The kernels of ``symmetric``, and of ``quantised`` in one and two shots, with different numbers of blocks.
 
     Each block occupies one SM.
     """
@@ -81,7 +81,10 @@ def shapes(formats: Iterable[Format], blocks: Iterable[int]) -> dict[str, Way]:
     if window is None:
         return {}
     ways: dict[str, Way] = {}
+    rooms = window.rooms(dist.group.WORLD)
+    assert rooms is not None, "no graph is being captured"
     for number in blocks:
+        ways[f"symmetric, rooms, {number} blocks"] = Way(partial(_in_rooms, window, rooms, number))
         for shot in ("one shot", "two shots"):
             ways[f"symmetric, {shot}, {number} blocks"] = Way(partial(_shaped, window, shot, number, None))
             for format in formats:
@@ -98,6 +101,12 @@ def _shaped(window: Window, shot: str, blocks: int, format: Format | None, x: Te
         OnStream(window.stream, x, lambda: launch.all_reduce(x, window.memory, shape)).wait()
     else:
         OnStream(window.stream, x, lambda: launch.all_reduce_quantised(x, window.memory, shape, format)).wait()
+
+
+def _in_rooms(window: Window, rooms: Rooms, blocks: int, x: Tensor) -> None:
+    from fcsd.kernels.all_reduce import launch
+
+    OnStream(window.stream, x, lambda: launch.all_reduce_large(x, window.memory, rooms, blocks)).wait()
 
 
 def fp8(blocks: Iterable[int]) -> dict[str, Way]:

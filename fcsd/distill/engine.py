@@ -232,7 +232,6 @@ def build_engine(
     world: World,
     traffic: Traffic | None = None,
     dispatcher: MakeDispatcher | None = None,
-    *,
     by_zero: bool = False,
 ) -> Any:
     """A DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
@@ -240,7 +239,8 @@ def build_engine(
     Args:
         traffic: counts the bytes that dispatch and combine send; None does not count.
         dispatcher: see ``wire_sharded``.
-        by_zero: whether DeepSpeed's ZeRO updates the weights also on one process, to compare with it.
+        by_zero: whether DeepSpeed's ZeRO updates the weights also on one process: to compare with it, or to continue a
+            checkpoint in its own layout.
     """
     alone = updates_alone(recipe, world.size) and not by_zero
     deepspeed = import_deepspeed()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 
 from fcsd.config import Recipe
 from fcsd.distill.engine import Student
@@ -67,8 +68,9 @@ class FixedPasses:
     """
 
     def __init__(self, student: Student, teacher: Teacher | None, *, capture: bool) -> None:
-        self._student, self._teacher, self._capture = student, teacher, capture
-        self._parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
+        self._module, self._teacher, self._capture = _Losses(student), teacher, capture
+        self._named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        self._parameters = list(self._named.values())
         self._passes: Passes | None = None
         self._made_for: Any = None  # the terms, and the addresses of the weights
 
@@ -81,18 +83,33 @@ class FixedPasses:
         made_for = (terms, [parameter.data_ptr() for parameter in self._parameters])
         if self._passes is None or made_for != self._made_for or not self._passes.fits(batch):
             self._passes = None  # the memory of earlier graphs is freed first
-            self._passes = Passes(self._losses(terms), self._parameters, batch, denominator, capture=self._capture)
+            # DeepSpeed's hooks tie each parameter's gradient to the default stream, on which nothing can be captured.
+            # The passes therefore compute the gradients of other tensors, which share the memory of the parameters.
+            aliases = {name: parameter.detach().requires_grad_() for name, parameter in self._named.items()}
+            losses = self._losses(terms, aliases)
+            self._passes = Passes(losses, list(aliases.values()), batch, denominator, capture=self._capture)
             self._made_for = made_for
-        losses = _Replayed.apply(self._passes, batch, denominator, *self._parameters)
-        return dict(zip(terms, losses.unbind(), strict=True))  # pyright: ignore[reportOptionalMemberAccess]
+        found = _Replayed.apply(self._passes, batch, denominator, *self._parameters)
+        return dict(zip(terms, found.unbind(), strict=True))  # pyright: ignore[reportOptionalMemberAccess]
 
-    def _losses(self, terms: tuple[str, ...]) -> Losses:
+    def _losses(self, terms: tuple[str, ...], aliases: dict[str, Tensor]) -> Losses:
         def losses(columns: dict[str, Tensor], denominator: Tensor) -> Tensor:
             targets = None if self._teacher is None else self._teacher(columns, ())
-            found = self._student.losses(columns, targets, denominator, terms)
+            found = functional_call(self._module, aliases, (columns, targets, denominator, terms))
             return torch.stack([found[name] for name in terms])
 
         return losses
+
+
+class _Losses(nn.Module):
+    """Calls ``Student.losses``, because ``functional_call`` calls ``forward``."""
+
+    def __init__(self, student: Student) -> None:
+        super().__init__()
+        self.student = student
+
+    def forward(self, *arguments: Any) -> dict[str, Tensor]:
+        return self.student.losses(*arguments)
 
 
 class Passes:
@@ -112,7 +129,7 @@ class Passes:
     def __init__(
         self,
         losses: Losses,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[Tensor],
         batch: dict[str, Tensor],
         denominator: Tensor,
         *,
@@ -160,7 +177,8 @@ class Passes:
         self._upstream.copy_(upstream)
         self._graphs[1].replay()
         # One kernel copies many tensors here; ``clone`` would start one kernel for each of them.
-        copies = iter(torch._foreach_mul([found for found in self._gradients if found is not None], 1.0))
+        multiply: Any = torch._foreach_mul  # pyright: ignore[reportPrivateImportUsage]
+        copies = iter(multiply([found for found in self._gradients if found is not None], 1.0))
         return [None if found is None else next(copies) for found in self._gradients]
 
     def _fill(self, batch: dict[str, Tensor], denominator: Tensor) -> None:
@@ -174,8 +192,8 @@ class Passes:
 
     def _captured(self) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]:
         """Captures both passes. The thread that prepares data goes on meanwhile, so only this thread is restricted."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(before)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         how: Any = {"stream": stream, "capture_error_mode": "thread_local"}
         with torch.enable_grad():
@@ -185,7 +203,7 @@ class Passes:
                     self._upstream = torch.ones_like(terms)
                     torch.autograd.grad(terms, self._parameters, self._upstream, allow_unused=True)
                     del terms
-            torch.cuda.current_stream().wait_stream(stream)
+            before.wait_stream(stream)
             try:
                 with torch.cuda.graph(forward, **how):
                     self._terms = self._losses(self._columns, self._denominator)
@@ -196,8 +214,10 @@ class Passes:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
+                torch.cuda.set_stream(before)  # a capture that fails leaves its own stream
+                cause = error.__context__ or error  # the end of a failed capture raises an error of its own
                 raise ConfigError(
-                    f"the passes of this model cannot be captured as CUDA graphs: {str(error).splitlines()[0]}",
+                    f"the passes of this model cannot be captured as CUDA graphs: {str(cause).splitlines()[0]}",
                     hint="set train.graph: false",
                 ) from error
         self._terms = self._terms.detach()

@@ -1,6 +1,9 @@
 """The benchmark of hierarchical dispatch runs on two nodes of two ranks over gloo, and checks what it times."""
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,9 @@ from fcsd.bench.hierarchy.model import Model, Point
 from fcsd.bench.hierarchy.routing import Routing
 from fcsd.errors import FcsdError
 from fcsd.launch.world import World
-from fcsd.parallel.cost import Line, Links
+from fcsd.parallel.cost import Dedup, Line, Links, Rows, Sent
+from fcsd.parallel.expert.choice import options
+from fcsd.parallel.machine import read_machine
 
 ROUTING = Routing(8, 3, topical=True)
 SIZES = replace(
@@ -22,14 +27,15 @@ SIZES = replace(
 )
 
 
-def _rank(rank: int) -> tuple[dict[str, Any], int]:
+def _rank(rank: int, machine: Path) -> tuple[dict[str, Any], int]:
     written: list[Any] = []
-    found = run(World(rank, 4, torch.device("cpu")), 2, SIZES, ["table", "sweep", "moves", "placement"], written.append)
+    parts = ["table", "sweep", "moves", "placement"]
+    found = run(World(rank, 4, torch.device("cpu")), 2, SIZES, parts, written.append, machine)
     return found, len(written)
 
 
-def test_every_part_is_measured_and_all_ranks_agree() -> None:
-    ranks = in_group(4, _rank)
+def test_every_part_is_measured_and_all_ranks_agree(tmp_path: Path) -> None:
+    ranks = in_group(4, _rank, tmp_path / "machine.json")
     found, written = ranks[0]
     for other, _ in ranks[1:]:
         assert {**other, "environment": None} == {**found, "environment": None}
@@ -39,6 +45,9 @@ def test_every_part_is_measured_and_all_ranks_agree() -> None:
     rows = point["rows"]
     assert rows["flat"]["far"] >= rows["HD1"]["far"] > rows["HD2"]["far"] and rows["2DH"]["far"] > rows["HD2"]["far"]
     assert point["chosen"] in ways.DEDUP_OF and found["models"]["slow"]["fixed"].keys() == rows.keys()
+    links, line = read_machine(tmp_path / "machine.json").links, found["models"]["slow"]["lines"]["direct"]
+    assert links.per_node == 2 and links.direct is not None and links.fixed.keys() == {"off", "rank", "node"}
+    assert links.direct.seconds(1e6) == pytest.approx(line["alpha"] + 1e6 * line["beta"])
     study = found["placement"]
     assert len(study["top_k"]) == 1 and [row["period"] for row in study["period"]] == ["1", "2", "4", "8"]
     assert len(study["period"][0]["swaps"]) == 2 and len(study["period"][1]["swaps"]) == 1
@@ -78,3 +87,47 @@ def test_the_model_adds_levels_and_takes_the_slower_of_links_that_are_busy_at_on
     alone = replace(model, one_link=True)
     assert alone.wire("flat", point) == pytest.approx(2 * direct.seconds(300 * size))
     assert model.chosen(point) == "HD2"
+
+
+STORED = Path(__file__).parents[2] / "docs/results/hierarchy_4xh200.json"
+
+
+def stored_points() -> Iterator[tuple[Model, dict[str, Any]]]:
+    """The swept points that were measured on four H200s, with the model that was measured in the same run."""
+    found = json.loads(STORED.read_text())
+    for part, name in (("sweep", "slow"), ("near-sweep", "near")):
+        told = found["models"][name]
+        near, far, direct = (Line(**told["lines"][line]) for line in ("near", "far", "direct"))
+        links = Links(2, near, far, 0.0, told["copy"], 1.0, direct)
+        for point in found[part]:
+            yield Model(links, told["fixed"], {}, told["one_link"]), point
+
+
+def test_the_model_chooses_what_was_fastest_on_four_gpus() -> None:
+    count = good = 0
+    for model, point in stored_points():
+        known = Point(point["tokens"], point["top_k"], 2048, point["rows"])
+        assert {way: model.predict(way, known) for way in point["rows"]} == pytest.approx(point["predicted"])
+        count += 1
+        good += point["seconds"][model.chosen(known)] <= 1.03 * point["seconds"][point["best"]]
+    assert count >= 60 and good == count
+
+
+def test_parallel_cost_chooses_what_was_fastest_on_four_gpus() -> None:
+    """The rule of ``parallel.dedup: auto``, without any cover, on the same points."""
+    way_of: dict[Dedup, str] = {dedup: way for way, dedup in ways.DEDUP_OF.items()}
+    good = []
+    for model, point in stored_points():
+        fixed: dict[Dedup, float] = {dedup: model.fixed[way] / 2 for dedup, way in way_of.items()}
+        offered: tuple[Dedup, ...] = ("off", "rank", "node")
+        links = replace(model.links, fixed=fixed)
+        sent = {}
+        for dedup in offered:
+            near, far = (point["rows"][way_of[dedup]][kind] * 4096 for kind in ("near", "far"))
+            sent[dedup] = Sent(near + far, 0) if model.one_link else Sent(near, far)
+        if model.one_link:  # one node: there is no second level
+            del sent["node"]
+        rows = Rows(point["tokens"], point["top_k"], point["experts"], 4, 2048)
+        chosen = options(sent, rows, links, covers=(0.0, 0.0))[0].dedup
+        good.append(point["seconds"][way_of[chosen]] <= 1.03 * point["seconds"][point["best"]])
+    assert sum(good) >= 0.95 * len(good)

@@ -18,10 +18,10 @@ from fcsd.distill.run.report import read_metrics
 
 
 def repeat_last_steps(resolved: Any) -> None:
-    """Takes the last checkpoint and the result of a run away, and continues it."""
+    """Takes the last of two checkpoints and the result of a run away, and continues it."""
     out = Path(resolved.recipe.output_dir)
     shutil.copytree(out, out.with_suffix(".whole"))
-    for removed in ("final", "checkpoints/step-4"):
+    for removed in ("final", "checkpoints/step-2"):
         shutil.rmtree(out / removed)
     loop.distill_model(resolved)
 
@@ -34,8 +34,8 @@ def with_and_without_zero(zero: Any, alone: Any) -> list[str]:
     made: list[str] = []
     by_zero = True
 
-    def built(*arguments: Any) -> Any:
-        result = engine.build_engine(*arguments, by_zero=by_zero)
+    def built(model: Any, recipe: Any, world: Any, *_: Any) -> Any:
+        result = engine.build_engine(model, recipe, world, by_zero=by_zero)
         made.append(type(result.optimizer).__name__)
         return result
 
@@ -53,8 +53,9 @@ def weights(run: Path) -> Tensor:
 
 
 def test_one_process_trains_as_zero_does_and_continues_its_runs(tmp_path: Path) -> None:
-    runs.write_models(tmp_path)
+    runs.write_models(tmp_path, "llama")
     common = {"train__dtype": "bf16", "optim__grad_clip": 0.3, "optim__weight_decay": 0.1}
+    common |= {"train__steps": 2, "checkpoint__every_steps": 1}
     recipes = [runs.resolved(tmp_path, output_dir=str(tmp_path / name), **common) for name in ("zero", "alone")]
     ((first, second, *_),) = ranks.on_ranks(1, with_and_without_zero, *recipes)
     assert (first, second) == ("DeepSpeedZeroOptimizer", "OneProcessAdamW")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.all_reduce import launch
-from fcsd.kernels.all_reduce.memory import SLOTS, Shape, memory_of, slot_bytes, total_bytes
+from fcsd.kernels.all_reduce.memory import SLOTS, Rooms, Shape, memory_of, slot_bytes, total_bytes
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel.tensor.copies import Copies, capacity
 from fcsd.parallel.tensor.simulated import simulate_all_reduce
@@ -33,6 +33,9 @@ SUMS = [
     (40_000, torch.bfloat16, Shape(one_shot=True, blocks=2)),
     (4100, torch.bfloat16, Shape(one_shot=False)),
 ]
+# The number of values, their dtype and the number of blocks; a call takes 4096 fp32 values.
+ROOM = 16384
+PULLED = [(16, torch.float32, 4), (9000, torch.float32, 2), (9001, torch.bfloat16, 1), (1536, torch.float32, 1)]
 # The format, rows and width, dtype and shape. The first two messages have several records in a place.
 QUANTISED = [
     ("int8", (9, 128), torch.float32, Shape(one_shot=True, blocks=1, record=256)),
@@ -56,10 +59,8 @@ def _summed(every: list[Tensor]) -> Tensor:
 
 def _found(rank: int, folder: str) -> dict[str, list[Any]]:
     """The cases whose results differ from their references."""
-    files = [
-        torch.from_file(f"{folder}/{peer}", shared=True, size=total_bytes(RANKS), dtype=torch.uint8)
-        for peer in range(RANKS)
-    ]
+    ranks, size = range(RANKS), total_bytes(RANKS)
+    files = [torch.from_file(f"{folder}/{peer}", shared=True, size=size, dtype=torch.uint8) for peer in ranks]
     memory = memory_of(rank, [file.data_ptr() for file in files], torch.device("cpu"))
     sums, quantised, copied = [], [], []
     for number, dtype, shape in SUMS + SUMS[1:3]:
@@ -67,7 +68,15 @@ def _found(rank: int, folder: str) -> dict[str, list[Any]]:
         launch.all_reduce(every[rank], memory, shape)
         if not torch.equal(every[rank], _summed(_drawn(number, dtype))):
             sums.append((number, dtype, shape))
-    vars(launch)["_SMALLEST"] = 64  # of this process alone: large messages would take too long here
+    pulled = []
+    files += [torch.from_file(f"{folder}/room{peer}", shared=True, size=2 * ROOM, dtype=torch.uint8) for peer in ranks]
+    rooms = Rooms(torch.tensor([file.data_ptr() for file in files[RANKS:]]), ROOM)
+    for number, dtype, blocks in PULLED:
+        every = _drawn(number, dtype)
+        launch.all_reduce_large(every[rank], memory, rooms, blocks, tile=512)
+        if not torch.equal(every[rank], _summed(_drawn(number, dtype))):
+            pulled.append((number, dtype, blocks))
+    launch.__dict__.update(_SMALLEST=64)  # of this process alone: large messages would take too long here
     for text, size, dtype, shape in QUANTISED:
         every = torch.stack([one.view(size) for one in _drawn(size[0] * size[1], dtype)])
         every[0, 0, 5] = 300.0
@@ -83,7 +92,7 @@ def _found(rank: int, folder: str) -> dict[str, list[Any]]:
         copies(every[rank]).wait()
         if not torch.equal(every[rank], _summed(_drawn(number, dtype))):
             copied.append((number, dtype))
-    return {"sums": sums, "quantised": quantised, "copies": copied, "turns": memory.turns.tolist()}
+    return {"sums": sums, "quantised": quantised, "copies": copied, "pulled": pulled, "turns": memory.turns.tolist()}
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +102,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Any]]
     folder = tmp_path_factory.mktemp("memory")
     (folder / "copies").mkdir()
     for rank in range(RANKS):
-        with (folder / str(rank)).open("wb") as file:
-            file.truncate(total_bytes(RANKS))
+        for name, size in ((str(rank), total_bytes(RANKS)), (f"room{rank}", 2 * ROOM)):
+            with (folder / name).open("wb") as file:
+                file.truncate(size)
     return in_group(RANKS, _found, str(folder))
 
 
@@ -102,6 +112,12 @@ def test_sums_are_those_in_the_order_of_ranks_in_one_shot_and_in_two(found: list
     assert [rank["sums"] for rank in found] == [[]] * RANKS
     # Every rank has made the same turns, more than there are slots.
     assert all(rank["turns"] == found[0]["turns"] for rank in found) and found[0]["turns"][0] > 4 * SLOTS
+
+
+def test_sums_that_ranks_read_from_each_other_are_the_same(
+    found: list[dict[str, list[Any]]],
+) -> None:
+    assert [rank["pulled"] for rank in found] == [[]] * RANKS
 
 
 def test_quantised_sums_are_those_of_the_reference(found: list[dict[str, list[Any]]]) -> None:

@@ -195,6 +195,25 @@ def test_memory_and_speed_of_distillation(name: str, variant: str) -> None:
     assert planned_peak(run) == pytest.approx(run.peak, rel=within)
 
 
+@pytest.mark.parametrize(
+    "name, shape, layers",
+    [("baselines_dense_1xh200", "dense-1.5b", 28), ("baselines_moe_1xh200", "deepseek-v2-lite", 5)],
+)
+def test_memory_of_one_gpu_with_fused_kernels_and_an_update_without_zero(name: str, shape: str, layers: int) -> None:
+    """All micro-batches of fcsd in the comparison with public trainers; each row is one document."""
+    found, model = read(name), meta(shape, layers)
+    visits = [visit for visit in found["sweep"] if visit["side"] == "fcsd"]
+    assert [visit["micro_batch"] for visit in visits] == [1, 2, 4, 8]
+    for visit in visits:
+        setup = Setup(
+            **dict(world=1, micro_batch_size=visit["micro_batch"], seq_len=4096, batch_tokens=found["batch_tokens"]),
+            **dict(tokens=2**20, teacher="replicated"),
+        )
+        peak = plan_setup(shape, model, model.numbers, setup, Hardware(gpus=1)).memory.peak
+        assert peak.total == pytest.approx(visit["peak"], rel=0.01), visit["micro_batch"]
+        assert peak.weights + peak.optimizer + peak.teacher == pytest.approx(found["held"], rel=0.001)
+
+
 def test_memory_of_self_distillation_and_a_speed_that_is_not_reached() -> None:
     """The second step that an earlier version ever took, with one row a GPU: it took longer than the plan says."""
     run = self_distilled()

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from fcsd.bench.hierarchy import measure, placements, tables
-from fcsd.bench.hierarchy.model import Model
+from fcsd.bench.hierarchy.model import Model, machine_of
 from fcsd.bench.hierarchy.routing import Routing
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world, leave
@@ -74,8 +74,20 @@ def model_to_json(model: Model) -> dict[str, Any]:
     }
 
 
-def run(world: World, node_size: int, sizes: measure.Sizes, parts: list[str], write: Callable[[Any], None]) -> Any:
-    """Measures ``parts``, and calls ``write`` with all results so far after each of them. Every rank calls this."""
+def run(
+    world: World,
+    node_size: int,
+    sizes: measure.Sizes,
+    parts: list[str],
+    write: Callable[[Any], None],
+    machine: Path | None = None,
+) -> Any:
+    """Measures ``parts``, and calls ``write`` with all results so far after each of them. Every rank calls this.
+
+    Args:
+        machine: the file to which rank 0 writes the links and the fixed times of the slow transport, if they are
+            measured.
+    """
     group: Any = dist.new_group(backend="gloo")
     hosts = World(world.rank, world.size, torch.device("cpu"), group)
     made = benches(world, node_size, sizes)
@@ -87,6 +99,10 @@ def run(world: World, node_size: int, sizes: measure.Sizes, parts: list[str], wr
             models[name] = measure.model_of(made[name])
             found["models"][name] = model_to_json(models[name])
             write(found)
+            if name == "slow" and machine is not None and world.rank == 0:
+                gpu = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
+                described = machine_of(models[name], gpu, {"ranks": world.size, "environment": found["environment"]})
+                machine.write_text(described.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")
         return models[name]
 
     for part in parts:
@@ -119,6 +135,7 @@ def main() -> None:
     parser.add_argument("--node-size", type=int, default=2)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--machine", type=Path, help="write a machine file, for parallel.machine and fcsd plan")
     arguments = parser.parse_args()
     process_settings.set_defaults(os.environ)
     world = join_world()
@@ -129,7 +146,7 @@ def main() -> None:
             arguments.out.write_text(json.dumps(found, indent=1))
 
     try:
-        run(world, arguments.node_size, sizes, arguments.parts, write)
+        run(world, arguments.node_size, sizes, arguments.parts, write, arguments.machine)
     except Exception:
         traceback.print_exc()
         leave(SystemExit(1))

@@ -108,6 +108,19 @@ class Bench:
         levels = ways.levels_of(self.world.size, self.node_size)
         return {name: ways.matrices_of(positions, placement.experts, of) for name, of in levels.items()}
 
+    def wires(self, routing: Routing, matrices: Mapping[str, Tensor]) -> dict[str, Callable[[], None]]:
+        """For each way, named ``WAY, wire``, a function that sends as many rows and does nothing else.
+
+        Args:
+            matrices: the rows of the ways, from ``matrices``.
+        """
+        found = {}
+        for name, levels in ways.levels_of(self.world.size, self.node_size).items():
+            choices = [levels.choices(level, routing.experts, routing.top_k) for level in range(levels.depth)]
+            layouts = [Layout(self.sizes.width, each, torch.bfloat16) for each in choices]
+            found[f"{name}, wire"] = ways.wire_alone(levels, layouts, matrices[name], self.transport, self.world)
+        return found
+
     def point(self, chosen: Tensor, matrices: Mapping[str, Tensor]) -> Point:
         """What the model needs to know about a routing."""
         rows = {name: ways.counted(of, self.node_size) for name, of in matrices.items()}
@@ -140,11 +153,7 @@ def one_point(bench: Bench, model: Model, routing: Routing, tokens: int, wire_al
     point = bench.point(chosen, matrices)
     runs: dict[str, Callable[[], Any]] = dict(bench.runs(chosen, placement))
     if wire_alone:
-        for name, levels in ways.levels_of(bench.world.size, bench.node_size).items():
-            choices = [levels.choices(level, routing.experts, routing.top_k) for level in range(levels.depth)]
-            layouts = [Layout(bench.sizes.width, each, torch.bfloat16) for each in choices]
-            run = ways.wire_alone(levels, layouts, matrices[name], bench.transport, bench.world)
-            runs[f"{name}, wire"] = run
+        runs |= bench.wires(routing, matrices)
     measured = bench.timed(runs)
     predicted = {way: model.predict(way, point) for way in point.rows}
     found = {**asdict(routing), "tokens": tokens, "rows": point.rows, "seconds": measured, "predicted": predicted}
@@ -159,17 +168,20 @@ def swept(bench: Bench, model: Model) -> list[dict[str, Any]]:
 
 
 def by_step(bench: Bench, routing: Routing, placements: Sequence[Placement], names: Sequence[str]) -> dict[str, float]:
-    """Mean seconds of some ways over steps whose routing changes.
+    """Mean seconds of some ways, and of their wires alone, over steps whose routing changes.
 
     Args:
         placements: where the experts are in each step.
         names: the ways.
     """
-    total = dict.fromkeys(names, 0.0)
+    every = [*names, *(f"{name}, wire" for name in names)]
+    total = dict.fromkeys(every, 0.0)
     for step, placement in enumerate(placements):
-        runs = bench.runs(bench.choose(routing, bench.sizes.tokens, step), placement, checked=step == 0)
-        taken = bench.timed({name: runs[name] for name in names}, min(3, bench.sizes.repeats))
-        total = {name: total[name] + taken[name] for name in names}
+        chosen = bench.choose(routing, bench.sizes.tokens, step)
+        runs: dict[str, Callable[[], Any]] = dict(bench.runs(chosen, placement, checked=step == 0))
+        runs |= bench.wires(routing, bench.matrices(chosen, placement))
+        taken = bench.timed({name: runs[name] for name in every}, min(3, bench.sizes.repeats))
+        total = {name: total[name] + taken[name] for name in every}
     return {name: seconds / len(placements) for name, seconds in total.items()}
 
 

@@ -12,6 +12,7 @@ The parameters are measured in the same run, on other transfers than those that 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,9 @@ from torch import Tensor
 from fcsd.bench.hierarchy.ways import DEDUP_OF
 from fcsd.bench.interleaved import timings
 from fcsd.launch.world import World
-from fcsd.parallel.cost import Line, Links, Sent, fit, seconds_of, worst_error
+from fcsd.parallel.cost import Dedup, Line, Links, Sent, fit, seconds_of, worst_error
 from fcsd.parallel.expert.records import Layout
+from fcsd.parallel.machine import Link, Machine
 from fcsd.parallel.transports.transport import Splits, Transport, splits_of
 
 _COPIED = {"cuda": 2**29, "cpu": 2**22}  # bytes of the copy whose rate is measured
@@ -123,6 +125,29 @@ def measure_links(
         {name: (of, worst_error(lines[name], of)) for name, of in points.items()},
         one_link,
     )
+
+
+def machine_of(model: Model, gpu: str, measured: dict[str, Any]) -> Machine:
+    """The machine file of what was measured; ``fixed`` counts a dispatch and a combine, of which each takes a half."""
+    links = model.links
+    fixed: dict[Dedup, float] = {DEDUP_OF[way]: model.fixed[way] / 2 * 1e6 for way in DEDUP_OF}
+    near, far, direct = (None if line is None else _link(line) for line in (links.near, links.far, links.direct))
+    assert near is not None
+    rate = links.copy * 1e-12
+    return Machine(
+        gpu=gpu,
+        gpus_per_node=links.per_node,
+        near=near,
+        far=far,
+        direct=direct,
+        fixed_us=fixed,
+        copy_tb_per_s=rate,
+        measured=measured,
+    )
+
+
+def _link(line: Line) -> Link:
+    return Link(latency_us=line.alpha * 1e6, gb_per_s=1e-9 / line.beta)
 
 
 def _line(points: list[tuple[float, float]]) -> Line:

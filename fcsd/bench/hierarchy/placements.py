@@ -91,8 +91,10 @@ def study(bench: Bench, model: Model, hosts: World, found: dict[str, Any], write
         best = model.chosen(bench.point(chosen, bench.matrices(chosen, unmoved[0])))
         searcher = Searcher(bench, hosts, routing)
         moved = searcher.placements(objective(bench, model), period=1)
-        swapped = by_step(bench, routing, moved, (best,))[best]
-        row = {**asdict(routing), **seconds, "d*": seconds[best], "chosen": best, "d* + swap": swapped}
+        swapped = by_step(bench, routing, moved, (best,))
+        row = {**asdict(routing), **seconds, "chosen": best}
+        for kind in ("", ", wire"):
+            row |= {f"d*{kind}": seconds[best + kind], f"d* + swap{kind}": swapped[best + kind]}
         found["top_k"].append({**row, "search": searcher.seconds, "swaps": searcher.swaps})
         write()
     routing = sizes.placed[min(1, len(sizes.placed) - 1)]

@@ -55,29 +55,38 @@ def of_sweep(points: Sequence[Mapping[str, Any]]) -> str:
 
 
 def of_study(found: Mapping[str, Any]) -> str:
-    """The ablations: milliseconds, and ratios to flat or to HD2 without swaps."""
+    """The ablations: milliseconds with the wire alone in brackets, and ratios of wires to flat or to HD2 unmoved."""
     columns = ("flat", "2DH", "HD1", "HD2", "d*", "d* + swap")
     rows = [
-        [str(row["top_k"]), *(f"{1e3 * row[name]:.2f} ({row['flat'] / row[name]:.2f}x)" for name in columns)]
+        [str(row["top_k"]), row["chosen"], *(f"{_both(row, way)} {_ratio(row, 'flat', row, way)}" for way in columns)]
         for row in found["top_k"]
     ]
-    parts = [table(["top k", *(f"{name}, ms (flat over it)" for name in columns)], rows, left=1)]
+    head = ["top k", "d*", *(f"{name}, ms (wire), flat's wire over it" for name in columns)]
+    parts = [table(head, rows, left=2)]
     for kind in ("period", "balance"):
         rows = [
             [
                 row[kind],
-                f"{1e3 * row['HD2']:.2f}",
-                f"{_unmoved(found, row) / row['HD2']:.3f}x",
+                _both(row, "HD2"),
+                _ratio(_unmoved(found, row), "HD2", row, "HD2"),
                 ", ".join(map(str, row["swaps"])),
                 f"{statistics.mean(row['search']):.3f}",
             ]
             for row in found[kind]
         ]
-        head = [kind, "HD2, ms", "HD2 without swaps over it", "swaps of each search", "a search, s"]
+        head = [kind, "HD2, ms (wire)", "HD2's wire without swaps over it", "swaps of each search", "a search, s"]
         parts.append(table(head, rows, left=1))
     return "\n\n".join(parts)
 
 
-def _unmoved(found: Mapping[str, Any], row: Mapping[str, Any]) -> float:
-    """The seconds of HD2 without swaps for the routing of a row."""
-    return next(one["HD2"] for one in found["top_k"] if one["top_k"] == row["top_k"])
+def _both(row: Mapping[str, Any], way: str) -> str:
+    return f"{1e3 * row[way]:.2f} ({1e3 * row[f'{way}, wire']:.2f})"
+
+
+def _ratio(one: Mapping[str, Any], way: str, other: Mapping[str, Any], other_way: str) -> str:
+    return f"{one[f'{way}, wire'] / other[f'{other_way}, wire']:.2f}x"
+
+
+def _unmoved(found: Mapping[str, Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row without swaps for the routing of a row."""
+    return next(one for one in found["top_k"] if one["top_k"] == row["top_k"])

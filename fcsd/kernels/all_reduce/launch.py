@@ -11,14 +11,13 @@ from torch import Tensor
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.all_reduce import programs, programs_quantised
-from fcsd.kernels.all_reduce.memory import BLOCKS, SLOTS, Memory, Shape, data_offset
+from fcsd.kernels.all_reduce.memory import BLOCKS, DTYPES, SLOTS, Memory, Rooms, Shape, data_offset
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.kernels import Launch, plan_of
 
 _SMALLEST = 2048  # values of a tile: 16 bytes of bf16 for each of 256 threads
 _LARGEST = 16384  # values of a record: 32 for each of 512 threads
 _MOST_VALUES = 2**30  # of one launch, so that offsets fit into 32 bits
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def all_reduce(x: Tensor, memory: Memory, shape: Shape) -> None:
@@ -32,8 +31,7 @@ def all_reduce(x: Tensor, memory: Memory, shape: Shape) -> None:
     Raises:
         ConfigError: the dtype is another one.
     """
-    if x.dtype not in DTYPES:
-        raise ConfigError(f"an all-reduce over symmetric memory sums bf16, fp16 and fp32, not {x.dtype}")
+    _require(x)
     shares = 1 if shape.one_shot else memory.size
     largest = memory.slot_bytes // x.element_size()
     for part in x.view(-1).split(_MOST_VALUES):
@@ -41,6 +39,34 @@ def all_reduce(x: Tensor, memory: Memory, shape: Shape) -> None:
         blocks = min(shape.blocks, -(-len(part) // (shares * tile)))
         options = {"TILE": tile, "num_warps": min(16, tile // 256)}
         _start(programs.sum_kernel, part, memory, shape, blocks, options)
+
+
+def all_reduce_large(x: Tensor, memory: Memory, rooms: Rooms, blocks: int, tile: int = _LARGEST) -> None:
+    """The same as ``all_reduce`` for large messages, which are divided into calls of ``rooms.size`` bytes.
+
+    Args:
+        x: bf16, fp16 or fp32 of any shape, contiguous.
+        memory: the memory of the ranks.
+        rooms: their memory for large messages.
+        blocks: the most blocks; the same on all ranks.
+        tile: how many values a block holds at once, a power of two from 256 on.
+
+    Raises:
+        ConfigError: the dtype is another one.
+    """
+    _require(x)
+    for part in x.view(-1).split(rooms.size // x.element_size()):
+        grid = (min(blocks, -(-len(part) // (memory.size * tile))),)
+        constants = {"TILE": tile, "HALF": rooms.size, "num_warps": min(16, tile // 256)}
+        constants |= {"RANKS": memory.size, "BLOCKS": BLOCKS, "SLOTS": SLOTS}
+        kernel: Any = programs.pull_kernel
+        with torch.cuda.device_of(part):
+            kernel[grid](part, len(part), memory.bases, memory.turns, rooms.bases, memory.rank, **constants)
+
+
+def _require(x: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        raise ConfigError(f"an all-reduce over symmetric memory sums bf16, fp16 and fp32, not {x.dtype}")
 
 
 def all_reduce_quantised(x: Tensor, memory: Memory, shape: Shape, format: Format) -> None:

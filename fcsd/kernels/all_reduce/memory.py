@@ -30,6 +30,7 @@ from torch import Tensor
 BLOCKS = 64  # the most blocks of a kernel
 SLOTS = 4
 MOST_RANKS = 8
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of the values that are not quantised
 _ROUND = 64 * 1024  # bytes that a rank receives in one stage of a turn of one block
 _STAGES = 2
 
@@ -54,6 +55,22 @@ class Memory:
     def slot_bytes(self) -> int:
         """The size of the data of one place."""
         return slot_bytes(self.size)
+
+
+class Rooms(NamedTuple):
+    """Memory for large messages: each rank has a room that holds its values, and behind them its sums.
+
+    A rank writes into its own room, and reads those of the others. It has awaited the sums of all blocks of all ranks
+    when a call ends, and they were written after its values were read. It overwrites its sums when it has awaited the
+    values of the next call, which the others wrote after they had read its sums.
+
+    Attributes:
+        bases: the addresses of the rooms of all ranks in this process, int64 ``[ranks]``, on the device.
+        size: the bytes of the values of one call, a multiple of 16; a room has twice as many.
+    """
+
+    bases: Tensor
+    size: int
 
 
 class Shape(NamedTuple):

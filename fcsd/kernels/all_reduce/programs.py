@@ -165,6 +165,62 @@ def sum_kernel(
 
 
 @triton.jit(do_not_specialize=["me"])
+def pull_kernel(
+    x,
+    n,
+    bases,
+    turns,
+    rooms,
+    me,
+    RANKS: tl.constexpr,
+    TILE: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """The same in two shots of a single turn, through rooms that hold all values and, ``HALF`` bytes on, all sums.
+
+    The ranks read each other's rooms. A block waits twice, however many values it has.
+    """
+    block, within = tl.program_id(0), tl.arange(0, TILE)
+    first = tl.load(turns + block)
+    count = tl.cdiv(n, tl.num_programs(0) * RANKS * TILE)
+    own = tl.load(rooms + me)
+    for turn in range(count):
+        for step in range(1, RANKS):
+            tile = (turn * tl.num_programs(0) + block) * RANKS + (me + step) % RANKS
+            at = tile * TILE + within
+            tl.store(_in_room(own, x) + at, tl.load(x + at, mask=at < n), mask=at < n)
+    signal(bases, me, 0, block, first, RANKS, BLOCKS, SLOTS)
+    await_signals(bases, me, 0, block, first, RANKS, BLOCKS, SLOTS)
+    for turn in range(count):
+        at = ((turn * tl.num_programs(0) + block) * RANKS + me) * TILE + within
+        mine = tl.load(x + at, mask=at < n)
+        total = tl.zeros([TILE], tl.float32)
+        for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]
+            theirs = tl.load(_in_room(tl.load(rooms + rank), x) + at, mask=(at < n) & (me != rank))
+            total += tl.where(me == rank, mine, theirs).to(tl.float32)
+        sums = total.to(x.dtype.element_ty)
+        tl.store(x + at, sums, mask=at < n)
+        tl.store(_in_room(own + HALF, x) + at, sums, mask=at < n)
+    signal(bases, me, 1, block, first, RANKS, BLOCKS, SLOTS)
+    await_signals(bases, me, 1, block, first, RANKS, BLOCKS, SLOTS)
+    for turn in range(count):
+        for step in range(1, RANKS):
+            owner = (me + step) % RANKS
+            at = ((turn * tl.num_programs(0) + block) * RANKS + owner) * TILE + within
+            sums = tl.load(_in_room(tl.load(rooms + owner) + HALF, x) + at, mask=at < n)
+            tl.store(x + at, sums, mask=at < n)
+    tl.store(turns + block, first + 1)
+
+
+@triton.jit
+def _in_room(base, like):
+    """The address ``base`` as a pointer to values of the dtype of ``like``."""
+    return tl.multiple_of(base.to(tl.pointer_type(like.dtype.element_ty)), 16)
+
+
+@triton.jit(do_not_specialize=["me"])
 def share_kernel(own, arrived, out, n, stride, me, RANKS: tl.constexpr, TILE: tl.constexpr):
     """See ``shares.sum_share``. The programs take tiles in turns, so that few of them suffice."""
     for tile in range(tl.program_id(0), tl.cdiv(n, TILE), tl.num_programs(0)):

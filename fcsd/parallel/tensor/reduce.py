@@ -10,6 +10,7 @@ The kinds of reduction are
     nccl               the all-reduce of torch.distributed, by gloo on CPUs
     symmetric          one kernel in the symmetric memory of the GPUs of one host, see ``symmetric``
     copies             the same by copy engines and a small kernel, see ``copies``
+    auto               ``nccl`` or ``symmetric``, by the size of the message, see ``choice``
     quantised:FORMAT   rows that are quantised on the wire, see ``quantised``; FORMAT as in docs/wires.md
     none               sends nothing, so its results are wrong; its time is a lower bound for all other kinds
 """
@@ -24,12 +25,12 @@ from torch.profiler import record_function
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel import order
-from fcsd.parallel.tensor import copies, quantised, symmetric, window
+from fcsd.parallel.tensor import choice, copies, quantised, symmetric, window
 from fcsd.parallel.tensor.quantised import Topology
 from fcsd.parallel.transports.transport import Work
 
 Kind = str
-KINDS = ("nccl", "symmetric", "copies", "quantised:FORMAT", "none")
+KINDS = ("nccl", "symmetric", "copies", "auto", "quantised:FORMAT", "none")
 WRONG_RESULTS = ("none",)
 _QUANTISED = "quantised:"
 _BETWEEN_GPUS = {"symmetric": symmetric.all_reduce, "copies": copies.all_reduce}
@@ -45,7 +46,6 @@ class Reduction:
         exact: whether ``wait`` returns the sum, up to the rounding of a format; False for the kinds in
             ``WRONG_RESULTS``.
         format: the format of the wire; None for the values as they are.
-        tensor: the tensor that is being replaced by its sum; None unless a reduction is in flight.
     """
 
     def __init__(self, group: Any, kind: Kind, layer: int) -> None:
@@ -56,25 +56,33 @@ class Reduction:
         self._sends = kind != "none" and dist.get_world_size(self._topology.whole) > 1
         if self._sends and kind in _BETWEEN_GPUS:
             window.window_of(self._topology.whole)
+        elif self._sends and kind == "auto":
+            window.try_window(self._topology.whole)  # now, because it cannot be made while a CUDA graph is captured
         self._work: Work | None = None
-        self.tensor: Tensor | None = None
+        self._tensor: Tensor | None = None
 
     def start(self, x: Tensor, passes: str) -> None:
         """Start to replace ``x`` by its sum; ``passes`` is ``fwd``, ``bwd`` or ``recompute``."""
-        self.tensor = x
+        self._tensor = x
         if self._sends:
             with record_function(f"fcsd::reduce.{passes}.L{self._layer}"):
                 if self.format is not None:
                     self._work = quantised.all_reduce(x, self.format, self._topology)
-                elif self._kind in _BETWEEN_GPUS:
-                    self._work = _BETWEEN_GPUS[self._kind](x.detach(), self._topology.whole)
                 else:
-                    self._work = dist.all_reduce(x, group=self._topology.whole, async_op=True)
+                    self._work = self._started(x)
+
+    def _started(self, x: Tensor) -> Work | None:
+        """The all-reduce of values that are not quantised."""
+        group = self._topology.whole
+        kind = choice.fastest(x, group) if self._kind == "auto" else self._kind
+        if kind in _BETWEEN_GPUS:
+            return _BETWEEN_GPUS[kind](x.detach(), group)
+        return dist.all_reduce(x, group=group, async_op=True)
 
     def wait(self) -> Tensor:
         """Wait, and return the sum in the memory of the tensor that was passed to ``start``. It is called once."""
         work, self._work = self._work, None
-        tensor, self.tensor = self.tensor, None
+        tensor, self._tensor = self._tensor, None
         assert tensor is not None, "a reduction is awaited once, after it was started"
         if work is not None:
             work.wait()

@@ -12,18 +12,20 @@ from fcsd.kernels.bit_split import Format
 from fcsd.parallel.tensor.window import OnStream, Window, window_of
 from fcsd.parallel.transports.transport import Work
 
-# Up to so many bytes of a rank's values, one shot is faster than two, by the number of ranks. Between two ranks both
-# send equally many bytes, and one shot waits once.
-_ONE_SHOT = {2: 2**40, 3: 2**18, 4: 2**18}
+# Measured on two H200s (docs/RESULTS.md). Up to so many bytes of a rank's values, one shot is faster than two, by the
+# number of ranks: between two ranks both send equally many bytes, and one shot waits once. The numbers for more ranks
+# are estimates.
+_ONE_SHOT = {2: 2**22, 3: 2**18, 4: 2**18}
 _ONE_SHOT_OF_MORE = 2**17
-# The blocks of a kernel: few SMs for messages whose time is that of the first bytes, more where it is the bandwidth.
-_BLOCKS, _BLOCKS_OF_LARGE, _LARGE = 16, 32, 2**22
+_BLOCKS = ((2**16, 16), (2**20, 32), (2**62, 64))  # up to so many bytes, so many blocks
+LARGE = 2**22  # bytes above which a message goes through rooms
+_BLOCKS_OF_ROOMS = 32
 
 
 def shape_of(x: Tensor, ranks: int) -> Shape:
     """How the reduction of ``x`` among ``ranks`` ranks is divided."""
     one_shot = x.nbytes <= _ONE_SHOT.get(ranks, _ONE_SHOT_OF_MORE)
-    return Shape(one_shot, _BLOCKS if x.nbytes <= _LARGE else _BLOCKS_OF_LARGE)
+    return Shape(one_shot, next(blocks for most, blocks in _BLOCKS if x.nbytes <= most))
 
 
 def all_reduce(x: Tensor, group: Any) -> Work:
@@ -39,6 +41,9 @@ def all_reduce(x: Tensor, group: Any) -> Work:
     from fcsd.kernels.all_reduce import launch
 
     window = window_of(group)
+    rooms = window.rooms(group) if x.nbytes > LARGE else None
+    if rooms is not None:
+        return OnStream(window.stream, x, lambda: launch.all_reduce_large(x, window.memory, rooms, _BLOCKS_OF_ROOMS))
     shape = shape_of(x, window.memory.size)
     return OnStream(window.stream, x, lambda: launch.all_reduce(x, window.memory, shape))
 

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcsd.errors import ConfigError
-from fcsd.kernels.all_reduce.memory import MOST_RANKS, Memory, memory_of, total_bytes
+from fcsd.kernels.all_reduce.memory import MOST_RANKS, Memory, Rooms, memory_of, total_bytes
 from fcsd.parallel.transports.copies import PeerBuffers
 from fcsd.parallel.transports.symmetric_memory import open_buffers
+
+_ROOM = 64 * 2**20  # bytes of a rank's values that one call of the kernel for large messages takes
 
 
 class Window:
@@ -30,6 +32,20 @@ class Window:
         self.memory = memory
         self.stream = torch.cuda.Stream(priority=-1)
         self._peers = peers  # keeps the memory mapped
+        self._rooms: tuple[Rooms, PeerBuffers] | None = None
+
+    def rooms(self, group: Any) -> Rooms | None:
+        """The memory for large messages, which all ranks make together when they first need it.
+
+        Returns: None if there is none yet and a CUDA graph is being captured, during which it cannot be made.
+        """
+        if self._rooms is None and not torch.cuda.is_current_stream_capturing():
+            peers = open_buffers(group, 2 * _ROOM)
+            assert peers is not None, "these ranks have a window"
+            bases = [buffer.data_ptr() for buffer in peers.buffers]
+            self._rooms = Rooms(torch.tensor(bases, device=self.memory.bases.device), _ROOM), peers
+            torch.cuda.synchronize()
+        return None if self._rooms is None else self._rooms[0]
 
 
 def window_of(group: Any) -> Window:

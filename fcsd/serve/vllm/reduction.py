@@ -159,10 +159,10 @@ def _start_of_fcsd(x: Tensor, group: Any, kind: Kind) -> Tensor:
     """The same by fcsd's own kinds, which sum in place."""
     from fcsd.parallel.tensor.reduce import reduce
 
-    reduction = reduce(x.clone(), group, kind)
+    y = x.clone()
+    reduction = reduce(y, group, kind)
     if x.device.type == "cpu" or _captures_a_piece():
         return reduction.wait()
-    y = reduction.tensor
     _in_flight().waits[y.data_ptr()] = reduction.wait
     return y
 

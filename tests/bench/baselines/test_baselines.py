@@ -20,7 +20,7 @@ from fcsd.distill.losses import IGNORE, kl_divergence
 from fcsd.errors import ConfigError
 
 TOKENS, HIDDEN, VOCAB = 24, 16, 40
-SIDES = ("trl", "loop-liger", "loop-trl")
+SIDES = ("trl", "loop-liger", "loop-trl", "fcsd-plain")
 
 
 @pytest.fixture(scope="module")

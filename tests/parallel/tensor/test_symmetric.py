@@ -75,6 +75,8 @@ def test_every_replay_gives_the_bits_of_the_reference() -> None:
     assert on_ranks(ranks, _different) == [[]] * ranks
 
 
-def test_two_ranks_take_one_shot_and_more_ranks_two_for_large_messages() -> None:
-    small, large = torch.empty(1, 4096, dtype=torch.bfloat16), torch.empty(4096, 4096, dtype=torch.bfloat16)
-    assert [shape_of(x, ranks).one_shot for ranks in (2, 4) for x in (small, large)] == [True, True, True, False]
+def test_small_messages_take_one_shot_and_large_ones_two() -> None:
+    sizes = [torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (1, 128, 4096)]
+    assert [shape_of(x, 2).one_shot for x in sizes] == [True, True, False]
+    assert [shape_of(x, 4).one_shot for x in sizes] == [True, False, False]
+    assert [shape_of(x, 2).blocks for x in sizes] == [16, 32, 64]
