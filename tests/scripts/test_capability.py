@@ -172,7 +172,7 @@ def test_the_page_has_every_study(lines: dict[str, dict[str, Any]], tmp_path: Pa
     for heading in studied:
         assert f"\n## {heading}" in text
     assert "Not run" not in text
-    (last,) = [row for row in text.splitlines() if row.startswith("| KL, last 50%")]
+    (last,) = [row for row in text.splitlines() if row.startswith("| KL, last 50% ")]
     found = scores_of(
         [line for line in lines.values() if line["run"]["method"] == "KL, last 50%"],
         lines["teacher-all"],
