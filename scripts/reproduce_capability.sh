@@ -9,7 +9,8 @@
 #         solved (start), progressive (conversion), chosen (layers); table-4 (Ladder's) for a dense TEACHER
 # Every model and every sweep that ends adds a line to NEW. Append these to docs/results/capability.jsonl, which the
 # next piece reads: runs that are in either file are not repeated.
-# Environment: NEW=WORK/new.jsonl  MINUTES=9  PROCESSES=8 (models at a time, on all GPUs)  GPUS=1  DEVICE=cuda  PYTHON=python3
+# Environment: NEW=WORK/new.jsonl  MINUTES=9  UP_TO=1 (the largest share of the teacher's
+#   tokens of a run)  PROCESSES=8 (models at a time, on all GPUs)  GPUS=1  DEVICE=cuda  PYTHON=python3
 #   TEACHER_TOKENS=1669595136 (both runs of the teacher's training)  TEACHER_TEXT=runs/teacher/train.jsonl
 #   (scripts/teacher/corpus.py writes it)  OTHER_TEXT=the installed Python packages
 # Another teacher: TEACHER=DIR (scripts/teacher/train.py --layout llama or qwen3_moe) with TEACHER_TOKENS (its last line
@@ -26,16 +27,16 @@
 # No GPU has run this script yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || { sed -n '4,19s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '4,20s/^# *//p' "$0" >&2; exit 2; }
 python="${PYTHON:-python3}" stored="${STORED:-docs/results/capability.jsonl}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if [ "$1" = page ]; then
   exec "$python" scripts/capability/report.py --results "$stored" --page "${PAGE:-docs/CAPABILITY.md}"
 fi
-[ $# -gt 1 ] || { sed -n '4,19s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 1 ] || { sed -n '4,20s/^# *//p' "$0" >&2; exit 2; }
 work="$1"
 shift
 exec "$python" scripts/capability/work.py "$@" --work "$work" --new "${NEW:-$work/new.jsonl}" --results "$stored" \
-  --minutes "${MINUTES:-9}" --processes "${PROCESSES:-8}" --gpus "${GPUS:-1}" --device "${DEVICE:-cuda}" \
+  --minutes "${MINUTES:-9}" --up-to "${UP_TO:-1}" --processes "${PROCESSES:-8}" --gpus "${GPUS:-1}" --device "${DEVICE:-cuda}" \
   --teacher-tokens "${TEACHER_TOKENS:-1669595136}" ${TEACHER_TEXT:+--teacher-text "$TEACHER_TEXT"} \
   ${OTHER_TEXT:+--other-text "$OTHER_TEXT"} ${TEACHER:+--teacher "$TEACHER"} --wiring "${WIRING:-farskip}"

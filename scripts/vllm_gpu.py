@@ -1,23 +1,25 @@
-"""Serves originals and converted models by vLLM on GPUs: is it right, and how long does a request wait?
+"""Serves originals and converted models by vLLM on GPUs, and compares the answers with those of transformers.
 
     python scripts/vllm_gpu.py imports                      what a call on this machine would miss, all at once
     python scripts/vllm_gpu.py make FOLDER [CASE...]        small random models and the bundled teacher, converted
-    python scripts/vllm_gpu.py serve FOLDER --case CASE --dtype TYPE --mode MODE [--tp N] [--ep]
-    python scripts/vllm_gpu.py time FOLDER --case SHAPE [--tp N] [--ep]
+    python scripts/vllm_gpu.py serve FOLDER --case CASE[,CASE...] --dtype TYPE --mode MODE [--tp N] [--ep]
+    python scripts/vllm_gpu.py items FOLDER --case CASE --items FOLDER --out FOLDER
 
 ``serve`` compares log-probabilities of prompts and of greedy answers with transformers (float32, on the CPU, given the
 same tokens): one row for the original, one for the converted model. In bfloat16 transformers' own error in bfloat16
-stands beside it. ``MODE`` is ``eager``, ``graph`` (whole CUDA graphs, not compiled) or ``default`` (compiled, with
-vLLM's own choice of graphs). ``time`` gives all requests to the server at once and measures when each got its first
-token; original, converted model and bound take turns. ``scripts/vllm_gpu.sh`` runs all of it.
+stands beside it. ``MODE`` is ``eager``, ``graph`` (whole CUDA graphs, not compiled, 200 tokens), ``default`` (compiled,
+with vLLM's own choice of graphs) or ``pressure`` (so little memory that requests are preempted). ``items`` asks what
+``scripts/vllm_items.py record`` has written down: the requests of the eleven tasks, with the answers of transformers.
+``scripts/vllm_gpu.sh`` runs all of it, and ``scripts/vllm_report.py`` reads the lines that begin with START, ROW and
+MISSING.
 """
 
 import argparse
 import gc
+import gzip
 import importlib
 import json
 import os
-import statistics
 import sys
 import time
 import traceback
@@ -27,9 +29,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]  # fcsd, its small models, vllm_parity
 
-NEW = 8  # tokens of an answer
+NEW, REPLAYS = 8, 200  # tokens of an answer, and where the same step is taken again and again
 FLOAT32_TOLERANCE = 1e-4  # nats; kernels on the GPU add up in another order than the CPU
 BFLOAT16_RATIO = 1.5  # root mean square error over that of transformers in bfloat16
+ITEM_TOLERANCE = 1e-3  # nats, of the sum over a continuation
 TEACHER = "teacher"
 TEXTS = ("Question: What is 12 plus 30? Answer:", "The capital of France is", "def add(a, b):\n    return")
 MODULES = (
@@ -60,16 +63,11 @@ MODES: dict[str, dict[str, Any]] = {
     "eager": dict(enforce_eager=True),
     "graph": dict(compilation_config=dict(mode=0, cudagraph_mode="FULL", cudagraph_capture_sizes=[1, 2, 4, 8, 96])),
     "default": dict(compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 96])),
+    # Three answers need 42 blocks of 16 tokens, so some of them are put off and computed again.
+    "pressure": dict(enforce_eager=True, block_size=16, num_gpu_blocks_override=30, disable_log_stats=False),
 }
-# Shapes of ``time``: as Qwen3-30B-A3B is published; vLLM fills the weights with random numbers.
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3_30b": dict(
-        hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-        moe_intermediate_size=768, intermediate_size=6144, num_experts=128, num_experts_per_tok=8, vocab_size=151936,
-        norm_topk_prob=True, max_position_embeddings=40960, rope_theta=1e6, tie_word_embeddings=False,
-    ),
-}  # fmt: skip
-REQUESTS, LENGTHS, ROUNDS = 16, (512, 1024, 2048), 5
+LONG = ("graph", "pressure")  # modes with REPLAYS tokens
+Row = dict[str, Any]
 
 
 def imports() -> None:
@@ -112,59 +110,58 @@ def _make_case(folder: Path, case: str) -> None:
         base = folder / f"{TEACHER}.base"
         base.symlink_to(ROOT / "assets" / "teacher")
         convert_checkpoint(base, folder / TEACHER, layers="all", wiring="farskip", check=False)
-    elif case in SHAPES:
-        _make_shape(folder, case)
     else:
         vllm_parity.make(folder, [case])
 
 
-def _make_shape(folder: Path, case: str) -> None:
-    """Two directories with a config.json and without weights; the second is wired ``farskip`` in all layers."""
-    from transformers import Qwen3MoeConfig
-
-    from fcsd.models.wiring_block import Wiring
-
-    config = Qwen3MoeConfig(**SHAPES[case], architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16")
-    config.save_pretrained(folder / f"{case}.base")
-    fields = json.loads((folder / f"{case}.base" / "config.json").read_text())
-    wiring = Wiring("farskip", layers=tuple(range(config.num_hidden_layers)))
-    converted = folder / case
-    converted.mkdir()
-    names = dict(model_type="fcsd_qwen3_moe", architectures=["FcsdQwen3MoeForCausalLM"])
-    (converted / "config.json").write_text(json.dumps({**fields, **names, "fcsd": wiring.to_block()}))
+def report(row: Row, work: Any, *given: Any) -> None:
+    """Do a piece of work that returns fields of a row, and print the row. A failure is a row, too."""
+    print("START " + json.dumps(row), flush=True)
+    start = time.perf_counter()
+    try:
+        row = row | work(*given)
+    except Exception as error:
+        traceback.print_exc()
+        row = row | dict(right=False, error=f"{type(error).__name__}: {str(error)[:300]}")
+    print("ROW " + json.dumps(row | dict(seconds=round(time.perf_counter() - start, 1))), flush=True)
 
 
 def engine(path: Path, dtype: str, tensor_parallel: int, expert_parallel: bool, **options: Any) -> Any:
-    """vLLM's engine for a model, which shares the GPU with others. It needs no tokenizer: requests are token ids."""
+    """vLLM's engine for a small model, which shares the GPU with others. It needs no tokenizer: requests are ids."""
+    import torch
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 
+    options.setdefault("kv_cache_memory_bytes", 1 << 28)
+    if not torch.cuda.is_available():  # the CPU build, whose rotary kernel is wrong for DeepSeek (docs/serving.md)
+        options.setdefault("compilation_config", dict(custom_ops=["none"]))
+    elif dtype == "float32":
+        options["attention_config"] = dict(backend="TRITON_ATTN")  # FlashAttention has no float32
     return LLM(
         str(path), dtype=dtype, tensor_parallel_size=tensor_parallel, enable_expert_parallel=expert_parallel,
-        skip_tokenizer_init=True, enable_prefix_caching=False, gpu_memory_utilization=0.3, **options,
+        skip_tokenizer_init=True, enable_prefix_caching=False, gpu_memory_utilization=0.1, **options,
     )  # fmt: skip
 
 
-def serve(folder: Path, case: str, dtype: str, mode: str, tensor_parallel: int, expert_parallel: bool) -> None:
-    """Serve the original and the converted model of a case. Prints a row with differences, in nats, for each."""
-    for role, path in (("original", folder / f"{case}.base"), ("converted", folder / case)):
-        row = dict(case=case, role=role, dtype=dtype, mode=mode, ranks=tensor_parallel, experts=expert_parallel)
-        start = time.perf_counter()
-        try:
-            row |= compare(path, folder, case, role, dtype, mode, tensor_parallel, expert_parallel)
-        except Exception as error:
-            traceback.print_exc()
-            row |= dict(right=False, error=f"{type(error).__name__}: {str(error)[:300]}")
-        print_row(row | dict(seconds=round(time.perf_counter() - start, 1)))
+def release() -> None:
+    """End the engine that was deleted before this call, and free its memory."""
+    gc.collect()
+    # An engine in processes of its own has ended with them. This process must not touch a GPU then: it forks the next.
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
+
+        cleanup_dist_env_and_memory()
 
 
-def print_row(row: dict[str, Any]) -> None:
-    """Print one row of the results. ``scripts/vllm_gpu.sh`` collects the lines."""
-    print("ROW " + json.dumps(row), flush=True)
+def facts(config: Any) -> Row:
+    """What vLLM has chosen by itself, from its ``VllmConfig``."""
+    return dict(
+        runner="v2" if config.use_v2_model_runner else "v1",
+        backend=str(config.attention_config.backend),
+        graphs=str(config.compilation_config.cudagraph_mode),
+    )
 
 
-def compare(
-    path: Path, folder: Path, case: str, role: str, dtype: str, mode: str, tensor_parallel: int, expert_parallel: bool
-) -> dict[str, Any]:
+def compare(folder: Path, case: str, role: str, dtype: str, mode: str, ranks: int, experts: bool) -> Row:
     """Ask vLLM for log-probabilities of prompts and of greedy answers, and transformers for those of the same tokens.
 
     Returns:
@@ -173,22 +170,20 @@ def compare(
     """
     import torch
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-    from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
 
     prompts = _prompts(folder, case)
-    options = dict(MODES[mode], max_model_len=256, max_num_seqs=8, kv_cache_memory_bytes=1 << 28)
-    if dtype == "float32":
-        options["attention_config"] = dict(backend="TRITON_ATTN")  # FlashAttention has no float32
-    llm = engine(path, dtype, tensor_parallel, expert_parallel, **options)
+    path = folder / (f"{case}.base" if role == "original" else case)
+    llm = engine(path, dtype, ranks, experts, max_model_len=256, max_num_seqs=8, **MODES[mode])
+    new = REPLAYS if mode in LONG else NEW
     sampling = SamplingParams(
-        max_tokens=NEW, temperature=0, detokenize=False, prompt_logprobs=0, logprobs=0, ignore_eos=True
+        max_tokens=new, temperature=0, detokenize=False, prompt_logprobs=1, logprobs=1, ignore_eos=True
     )
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-    backend = str(llm.llm_engine.vllm_config.attention_config.backend)
-    graphs = str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode)
+    chosen = facts(llm.llm_engine.vllm_config)
+    if mode == "pressure":
+        chosen["preemptions"] = sum(m.value for m in llm.get_metrics() if m.name.startswith("vllm:num_preemptions"))
     del llm
-    gc.collect()
-    cleanup_dist_env_and_memory()
+    release()
 
     references = {
         name: _reference(where) for name, where in (("original", folder / f"{case}.base"), ("converted", folder / case))
@@ -202,21 +197,22 @@ def compare(
         tokens = [*ids[1:], *answer]
         values = torch.tensor([entry[token].logprob for entry, token in zip(per_token, tokens, strict=True)]).double()
         right = _logprobs(references[role], ids + answer)
-        answers = max(answers, (values - right)[-NEW:].abs().max().item())
+        answers = max(answers, (values - right)[-new:].abs().max().item())
         found.append(values)
         expected.append(right)
         other.append(_logprobs(references["converted" if role == "original" else "original"], ids + answer))
         if rounded is not None:
             own.append(_logprobs(rounded, ids + answer))
     error = torch.cat(found) - torch.cat(expected)
-    result: dict[str, Any] = dict(
-        largest=error.abs().max().item(), rms=error.square().mean().sqrt().item(), answers=answers, backend=backend,
-        other=(torch.cat(found) - torch.cat(other)).abs().max().item(), graphs=graphs, tokens=len(error),
+    result: Row = dict(
+        largest=error.abs().max().item(), rms=error.square().mean().sqrt().item(), answers=answers,
+        other=(torch.cat(found) - torch.cat(other)).abs().max().item(), tokens=len(error), **chosen,
     )  # fmt: skip
     if not own:
-        return result | dict(right=result["largest"] <= FLOAT32_TOLERANCE)
+        right = result["largest"] <= FLOAT32_TOLERANCE and result.get("preemptions") != 0
+        return result | dict(tolerance=FLOAT32_TOLERANCE, right=right)
     rms = (torch.cat(own) - torch.cat(expected)).square().mean().sqrt().item()
-    return result | dict(rms_transformers=rms, right=result["rms"] <= BFLOAT16_RATIO * rms)
+    return result | dict(rms_transformers=rms, tolerance=BFLOAT16_RATIO * rms, right=result["rms"] <= 1.5 * rms)
 
 
 def _prompts(folder: Path, case: str) -> list[list[int]]:
@@ -252,48 +248,73 @@ def _logprobs(model: Any, tokens: list[int]) -> Any:
     return torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
-def first_tokens(folder: Path, case: str, tensor_parallel: int, expert_parallel: bool) -> None:
-    """Time to first token of ``REQUESTS`` distinct prompts that arrive at once: mean and last, in milliseconds."""
-    import torch
+def items(path: Path, file: Path, target: Path) -> Row:
+    """Let vLLM answer the recorded requests in float32, and write its answers in the same order.
+
+    Returns:
+        ``largest``, the largest difference of a continuation's log-likelihood from that of transformers; ``greedy``,
+        how many continuations are the most likely tokens for one of the two only; ``texts``, how many of the generated
+        answers differ; ``right`` if none does and ``largest`` is within the tolerance.
+    """
+    from transformers import AutoTokenizer
+
+    with gzip.open(file, "rt") as source:
+        requests = json.load(source)["requests"]
+    scored = [request for request in requests if "continuation" in request]
+    generated = [request for request in requests if "prompt" in request]
+    options = dict(max_model_len=2048, max_num_seqs=256, kv_cache_memory_bytes=1 << 31)
+    llm = engine(path, "float32", 1, False, enforce_eager=True, **options)
+    answers = _score(llm, scored), _generate(llm, generated, AutoTokenizer.from_pretrained(path))
+    del llm
+    release()
+    order = iter(answers[0]), iter(answers[1])
+    with gzip.open(target, "wt") as out:
+        json.dump([next(order["prompt" in request]) for request in requests], out)
+    pairs = list(zip(scored, answers[0], strict=True))
+    result: Row = dict(
+        largest=max(abs(before["logprob"] - after["logprob"]) for before, after in pairs),
+        greedy=sum(before["greedy"] != after["greedy"] for before, after in pairs),
+        texts=sum(before["text"] != after["text"] for before, after in zip(generated, answers[1], strict=True)),
+        requests=len(requests), tolerance=ITEM_TOLERANCE,
+    )  # fmt: skip
+    right = result["largest"] <= ITEM_TOLERANCE and not result["greedy"] and not result["texts"]
+    return result | dict(right=right)
+
+
+def _score(llm: Any, requests: list[Row]) -> list[Row]:
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
-    none = dict(additional_config={"fcsd": {"reduce": "none"}})
-    variants: dict[str, tuple[Path, dict]] = {
-        "original": (folder / f"{case}.base", {}),
-        "converted": (folder / case, {}),
-    }
-    if tensor_parallel > 1:
-        variants["bound (nothing summed, wrong results)"] = (folder / case, none)
-    engines = {}
-    for name, (path, options) in variants.items():
-        engines[name] = engine(
-            path, "bfloat16", tensor_parallel, expert_parallel, load_format="dummy", max_model_len=4096,
-            max_num_seqs=REQUESTS, kv_cache_memory_bytes=8 << 30, disable_log_stats=False,
-            compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 16]), **options,
-        )  # fmt: skip
-        print(f"{name}: started", flush=True)
-    sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)
-    generator = torch.Generator().manual_seed(0)
-    measured: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for turn in range(ROUNDS + 1):
-        for length in LENGTHS:
-            for name, llm in engines.items():
-                ids = torch.randint(100, 100_000, (REQUESTS, length), generator=generator).tolist()
-                outputs = llm.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
-                waits = [1e3 * output.metrics.first_token_latency for output in outputs]
-                if turn:  # the first round warms up
-                    measured.setdefault((name, length), []).append((statistics.mean(waits), max(waits)))
-    for (name, length), values in measured.items():
-        means, lasts = zip(*values, strict=True)
-        row = dict(case=case, role=name, length=length, ranks=tensor_parallel, experts=expert_parallel)
-        row |= dict(mean_ms=round(statistics.median(means), 2), last_ms=round(statistics.median(lasts), 2))
-        print_row(row | dict(rounds=[[round(mean, 2), round(last, 2)] for mean, last in values]))
+    sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False, prompt_logprobs=1)
+    prompts = [{"prompt_token_ids": request["context"] + request["continuation"]} for request in requests]
+    found = []
+    for request, output in zip(requests, llm.generate(prompts, sampling, use_tqdm=False), strict=True):
+        ids = request["continuation"]
+        entries = [step[token] for step, token in zip(output.prompt_logprobs[-len(ids) :], ids, strict=True)]
+        found.append(dict(logprob=sum(e.logprob for e in entries), greedy=all(e.rank == 1 for e in entries)))
+    return found
+
+
+def _generate(llm: Any, requests: list[Row], tokenizer: Any) -> list[Row]:
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    from fcsd.serve.answer_end import Ending
+
+    prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
+    sampling = [
+        SamplingParams(max_tokens=request["new"], temperature=0, detokenize=False, stop_token_ids=request["ends"])
+        for request in requests
+    ]
+    found = []
+    for request, output in zip(requests, llm.generate(prompts, sampling, use_tqdm=False), strict=True):
+        end = Ending(tokenizer, frozenset(request["ends"]), tuple(filter(None, request["stops"])), 0)
+        found.append(dict(text=end.text(list(output.outputs[0].token_ids))))
+    return found
 
 
 def main() -> None:
     """Run the part that the arguments name."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=("imports", "make", "serve", "time"))
+    parser.add_argument("part", choices=("imports", "make", "serve", "items"))
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--case", default="")
@@ -301,6 +322,8 @@ def main() -> None:
     parser.add_argument("--mode", choices=tuple(MODES), default="eager")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true")
+    parser.add_argument("--items", type=Path, help="where items-CASE.json.gz lies")
+    parser.add_argument("--out", type=Path, help="where the answers are written, under the same name")
     given = parser.parse_args()
     if given.part == "imports":
         return imports()
@@ -309,10 +332,14 @@ def main() -> None:
         return make(given.folder, given.words)
     if given.tp == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine of one rank runs in this process
-    if given.part == "time":
-        return first_tokens(given.folder, given.case, given.tp, given.ep)
     for case in given.case.split(","):
-        serve(given.folder, case, given.dtype, given.mode, given.tp, given.ep)
+        if given.part == "items":
+            name = f"items-{case}.json.gz"
+            report(dict(items=case), items, given.folder / case, given.items / name, given.out / name)
+            continue
+        for role in ("original", "converted"):
+            row = dict(case=case, role=role, dtype=given.dtype, mode=given.mode, ranks=given.tp, experts=given.ep)
+            report(row, compare, given.folder, case, role, given.dtype, given.mode, given.tp, given.ep)
 
 
 if __name__ == "__main__":

@@ -3,21 +3,31 @@
 #
 #   scripts/vllm_gpu.sh build [FOLDER]     on a machine with a package index: downloads vLLM and what it needs, takes out
 #                                          of vLLM what a Hopper GPU does not run, and writes about 50 MiB to FOLDER
-#   scripts/vllm_gpu.sh one [FOLDER]       on one GPU: eager, whole CUDA graphs, compiled; the server
+#   scripts/vllm_gpu.sh items [FOLDER]     in fcsd's own environment: writes the requests of the eleven tasks, with the
+#                                          answers of transformers, to FOLDER (some minutes on two CPU cores)
+#   scripts/vllm_gpu.sh one [FOLDER]       on one GPU: eager, whole CUDA graphs, compiled; the server; the eleven tasks
 #   scripts/vllm_gpu.sh two [FOLDER]       on two GPUs: tensor parallelism 2, with and without divided experts
-#   LIMIT=500 scripts/vllm_gpu.sh time     on two GPUs: time to first token of a model as large as Qwen3-30B-A3B
+#   scripts/vllm_gpu.sh time [FOLDER]      on two GPUs or more: time to first token, and a load of random arrivals. TIMES
+#                                          has one measurement in each line: options of scripts/vllm_first_tokens.py
 #
 # FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
-# fcsd, scripts, tests and assets of this repository. Every part ends before second $LIMIT. Rows go to stdout and $OUT.
+# fcsd, scripts, tests and assets of this repository. Every part ends before second $LIMIT; a part that fails or hangs
+# does not keep the others from running. What each part found is printed, and written to $OUT/COMMAND.json; the logs are
+# in $OUT/COMMAND-logs.tar.gz. The exit status is 0 if every part ended and found what it should.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 version=0.24.0
-command=${1:?build, one, two or time}
-case $command in build | one | two | time) ;; *) echo "no command $command: build, one, two or time" >&2 && exit 2 ;; esac
+command=${1:?build, items, one, two or time}
+case $command in
+build | items | one | two | time) ;;
+*) echo "no command $command: build, items, one, two or time" >&2 && exit 2 ;;
+esac
 folder=${2:-.vllm}
 WORK=${WORK:-/tmp/vllm-work}
 site=$WORK/site
+models=$WORK/models
+logs=$WORK/logs-$command
 # Everything that vLLM 0.24.0 imports and the GPU machine does not have, pydantic for fcsd among it. Versions are given
 # where vLLM asks for one or where a later one is known not to go with 0.24.0.
 wheels="annotated-types apache-tvm-ffi==0.1.15.post2 astor blake3 cachetools cbor2 compressed-tensors==0.17.0 depyf==0.20.0
@@ -46,18 +56,32 @@ build() {
     du -sm "$folder"
 }
 
+# The requests of the eleven tasks, by the tokenizer and with the answers of the original and of the converted teacher.
+items() {
+    set -e
+    local temporary
+    temporary=$(mktemp -d)
+    mkdir -p "$folder"
+    python3 -m fcsd convert assets/teacher "$temporary/teacher" --wiring farskip --layers all --no-check
+    python3 scripts/vllm_items.py record "$temporary/teacher" "$folder/items-teacher.json.gz" --limit "${ITEMS:-50}"
+    python3 scripts/vllm_items.py record assets/teacher "$folder/items-teacher.base.json.gz" --limit "${ITEMS:-50}"
+    rm -r "$temporary"
+}
+
 # Unpack what was carried. A second call on the same machine finds it.
 unpack() {
-    [ -d "$site/vllm" ] && return
+    [ -f "$site/complete" ] && return
     mkdir -p "$site"
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$folder"/wheels/*.whl &
+    local installing=$!
     python3 -c "import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter='data')" \
         "$folder/vllm.tar.xz" "$site" || return
-    wait
+    wait "$installing" || return
     # vLLM finds fcsd's plugin by an entry point, which an installed package has and a copy of the repository has not.
     mkdir -p "$site/fcsd-0.dist-info"
     printf 'Metadata-Version: 2.1\nName: fcsd\nVersion: 0\n' > "$site/fcsd-0.dist-info/METADATA"
     printf '[vllm.general_plugins]\nfcsd = fcsd.serve.vllm.plugin:register\n' > "$site/fcsd-0.dist-info/entry_points.txt"
+    touch "$site/complete"
 }
 
 # The seconds that are left.
@@ -65,59 +89,30 @@ left() {
     echo $((LIMIT > SECONDS ? LIMIT - SECONDS : 1))
 }
 
-# job NAME ARGUMENTS...: a part of vllm_gpu.py in the background, with a log file.
+# job NAME COMMAND...: a part in the background. NAME.log is its output, NAME.rc its exit status.
 job() {
     local name=$1
     shift
-    timeout -k 3 "$(left)" python3 scripts/vllm_gpu.py "$1" "$WORK/models" "${@:2}" > "$WORK/$name.log" 2>&1 &
+    (
+        timeout -k 3 "$(left)" "$@" > "$logs/$name.log" 2>&1
+        echo $? > "$logs/$name.rc"
+    ) &
 }
 
-# The rows that were found, and for each part the errors that it met. Rows and logs go to $OUT, too.
-report() {
-    local log
-    for log in "$WORK"/*.log; do
-        echo "== $(basename "$log" .log)"
-        grep -E '^(ROW|MISSING) ' "$log" || tail -20 "$log" | cut -c1-300
-        grep -oE '[A-Za-z_.]*(Error|Exception): .*' "$log" | cut -c1-300 | sort | uniq -c | sort -rn | head -6
-    done
-    sed -n 's/^ROW //p' "$WORK"/*.log > "$OUT/$command.jsonl"
-    tar -czf "$OUT/$command-logs.tar.gz" -C "$WORK" $(cd "$WORK" && echo *.log)
-    rm "$WORK"/*.log
-    [ -s "$OUT/$command.jsonl" ]
+# check NAME ARGUMENTS...: a part of vllm_gpu.py in the background.
+check() {
+    job "$1" python3 scripts/vllm_gpu.py "$2" "$models" "${@:3}"
 }
 
-# The converted teacher through `fcsd serve`, asked over HTTP.
-server() {
-    local url
-    timeout -k 3 "$(left)" python3 -m fcsd serve "$WORK/models/teacher" --port 8011 -- --max-model-len 512 --enforce-eager \
-        --kv-cache-memory-bytes 268435456 --gpu-memory-utilization 0.3 > "$WORK/url" 2> "$WORK/server-stderr" &
-    local process=$!
-    while [ $SECONDS -lt $((LIMIT - 8)) ]; do
-        url=$(head -1 "$WORK/url")
-        [ -n "$url" ] || ! kill -0 "$process" 2> /dev/null && break
-        sleep 1
-    done
-    echo "URL ${url:-none}"
-    python3 - "${url:-http://127.0.0.1:8011}" <<'PYTHON'
-import json, sys, urllib.request
-base = sys.argv[1].rstrip("/").removesuffix("/v1")
-def ask(path, **body):
-    data = json.dumps(body).encode() if body else None
-    request = urllib.request.Request(base + path, data, {"Content-Type": "application/json"})
-    return json.load(urllib.request.urlopen(request, timeout=60))
-name = ask("/v1/models")["data"][0]["id"]
-question = "Question: What is 12 plus 30? Answer:"
-answer = ask("/v1/completions", model=name, prompt=question, max_tokens=16, temperature=0)
-print("ROW", json.dumps(dict(case="fcsd serve", model=name, answer=answer["choices"][0]["text"])))
-PYTHON
-    kill -TERM "$process"
-    wait "$process"
-    echo "fcsd serve ended with $?"
-    grep -vE 'INFO|^$' "$WORK/server-stderr" | tail -8 | cut -c1-300
+# What the machine has of the things that compiling kernels and starting several processes need.
+machine() {
+    nvidia-smi --query-gpu=name,memory.total,memory.used --format=csv,noheader
+    echo "gcc $(command -v gcc), ptxas $(command -v ptxas), cores $(nproc), $(df -h /dev/shm | tail -1)"
+    python3 -c 'import os, sysconfig; p = sysconfig.get_path("include") + "/Python.h"; print(p, os.path.exists(p))'
 }
 
-if [ "$command" = build ]; then
-    build
+if [ "$command" = build ] || [ "$command" = items ]; then
+    $command
     exit
 fi
 for needed in "$folder/vllm.tar.xz" "$folder/wheels" fcsd scripts/vllm_parity.py tests/tiny.py assets/teacher; do
@@ -125,45 +120,81 @@ for needed in "$folder/vllm.tar.xz" "$folder/wheels" fcsd scripts/vllm_parity.py
 done
 
 OUT=${OUT:-$WORK/out}
-mkdir -p "$WORK" "$OUT"
-export PYTHONPATH=$site:$PWD PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_HOST_IP=127.0.0.1
-export VLLM_CACHE_ROOT=$WORK/cache VLLM_WORKER_MULTIPROC_METHOD=spawn OMP_NUM_THREADS=2
+rm -rf "$logs"
+mkdir -p "$logs" "$OUT"
+ulimit -n 65536 2> /dev/null
+# Caches below $WORK: the home directory may be missing or read-only. Only the loopback interface is sure to exist.
+# vLLM's processes are forked, which saves an import of 15 s each; one thread for OpenMP, which does not survive a fork.
+export HOME=${HOME:-$WORK/home} XDG_CACHE_HOME=$WORK/cache VLLM_CACHE_ROOT=$WORK/cache/vllm
+export TRITON_CACHE_DIR=$WORK/cache/triton TORCHINDUCTOR_CACHE_DIR=$WORK/cache/inductor
+export VLLM_HOST_IP=127.0.0.1 NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo VLLM_WORKER_MULTIPROC_METHOD=fork
+export NO_PROXY=127.0.0.1,localhost
+export PYTHONPATH=$site:$PWD PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1
+# Left out of the carried vLLM, or off on these machines (NVLink multicast).
+export VLLM_USE_DEEP_GEMM=0 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_ALLREDUCE_USE_SYMM_MEM=0
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+SECONDS=0
+LIMIT=${LIMIT:-300} # seconds until every part has to have ended
+machine
+exec 9> "$WORK/lock" # two commands may run at once, on different GPUs
+flock 9
+unpack 9>&- || { echo "$folder could not be unpacked; nothing was run" >&2 && exit 1; }
+exec 9>&-
+echo "unpacked after $SECONDS s"
+
+if [ "$command" = time ]; then
+    number=0
+    # One after the other: each measurement needs all GPUs.
+    while read -r line; do
+        [ -n "$line" ] || continue
+        number=$((number + 1))
+        # shellcheck disable=SC2086 # the line is split into options
+        job "time-$number" python3 scripts/vllm_first_tokens.py "$WORK/shapes" $line --seconds $(($(left) - 5))
+        wait
+    done <<< "${TIMES:---shape qwen3-30b-a3b --layers 48 --tp 2 --ep}"
+    python3 scripts/vllm_report.py "$logs" "$OUT/time"
+    exit
+fi
+
 # Products of float32 by float32 arithmetic; and DeepSeek's attention expanded, because the bundled teacher's latent
 # vectors are smaller than those that vLLM's kernels for latent attention know.
 export TRITON_F32_DEFAULT=ieee VLLM_MLA_DISABLE=1
-SECONDS=0
-LIMIT=${LIMIT:-300} # seconds until every part has to have ended
-unpack || exit
-echo "unpacked after $SECONDS s"
-if [ ! -d "$WORK/models" ]; then
-    timeout -k 3 "$(left)" python3 scripts/vllm_gpu.py imports > "$WORK/imports.log" 2>&1 &
+if [ ! -f "$models/complete" ]; then
+    rm -rf "$models"
+    job imports python3 scripts/vllm_gpu.py imports
     making=()
-    for cases in "qwen3_moe-farskip qwen2_moe-farskip" "glm4_moe-farskip teacher qwen3_30b"; do
+    for cases in "qwen3_moe-farskip qwen2_moe-farskip" "glm4_moe-farskip teacher"; do
         # shellcheck disable=SC2086 # two cases
-        timeout -k 3 "$(left)" python3 scripts/vllm_gpu.py make "$WORK/models" $cases 2> "$WORK/make-stderr" &
+        timeout -k 3 "$(left)" python3 scripts/vllm_gpu.py make "$models" $cases > "$logs/make-${cases%%-*}.log" 2>&1 &
         making+=($!)
     done
-    wait "${making[@]}" || tail -5 "$WORK/make-stderr" | cut -c1-400
+    made=yes
+    for process in "${making[@]}"; do wait "$process" || made=; done
+    [ -z "$made" ] || touch "$models/complete"
 fi
-echo "ready after $SECONDS s"
+echo "models made after $SECONDS s"
 case $command in
 one)
-    job float32_eager serve --case qwen3_moe-farskip,qwen2_moe-farskip,glm4_moe-farskip,teacher --dtype float32 --mode eager
-    job float32_default serve --case qwen2_moe-farskip --dtype float32 --mode default
-    job bfloat16_graph serve --case qwen3_moe-farskip,qwen2_moe-farskip --dtype bfloat16 --mode graph
-    job bfloat16_default serve --case qwen3_moe-farskip,teacher --dtype bfloat16 --mode default
-    server > "$WORK/server.log" 2>&1
+    check float32_eager serve --case qwen3_moe-farskip,qwen2_moe-farskip,glm4_moe-farskip --dtype float32 --mode eager
+    check teacher serve --case teacher --dtype float32 --mode eager
+    check bfloat16_graph serve --case qwen3_moe-farskip,qwen2_moe-farskip --dtype bfloat16 --mode graph
+    check bfloat16_default serve --case qwen2_moe-farskip --dtype bfloat16 --mode default
+    check teacher_default serve --case teacher --dtype bfloat16 --mode default
+    job server python3 scripts/vllm_server.py "$models/teacher" --seconds $(($(left) - 8))
+    for name in teacher teacher.base; do check "items_$name" items --case $name --items "$folder" --out "$OUT"; done
     ;;
 two)
-    job float32_eager serve --case qwen2_moe-farskip,glm4_moe-farskip --dtype float32 --mode eager --tp 2
-    job float32_graph serve --case qwen2_moe-farskip,qwen3_moe-farskip --dtype float32 --mode graph --tp 2
-    job float32_default serve --case qwen2_moe-farskip,glm4_moe-farskip --dtype float32 --mode default --tp 2
-    job bfloat16_experts serve --case qwen2_moe-farskip,qwen3_moe-farskip --dtype bfloat16 --mode default --tp 2 --ep
-    ;;
-time)
-    # Random weights route unevenly; every model gets the same evenly random routing instead.
-    VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random job first_tokens time --case qwen3_30b --tp 2
+    check float32_eager serve --case qwen2_moe-farskip,glm4_moe-farskip --dtype float32 --mode eager --tp 2
+    check float32_graph serve --case qwen2_moe-farskip,qwen3_moe-farskip --dtype float32 --mode graph --tp 2
+    check float32_experts serve --case qwen2_moe-farskip --dtype float32 --mode eager --tp 2 --ep
+    check float32_pressure serve --case qwen2_moe-farskip --dtype float32 --mode pressure --tp 2
+    check bfloat16_default serve --case qwen2_moe-farskip --dtype bfloat16 --mode default --tp 2
+    check teacher_default serve --case teacher --dtype bfloat16 --mode default --tp 2
+    check bfloat16_experts serve --case qwen2_moe-farskip,qwen3_moe-farskip --dtype bfloat16 --mode graph --tp 2 --ep
     ;;
 esac
 wait
-report && echo "$command: done after $SECONDS s"
+python3 scripts/vllm_report.py "$logs" "$OUT/$command"
+status=$?
+echo "$command: ended after $SECONDS s with $status"
+exit $status

@@ -22,7 +22,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
@@ -165,31 +165,28 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
 
     Differences are means over the seeds that both have, with the standard error of the mean where there are several.
     """
-    kl, score = ({_place(run): measure(run) for run in runs} for measure in (_kl, _score))
-    names = dict.fromkeys((run["format"], run["directions"]) for run in runs)
     body = []
-    for name, way in names:
-        seeds = sorted({run["seed"] for run in runs if (run["format"], run["directions"]) == (name, way)})
-        row = [f"`{name}`", "-" if name == BF16 else way, f"{_bits(name):g}", str(len(seeds))]
+    for name, way in dict.fromkeys((run["format"], run["directions"]) for run in runs):
+        own = [run for run in runs if (run["format"], run["directions"]) == (name, way)]
+        body.append([f"`{name}`", "-" if name == BF16 else way, f"{_bits(name):g}", str(len(own))])
         free = []
-        for values, sign, digits, factor in ((kl, 1, 5, 1), (score, -1, 2, 100)):
-            own = {seed: values[name, way, seed] for seed in seeds if values[name, way, seed] is not None}
-            plain = {seed: value for (n, _, seed), value in values.items() if n == BF16 and value is not None}
-            both = sorted(own.keys() & plain.keys())
-            if not own:
-                row += ["-", "-"]
-                continue
-            row.append(f"{factor * mean(own.values()):.{digits}f}")
+        for measure, worse, digits in ((_kl, 1, 5), (_score, -1, 2)):
+            values, plain = _by_seed(own, measure), _by_seed((run for run in runs if run["format"] == BF16), measure)
+            changes = [values[seed] - plain[seed] for seed in sorted(values.keys() & plain.keys())]
+            body[-1].append(f"{mean(values.values()):.{digits}f}" if values else "-")
             if name == BF16:
-                row.append(f"spread {factor * _spread(plain):.{digits}f}")
-                continue
-            changes = [factor * (own[seed] - plain[seed]) for seed in both]
-            row.append(_with_error(changes, digits) if both else "-")
-            free.append(bool(both) and sign * mean(changes) <= factor * _spread(plain))
-        row.append("-" if name == BF16 or not free else "yes" if all(free) else "no")
-        body.append(row)
+                body[-1].append(f"spread {_spread(plain):.{digits}f}" if plain else "-")
+            else:
+                body[-1].append(_with_error(changes, digits) if changes else "-")
+                free += [worse * mean(changes) <= _spread(plain)] if changes else []
+        body[-1].append("-" if not free else "yes" if all(free) else "no")
     head = ["Format", "Directions", "Bits on the wire", "Seeds", "Held-out KL", "minus bf16"]
     return markdown.table([*head, "Average score", "minus bf16", "Free"], body, left=2)
+
+
+def _by_seed(runs: Iterable[dict[str, Any]], measure: Callable[[dict[str, Any]], float | None]) -> dict[int, float]:
+    """Seed -> what was measured, without the runs in which it was not."""
+    return {run["seed"]: value for run in runs if (value := measure(run)) is not None}
 
 
 def _bits(name: str) -> float:
@@ -205,7 +202,8 @@ def _kl(run: dict[str, Any]) -> float:
 
 
 def _score(run: dict[str, Any]) -> float | None:
-    return mean(score["value"] for score in run["scores"].values()) if run["scores"] else None
+    """The mean of the tasks, in percent."""
+    return 100 * mean(score["value"] for score in run["scores"].values()) if run["scores"] else None
 
 
 def _spread(values: dict[int, float]) -> float:
@@ -262,10 +260,12 @@ def main() -> int:
     about["versions"] = {name: version(name) for name in ("torch", "transformers", "deepspeed", "lm_eval")}
     latest, failed = time.time() + 60 * args.minutes, 0
     spawned = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot be forked
-    with ProcessPoolExecutor(
-        max(1, min(args.processes, len(missing))), spawned, _start_worker, (out / "logs",)
-    ) as pool:
-        if missing and (error := pool.submit(prepare, settings, out, missing[0]).exception()):
+    workers = max(1, min(args.processes, len(missing)))
+    with ProcessPoolExecutor(workers, spawned, _start_worker, (out / "logs",)) as pool:
+        prepared = pool.submit(prepare, settings, out, missing[0]) if missing else None
+        for _ in range(workers - 1):
+            pool.submit(int)  # it has nothing to do, but starts a worker, which meanwhile loads what every run needs
+        if prepared is not None and (error := prepared.exception()):
             sys.exit(str(error))
         begun: dict[Future[dict[str, Any] | None], Case] = {
             pool.submit(train, settings, out, case, latest): case for case in missing

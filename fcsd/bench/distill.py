@@ -29,7 +29,7 @@ from fcsd.bench.training.record import record
 from fcsd.config import Recipe
 from fcsd.distill import graphs, update
 from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
-from fcsd.distill.expert_parallel import check, quantiser_of, randomise, wire_sharded
+from fcsd.distill.expert_parallel import check, dispatcher_for, quantiser_of, randomise, wire_sharded
 from fcsd.distill.feed import feeding
 from fcsd.distill.metrics import full_speed, gpu_peak
 from fcsd.distill.prepare import training_rows
@@ -43,7 +43,6 @@ from fcsd.models.build import converted_config, register, wiring_of
 from fcsd.models.wiring import Wiring
 from fcsd.parallel.attention import join_attention
 from fcsd.parallel.expert.formats import check_formats
-from fcsd.parallel.expert.hierarchical import dispatcher_of
 from fcsd.parallel.overlap import overlap
 from fcsd.parallel.wire import Quantiser, WireFormats
 
@@ -215,7 +214,7 @@ class _Steps:
             if variant in (OVERLAPPED, APART, MASKED) or ep_size == 1:
                 wire_sharded(model, ep_size, parallel, own)
             elif variant == BLOCKING:
-                dispatcher = dispatcher_of(parallel.dedup, ep_size, parallel.node_size)
+                dispatcher = dispatcher_for(parallel, ep_size)
                 fused = parallel.fused and on_cuda
                 overlap(model, wiring_of(model.config), "off", fused=fused, dispatcher=dispatcher, quantiser=own)
             else:

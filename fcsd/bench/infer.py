@@ -60,6 +60,7 @@ class Workload:
         new: tokens that are decoded after each prompt, the first of which comes from the prefill.
         wirings: names of wirings, each applied to every layer; ``own`` is the wiring of the checkpoint.
         reduce: kinds of reduction, see ``parallel.tensor.reduce.Kind``.
+        bounds: the wirings that are also timed by the kinds with wrong results; None for all of them.
         experts: how ranks share the experts, see ``load_tensor_parallel``.
         dtype: ``float32`` or ``bfloat16``.
         graphs: whether decoding is captured as CUDA graphs; on CPUs nothing is captured.
@@ -81,12 +82,16 @@ class Workload:
     dtype: str = "bfloat16"
     graphs: bool = True
     rounds: int = 3
+    bounds: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in self.wirings:
             known = [_OWN, *(known for known in NAMES if known != "desync")]
             if name not in known:
                 raise unknown_value("wiring", name, known)
+        for name in self.bounds or ():
+            if name not in self.wirings:
+                raise unknown_value("wiring for a bound", name, self.wirings)
         if self.experts not in ("sliced", "whole"):
             raise unknown_value("division of experts", self.experts, ("sliced", "whole"))
         if self.dtype not in ("float32", "bfloat16"):
@@ -183,7 +188,12 @@ def _rows(
     """The results of all variants under one degree and batch. ``model`` is None if it does not fit."""
     # Nothing can be dropped on one rank, so Desync has no row there.
     names = [name for name in load.wirings if ranks.degree > 1 or name not in DESYNC]
-    times: dict[Variant, Times | None] = {(name, kind): None for name in names for kind in load.reduce}
+    times: dict[Variant, Times | None] = {
+        (name, kind): None
+        for name in names
+        for kind in load.reduce
+        if kind not in WRONG_RESULTS or load.bounds is None or name in load.bounds
+    }
     if model is not None:
         times |= _times(model, load, ranks, batch, team, list(times))
     rows = [_row(load, ranks.degree, batch, *key, found) for key, found in times.items()]

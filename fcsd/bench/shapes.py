@@ -109,32 +109,52 @@ def llama4_scout(layers: int) -> PretrainedConfig:
     )
 
 
-def llama3_8b(layers: int) -> PretrainedConfig:
-    """Llama-3-8B (32 layers)."""
+def _llama3(layers: int, hidden: int, intermediate: int, heads: int, vocabulary: int, tied: bool) -> PretrainedConfig:
+    """A llama with 8 key-value heads of 128 or 64 dimensions, as all sizes of Llama 3 have them."""
     return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
         num_hidden_layers=layers,
-        num_attention_heads=32,
+        num_attention_heads=heads,
         num_key_value_heads=8,
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        tie_word_embeddings=tied,
         max_position_embeddings=8192,
     )
+
+
+def llama3_1b(layers: int) -> PretrainedConfig:
+    """Llama-3.2-1B (16 layers)."""
+    return _llama3(layers, 2048, 8192, 32, 128256, tied=True)
+
+
+def llama3_3b(layers: int) -> PretrainedConfig:
+    """Llama-3.2-3B (28 layers)."""
+    return _llama3(layers, 3072, 8192, 24, 128256, tied=True)
+
+
+def llama_34b(layers: int) -> PretrainedConfig:
+    """CodeLlama-34B (48 layers). Ladder-Residual Table 1 has a model of 34B whose dimensions it does not give."""
+    return _llama3(layers, 8192, 22016, 64, 32000, tied=False)
+
+
+def llama_176b(layers: int) -> PretrainedConfig:
+    """A llama with BLOOM-176B's width, heads and depth (70 layers), and an MLP that makes it 176 B parameters.
+
+    Ladder-Residual Table 1 has a model of 176B whose dimensions it does not give.
+    """
+    return _llama3(layers, 14336, 47104, 112, 128256, tied=False)
+
+
+def llama3_8b(layers: int) -> PretrainedConfig:
+    """Llama-3-8B (32 layers)."""
+    return _llama3(layers, 4096, 14336, 32, 128256, tied=False)
 
 
 def llama3_70b(layers: int) -> PretrainedConfig:
     """Llama-3-70B (80 layers), the model of Ladder-Residual Figure 2."""
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=layers,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-        max_position_embeddings=8192,
-    )
+    return _llama3(layers, 8192, 28672, 64, 128256, tied=False)
 
 
 def dense_1_5b(layers: int) -> PretrainedConfig:
@@ -187,8 +207,12 @@ SHAPES: dict[str, Callable[[int], PretrainedConfig]] = {
     "deepseek-v3": deepseek_v3,
     "qwen3-30b-a3b": qwen3_30b_a3b,
     "llama4-scout": llama4_scout,
+    "llama3-1b": llama3_1b,
+    "llama3-3b": llama3_3b,
     "llama3-8b": llama3_8b,
+    "llama-34b": llama_34b,
     "llama3-70b": llama3_70b,
+    "llama-176b": llama_176b,
     "dense-1.5b": dense_1_5b,
     "tiny": tiny,
     "tiny-dense": tiny_dense,

@@ -181,7 +181,7 @@ def distill(
             metavar="BASELINES",
             help="Instead of variants, compare with public trainers on one device, each at its best micro-batch of all "
             "that divide --micro-batch: trl (GKDTrainer), trl-bf16 (its logits in bf16), loop-liger and loop-trl "
-            "(a plain loop with a fused divergence), separated by commas.",
+            "(a plain loop with a fused divergence), fcsd-plain (without its kernels), separated by commas.",
         ),
     ] = None,
     as_json: AsJson = False,

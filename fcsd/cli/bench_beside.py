@@ -33,6 +33,9 @@ def infer(
     reduce: Annotated[
         str, typer.Option(metavar="KIND[,KIND...]", help="How ranks sum; none is the bound, with wrong results.")
     ] = "nccl,none",
+    bounds: Annotated[
+        str | None, typer.Option(metavar="WIRING[,WIRING...]", help="The wirings whose bound is timed; default: all.")
+    ] = None,
     experts: Annotated[
         str, typer.Option(metavar="sliced|whole", help="Give each rank a slice of every expert, or some whole experts.")
     ] = "sliced",
@@ -69,6 +72,7 @@ def infer(
         dtype,
         graphs=not no_graphs,
         rounds=rounds,
+        bounds=None if bounds is None else tuple(bounds.split(",")),
     )
     found = bench(load, out)
     if as_json and first_rank():

@@ -136,7 +136,10 @@ def plan(
     ] = None,
     machine: Annotated[
         Path | None,
-        typer.Option(help="Predict training steps of both wirings on 1 to 128 nodes with the links in this file."),
+        typer.Option(
+            help="Predict training steps of both wirings on 1 to 128 nodes with the links in this file; the default is "
+            "parallel.machine."
+        ),
     ] = None,
     wire: Annotated[str, typer.Option(help="With --machine: the format of the rows with a quantised wire.")] = "int8",
     picture: Annotated[Path | None, typer.Option(help="With --machine: draw the prediction into this PNG.")] = None,
@@ -155,20 +158,31 @@ def plan(
     from fcsd.plan.cluster import draw, predict
     from fcsd.plan.cluster import to_json as predictions_to_json
     from fcsd.plan.cluster import to_text as predictions_to_text
+    from fcsd.plan.deduplication import expected_options
+    from fcsd.plan.deduplication import to_json as options_to_json
+    from fcsd.plan.deduplication import to_text as options_to_text
     from fcsd.plan.report import to_json, to_text
 
+    if read.parallel.machine is not None:
+        machine = machine or Path(read.parallel.machine)
     if picture is not None and machine is None:
         raise ConfigError("--picture draws the prediction for a cluster", hint="--machine FILE describes the cluster")
     cluster = None if machine is None else read_machine(machine)
     planned = plan_run(read, Hardware(gpus, nodes, gpu_mem, price), mfu)
     predictions = [] if cluster is None else predict(planned.numbers, planned.setup, cluster.links, wire)
+    chooses = cluster is not None and read.parallel.dedup == "auto"
+    options = expected_options(planned.numbers, planned.setup, cluster.links, read.parallel) if chooses else []
     if picture is not None:
         draw(predictions, picture, planned.name)
     if as_json:
         found = to_json(planned) | ({"cluster": predictions_to_json(predictions)} if predictions else {})
+        found |= {"dedup": options_to_json(options)} if options else {}
         emit(json.dumps(found, indent=2))
     else:
-        emit("\n\n".join([to_text(planned), *([predictions_to_text(predictions)] if predictions else [])]))
+        parts = [to_text(planned)]
+        parts += [options_to_text(options)] if options else []
+        parts += [predictions_to_text(predictions)] if predictions else []
+        emit("\n\n".join(parts))
     planned.check()
 
 

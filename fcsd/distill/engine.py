@@ -15,6 +15,7 @@ from fcsd.config import Objective, Recipe, accumulation
 from fcsd.distill.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, only_counted, squared_distance
 from fcsd.distill.moments import ChunkedAdamW
+from fcsd.distill.one_process import OneProcessAdamW, updates_alone
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.targets import Targets, captured, compared_layers
 from fcsd.distill.top_k import TopK, kl_from_top_k
@@ -23,6 +24,7 @@ from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.annealed import Annealing, anneal
 from fcsd.models.staged import Stages, stage_layers
+from fcsd.parallel.expert.dispatcher import MakeDispatcher
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.turns import in_turns
 from fcsd.parallel.wire import Quantiser
@@ -150,9 +152,16 @@ def freeze(model: PreTrainedModel, objective: Objective) -> None:
     output_head(model).requires_grad_(not objective.freeze_lm_head)
 
 
-def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
-    """The configuration of the DeepSpeed engine. Each step overwrites the learning rate in it."""
+def deepspeed_config(recipe: Recipe, world_size: int, alone: bool = False) -> dict[str, Any]:
+    """The configuration of the DeepSpeed engine. Each step overwrites the learning rate in it.
+
+    Args:
+        alone: whether ``OneProcessAdamW`` updates the weights. DeepSpeed is then told that the model is in fp32 and
+            that nothing is divided, so that it leaves weights and gradients as they are and calls the optimizer.
+    """
     train, optim, zero_stage = recipe.train, recipe.optim, recipe.parallel.zero_stage
+    if alone:
+        zero_stage = 0
     on_device = judges_on_device(recipe)
     zero: dict[str, Any] = {"stage": zero_stage}
     if optim.offload == "host":
@@ -162,18 +171,18 @@ def deepspeed_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "gradient_accumulation_steps": accumulation(recipe, world_size),
         "gradient_clipping": optim.grad_clip if zero_stage and not clips_by_hook(recipe) else 0.0,
-        "bf16": {"enabled": train.dtype == "bf16", "check_grad_overflow": not on_device},
+        "bf16": {"enabled": train.dtype == "bf16" and not alone, "check_grad_overflow": not on_device},
         "zero_optimization": zero,
         # DeepSpeed refuses optimizers that it does not know, and on the host all but its own, unless it is told not to.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": recipe.reduce_dtype,
         # Without ZeRO DeepSpeed offers no other dtype than that of the weights; see build_engine.
-        "data_types": {"grad_accum_dtype": recipe.accumulate_dtype if zero_stage else train.dtype},
+        "data_types": {"grad_accum_dtype": "fp32" if alone else recipe.accumulate_dtype if zero_stage else train.dtype},
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # this timer waits for the device around every step
     }
-    if not _chunked(recipe):
+    if not _chunked(recipe) and not alone:
         # torch's fused AdamW is used, on GPUs and on the host, because DeepSpeed's own optimizers are compiled on first
         # use, which takes a minute and a compiler.
         params = {**adamw_settings(recipe), "torch_adam": True, "fused": True}
@@ -192,8 +201,16 @@ def _chunked(recipe: Recipe) -> bool:
     return recipe.optim.moments == "bf16" or recipe.optim.offload == "moments"
 
 
-def chunked_optimizer(recipe: Recipe) -> Callable[[Any], ChunkedAdamW] | None:
-    """What makes the optimizer for ``deepspeed.initialize``; None if DeepSpeed makes it by its configuration."""
+def own_optimizer(recipe: Recipe, alone: bool) -> Callable[[Any], ChunkedAdamW | OneProcessAdamW] | None:
+    """What makes the optimizer for ``deepspeed.initialize``; None if DeepSpeed makes it by its configuration.
+
+    Args:
+        alone: whether it is ``OneProcessAdamW``.
+    """
+    if alone:
+        return lambda parameters: OneProcessAdamW(
+            parameters, **adamw_settings(recipe), grad_clip=recipe.optim.grad_clip
+        )
     if not _chunked(recipe):
         return None
 
@@ -209,12 +226,23 @@ def chunked_optimizer(recipe: Recipe) -> Callable[[Any], ChunkedAdamW] | None:
     return make
 
 
-def build_engine(model: PreTrainedModel, recipe: Recipe, world: World, traffic: Traffic | None = None) -> Any:
+def build_engine(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    world: World,
+    traffic: Traffic | None = None,
+    dispatcher: MakeDispatcher | None = None,
+    *,
+    by_zero: bool = False,
+) -> Any:
     """A DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
 
     Args:
         traffic: counts the bytes that dispatch and combine send; None does not count.
+        dispatcher: see ``wire_sharded``.
+        by_zero: whether DeepSpeed's ZeRO updates the weights also on one process, to compare with it.
     """
+    alone = updates_alone(recipe, world.size) and not by_zero
     deepspeed = import_deepspeed()
     freeze(model, recipe.objective)
     pack_attention(model, recipe)
@@ -226,14 +254,16 @@ def build_engine(model: PreTrainedModel, recipe: Recipe, world: World, traffic: 
     engine, *_ = deepspeed.initialize(
         model=student,
         model_parameters=parameter_groups(student, recipe),
-        config=deepspeed_config(recipe, world.size),
-        optimizer=chunked_optimizer(recipe),
+        config=deepspeed_config(recipe, world.size, alone),
+        optimizer=own_optimizer(recipe, alone),
     )
-    if not recipe.parallel.zero_stage:
+    if alone:
+        engine.enable_backward_allreduce = False  # it would copy all gradients, also on one process
+    if not engine.zero_optimization():
         for parameter in student.parameters():
             if parameter.requires_grad:
                 parameter.grad_dtype = DTYPES[recipe.accumulate_dtype]  # autograd and DeepSpeed sum in it
-    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, student.quantiser, traffic)
+    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, student.quantiser, traffic, dispatcher)
     compile_layers(model, recipe)
     return engine
 

@@ -20,8 +20,11 @@ from fcsd.config import Parallel, Recipe
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
+from fcsd.models.fused import fuse_parts
 from fcsd.models.wiring import DESYNC
+from fcsd.parallel.expert.dispatcher import MakeDispatcher
 from fcsd.parallel.expert.formats import check_formats, formats_of
+from fcsd.parallel.machine import read_machine
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.wire import Quantiser
 
@@ -35,9 +38,12 @@ def check(recipe: Recipe, processes: int) -> None:
 
     Raises:
         ConfigError: ``ep_size`` does not divide the number of processes or of experts, or a model does not support
-            expert parallelism; or the rows of the student cannot be rounded to the formats.
+            expert parallelism; or the rows of the student cannot be rounded to the formats; or ``parallel.machine`` is
+            damaged, describes another GPU, or lacks a link that the processes use.
     """
     ep_size = recipe.parallel.ep_size
+    if recipe.parallel.machine is not None:
+        check_machine(Path(recipe.parallel.machine), ep_size)
     if (formats := formats_of(recipe.parallel.wire)) is not None:
         register()
         check_formats(formats, _config(recipe.model), recipe.model)
@@ -55,6 +61,47 @@ def check(recipe: Recipe, processes: int) -> None:
     dedup = recipe.parallel.dedup
     if dedup != "off" and config.get_text_config().num_experts_per_tok == 1 and os.environ.get("RANK", "0") == "0":
         log.warning("%s: parallel.dedup %s has no effect, because each token chooses one expert", recipe.model, dedup)
+
+
+def check_machine(path: Path, ep_size: int) -> None:
+    """Check that a machine file describes this machine and has the links of ``ep_size`` neighbouring processes.
+
+    The GPU is compared where there is one.
+
+    Raises:
+        ConfigError: see ``check``.
+    """
+    machine = read_machine(path)
+    present = torch.cuda.get_device_name() if torch.cuda.is_available() else machine.gpu
+    if machine.gpu != present:
+        raise ConfigError(
+            f"parallel.machine: {path} describes {machine.gpu}, and this machine has {present}",
+            hint="measure this machine with fcsd bench links, or correct the key gpu",
+        )
+    if machine.far is None and ep_size > machine.gpus_per_node:
+        raise ConfigError(
+            f"parallel.machine: {path} describes one node of {machine.gpus_per_node} GPUs, and parallel.ep_size "
+            f"{ep_size} needs several",
+            hint="add the key far to the file, or lower parallel.ep_size",
+        )
+
+
+def dispatcher_for(parallel: Parallel, ep_size: int) -> MakeDispatcher:
+    """What makes the dispatchers of a model whose experts are divided among ``ep_size`` processes.
+
+    Raises:
+        ConfigError: ``parallel.machine`` cannot be read.
+    """
+    from fcsd.parallel.expert.choice import node_size_for
+    from fcsd.parallel.expert.hierarchical import ByLayer, dispatcher_of
+
+    if ep_size == 1:
+        return dispatcher_of("off", 1, None)
+    if parallel.dedup == "auto":
+        assert parallel.machine is not None, "the recipe's checks require a machine file"
+        per_node = read_machine(Path(parallel.machine)).gpus_per_node
+        return ByLayer(ep_size, node_size_for(ep_size, per_node))
+    return dispatcher_of(parallel.dedup, ep_size, parallel.node_size)
 
 
 def _check_model(name: str, ep_size: int, hint: str) -> PretrainedConfig:
@@ -129,21 +176,24 @@ def wire_sharded(
     parallel: Parallel,
     quantiser: Quantiser | None = None,
     traffic: Traffic | None = None,
+    dispatcher: MakeDispatcher | None = None,
 ) -> None:
-    """Installs the overlapped schedule of the model's own wiring, with the settings of ``parallel``.
+    """Installs the overlapped schedule of the model's own wiring, and fused kernels, with the settings of ``parallel``.
 
     Args:
         ep_size: the number of processes that divide the model's experts. With 1 nothing is in flight; without a
-            quantiser the model is then left as it is.
+            quantiser only norms, MLPs and routed experts are then fused.
         quantiser: rounds the rows; None sends them as they are.
         traffic: counts the bytes that are sent; None does not count.
+        dispatcher: makes the dispatchers; None stands for a new one of ``dispatcher_for``.
 
     Raises:
         ConfigError: the wiring cannot be overlapped, or its rows cannot be rounded.
     """
+    on_cuda = model.device.type == "cuda"
     if ep_size == 1 and quantiser is None:
+        fuse_parts(model, arch_of(model.config), parallel.fused and on_cuda)
         return
-    from fcsd.parallel.expert.hierarchical import dispatcher_of
     from fcsd.parallel.overlap import overlap
     from fcsd.parallel.transports.copies import CopiesTransport
     from fcsd.parallel.transports.symmetric_memory import open_buffers
@@ -152,7 +202,6 @@ def wire_sharded(
     wiring = wiring_of(model.config)
     if ep_size == 1 and (wiring.name in DESYNC or wiring.distance > 1):
         raise ConfigError("parallel.wire supports neither desync nor a distance above 1", hint="remove parallel.wire")
-    on_cuda = model.device.type == "cuda"
     by_copies = on_cuda and parallel.transport == "auto" and ep_size > 1
     overlap(
         model,
@@ -160,7 +209,7 @@ def wire_sharded(
         parallel.overlap if ep_size > 1 else "off",
         fused=parallel.fused and on_cuda,
         transport=CopiesTransport(open_buffers) if by_copies else all_to_all,
-        dispatcher=dispatcher_of("off" if ep_size == 1 else parallel.dedup, ep_size, parallel.node_size),
+        dispatcher=dispatcher or dispatcher_for(parallel, ep_size),
         quantiser=quantiser,
         traffic=traffic,
     )

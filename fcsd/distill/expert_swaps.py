@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fcsd.config import Parallel, Recipe
 from fcsd.disk import write_json
 from fcsd.distill.expert_states import expert_shares
+from fcsd.distill.routing_record import RoutingRecord
 from fcsd.kernels.bit_split import Format
 from fcsd.launch.world import World
-from fcsd.parallel import order
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.lookup import expert_blocks
 from fcsd.parallel.expert.placement import Placement
@@ -48,10 +48,8 @@ class ExpertSwaps:
         self._file, self._recipe, self._world, self._hosts, self._engine = run / FILE, recipe, world, hosts, engine
         self._every = recipe.parallel.placement.every
         self._blocks = expert_blocks(engine.module.model) if self._every else {}
-        self._chosen: dict[str, list[Tensor]] | None = None  # what the tokens of this step chose, while it is recorded
+        self._record = RoutingRecord({path: block.router for path, block in self._blocks.items()})
         self._swaps = progress.get("placement", {}).get("swaps", 0)
-        for path, block in self._blocks.items():
-            block.router.register_forward_hook(self._recorder(path))
         if self._every:
             self._write()
 
@@ -61,13 +59,9 @@ class ExpertSwaps:
         if not self._every or number % self._every:
             yield
             return
-        self._chosen = {path: [] for path in self._blocks}
-        try:
+        with self._record.on(self._blocks) as chosen:
             yield
-            chosen = [torch.cat(parts) for parts in self._chosen.values()]
-        finally:
-            self._chosen = None
-        self._update(chosen)
+        self._update([torch.cat(parts) for parts in chosen.values()])
 
     def metrics(self) -> dict[str, int]:
         """``swaps``, how many pairs of experts have changed places since the start of the run, over all layers."""
@@ -76,14 +70,6 @@ class ExpertSwaps:
     def progress(self) -> dict[str, Any]:
         """What a checkpoint stores for ``orders_of`` and for the next object of this class."""
         return {"placement": {"swaps": self._swaps, "layers": self._orders()}} if self._every else {}
-
-    def _recorder(self, path: str) -> Any:
-        def record(router: nn.Module, _: Any, output: Any) -> None:
-            # Neither evaluations nor the recompute of activation checkpointing are part of the step.
-            if self._chosen is not None and router.training and not order.in_backward():
-                self._chosen[path].append(output[1].to(torch.int16))
-
-        return record
 
     def _update(self, chosen: list[Tensor]) -> None:
         """Searches better placements for all layers, and moves the experts."""

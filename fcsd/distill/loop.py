@@ -17,6 +17,7 @@ import transformers
 
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import early_stop, preview
+from fcsd.distill.dedup_choice import DedupChoice
 from fcsd.distill.early_stop import ScoreHistory
 from fcsd.distill.engine import without_rounding
 from fcsd.distill.expert_swaps import ExpertSwaps
@@ -104,6 +105,7 @@ class Tools:
     saver: Saver
     samples: Samples
     meter: Meter
+    dedup: DedupChoice
     swaps: ExpertSwaps
     reporter: Reporter | None
     preemption: Preemption
@@ -159,7 +161,9 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, dog: Wa
         feed = shown.enter_context(feeding(run.rows, recipe, run.world, first, steps, run.cache))
         meter = Meter(run.directory, recipe, run.world, run.hosts, run.done, feed, run.traffic)
         swaps = ExpertSwaps(run.directory, recipe, run.world, run.hosts, run.engine, run.progress)
-        tools = Tools(feed, scores, skips, saver, samples, meter, swaps, reporter, preemption, dog)
+        say = reporter.say if reporter else print
+        dedup = DedupChoice(run.directory, recipe, run.world, run.hosts, run.student, run.dispatcher, run.progress, say)
+        tools = Tools(feed, scores, skips, saver, samples, meter, dedup, swaps, reporter, preemption, dog)
         gc.collect()
         gc.freeze()  # libraries and models are excluded from garbage collection, which would slow steps down
         take_steps(run, tools, range(first, steps + 1))
@@ -179,7 +183,7 @@ def take_steps(run: Prepared, tools: Tools, steps: range) -> None:
         tools.dog.beat()
         tools.saver.poll(run.hosts)
         with tools.meter.step(step):
-            with tools.swaps.step(step):
+            with tools.swaps.step(step), tools.dedup.step():
                 launched = launch_step(run.engine, run.live, tools.feed.take(), run.recipe, run.world, step)
             if unjudged is not None:
                 _log_if_skipped(run, tools, unjudged)
@@ -234,7 +238,8 @@ def finish_step(
     time_left = _time_left(run, tools)
     wanted = duties.save or best == step or time_left < math.inf
     if last or (wanted and tools.saver.seconds < time_left):
-        progress = {**_counts(run, step), **tools.scores.progress(), **tools.skips.progress(), **tools.swaps.progress()}
+        keepers = (tools.scores, tools.skips, tools.swaps, tools.dedup)
+        progress = _counts(run, step) | {key: value for one in keepers for key, value in one.progress().items()}
         tools.saver.save(step, progress, last=last, best=best, wait=time_left < math.inf)
         time_left = _time_left(run, tools)  # a signal that came during the save needs no further step
     # A signal that came after the decision not to save lets the run take one more step, which is then saved.

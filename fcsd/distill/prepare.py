@@ -32,6 +32,7 @@ from fcsd.distill.teacher.original import (
 )
 from fcsd.distill.teacher.targets import Teacher, expect_comparable, live_teacher
 from fcsd.launch.world import World
+from fcsd.parallel.expert.dispatcher import MakeDispatcher
 from fcsd.parallel.transports.traffic import Traffic
 
 
@@ -48,6 +49,7 @@ class Prepared:
         live: computes the targets with ``teacher``; None without it.
         cache: reads the targets from a teacher cache, if the run has one.
         traffic: counts the bytes that dispatch and combine send; None if no experts are divided.
+        dispatcher: makes the dispatchers of the student's layers and of a teacher with divided experts.
         rows: the rows of the whole schedule.
         held_out: rows that are only evaluated and never trained on.
         identity: the facts that a run must share with this one in order to continue from its checkpoints.
@@ -66,6 +68,7 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     engine: Any
     traffic: Traffic | None
+    dispatcher: MakeDispatcher
     rows: Mixture
     held_out: Rows | None
     identity: dict[str, Any]
@@ -126,13 +129,14 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     if checkpoint is None and recipe.init.solve != "none":
         solve_student(student, source.path, recipe, rows, world)
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
-    teacher = load_teacher(recipe, student, world, traffic) if needs_teacher(recipe) else None
+    dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
+    teacher = load_teacher(recipe, student, world, traffic, dispatcher) if needs_teacher(recipe) else None
     live = None if teacher is None else live_teacher(teacher, recipe.objective)
     identity, cache = run_identity(recipe, corpora, world), None
     if settings := recipe.objective.teacher_cache:
         cache, hashes = read_teacher_cache(recipe, settings, identity, vocab_size, world)
     identity |= hashes
-    engine = build_engine(student, recipe, world, traffic)
+    engine = build_engine(student, recipe, world, traffic, dispatcher)
     progress = checkpoints.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     update.install(engine, recipe)
     graphs.install(engine.module, live, recipe, [model for model in (student, teacher) if model is not None])
@@ -150,6 +154,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
         tokenizer=tokenizer,
         engine=engine,
         traffic=traffic,
+        dispatcher=dispatcher,
         rows=rows,
         held_out=held_out,
         identity=identity,
@@ -181,12 +186,17 @@ def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
 
 
 def load_teacher(
-    recipe: Recipe, student: PreTrainedModel, world: World, traffic: Traffic | None = None
+    recipe: Recipe,
+    student: PreTrainedModel,
+    world: World,
+    traffic: Traffic | None = None,
+    dispatcher: MakeDispatcher | None = None,
 ) -> PreTrainedModel:
     """Loads the frozen teacher. Its experts are divided as ``parallel.teacher_placement`` says.
 
     Args:
         traffic: counts the bytes that its dispatch and combine send; None does not count.
+        dispatcher: what the student's layers use; a teacher with divided experts uses it, too.
 
     Raises:
         BadInputError: the vocabulary, the hidden size or the number of layers differs from that of ``student``; see
@@ -198,7 +208,8 @@ def load_teacher(
     teacher = expert_parallel.load(resolve(name).path, ep_size, dtype=dtype, device=world.device)
     expect_comparable(student, teacher, recipe, name)
     pack_attention(teacher, recipe)
-    expert_parallel.wire_sharded(teacher, ep_size, recipe.parallel, traffic=traffic)
+    shared = dispatcher if ep_size > 1 else None
+    expert_parallel.wire_sharded(teacher, ep_size, recipe.parallel, traffic=traffic, dispatcher=shared)
     compile_layers(teacher, recipe)
     return teacher.requires_grad_(False)
 

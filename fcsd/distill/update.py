@@ -7,6 +7,7 @@ the kernel leaves weights, moments and the count of steps as they are.
 =====================  =========================================  ========================================
 ZeRO stage, weights    the norm is computed by                    a norm that is not finite is judged
 =====================  =========================================  ========================================
+1 and 2, one process   ``OneProcessAdamW`` in bf16                on the device, by the optimizer
 0, fp32                ``global_norm``                            on the device, by ``found_inf``
 0, bf16                ``global_norm``                            on the host: DeepSpeed's wrapper asks, too
 1 and 2, bf16          DeepSpeed, over all partitions             on the device, by ``found_inf``
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcsd.config import Recipe
+from fcsd.distill.one_process import OneProcessAdamW
 from fcsd.launch.world import World
 
 _EPSILON = 1e-6  # added to the norm before the division, as DeepSpeed and torch do
@@ -50,7 +52,7 @@ def install(engine: Any, recipe: Recipe) -> None:
     ``deepspeed_config`` turns both off, and the hook does both on the device with the norm that DeepSpeed computed. On
     the host the hook saves time in another way: DeepSpeed multiplies all gradients even if the factor is 1.
     """
-    if not clips_by_hook(recipe):
+    if not clips_by_hook(recipe) or isinstance(engine.optimizer, OneProcessAdamW):
         return
     zero, limit, on_device = engine.optimizer, recipe.optim.grad_clip, judges_on_device(recipe)
     zero.clip_grad = 0.0  # loading a checkpoint restores the stored value
@@ -96,6 +98,9 @@ def update(engine: Any, recipe: Recipe, world: World) -> Tensor | float:
 
     Returns: the global L2 norm of the gradients before clipping; a number if the host has computed it.
     """
+    if isinstance(engine.optimizer, OneProcessAdamW):
+        engine.step()
+        return engine.optimizer.norm
     if recipe.parallel.zero_stage:
         with _threads(optimizer_threads()) if recipe.optim.offload == "host" else nullcontext():
             engine.step()

@@ -19,7 +19,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from ..errors import BadInputError, ConfigError
 from .archs import ARCHS, Arch
 from .config_keys import EXPERT_COUNTS, PREFIX, WEIGHTS_FILE
-from .norms import fuse_norms
+from .fused import fuse_parts
 from .wiring import WiredModel, hf_parts, wire_layers
 from .wiring_block import DESYNC, Wiring
 
@@ -68,7 +68,7 @@ def wire(model: PreTrainedModel, wiring: Wiring) -> PreTrainedModel:
         wire_layers(layers, wiring, partial(hf_parts, arch.blocks))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    fuse_norms(model, arch, False)
+    fuse_parts(model, arch, False)
     for layer in layers:
         if "_hf_hook" in vars(layer):  # accelerate's hook calls the forward that it found
             layer._old_forward = MethodType(type(layer).forward, layer)

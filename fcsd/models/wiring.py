@@ -57,9 +57,9 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
         return Parts(attn, None, partial(_whole, mlp))
 
     router, experts, expert = (mlp.get_submodule(name) for name in (blocks.router, "experts", blocks.shared))
-    flat = cache(lambda x: x.reshape(-1, x.shape[-1]))
+    flat = _remembered(lambda x: x.reshape(-1, x.shape[-1]))
     seen = flat if blocks.flattens else lambda x: x
-    shared_expert = cache(lambda x: expert(seen(x)))
+    shared_expert = _remembered(lambda x: expert(seen(x)))
 
     def routed(x: Tensor) -> Tensor:
         if blocks.shared_gate is not None:
@@ -76,6 +76,21 @@ def hf_parts(blocks: Blocks, layer: Any) -> Parts:
         return out.view_as(x)
 
     return Parts(attn, shared, routed)
+
+
+def _remembered(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``function``, which is not computed again for the tensor of the last call.
+
+    ``functools.cache`` would do the same, but torch.compile cannot trace it and would divide the layer.
+    """
+    last: list[Tensor] = []
+
+    def call(x: Tensor) -> Tensor:
+        if not last or last[0] is not x:
+            last[:] = [x, function(x)]
+        return last[1]
+
+    return call
 
 
 def _whole(mlp: nn.Module, x: Tensor) -> Tensor:

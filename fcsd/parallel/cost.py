@@ -9,8 +9,8 @@ compute stream. ``Collective.exposed`` is the one place that weighs the two agai
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 Dedup = Literal["off", "rank", "node"]
@@ -66,6 +66,10 @@ class Links:
             share the memory, and NCCL also uses SMs.
         copy: bytes per second that a kernel reads and writes together.
         codec: the share of ``copy`` that the kernels which encode and decode rows reach.
+        direct: an all-to-all between the GPUs of all nodes; bytes are those that a GPU sends to other nodes. None
+            stands for ``far``.
+        fixed: for each level of deduplication the seconds of a dispatch or combine that depend neither on its bytes nor
+            on its rows: the exchange of counts, the places of rows, and the launches of kernels. 0 where none is given.
     """
 
     per_node: int
@@ -74,6 +78,8 @@ class Links:
     hidden_cost: float
     copy: float
     codec: float
+    direct: Line | None = None
+    fixed: Mapping[Dedup, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,39 +117,66 @@ def expected_groups(experts: int, top_k: int, groups: int) -> float:
     return groups * (1 - math.comb(experts - experts // groups, top_k) / math.comb(experts, top_k))
 
 
-def transfer_seconds(rows: Rows, links: Links, dedup: Dedup) -> float:
-    """Seconds of one dispatch or combine on an idle machine.
+@dataclass(frozen=True)
+class Sent:
+    """The bytes of one dispatch or combine of the rank that has the most.
 
-    - ``off`` sends a row for each token and expert, ``rank`` a row for each token and rank. Links inside of a node and
-      between nodes are busy at the same time.
+    Attributes:
+        near: bytes to ranks of its own node.
+        far: bytes to other nodes.
+    """
+
+    near: float
+    far: float
+
+
+def expected_bytes(rows: Rows, links: Links, dedup: Dedup) -> Sent:
+    """The bytes of one dispatch or combine under random routing.
+
+    - ``off`` sends a row for each token and expert, ``rank`` a row for each token and rank.
     - ``node`` sends a row for each token and node to the GPU with the same place in that node, which forwards it inside
-      of the node (HierMoE §III). The two transfers follow each other.
+      of the node (HierMoE §III).
     """
     nodes = max(1, rows.ranks // links.per_node)
-    if dedup == "node" and nodes > 1:
-        assert links.far is not None
-        sent = rows.tokens * expected_groups(rows.experts, rows.top_k, nodes)
-        forwarded = rows.tokens * expected_groups(rows.experts, rows.top_k, rows.ranks)
-        between = links.far.seconds(sent * (nodes - 1) / nodes * rows.wire)
-        return between + links.near.seconds(forwarded * (links.per_node - 1) / links.per_node * rows.wire)
     each = expected_groups(rows.experts, rows.top_k, rows.ranks) if dedup != "off" else rows.top_k
+    if dedup == "node" and nodes > 1:
+        sent = rows.tokens * expected_groups(rows.experts, rows.top_k, nodes)
+        forwarded = rows.tokens * each * (links.per_node - 1) / links.per_node
+        return Sent(forwarded * rows.wire, sent * (nodes - 1) / nodes * rows.wire)
     to_each = rows.tokens * each / rows.ranks * rows.wire
     neighbours = min(rows.ranks, links.per_node) - 1
-    inside = links.near.seconds(to_each * neighbours)
-    if nodes == 1:
+    return Sent(to_each * neighbours, to_each * (rows.ranks - neighbours - 1))
+
+
+def seconds_of(sent: Sent, links: Links, dedup: Dedup) -> float:
+    """Seconds of one dispatch or combine on an idle machine.
+
+    Links inside of a node and between nodes are busy at the same time, except under ``node``, where the transfers
+    follow each other.
+    """
+    inside = links.near.seconds(sent.near)
+    if not sent.far:
         return inside
-    assert links.far is not None
-    return max(inside, links.far.seconds(to_each * (rows.ranks - neighbours - 1)))
+    assert links.far is not None, "rows between nodes need a link between nodes"
+    if dedup == "node":
+        return inside + links.far.seconds(sent.far)
+    return max(inside, (links.direct or links.far).seconds(sent.far))
+
+
+def transfer_seconds(rows: Rows, links: Links, dedup: Dedup) -> float:
+    """Seconds of one dispatch or combine on an idle machine under random routing."""
+    return seconds_of(expected_bytes(rows, links, dedup), links, dedup)
 
 
 def kernel_seconds(rows: Rows, links: Links, dedup: Dedup) -> float:
     """Seconds of the kernels that one dispatch or combine needs more than a plain one, on the compute stream.
 
-    Records are written and read once in place of rows. Deduplication reads and writes each row once more, to copy a
-    token's row to its experts or to sum their outputs.
+    To them belongs what ``links.fixed`` counts more for this level of deduplication than for none. Records are written
+    and read once in place of rows. Deduplication reads and writes each row once more, to copy a token's row to its
+    experts or to sum their outputs.
     """
     count = rows.tokens * rows.top_k
-    seconds = 0.0
+    seconds = max(0.0, links.fixed.get(dedup, 0.0) - links.fixed.get("off", 0.0))
     if rows.bits < 16:
         seconds += 2 * count * (2 * rows.width + rows.wire) / (links.copy * links.codec)
     if dedup != "off":

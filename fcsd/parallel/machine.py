@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fcsd.errors import ConfigError
-from fcsd.parallel.cost import Line, Links
+from fcsd.parallel.cost import Dedup, Line, Links
 
 _Above = Annotated[float, Field(gt=0)]
 
@@ -39,7 +39,13 @@ class Machine(_Part):
     near: Link
     """The links between the GPUs of a node."""
     far: Link | None = None
-    """The links between nodes. Without them, only one node is predicted."""
+    """The links between nodes, where each GPU sends to those that have the same place in other nodes. Without them,
+    only one node is predicted."""
+    direct: Link | None = None
+    """The links between nodes, where each GPU sends to all GPUs of other nodes. Without them, `far` is used."""
+    fixed_us: dict[Dedup, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """For each of `off`, `rank` and `node`: microseconds of a dispatch or combine that depend neither on its bytes nor
+    on its rows. 0 where none is given."""
     hidden_cost: Annotated[float, Field(ge=0, le=1)] = 0.3
     """Seconds that computation loses for each second of a transfer that it hides. 0.27 was measured for copies and 0.45
     for NCCL, on four H200s."""
@@ -61,7 +67,9 @@ class Machine(_Part):
         """The links in the form in which ``fcsd.parallel.cost`` takes them."""
         far = None if self.far is None else self.far.line
         rate = self.copy_tb_per_s * 1e12
-        return Links(self.gpus_per_node, self.near.line, far, self.hidden_cost, rate, self.codec)
+        direct = None if self.direct is None else self.direct.line
+        fixed: dict[Dedup, float] = {dedup: microseconds * 1e-6 for dedup, microseconds in self.fixed_us.items()}
+        return Links(self.gpus_per_node, self.near.line, far, self.hidden_cost, rate, self.codec, direct, fixed)
 
 
 def read_machine(path: Path) -> Machine:

@@ -24,6 +24,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fcsd.models.experts import is_grouped
+from fcsd.models.mlps import is_gated_mlp
+
 
 @dataclass(frozen=True)
 class LayerBytes:
@@ -204,6 +207,71 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         return torch.empty_like(gate), torch.empty_like(up)
+
+
+class _FusedMLP(nn.Module):
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+def fuse_mlps(model: nn.Module) -> None:
+    """Makes every gated MLP of a model on the meta device keep what ``fcsd.models.mlps`` keeps on a GPU."""
+    for module in model.modules():
+        if is_gated_mlp(module):
+            module.__class__ = _FusedMLP
+
+
+class _GatedHalves(torch.autograd.Function):
+    """``_Gated`` for rows ``[rows, 2 * width]`` that hold both inputs side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return rows.new_empty(len(rows), rows.shape[1] // 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        return torch.empty_like(ctx.saved_tensors[0])
+
+
+class _WeightedSum(torch.autograd.Function):
+    """The weighted sum of each token's rows, which keeps the rows; ``[tokens * top_k, width] -> [tokens, width]``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty(len(weights), rows.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weights = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weights)
+
+
+class _FusedExperts(nn.Module):
+    gate_up_proj: Tensor
+    down_proj: Tensor
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        rows: Any = _Rows.apply(hidden, index.numel())
+        inner: Any = _GatedHalves.apply(F.linear(rows, self.gate_up_proj[0]))
+        return _WeightedSum.apply(F.linear(inner, self.down_proj[0]), weights)  # type: ignore[return-value]
+
+
+def fuse_experts(model: nn.Module) -> None:
+    """Makes routed experts on the meta device keep what ``fcsd.models.experts`` keeps on a GPU.
+
+    The products are those with one expert's weights, because a grouped product keeps and returns the same bytes.
+    """
+    for module in model.modules():
+        if is_grouped(module):
+            module.__class__ = _FusedExperts
 
 
 class RoutedExperts(nn.Module):

@@ -149,11 +149,20 @@ def _exposed(model: ModelNumbers, setup: Setup, links: Links, wiring: str, dedup
     seconds = 0.0
     for layer in model.layers:
         if layer.routed:
-            covers = covers_of(model, layer, setup) if wiring == "farskip" else (0.0,) * 4
-            recomputed = covers[:2] if setup.recompute else ()
-            collectives = [Collective(transfer, cover, kernels) for cover in (*covers, *recomputed)]
+            covers = covers_in_step(model, layer, setup, overlapped=wiring == "farskip")
+            collectives = [Collective(transfer, cover, kernels) for cover in covers]
             seconds += sum(one.exposed(links.hidden_cost) for one in collectives)
     return seconds
+
+
+def covers_in_step(model: ModelNumbers, layer: LayerNumbers, setup: Setup, overlapped: bool) -> tuple[float, ...]:
+    """Seconds of the computation that covers each collective of a layer in a micro-batch, also those of a recompute.
+
+    Args:
+        overlapped: whether the layer has farskip's wiring; otherwise every collective is awaited at once.
+    """
+    covers = covers_of(model, layer, setup) if overlapped else (0.0,) * 4
+    return (*covers, *covers[:2]) if setup.recompute else covers
 
 
 def covers_of(model: ModelNumbers, layer: LayerNumbers, setup: Setup) -> tuple[float, float, float, float]:

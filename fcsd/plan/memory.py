@@ -143,7 +143,7 @@ def step_bytes(own: Shard, setup: Setup) -> int:
     ZeRO holds all averaged gradients in the dtype in which they were accumulated. For each group it makes a flat copy
     of the gradients and, if they are in bf16, an fp32 copy of that. torch's fused AdamW allocates nothing more. With
     bf16 moments, those of ``CHUNK`` parameters exist in fp32, beside random numbers and a sum of both. Without ZeRO
-    there is one group. On the host, a step allocates nothing on the GPU.
+    there is one group. On the host, and with ``OneProcessAdamW``, a step allocates nothing on the GPU.
     """
     if setup.offload == "host":
         return 0
@@ -151,8 +151,8 @@ def step_bytes(own: Shard, setup: Setup) -> int:
     updated, group = sum(own.partition), max(own.groups)
     # Two moments, two random numbers and one temporary tensor, each of four bytes.
     rounding = 20 * min(CHUNK, group) if setup.moments == "bf16" else 0
-    if not setup.zero_stage:
-        return copy * updated + rounding
+    if not setup.zero:
+        return 0 if setup.zero_stage else copy * updated + rounding
     return setup.gradient_width * updated + (setup.gradient_width + copy) * group + rounding
 
 
@@ -182,9 +182,9 @@ def moments(
     whole = setup.gradient_width * own.trained
 
     # Gradients from earlier micro-batches. ZeRO-2 keeps only this rank's partition of them.
-    before = (partition if setup.zero_stage == 2 else whole) if several else 0
-    buckets = BUCKET * width * (2 if setup.overlap_comm else 1) if setup.zero_stage else 0
-    flat = min(BUCKET, own.trained) * width
+    before = (partition if setup.zero == 2 else whole) if several else 0
+    buckets = BUCKET * width * (2 if setup.overlap_comm else 1) if setup.zero else 0
+    flat = min(BUCKET, own.trained) * width if setup.zero or not setup.zero_stage else 0
 
     if setup.recompute:
         kept = [stream * model.streams] * len(model.layers)
@@ -204,7 +204,7 @@ def moments(
     for number, layer in reversed(list(enumerate(model.layers))):
         size, gradient = layers[layer.kind], setup.gradient_width * (layer.dense + layer.routed // setup.ep_size)
         grown += gradient
-        if setup.zero_stage == 2:
+        if setup.zero == 2:
             # Reduced gradients are in the partition's buffer. At most one layer's gradients wait for their bucket.
             gradients = before + partition + gradient
         else:
@@ -214,9 +214,9 @@ def moments(
         found.append(Moment(f"backward pass of layer {number}", **held, **parts, communication=buckets))
         alive -= kept[number]
 
-    reduced = before + partition if setup.zero_stage == 2 else whole + (partition if setup.zero_stage else 0)
+    reduced = before + partition if setup.zero == 2 else whole + (partition if setup.zero else 0)
     found.append(Moment("gradient reduction", **held, gradients=reduced, communication=buckets + flat))
-    remaining = whole if setup.zero_stage == 0 or (setup.offload == "host" and setup.zero_stage == 1) else 0
+    remaining = whole if setup.zero == 0 or (setup.offload == "host" and setup.zero_stage == 1) else 0
     found.append(Moment("optimizer step", **held, gradients=remaining + step_bytes(own, setup)))
     return tuple(found)
 

@@ -17,7 +17,15 @@ from fcsd.kernels.packed_attention import attends_to_all
 from fcsd.models.build import arch_of, decoder_layers, register
 from fcsd.models.config_keys import EXPERT_COUNTS
 from fcsd.models.wiring import Blocks, hf_parts
-from fcsd.plan.activations import LayerBytes, RoutedExperts, attention, fuse_norms, measure_layer
+from fcsd.plan.activations import (
+    LayerBytes,
+    RoutedExperts,
+    attention,
+    fuse_experts,
+    fuse_mlps,
+    fuse_norms,
+    measure_layer,
+)
 from fcsd.plan.setup import Setup
 
 _ATTENTION = "fcsd_plan"
@@ -165,8 +173,11 @@ class MetaModel:
 
     def _measure(self, setup: Setup) -> dict[int, LayerBytes]:
         model, calls, _ = self._run(setup.seq_len, setup.masked)
-        if setup.fused and setup.ep_size > 1:
+        if setup.fused:
             fuse_norms(model)
+            if setup.ep_size == 1:
+                fuse_mlps(model)
+                fuse_experts(model)
         hidden = torch.empty(1, setup.seq_len, self.numbers.hidden, dtype=torch.bfloat16, device="meta")
         decoder, layers = _decoder(model), decoder_layers(model)
         found = {FINAL_NORM: measure_layer(decoder.norm, list(decoder.norm.parameters()), hidden)}

@@ -72,7 +72,9 @@ class Setup:
         offload: what is on the host: nothing, AdamW's moments, or all of its states, so that it runs there.
         overlap_comm: DeepSpeed's option of that name, which reduces gradients during backward through two buckets.
         document: mean number of tokens of a document in a row; with None, a row counts as one document.
-        fused: whether each norm is one kernel when experts are spread over several ranks.
+        fused: whether each norm is one kernel and, if no experts are divided, also the product inside each gated MLP
+            and each move of rows to and from routed experts.
+        alone: whether a run of one process that can updates its weights with ``OneProcessAdamW`` instead of ZeRO.
         best: whether the checkpoint with the best early-stopping score is kept as well.
         saves: checkpoints that are written after a fixed number of steps, and the last one.
         saves_per_hour: checkpoints that are written per hour because a fixed time has passed.
@@ -106,6 +108,7 @@ class Setup:
     overlap_comm: bool = False
     document: int | None = None
     fused: bool = True
+    alone: bool = True
     best: bool = False
     saves: int = 0
     saves_per_hour: float = 0.0
@@ -134,6 +137,12 @@ class Setup:
     def gradient_width(self) -> int:
         """Bytes of a gradient in the dtype in which it is accumulated."""
         return 4 if "fp32" in (self.dtype, self.accumulate_dtype) else 2
+
+    @property
+    def zero(self) -> int:
+        """The stage of ZeRO that runs; 0 on one process whose weights ``OneProcessAdamW`` updates."""
+        plain = (self.dtype, self.moments, self.offload) == ("bf16", "fp32", "none")
+        return 0 if self.alone and self.world == 1 and plain else self.zero_stage
 
     @property
     def accumulation(self) -> float:

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from fcsd.launch.shared_work import ALONE
 from fcsd.serve.generate import CACHE_TOKENS
+from fcsd.serve.grouped_attention import grouped
 from fcsd.serve.logprobs import FORWARD_TOKENS, batches, decoder_of, head_logits
 from fcsd.serve.slots import Slots
 
@@ -174,13 +175,15 @@ class Stepper:
     def _step(self) -> torch.Tensor:
         """Compute one token for every slot without waiting for the device, and return the logits ``[slots, vocab]``."""
         slots = self.slots
-        logits = self.model(
-            input_ids=self.ids,
-            attention_mask=slots.masks(self.model.config.get_text_config(), self.model.dtype),
-            position_ids=slots.positions[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
-        ).logits[:, -1]
+        masks = slots.masks(self.model.config.get_text_config(), self.model.dtype)
+        with grouped(self.model):
+            logits = self.model(
+                input_ids=self.ids,
+                attention_mask=masks,
+                position_ids=slots.positions[:, None],
+                past_key_values=self.cache,
+                use_cache=True,
+            ).logits[:, -1]
         self.finite &= logits.isfinite().all(-1)
         self.ids.copy_(logits.argmax(-1, keepdim=True))
         slots.positions.add_(1).clamp_(max=slots.length - 1)  # writes of ended answers stay inside of their slots

@@ -27,7 +27,7 @@ KL = {"objective.kl": 1.0, "objective.sft": 0.0}
 SFT = {"objective.kl": 0.0, "objective.sft": 1.0}
 FROZEN = {"objective.freeze_embeddings": True, "objective.freeze_lm_head": True}
 ANNEALED = (0.25, 0.5)  # shares of training
-TEXT_SHARES = (0.01, 0.1)  # of the teacher's tokens; a longer run reads its text again
+TEXT_SHARES = (0.01, 0.03, 0.1)  # of the teacher's tokens; a longer run reads its text again
 TEXTS: dict[str, tuple[str, float]] = {  # name -> kind and share of wrong answers, for text.py
     "same": ("same", 0.0),
     "other": ("other", 0.0),
@@ -91,15 +91,15 @@ class Run:
 
 
 def sweeps() -> dict[str, dict[str, Any]]:
-    """Sweep -> its settings and, in ``stages``, the values that it tries in turn."""
-    stages = [{"train.batch_tokens": list(BATCHES)}, {"optim.lr": list(RATES)}]
+    """Sweep -> its settings and, in ``stages``, the keys that it tries in turn, each with its values."""
+    stages = [("train.batch_tokens", BATCHES), ("optim.lr", RATES)]
     found = {
         f"{loss}-{kind}": {"text": kind, "settings": settings, "stages": stages, "metric": "loss"}
         for loss, settings in (("kl", KL), ("sft", SFT))
         for kind in ("same", "other")
     }
     hidden = {**KL, "objective.hidden.weight": HIDDEN_WEIGHTS[0]}
-    tried = [{"objective.hidden.weight": list(HIDDEN_WEIGHTS)}]
+    tried = [("objective.hidden.weight", HIDDEN_WEIGHTS)]
     return found | {"hidden-same": {"text": "same", "settings": hidden, "stages": tried, "metric": "kl"}}
 
 
@@ -223,33 +223,28 @@ def recipe_of(
     return _recipe(run.name, text, run.layers, run.seed, settings, out, work, device, subject)
 
 
-def sweep_recipe(
+def trial_recipe(
     name: str,
+    values: dict[str, Any],
     chosen: dict[str, dict[str, Any]],
     steps: int,
     work: Path,
     device: str,
     subject: Subject = BUNDLED,
 ) -> dict[str, Any]:
-    """The recipe of a sweep, as nested mappings. ``hidden-same`` keeps the batch and the rate that ``kl-same`` chose.
+    """The recipe of a trial of a sweep, as nested mappings.
 
     Args:
+        name: the sweep. ``hidden-same`` keeps the batch and the rate that ``kl-same`` chose.
+        values: the values of the keys that were swept before, and of the key that is swept.
         steps: the optimizer steps of each trial.
     """
     tried = sweeps()[name]
     start = chosen["kl-same"] if name == "hidden-same" else STARTING_VALUES
-    settings = {**start, **tried["settings"], "train.steps": steps, "train.log_every": 1}
-    settings["train.micro_batch_size"] = min(BATCHES) // SEQ_LEN
-    text, out = text_name(tried["text"], 0), work / "sweeps" / name
-    recipe = _recipe(name, text, "all", 0, settings, out, work, device, subject)
-    recipe["sweep"] = {
-        "stages": tried["stages"],
-        "steps": steps,
-        "window": max(1, steps // 3),
-        "metric": tried["metric"],
-        "then": "stop",
-    }
-    return recipe
+    settings = {**start, **tried["settings"], **values, "train.steps": steps, "train.log_every": 1}
+    words = "-".join(f"{key.rpartition('.')[2]}-{value:g}" for key, value in values.items())
+    out = work / "sweeps" / name / words
+    return _recipe(f"{name}-{words}", text_name(tried["text"], 0), "all", 0, settings, out, work, device, subject)
 
 
 def _recipe(

@@ -37,15 +37,14 @@ from scripts.capability.runs import (
     Run,
     Subject,
     recipe_of,
-    sweep_recipe,
     sweeps,
     text_name,
     text_share,
+    trial_recipe,
 )
 from scripts.capability.studies import studies
 
 from fcsd.distill.run.report import read_metrics
-from fcsd.distill.sweep.search import RECORD
 from fcsd.eval.results import read_directory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +111,10 @@ class Study:
         self.subject = Subject(BUNDLED.teacher if args.teacher is None else self.teacher, args.wiring)
         self.clock = Clock(args.minutes)
         self.lines = read_lines([*args.results, args.new])
+        self.trials: dict[tuple[str, int, int], dict[str, Any]] = {}  # by sweep, stage and number
         self.lock = threading.Lock()
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.gpus = given.split(",") if given else [str(gpu) for gpu in range(args.gpus)]
         self.env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.work / "cache")}
         self.env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         self.env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // args.processes))
@@ -133,7 +135,7 @@ class Study:
 
     def fcsd(self, words: list[str], log: str, gpu: int) -> None:
         """Run a command of fcsd on a GPU."""
-        seen = {"CUDA_VISIBLE_DEVICES": str(gpu)} if self.args.device == "cuda" else {}
+        seen = {"CUDA_VISIBLE_DEVICES": self.gpus[gpu]} if self.args.device == "cuda" else {}
         self.clock.run([*FCSD, *words], self.work / "logs" / f"{log}.log", self.env | seen)
 
 
@@ -166,17 +168,30 @@ def write_text(study: Study, kind: str, share: float) -> None:
     (out / "tokenised").touch()
 
 
-def sweep(study: Study, name: str, gpu: int) -> None:
-    """Do a sweep, or continue it, and store what it chose."""
+def do_trial(study: Study, name: str, stage: int, number: int, gpu: int) -> None:
+    """Train for a few steps with one value of a stage, and with what the stages before it chose."""
+    key, values = sweeps()[name]["stages"][stage]
+    trial = best_of(study, name, stage) | {key: values[number]}
     args = study.args
-    recipe = sweep_recipe(name, study.chosen, args.sweep_steps, study.work, args.device, study.subject)
-    study.fcsd(["distill", "--sweep", str(_write_recipe(study, name, recipe))], f"sweep-{name}", gpu)
-    record = json.loads((Path(recipe["output_dir"]) / RECORD).read_text())
-    found = record["trials"]
-    trials = {key: {"values": entry["values"], "value": entry.get("value")} for key, entry in found.items()}
-    values = found[record["stages"][-1]["chosen"]]["values"]
-    if name == "hidden-same":
-        values = {**study.chosen["kl-same"], **values}
+    recipe = trial_recipe(name, trial, study.chosen, args.sweep_steps, study.work, args.device, study.subject)
+    study.fcsd(["distill", str(_write_recipe(study, recipe["name"], recipe))], f"sweep-{recipe['name']}", gpu)
+    metric, window = sweeps()[name]["metric"], max(1, args.sweep_steps // 3)
+    last = [record[metric] for record in read_metrics(Path(recipe["output_dir"])) if metric in record][-window:]
+    with study.lock:
+        study.trials[name, stage, number] = {"values": trial, "value": sum(last) / len(last)}
+
+
+def best_of(study: Study, name: str, stage: int) -> dict[str, Any]:
+    """The values of the best trial of the stage before this one; none before the first stage."""
+    before = [trial for (sweep, at, _), trial in study.trials.items() if (sweep, at) == (name, stage - 1)]
+    return min(before, key=lambda trial: trial["value"])["values"] if before else {}
+
+
+def choose(study: Study, name: str) -> None:
+    """Store what a sweep chose, after its trials."""
+    start = study.chosen["kl-same"] if name == "hidden-same" else {}
+    values = start | best_of(study, name, len(sweeps()[name]["stages"]))
+    trials = [trial for (sweep, *_), trial in sorted(study.trials.items()) if sweep == name]
     study.store({"name": name, "chosen": values, "trials": trials})
 
 
@@ -223,9 +238,14 @@ def _write_recipe(study: Study, name: str, recipe: dict[str, Any]) -> Path:
     return path
 
 
-def missing(study: Study, names: Iterable[str]) -> tuple[list[Run], list[str]]:
-    """The runs of the studies that have no line yet, and the sweeps that these need and that have none."""
-    runs = {run.name: run for name in names for run in studies()[name] if run.name not in study.lines}
+def missing(study: Study, names: Iterable[str], up_to: float) -> tuple[list[Run], list[str]]:
+    """The runs of the studies that have no line yet, and the sweeps that these need and that have none.
+
+    Args:
+        up_to: the largest share of the teacher's tokens of a run.
+    """
+    named = [run for name in names for run in studies()[name] if run.share <= up_to]
+    runs = {run.name: run for run in named if run.name not in study.lines}
     needed = dict.fromkeys(name for run in runs.values() for name in sweeps_of(run))
     return list(runs.values()), [name for name in needed if name not in study.lines]
 
@@ -256,15 +276,20 @@ class Job:
     do: Callable[[int], None]
 
 
-def jobs_of(study: Study, runs: list[Run], sweeps: list[str]) -> list[Job]:
-    """Texts, sweeps and runs, in the order in which they should start, each with what it needs."""
+def jobs_of(study: Study, runs: list[Run], names: list[str]) -> list[Job]:
+    """Texts, the trials of the sweeps with these names, and runs, in the order in which they should start."""
     jobs = [
         Job(text_name(kind, share), (), lambda _, k=kind, s=share: write_text(study, k, s))
-        for kind, share in texts_of(runs, sweeps)
+        for kind, share in texts_of(runs, names)
     ]
-    for name in sweeps:
+    for name in names:
         needs = (text_name(text_of_sweep(name), 0), *(("kl-same",) if name == "hidden-same" else ()))
-        jobs.append(Job(name, needs, lambda gpu, s=name: sweep(study, s, gpu)))
+        for stage, (_, values) in enumerate(sweeps()[name]["stages"]):
+            trials = tuple(f"{name} {stage} {number}" for number in range(len(values)))
+            for number, trial in enumerate(trials):
+                jobs.append(Job(trial, needs, lambda gpu, s=name, at=stage, n=number: do_trial(study, s, at, n, gpu)))
+            needs = trials
+        jobs.append(Job(name, needs, lambda _, s=name: choose(study, s)))
     for run in runs:
         needs = (text_name(run.text, run.text_share), *sweeps_of(run)) if run.text else ()
         jobs.append(Job(run.name, needs, lambda gpu, r=run: do_run(study, r, gpu)))
@@ -311,21 +336,23 @@ def shared_gpus(study: Study) -> Iterator[None]:
     pipes = study.work / "mps"
     pipes.mkdir(parents=True, exist_ok=True)
     study.env |= {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(pipes)}
-    subprocess.run([control, "-d"], env=study.env, check=True)
+    env = study.env | {"CUDA_VISIBLE_DEVICES": ",".join(study.gpus)}
+    study.gpus = [str(number) for number, _ in enumerate(study.gpus)]  # clients count the GPUs that the daemon sees
+    subprocess.run([control, "-d"], env=env, check=True)
     try:
         yield
     finally:
-        subprocess.run([control], input=b"quit\n", env=study.env, check=False)
+        subprocess.run([control], input=b"quit\n", env=env, check=False)
 
 
 def main() -> int:
     args = _arguments().parse_args()
     study = Study(args)
-    runs, sweeps = missing(study, args.studies)
+    runs, sweeps = missing(study, args.studies, args.up_to)
     with shared_gpus(study):
-        done = together(jobs_of(study, runs, sweeps), args.processes, args.gpus)
+        done = together(jobs_of(study, runs, sweeps), args.processes, len(study.gpus))
     study.clock.stop()
-    left, _ = missing(study, args.studies)
+    left, _ = missing(study, args.studies, args.up_to)
     print(f"{len(runs) - len(left)} of {len(runs)} runs done; left: {', '.join(run.name for run in left) or 'none'}")
     return 0 if done else 1
 
@@ -346,6 +373,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--teacher-text", type=Path, help="the teacher's real text; default: runs/teacher/train.jsonl")
     parser.add_argument("--other-text", type=Path, help="other real text; default: the installed Python packages")
     parser.add_argument("--sweep-steps", type=int, default=SWEEP_STEPS)
+    parser.add_argument("--up-to", type=float, default=1.0, help="largest share of the teacher's tokens of a run")
     parser.add_argument("--limit", type=int, help="questions of each benchmark; for trials of this script alone")
     return parser
 

@@ -16,7 +16,7 @@ from files import snapshot
 from safetensors.torch import load_file, save_file
 
 from fcsd.config import Parallel, ResolvedRecipe
-from fcsd.distill import loop, update
+from fcsd.distill import expert_parallel, loop, update
 from fcsd.distill.expert_parallel import check, wire_sharded
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import CheckpointError, ConfigError
@@ -317,9 +317,11 @@ def test_norms_and_rows_are_fused_on_gpus_if_the_recipe_says_so(
 ) -> None:
     given = {}
     monkeypatch.setattr("fcsd.parallel.overlap.overlap", lambda *_, **options: given.update(options))
+    monkeypatch.setattr(expert_parallel, "fuse_parts", lambda model, arch, on: given.update(parts=on))
     model: Any = SimpleNamespace(config=tiny.config("qwen3_moe"), device=torch.device(device))
     wire_sharded(model, 2, Parallel(ep_size=2, fused=wanted))
-    assert given["fused"] == fused
+    wire_sharded(model, 1, Parallel(fused=wanted))
+    assert given["fused"] == given["parts"] == fused
 
 
 @pytest.mark.nightly

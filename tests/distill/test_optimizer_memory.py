@@ -277,7 +277,7 @@ def test_runs_on_the_host_equal_runs_beside_the_weights_and_resume(
 
 def test_a_norm_that_the_host_has_computed_is_a_number(folder: Path) -> None:
     """On a GPU it could not be read back together with the loss, which is on the device."""
-    engine = SimpleNamespace(step=lambda: None, get_global_grad_norm=lambda: torch.tensor(2.0))
+    engine = SimpleNamespace(optimizer=None, step=lambda: None, get_global_grad_norm=lambda: torch.tensor(2.0))
     world = World(0, 1, torch.device("cpu"))
     found = [update(engine, runs.resolved(folder, **changes).recipe, world) for changes in ({}, HOST)]
     assert isinstance(found[0], torch.Tensor) and found[1] == 2.0 and isinstance(found[1], float)

@@ -58,6 +58,17 @@ def test_the_bare_model_is_wired_too(arch, tmp_path):
         assert torch.equal(bare(ids).last_hidden_state, twin.model(ids).last_hidden_state)
 
 
+def test_experts_are_computed_as_in_the_original():
+    """Not one after the other, which takes several host synchronisations for each expert."""
+    found = {}
+    for arch in ARCHS:
+        model = tiny.model(arch)
+        twin = converted(model, Wiring("farskip", (0, 1, 2, 3)))
+        found[arch] = twin.config.get_text_config()._experts_implementation
+        assert found[arch] == model.config.get_text_config()._experts_implementation
+    assert found["deepseek_v2"] == found["qwen3_moe"] == "grouped_mm"
+
+
 def test_desync_survives_a_round_trip(tmp_path):
     register()
     twin, ids = converted(tiny.model("llama"), Wiring("desync-4x", (0, 1, 2, 3), tp_degree=2)), tiny.tokens()

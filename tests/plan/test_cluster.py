@@ -9,10 +9,13 @@ import pytest
 from ranks import fcsd
 from test_measured_runs import RESULTS, meta, read, trained
 
+from fcsd.config import Parallel
 from fcsd.errors import ConfigError
 from fcsd.parallel.cost import Line, Links, fit
 from fcsd.parallel.machine import read_machine
 from fcsd.plan.cluster import Choice, covers_of, draw, predict, predicted, to_text
+from fcsd.plan.deduplication import expected_options
+from fcsd.plan.deduplication import to_text as options_to_text
 from fcsd.plan.setup import Setup
 
 STANDARD, FARSKIP = Choice("standard", "standard"), Choice("farskip", "farskip")
@@ -132,6 +135,19 @@ def test_farskip_dedup_and_a_short_wire_never_lose_and_win_between_nodes(cluster
     assert len(lines) == 3 + 2 + 8 * 6 and lines[0].startswith("Predicted, not measured")
 
 
+def test_the_plan_says_which_deduplication_is_chosen_and_why(cluster: Links) -> None:
+    model = meta("deepseek-v2-lite", 8).numbers
+    auto = Parallel(ep_size=8, dedup="auto", machine="machine.json")
+    setup = replace(trained("train_v2lite_copies_4xh200").setup, ep_size=8, world=8)
+    found = expected_options(model, setup, cluster, auto)
+    assert [option.dedup for option in found] == ["node", "rank", "off"]
+    text = options_to_text(found)
+    assert f"it chooses node, which exposes {1e3 * found[0].exposed:.2f} ms" in text and "Predicted" in text
+    inside = expected_options(model, replace(setup, ep_size=4, world=4), cluster, auto)
+    assert [option.dedup for option in inside] == ["off", "rank"], "one node has no second level, and hides the wire"
+    assert not expected_options(model, replace(setup, ep_size=1), cluster, auto)
+
+
 def test_bad_input_of_a_prediction(cluster: Links, tmp_path: Path) -> None:
     model, setup = meta("deepseek-v2-lite", 8).numbers, trained("train_v2lite_copies_4xh200").setup
     with pytest.raises(ConfigError, match="2 to 8 bits"):
@@ -153,5 +169,7 @@ def test_links_are_measured_and_the_plan_reads_them(tmp_path: Path) -> None:
     asked = ["plan", "qwen3-30b-a3b", "--machine", path, "--json"]
     told = json.loads(fcsd(*asked).stdout)["cluster"]
     assert [one["nodes"] for one in told][::6] == [1, 2, 4, 8, 16, 32, 64, 128]
+    chosen = fcsd("plan", "qwen3-30b-a3b", "--set", "parallel.dedup=auto", "--set", f"parallel.machine={path}")
+    assert "parallel.dedup auto: under random routing it chooses" in chosen.stdout, chosen.stderr
     refused = fcsd("bench", "links", "--gpus", 2, "--node-size", 3, "--out", path)
     assert refused.returncode == 2 and "does not divide" in refused.stderr

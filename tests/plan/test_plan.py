@@ -64,7 +64,8 @@ def test_what_a_layer_keeps_is_what_autograd_saves(tmp_path):
     """Against a real forward pass on the CPU."""
     config = tiny.config("llama", hidden_size=64, intermediate_size=256)
     model = meta(tmp_path, config)
-    found = model.layer_bytes(replace(SMALL, micro_batch_size=1))[0]
+    setup = replace(SMALL, micro_batch_size=1, fused=False)
+    found = model.layer_bytes(setup)[0]
     layer = tiny.model("llama", dtype=torch.bfloat16, intermediate_size=256).train().model.layers[0]
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     saved = {}
@@ -82,6 +83,10 @@ def test_what_a_layer_keeps_is_what_autograd_saves(tmp_path):
     there = {hidden.untyped_storage().data_ptr(), *(part.untyped_storage().data_ptr() for part in rope)}
     real = sum(storage.nbytes() for address, storage in saved.items() if address not in there)
     assert found.kept == pytest.approx(real, rel=0.06)
+    # Fused, silu(gate) is not kept. A norm keeps its input alone, not an fp32 copy and the normalised input as well.
+    saved_by_gate, saved_by_norms = 64 * 256 * 2, 2 * 64 * 64 * (4 + 2)
+    fused = model.layer_bytes(replace(setup, fused=True))[0]
+    assert found.kept - fused.kept == pytest.approx(saved_by_gate + saved_by_norms, rel=0.1)
 
 
 def test_gradients_summed_in_fp32_take_twice_the_memory_of_bf16(tmp_path):

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from scripts.capability import report
 from scripts.capability.results import append, packed, read_lines, unpacked
-from scripts.capability.runs import STARTING_VALUES, Run, Subject, fitted, recipe_of, sweep_recipe, sweeps
+from scripts.capability.runs import STARTING_VALUES, Run, Subject, fitted, recipe_of, sweeps, trial_recipe
 from scripts.capability.scores import fit, scores_of, tokens_to
 from scripts.capability.studies import TABLE_4, chosen_half, sensitivity, studies
-from scripts.capability.work import Job, seconds_in_steps, texts_of, together
+from scripts.capability.work import Job, Study, _arguments, best_of, choose, seconds_in_steps, texts_of, together
 
 from fcsd.config import load_recipe
 from fcsd.eval.suite import SUITES
@@ -58,16 +58,18 @@ def test_every_run_and_every_sweep_is_a_recipe(tmp_path: Path) -> None:
     named: dict[str, Run] = {}
     for run in [run for runs in studies().values() for run in runs]:
         assert named.setdefault(run.name, run).to_json() == run.to_json()
+    path = tmp_path / "recipe.yaml"
     for run in filter(lambda run: run.text, named.values()):
-        path = tmp_path / "recipe.yaml"
         path.write_text(json.dumps(recipe_of(run, CHOSEN, TOKENS, tmp_path, "cuda")))
         recipe = load_recipe(path).recipe
         assert recipe.train.steps * recipe.train.batch_tokens == pytest.approx(run.share * TOKENS, rel=0.02)
         assert (recipe.objective.sft > 0) == run.method.startswith("SFT")
         assert (recipe.early_stop.metric == "mbpp_plus") == bool(run.early_stop)
     for name in sweeps():
-        (tmp_path / "sweep.yaml").write_text(json.dumps(sweep_recipe(name, CHOSEN, 50, tmp_path, "cpu")))
-        assert load_recipe(tmp_path / "sweep.yaml").recipe.sweep is not None
+        for key, values in sweeps()[name]["stages"]:
+            for value in values:
+                path.write_text(json.dumps(trial_recipe(name, {key: value}, CHOSEN, 50, tmp_path, "cpu")))
+                assert load_recipe(path).recipe.train.steps == 50
 
 
 def test_the_batch_changes_at_an_equal_number_of_steps(tmp_path: Path) -> None:
@@ -99,6 +101,21 @@ def test_jobs_start_when_what_they_need_is_done_and_a_failure_stops_only_what_ne
     jobs = [job("run", "sweep"), job("lost", "bad"), job("later", "lost"), job("bad", fails=True), job("sweep", "text")]
     assert not together([*jobs, job("text")], at_once=1, gpus=2)
     assert order == [("bad", 0), ("text", 0), ("sweep", 0), ("run", 0)]
+
+
+def test_a_stage_takes_what_the_stage_before_it_chose(tmp_path: Path) -> None:
+    given = ["table-1", "--work", str(tmp_path), "--new", str(tmp_path / "new.jsonl"), "--teacher-tokens", str(TOKENS)]
+    study = Study(_arguments().parse_args([*given, "--device", "cpu"]))
+    study.clock.stop()
+    (_, batches), (_, rates) = sweeps()["sft-same"]["stages"]
+    assert best_of(study, "sft-same", 0) == {}
+    for stage, key, values in ((0, "train.batch_tokens", batches), (1, "optim.lr", rates)):
+        for number, value in enumerate(values):
+            trial = best_of(study, "sft-same", stage) | {key: value}
+            study.trials["sft-same", stage, number] = {"values": trial, "value": abs(number - 1)}
+    choose(study, "sft-same")
+    line = read_lines([study.args.new])["sft-same"]
+    assert line["chosen"] == {"train.batch_tokens": batches[1], "optim.lr": rates[1]} and len(line["trials"]) == 6
 
 
 def test_models_at_work_are_spread_over_the_gpus() -> None:
@@ -215,5 +232,5 @@ def test_another_teacher_and_wiring_are_in_every_recipe(tmp_path: Path) -> None:
         assert tokens == pytest.approx(TABLE_4 * 580_000_000, rel=0.01)
         published = {"lr": 5e-6, "warmup_steps": 200}
         assert (recipe["optim"] == published) == ("published" in run.method)
-    assert sweep_recipe("kl-other", CHOSEN, 5, tmp_path, "cpu", subject)["init"]["wiring"] == "ladder"
+    assert trial_recipe("kl-other", {}, CHOSEN, 5, tmp_path, "cpu", subject)["init"]["wiring"] == "ladder"
     assert texts_of(runs, []) == [("other", 0.01)]

@@ -51,12 +51,12 @@ def test_a_format_whose_scores_fall_is_not_free() -> None:
 
 
 def test_every_run_is_a_recipe_that_is_taken(tmp_path: Path) -> None:
-    for name, way, expected in (
-        ("bf16", "all", {}),
-        ("int4", "all", dict.fromkeys(("dispatch", "combine", "dispatch_grad", "combine_grad"), "int4")),
-        ("int8", "forward", dict.fromkeys(("dispatch", "combine"), "int8")),
+    for case, expected in (
+        (Case("bf16", "all", 1), {}),
+        (Case("int4", "all", 1), dict.fromkeys(("dispatch", "combine", "dispatch_grad", "combine_grad"), "int4")),
+        (Case("int8", "forward", 1), dict.fromkeys(("dispatch", "combine"), "int8")),
     ):
-        recipe = load_recipe("tiny", overrides(SETTINGS, tmp_path, Case(name, way, 1))).recipe
+        recipe = load_recipe("tiny", overrides(SETTINGS, tmp_path, case)).recipe
         wire = recipe.parallel.wire.model_dump()
         assert wire.pop("stochastic") == ("gradients" if len(expected) == 4 else "off")
         assert {direction: format for direction, format in wire.items() if format} == expected

@@ -117,7 +117,7 @@ def _bench(rank: int, out: Path) -> list[list[dict[str, Any]]]:
     infer.wire_tensor_parallel, infer.Stepper.prefill = noted, small_memory
     rows = [infer.bench(load, out)["rows"]]
     infer.random_tensor_parallel = smaller_memory
-    return [*rows, infer.bench(replace(load, degrees=(2,), batches=(1,)))["rows"]]
+    return [*rows, infer.bench(replace(load, degrees=(2,), batches=(1,), bounds=("standard",)))["rows"]]
 
 
 def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Path) -> None:
@@ -173,12 +173,14 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
         assert row["tokens_per_s"] == pytest.approx(3 * row["batch"] / whole * 1e3)
     assert [line.count("OOM") for line in table(rows).splitlines()[1:]] == [2 * row["out_of_memory"] for row in rows]
 
-    assert len(without_weights) == 6 and all(row["out_of_memory"] for row in without_weights)
+    assert all(row["out_of_memory"] for row in without_weights)
+    assert [row["wiring"] for row in without_weights if not row["exact"]] == ["standard"]
+    assert len(without_weights) == 4
     assert ranks[1]["bench"][1] == without_weights
 
 
-def _by_graphs(path: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:
-    """Answers step by step and by CUDA graphs, and what was logged."""
+def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], list[str]]]:
+    """Answers step by step and by CUDA graphs, and what was logged, for each kind of reduction."""
     from fcsd.launch.world import join_world
     from fcsd.serve.engine import open_engine
 
@@ -186,15 +188,18 @@ def _by_graphs(path: Path) -> tuple[list[list[int]], list[list[int]], list[str]]
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fcsd").addHandler(handler)
-    model: Any = open_engine(path, join_world(), dtype=torch.float32)
-    return _in_slots(model), _in_slots(model, graphs=True), said
+    world, found = join_world(), {}
+    for kind in ("nccl", "symmetric", "copies"):
+        model: Any = open_engine(path, world, dtype=torch.float32, reduce=kind)
+        found[kind] = _in_slots(model), _in_slots(model, graphs=True), list(said)
+    return found
 
 
 @pytest.mark.multi_gpu
 def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> None:
     expected = _greedy(load_model(models["llama"], dtype=torch.float32))
     for found in on_ranks(2, _by_graphs, models["llama"]):
-        assert found == (expected, expected, [])
+        assert found == dict.fromkeys(("nccl", "symmetric", "copies"), (expected, expected, []))
 
 
 @pytest.mark.parametrize(
@@ -207,6 +212,7 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> N
         (["chat", "{model}", "--reduce", "none"], "add --gpus"),
         (["chat", "{model}", "--gpus", "1", "--device", "cpu"], "leave it out with --gpus"),
         (["bench", "infer", "tiny-dense", "--wirings", "standard,sideways"], "unknown wiring 'sideways'"),
+        (["bench", "infer", "tiny-dense", "--bounds", "parallel"], "unknown wiring for a bound 'parallel'"),
         (["bench", "infer", "nothing"], "neither a shape nor a checkpoint"),
         (["bench", "infer", "tiny-dense", "--tp", "one"], "not a list of numbers"),
     ],

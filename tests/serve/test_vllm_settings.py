@@ -103,8 +103,11 @@ FARSKIP, DESYNC = Wiring("farskip", (1, 2)), Wiring("desync-2x", (1, 2), tp_degr
         (settings(FARSKIP, speculative_config=SimpleNamespace(method="eagle3")), "speculation by eagle3"),
         (settings(FARSKIP, lora_config=object()), "LoRA was not tested"),
         (settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}), "reduce none gives wrong results"),
-        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "symmetric"}}), "does not have this kind"),
-        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised:int4"}}), "does not have this kind"),
+        (
+            settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised:fp4"}}),
+            '"fp4" is not a format of the wire',
+        ),
+        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised"}}), "is not a format of the wire"),
         (settings(FARSKIP, additional_config={"fcsd": {"reduce": "fast"}}), "unknown kind of reduction 'fast'"),
         (settings(FARSKIP, additional_config={"fcsd": {"kind": "vllm"}}), 'has one key, "reduce"'),
     ],
@@ -126,6 +129,8 @@ def test_what_it_can_do_is_accepted(monkeypatch):
         settings(FARSKIP, speculative_config=SimpleNamespace(method="ngram")),
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}),  # by vllm serve itself, for a bound
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "vllm"}, "other": 1}),
+        settings(FARSKIP, additional_config={"fcsd": {"reduce": "symmetric"}}),
+        settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised:int4"}}),
     ):
         assert list(problems(config, "deepseek_v3")) == []
     assert list(problems(settings(FARSKIP, dtype=torch.float16), "glm4_moe")) == []
@@ -261,7 +266,8 @@ def test_the_plugin_needs_nothing_that_vllms_image_lacks(repo):
 
 
 def test_both_operators_sum_at_once_on_a_cpu(monkeypatch):
-    ranks = SimpleNamespace(_all_reduce_out_place=lambda x: x.mul_(2))  # as vLLM's, it writes over its input
+    # As vLLM's, it writes over its input.
+    ranks = SimpleNamespace(_all_reduce_out_place=lambda x: x.mul_(2), device_group="the process group")
     parallel_state = module("vllm.distributed.parallel_state", _groups={"tp:0": lambda: ranks})
     distributed = module(
         "vllm.distributed", parallel_state=parallel_state, tensor_model_parallel_all_reduce=lambda x: x * 2
@@ -274,5 +280,15 @@ def test_both_operators_sum_at_once_on_a_cpu(monkeypatch):
     started = reducer.start(x)
     assert torch.equal(reducer.wait(started, x), torch.full((2, 3), 2.0)) and torch.equal(x, torch.ones(2, 3))
     assert reducer.now(x).summand is None and torch.equal(reducer.now(x).total, started.total)
+    asked = []
+
+    def reduce(x: torch.Tensor, group: Any, kind: str) -> Any:
+        asked.append((group, kind))
+        return SimpleNamespace(wait=lambda: x.mul_(3))
+
+    monkeypatch.setattr("fcsd.parallel.tensor.reduce.reduce", reduce)
+    own = reduction.Reducer(2, "tp:0", "quantised:int8")
+    assert torch.equal(own.wait(own.start(x), x), torch.full((2, 3), 3.0)) and torch.equal(x, torch.ones(2, 3))
+    assert asked == [("the process group", "quantised:int8")]
     for alone in (reduction.Reducer(1, "tp:0"), reduction.Reducer(2, "tp:0", "none")):
         assert alone.start(x).total is x and alone.now(x).total is x and alone.wait(alone.start(x), x) is x

@@ -1,10 +1,10 @@
 """Compares the distillation step of fcsd with those of public trainers, each at its best micro-batch, on one device.
 
 All sides train the same converted student from the same weights on the same rows, with the same teacher, the same AdamW
-with fp32 master weights, and transformers' own attention and experts. A row is one document, because TRL's trainer
-cannot keep attention inside several. At each visit a side builds its student and its optimizer anew, because not all of
-them fit into one GPU's memory. First every side runs with every micro-batch; then the sides take turns, each with the
-micro-batch at which it was fastest.
+with fp32 master weights, and the same kernels for attention and for the products of experts. A row is one document,
+because TRL's trainer cannot keep attention inside several. At each visit a side builds its student and its optimizer
+anew, because not all of them fit into one GPU's memory. First every side runs with every micro-batch; then the sides
+take turns, each with the micro-batch at which it was fastest.
 """
 
 import gc
@@ -49,6 +49,7 @@ BASELINES: dict[str, Baseline] = {
     "trl-bf16": Baseline("trl", "trl", lambda: gkd.training(fp32_logits=False)),
     "loop-liger": Baseline("liger_kernel", "liger-kernel", lambda: loop.looping(loop.liger)),
     "loop-trl": Baseline("trl", "trl", lambda: loop.looping(loop.trl_chunked)),
+    "fcsd-plain": Baseline("deepspeed", "deepspeed", lambda: own.distill_plainly),
 }
 
 
@@ -152,7 +153,7 @@ def _visit(name: str, side: Side, setting: Setting, *, timed: int, traced: bool)
     except torch.OutOfMemoryError:
         return found | {"out_of_memory": True}
     found["visit_seconds"] = time.perf_counter() - began
-    measured = ("seconds", "data_wait", "peak", "idle", "exposed", "synchronisations")
+    measured = ("seconds", "data_wait", "peak", "idle", "exposed", "synchronisations", "kernels")
     return found | {"out_of_memory": False, "loss": loss, **{key: getattr(watch, key) for key in measured}}
 
 

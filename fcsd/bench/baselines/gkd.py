@@ -41,10 +41,10 @@ def training(*, fp32_logits: bool) -> Side:
         recipe, on_cuda = setting.recipe, setting.world.device.type == "cuda"
         student = setting.new_student()
         compile_layers(student, recipe)
-        setting.teacher.set_attn_implementation("sdpa")
+        teacher = setting.plain_teacher()
         trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
         optimizer = MasterWeightsAdamW(trained, **adamw_settings(recipe))
-        with tempfile.TemporaryDirectory() as folder, alone(), own_forward(setting.teacher):
+        with tempfile.TemporaryDirectory() as folder, alone(), own_forward(teacher):
             settings = GKDConfig(
                 output_dir=folder,
                 lmbda=0.0,
@@ -70,7 +70,7 @@ def training(*, fp32_logits: bool) -> Side:
             )
             trainer = GKDTrainer(
                 model=student,
-                teacher_model=setting.teacher,
+                teacher_model=teacher,
                 args=settings,
                 data_collator=collate,
                 train_dataset=dataset(setting, setting.rows_per_step * watch.steps),

@@ -56,8 +56,7 @@ def looping(make: Callable[[], Divergence]) -> Side:
         compile_layers(student, recipe)
         if recipe.train.activation_checkpointing:
             student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        teacher: Any = setting.teacher
-        teacher.set_attn_implementation("sdpa")
+        teacher: Any = setting.plain_teacher()
         heads = output_head(student), output_head(teacher).detach()
         trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
         optimizer = MasterWeightsAdamW(trained, **adamw_settings(recipe))

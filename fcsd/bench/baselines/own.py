@@ -1,8 +1,11 @@
 """The side of fcsd: the feed, the engine, the loss and the step of ``fcsd distill``."""
 
+from dataclasses import replace
+
 from fcsd.bench.baselines.setting import Setting, Watch
 from fcsd.distill import update
 from fcsd.distill.engine import build_engine
+from fcsd.distill.expert_parallel import wire_sharded
 from fcsd.distill.feed import feeding
 from fcsd.distill.step import launch_step
 from fcsd.distill.teacher.original import pack_attention
@@ -11,10 +14,22 @@ from fcsd.distill.teacher.targets import live_teacher
 
 def distill(setting: Setting, watch: Watch) -> float:
     """A ``Side``: takes the steps as ``fcsd distill`` does."""
+    return _distill(setting, watch, by_zero=False)
+
+
+def distill_plainly(setting: Setting, watch: Watch) -> float:
+    """A ``Side``: as ``distill``, but transformers' code computes norms, MLPs and routed experts, and ZeRO updates."""
+    parallel = setting.recipe.parallel.model_copy(update={"fused": False})
+    recipe = setting.recipe.model_copy(update={"parallel": parallel})
+    return _distill(replace(setting, recipe=recipe), watch, by_zero=True)
+
+
+def _distill(setting: Setting, watch: Watch, *, by_zero: bool) -> float:
     recipe, world = setting.recipe, setting.world
     pack_attention(setting.teacher, recipe)
+    wire_sharded(setting.teacher, 1, recipe.parallel)
     teacher = live_teacher(setting.teacher, recipe.objective)
-    engine = build_engine(setting.new_student(), recipe, world)
+    engine = build_engine(setting.new_student(), recipe, world, by_zero=by_zero)
     update.install(engine, recipe)
     loss = float("nan")
     with feeding(setting.rows, recipe, world, 1, watch.steps) as feed:

@@ -1,6 +1,7 @@
 """What every side of the comparison is given, and the watch that times its steps."""
 
 import copy
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from fcsd.distill.data.rows import Mixture
 from fcsd.distill.engine import DTYPES
 from fcsd.distill.expert_parallel import randomise
 from fcsd.launch.world import World
+from fcsd.models.build import unwired, wire
+from fcsd.parallel.trace import ON_DEVICE
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class Setting:
         # TRL changes the config of the model that it trains, for example the index of the padding token.
         return randomise(copy.deepcopy(self.student), 1, **draw)
 
+    def plain_teacher(self) -> PreTrainedModel:
+        """The teacher as transformers computes it, without the kernels that fcsd has put into it."""
+        self.teacher.set_attn_implementation("sdpa")
+        return wire(self.teacher, unwired())
+
 
 class Watch:
     """Times the steps of a side. The side calls ``ended`` after every step, and does not wait for the device itself.
@@ -73,6 +81,7 @@ class Watch:
         idle, exposed: the shares of the traced step in which the device ran nothing, and only communication; None if no
             step was traced.
         synchronisations: how often the host waited for the device in the traced step.
+        kernels: what took the most time on the device in the traced step; see ``longest``.
     """
 
     def __init__(self, device: torch.device, untimed: int, timed: int, *, traced: bool) -> None:
@@ -86,6 +95,7 @@ class Watch:
         self.idle: float | None = None
         self.exposed: float | None = None
         self.synchronisations: int | None = None
+        self.kernels: list[tuple[str, int, float]] | None = None
 
     def ended(self, step: int) -> None:
         """Notes that the host has launched step number ``step``, counted from 1."""
@@ -124,9 +134,25 @@ class Watch:
             path = Path(folder, "step.json")
             traced.export_chrome_trace(str(path))
             account = read_account(path)
+            self.kernels = longest(json.loads(path.read_bytes())["traceEvents"])
         self.idle = sum(states["idle"] for states in account.phases.values()) / account.total
         self.exposed = sum(states["exposed"] for states in account.phases.values()) / account.total
         self.synchronisations = sum(count for count, _ in account.synchronisations.values())
+
+
+def longest(events: list[dict[str, Any]], count: int = 60) -> list[tuple[str, int, float]]:
+    """The kernels, copies and fills of a Chrome trace that took the most time on the device.
+
+    Returns: the name (its first 120 characters), how often it ran, and its ms in all, in descending order of the ms.
+    """
+    found: dict[str, tuple[int, float]] = {}
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") in ON_DEVICE:
+            name = event["name"][:120]
+            times, ms = found.get(name, (0, 0.0))
+            found[name] = times + 1, ms + event["dur"] / 1e3
+    rows = [(name, times, ms) for name, (times, ms) in found.items()]
+    return sorted(rows, key=lambda row: -row[2])[:count]
 
 
 # Trains a new student on the first rows of a setting, reports each step to the watch, and returns the loss of the first

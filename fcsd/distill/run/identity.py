@@ -69,6 +69,7 @@ def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[st
         del fields["parallel.dedup"]  # older runs have no such key
     if recipe.parallel.dedup != "node":
         del fields["parallel.node_size"]
+    del fields["parallel.machine"]  # what was chosen with this file is in the progress of a checkpoint
     if not recipe.parallel.placement.every:
         fields = {key: value for key, value in fields.items() if not key.startswith("parallel.placement.")}  # nor these
     if not recipe.parallel.wire.any:

@@ -15,6 +15,8 @@ from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
 from fcsd.models.build import arch_of, decoder_layers
 
+_MOST_COMPILED = 64  # torch's own limit is 8; beyond it layers would silently run uncompiled
+
 
 def needs_teacher(recipe: Recipe) -> bool:
     """Whether a term of the loss needs a teacher in memory."""
@@ -129,8 +131,13 @@ def compile_layers(model: PreTrainedModel, recipe: Recipe, backend: str = "induc
         backend: the backend of torch.compile; tests use one that needs no compiler.
     """
     if recipe.train.compile:
+        import torch._dynamo.config as compiler  # not at the top, because it takes long
+
+        # All layers of student and teacher share one code object, which torch compiles at most this often. It is
+        # compiled once for each kind of layer and its streams, and again when the number of documents first varies.
+        compiler.recompile_limit = max(compiler.recompile_limit, _MOST_COMPILED)
         for layer in decoder_layers(model):
-            layer.compile(backend=backend)  # the number of documents varies: its second value makes it dynamic
+            layer.compile(backend=backend)
 
 
 def without_compiling(recipe: Recipe) -> AbstractContextManager[Any]:

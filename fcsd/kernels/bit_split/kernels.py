@@ -74,7 +74,7 @@ def encode(
         ConfigError: the format's groups do not divide the row.
     """
     number, width = rows.shape
-    plan = _plan(format, width, launch or launch_of_encode(format))
+    plan = plan_of(format, width, launch or launch_of_encode(format))
     records = rows.new_empty(number if count is None else count, plan.row_bytes, dtype=torch.uint8)
     key = {"pair": None, "seed": 0, "step_number": 0, "lane": 0}
     if draws is not None:
@@ -112,7 +112,7 @@ def decode(
     rows = out
     if rows is None:
         rows = records.new_empty(len(records) if source is None else len(source), width, dtype=dtype)
-    plan = _plan(format, width, launch or launch_of_decode(format))
+    plan = plan_of(format, width, launch or launch_of_decode(format))
     tensors = [rows, records.contiguous(), _plain(source)]
     _start(programs.decode_kernel, (len(rows), plan.programs), tensors, plan)
     return rows
@@ -129,7 +129,7 @@ def decode_sum(
 ) -> Tensor:
     """Decode records and sum those of each row: ``[n, width]`` of ``dtype``; see ``moves.decode_sum``."""
     rows = records.new_empty(len(places), width, dtype=dtype)
-    plan = _plan(format, width, launch or launch_of_decode(format))
+    plan = plan_of(format, width, launch or launch_of_decode(format))
     tensors = [rows, records.contiguous(), _plain(weight), _plain(places)]
     _start(programs.sum_kernel, (len(rows), plan.programs), tensors, plan, TOP_K=places.shape[1])
     return rows
@@ -139,7 +139,7 @@ def encode_sum(records: Tensor, format: Format, width: int, launch: Launch | Non
     """Sum records ``[ranks, n, row_bytes]`` over ranks and encode the sums; see ``moves.encode_sum``."""
     ranks, count, _ = records.shape
     sums = torch.empty_like(records[0])
-    plan = _plan(format, width, launch or launch_of_encode(format))
+    plan = plan_of(format, width, launch or launch_of_encode(format))
     tensors: list[Tensor | None] = [records.contiguous(), sums]
     _start(programs.encode_sum_kernel, (count, plan.programs), tensors, plan, **plan.rounding, RANKS=ranks)
     return sums
@@ -149,7 +149,7 @@ def decode_dots(records: Tensor, format: Format, rows: Tensor, places: Tensor, l
     """The scalar products of rows and decoded records, fp32; see ``moves.decode_dots``."""
     dots = rows.new_empty(places.shape, dtype=torch.float32)
     tensors = [rows.contiguous(), records.contiguous(), _plain(places), dots]
-    plan = _plan(format, rows.shape[1], launch)
+    plan = plan_of(format, rows.shape[1], launch)
     _start(programs.dots_kernel, (places.numel(), 1), tensors, plan, TOP_K=places.shape[1])
     return dots
 
@@ -158,7 +158,7 @@ def _plain(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().contiguous()
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """What the kernels need to know of a format and a row.
 
     Attributes:
@@ -175,7 +175,7 @@ class _Plan(NamedTuple):
 
 
 @cache  # a small row takes less time than these lines
-def _plan(format: Format, width: int, launch: Launch) -> _Plan:
+def plan_of(format: Format, width: int, launch: Launch) -> Plan:
     layout, groups = format.layout(width), width // format.group
     block = max(1, min(launch.values // format.group, 1 << (groups - 1).bit_length()))
     parts = min(launch.parts, format.group // 8)
@@ -197,10 +197,10 @@ def _plan(format: Format, width: int, launch: Launch) -> _Plan:
         "enable_fp_fusion": False,
     }
     rounding = {"CLIP": format.clip, "ROUNDING": format.rounding, "PADDING": layout.end}
-    return _Plan(layout.bytes, -(-groups // block), rounding, constants)
+    return Plan(layout.bytes, -(-groups // block), rounding, constants)
 
 
-def _start(kernel: Any, grid: tuple[int, int], tensors: list[Tensor | None], plan: _Plan, **options: object) -> None:
+def _start(kernel: Any, grid: tuple[int, int], tensors: list[Tensor | None], plan: Plan, **options: object) -> None:
     """Start a kernel with ``grid`` programs on the device of ``tensors``."""
     if grid[0]:
         with torch.cuda.device_of(tensors[0]):

@@ -92,7 +92,7 @@ def encode_kernel(
 
 
 @triton.jit
-def _stored(out, x, broken, inside):
+def store_rows(out, x, broken, inside):
     """Store values, bf16 or fp32; those of broken groups are NaN."""
     if out.dtype.element_ty == tl.bfloat16:
         bits = tl.where(broken, 0x7FC0, to_bf16(x)).to(tl.uint16)
@@ -147,7 +147,7 @@ def decode_kernel(
     if places is not None:
         x = tl.where(at >= 0, x, 0.0)
         broken = broken & (at >= 0)
-    _stored(rows + row * WIDTH + column, x, beside(broken), column < WIDTH)
+    store_rows(rows + row * WIDTH + column, x, beside(broken), column < WIDTH)
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def sum_kernel(
         if weight is not None:
             x = x * tl.load(weight + row * TOP_K + k).to(tl.float32)
         total += tl.where(at >= 0, x, 0.0)
-    _stored(rows + row * WIDTH + column, total, total != total, column < WIDTH)
+    store_rows(rows + row * WIDTH + column, total, total != total, column < WIDTH)
 
 
 @triton.jit

@@ -11,6 +11,8 @@ All sizes follow from one exchange of counts, as in the flat dispatcher: every r
 experts in each group of each level. Every exchange is an all-to-all of the whole expert-parallel group. At a level,
 ranks that do not share it send nothing to each other.
 
+Levels without deduplication take the same path with one row for each token and expert.
+
 The formats of a quantised wire apply to the outermost level, whose links are the slowest. The rows that ranks of a node
 exchange are sent as they are, so no row is rounded twice on its way. Rounding is to the nearest code.
 """
@@ -28,20 +30,41 @@ from fcsd.parallel import order
 from fcsd.parallel.cost import Dedup
 from fcsd.parallel.deferred import Deferred, Exchange, exchange_now, launch
 from fcsd.parallel.expert.block import ExpertBlock
+from fcsd.parallel.expert.choice import arrangements
 from fcsd.parallel.expert.counts import gather
 from fcsd.parallel.expert.deduplicated import Collect, Moves, Open, Pack, Relay, write
 from fcsd.parallel.expert.dispatcher import Dispatcher, MakeDispatcher, Wire
 from fcsd.parallel.expert.flat import FlatDispatcher
 from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matrices, two_levels
-from fcsd.parallel.expert.records import Copies, Layout, RecordCodec, copies, expert_order
+from fcsd.parallel.expert.records import Copies, Layout, RecordCodec, copies, copies_by_choice, expert_order
 from fcsd.parallel.transports.codec import Codec
 from fcsd.parallel.transports.transport import Splits, splits_of
 from fcsd.parallel.turns import yield_turn
 from fcsd.parallel.wire import Codecs
 
 
+class ByLayer:
+    """Makes the dispatchers of ``parallel.dedup: auto``: a ``MakeDispatcher`` that may differ from layer to layer.
+
+    Attributes:
+        offered: the levels of each value of ``parallel.dedup`` that can be chosen, from the fewest levels on.
+        chosen: the choice for each layer, by its 0-based index. A layer without a choice takes the last value offered.
+            Every rank has the same choices, and changes them between two steps only.
+    """
+
+    def __init__(self, ranks: int, node_size: int | None) -> None:
+        self.offered = arrangements(ranks, node_size)
+        self.chosen: dict[int, Dedup] = {}
+        self._makes = {dedup: dispatcher_of(dedup, ranks, node_size) for dedup in self.offered}
+
+    def __call__(self, block: ExpertBlock, layer: int, x: Tensor, wire: Wire) -> Dispatcher:
+        """See ``MakeDispatcher``."""
+        dedup = self.chosen.get(layer, next(reversed(self.offered)))
+        return self._makes[dedup](block, layer, x, wire)
+
+
 def dispatcher_of(dedup: Dedup, ranks: int, node_size: int | None) -> MakeDispatcher:
-    """Makes the dispatchers that ``parallel.dedup`` names.
+    """Makes the dispatchers that a value of ``parallel.dedup`` names; ``ByLayer`` makes those of ``auto``.
 
     Args:
         dedup: ``off`` sends a row to each expert of a token, ``rank`` to each rank that has any of its experts, and
@@ -64,7 +87,7 @@ def hierarchical(levels: Levels) -> MakeDispatcher:
     """Makes the dispatchers of a model whose experts are divided over ``levels``.
 
     A block whose tokens choose one expert has no duplicates, and neither has a block whose experts are all on one rank.
-    Such a block gets the flat dispatcher.
+    Such a block gets the flat dispatcher. ``levels`` without deduplication are a baseline for benchmarks (2DH).
     """
 
     def make(block: ExpertBlock, layer: int, x: Tensor, wire: Wire) -> Dispatcher:
@@ -102,7 +125,7 @@ class HierarchicalDispatcher:
         self._tokens = x.reshape(-1, x.shape[-1])
         routing = block.route(self._tokens)
         self._layouts = [
-            Layout(x.shape[-1], min(block.top_k, levels.span(level, self._experts)), x.dtype)
+            Layout(x.shape[-1], levels.choices(level, self._experts, block.top_k), x.dtype)
             for level in range(levels.depth)
         ]
         self._codecs = Codecs() if wire.quantiser is None else wire.quantiser.nearest()
@@ -186,8 +209,10 @@ class HierarchicalDispatcher:
 
     def _copies_of(self, experts: Tensor, level: int) -> Copies:
         """The copies that are sent at a level; ``experts [rows, choices]`` are numbered in the group of the rows."""
-        span, choices = self._levels.span(level, self._experts), self._layouts[level].choices
-        return copies(experts, self._levels.sizes[level], span, choices)
+        groups, span = self._levels.sizes[level], self._levels.span(level, self._experts)
+        if not self._levels.deduplicated:
+            return copies_by_choice(experts, groups, span)
+        return copies(experts, groups, span, self._layouts[level].choices)
 
     def _landed(self) -> Tensor:
         assert self._in_flight is not None, "nothing is in flight"

@@ -4,6 +4,9 @@ With one level, a token sends one row to each rank that holds any of its experts
 each such *node*. A relay rank of that node receives the row, and forwards it to the ranks of the node (HierMoE §III-A).
 The relay has the same place in its node as the sender has in its own, so the ranks of a node share this work.
 
+Levels without deduplication send one row for each pair of token and expert along the same path. This is the
+two-dimensional hierarchical all-to-all (2DH) with which HierMoE is compared.
+
 A *group* of level i is a set of ranks that agree in their place at the levels 0 to i: a node at the first of two
 levels, a rank at the last level. The positions of its experts are contiguous (``placement.py``).
 """
@@ -24,9 +27,11 @@ class Levels:
     Args:
         sizes: how many ranks exchange rows with each other at each level, from the outermost level to the innermost.
             Their product is the number of ranks. ``(ranks,)`` has one level, ``(nodes, ranks of a node)`` two.
+        deduplicated: whether a group receives one row for each token, or one for each pair of token and expert.
     """
 
     sizes: tuple[int, ...]
+    deduplicated: bool = True
 
     @property
     def depth(self) -> int:
@@ -37,6 +42,10 @@ class Levels:
     def ranks(self) -> int:
         """The number of ranks of the expert-parallel group."""
         return math.prod(self.sizes)
+
+    def choices(self, level: int, experts: int, top_k: int) -> int:
+        """How many of a token's ``top_k`` experts one row can be for that is sent to a group of a level."""
+        return min(top_k, self.span(level, experts)) if self.deduplicated else 1
 
     def groups(self, level: int) -> int:
         """The number of groups of a level (HierMoE's U)."""
@@ -80,10 +89,22 @@ def tokens_by_group(positions: Tensor, experts: int, groups: int) -> Tensor:
     return chosen.scatter_(-1, positions.long() // (experts // groups), True).sum(dim=-2)
 
 
+def pairs_by_group(positions: Tensor, experts: int, groups: int) -> Tensor:
+    """How many pairs of a token and an expert each group has; the arguments are those of ``tokens_by_group``.
+
+    Returns: ``[..., groups]``, int64.
+    """
+    group = (positions.long() // (experts // groups)).flatten(-2)
+    return group.new_zeros(*group.shape[:-1], groups).scatter_add_(-1, group, torch.ones_like(group))
+
+
 def all_groups(positions: Tensor, experts: int, levels: Levels) -> Tensor:
-    """``tokens_by_group`` of every level, one level after the other: ``[..., groups of all levels]``, int64."""
-    counts = [tokens_by_group(positions, experts, levels.groups(level)) for level in range(levels.depth)]
-    return torch.cat(counts, dim=-1)
+    """The rows of the groups of every level, one level after the other: ``[..., groups of all levels]``, int64.
+
+    They are those of ``tokens_by_group``, or without deduplication those of ``pairs_by_group``.
+    """
+    rows = tokens_by_group if levels.deduplicated else pairs_by_group
+    return torch.cat([rows(positions, experts, levels.groups(level)) for level in range(levels.depth)], dim=-1)
 
 
 def row_matrices(tokens: Tensor, levels: Levels) -> Tensor:

@@ -149,6 +149,16 @@ def copies(experts: Tensor, groups: int, span: int, choices: int) -> Copies:
     return Copies(row_of.contiguous(), torch.where(copy < 0, -1, copy * choices + earlier), experts % span)
 
 
+def copies_by_choice(experts: Tensor, groups: int, span: int) -> Copies:
+    """The copies of rows without deduplication: one copy, with one entry, for each expert of a row.
+
+    They are numbered by group first and then in the order of the rows. The arguments are those of ``copies``.
+    """
+    experts = experts.long()
+    number = expert_order(experts // span, groups)
+    return Copies(number, number, experts % span)
+
+
 def expert_order(experts: Tensor, slots: int) -> Tensor:
     """The number of the row of each entry, where rows are ordered by expert and then by record.
 

@@ -1,13 +1,13 @@
-"""Runs the steps of a quantised all-reduce over torch.distributed, by NCCL or gloo (FlashCommunication V2, section 4).
+"""Runs a quantised all-reduce (FlashCommunication V2, section 4): in one kernel, or in steps over torch.distributed.
+
+Between GPUs of one host that can access each other's memory, one kernel pipelines encoding, wire and sum
+(``symmetric.all_reduce_quantised``). Elsewhere, and by nodes or in chunks, NCCL or gloo sends the records:
 
     whole   two steps among all ranks: all-to-all of shares, all-gather of sums
     nodes   three steps: all-to-all inside each node, all-gather between nodes, all-gather inside each node
 
 With several chunks the steps of one chunk run while the records of another are on the wire. Each collective sends one
-tensor of records. A kernel that pipelines encoding, wire and sum over symmetric memory does not exist yet.
-
-On GPUs the whole all-reduce runs on a stream of its own. On two H200s with NVLink it is slower than NCCL's in bf16 at
-every size (docs/RESULTS.md, "Formats of the wire").
+tensor of records. On GPUs the whole all-reduce runs on a stream of its own. All ways give the same bits.
 """
 
 from collections import deque
@@ -22,7 +22,9 @@ from torch import Tensor
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
+from fcsd.parallel.tensor import symmetric
 from fcsd.parallel.tensor.steps import Message, cut, hierarchical, split, two_step
+from fcsd.parallel.tensor.window import OnStream, try_window
 from fcsd.parallel.transports.transport import Work
 
 
@@ -34,12 +36,19 @@ class Topology(NamedTuple):
         near: the ranks of this rank's node; None for an all-reduce in two steps among all ranks.
         far: the ranks with the same place in every node.
         chunks: the number of chunks in which the rows are pipelined.
+        steps: whether torch.distributed makes every step, although one kernel could make all of them.
     """
 
     whole: Any
     near: Any = None
     far: Any = None
     chunks: int = 1
+    steps: bool = False
+
+    @property
+    def in_one_kernel(self) -> bool:
+        """Whether one kernel makes the all-reduce if the GPUs can access each other's memory."""
+        return not self.steps and self.near is None and self.chunks == 1
 
 
 def nodes_of(group: Any, node_size: int, chunks: int = 1) -> Topology:
@@ -79,11 +88,16 @@ def all_reduce(x: Tensor, format: Format, topology: Topology) -> Work:
     Raises:
         ConfigError: the groups of the format do not divide the rows.
     """
+    if x.is_cuda and topology.in_one_kernel:
+        window = try_window(topology.whole)
+        if window is not None:
+            format.row_bytes(x.shape[-1])  # refuses a format before anything is sent
+            return symmetric.all_reduce_quantised(x.detach(), format, window)
     ranks = dist.get_world_size(topology.whole)
     near = None if topology.near is None else dist.get_world_size(topology.near)
     rows = cut(x.detach(), format, ranks if near is None else near)  # refuses a format before anything is sent
     if x.is_cuda:
-        return _OnStream(x, rows, format, topology)
+        return OnStream(_stream(x.device), rows, lambda: _Stepwise(x, rows, format, topology).wait())
     return _Stepwise(x, rows, format, topology)
 
 
@@ -129,23 +143,6 @@ class _Stepwise:
         next(self._run, None)
         if self._rows.data_ptr() != self._x.data_ptr():  # rows of zeros were added
             _write(self._x, self._rows)
-
-
-class _OnStream:
-    """An all-reduce that runs on a stream of its own. ``wait`` lets the current stream wait for it."""
-
-    def __init__(self, x: Tensor, rows: Tensor, format: Format, topology: Topology) -> None:
-        stream = _stream(x.device)
-        stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(stream):
-            _Stepwise(x, rows, format, topology).wait()
-            self._done = stream.record_event()
-        self._kept = rows  # the stream reads it, and its memory may belong to another stream
-
-    def wait(self) -> None:
-        """See ``Work``."""
-        torch.cuda.current_stream().wait_event(self._done)
-        del self._kept
 
 
 def _write(x: Tensor, sums: Tensor) -> None:

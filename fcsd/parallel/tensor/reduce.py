@@ -8,6 +8,8 @@ backward pass it sums the gradients of all ranks, of which each rank has its own
 The kinds of reduction are
 
     nccl               the all-reduce of torch.distributed, by gloo on CPUs
+    symmetric          one kernel in the symmetric memory of the GPUs of one host, see ``symmetric``
+    copies             the same by copy engines and a small kernel, see ``copies``
     quantised:FORMAT   rows that are quantised on the wire, see ``quantised``; FORMAT as in docs/wires.md
     none               sends nothing, so its results are wrong; its time is a lower bound for all other kinds
 """
@@ -22,47 +24,57 @@ from torch.profiler import record_function
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel import order
-from fcsd.parallel.tensor.quantised import Topology, all_reduce
+from fcsd.parallel.tensor import copies, quantised, symmetric, window
+from fcsd.parallel.tensor.quantised import Topology
 from fcsd.parallel.transports.transport import Work
 
 Kind = str
-KINDS = ("nccl", "none", "quantised:FORMAT")
+KINDS = ("nccl", "symmetric", "copies", "quantised:FORMAT", "none")
 WRONG_RESULTS = ("none",)
 _QUANTISED = "quantised:"
+_BETWEEN_GPUS = {"symmetric": symmetric.all_reduce, "copies": copies.all_reduce}
 
 
 class Reduction:
     """A sum over the ranks of a group; it may still be in flight.
 
+    Raises:
+        ConfigError: the kind or its format is unknown, or the ranks cannot reduce in this way.
+
     Attributes:
         exact: whether ``wait`` returns the sum, up to the rounding of a format; False for the kinds in
             ``WRONG_RESULTS``.
         format: the format of the wire; None for the values as they are.
+        tensor: the tensor that is being replaced by its sum; None unless a reduction is in flight.
     """
 
     def __init__(self, group: Any, kind: Kind, layer: int) -> None:
         self.format = format_of(kind)
         self.exact = kind not in WRONG_RESULTS
         self._topology = group if isinstance(group, Topology) else Topology(group)
-        self._layer = layer
+        self._layer, self._kind = layer, kind
         self._sends = kind != "none" and dist.get_world_size(self._topology.whole) > 1
+        if self._sends and kind in _BETWEEN_GPUS:
+            window.window_of(self._topology.whole)
         self._work: Work | None = None
-        self._tensor: Tensor | None = None
+        self.tensor: Tensor | None = None
 
     def start(self, x: Tensor, passes: str) -> None:
         """Start to replace ``x`` by its sum; ``passes`` is ``fwd``, ``bwd`` or ``recompute``."""
-        self._tensor = x
+        self.tensor = x
         if self._sends:
             with record_function(f"fcsd::reduce.{passes}.L{self._layer}"):
-                if self.format is None:
-                    self._work = dist.all_reduce(x, group=self._topology.whole, async_op=True)
+                if self.format is not None:
+                    self._work = quantised.all_reduce(x, self.format, self._topology)
+                elif self._kind in _BETWEEN_GPUS:
+                    self._work = _BETWEEN_GPUS[self._kind](x.detach(), self._topology.whole)
                 else:
-                    self._work = all_reduce(x, self.format, self._topology)
+                    self._work = dist.all_reduce(x, group=self._topology.whole, async_op=True)
 
     def wait(self) -> Tensor:
         """Wait, and return the sum in the memory of the tensor that was passed to ``start``. It is called once."""
         work, self._work = self._work, None
-        tensor, self._tensor = self._tensor, None
+        tensor, self.tensor = self.tensor, None
         assert tensor is not None, "a reduction is awaited once, after it was started"
         if work is not None:
             work.wait()

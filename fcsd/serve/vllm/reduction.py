@@ -1,34 +1,37 @@
 """Reductions under vLLM: an all-reduce that starts on a stream of its own, and is awaited where its sum is read.
 
-Two operators carry it through torch.compile: ``fcsd::reduce_start(x, group) -> y`` and
+Two operators carry it through torch.compile: ``fcsd::reduce_start(x, group, kind) -> y`` and
 ``fcsd::reduce_wait(y, x, after)``. The wait takes ``x`` so that its memory is not given to another tensor before the
 sum is complete. It takes ``after``, the newest tensor that was computed, so that no compiler moves it to an earlier
 place: with ``y`` and ``x`` alone Inductor places every wait directly behind its start. Inductor also moves a start
 behind the computation that should cover it. A third operator, ``fcsd::reduce_cover(x, y)``, does nothing, but declares
 that it writes ``x``. It is applied to what the cover reads, which is thereby computed after the start.
 
-All sums of a process travel on one stream of high priority. vLLM's communicators reuse their buffers from one sum to
-the next, which is right if all sums of a group are on one stream, or are joined: sums with nothing in flight use
-vLLM's own ``all_reduce`` on the main stream.
+All sums of a process that are in flight travel on one stream of high priority. vLLM's communicators reuse their
+buffers from one sum to the next, which is right if all sums of a group are on one stream, or are joined: sums with
+nothing in flight use vLLM's own ``all_reduce`` on the main stream.
 
 vLLM captures a piecewise CUDA graph part by part, and a stream that forks in one part cannot join in the next. A sum
 in such a graph is therefore complete when ``reduce_start`` returns, as it is on a CPU.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fcsd.errors import ConfigError
+from fcsd.kernels.bit_split import Format
 
-# ``auto`` is the best kind that exists, today ``vllm``: vLLM's own choice of all-reduce. ``none`` sends nothing, so its
-# results are wrong. Its time is a lower bound for all other kinds.
-Kind = Literal["auto", "vllm", "none"]
-WRONG_RESULTS: tuple[Kind, ...] = ("none",)
-NOT_YET = ("symmetric", "copies", "quantised")
+# ``vllm`` is vLLM's own choice of all-reduce, and ``auto`` is ``vllm`` today. The other kinds are those of
+# ``parallel.tensor.reduce``. ``none`` sends nothing, so its results are wrong, and its time is a lower bound.
+Kind = str
+KINDS = ("auto", "vllm", "symmetric", "copies", "quantised:FORMAT", "none")
+OF_VLLM = ("auto", "vllm")
+WRONG_RESULTS = ("none",)
 
 
 class Sum(NamedTuple):
@@ -67,7 +70,7 @@ class Reducer:
         if not self.sends:
             return Sum(x, None)
         x = x.contiguous()
-        return Sum(torch.ops.fcsd.reduce_start(x, self.group), x)
+        return Sum(torch.ops.fcsd.reduce_start(x, self.group, self.kind), x)
 
     def wait(self, sum_: Sum, newest: Tensor) -> Tensor:
         """Wait for a sum.
@@ -105,26 +108,26 @@ def reduction_kind(additional_config: Any) -> Kind:
     """The kind that the user chose: ``--additional-config '{"fcsd": {"reduce": "vllm"}}'``.
 
     Raises:
-        ConfigError: the section ``fcsd`` has another form, or the kind is unknown or does not exist yet.
+        ConfigError: the section ``fcsd`` has another form, or the kind or its format is unknown.
     """
     section = additional_config.get("fcsd", {}) if isinstance(additional_config, dict) else {}
     if not isinstance(section, dict) or section.keys() - {"reduce"}:
         raise ConfigError('--additional-config: the section "fcsd" has one key, "reduce"')
-    kind = section.get("reduce", "auto")
-    choices = ", ".join(get_args(Kind))
-    if str(kind).partition(":")[0] in NOT_YET:
-        raise ConfigError(f"reduce {kind}: fcsd does not have this kind of reduction under vLLM yet; one of {choices}")
-    if kind not in get_args(Kind):
-        raise ConfigError(f"unknown kind of reduction {kind!r}; one of {choices}")
+    kind = str(section.get("reduce", "auto"))
+    name, _, format = kind.partition(":")
+    if name == "quantised":
+        Format.parse(format)
+    elif kind not in KINDS:
+        raise ConfigError(f"unknown kind of reduction {kind!r}; one of {', '.join(KINDS)}")
     return kind
 
 
 class _InFlight:
-    """The side stream of this process, and the event of each sum in flight, by the address of its memory."""
+    """The side stream of this process, and what waits for each sum in flight, by the address of its memory."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream(priority=-1)
-        self.events: dict[int, torch.cuda.Event] = {}
+        self.waits: dict[int, Callable[[], object]] = {}
 
 
 @cache
@@ -132,10 +135,12 @@ def _in_flight() -> _InFlight:
     return _InFlight()
 
 
-def _start(x: Tensor, group: str) -> Tensor:
+def _start(x: Tensor, group: str, kind: Kind) -> Tensor:
     from vllm.distributed import parallel_state  # pyright: ignore[reportMissingImports]
 
     ranks = parallel_state._groups[group]()
+    if kind not in OF_VLLM:
+        return _start_of_fcsd(x, ranks.device_group, kind)
     if x.device.type == "cpu":
         return ranks._all_reduce_out_place(x.clone())  # the communicator of CPUs writes over its input
     if _captures_a_piece():
@@ -146,17 +151,29 @@ def _start(x: Tensor, group: str) -> Tensor:
         y = ranks._all_reduce_out_place(x)
         event = torch.cuda.Event()
         event.record(flight.stream)
-    flight.events[y.data_ptr()] = event
+    flight.waits[y.data_ptr()] = lambda: torch.cuda.current_stream().wait_event(event)
+    return y
+
+
+def _start_of_fcsd(x: Tensor, group: Any, kind: Kind) -> Tensor:
+    """The same by fcsd's own kinds, which sum in place."""
+    from fcsd.parallel.tensor.reduce import reduce
+
+    reduction = reduce(x.clone(), group, kind)
+    if x.device.type == "cpu" or _captures_a_piece():
+        return reduction.wait()
+    y = reduction.tensor
+    _in_flight().waits[y.data_ptr()] = reduction.wait
     return y
 
 
 def _wait(y: Tensor, x: Tensor, after: Tensor) -> None:
     if y.device.type == "cpu" or _captures_a_piece():
         return
-    event = _in_flight().events.pop(y.data_ptr(), None)
-    if event is None:
+    wait = _in_flight().waits.pop(y.data_ptr(), None)
+    if wait is None:
         raise RuntimeError("a compiler copied a sum that is in flight, which would be read before it is complete")
-    torch.cuda.current_stream().wait_event(event)
+    wait()
 
 
 def _captures_a_piece() -> bool:
@@ -174,14 +191,14 @@ def define_operators() -> torch.library.Library:
     """Define the operators. The library that is returned keeps them alive."""
     library = torch.library.Library("fcsd", "FRAGMENT")
     tags = (torch.Tag.needs_fixed_stride_order,)
-    library.define("reduce_start(Tensor x, str group) -> Tensor", tags=tags)
+    library.define("reduce_start(Tensor x, str group, str kind) -> Tensor", tags=tags)
     library.define("reduce_wait(Tensor(a!) y, Tensor x, Tensor after) -> ()", tags=tags)
     library.define("reduce_cover(Tensor(a!) x, Tensor y) -> ()", tags=tags)
     for device in ("CPU", "CUDA"):
         library.impl("reduce_cover", lambda x, y: None, device)
         library.impl("reduce_start", _start, device)
         library.impl("reduce_wait", _wait, device)
-    library._register_fake("reduce_start", lambda x, group: torch.empty_like(x))
+    library._register_fake("reduce_start", lambda x, group, kind: torch.empty_like(x))
     library._register_fake("reduce_wait", lambda y, x, after: None)
     library._register_fake("reduce_cover", lambda x, y: None)
     return library

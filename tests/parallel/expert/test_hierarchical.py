@@ -37,7 +37,9 @@ Results = list[Tensor]  # the output, and the gradients of the input, the router
 
 def arrangements() -> list[Levels]:
     world = dist.get_world_size()
-    return [one_level(world)] if world == 2 else [one_level(world), two_levels(world, 2)]
+    if world == 2:
+        return [one_level(world)]
+    return [one_level(world), two_levels(world, 2), replace(two_levels(world, 2), deduplicated=False)]
 
 
 def through(make: MakeDispatcher, block: Block, x: Tensor, wire: Wire) -> Tensor:

@@ -157,10 +157,13 @@ def test_ranks_that_nodes_do_not_divide_are_refused(ranks: list[dict[str, Any]])
 
 def test_the_benchmark_times_every_way_and_format(ranks: list[dict[str, Any]]) -> None:
     found = ranks[0]["bench"]
-    assert list(found) == ["bf16", "two steps", "two steps, in chunks", "by nodes", "by nodes, in chunks"]
-    assert all(list(of) == ["int5", "int4"] for name, of in found.items() if name != "bf16")
-    assert all(0 < time.low <= time.median <= time.high for of in found.values() for time in of.values())
-    assert all_reduce.to_text(found, 0.0625).count("\n") == 4
+    ways = ["in steps", "in steps, in chunks", "by nodes", "by nodes, in chunks"]
+    assert list(found) == ["nccl", *(f"quantised:{format} {way}" for format in ("int5", "int4") for way in ways)]
+    assert all(0 < time.low <= time.median <= time.high for time in found.values())
+    second = {"nccl": found["nccl"], list(found)[1]: None}
+    table = all_reduce.to_text({"0.0625 MiB": found, "1 MiB": second}).splitlines()
+    assert len(table) == 10
+    assert [line.split()[-1] for line in table[1:4]] == ["(1.00x)", "wrong", "-"]
 
 
 def _route(every: list[Steps], node_size: int) -> tuple[list[Tensor], int]:

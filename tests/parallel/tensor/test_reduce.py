@@ -98,6 +98,7 @@ def _found(rank: int) -> dict[str, Any]:
         "backward order": _backward_order(real, late, events),
         "saved": _saved(),
         "none": _none(rank),
+        "between GPUs": [_refused(kind) for kind in ("symmetric", "copies")],
     }
 
 
@@ -134,6 +135,14 @@ def _none(rank: int) -> bool:
     return torch.equal(bound.wait(), x) and exact.exact and not bound.exact
 
 
+def _refused(kind: Kind) -> str:
+    try:
+        reduce(torch.ones(4), dist.group.WORLD, kind)
+    except ConfigError as error:
+        return f"{error} {error.hint}"
+    return "nothing was said"
+
+
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
     return in_group(2, _found)
@@ -159,6 +168,12 @@ def test_a_tensor_that_autograd_keeps_is_not_overwritten_unnoticed(two_ranks: li
 
 def test_the_bound_sends_nothing_and_is_marked_as_wrong(two_ranks: list[dict[str, Any]]) -> None:
     assert all(rank["none"] for rank in two_ranks)
+
+
+def test_kinds_between_gpus_are_refused_on_cpus(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        for said in rank["between GPUs"]:
+            assert "needs 2 to 8 GPUs of one host" in said and said.endswith("use --reduce nccl")
 
 
 def test_an_unknown_kind_is_refused() -> None:

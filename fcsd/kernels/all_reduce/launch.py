@@ -1,0 +1,100 @@
+"""Starts the kernels of an all-reduce on the current stream.
+
+All ranks make the same calls in the same order. Two calls on one memory must not run at the same time on a rank.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcsd.errors import ConfigError
+from fcsd.kernels.all_reduce import programs, programs_quantised
+from fcsd.kernels.all_reduce.memory import BLOCKS, SLOTS, Memory, Shape, data_offset
+from fcsd.kernels.bit_split import Format
+from fcsd.kernels.bit_split.kernels import Launch, plan_of
+
+_SMALLEST = 2048  # values of a tile: 16 bytes of bf16 for each of 256 threads
+_LARGEST = 16384  # values of a record: 32 for each of 512 threads
+_MOST_VALUES = 2**30  # of one launch, so that offsets fit into 32 bits
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def all_reduce(x: Tensor, memory: Memory, shape: Shape) -> None:
+    """Replace ``x`` by its sum over the ranks; on all ranks the same bits, added in fp32 in the order of ranks.
+
+    Args:
+        x: bf16, fp16 or fp32 of any shape, contiguous.
+        memory: the memory of the ranks.
+        shape: how the message is divided.
+
+    Raises:
+        ConfigError: the dtype is another one.
+    """
+    if x.dtype not in DTYPES:
+        raise ConfigError(f"an all-reduce over symmetric memory sums bf16, fp16 and fp32, not {x.dtype}")
+    shares = 1 if shape.one_shot else memory.size
+    largest = memory.slot_bytes // x.element_size()
+    for part in x.view(-1).split(_MOST_VALUES):
+        tile = _SMALLEST if len(part) <= 2 * _SMALLEST * shares * shape.blocks else largest
+        blocks = min(shape.blocks, -(-len(part) // (shares * tile)))
+        options = {"TILE": tile, "num_warps": min(16, tile // 256)}
+        _start(programs.sum_kernel, part, memory, shape, blocks, options)
+
+
+def all_reduce_quantised(x: Tensor, memory: Memory, shape: Shape, format: Format) -> None:
+    """Replace ``x`` by its quantised sum over the ranks; on all ranks the bits of ``simulate_all_reduce``.
+
+    Args:
+        x: bf16 or fp32 ``[..., width]``, contiguous.
+        memory: the memory of the ranks.
+        shape: how the message is divided.
+        format: the format of the wire.
+
+    Raises:
+        ConfigError: the groups of the format do not divide the rows of ``x``.
+    """
+    format.row_bytes(x.shape[-1])
+    shares = 1 if shape.one_shot else memory.size
+    for part in x.view(-1).split(_MOST_VALUES):
+        small = len(part) <= 2 * _SMALLEST * shares * shape.blocks
+        record, options = _records(format, memory.slot_bytes, small, shape.record)
+        blocks = min(shape.blocks, -(-len(part) // (shares * record)))
+        exact = x.dtype == torch.bfloat16
+        _start(programs_quantised.sum_kernel, part, memory, shape, blocks, options | {"EXACT": exact})
+
+
+@cache
+def _records(format: Format, slot_bytes: int, small: bool, record: int | None) -> tuple[int, dict[str, Any]]:
+    """The number of values of a record, and the constants of the quantised kernel.
+
+    A small message has many small records, whose values many threads share. A large one has records that fill a place.
+    """
+    if record is None:
+        record = _SMALLEST if small else _LARGEST
+    while format.row_bytes(record) > slot_bytes:
+        record //= 2
+    launch = Launch(record, 1, 8) if small else Launch(record, 4, 16)
+    plan = plan_of(format, record, launch)
+    tiles = 1 if small else min(4, slot_bytes // plan.row_bytes)
+    return record, {**plan.constants, **plan.rounding, "TILES": tiles}
+
+
+def _start(kernel: Any, x: Tensor, memory: Memory, shape: Shape, blocks: int, options: dict[str, Any]) -> None:
+    """Start a kernel of ``blocks`` blocks on the device of ``x``, unless there is nothing to sum."""
+    if not len(x):
+        return
+    layout = {"SLOT": memory.slot_bytes, "DATA": data_offset(memory.size), "BLOCKS": BLOCKS, "SLOTS": SLOTS}
+    with torch.cuda.device_of(x):
+        kernel[(blocks,)](
+            x,
+            len(x),
+            memory.bases,
+            memory.turns,
+            memory.rank,
+            RANKS=memory.size,
+            ONE_SHOT=shape.one_shot,
+            **layout,
+            **options,
+        )

@@ -1,0 +1,94 @@
+"""The memory that the kernels of all ranks share, and when a part of it may be used again.
+
+Every rank has the same memory. It consists of places. A place belongs to a stage, a block of the kernel, a slot and a
+rank, and has a flag and room for ``slot_bytes`` of data:
+
+    stage 0   what rank ``of`` adds to the values that this rank sums
+    stage 1   the sums of rank ``of``
+
+Block b of one rank communicates with block b of the other ranks only. It works in turns, and counts them over all
+calls; turn t uses slot ``t % SLOTS``. A rank writes the data of a turn into the place of another rank, and then the
+number of the turn into its flag. The other rank waits until the flag has that number.
+
+No place is overwritten before it was read. Within a call, a rank writes turn t + 1 while it awaits turn t:
+
+- One stage: it has then awaited turn t - 1, which the others wrote after they had read turn t - 3. Four slots suffice.
+- Two stages: it has then awaited the sums of turn t - 2, so the others have read turn t - 2. Their sums of turn t - 3
+  were read before they wrote turn t - 1.
+
+A call begins with the next turn after the last call, and all ranks make the same calls, so this also holds between
+calls. The counters are on the device, so a captured CUDA graph can be replayed any number of times.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCKS = 64  # the most blocks of a kernel
+SLOTS = 4
+MOST_RANKS = 8
+_ROUND = 64 * 1024  # bytes that a rank receives in one stage of a turn of one block
+_STAGES = 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The shared memory of all ranks as one of them sees it.
+
+    Attributes:
+        rank: the rank of this process.
+        size: the number of ranks, at most ``MOST_RANKS``.
+        bases: the addresses of the memory of each rank in this process, int64 ``[ranks]``, on the device.
+        turns: how many turns each block has made, int32 ``[BLOCKS]``, on the device.
+    """
+
+    rank: int
+    size: int
+    bases: Tensor
+    turns: Tensor
+
+    @property
+    def slot_bytes(self) -> int:
+        """The size of the data of one place."""
+        return slot_bytes(self.size)
+
+
+class Shape(NamedTuple):
+    """How a message is divided. It changes no result, but must be the same on all ranks.
+
+    Attributes:
+        one_shot: whether every rank sums all values, instead of its share.
+        blocks: the most blocks, each of which occupies one SM; at most ``BLOCKS``.
+        record: how many values a record of the quantised kernel has, a power of two from 256 on; None chooses.
+    """
+
+    one_shot: bool
+    blocks: int = 32
+    record: int | None = None
+
+
+def memory_of(rank: int, addresses: Sequence[int], device: torch.device) -> Memory:
+    """The shared memory of ranks whose memory begins at ``addresses`` and was set to zero.
+
+    Every address is a multiple of 16, and the memory has ``total_bytes`` bytes.
+    """
+    bases = torch.tensor(addresses, dtype=torch.int64, device=device)
+    return Memory(rank, len(addresses), bases, torch.zeros(BLOCKS, dtype=torch.int32, device=device))
+
+
+def slot_bytes(ranks: int) -> int:
+    """The size of the data of one place among ``ranks`` ranks, a power of two."""
+    return _ROUND >> (ranks - 1).bit_length()
+
+
+def data_offset(ranks: int) -> int:
+    """Where the data begin, in bytes; the flags lie before them, four bytes each."""
+    return 4 * _STAGES * BLOCKS * SLOTS * ranks
+
+
+def total_bytes(ranks: int) -> int:
+    """The size of the memory of one rank."""
+    return data_offset(ranks) + _STAGES * BLOCKS * SLOTS * ranks * slot_bytes(ranks)

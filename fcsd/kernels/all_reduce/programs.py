@@ -1,0 +1,179 @@
+"""The Triton kernel of an all-reduce of bf16, fp16 or fp32 values, and what all such kernels share.
+
+In one shot, every block sends its values to all ranks and sums what arrives. In two shots, the values of a block are
+divided among the ranks; each rank sums its share and sends the sum to all. A turn of a block is pipelined with the next
+one: its values are on the wire while those of the turn before it are summed.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place_of(stage, block, turn, of, RANKS: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr):
+    """The number of a place; see ``memory``."""
+    return ((stage * BLOCKS + block) * SLOTS + (turn & (SLOTS - 1))) * RANKS + of
+
+
+@triton.jit
+def data_of(base, place, DATA: tl.constexpr, SLOT: tl.constexpr):
+    """The address of the data of a place, in the memory that begins at ``base``."""
+    return base + DATA + place.to(tl.int64) * SLOT
+
+
+@triton.jit
+def signal(bases, me, stage, block, turn, RANKS: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr):
+    """Tell the other ranks that this block has written the data of a turn."""
+    tl.debug_barrier()  # all threads have written
+    place = place_of(stage, block, turn, me, RANKS, BLOCKS, SLOTS)
+    for step in range(1, RANKS):
+        flags = tl.load(bases + (me + step) % RANKS).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(flags + place, turn + 1, sem="release", scope="sys")
+
+
+@triton.jit
+def await_signals(bases, me, stage, block, turn, RANKS: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr):
+    """Wait until the other ranks have written the data of a turn for this block."""
+    flags = tl.load(bases + me).to(tl.pointer_type(tl.int32))
+    for step in range(1, RANKS):
+        flag = flags + place_of(stage, block, turn, (me + step) % RANKS, RANKS, BLOCKS, SLOTS)
+        while tl.atomic_cas(flag, turn + 1, turn + 1, sem="acquire", scope="sys") != turn + 1:
+            pass
+    tl.debug_barrier()  # no thread reads before this one has seen the flags
+
+
+@triton.jit
+def _values_at(base, place, like, DATA: tl.constexpr, SLOT: tl.constexpr):
+    """The address of the data of a place, as a pointer to values of the dtype of ``like``."""
+    pointer = data_of(base, place, DATA, SLOT).to(tl.pointer_type(like.dtype.element_ty))
+    return tl.multiple_of(pointer, 16)
+
+
+@triton.jit
+def _push(
+    x,
+    n,
+    bases,
+    me,
+    block,
+    first,
+    turn,
+    RANKS: tl.constexpr,
+    ONE_SHOT: tl.constexpr,
+    TILE: tl.constexpr,
+    SLOT: tl.constexpr,
+    DATA: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Send this rank's values of a turn: all of them to all ranks, or to each rank its share."""
+    within = tl.arange(0, TILE)
+    place = place_of(0, block, first + turn, me, RANKS, BLOCKS, SLOTS)
+    tile = turn * tl.num_programs(0) + block
+    if ONE_SHOT:
+        at = tile * TILE + within
+        values = tl.load(x + at, mask=at < n)
+        for step in range(1, RANKS):
+            base = tl.load(bases + (me + step) % RANKS)
+            tl.store(_values_at(base, place, x, DATA, SLOT) + within, values, mask=at < n)
+    else:
+        for step in range(1, RANKS):
+            owner = (me + step) % RANKS
+            at = (tile * RANKS + owner) * TILE + within
+            values = tl.load(x + at, mask=at < n)
+            tl.store(_values_at(tl.load(bases + owner), place, x, DATA, SLOT) + within, values, mask=at < n)
+    signal(bases, me, 0, block, first + turn, RANKS, BLOCKS, SLOTS)
+
+
+@triton.jit
+def _collect(
+    x,
+    n,
+    bases,
+    me,
+    block,
+    first,
+    turn,
+    RANKS: tl.constexpr,
+    TILE: tl.constexpr,
+    SLOT: tl.constexpr,
+    DATA: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Write the sums of the other ranks over this rank's values."""
+    within = tl.arange(0, TILE)
+    await_signals(bases, me, 1, block, first + turn, RANKS, BLOCKS, SLOTS)
+    for step in range(1, RANKS):
+        owner = (me + step) % RANKS
+        place = place_of(1, block, first + turn, owner, RANKS, BLOCKS, SLOTS)
+        at = ((turn * tl.num_programs(0) + block) * RANKS + owner) * TILE + within
+        sums = tl.load(_values_at(tl.load(bases + me), place, x, DATA, SLOT) + within, mask=at < n)
+        tl.store(x + at, sums, mask=at < n)
+
+
+@triton.jit(do_not_specialize=["me"])
+def sum_kernel(
+    x,
+    n,
+    bases,
+    turns,
+    me,
+    RANKS: tl.constexpr,
+    ONE_SHOT: tl.constexpr,
+    TILE: tl.constexpr,
+    SLOT: tl.constexpr,
+    DATA: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Replace ``n`` values ``x`` by their sums over the ranks, which are added in fp32 in the order of ranks."""
+    block, within = tl.program_id(0), tl.arange(0, TILE)
+    first = tl.load(turns + block)
+    own = tl.load(bases + me)
+    SHARES: tl.constexpr = 1 if ONE_SHOT else RANKS  # pyright: ignore[reportAssignmentType]
+    count = tl.cdiv(n, tl.num_programs(0) * SHARES * TILE)
+    _push(x, n, bases, me, block, first, 0, RANKS, ONE_SHOT, TILE, SLOT, DATA, BLOCKS, SLOTS)
+    for turn in range(count):
+        if turn + 1 < count:
+            _push(x, n, bases, me, block, first, turn + 1, RANKS, ONE_SHOT, TILE, SLOT, DATA, BLOCKS, SLOTS)
+        tile = turn * tl.num_programs(0) + block
+        if not ONE_SHOT:
+            tile = tile * RANKS + me
+        at = tile * TILE + within
+        mine = tl.load(x + at, mask=at < n)
+        await_signals(bases, me, 0, block, first + turn, RANKS, BLOCKS, SLOTS)
+        total = tl.zeros([TILE], tl.float32)
+        for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]
+            place = place_of(0, block, first + turn, rank, RANKS, BLOCKS, SLOTS)
+            # This rank has not sent its own values to itself.
+            theirs = tl.load(_values_at(own, place, x, DATA, SLOT) + within, mask=(at < n) & (me != rank))
+            total += tl.where(me == rank, mine, theirs).to(tl.float32)
+        sums = total.to(x.dtype.element_ty)
+        tl.store(x + at, sums, mask=at < n)
+        if not ONE_SHOT:
+            place = place_of(1, block, first + turn, me, RANKS, BLOCKS, SLOTS)
+            for step in range(1, RANKS):
+                base = tl.load(bases + (me + step) % RANKS)
+                tl.store(_values_at(base, place, x, DATA, SLOT) + within, sums, mask=at < n)
+            signal(bases, me, 1, block, first + turn, RANKS, BLOCKS, SLOTS)
+            if turn > 0:
+                _collect(x, n, bases, me, block, first, turn - 1, RANKS, TILE, SLOT, DATA, BLOCKS, SLOTS)
+    if not ONE_SHOT:
+        _collect(x, n, bases, me, block, first, count - 1, RANKS, TILE, SLOT, DATA, BLOCKS, SLOTS)
+    tl.store(turns + block, first + count)
+
+
+@triton.jit(do_not_specialize=["me"])
+def share_kernel(own, arrived, out, n, stride, me, RANKS: tl.constexpr, TILE: tl.constexpr):
+    """See ``shares.sum_share``. The programs take tiles in turns, so that few of them suffice."""
+    for tile in range(tl.program_id(0), tl.cdiv(n, TILE), tl.num_programs(0)):
+        at = tile * TILE + tl.arange(0, TILE)
+        mine = tl.load(own + at, mask=at < n)
+        total = tl.zeros([TILE], tl.float32)
+        for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]
+            theirs = tl.load(arrived + rank * stride + at, mask=(at < n) & (me != rank))
+            total += tl.where(me == rank, mine, theirs).to(tl.float32)
+        sums = total.to(own.dtype.element_ty)
+        tl.store(own + at, sums, mask=at < n)
+        tl.store(out + at, sums, mask=at < n)

@@ -1,0 +1,94 @@
+"""Lets Triton kernels move the rows of routed experts that all are on one GPU, and compute the product inside them.
+
+The grouped matrix products are those of transformers. Around them, transformers copies every row to its expert and back
+by indexing, multiplies the outputs by the scores in a tensor of their own, and fills rows of absent experts. Its
+backward pass sorts indices to add rows up. Here one kernel copies tokens to rows, one computes ``silu(gate) * up``, and
+one sums each token's weighted rows. Products and sums are computed in fp32 and rounded once.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.integrations import moe
+
+
+class FusedExperts(nn.Module):
+    """Routed experts whose rows kernels move; a mixin that precedes transformers' own class."""
+
+    unfused: type[nn.Module]  # transformers' class, which ``fuse_experts(fused=False)`` restores
+    num_experts: int
+    gate_up_proj: Tensor
+    down_proj: Tensor
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The weighted sum of each token's experts, ``[tokens, hidden]`` to the same shape.
+
+        Args:
+            top_k_index: int64 ``[tokens, top_k]``, the experts of each token.
+            top_k_weights: ``[tokens, top_k]``, their weights.
+        """
+        if torch.compiler.is_compiling():  # a compiler fuses transformers' own code
+            return self.unfused.forward(self, hidden_states, top_k_index, top_k_weights)
+        from fcsd.kernels.gated import gated_silu_halves  # Triton is imported only where its kernels run
+        from fcsd.kernels.rows import permute, row_numbers, unpermute
+
+        chosen, order = torch.sort(top_k_index.flatten())
+        row_of = row_numbers(order, top_k_index.shape[1])
+        # The first row behind those of each expert. The host does not wait for it.
+        experts = torch.arange(self.num_experts, device=chosen.device)
+        ends = torch.searchsorted(chosen, experts, right=True, out_int32=True)
+        rows = permute(hidden_states, None, row_of)
+        inner = gated_silu_halves(_grouped_product(rows, self.gate_up_proj, ends))
+        return unpermute(_grouped_product(inner, self.down_proj, ends), top_k_weights, row_of)
+
+
+def _grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """The product of each row with the transposed matrix of its expert, by the kernel that transformers uses.
+
+    Args:
+        rows: ``[rows, in]``, ordered by expert.
+        weights: ``[experts, out, in]``.
+        ends: int32 ``[experts]``, the first row behind those of each expert.
+    """
+    return moe._grouped_linear(rows, weights, ends)  # pyright: ignore[reportPrivateUsage]
+
+
+@cache
+def _fused_class(cls: type[nn.Module]) -> type[nn.Module]:
+    # The class keeps its name, by which transformers finds modules.
+    return type(cls.__name__, (FusedExperts, cls), {"__module__": cls.__module__, "unfused": cls})
+
+
+def fuse_experts(model: nn.Module, fused: bool = True) -> None:
+    """Let kernels move the rows of all routed experts that ``is_grouped`` describes, or restore transformers' code.
+
+    The call can be repeated.
+
+    Args:
+        model: changed in place.
+        fused: whether the kernels are used.
+    """
+    for module in model.modules():
+        if isinstance(module, FusedExperts):
+            module.__class__ = module.unfused  # pyright: ignore[reportAttributeAccessIssue]
+        if fused and is_grouped(module):
+            module.__class__ = _fused_class(type(module))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_grouped(module: Any) -> bool:
+    """Whether a module holds routed experts that transformers computes as ``FusedExperts`` does.
+
+    These are gated MLPs with SiLU and without biases, computed by grouped products. Their weights are
+    ``[experts, 2 * inner, hidden]``, gates first, and ``[experts, hidden, inner]``.
+    """
+    if getattr(type(module), "_apply_gate", None) is not moe._default_apply_gate:  # pyright: ignore[reportPrivateUsage]
+        return False
+    form = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    return (
+        all(getattr(module, name) == value for name, value in form.items())
+        and module.config._experts_implementation == "grouped_mm"
+        and isinstance(module.act_fn, SiLUActivation | nn.SiLU)
+    )

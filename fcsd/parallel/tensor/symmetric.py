@@ -1,0 +1,55 @@
+"""The kind ``symmetric``: all-reduces between the GPUs of one host, each in one kernel over symmetric memory.
+
+NVLink multicast is never used. The kernels occupy few SMs, so that they slow the computation beside them little.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from fcsd.kernels.all_reduce.memory import Shape
+from fcsd.kernels.bit_split import Format
+from fcsd.parallel.tensor.window import OnStream, Window, window_of
+from fcsd.parallel.transports.transport import Work
+
+# Up to so many bytes of a rank's values, one shot is faster than two, by the number of ranks. Between two ranks both
+# send equally many bytes, and one shot waits once.
+_ONE_SHOT = {2: 2**40, 3: 2**18, 4: 2**18}
+_ONE_SHOT_OF_MORE = 2**17
+# The blocks of a kernel: few SMs for messages whose time is that of the first bytes, more where it is the bandwidth.
+_BLOCKS, _BLOCKS_OF_LARGE, _LARGE = 16, 32, 2**22
+
+
+def shape_of(x: Tensor, ranks: int) -> Shape:
+    """How the reduction of ``x`` among ``ranks`` ranks is divided."""
+    one_shot = x.nbytes <= _ONE_SHOT.get(ranks, _ONE_SHOT_OF_MORE)
+    return Shape(one_shot, _BLOCKS if x.nbytes <= _LARGE else _BLOCKS_OF_LARGE)
+
+
+def all_reduce(x: Tensor, group: Any) -> Work:
+    """Start to replace ``x`` by its sum over the ranks, in place. Every rank gets the same bits.
+
+    Args:
+        x: bf16, fp16 or fp32 of any shape, contiguous. Nothing else may use it until the work was awaited.
+        group: GPUs of one host.
+
+    Raises:
+        ConfigError: the GPUs cannot access each other's memory, or the dtype is another one.
+    """
+    from fcsd.kernels.all_reduce import launch
+
+    window = window_of(group)
+    shape = shape_of(x, window.memory.size)
+    return OnStream(window.stream, x, lambda: launch.all_reduce(x, window.memory, shape))
+
+
+def all_reduce_quantised(x: Tensor, format: Format, window: Window) -> Work:
+    """The same with values that are quantised on the wire; ``x`` is bf16 or fp32 ``[..., width]``.
+
+    Raises:
+        ConfigError: the groups of the format do not divide the rows.
+    """
+    from fcsd.kernels.all_reduce import launch
+
+    shape = shape_of(x, window.memory.size)
+    return OnStream(window.stream, x, lambda: launch.all_reduce_quantised(x, window.memory, shape, format))

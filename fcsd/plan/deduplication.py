@@ -1,0 +1,87 @@
+"""Says which deduplication ``parallel.dedup: auto`` chooses for a layer, and why.
+
+``fcsd plan`` assumes random routing. A run counts the routing of its first step (``fcsd.distill.dedup_choice``).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fcsd import config
+from fcsd.kernels.bit_split import Format
+from fcsd.parallel.cost import Dedup, Links, Rows, Sent, expected_bytes
+from fcsd.parallel.expert.choice import Option, arrangements, node_size_for, options
+from fcsd.plan.cluster import covers_in_step
+from fcsd.plan.model import LayerNumbers, ModelNumbers
+from fcsd.plan.setup import Setup
+
+
+def rows_of(model: ModelNumbers, setup: Setup, wire: config.Wire) -> Rows:
+    """The rows of one dispatch or combine of a rank; the bits of a value are the mean over the four directions."""
+    plain = 8.0 * setup.width
+    formats = (wire.dispatch, wire.combine, wire.dispatch_grad, wire.combine_grad)
+    bits = sum(plain if name is None else Format.parse(name).bits_per_value for name in formats) / len(formats)
+    tokens = setup.micro_batch_size * setup.seq_len
+    return Rows(tokens, model.top_k, model.experts, setup.ep_size, model.hidden, bits)
+
+
+def layer_options(
+    model: ModelNumbers,
+    layer: LayerNumbers,
+    setup: Setup,
+    links: Links,
+    rows: Rows,
+    sent: Mapping[Dedup, Sent],
+    overlapped: bool,
+) -> list[Option]:
+    """The options of a layer, the best one first.
+
+    Args:
+        rows: of ``rows_of``.
+        sent: for each value of ``parallel.dedup`` that can be chosen the bytes of one dispatch or combine.
+        overlapped: whether computation covers the layer's collectives.
+    """
+    return options(sent, rows, links, covers_in_step(model, layer, setup, overlapped))
+
+
+def expected_options(model: ModelNumbers, setup: Setup, links: Links, parallel: config.Parallel) -> list[Option]:
+    """The options of the last MoE layer under random routing, for a student that has farskip's wiring.
+
+    The list is empty for a dense model and without divided experts.
+    """
+    layers = [layer for layer in model.layers if layer.routed]
+    if not layers or setup.ep_size == 1:
+        return []
+    rows = rows_of(model, setup, parallel.wire)
+    offered = arrangements(setup.ep_size, node_size_for(setup.ep_size, links.per_node))
+    sent: dict[Dedup, Sent] = {dedup: expected_bytes(rows, links, dedup) for dedup in offered}
+    return layer_options(model, layers[-1], setup, links, rows, sent, overlapped=parallel.overlap == "on")
+
+
+def to_text(found: Sequence[Option]) -> str:
+    """Formats a table of the options, with the reason for the choice above it."""
+    from fcsd.markdown import table
+
+    rows = [
+        [option.dedup, *(f"{1e3 * seconds:.2f}" for seconds in (option.transfer, option.kernels, option.exposed))]
+        for option in found
+    ]
+    lines = [
+        f"parallel.dedup auto: under random routing it chooses {reason(found)}.",
+        "Predicted, not measured. A run decides for each layer by the routing of its first step.",
+        "",
+        table(["dedup", "transfer, ms", "kernels, ms", "exposed in a micro-batch, ms"], rows, left=1),
+    ]
+    return "\n".join(lines)
+
+
+def reason(found: Sequence[Option]) -> str:
+    """The choice and why, such as ``node, which exposes 3.10 ms per layer and micro-batch (rank 9.02, off 25.10)``."""
+    best, *others = found
+    rest = ", ".join(f"{option.dedup} {1e3 * option.exposed:.2f}" for option in others)
+    return f"{best.dedup}, which exposes {1e3 * best.exposed:.2f} ms per layer and micro-batch ({rest})"
+
+
+def to_json(found: Sequence[Option]) -> list[dict[str, Any]]:
+    """The options as data that can be written as JSON, the best one first; times are in seconds."""
+    return [asdict(option) for option in found]

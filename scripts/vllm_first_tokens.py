@@ -1,0 +1,302 @@
+"""How long requests wait for their first token in vLLM: the original, the converted model, and the bound.
+
+    python scripts/vllm_first_tokens.py FOLDER --shape deepseek-v2-lite --layers 27 --tp 2 --ep --seconds 240
+
+The models are shapes of ``fcsd.bench.shapes`` with random weights. Every variant is an engine of its own, on the same
+GPUs, and the engines take turns: they answer the same prompts, one engine at a time. The bound is the converted model
+whose ranks send nothing (``reduce: none``), so its results are wrong. Random weights route unevenly, so all variants
+route each token to experts that are drawn at random, evenly (vLLM's routing simulation). Prefix caching is off, and no
+prompt is used twice.
+
+At once: ``--requests`` distinct prompts arrive together; a row has the mean and the last time to first token. Under
+load: requests arrive at random (Poisson), at rates that are fractions of the original's own throughput; a row has the
+medians and the 99th percentiles of the time to first token and of the time per token after it. All variants get the
+same arrivals. vLLM's model runner, graphs, token budget and attention must be the same for all variants, or nothing is
+measured. ``scripts/vllm_gpu.sh time`` runs this on a GPU machine.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+ORIGINAL, BOUND = "original", "bound, wrong results"
+SAMPLE = 64  # requests at once by which the original's throughput is measured
+Row = dict[str, Any]
+Times = tuple[float, float]  # of one request: seconds to its first token, and to its last one
+
+
+def make(folder: Path, shape: str, layers: int, wiring: str) -> tuple[Path, Path]:
+    """Two directories with a config.json and without weights: the original, and one with all layers rewired."""
+    from fcsd.bench.shapes import SHAPES
+    from fcsd.models.archs import ARCHS
+    from fcsd.models.wiring_block import Wiring
+
+    config = SHAPES[shape](layers)
+    base = ARCHS[config.model_type].classes["AutoModelForCausalLM"][0]
+    original, converted = folder / f"{shape}-{layers}.base", folder / f"{shape}-{layers}-{wiring}"
+    config.architectures = [base]
+    config.save_pretrained(original)
+    fields = json.loads((original / "config.json").read_text())
+    converted.mkdir(parents=True, exist_ok=True)
+    names = {"model_type": f"fcsd_{config.model_type}", "architectures": [f"Fcsd{base}"]}
+    block = Wiring(wiring, layers=tuple(range(layers))).to_block()
+    (converted / "config.json").write_text(json.dumps({**fields, **names, "fcsd": block}))
+    return original, converted
+
+
+def serve_variant(pipe: Connection, path: Path, options: Row) -> None:
+    """In a process of its own: start an engine, say what it chose, and answer until ``None`` arrives."""
+    try:
+        asyncio.run(_serve(pipe, path, options))
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send(RuntimeError(f"{type(error).__name__}: {str(error)[:500]}"))
+
+
+async def _serve(pipe: Connection, path: Path, options: Row) -> None:
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+    from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+    from vllm.usage.usage_lib import UsageContext  # pyright: ignore[reportMissingImports]
+    from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+    arguments = AsyncEngineArgs(model=str(path), **options)
+    llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)  # a server's defaults
+    config = llm.vllm_config
+    facts = dict(
+        runner="v2" if config.use_v2_model_runner else "v1",
+        graphs=str(config.compilation_config.cudagraph_mode),
+        compiled=str(config.compilation_config.mode),
+        budget=config.scheduler_config.max_num_batched_tokens,
+        backend=str(config.attention_config.backend),
+        fused_allreduce_norm=bool(config.compilation_config.pass_config.fuse_allreduce_rms),
+    )
+    pipe.send(facts)
+    number = 0
+
+    async def ask(ids: list[int], due: float, new: int, name: str) -> Times:
+        sampling = SamplingParams(
+            max_tokens=new, temperature=0, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+        await asyncio.sleep(due - time.perf_counter())
+        first = None
+        async for _ in llm.generate({"prompt_token_ids": ids}, sampling, name):
+            first = first or time.perf_counter()
+        assert first is not None, "a request without an answer"
+        return first - due, time.perf_counter() - due
+
+    while (work := await asyncio.to_thread(pipe.recv)) is not None:
+        prompts, arrivals, new = work
+        start = time.perf_counter()
+        number += 1
+        asked = [
+            ask(ids, start + wait, new, f"{number}-{n}")
+            for n, (ids, wait) in enumerate(zip(prompts, arrivals, strict=True))
+        ]
+        pipe.send(list(await asyncio.gather(*asked)))
+    llm.shutdown()
+
+
+class Variant:
+    """An engine in a process of its own."""
+
+    def __init__(self, name: str, path: Path, options: Row) -> None:
+        self.name = name
+        self._pipe, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process
+        self.process = process(target=serve_variant, args=(theirs, path, options))
+        self.process.start()
+        theirs.close()
+
+    def receive(self, deadline: float) -> Any:
+        """What the engine says next. Raises TimeoutError after the deadline, and what the engine failed with."""
+        if not self._pipe.poll(max(0.0, deadline - time.perf_counter())):
+            raise TimeoutError(f"{self.name}: no answer before the time limit")
+        try:
+            found = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"{self.name}: its process ended") from None
+        if isinstance(found, Exception):
+            raise RuntimeError(f"{self.name}: {found}")
+        return found
+
+    def ask(self, prompts: list[list[int]], arrivals: Sequence[float], new: int, deadline: float) -> list[Times]:
+        """Send the prompts, each at its time in seconds from now, and wait until all are answered."""
+        self._pipe.send((prompts, arrivals, new))
+        return self.receive(deadline)
+
+    def close(self) -> None:
+        """End the process."""
+        if self.process.is_alive():
+            self._pipe.send(None)
+            self.process.join(5)
+        if self.process.is_alive():
+            self.process.terminate()
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of the values lies; the largest one if there are few."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def compared(rows: list[Row], key: str) -> None:
+    """Add to each row how ``key`` compares: ``times_original``, ``of_bound``, and the share of the wait hidden."""
+    by_role = {row["role"]: row[key] for row in rows}
+    original, bound = by_role.get(ORIGINAL), by_role.get(BOUND)
+    for row in rows:
+        if original:
+            row[f"{key}_times_original"] = original / row[key]
+        if bound and row["role"] != BOUND:
+            row[f"{key}_of_bound"] = bound / row[key]
+            if original and original > bound:
+                row[f"{key}_hidden"] = (original - row[key]) / (original - bound)
+
+
+def at_once(variants: list[Variant], given: argparse.Namespace, words: random.Random, deadline: float) -> list[Row]:
+    """Rows of ``mean_ms`` and ``last_ms``, medians over the rounds, for each length and variant."""
+    measured: dict[tuple[int, str], list[Times]] = {}
+    round_s = 0.0
+    for round_ in range(given.rounds + 1):
+        start = time.perf_counter()
+        if round_ > 1 and start + 1.5 * round_s > deadline:
+            break
+        for length in given.lengths:
+            for variant in variants:
+                prompts = [words.choices(range(100, 200), k=length) for _ in range(given.requests)]
+                answers = variant.ask(prompts, [0.0] * given.requests, 1, deadline)
+                waits = [1e3 * first for first, _ in answers]
+                if round_:  # the first round warms up
+                    measured.setdefault((length, variant.name), []).append((statistics.mean(waits), max(waits)))
+        round_s = time.perf_counter() - start
+    rows = []
+    for length in given.lengths:
+        some = []
+        for variant in variants:
+            means, lasts = zip(*measured[length, variant.name], strict=True)
+            row: Row = dict(role=variant.name, requests=given.requests, length=length)
+            some.append(row | dict(mean_ms=statistics.median(means), last_ms=statistics.median(lasts), raw=means))
+        compared(some, "mean_ms")
+        compared(some, "last_ms")
+        rows += some
+    return rows
+
+
+def under_load(variants: list[Variant], given: argparse.Namespace, words: random.Random, deadline: float) -> list[Row]:
+    """Rows of medians and 99th percentiles for each rate and variant but the bound; ``right`` is not judged."""
+
+    def prompts(count: int) -> list[list[int]]:
+        return [words.choices(range(100, 200), k=given.load_prompt) for _ in range(count)]
+
+    takes_part = [variant for variant in variants if variant.name != BOUND]
+    for variant in takes_part:
+        variant.ask(prompts(SAMPLE), [0.0] * SAMPLE, given.load_new, deadline)  # warms up
+    answers = takes_part[0].ask(prompts(SAMPLE), [0.0] * SAMPLE, given.load_new, deadline)
+    capacity = SAMPLE / max(last for _, last in answers)  # requests per second
+    rows = []
+    for share in given.rates:
+        rate, arrivals, now = share * capacity, [], 0.0
+        while (now := now + words.expovariate(rate)) < given.load_seconds or not arrivals:
+            arrivals.append(now)
+        some = []
+        for variant in takes_part:
+            if time.perf_counter() + 2 * given.load_seconds > deadline:
+                return rows
+            answers = variant.ask(prompts(len(arrivals)), arrivals, given.load_new, deadline)
+            firsts = [1e3 * first for first, _ in answers]
+            steps = [1e3 * (last - first) / (given.load_new - 1) for first, last in answers]
+            row: Row = dict(role=variant.name, share=share, per_s=rate, requests=len(arrivals))
+            for name, values in (("first", firsts), ("step", steps)):
+                row |= {f"{name}_p50": percentile(values, 0.5), f"{name}_p99": percentile(values, 0.99)}
+            some.append(row)
+        for key in ("first_p50", "first_p99", "step_p50", "step_p99"):
+            compared(some, key)
+        rows += some
+    return rows
+
+
+def measure(given: argparse.Namespace) -> None:
+    """Start all variants at once, check that they are alike, and print the rows."""
+    deadline = time.perf_counter() + given.seconds
+    head: Row = dict(shape=given.shape, layers=given.layers, ranks=given.tp, experts=given.ep, wiring=given.wiring)
+    print("START " + json.dumps(head), flush=True)
+    os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random"
+    os.environ.pop("VLLM_MLA_DISABLE", None)
+    longest = max(*given.lengths, given.load_prompt + given.load_new) + 16
+    options: Row = dict(
+        dtype=given.dtype, tensor_parallel_size=given.tp, enable_expert_parallel=given.ep, load_format="dummy",
+        skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=longest, max_num_seqs=SAMPLE,
+        gpu_memory_utilization=0.25, kv_cache_memory_bytes=given.kv_gib << 30, enforce_eager=given.eager,
+    )  # fmt: skip
+    if not given.eager:
+        options["compilation_config"] = dict(cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64])
+    if given.budget:
+        options["max_num_batched_tokens"] = given.budget
+    original, converted = make(given.folder, given.shape, given.layers, given.wiring)
+    todo = [(ORIGINAL, original, {}), ("converted", converted, {})]
+    for kind in given.reduce:
+        todo.append((f"converted, {kind}", converted, dict(additional_config={"fcsd": {"reduce": kind}})))
+    if given.tp > 1:
+        todo.append((BOUND, converted, dict(additional_config={"fcsd": {"reduce": "none"}})))
+    begun = time.perf_counter()
+    variants = [Variant(name, path, options | extra) for name, path, extra in todo]
+    try:
+        facts = {variant.name: variant.receive(deadline) for variant in variants}
+        head |= facts[ORIGINAL]
+        print(f"all engines answer after {time.perf_counter() - begun:.0f} s: {facts}", flush=True)
+        if len({json.dumps(found, sort_keys=True) for found in facts.values()}) > 1:
+            raise RuntimeError("the variants are not run alike, so nothing was measured")
+        words = random.Random(0)
+        for row in at_once(variants, given, words, deadline):
+            print("ROW " + json.dumps(head | row), flush=True)
+        for row in under_load(variants, given, words, deadline) if given.rates else []:
+            print("ROW " + json.dumps(head | row), flush=True)
+    finally:
+        for variant in variants:
+            variant.close()
+
+
+def main() -> None:
+    """Read the options and measure."""
+
+    def numbers(kind: type) -> Any:
+        return lambda text: [kind(part) for part in text.split(",") if part]
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path, help="where the configs are written")
+    parser.add_argument("--shape", required=True)
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--wiring", default="farskip")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ep", action="store_true", help="whole experts on each rank")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--reduce", type=numbers(str), default=[], help="kinds of reduction besides vLLM's own")
+    parser.add_argument("--lengths", type=numbers(int), default=[512, 1024, 2048])
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget", type=int, help="tokens of one step; vLLM's own choice by default")
+    parser.add_argument("--kv-gib", type=int, default=4)
+    parser.add_argument("--eager", action="store_true", help="neither compile nor capture")
+    parser.add_argument("--rates", type=numbers(float), default=[], help="of the original's throughput, as 0.3,0.6,0.9")
+    parser.add_argument("--load-prompt", type=int, default=1024)
+    parser.add_argument("--load-new", type=int, default=64)
+    parser.add_argument("--load-seconds", type=float, default=5.0)
+    parser.add_argument("--seconds", type=float, default=600.0, help="when everything has to have ended")
+    measure(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Reductions over symmetric memory in a CUDA graph give the reference's bits in every replay."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import Tensor
+
+from fcsd.kernels.bit_split import Format
+from fcsd.parallel.tensor.reduce import Kind, reduce
+from fcsd.parallel.tensor.simulated import simulate_all_reduce
+from fcsd.parallel.tensor.symmetric import shape_of
+
+REPLAYS = 200
+# One row and 64 rows of a decoding step, a message of several turns, and one that shares divide unevenly.
+SIZES = [(1, 8192), (64, 8192), (1000, 8192), (3, 128)]
+KINDS = ("symmetric", "copies", "quantised:int8")
+
+
+def _expected(x: Tensor, kind: Kind) -> Tensor:
+    every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, x)
+    if kind.startswith("quantised:"):
+        return simulate_all_reduce(torch.stack(every), Format.parse(kind.removeprefix("quantised:")))
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for one in every:
+        total += one
+    return total.to(x.dtype)
+
+
+def _sums(inputs: list[Tensor]) -> list[Tensor]:
+    """Two reductions in flight at a time, of every size and kind."""
+    found = []
+    for kind in KINDS:
+        for one, two in ((0, 1), (2, 3)):
+            started = [reduce(inputs[number].clone(), dist.group.WORLD, kind) for number in (one, two)]
+            found += [each.wait() for each in started]
+    return found
+
+
+def _different() -> list[Any]:
+    """The replays, or calls without a graph, whose sums differ from the reference."""
+    from fcsd.launch.world import join_world
+
+    world = join_world()
+    inputs = [torch.randn(*size, device=world.device, dtype=torch.bfloat16) for size in SIZES]
+    found: list[Any] = []
+    with torch.no_grad():
+        _sums(inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = _sums(inputs)
+        for replay in range(REPLAYS):
+            for x in inputs:
+                x.normal_()
+            expected = [_expected(x, kind) for kind in KINDS for x in inputs]
+            graph.replay()
+            sums = {"graph": captured}
+            if replay % 3 == 0:  # an odd number of calls between two replays
+                sums["eager"] = _sums(inputs)
+                reduce(inputs[0].clone(), dist.group.WORLD, "symmetric").wait()
+            for how, each in sums.items():
+                same = [torch.equal(a, b) for a, b in zip(each, expected, strict=True)]
+                if not all(same):
+                    found.append((how, replay, same))
+    return found
+
+
+@pytest.mark.multi_gpu
+def test_every_replay_gives_the_bits_of_the_reference() -> None:
+    ranks = min(4, torch.cuda.device_count())
+    assert on_ranks(ranks, _different) == [[]] * ranks
+
+
+def test_two_ranks_take_one_shot_and_more_ranks_two_for_large_messages() -> None:
+    small, large = torch.empty(1, 4096, dtype=torch.bfloat16), torch.empty(4096, 4096, dtype=torch.bfloat16)
+    assert [shape_of(x, ranks).one_shot for ranks in (2, 4) for x in (small, large)] == [True, True, True, False]
