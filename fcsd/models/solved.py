@@ -45,7 +45,7 @@ class Read:
             ``[hidden, out]`` instead of ``[out, hidden]``.
     """
 
-    norm: nn.Module
+    norm: Any
     readers: tuple[tuple[nn.Parameter, bool], ...] = ()
 
 
