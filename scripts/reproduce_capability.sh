@@ -24,7 +24,7 @@
 #     tree-sitter-python
 #   pip wheel -w wheels --no-deps 'deepspeed==0.19.8' tempdir wget      # these have no wheel; DS_BUILD_OPS=0
 # The list was read off the modules that `fcsd eval --suite strict` imports, and the versions are those of the tests.
-# No GPU has run this script yet.
+# It has run on H200s, with several models at a time on each GPU, for the sweeps, Figure 3 and a few short runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || { sed -n '4,20s/^# *//p' "$0" >&2; exit 2; }

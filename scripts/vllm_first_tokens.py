@@ -3,149 +3,37 @@
     python scripts/vllm_first_tokens.py FOLDER --shape deepseek-v2-lite --layers 27 --tp 2 --ep --seconds 240
 
 The models are shapes of ``fcsd.bench.shapes`` with random weights. Every variant is an engine of its own, on the same
-GPUs, and the engines take turns: they answer the same prompts, one engine at a time. The bound is the converted model
-whose ranks send nothing (``reduce: none``), so its results are wrong. Random weights route unevenly, so all variants
-route each token to experts that are drawn at random, evenly (vLLM's routing simulation). Prefix caching is off, and no
-prompt is used twice.
+GPUs, and the engines take turns: one engine at a time answers prompts of the same length. The bound is the converted
+model whose ranks send nothing (``reduce: none``), so its results are wrong. Random weights route unevenly, so all
+variants route each token to experts that are drawn at random, evenly (vLLM's routing simulation). Prefix caching is
+off, and no prompt is used twice.
 
-At once: ``--requests`` distinct prompts arrive together; a row has the mean and the last time to first token. Under
-load: requests arrive at random (Poisson), at rates that are fractions of the original's own throughput; a row has the
-medians and the 99th percentiles of the time to first token and of the time per token after it. All variants get the
-same arrivals. vLLM's model runner, graphs, token budget and attention must be the same for all variants, or nothing is
-measured. ``scripts/vllm_gpu.sh time`` runs this on a GPU machine.
+At once: ``--requests`` distinct prompts arrive together; a row has the mean and the last time to first token. Decoding:
+a row has the time of a step of a whole batch. Under load: requests arrive at random (Poisson), at rates that are
+fractions of the original's own throughput; a row has the medians and the 99th percentiles of the time to first token
+and of the time per token after it. All variants get the same arrivals. vLLM's model runner, graphs, token budget and
+attention must be the same for all variants, or nothing is measured. ``scripts/vllm_gpu.sh time`` runs this on a GPU
+machine.
 """
 
 import argparse
-import asyncio
 import json
-import multiprocessing
 import os
 import random
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from vllm_variants import Row, Times, Variant, make  # noqa: E402
+
 ORIGINAL, BOUND = "original", "bound, wrong results"
 SAMPLE = 64  # requests at once by which the original's throughput is measured
-Row = dict[str, Any]
-Times = tuple[float, float]  # of one request: seconds to its first token, and to its last one
-
-
-def make(folder: Path, shape: str, layers: int, wiring: str) -> tuple[Path, Path]:
-    """Two directories with a config.json and without weights: the original, and one with all layers rewired."""
-    from fcsd.bench.shapes import SHAPES
-    from fcsd.models.archs import ARCHS
-    from fcsd.models.wiring_block import Wiring
-
-    config = SHAPES[shape](layers)
-    base = ARCHS[config.model_type].classes["AutoModelForCausalLM"][0]
-    original, converted = folder / f"{shape}-{layers}.base", folder / f"{shape}-{layers}-{wiring}"
-    config.architectures = [base]
-    config.save_pretrained(original)
-    fields = json.loads((original / "config.json").read_text())
-    converted.mkdir(parents=True, exist_ok=True)
-    names = {"model_type": f"fcsd_{config.model_type}", "architectures": [f"Fcsd{base}"]}
-    block = Wiring(wiring, layers=tuple(range(layers))).to_block()
-    (converted / "config.json").write_text(json.dumps({**fields, **names, "fcsd": block}))
-    return original, converted
-
-
-def serve_variant(pipe: Connection, path: Path, options: Row) -> None:
-    """In a process of its own: start an engine, say what it chose, and answer until ``None`` arrives."""
-    try:
-        asyncio.run(_serve(pipe, path, options))
-    except Exception as error:
-        traceback.print_exc()
-        pipe.send(RuntimeError(f"{type(error).__name__}: {str(error)[:500]}"))
-
-
-async def _serve(pipe: Connection, path: Path, options: Row) -> None:
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-    from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
-    from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
-    from vllm.usage.usage_lib import UsageContext  # pyright: ignore[reportMissingImports]
-    from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
-
-    arguments = AsyncEngineArgs(model=str(path), **options)
-    llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)  # a server's defaults
-    config = llm.vllm_config
-    facts = dict(
-        runner="v2" if config.use_v2_model_runner else "v1",
-        graphs=str(config.compilation_config.cudagraph_mode),
-        compiled=str(config.compilation_config.mode),
-        budget=config.scheduler_config.max_num_batched_tokens,
-        backend=str(config.attention_config.backend),
-        fused_allreduce_norm=bool(config.compilation_config.pass_config.fuse_allreduce_rms),
-    )
-    pipe.send(facts)
-    number = 0
-
-    async def ask(ids: list[int], due: float, new: int, name: str) -> Times:
-        sampling = SamplingParams(
-            max_tokens=new, temperature=0, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-        )
-        await asyncio.sleep(due - time.perf_counter())
-        first = None
-        async for _ in llm.generate({"prompt_token_ids": ids}, sampling, name):
-            first = first or time.perf_counter()
-        assert first is not None, "a request without an answer"
-        return first - due, time.perf_counter() - due
-
-    while (work := await asyncio.to_thread(pipe.recv)) is not None:
-        prompts, arrivals, new = work
-        start = time.perf_counter()
-        number += 1
-        asked = [
-            ask(ids, start + wait, new, f"{number}-{n}")
-            for n, (ids, wait) in enumerate(zip(prompts, arrivals, strict=True))
-        ]
-        pipe.send(list(await asyncio.gather(*asked)))
-    llm.shutdown()
-
-
-class Variant:
-    """An engine in a process of its own."""
-
-    def __init__(self, name: str, path: Path, options: Row) -> None:
-        self.name = name
-        self._pipe, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process
-        self.process = process(target=serve_variant, args=(theirs, path, options))
-        self.process.start()
-        theirs.close()
-
-    def receive(self, deadline: float) -> Any:
-        """What the engine says next. Raises TimeoutError after the deadline, and what the engine failed with."""
-        if not self._pipe.poll(max(0.0, deadline - time.perf_counter())):
-            raise TimeoutError(f"{self.name}: no answer before the time limit")
-        try:
-            found = self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"{self.name}: its process ended") from None
-        if isinstance(found, Exception):
-            raise RuntimeError(f"{self.name}: {found}")
-        return found
-
-    def ask(self, prompts: list[list[int]], arrivals: Sequence[float], new: int, deadline: float) -> list[Times]:
-        """Send the prompts, each at its time in seconds from now, and wait until all are answered."""
-        self._pipe.send((prompts, arrivals, new))
-        return self.receive(deadline)
-
-    def close(self) -> None:
-        """End the process."""
-        if self.process.is_alive():
-            self._pipe.send(None)
-            self.process.join(5)
-        if self.process.is_alive():
-            self.process.terminate()
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -195,6 +83,31 @@ def at_once(variants: list[Variant], given: argparse.Namespace, words: random.Ra
     return rows
 
 
+def decoding(variants: list[Variant], given: argparse.Namespace, words: random.Random, deadline: float) -> list[Row]:
+    """Rows of ``step_ms``, the time of a decoding step of a whole batch, for each batch and variant.
+
+    A step's time is the mean over the tokens of a batch that all decode; the row has the median over the rounds.
+    """
+    rows = []
+    for batch in given.batches:
+        measured: dict[str, list[float]] = {variant.name: [] for variant in variants}
+        for round_ in range(given.rounds + 1):
+            for variant in variants:
+                prompts = [words.choices(range(100, 200), k=given.load_prompt) for _ in range(batch)]
+                answers = variant.ask(prompts, [0.0] * batch, given.load_new, deadline)
+                # From the last prompt's first token on, every step decodes the whole batch.
+                last, begun = max(end for _, end in answers), max(first for first, _ in answers)
+                if round_:  # the first round warms up
+                    measured[variant.name].append(1e3 * (last - begun) / (given.load_new - 1))
+        some: list[Row] = [
+            dict(role=name, batch=batch, prompt=given.load_prompt, step_ms=statistics.median(steps), raw=steps)
+            for name, steps in measured.items()
+        ]
+        compared(some, "step_ms")
+        rows += some
+    return rows
+
+
 def under_load(variants: list[Variant], given: argparse.Namespace, words: random.Random, deadline: float) -> list[Row]:
     """Rows of medians and 99th percentiles for each rate and variant but the bound; ``right`` is not judged."""
 
@@ -235,7 +148,7 @@ def measure(given: argparse.Namespace) -> None:
     print("START " + json.dumps(head), flush=True)
     os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random"
     os.environ.pop("VLLM_MLA_DISABLE", None)
-    longest = max(*given.lengths, given.load_prompt + given.load_new) + 16
+    longest = max([*given.lengths, given.load_prompt + given.load_new]) + 16
     options: Row = dict(
         dtype=given.dtype, tensor_parallel_size=given.tp, enable_expert_parallel=given.ep, load_format="dummy",
         skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=longest, max_num_seqs=SAMPLE,
@@ -260,10 +173,9 @@ def measure(given: argparse.Namespace) -> None:
         if len({json.dumps(found, sort_keys=True) for found in facts.values()}) > 1:
             raise RuntimeError("the variants are not run alike, so nothing was measured")
         words = random.Random(0)
-        for row in at_once(variants, given, words, deadline):
-            print("ROW " + json.dumps(head | row), flush=True)
-        for row in under_load(variants, given, words, deadline) if given.rates else []:
-            print("ROW " + json.dumps(head | row), flush=True)
+        for part, wanted in ((at_once, given.lengths), (decoding, given.batches), (under_load, given.rates)):
+            for row in part(variants, given, words, deadline) if wanted else []:
+                print("ROW " + json.dumps(head | row), flush=True)
     finally:
         for variant in variants:
             variant.close()
@@ -290,6 +202,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, help="tokens of one step; vLLM's own choice by default")
     parser.add_argument("--kv-gib", type=int, default=4)
     parser.add_argument("--eager", action="store_true", help="neither compile nor capture")
+    parser.add_argument("--batches", type=numbers(int), default=[], help="whose decoding steps are timed, as 1,64")
     parser.add_argument("--rates", type=numbers(float), default=[], help="of the original's throughput, as 0.3,0.6,0.9")
     parser.add_argument("--load-prompt", type=int, default=1024)
     parser.add_argument("--load-new", type=int, default=64)

@@ -15,7 +15,6 @@ MISSING.
 """
 
 import argparse
-import gc
 import gzip
 import importlib
 import json
@@ -27,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]  # fcsd, its small models, vllm_parity
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]  # fcsd, its small models, other scripts
+
+from vllm_engine import Row, engine, facts, release, report  # noqa: E402
 
 NEW, REPLAYS = 8, 200  # tokens of an answer, and where the same step is taken again and again
 FLOAT32_TOLERANCE = 1e-4  # nats; kernels on the GPU add up in another order than the CPU
@@ -67,7 +68,6 @@ MODES: dict[str, dict[str, Any]] = {
     "pressure": dict(enforce_eager=True, block_size=16, num_gpu_blocks_override=30, disable_log_stats=False),
 }
 LONG = ("graph", "pressure")  # modes with REPLAYS tokens
-Row = dict[str, Any]
 
 
 def imports() -> None:
@@ -112,53 +112,6 @@ def _make_case(folder: Path, case: str) -> None:
         convert_checkpoint(base, folder / TEACHER, layers="all", wiring="farskip", check=False)
     else:
         vllm_parity.make(folder, [case])
-
-
-def report(row: Row, work: Any, *given: Any) -> None:
-    """Do a piece of work that returns fields of a row, and print the row. A failure is a row, too."""
-    print("START " + json.dumps(row), flush=True)
-    start = time.perf_counter()
-    try:
-        row = row | work(*given)
-    except Exception as error:
-        traceback.print_exc()
-        row = row | dict(right=False, error=f"{type(error).__name__}: {str(error)[:300]}")
-    print("ROW " + json.dumps(row | dict(seconds=round(time.perf_counter() - start, 1))), flush=True)
-
-
-def engine(path: Path, dtype: str, tensor_parallel: int, expert_parallel: bool, **options: Any) -> Any:
-    """vLLM's engine for a small model, which shares the GPU with others. It needs no tokenizer: requests are ids."""
-    import torch
-    from vllm import LLM  # pyright: ignore[reportMissingImports]
-
-    options.setdefault("kv_cache_memory_bytes", 1 << 28)
-    if not torch.cuda.is_available():  # the CPU build, whose rotary kernel is wrong for DeepSeek (docs/serving.md)
-        options.setdefault("compilation_config", dict(custom_ops=["none"]))
-    elif dtype == "float32":
-        options["attention_config"] = dict(backend="TRITON_ATTN")  # FlashAttention has no float32
-    return LLM(
-        str(path), dtype=dtype, tensor_parallel_size=tensor_parallel, enable_expert_parallel=expert_parallel,
-        skip_tokenizer_init=True, enable_prefix_caching=False, gpu_memory_utilization=0.1, **options,
-    )  # fmt: skip
-
-
-def release() -> None:
-    """End the engine that was deleted before this call, and free its memory."""
-    gc.collect()
-    # An engine in processes of its own has ended with them. This process must not touch a GPU then: it forks the next.
-    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
-        from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
-
-        cleanup_dist_env_and_memory()
-
-
-def facts(config: Any) -> Row:
-    """What vLLM has chosen by itself, from its ``VllmConfig``."""
-    return dict(
-        runner="v2" if config.use_v2_model_runner else "v1",
-        backend=str(config.attention_config.backend),
-        graphs=str(config.compilation_config.cudagraph_mode),
-    )
 
 
 def compare(folder: Path, case: str, role: str, dtype: str, mode: str, ranks: int, experts: bool) -> Row:
@@ -330,8 +283,10 @@ def main() -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.part == "make":
         return make(given.folder, given.words)
-    if given.tp == 1:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine of one rank runs in this process
+    if given.tp == 1 and MODES[given.mode].get("enforce_eager"):
+        # The engine of one rank runs in this process. With graphs it must not: torch failed to capture the graphs of a
+        # second engine in the memory pool of one that had ended.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     for case in given.case.split(","):
         if given.part == "items":
             name = f"items-{case}.json.gz"

@@ -107,7 +107,7 @@ check() {
 # What the machine has of the things that compiling kernels and starting several processes need.
 machine() {
     nvidia-smi --query-gpu=name,memory.total,memory.used --format=csv,noheader
-    echo "gcc $(command -v gcc), ptxas $(command -v ptxas), cores $(nproc), $(df -h /dev/shm | tail -1)"
+    echo "gcc $(command -v gcc), ptxas $(command -v ptxas), cores $(env -u OMP_NUM_THREADS nproc), load $(cut -d" " -f1 /proc/loadavg), $(df -h /dev/shm | tail -1)"
     python3 -c 'import os, sysconfig; p = sysconfig.get_path("include") + "/Python.h"; print(p, os.path.exists(p))'
 }
 

@@ -38,8 +38,12 @@ def reasons(lines: list[str]) -> list[str]:
     found: dict[str, list[str]] = {}
     frames: list[str] = []
     for line in lines:
+        if line.startswith("WARNING"):
+            continue  # vLLM warns of what it can do without, with a traceback
         line = _PREFIX.sub("", line)
-        if line.startswith("Traceback"):
+        if "died unexpectedly" in line:
+            found.setdefault(line[:WIDTH], [])
+        elif line.startswith("Traceback"):
             frames = []
         elif line.lstrip().startswith('File "'):
             frames.append(re.sub(r".*/(site|site-packages)/", "", line.strip().removeprefix("File ")).replace('"', ""))

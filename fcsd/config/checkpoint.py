@@ -21,4 +21,5 @@ class Checkpoint(Section):
     """Whether the run continues while a checkpoint is written. The step then waits only until each process has copied
     its state to host memory, which holds that copy for the rest of the run; `fcsd plan` says how much. If the memory
     is not free, a warning says so, and the run waits for every checkpoint. The last checkpoint and the one before a
-    preemption are always waited for. No GPU has run this yet, so it is off unless a recipe asks for it."""
+    preemption are always waited for. On GPUs only a small model has run with it, so it is off unless a recipe asks for
+    it."""
