@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .build import arch_of, decoder_of
-from .wiring import Blocks
+from .wiring import Blocks, WiredLayer
 
 RIDGE = 1e-2
 # The modules that multiply a normalised input in all supported architectures.
@@ -45,7 +45,7 @@ class Read:
             ``[hidden, out]`` instead of ``[out, hidden]``.
     """
 
-    norm: nn.Module
+    norm: Any
     readers: tuple[tuple[nn.Parameter, bool], ...] = ()
 
 
@@ -64,9 +64,9 @@ def solve_start(
 ) -> None:
     """Correct the weights of a rewired model in place.
 
-    For each read, both models compute the text up to this read. Together this takes about as many whole forward passes
-    of each model as it has layers. A read whose input is the same in both models, to the last bit, changes nothing. A
-    model without rewired layers therefore stays as it is.
+    For each read from the first rewired layer on, both models compute the text up to this read. If all layers are
+    rewired, this takes about as many whole forward passes of each model as it has layers. A read whose input is the
+    same in both models, to the last bit, changes nothing, so a model with the standard wiring stays as it is.
 
     Args:
         model: the rewired model in eval mode, with the weights of ``original``.
@@ -76,7 +76,11 @@ def solve_start(
         forward: runs a model on a batch.
         sum_over_processes: sums a tensor over all processes in place; it is needed if each has its own batches.
     """
-    for read, reference in zip(reads_of(model), reads_of(original), strict=True):
+    wired = [number for number, layer in enumerate(decoder_of(model).layers) if isinstance(layer, WiredLayer)]
+    if not wired:
+        return
+    first = 2 * wired[0]  # two reads in each layer; those of earlier layers are the original's
+    for read, reference in zip(reads_of(model)[first:], reads_of(original)[first:], strict=True):
         full = how == "linear" and bool(read.readers)
         width = len(read.norm.weight)
         shape = (2, width, width) if full else (2, width)

@@ -18,7 +18,7 @@ from scripts.capability.picture import PAPERS, Point, draw
 from scripts.capability.results import read_lines
 from scripts.capability.runs import LAYERS, SHARES, SWEEP_STEPS, TABLE_1, TABLE_2, TEXTS
 from scripts.capability.scores import Estimate, Scores, fit, scores_of, tokens_to
-from scripts.capability.studies import TABLE_4, studies
+from scripts.capability.studies import SIBLINGS, TABLE_4, studies
 
 from fcsd.markdown import table
 
@@ -79,10 +79,18 @@ def page(lines: Lines, picture: Path) -> str:
     parts += [recovery(models, tokens, picture), table_2(models), figure_3(models), early_stop(models)]
     parts += [equal_tokens(models, tokens, study, title) for study, title in AIDS.items()]
     parts += [chosen_layers(models), table_4(models), chosen(lines)]
-    missing = {study: [run.name for run in runs if run.name not in models.lines] for study, runs in studies().items()}
+    missing = {study: [run.name for run in studies()[study] if run.name not in models.lines] for study in due(models)}
     left = [f"- {study}: {len(names)} of {len(studies()[study])} runs" for study, names in missing.items() if names]
     parts.append("\n".join(["## Not run", "", *left]) if left else "")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def due(models: Models) -> list[str]:
+    """The studies that the page should have: of the bundled teacher all but that of a dense one; few of a sibling."""
+    about = models.teacher
+    if about.get("teacher", "teacher") != "teacher":
+        return list(SIBLINGS[about["wiring"]])
+    return [study for study in studies() if study != "table-4"]
 
 
 def subject_of(models: Models) -> str:

@@ -42,7 +42,7 @@ from scripts.capability.runs import (
     text_share,
     trial_recipe,
 )
-from scripts.capability.studies import studies
+from scripts.capability.studies import BUNDLED_ONLY, SIBLINGS, studies
 
 from fcsd.distill.run.report import read_metrics
 from fcsd.eval.results import read_directory
@@ -346,7 +346,10 @@ def shared_gpus(study: Study) -> Iterator[None]:
 
 
 def main() -> int:
-    args = _arguments().parse_args()
+    parser = _arguments()
+    args = parser.parse_args()
+    if args.teacher is not None and (named := sorted({*args.studies} & {*BUNDLED_ONLY})):
+        parser.error(f"{', '.join(named)}: these studies name layers of the bundled teacher; leave out --teacher")
     study = Study(args)
     runs, sweeps = missing(study, args.studies, args.up_to)
     with shared_gpus(study):
@@ -368,7 +371,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--teacher", type=Path, help="directory of another teacher; default: the bundled one")
-    parser.add_argument("--wiring", choices=["farskip", "ladder", "parallel"], default=BUNDLED.wiring)
+    parser.add_argument("--wiring", choices=list(SIBLINGS), default=BUNDLED.wiring)
     parser.add_argument("--teacher-tokens", type=int, required=True, help="tokens that the teacher was trained on")
     parser.add_argument("--teacher-text", type=Path, help="the teacher's real text; default: runs/teacher/train.jsonl")
     parser.add_argument("--other-text", type=Path, help="other real text; default: the installed Python packages")

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
@@ -117,7 +116,7 @@ def with_dense_experts(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def routers(model: PreTrainedModel) -> list[nn.Module]:
+def routers(model: PreTrainedModel) -> list[Any]:
     """The routers of all layers that have one."""
     decoder: Any = model.get_decoder()
     return [layer.mlp.gate for layer in decoder.layers if hasattr(layer.mlp, "gate")]

@@ -189,7 +189,7 @@ def test_the_page_has_every_study(lines: dict[str, dict[str, Any]], tmp_path: Pa
     for heading in studied:
         assert f"\n## {heading}" in text
     assert "Not run" not in text
-    (last,) = [row for row in text.splitlines() if row.startswith("| KL, last 50%")]
+    (last,) = [row for row in text.splitlines() if row.startswith("| KL, last 50% ")]
     found = scores_of(
         [line for line in lines.values() if line["run"]["method"] == "KL, last 50%"],
         lines["teacher-all"],
@@ -234,3 +234,12 @@ def test_another_teacher_and_wiring_are_in_every_recipe(tmp_path: Path) -> None:
         assert (recipe["optim"] == published) == ("published" in run.method)
     assert trial_recipe("kl-other", {}, CHOSEN, 5, tmp_path, "cpu", subject)["init"]["wiring"] == "ladder"
     assert texts_of(runs, []) == [("other", 0.01)]
+
+
+def test_the_page_of_a_sibling_names_it_and_its_own_studies(tmp_path: Path) -> None:
+    runs = {run.name: run for run in [*studies()["table-4"], *studies()["table-1"]] if run.method != "KL"}
+    lines = {name: line_of(run, quality(run), teacher="llama", wiring="ladder") for name, run in runs.items()}
+    text = report.page(lines, tmp_path / "none.png")
+    assert "on the teacher `llama`, with the wiring ladder, and its benchmarks" in " ".join(text.split())
+    assert "## Ladder Table 4" in text and "| SFT, published values, layers 62.5% " in text
+    assert "- table-1: 6 of 14 runs" in text and "figure-3" not in text
