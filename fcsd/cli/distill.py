@@ -170,8 +170,11 @@ def plan(
     cluster = None if machine is None else read_machine(machine)
     planned = plan_run(read, Hardware(gpus, nodes, gpu_mem, price), mfu)
     predictions = [] if cluster is None else predict(planned.numbers, planned.setup, cluster.links, wire)
-    chooses = cluster is not None and read.parallel.dedup == "auto"
-    options = expected_options(planned.numbers, planned.setup, cluster.links, read.parallel) if chooses else []
+    options = (
+        expected_options(planned.numbers, planned.setup, cluster.links, read.parallel)
+        if cluster is not None and read.parallel.dedup == "auto"
+        else []
+    )
     if picture is not None:
         draw(predictions, picture, planned.name)
     if as_json:

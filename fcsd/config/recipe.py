@@ -216,7 +216,6 @@ class Recipe(Section):
             "parallel.wire: the rounding depends on the step": self.parallel.wire.any,
             "train.anneal_share: the wiring depends on the step": self.train.anneal_share > 0,
             "train.progressive_share: the wiring depends on the step": self.train.progressive_share > 0,
-            "train.progressive_share: the wiring depends on the step": self.train.progressive_share > 0,
             "train.activation_checkpointing: it saves the state of random generators": (
                 self.train.activation_checkpointing
             ),
