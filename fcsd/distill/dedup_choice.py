@@ -122,8 +122,10 @@ class DedupChoice:
                 group = torch.tensor([of[layer] for of in everyone[first : first + parallel.ep_size]])
                 for dedup, counted in rows_by_link(group, offered, links.per_node).items():
                     most[dedup] = max(most[dedup][0], counted[0]), max(most[dedup][1], counted[1])
-            size = rows.wire / micro_batches
-            sent: dict[Dedup, Sent] = {dedup: Sent(near * size, far * size) for dedup, (near, far) in most.items()}
+            sent: dict[Dedup, Sent] = {}
+            for dedup, (near, far) in most.items():
+                inside = rows.exact if dedup == "node" else rows.wire  # only rows between nodes are rounded under node
+                sent[dedup] = Sent(near * inside / micro_batches, far * rows.wire / micro_batches)
             covered = parallel.overlap == "on" and wiring.name != "standard" and layer in wiring.layers
             numbers = planned.numbers.layers[layer]
             decided[layer] = layer_options(planned.numbers, numbers, planned.setup, links, rows, sent, covered)

@@ -24,7 +24,7 @@ from fcsd.models.fused import fuse_parts
 from fcsd.models.wiring import DESYNC
 from fcsd.parallel.expert.dispatcher import MakeDispatcher
 from fcsd.parallel.expert.formats import check_formats, formats_of
-from fcsd.parallel.machine import read_machine
+from fcsd.parallel.machine import read_machine, require_far
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.wire import Quantiser
 
@@ -39,7 +39,7 @@ def check(recipe: Recipe, processes: int) -> None:
     Raises:
         ConfigError: ``ep_size`` does not divide the number of processes or of experts, or a model does not support
             expert parallelism; or the rows of the student cannot be rounded to the formats; or ``parallel.machine`` is
-            damaged, describes another GPU, or lacks a link that the processes use.
+            damaged, describes another GPU or larger nodes, or lacks a link that the processes use.
     """
     ep_size = recipe.parallel.ep_size
     if recipe.parallel.machine is not None:
@@ -66,24 +66,27 @@ def check(recipe: Recipe, processes: int) -> None:
 def check_machine(path: Path, ep_size: int) -> None:
     """Check that a machine file describes this machine and has the links of ``ep_size`` neighbouring processes.
 
-    The GPU is compared where there is one.
+    The GPU is compared where there is one. Nodes may be smaller in the file than on the machine, which imitates
+    several nodes on one host.
 
     Raises:
         ConfigError: see ``check``.
     """
     machine = read_machine(path)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ep_size))  # processes on this host
     present = torch.cuda.get_device_name() if torch.cuda.is_available() else machine.gpu
     if machine.gpu != present:
         raise ConfigError(
             f"parallel.machine: {path} describes {machine.gpu}, and this machine has {present}",
             hint="measure this machine with fcsd bench links, or correct the key gpu",
         )
-    if machine.far is None and ep_size > machine.gpus_per_node:
+    if here < min(ep_size, machine.gpus_per_node):
         raise ConfigError(
-            f"parallel.machine: {path} describes one node of {machine.gpus_per_node} GPUs, and parallel.ep_size "
-            f"{ep_size} needs several",
-            hint="add the key far to the file, or lower parallel.ep_size",
+            f"parallel.machine: {path} describes nodes of {machine.gpus_per_node} GPUs, and this run has {here} "
+            "processes in a node",
+            hint=f"set gpus_per_node: {here} in the file, or start as many processes in each node",
         )
+    require_far(machine.links, ep_size)
 
 
 def dispatcher_for(parallel: Parallel, ep_size: int) -> MakeDispatcher:

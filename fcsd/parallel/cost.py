@@ -107,6 +107,11 @@ class Rows:
         """Bytes of a row on the wire."""
         return self.width * self.bits / 8
 
+    @property
+    def exact(self) -> float:
+        """Bytes of a row that is sent as it is."""
+        return max(self.wire, 2.0 * self.width)
+
 
 def expected_groups(experts: int, top_k: int, groups: int) -> float:
     """The mean number of different groups of experts that a token is sent to, if its experts are random.
@@ -135,14 +140,14 @@ def expected_bytes(rows: Rows, links: Links, dedup: Dedup) -> Sent:
 
     - ``off`` sends a row for each token and expert, ``rank`` a row for each token and rank.
     - ``node`` sends a row for each token and node to the GPU with the same place in that node, which forwards it inside
-      of the node (HierMoE §III).
+      of the node (HierMoE §III). Rows inside of the node are sent as they are.
     """
     nodes = max(1, rows.ranks // links.per_node)
     each = expected_groups(rows.experts, rows.top_k, rows.ranks) if dedup != "off" else rows.top_k
     if dedup == "node" and nodes > 1:
         sent = rows.tokens * expected_groups(rows.experts, rows.top_k, nodes)
         forwarded = rows.tokens * each * (links.per_node - 1) / links.per_node
-        return Sent(forwarded * rows.wire, sent * (nodes - 1) / nodes * rows.wire)
+        return Sent(forwarded * rows.exact, sent * (nodes - 1) / nodes * rows.wire)
     to_each = rows.tokens * each / rows.ranks * rows.wire
     neighbours = min(rows.ranks, links.per_node) - 1
     return Sent(to_each * neighbours, to_each * (rows.ranks - neighbours - 1))

@@ -11,6 +11,7 @@ from fcsd import config
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel.cost import Dedup, Links, Rows, Sent, expected_bytes
 from fcsd.parallel.expert.choice import Option, arrangements, node_size_for, options
+from fcsd.parallel.machine import require_far
 from fcsd.plan.cluster import covers_in_step
 from fcsd.plan.model import LayerNumbers, ModelNumbers
 from fcsd.plan.setup import Setup
@@ -48,10 +49,14 @@ def expected_options(model: ModelNumbers, setup: Setup, links: Links, parallel: 
     """The options of the last MoE layer under random routing, for a student that has farskip's wiring.
 
     The list is empty for a dense model and without divided experts.
+
+    Raises:
+        ConfigError: see ``require_far``.
     """
     layers = [layer for layer in model.layers if layer.routed]
     if not layers or setup.ep_size == 1:
         return []
+    require_far(links, setup.ep_size)
     rows = rows_of(model, setup, parallel.wire)
     offered = arrangements(setup.ep_size, node_size_for(setup.ep_size, links.per_node))
     sent: dict[Dedup, Sent] = {dedup: expected_bytes(rows, links, dedup) for dedup in offered}

@@ -4,22 +4,27 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from ranks import in_group
+from torch import Tensor
 
 from fcsd.bench.hierarchy import tables, ways
-from fcsd.bench.hierarchy.__main__ import SMALL, run
+from fcsd.bench.hierarchy.__main__ import SMALL, benches, run
 from fcsd.bench.hierarchy.block import exact_factors, exact_rows, exact_scores, without_moving
+from fcsd.bench.hierarchy.measure import by_step
 from fcsd.bench.hierarchy.model import Model, Point
+from fcsd.bench.hierarchy.placements import Searcher
 from fcsd.bench.hierarchy.routing import Routing
 from fcsd.errors import FcsdError
 from fcsd.launch.world import World
 from fcsd.parallel.cost import Dedup, Line, Links, Rows, Sent
 from fcsd.parallel.expert.choice import options
+from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.machine import read_machine
+from fcsd.parallel.placing.search import Level, Objective, greedy
 
 ROUTING = Routing(8, 3, topical=True)
 SIZES = replace(
@@ -27,10 +32,28 @@ SIZES = replace(
 )
 
 
+class Asked(Routing):
+    """Routing that notes the steps for which it was asked."""
+
+    steps: ClassVar[list[int]] = []
+
+    def choose(self, tokens: int, rank: int, step: int, device: torch.device) -> Tensor:
+        self.steps.append(step)
+        return super().choose(tokens, rank, step, device)
+
+
 def _rank(rank: int, machine: Path) -> tuple[dict[str, Any], int]:
     written: list[Any] = []
-    parts = ["table", "sweep", "moves", "placement"]
-    found = run(World(rank, 4, torch.device("cpu")), 2, SIZES, parts, written.append, machine)
+    world = World(rank, 4, torch.device("cpu"))
+    found = run(world, 2, SIZES, ["table", "sweep", "moves", "placement"], written.append, machine)
+
+    bench, asked, goal = benches(world, 2, SIZES)["near"], Asked(8, 3), Objective((Level(4, 1.0),), deduplicated=True)
+    placements = Searcher(bench, world, asked).placements(goal, period=1)
+    before = torch.cat([asked.choose(SIZES.tokens, sender, 0, world.device) for sender in range(4)])
+    assert placements[1] == greedy([before], [Placement(8, 4)], goal)[0][0], "step 1 has what step 0 has shown"
+    asked.steps.clear()
+    by_step(bench, asked, placements, ("HD1",))
+    assert asked.steps == list(placements) == [1, 2], "the routing of step 0 is never timed"
     return found, len(written)
 
 
@@ -116,7 +139,7 @@ def test_the_model_chooses_what_was_fastest_on_four_gpus() -> None:
 def test_parallel_cost_chooses_what_was_fastest_on_four_gpus() -> None:
     """The rule of ``parallel.dedup: auto``, without any cover, on the same points."""
     way_of: dict[Dedup, str] = {dedup: way for way, dedup in ways.DEDUP_OF.items()}
-    good = []
+    missed = []
     for model, point in stored_points():
         fixed: dict[Dedup, float] = {dedup: model.fixed[way] / 2 for dedup, way in way_of.items()}
         offered: tuple[Dedup, ...] = ("off", "rank", "node")
@@ -129,5 +152,6 @@ def test_parallel_cost_chooses_what_was_fastest_on_four_gpus() -> None:
             del sent["node"]
         rows = Rows(point["tokens"], point["top_k"], point["experts"], 4, 2048)
         chosen = options(sent, rows, links, covers=(0.0, 0.0))[0].dedup
-        good.append(point["seconds"][way_of[chosen]] <= 1.03 * point["seconds"][point["best"]])
-    assert sum(good) >= 0.95 * len(good)
+        if point["seconds"][way_of[chosen]] > 1.03 * point["seconds"][point["best"]]:
+            missed.append((point["tokens"], point["top_k"], chosen))
+    assert not missed

@@ -15,8 +15,10 @@ from fcsd.config import ResolvedRecipe
 from fcsd.distill import loop
 from fcsd.distill.dedup_choice import FILE, summary
 from fcsd.distill.expert_parallel import check_machine
+from fcsd.distill.run.identity import differences, run_identity
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import ConfigError
+from fcsd.launch.world import World
 from fcsd.parallel.cost import Dedup, Links, Rows, Sent
 from fcsd.parallel.expert.choice import arrangements, options, rows_by_link, told
 from fcsd.parallel.expert.levels import rows_sent
@@ -112,12 +114,28 @@ def test_recipes_without_what_the_choice_needs_are_refused(tmp_path: Path, chang
         runs.resolved(tmp_path, parallel__ep_size=4, **changes)
 
 
+def test_a_run_resumes_with_other_links_but_not_with_nodes_of_another_size(tmp_path: Path) -> None:
+    path, facts = tmp_path / "machine.json", []
+    recipe = runs.resolved(tmp_path, **COMMON, parallel__dedup="auto", parallel__machine=str(path)).recipe
+    for machine in (SLOW, COSTLY, SLOW | {"gpus_per_node": 4}):
+        path.write_text(json.dumps(machine))
+        facts.append(run_identity(recipe, [], World(0, 4, torch.device("cpu"))))
+    assert facts[0] == facts[1]
+    assert differences(facts[1], facts[2]) == ["gpus_per_node of parallel.machine was 2 and is now 4"]
+
+
 def test_a_machine_file_of_other_hardware_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(LINKS))
     with pytest.raises(ConfigError, match="describes one node of 2 GPUs"):
         check_machine(path, ep_size=4)
     check_machine(path, ep_size=2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="describes nodes of 2 GPUs, and this run has 1 processes in a node"):
+        check_machine(path, ep_size=2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # the host imitates two nodes
+    path.write_text(json.dumps(SLOW))
+    check_machine(path, ep_size=4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     with pytest.raises(ConfigError, match=f"describes {read_machine(path).gpu}, and this machine has NVIDIA A100"):

@@ -11,7 +11,7 @@ from test_measured_runs import RESULTS, meta, read, trained
 
 from fcsd.config import Parallel
 from fcsd.errors import ConfigError
-from fcsd.parallel.cost import Line, Links, fit
+from fcsd.parallel.cost import Line, Links, Rows, expected_bytes, fit
 from fcsd.parallel.machine import read_machine
 from fcsd.plan.cluster import Choice, covers_of, draw, predict, predicted, to_text
 from fcsd.plan.deduplication import expected_options
@@ -40,18 +40,18 @@ def nccl(name: str) -> Line:
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"),
+    ("name", "variant", "planned"),
     [
-        ("train_v2lite_4xh200", "overlapped-fused"),
-        ("train_v2lite_copies_4xh200", "copies-fused"),
-        ("train_qwen3_4xh200", "copies-fused"),
-        ("train_qwen3_4xh200", "overlapped-fused"),
-        ("train_v2lite_27_layers_4xh200", "copies-fused"),
-        ("train_v2lite_slow_4xh200", "overlapped-fused"),
+        ("train_v2lite_4xh200", "overlapped-fused", 0.08),
+        ("train_v2lite_copies_4xh200", "copies-fused", 0.08),
+        ("train_qwen3_4xh200", "copies-fused", 0.08),
+        ("train_qwen3_4xh200", "overlapped-fused", 0.08),
+        ("train_v2lite_27_layers_4xh200", "copies-fused", 0.12),
+        ("train_v2lite_slow_4xh200", "overlapped-fused", 0.08),
     ],
 )
-def test_measured_steps_are_predicted(name: str, variant: str) -> None:
-    """From the bound that was measured within 8 %; from the planned computation within 12 %."""
+def test_measured_steps_are_predicted(name: str, variant: str, planned: float) -> None:
+    """Within 8 % from the bound that was measured, and within ``planned`` from the planned computation."""
     found = read(name)
     times = next(iter(found["routers"].values()))["variants"]
     setup = setup_of_run(name)
@@ -63,7 +63,7 @@ def test_measured_steps_are_predicted(name: str, variant: str) -> None:
         told = predicted(model.numbers, setup, links, choice, 1)
         taken = statistics.median(times[measured]["step"]) / 1e3
         assert bound + told.exposed == pytest.approx(taken, rel=0.08), measured
-        assert told.step == pytest.approx(taken, rel=0.12), measured
+        assert told.step == pytest.approx(taken, rel=planned), measured
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,18 @@ def test_a_quantised_wire_over_a_measured_link_is_predicted(choice: Choice, vari
     taken, bound = (statistics.median(times[name]["step"]) / 1e3 for name in (variant, "comm-free"))
     assert bound + told.exposed == pytest.approx(taken, rel=0.03)
     assert told.step == pytest.approx(taken, rel=0.08)
+
+
+def test_unfused_deduplication_takes_longer_than_is_predicted() -> None:
+    """In this run torch sums the rows of deduplication, not one kernel, and a prediction does not count that."""
+    links = read_machine(RESULTS / "links_slow_2xh200.json").links
+    times = read("train_v2lite_slow_dedup_2xh200")["routers"]["uniform"]["variants"]
+    setup = replace(trained("train_v2lite_copies_4xh200").setup, world=2, ep_size=2, batch_tokens=2 * 4 * 4096)
+    ways = {"standard": STANDARD, "overlapped": FARSKIP, "overlapped+int8": replace(FARSKIP, wires=("int8",))}
+    for name, choice in ways.items():
+        told = predicted(meta("deepseek-v2-lite", 8).numbers, setup, links, replace(choice, dedups=("rank",)), 1)
+        taken, bound = (statistics.median(times[one]["step"]) / 1e3 for one in (name, "comm-free"))
+        assert 0.85 < (bound + told.exposed) / taken < 0.87
 
 
 def setup_of_run(name: str) -> Setup:
@@ -129,6 +141,8 @@ def test_farskip_dedup_and_a_short_wire_never_lose_and_win_between_nodes(cluster
                 assert steps[0] > steps[2] and rows[f"{wiring} + dedup + int8"].taken[1] == "int8"
         assert rows["farskip"].exposed < rows["standard"].exposed
     assert by_nodes[1]["farskip + dedup + int8"].taken == ("off", None), "what is hidden already is left alone"
+    int8, bf16 = (expected_bytes(Rows(64, 6, 64, 8, 2048, bits), cluster, "node") for bits in (8.25, 16))
+    assert int8.near == bf16.near and int8.far < bf16.far, "rows inside of a node are sent as they are"
     assert by_nodes[2]["standard + dedup"].taken == ("node", None)
     assert by_nodes[128]["standard"].ep_size == 64 and by_nodes[2]["standard"].ep_size == 8
     lines = to_text(told).splitlines()
@@ -146,6 +160,8 @@ def test_the_plan_says_which_deduplication_is_chosen_and_why(cluster: Links) -> 
     inside = expected_options(model, replace(setup, ep_size=4, world=4), cluster, auto)
     assert [option.dedup for option in inside] == ["off", "rank"], "one node has no second level, and hides the wire"
     assert not expected_options(model, replace(setup, ep_size=1), cluster, auto)
+    with pytest.raises(ConfigError, match="describes one node of 4 GPUs, and parallel.ep_size 8 needs several"):
+        expected_options(model, setup, replace(cluster, far=None), auto)
 
 
 def test_bad_input_of_a_prediction(cluster: Links, tmp_path: Path) -> None:

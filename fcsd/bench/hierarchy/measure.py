@@ -167,18 +167,20 @@ def swept(bench: Bench, model: Model) -> list[dict[str, Any]]:
     return [one_point(bench, model, routing, tokens) for tokens in sizes.sweep_tokens[::-1] for routing in sizes.sweep]
 
 
-def by_step(bench: Bench, routing: Routing, placements: Sequence[Placement], names: Sequence[str]) -> dict[str, float]:
+def by_step(
+    bench: Bench, routing: Routing, placements: Mapping[int, Placement], names: Sequence[str]
+) -> dict[str, float]:
     """Mean seconds of some ways, and of their wires alone, over steps whose routing changes.
 
     Args:
-        placements: where the experts are in each step.
+        placements: where the experts are in each step, by its number.
         names: the ways.
     """
     every = [*names, *(f"{name}, wire" for name in names)]
     total = dict.fromkeys(every, 0.0)
-    for step, placement in enumerate(placements):
+    for step, placement in placements.items():
         chosen = bench.choose(routing, bench.sizes.tokens, step)
-        runs: dict[str, Callable[[], Any]] = dict(bench.runs(chosen, placement, checked=step == 0))
+        runs: dict[str, Callable[[], Any]] = dict(bench.runs(chosen, placement, checked=step == min(placements)))
         runs |= bench.wires(routing, bench.matrices(chosen, placement))
         taken = bench.timed({name: runs[name] for name in every}, min(3, bench.sizes.repeats))
         total = {name: total[name] + taken[name] for name in every}

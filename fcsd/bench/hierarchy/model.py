@@ -89,7 +89,7 @@ class Model:
         return self.fixed[way] + self.wire(way, point) + self.kernels(way, point)
 
     def chosen(self, point: Point) -> str:
-        """The way that ``parallel.dedup: auto`` would take without overlap: the fastest of flat, HD1 and HD2."""
+        """The fastest of flat, HD1 and HD2 by the prediction."""
         return min(DEDUP_OF, key=lambda way: self.predict(way, point))
 
 

@@ -50,21 +50,23 @@ class Searcher:
         self.seconds: list[float] = []
         self.swaps: list[int] = []
 
-    def placements(self, goal: Objective, period: int) -> list[Placement]:
-        """The placement of each step, if experts may change places every ``period`` steps, from step 0 on."""
+    def placements(self, goal: Objective, period: int) -> dict[int, Placement]:
+        """The placement of each step by its number, if experts may change places every ``period`` steps.
+
+        Step 0 is searched first. The steps begin with 1, because the routing of step 0 has no earlier one.
+        """
         sizes = self._bench.sizes
         placement = Placement(self._routing.experts, self._bench.world.size)
-        found = []
-        for step in range(sizes.steps + 1):
-            if step:
-                found.append(placement)  # of this step, found by earlier ones
-            if step % period == 0 and step < sizes.steps:
+        found = {}
+        for step in range(sizes.steps):
+            if step % period == 0:
                 chosen = self._bench.choose(self._routing, sizes.tokens, step)
                 start = clock(self._bench)
                 [placement], swaps = greedy([chosen], [placement], goal, together=self._ranks)
                 taken = clock(self._bench) - start
                 self.seconds.append(max(self._hosts.everywhere(lambda taken=taken: taken)))
                 self.swaps.append(swaps)
+            found[step + 1] = placement
         return found
 
 
@@ -85,10 +87,11 @@ def study(bench: Bench, model: Model, hosts: World, found: dict[str, Any], write
     sizes = bench.sizes
     found |= {"steps": sizes.steps, "top_k": [], "period": [], "balance": []}
     for routing in sizes.placed:
-        unmoved = [Placement(routing.experts, bench.world.size)] * sizes.steps
-        seconds = by_step(bench, routing, unmoved, ("flat", "2DH", "HD1", "HD2"))
+        unmoved = Placement(routing.experts, bench.world.size)
+        fixed = dict.fromkeys(range(1, sizes.steps + 1), unmoved)
+        seconds = by_step(bench, routing, fixed, ("flat", "2DH", "HD1", "HD2"))
         chosen = bench.choose(routing, sizes.tokens)
-        best = model.chosen(bench.point(chosen, bench.matrices(chosen, unmoved[0])))
+        best = model.chosen(bench.point(chosen, bench.matrices(chosen, unmoved)))
         searcher = Searcher(bench, hosts, routing)
         moved = searcher.placements(objective(bench, model), period=1)
         swapped = by_step(bench, routing, moved, (best,))

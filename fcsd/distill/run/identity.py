@@ -3,12 +3,14 @@
 import re
 from collections.abc import Iterable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fcsd.config import Recipe, translated
 from fcsd.distill.data.corpus import Corpus
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
+from fcsd.parallel.machine import read_machine
 from fcsd.version import __version__
 
 # A resumed run may differ from the earlier one in recipe fields whose key begins with one of these. They do not change
@@ -69,7 +71,9 @@ def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[st
         del fields["parallel.dedup"]  # older runs have no such key
     if recipe.parallel.dedup != "node":
         del fields["parallel.node_size"]
-    del fields["parallel.machine"]  # what was chosen with this file is in the progress of a checkpoint
+    # What was chosen with the machine file is in the progress of a checkpoint. Only the size of a node must stay.
+    if (machine := fields.pop("parallel.machine")) is not None:
+        fields["gpus_per_node of parallel.machine"] = read_machine(Path(machine)).gpus_per_node
     if not recipe.parallel.placement.every:
         fields = {key: value for key, value in fields.items() if not key.startswith("parallel.placement.")}  # nor these
     if not recipe.parallel.wire.any:
