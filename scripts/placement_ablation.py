@@ -1,19 +1,21 @@
-"""HierMoE's ablations of expert placement by counted rows, for two nodes of two ranks, without a GPU.
+"""HierMoE's ablations of expert placement by counted rows, on imagined nodes, without a GPU.
 
-    python scripts/placement_ablation.py [--tokens 2048] [--out FILE]
+    python scripts/placement_ablation.py [--cluster imitated] [--out FILE]    two nodes of two ranks on one host
+    python scripts/placement_ablation.py --cluster hiermoe [--out FILE]       four nodes of eight, HierMoE's testbed
 
-Tokens have topics, which prefer some of 64 experts, and the popularity of topics changes from step to step
+Tokens have topics, which prefer some of the experts, and the popularity of topics changes from step to step
 (``fcsd.bench.hierarchy.routing``). A placement is found by the routing of one step and used from the next step on. The
-rows that the busiest rank sends or receives are counted in eight steps. The times of the wires are not measured: they
-follow, for 16384 tokens of a rank, from the counted rows per token and the lines that were measured on four H200s
-(docs/results/hierarchy_4xh200.json).
+rows that the busiest rank sends or receives are counted. The times of the wires are not measured: they follow from the
+counted rows per token and from lines through all-to-alls, which were measured on four H200s
+(docs/results/hierarchy_4xh200.json), or which HierMoE gives for its testbed.
 ``python -m fcsd.bench.hierarchy --parts placement`` measures the same on GPUs.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,101 +23,131 @@ import torch
 from torch import Tensor
 
 from fcsd.bench.hierarchy.model import Model, Point
-from fcsd.bench.hierarchy.placements import BALANCES, PERIODS
+from fcsd.bench.hierarchy.placements import PERIODS, objectives
 from fcsd.bench.hierarchy.routing import Routing
 from fcsd.bench.hierarchy.ways import counted, levels_of
 from fcsd.markdown import table
 from fcsd.parallel.cost import Line, Links
 from fcsd.parallel.expert.levels import all_groups, row_matrices
 from fcsd.parallel.expert.placement import Placement
-from fcsd.parallel.placing.search import Level, Objective, greedy
+from fcsd.parallel.placing.search import Objective, greedy
 
-RANKS, NODE_SIZE, EXPERTS, WIDTH, STEPS = 4, 2, 64, 2048, 8
-TOKENS = 16384  # tokens of a rank for which the times of the wires are predicted
+WIDTH, STEPS, TOP_K, STUDIED = 2048, 8, (6, 8, 10), 8
 MEASURED = Path("docs/results/hierarchy_4xh200.json")
+# HierMoE's testbed, four nodes of eight A6000: all-to-alls inside of a node, between nodes, and between all ranks.
+HIERMOE = {"near": Line(0.571e-3, 1.27e-10), "far": Line(0.497e-3, 5.29e-10), "direct": Line(0.722e-3, 5.70e-10)}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Imagined nodes.
+
+    Attributes:
+        nodes: the number of nodes.
+        node_size: ranks of a node.
+        experts: routed experts of the layer.
+        tokens: tokens of a rank whose rows are counted in a step.
+        timed: tokens of a rank for which the times of the wires are predicted.
+        lines: ``near``, ``far`` and ``direct`` of ``fcsd.parallel.cost.Links``.
+    """
+
+    nodes: int
+    node_size: int
+    experts: int
+    tokens: int
+    timed: int
+    lines: Mapping[str, Line]
+
+    @property
+    def ranks(self) -> int:
+        """The number of all ranks."""
+        return self.nodes * self.node_size
+
+    @property
+    def links(self) -> Links:
+        """The links; nothing but their lines is used."""
+        return Links(self.node_size, hidden_cost=0.0, copy=1.0, codec=1.0, **self.lines)
+
+    def choose(self, routing: Routing, step: int) -> Tensor:
+        """The experts that the tokens of every rank choose in a step, ``[ranks, tokens, top_k]``."""
+        return torch.stack([routing.choose(self.tokens, rank, step, torch.device("cpu")) for rank in range(self.ranks)])
+
+    def mean_of(self, steps: Sequence[Tensor], placements: Sequence[Placement], way: str) -> dict[str, float]:
+        """The mean rows per token of the busiest rank, and the mean predicted milliseconds of dispatch and combine.
+
+        The first step is left out, because no placement can know its routing.
+        """
+        levels = levels_of(self.ranks, self.node_size)[way]
+        total: dict[str, float] = dict.fromkeys(("far", "near", "wire_ms"), 0.0)
+        for chosen, placement in list(zip(steps, placements, strict=True))[1:]:
+            told = all_groups(placement.positions(chosen), self.experts, levels)
+            rows = counted(row_matrices(told, levels), self.node_size)
+            scaled = {name: round(count * self.timed / self.tokens) for name, count in rows.items()}
+            seconds = Model(self.links, {}, {}).wire(way, Point(self.timed, chosen.shape[-1], WIDTH, {way: scaled}))
+            values = {"far": rows["far"] / self.tokens, "near": rows["near"] / self.tokens, "wire_ms": 1e3 * seconds}
+            total = {name: total[name] + value for name, value in values.items()}
+        return {name: value / (len(steps) - 1) for name, value in total.items()}
+
+
+def imitated() -> Cluster:
+    """Two nodes of two ranks, with the lines of the slow link that were measured on four H200s."""
+    told = json.loads(MEASURED.read_text())["models"]["slow"]["lines"]
+    return Cluster(2, 2, 64, tokens=2048, timed=16384, lines={name: Line(**line) for name, line in told.items()})
+
+
+def hiermoe() -> Cluster:
+    """HierMoE's testbed with the layers and the tokens of its Qwen3 (Table IV)."""
+    return Cluster(4, 8, 128, tokens=512, timed=1024, lines=HIERMOE)
+
+
+CLUSTERS = {"imitated": imitated, "hiermoe": hiermoe}
 
 
 def main() -> None:
     """Prints two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a rank in a step")
+    parser.add_argument("--cluster", choices=CLUSTERS, default="imitated")
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     args = parser.parse_args()
-    found = study(measured_model(), args.tokens)
+    found = study(CLUSTERS[args.cluster]())
     print(to_text(found))
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def measured_model() -> Model:
-    """The lines of the slow link that were measured on four H200s."""
-    told = json.loads(MEASURED.read_text())["models"]["slow"]
-    near, far, direct = (Line(**told["lines"][name]) for name in ("near", "far", "direct"))
-    return Model(Links(NODE_SIZE, near, far, 0.0, told["copy"], 1.0, direct), told["fixed"], {})
-
-
-def study(model: Model, tokens: int) -> dict[str, Any]:
+def study(cluster: Cluster, steps: int = STEPS) -> dict[str, Any]:
     """The rows of each way, and for HD2 those with each period and each objective of the search."""
-    found: dict[str, Any] = {"tokens": tokens, "experts": EXPERTS, "steps": STEPS, "top_k": [], "placed": []}
-    goals = {name: objective(model, Objective((), True, balance=name)) for name in BALANCES}
-    goals["pairs (SmartMoE)"] = Objective((Level(RANKS, 1.0),), deduplicated=False)
-    for top_k in (6, 8, 10):
-        routing = Routing(EXPERTS, top_k, topical=True)
-        steps = [of_all_ranks(routing, tokens, step) for step in range(STEPS)]
-        fixed = [Placement(EXPERTS, RANKS)] * STEPS
+    found: dict[str, Any] = {name: getattr(cluster, name) for name in ("nodes", "node_size", "experts", "tokens")}
+    found |= {"steps": steps, "top_k": [], "placed": []}
+    goals = objectives(cluster.links, cluster.ranks)
+    for top_k in TOP_K:
+        routing = Routing(cluster.experts, top_k, topical=True)
+        chosen = [cluster.choose(routing, step) for step in range(steps)]
+        unmoved = [Placement(cluster.experts, cluster.ranks)] * steps
         for way in ("flat", "2DH", "HD1", "HD2"):
-            found["top_k"].append({"top_k": top_k, "way": way, **mean_of(model, steps, fixed, way)})
+            found["top_k"].append({"top_k": top_k, "way": way, **cluster.mean_of(chosen, unmoved, way)})
         cases = [("smooth-max", 1)]
-        if top_k == 8:
+        if top_k == STUDIED:
             cases = [*(("smooth-max", period) for period in PERIODS), *((name, 1) for name in list(goals)[1:])]
         for name, period in cases:
-            placements, swaps = searched(steps, goals[name], period)
-            row = {"top_k": top_k, "objective": name, "period": period, **mean_of(model, steps, placements, "HD2")}
+            placements, swaps = searched(chosen, unmoved[0], goals[name], period)
+            row = {"top_k": top_k, "objective": name, "period": period, **cluster.mean_of(chosen, placements, "HD2")}
             found["placed"].append({**row, "swaps": swaps})
             print(row, file=sys.stderr)
     return found
 
 
-def of_all_ranks(routing: Routing, tokens: int, step: int) -> Tensor:
-    """The experts that the tokens of every rank choose in a step, ``[ranks, tokens, top_k]``."""
-    return torch.stack([routing.choose(tokens, rank, step, torch.device("cpu")) for rank in range(RANKS)])
-
-
-def objective(model: Model, like: Objective) -> Objective:
-    """The rows of the busiest rank and node, weighted by the measured links, with the balance of ``like``."""
-    assert model.links.far is not None
-    between = Level(RANKS // NODE_SIZE, model.links.far.beta / model.links.near.beta / NODE_SIZE)
-    return Objective((between, Level(RANKS, 1.0)), deduplicated=True, balance=like.balance)
-
-
-def searched(steps: Sequence[Tensor], goal: Objective, period: int) -> tuple[list[Placement], list[int]]:
+def searched(
+    steps: Sequence[Tensor], placement: Placement, goal: Objective, period: int
+) -> tuple[list[Placement], list[int]]:
     """The placement of each step if experts may move every ``period`` steps, and the swaps of each search."""
-    placement, placements, swaps = Placement(EXPERTS, RANKS), [], []
+    placements, swaps = [], []
     for number, chosen in enumerate(steps):
         placements.append(placement)  # found by the steps before
         if number % period == 0 and number < len(steps) - 1:
             [placement], count = greedy([chosen.flatten(0, 1)], [placement], goal)
             swaps.append(count)
     return placements, swaps
-
-
-def mean_of(model: Model, steps: Sequence[Tensor], placements: Sequence[Placement], way: str) -> dict[str, float]:
-    """The mean rows per token of the busiest rank, and the mean predicted milliseconds of dispatch and combine.
-
-    The milliseconds are those of ``TOKENS`` tokens with as many rows per token. The first step is left out, because no
-    placement can know its routing.
-    """
-    levels = levels_of(RANKS, NODE_SIZE)[way]
-    total: dict[str, float] = dict.fromkeys(("far", "near", "wire_ms"), 0.0)
-    for chosen, placement in list(zip(steps, placements, strict=True))[1:]:
-        tokens, top_k = chosen.shape[1:]
-        told = all_groups(placement.positions(chosen), EXPERTS, levels)
-        rows = counted(row_matrices(told, levels), NODE_SIZE)
-        scaled = {name: round(count * TOKENS / tokens) for name, count in rows.items()}
-        seconds = model.wire(way, Point(TOKENS, top_k, WIDTH, {way: scaled}))
-        values = {"far": rows["far"] / tokens, "near": rows["near"] / tokens, "wire_ms": 1e3 * seconds}
-        total = {name: total[name] + value for name, value in values.items()}
-    return {name: value / (len(steps) - 1) for name, value in total.items()}
 
 
 def to_text(found: dict[str, Any]) -> str:

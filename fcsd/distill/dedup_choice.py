@@ -61,6 +61,8 @@ class DedupChoice:
         self._blocks: dict[int, ExpertBlock] = {}
         if self._dispatcher is None:
             return
+        assert recipe.parallel.machine is not None, "the recipe's checks require a machine file"
+        self._links = read_machine(Path(recipe.parallel.machine)).links
         self._dispatcher.chosen = {int(layer): dedup for layer, dedup in progress.get("dedup", {}).items()}
         if not self._dispatcher.chosen:
             mlp = arch_of(model.config).blocks.mlp
@@ -110,9 +112,9 @@ class DedupChoice:
 
     def _decide(self, everyone: list[dict[int, list[int]]], micro_batches: int) -> dict[int, list[Option]]:
         """The options of each layer, the best one first; ``everyone`` is what each rank has told about each layer."""
-        parallel = self._recipe.parallel
-        assert self._dispatcher is not None and parallel.machine is not None
-        offered, links = self._dispatcher.offered, read_machine(Path(parallel.machine)).links
+        parallel, links = self._recipe.parallel, self._links
+        assert self._dispatcher is not None
+        offered = self._dispatcher.offered
         planned = plan_run(self._recipe, present(self._world.size))
         rows, wiring = rows_of(planned.numbers, planned.setup, parallel.wire), wiring_of(self._model.config)
         decided = {}

@@ -16,6 +16,7 @@ from fcsd.bench.hierarchy.measure import Bench, by_step, clock
 from fcsd.bench.hierarchy.model import Model
 from fcsd.bench.hierarchy.routing import Routing
 from fcsd.launch.world import World, barrier
+from fcsd.parallel.cost import Links
 from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.placing.moving import Share, move, plan
 from fcsd.parallel.placing.search import Balance, Level, Objective, Ranks, greedy
@@ -24,17 +25,17 @@ PERIODS = (1, 2, 4, 8)
 BALANCES: tuple[Balance, ...] = ("smooth-max", "max", "log-sum-exp")
 
 
-def objective(bench: Bench, model: Model, balance: Balance = "smooth-max", deduplicated: bool = True) -> Objective:
-    """The rows of the busiest rank and node, weighted by the measured links. Moves are free.
+def objectives(links: Links, ranks: int) -> dict[str, Objective]:
+    """What the searches minimise, by name. Moves are free.
 
-    Without deduplication the objective is that of SmartMoE: the pairs of token and expert of the busiest rank.
+    Each of ``BALANCES`` takes the rows of the busiest rank and of the busiest node, weighted by the links. SmartMoE
+    takes the pairs of token and expert of the busiest rank.
     """
-    ranks = bench.world.size
-    if not deduplicated:
-        return Objective((Level(ranks, 1.0),), deduplicated=False, balance=balance)
-    assert model.links.far is not None
-    between = Level(ranks // bench.node_size, model.links.far.beta / model.links.near.beta / bench.node_size)
-    return Objective((between, Level(ranks, 1.0)), deduplicated=True, balance=balance)
+    assert links.far is not None, "there are several nodes"
+    between = Level(ranks // links.per_node, links.far.beta / links.near.beta / links.per_node)
+    levels = between, Level(ranks, 1.0)
+    found = {name: Objective(levels, deduplicated=True, balance=name) for name in BALANCES}
+    return {**found, "pairs (SmartMoE)": Objective(levels[1:], deduplicated=False)}
 
 
 class Searcher:
@@ -86,6 +87,7 @@ def study(bench: Bench, model: Model, hosts: World, found: dict[str, Any], write
     """
     sizes = bench.sizes
     found |= {"steps": sizes.steps, "top_k": [], "period": [], "balance": []}
+    goals = objectives(model.links, bench.world.size)
     for routing in sizes.placed:
         unmoved = Placement(routing.experts, bench.world.size)
         fixed = dict.fromkeys(range(1, sizes.steps + 1), unmoved)
@@ -93,7 +95,7 @@ def study(bench: Bench, model: Model, hosts: World, found: dict[str, Any], write
         chosen = bench.choose(routing, sizes.tokens)
         best = model.chosen(bench.point(chosen, bench.matrices(chosen, unmoved)))
         searcher = Searcher(bench, hosts, routing)
-        moved = searcher.placements(objective(bench, model), period=1)
+        moved = searcher.placements(goals["smooth-max"], period=1)
         swapped = by_step(bench, routing, moved, (best,))
         row = {**asdict(routing), **seconds, "chosen": best}
         for kind in ("", ", wire"):
@@ -101,8 +103,6 @@ def study(bench: Bench, model: Model, hosts: World, found: dict[str, Any], write
         found["top_k"].append({**row, "search": searcher.seconds, "swaps": searcher.swaps})
         write()
     routing = sizes.placed[min(1, len(sizes.placed) - 1)]
-    goals = {name: objective(bench, model, name) for name in BALANCES}
-    goals["pairs (SmartMoE)"] = objective(bench, model, deduplicated=False)
     rows = [("period", str(period), goals["smooth-max"], period) for period in PERIODS]
     rows += [("balance", name, goal, 1) for name, goal in goals.items()]
     for kind, name, goal, period in rows:

@@ -55,7 +55,9 @@ def of_all_reduce(record: Mapping[str, Any]) -> Speeds:
     """The speeds in a result of ``fcsd.bench.all_reduce``: of the all-reduce in two steps over NCCL's in bf16."""
     gpus = _gpus(record)
     return {
-        f"{gpus}, {size}": _speeds(times["bf16"]["bf16"], {_short(f): times["two steps"].get(_short(f)) for f in SENT})
+        f"{gpus}, in two steps, {size}": _speeds(
+            times["bf16"]["bf16"], {_short(f): times["two steps"].get(_short(f)) for f in SENT}
+        )
         for size, times in record["ms"].items()
     }
 
