@@ -36,6 +36,7 @@ def test_the_page_holds_what_is_stored(repo: Path) -> None:
 def test_the_stored_study_is_whole(stored: dict[str, Any]) -> None:
     assert [(piece["direction"], piece["format"]) for piece in stored["losses"]] == pieces()
     assert all(piece["bits_on_the_wire"] == studied(piece["format"]).bits for piece in stored["losses"])
+    assert [row["format"] for row in stored["scores"]] == [None, *(row.format for row in TABLE_7)]
 
 
 def test_what_the_page_says_of_the_orders(stored: dict[str, Any]) -> None:

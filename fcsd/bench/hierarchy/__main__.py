@@ -30,6 +30,7 @@ import torch.distributed as dist
 from fcsd.bench.hierarchy import measure, placements, tables
 from fcsd.bench.hierarchy.model import Model, machine_of
 from fcsd.bench.hierarchy.routing import Routing
+from fcsd.disk import write_text
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world, leave
 from fcsd.parallel import process_settings
@@ -143,7 +144,7 @@ def main() -> None:
 
     def write(found: Any) -> None:
         if world.rank == 0 and arguments.out is not None:
-            arguments.out.write_text(json.dumps(found, indent=1))
+            write_text(arguments.out, json.dumps(found, indent=1))  # a run that is cut off leaves a whole file
 
     try:
         run(world, arguments.node_size, sizes, arguments.parts, write, arguments.machine)
