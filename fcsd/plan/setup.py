@@ -74,7 +74,8 @@ class Setup:
         document: mean number of tokens of a document in a row; with None, a row counts as one document.
         fused: whether each norm is one kernel and, if no experts are divided, also the product inside each gated MLP
             and each move of rows to and from routed experts.
-        alone: whether a run of one process that can updates its weights with ``OneProcessAdamW`` instead of ZeRO.
+        alone: whether one process may update its weights with ``OneProcessAdamW`` instead of ZeRO; see ``zero``.
+        graph: whether the passes of a micro-batch are captured as CUDA graphs (``train.graph``).
         best: whether the checkpoint with the best early-stopping score is kept as well.
         saves: checkpoints that are written after a fixed number of steps, and the last one.
         saves_per_hour: checkpoints that are written per hour because a fixed time has passed.
@@ -109,6 +110,7 @@ class Setup:
     document: int | None = None
     fused: bool = True
     alone: bool = True
+    graph: bool = False
     best: bool = False
     saves: int = 0
     saves_per_hour: float = 0.0
@@ -192,6 +194,8 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         keep=save.keep,
         masked=not (train.attention == "packed" and train.dtype == "bf16" and plain),
         fused=parallel.fused,
+        alone=not parallel.wire.any,
+        graph=train.graph,
         best=stop.metric != NO_METRIC,
         saves=1 + (train.steps // save.every_steps if save.every_steps else 0),
         saves_per_hour=60 / save.every_minutes if save.every_minutes else 0.0,
