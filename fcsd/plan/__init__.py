@@ -84,8 +84,8 @@ class Plan:
         """A sentence that names the cheapest change that makes the recipe fit, or says that there is none."""
         if self.change is None:
             return (
-                "none of the settings that fcsd plan tries makes it fit; larger GPUs or a shorter data.seq_len may, and "
-                "so may a larger train.batch_tokens, which more GPUs can share"
+                "none of the settings that fcsd plan tries makes it fit; larger GPUs or a shorter data.seq_len may, "
+                "and so may a larger train.batch_tokens, which more GPUs can share"
             )
         new = self.change
         more = ""
@@ -198,7 +198,7 @@ def plan_setup(
 
 
 def _misplaced(setup: Setup, experts: int) -> ConfigError:
-    """Why ``parallel.ep_size`` is impossible for a model with ``experts`` routed experts in a layer, and what to set."""
+    """Says why ``parallel.ep_size`` is impossible for a model with ``experts`` in a layer, and what to set."""
     if not experts:
         why = "the model is dense and has no experts to divide"
         return ConfigError(f"parallel.ep_size is {setup.ep_size}, but {why}", hint="--set parallel.ep_size=1")

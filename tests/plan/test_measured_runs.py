@@ -1,4 +1,4 @@
-"""The plan against the runs on H200s that docs/results/plan_runs.json lists: memory, speed, and the fit of its constants.
+"""The plan against the runs on H200s in docs/results/plan_runs.json: memory, speed, and the fit of its constants.
 
 Targets: tokens per second within 15 %, memory within 5 %. A run that misses one has its own bound in that file.
 """
@@ -124,6 +124,11 @@ def stored(name: str) -> Run:
     return Run(listed, meta(listed["model"], listed.get("layers")), setup, step, seconds, peak)
 
 
+def from_file(file: str) -> Run:
+    """The first run that the list takes from a file."""
+    return stored(next(entry["run"] for entry in LISTED["runs"] if entry["file"] == file))
+
+
 @dataclass(frozen=True)
 class Constants:
     """Those of ``fcsd.plan.speed`` that depend on measured runs."""
@@ -220,10 +225,7 @@ def test_constants_are_the_fit() -> None:
 
 
 def test_constants_of_the_update_are_measured() -> None:
-    by_moments = {
-        name: next(run for run in map(stored, NAMES) if run.listed["file"] == f"memory_qwen3_24_layers_{name}_4xh200")
-        for name in ("fp32", "bf16", "moments")
-    }
+    by_moments = {name: from_file(f"memory_qwen3_24_layers_{name}_4xh200") for name in ("fp32", "bf16", "moments")}
     seconds = {name: run.update or 0.0 for name, run in by_moments.items()}
     updated = by_moments["fp32"].updated
     assert (seconds["bf16"] - seconds["fp32"]) / updated == pytest.approx(ROUND, rel=0.02)
@@ -233,8 +235,7 @@ def test_constants_of_the_update_are_measured() -> None:
     for name in ("baselines_dense_1xh200", "baselines_moe_1xh200"):
         traced = next(turn for turn in read(name)["turns"] if turn["side"] == "fcsd" and turn["kernels"])
         kernel = sum(milliseconds for kernel, _, milliseconds in traced["kernels"] if kernel == "_update_kernel")
-        run = next(run for run in map(stored, NAMES) if run.listed["file"] == name)
-        alone.append(kernel / 1e3 / run.updated)
+        alone.append(kernel / 1e3 / from_file(name).updated)
     assert statistics.geometric_mean(alone) == pytest.approx(UPDATE_ALONE, rel=0.02)
 
 
@@ -250,7 +251,7 @@ def test_speed_and_memory_of_a_stored_run(name: str) -> None:
 
 @pytest.mark.parametrize("family", sorted({entry["family"] for entry in LISTED["runs"]}))
 def test_runs_of_a_family_are_predicted_from_the_other_families(family: str) -> None:
-    """Masks and graphs were measured with one model each, so their constants stay."""
+    """The constants of masks, of graphs and of moments on the host or in bf16 come from one model each and stay."""
     constants = fit([run for run in map(stored, NAMES) if run.listed["family"] != family])
     for run in map(stored, NAMES):
         if run.listed["family"] == family:
