@@ -8,8 +8,8 @@ GPU keeps a buffer of the size of the largest tensor.
 
 The times add up the bytes that cross the bus, and the bytes that AdamW and the copies around it read and write in host
 memory. One run on four H200s with its moments on the host measured the rate of the bus, 25 GB/s in each direction. The
-rate of the host's memory is assumed, and so is that nothing of this overlaps with computation. AdamW on the host was not
-timed.
+rate of the host's memory is assumed, and so is that nothing of this overlaps with computation. AdamW on the host has
+not been timed.
 """
 
 from fcsd.plan.setup import Setup

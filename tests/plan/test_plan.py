@@ -15,6 +15,7 @@ from fcsd.cli.main import app
 from fcsd.config import load_recipe
 from fcsd.distill import engine, host_moments
 from fcsd.distill import moments as chunked
+from fcsd.distill.one_process import updates_alone
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
 from fcsd.plan.memory import BUCKET, CHUNK, SLOTS, checkpoint_bytes, copy_bytes, disk_bytes, loss_bytes, optimizer_bytes
@@ -524,6 +525,7 @@ def test_a_recipe_becomes_a_setup(tmp_path):
         saved = {"train__steps": steps, "checkpoint": {"every_steps": every}}
         assert setup_of(runs.resolved(tmp_path, **saved).recipe, 2, 4).saves == saves
     rounded = runs.resolved(tmp_path, train__dtype="bf16", parallel={"wire": {"dispatch": "int8"}}).recipe
-    assert setup_of(half, 1, 4).zero == 0 and setup_of(rounded, 1, 4).zero == 1
+    for one, zero in ((half, 0), (rounded, 1), (recipe, 1)):  # the last one is in fp32
+        assert setup_of(one, 1, 4).zero == zero and updates_alone(one, 1) == (zero == 0)
     streams = setup_of(runs.resolved(tmp_path, objective__hidden={"weight": 1.0, "layers": "last:3"}).recipe, 2, 4)
     assert streams.compared == 3 and streams.teacher == "replicated"
