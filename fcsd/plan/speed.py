@@ -31,7 +31,7 @@ SHARE = {(True, "bf16"): 0.435, (False, "bf16"): 0.486, (True, "fp32"): 0.35, (F
 MICRO_BATCH = 12.3e-3
 
 # Time of attention with a mask, divided by the time of causal attention over the whole row without a mask. It was
-# fitted to two pairs of runs with a mask and without; they say 2.9 and 5.3.
+# fitted to two pairs of runs with a mask and without; they say 2.9 and 5.1.
 MASKED_ATTENTION = 3.9
 
 # Seconds that the host needs to start the kernels of a layer's forward pass. A backward pass counts as two forward

@@ -17,6 +17,7 @@ def uncounted(recipe: Recipe, hardware: Hardware) -> list[str]:
         "train.progressive_share: steps before the last layers are converted": train.progressive_share > 0,
         "train.trace_every: steps that are profiled": train.trace_every > 0,
         "init.solve: the pass before the first step that corrects the weights": recipe.init.solve != "none",
+        "init.wiring: all-to-alls that the standard wiring exposes": divided and recipe.init.wiring == "standard",
         "deterministic: slower kernels": recipe.deterministic,
         "objective.hidden: the overlap that the compared layers lose": divided and recipe.objective.hidden.weight > 0,
         "parallel.overlap: time that all-to-alls expose": divided and parallel.overlap != "on",
