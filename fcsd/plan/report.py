@@ -47,6 +47,7 @@ def to_text(plan: Plan) -> str:
     parts = {**peak.parts, "context": plan.memory.context, "allocator slack": plan.memory.slack}
     lines += [f"  {name:<16} {_gib(size)}" for name, size in parts.items() if size]
     lines += [f"  {'total':<16} {_gib(plan.memory.total)} of {_gib(plan.memory.usable).strip()} usable"]
+    rate = f"the {PEAK[setup.dtype] / 1e12:g} TFLOP/s of each GPU"
     cost = "" if speed.cost is None else f", cost {speed.cost:,.0f} at {hardware.price:g} per GPU-hour"
     rows = [
         ("host memory", f"{_host(plan)}{_copy(plan)}"),
@@ -57,7 +58,7 @@ def to_text(plan: Plan) -> str:
             f"{speed.gpu_hours:,.1f} GPU-hours{cost}",
         ),
         ("of these", _hours(speed)),
-        ("speed", f"{speed.utilisation:.1%} of {PEAK[setup.dtype] / 1e12:g} TFLOP/s; --mfu plans with your own"),
+        ("speed", f"{speed.utilisation:.1%} of {rate}; --mfu plans with a share that you measured"),
     ]
     if setup.ep_size > 1:
         rows.append(("assumed", f"the GPU with the most rows for its experts receives {setup.imbalance:g}x the mean"))
