@@ -66,7 +66,8 @@ class Cluster:
     @property
     def links(self) -> Links:
         """The links; nothing but their lines is used."""
-        return Links(self.node_size, hidden_cost=0.0, copy=1.0, codec=1.0, **self.lines)
+        near, far, direct = (self.lines[name] for name in ("near", "far", "direct"))
+        return Links(self.node_size, near, far, 0.0, 1.0, 1.0, direct)
 
     def choose(self, routing: Routing, step: int) -> Tensor:
         """The experts that the tokens of every rank choose in a step, ``[ranks, tokens, top_k]``."""

@@ -40,18 +40,18 @@ def nccl(name: str) -> Line:
 
 
 @pytest.mark.parametrize(
-    ("name", "variant", "planned"),
+    ("name", "variant"),
     [
-        ("train_v2lite_4xh200", "overlapped-fused", 0.08),
-        ("train_v2lite_copies_4xh200", "copies-fused", 0.08),
-        ("train_qwen3_4xh200", "copies-fused", 0.08),
-        ("train_qwen3_4xh200", "overlapped-fused", 0.08),
-        ("train_v2lite_27_layers_4xh200", "copies-fused", 0.12),
-        ("train_v2lite_slow_4xh200", "overlapped-fused", 0.08),
+        ("train_v2lite_4xh200", "overlapped-fused"),
+        ("train_v2lite_copies_4xh200", "copies-fused"),
+        ("train_qwen3_4xh200", "copies-fused"),
+        ("train_qwen3_4xh200", "overlapped-fused"),
+        ("train_v2lite_27_layers_4xh200", "copies-fused"),
+        ("train_v2lite_slow_4xh200", "overlapped-fused"),
     ],
 )
-def test_measured_steps_are_predicted(name: str, variant: str, planned: float) -> None:
-    """Within 8 % from the bound that was measured, and within ``planned`` from the planned computation."""
+def test_measured_steps_are_predicted(name: str, variant: str) -> None:
+    """Within 8 % from the bound that was measured, and within 10 % from the planned computation."""
     found = read(name)
     times = next(iter(found["routers"].values()))["variants"]
     setup = setup_of_run(name)
@@ -63,7 +63,7 @@ def test_measured_steps_are_predicted(name: str, variant: str, planned: float) -
         told = predicted(model.numbers, setup, links, choice, 1)
         taken = statistics.median(times[measured]["step"]) / 1e3
         assert bound + told.exposed == pytest.approx(taken, rel=0.08), measured
-        assert told.step == pytest.approx(taken, rel=planned), measured
+        assert told.step == pytest.approx(taken, rel=0.10), measured
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_unfused_deduplication_takes_longer_than_is_predicted() -> None:
     """In this run torch sums the rows of deduplication, not one kernel, and a prediction does not count that."""
     links = read_machine(RESULTS / "links_slow_2xh200.json").links
     times = read("train_v2lite_slow_dedup_2xh200")["routers"]["uniform"]["variants"]
-    setup = replace(trained("train_v2lite_copies_4xh200").setup, world=2, ep_size=2, batch_tokens=2 * 4 * 4096)
+    setup = replace(from_file("train_v2lite_copies_4xh200").setup, world=2, ep_size=2, batch_tokens=2 * 4 * 4096)
     ways = {"standard": STANDARD, "overlapped": FARSKIP, "overlapped+int8": replace(FARSKIP, wires=("int8",))}
     for name, choice in ways.items():
         told = predicted(meta("deepseek-v2-lite", 8).numbers, setup, links, replace(choice, dedups=("rank",)), 1)
