@@ -37,7 +37,8 @@ def begin(row: Row) -> None:
 
 
 def ended(row: Row) -> Row:
-    """Print a row, renew the JSON file of the run, and return the row."""
+    """Print a row, renew the JSON file of the run, and return the row. NaN, which JSON has not, becomes null."""
+    row = {name: None if value != value else value for name, value in row.items()}
     print("ROW " + json.dumps(row), flush=True)
     if "VLLM_LOGS" in os.environ:
         store(Path(os.environ["VLLM_LOGS"]), Path(os.environ["VLLM_OUT"]))
