@@ -178,6 +178,7 @@ fi
 # A part imports vLLM once (10 to 20 s) and then serves one model after the other, the most telling ones first.
 serve="python3 scripts/vllm_parity.py serve $models"
 small=qwen2_moe-farskip
+# shellcheck disable=SC2086 # $serve is split into words
 case $command in
 one)
     job float32 $serve {$small,qwen3_moe-farskip,teacher,glm4_moe-farskip}/float32/eager
@@ -191,7 +192,7 @@ tasks)
     ;;
 two)
     job float32 $serve --tp 2 $small/float32/{eager,eager/ep,graph,pressure} glm4_moe-farskip/float32/eager
-    job bfloat16 $serve --tp 2 {$small,teacher}/bfloat16/default {$small,qwen3_moe-farskip}/bfloat16/graph/ep
+    job bfloat16 $serve --tp 2 $small/bfloat16/{graph/ep,default} teacher/bfloat16/default
     ;;
 time)
     number=0
