@@ -80,7 +80,7 @@ def _make(case: str, original: Path, converted: Path) -> None:
         original.symlink_to(ROOT / "assets" / "teacher")
         convert_checkpoint(original, converted, layers="all", wiring="farskip", check=False)
         return
-    import tiny
+    import tiny  # pyright: ignore[reportMissingImports]
 
     arch, layers, options = CASES[case]
     model = tiny.model(arch, hidden_size=HIDDEN, **SIZES[arch])
@@ -98,6 +98,6 @@ def prompts(original: Path, case: str) -> list[list[int]]:
 
         tokenizer = AutoTokenizer.from_pretrained(original)
         return [tokenizer(text)["input_ids"] for text in TEXTS]
-    import tiny
+    import tiny  # pyright: ignore[reportMissingImports]
 
     return tiny.tokens(BATCH, LENGTH).tolist()

@@ -1,8 +1,8 @@
 """Compares what vLLM computes, for originals and for converted models, with what transformers computes.
 
-    python scripts/vllm_parity.py serve FOLDER PLAN... [--tp N]     log-probabilities of prompts and of greedy answers
-    python scripts/vllm_parity.py items FOLDER CASE --items FOLDER --out FOLDER     the requests of the eleven tasks
-    python scripts/vllm_parity.py refused FOLDER CASE...            without fcsd's plugin vLLM refuses converted models
+    python scripts/vllm_parity.py serve FOLDER PLAN... [--tp N] [--pp N]    log-probabilities of prompts and answers
+    python scripts/vllm_parity.py items FOLDER CASE... --items FOLDER --out FOLDER    the requests of the eleven tasks
+    python scripts/vllm_parity.py refused FOLDER CASE...        without fcsd's plugin vLLM refuses converted models
 
 The models are those of ``scripts/vllm_cases.py``, and are made in FOLDER. A PLAN is ``CASE/DTYPE/MODE``, or
 ``CASE/DTYPE/MODE/ep`` for whole experts on each rank. The reference is transformers in float32 on the CPU, given the
@@ -43,7 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
 LONG = ("graph", "pressure")  # modes with REPLAYS tokens
 
 
-def engine(path: Path, dtype: str, tensor_parallel: int, expert_parallel: bool, **options: Any) -> Any:
+def engine(path: Path, dtype: str, **options: Any) -> Any:
     """vLLM's engine for a small model, which shares the GPU with others. It needs no tokenizer: requests are ids."""
     import torch
     import vllm.model_executor.models.registry as registry  # pyright: ignore[reportMissingImports]
@@ -59,8 +59,8 @@ def engine(path: Path, dtype: str, tensor_parallel: int, expert_parallel: bool, 
         # With the CPU kernels of its norms and rotary embeddings, the original is wrong as well (docs/serving.md).
         options["compilation_config"] = dict(custom_ops=["none"])
     return LLM(
-        str(path), dtype=dtype, tensor_parallel_size=tensor_parallel, enable_expert_parallel=expert_parallel,
-        skip_tokenizer_init=True, enable_prefix_caching=False, gpu_memory_utilization=0.1, **options,
+        str(path), dtype=dtype, skip_tokenizer_init=True, enable_prefix_caching=False, gpu_memory_utilization=0.1,
+        **options,
     )  # fmt: skip
 
 
@@ -83,8 +83,18 @@ def facts(config: Any) -> Row:
     )
 
 
-def compare(folder: Path, case: str, role: str, dtype: str, mode: str, ranks: int, experts: bool) -> Row:
+def compare(folder: Path, case: str, role: str, dtype: str, mode: str, ranks: int, stages: int, experts: bool) -> Row:
     """Ask vLLM for log-probabilities of prompts and of greedy answers, and transformers for those of the same tokens.
+
+    Args:
+        folder: where the models are made.
+        case: a name in ``vllm_cases``.
+        role: ``original`` or ``converted``.
+        dtype: ``float32`` or ``bfloat16``.
+        mode: a key of ``MODES``.
+        ranks: the tensor-parallel degree.
+        stages: of the pipeline.
+        experts: whether a rank has whole experts.
 
     Returns:
         ``largest`` and ``rms``, the errors of vLLM; ``answers``, the largest error in the answers alone; ``greedy``,
@@ -96,7 +106,8 @@ def compare(folder: Path, case: str, role: str, dtype: str, mode: str, ranks: in
 
     paths = made(folder, case)
     asked = prompts(paths["original"], case)
-    llm = engine(paths[role], dtype, ranks, experts, max_model_len=256, max_num_seqs=8, **MODES[mode])
+    parallel = dict(tensor_parallel_size=ranks, pipeline_parallel_size=stages, enable_expert_parallel=experts)
+    llm = engine(paths[role], dtype, max_model_len=256, max_num_seqs=8, **parallel, **MODES[mode])
     new = REPLAYS if mode in LONG else NEW
     sampling = SamplingParams(
         max_tokens=new, temperature=0, detokenize=False, prompt_logprobs=1, logprobs=1, ignore_eos=True
@@ -180,7 +191,7 @@ def answer_items(path: Path, file: Path, target: Path) -> list[Row]:
 
     def score() -> Row:
         options = dict(max_model_len=2048, max_num_seqs=256, max_num_batched_tokens=8192, kv_cache_memory_bytes=1 << 31)
-        shared["llm"] = engine(path, "float32", 1, False, enforce_eager=True, **options)
+        shared["llm"] = engine(path, "float32", enforce_eager=True, **options)
         answers = shared["scores"] = _score(shared["llm"], scored)
         pairs = list(zip(scored, answers, strict=True))
         largest = max(abs(before["logprob"] - after["logprob"]) for before, after in pairs)
@@ -254,7 +265,8 @@ def main() -> None:
     parser.add_argument("part", choices=("serve", "items", "refused"))
     parser.add_argument("folder", type=Path, help="where the models are made")
     parser.add_argument("words", nargs="+", help="plans, or cases")
-    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--items", type=Path, help="where items-CASE.json.gz lies")
     parser.add_argument("--out", type=Path, help="where the answers are written, under the same name")
     given = parser.parse_args()
@@ -264,8 +276,9 @@ def main() -> None:
         if given.part == "serve":
             dtype, mode, *experts = rest
             for role in ("converted", "original"):  # the former first, in case that the time ends
-                row = dict(case=case, role=role, dtype=dtype, mode=mode, ranks=given.tp, experts=bool(experts))
-                rows.append(report(row, compare, given.folder, case, role, dtype, mode, given.tp, bool(experts)))
+                row = dict(case=case, role=role, dtype=dtype, mode=mode, ranks=given.tp, stages=given.pp)
+                row |= dict(experts=bool(experts))
+                rows.append(report(row, compare, given.folder, *row.values()))
         elif given.part == "items":
             role = "original" if case.endswith(".base") else "converted"
             name = f"items-{case}.json.gz"

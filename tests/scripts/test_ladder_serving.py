@@ -24,10 +24,12 @@ def measured(piece) -> list[dict]:
         for wiring, kind in [*((name, "nccl") for name in FASTER), ("standard", "none")]:
             factor = FASTER[wiring] * (1.5 if kind == "none" else 1.0)
             lost = wiring == "parallel" and batch == 64
-            prefill = None if lost else (10 + 2 * piece.layers) / factor
+            prefill = (10 + 2 * piece.layers) / factor
             row = dict(tp=piece.degree, batch=batch, wiring=wiring, reduce=kind, exact=kind == "nccl")
-            times = dict(prefill_ms=prefill, decode_ms=None if lost else prefill / 10, out_of_memory=lost)
-            rows.append(row | times)
+            times = (
+                dict.fromkeys(("prefill_ms", "decode_ms")) if lost else dict(prefill_ms=prefill, decode_ms=prefill / 10)
+            )
+            rows.append(row | times | dict(out_of_memory=lost))
     return rows
 
 
