@@ -7,7 +7,7 @@
 #                                          answers of transformers, to FOLDER (some minutes on two CPU cores)
 #   scripts/vllm_gpu.sh one [FOLDER]       on one GPU: eager, whole CUDA graphs, compiled; the server
 #   scripts/vllm_gpu.sh tasks [FOLDER]     on one GPU: the eleven tasks
-#   scripts/vllm_gpu.sh two [FOLDER]       on two GPUs: tensor parallelism 2, with and without divided experts
+#   scripts/vllm_gpu.sh two [FOLDER]       on two GPUs: tensor parallelism 2, with and without divided experts; two stages
 #   scripts/vllm_gpu.sh time [FOLDER]      on two GPUs or more: time to first token, and a load of random arrivals. TIMES
 #                                          has one measurement in each line: options of scripts/vllm_first_tokens.py
 #
@@ -193,6 +193,7 @@ tasks)
 two)
     job float32 $serve --tp 2 $small/float32/{eager,eager/ep,graph,pressure} glm4_moe-farskip/float32/eager
     job bfloat16 $serve --tp 2 $small/bfloat16/{graph/ep,default} teacher/bfloat16/default
+    job stages $serve --pp 2 $small/float32/eager
     ;;
 time)
     number=0
