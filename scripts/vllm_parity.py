@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
-from vllm_cases import made, prompts  # noqa: E402
+from vllm_cases import inspect_here, made, prompts  # noqa: E402
 from vllm_report import Row, report  # noqa: E402
 
 NEW, REPLAYS = 8, 200  # tokens of an answer, and where the same step is taken again and again
@@ -46,11 +46,9 @@ LONG = ("graph", "pressure")  # modes with REPLAYS tokens
 def engine(path: Path, dtype: str, **options: Any) -> Any:
     """vLLM's engine for a small model, which shares the GPU with others. It needs no tokenizer: requests are ids."""
     import torch
-    import vllm.model_executor.models.registry as registry  # pyright: ignore[reportMissingImports]
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 
-    # vLLM looks at a model class in a process of its own, which imports everything again: 15 to 30 s for every class.
-    registry._run_in_subprocess = lambda work: work()
+    inspect_here()
     options.setdefault("kv_cache_memory_bytes", 1 << 28)
     if torch.cuda.is_available():
         if dtype == "float32":

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from vllm_cases import inspect_here
 from vllm_report import Row
 
 Times = tuple[float, float]  # of one request: seconds to its first token, and to its last one
@@ -51,6 +52,7 @@ async def _serve(pipe: Connection, path: Path, options: Row) -> None:
     from vllm.usage.usage_lib import UsageContext  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
+    inspect_here()
     arguments = AsyncEngineArgs(model=str(path), **options)
     llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)  # a server's defaults
     config = llm.vllm_config

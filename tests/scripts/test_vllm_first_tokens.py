@@ -19,7 +19,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     import vllm_first_tokens  # pyright: ignore[reportMissingImports]
 
     yield vllm_first_tokens
-    for name in ("vllm_first_tokens", "vllm_variants", "vllm_report"):
+    for name in ("vllm_first_tokens", "vllm_variants", "vllm_cases", "vllm_report"):
         del sys.modules[name]
 
 

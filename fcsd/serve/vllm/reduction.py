@@ -155,7 +155,7 @@ class _InFlight:
 
 
 @cache
-def _in_flight() -> _InFlight:
+def _side() -> _InFlight:
     return _InFlight()
 
 
@@ -177,7 +177,7 @@ def _start(x: Tensor, group: str, kind: Kind, overlap_from: int) -> Tensor:
         return _start_of_fcsd(x, ranks.device_group, kind, overlap_from)
     if x.device.type == "cpu":
         return ranks._all_reduce_out_place(x.clone())  # the communicator of CPUs writes over its input
-    flight = _in_flight()  # made by the first sum of all, before any graph is captured
+    flight = _side()  # made by the first sum of all, before any graph is captured
     if not in_flight(x, overlap_from):
         return ranks._all_reduce_out_place(x)
     flight.stream.wait_stream(torch.cuda.current_stream())
@@ -197,14 +197,14 @@ def _start_of_fcsd(x: Tensor, group: Any, kind: Kind, overlap_from: int) -> Tens
     reduction = reduce(y, group, kind)
     if not in_flight(x, overlap_from):
         return reduction.wait()
-    _in_flight().waits[y.data_ptr()] = reduction.wait
+    _side().waits[y.data_ptr()] = reduction.wait
     return y
 
 
 def _wait(y: Tensor, x: Tensor, after: Tensor, overlap_from: int) -> None:
     if not in_flight(y, overlap_from):
         return
-    wait = _in_flight().waits.pop(y.data_ptr(), None)
+    wait = _side().waits.pop(y.data_ptr(), None)
     if wait is None:
         raise RuntimeError("a compiler copied a sum that is in flight, which would be read before it is complete")
     wait()
