@@ -87,6 +87,8 @@ def test_a_model_that_cannot_is_refused_before_anything_is_written(folder: Path,
     original = str(folder / "teacher")
     with pytest.raises(ConfigError, match="no rewired layer"):
         preview(runs.resolved(folder, model=original, teacher=original, train__progressive_share=0.1).recipe)
+    with pytest.raises(ConfigError, match=r"no rewired layer, so init\.solve has no effect"):
+        preview(runs.resolved(folder, model=original, teacher=original, init__solve="norms").recipe)
     with pytest.raises(ConfigError, match="names the layers 0-1, but"):
         preview(runs.resolved(folder, train__progressive_share=0.1, train__progressive_order=["0-1"]).recipe)
     runs.write_models(tmp_path, "llama")
