@@ -186,6 +186,8 @@ def _distill_all(recipes: list[ResolvedRecipe]) -> None:
         ({"train__anneal_share": 0.5}, r"train\.anneal_share"),
         ({"train__progressive_share": 0.5}, r"train\.progressive_share"),
         ({"train__activation_checkpointing": True}, r"train\.activation_checkpointing"),
+        ({"train__attention": "masked"}, r"train\.attention masked"),
+        ({"parallel__wire": {"dispatch": "int8"}}, r"parallel\.wire"),
         ({"deterministic": True}, "deterministic"),
         ({"objective__teacher_cache": {"path": "cache"}}, r"objective\.teacher_cache"),
     ],

@@ -60,7 +60,7 @@ def test_all_groups_are_converted_after_the_share() -> None:
 
 def test_a_dry_run_shows_both(folder: Path) -> None:
     shown = preview(runs.resolved(folder, **STAGED).recipe)
-    assert "converted in the order 1, 0,2, 3; all of them from step 3 on" in shown
+    assert "converted in the order 1; 0,2; 3, all of them from step 3 on" in shown
     recipe = runs.resolved(folder, init__solve="norms").recipe
     assert "norms, on the first 1,024 tokens" in preview(recipe)  # the whole schedule has no more
     assert calibration_rows(runs.resolved(folder, **SOLVED).recipe) == 8
