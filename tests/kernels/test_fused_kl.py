@@ -91,7 +91,7 @@ def test_all_positions_may_be_computed_if_those_that_do_not_count_are_zero(name:
         if everywhere:
             student, teacher = (losses.only_counted(x, counts) for x in (ours, teacher_hidden))
             kept = torch.arange(TOKENS, device=DEVICE)
-        rest = (teacher, teacher_head, counts) if name == "kl_divergence" else (labels,)
+        rest: Any = (teacher, teacher_head, counts) if name == "kl_divergence" else (labels,)
         loss = getattr(function, name)(student, weight, *rest, denominator=counts.sum(), chunk_tokens=4, kept=kept)
         (3 * loss).backward()
         results.append((loss.detach(), ours.grad, weight.grad))

@@ -1,5 +1,7 @@
 """A solved start: its maps are ridge solutions, its folds are exact, and conversions come nearer to their originals."""
 
+from typing import Any
+
 import pytest
 import tiny
 import torch
@@ -66,7 +68,8 @@ def test_weights_in_bf16_are_corrected_and_few_tokens_change_them_little(how: st
     """Fewer tokens than hidden units leave directions without data, in which the map is the identity."""
     found = []
     for counted in (0, 8, None):  # the number of tokens that count; None counts all
-        original, model = (m.to(torch.bfloat16) for m in rewired("deepseek_v2", Wiring("farskip", ALL)))
+        pair: Any = rewired("deepseek_v2", Wiring("farskip", ALL))
+        original, model = (each.to(torch.bfloat16) for each in pair)
         batches = text(5) if counted is None else text(5)[:1]
         if counted is not None:
             batches[0][1].view(-1)[counted:] = False
