@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from fcsd.bench.baselines import fp8_all_reduce
-from fcsd.kernels import adamw, gated, rows, vocabulary
+from fcsd.kernels import adamw, copies, gated, rows, vocabulary
 from fcsd.kernels.all_reduce import launch, programs
 from fcsd.kernels.all_reduce.memory import Memory, Rooms, Shape, memory_of
 from fcsd.kernels.bit_split import Draws, Format, kernels
@@ -77,6 +77,10 @@ def token_rows() -> None:
         rows.spread(tokens, each, row_of, out)
         rows.collect(out, each, row_of, tokens)
     rows.dots(tokens, out, row_of)
+    records = torch.zeros(16, 64, dtype=torch.bfloat16)
+    weights, experts = records.view(torch.float32)[:, :6], records.view(torch.int16)[:, 20:26]
+    for chosen in (row_of, torch.zeros(8, 64, dtype=torch.int16)[:, 1:7]):
+        copies.write_tails(weights, experts, weight, copies.number_copies(chosen, 4, 16, 6))
 
 
 def elementwise() -> None:
