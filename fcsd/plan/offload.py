@@ -6,10 +6,10 @@ GPU keeps a buffer of the size of the largest tensor.
 
 **Moments.** They are in pinned host memory, and the GPU keeps buffers for some chunks (``fcsd.distill.host_moments``).
 
-The times are estimates. They add up the bytes that cross the bus, and the bytes that AdamW and the copies around it read
-and write in host memory. Both rates are assumed, and so is that nothing of this overlaps with computation. With moments
-on the host, four H200s took 1.36 s where the estimate is 1.38 s (docs/RESULTS.md). AdamW on the host has not been timed
-at a large size.
+The times are estimates. They add up the bytes that cross the bus, and the bytes that AdamW and the copies around it
+read and write in host memory. Both rates are assumed, and so is that nothing of this overlaps with computation. With
+moments on the host, four H200s took 1.36 s where the estimate is 1.38 s (docs/RESULTS.md). AdamW on the host has not
+been timed at a large size.
 """
 
 from fcsd.plan.setup import Setup

@@ -1,5 +1,6 @@
 """Passes on fixed buffers give the terms and gradients of ordinary ones, and CUDA graphs those of uncaptured passes."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -83,6 +84,20 @@ def test_fixed_passes_give_the_terms_and_gradients_of_ordinary_ones() -> None:
     assert len(results[0]) == len(results[1]) > 18
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(other, one)
+
+
+def test_a_loss_that_is_not_finite_spoils_no_later_step() -> None:
+    results = []
+    for spoiled in (False, True):
+        student, teacher = models("cpu", torch.float32)
+        student.fixed = FixedPasses(student, teacher, capture=False)
+        if spoiled:
+            terms = student(micro_batch(LENGTHS[0], 1), None, torch.tensor(5), TERMS)
+            (torch.stack(list(terms.values())).sum() * math.nan).backward()  # as ``launch_step`` does
+            assert all(p.grad.isnan().any() for p in student.parameters() if p.grad is not None)
+            student.zero_grad()
+        results.append(steps(student, teacher, "cpu"))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_a_frozen_weight_gets_no_gradient_and_evaluation_takes_the_ordinary_way() -> None:
