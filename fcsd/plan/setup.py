@@ -192,6 +192,7 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         keep=save.keep,
         masked=not (train.attention == "packed" and train.dtype == "bf16" and plain),
         fused=parallel.fused,
+        alone=not parallel.wire.any,
         best=stop.metric != NO_METRIC,
         saves=1 + (train.steps // save.every_steps if save.every_steps else 0),
         saves_per_hour=60 / save.every_minutes if save.every_minutes else 0.0,
