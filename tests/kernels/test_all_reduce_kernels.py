@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,9 +49,9 @@ QUANTISED = [
 ]
 
 
-def _drawn(number: int, dtype: torch.dtype) -> list[Tensor]:
-    """The summands of each rank."""
-    every = [torch.randn(number, generator=torch.Generator().manual_seed(rank)) for rank in range(RANKS)]
+def _drawn(number: int, dtype: torch.dtype, call: int = 0) -> list[Tensor]:
+    """The summands of each rank. Those of two calls differ, so that values of an earlier call are noticed."""
+    every = [torch.randn(number, generator=torch.Generator().manual_seed(RANKS * call + rank)) for rank in range(RANKS)]
     return [one if dtype == torch.float32 else (one * 10).round().to(dtype) for one in every]
 
 
@@ -65,23 +67,29 @@ def _found(rank: int, folder: str) -> dict[str, list[Any]]:
     ranks, size = range(RANKS), total_bytes(RANKS)
     files = [torch.from_file(f"{folder}/{peer}", shared=True, size=size, dtype=torch.uint8) for peer in ranks]
     memory = memory_of(rank, [file.data_ptr() for file in files], torch.device("cpu"))
-    sums, quantised, copied = [], [], []
-    for number, dtype, shape in SUMS + SUMS[1:3]:
-        every = _drawn(number, dtype)
-        launch.all_reduce(every[rank], memory, shape)
-        if not torch.equal(every[rank], _summed(_drawn(number, dtype))):
-            sums.append((number, dtype, shape))
-    pulled = []
+    calls = count(1)
+
+    def wrong(number: int, dtype: torch.dtype, reduce: Callable[[Tensor], Any]) -> bool:
+        every = _drawn(number, dtype, next(calls))
+        expected = _summed(every)
+        reduce(every[rank])
+        return not torch.equal(every[rank], expected)
+
+    def summed(shape: Shape) -> Callable[[Tensor], None]:
+        return lambda x: launch.all_reduce(x, memory, shape)
+
+    sums = [case for case in SUMS + SUMS[1:3] if wrong(*case[:2], summed(case[2]))]
     files += [torch.from_file(f"{folder}/room{peer}", shared=True, size=2 * ROOM, dtype=torch.uint8) for peer in ranks]
     rooms = Rooms(torch.tensor([file.data_ptr() for file in files[RANKS:]]), ROOM)
-    for number, dtype, blocks in PULLED:
-        every = _drawn(number, dtype)
-        launch.all_reduce_large(every[rank], memory, rooms, blocks, tile=512)
-        if not torch.equal(every[rank], _summed(_drawn(number, dtype))):
-            pulled.append((number, dtype, blocks))
+
+    def read(blocks: int) -> Callable[[Tensor], None]:
+        return lambda x: launch.all_reduce_large(x, memory, rooms, blocks, tile=512)
+
+    pulled = [case for case in PULLED if wrong(*case[:2], read(case[2]))]
+    quantised = []
     launch.__dict__.update(_SMALLEST=64)  # of this process alone: large messages would take too long here
     for text, size, dtype, shape in QUANTISED:
-        every = torch.stack([one.view(size) for one in _drawn(size[0] * size[1], dtype)])
+        every = torch.stack([one.view(size) for one in _drawn(size[0] * size[1], dtype, next(calls))])
         every[0, 0, 5] = 300.0
         every[1, -1, 3] = float("nan")
         x = every[rank].clone()
@@ -90,14 +98,10 @@ def _found(rank: int, folder: str) -> dict[str, list[Any]]:
         if not expected.isnan().any() or not torch.equal(x.view(torch.int32), expected.view(torch.int32)):
             quantised.append((text, size, shape))
     copies = Copies(opener(f"{folder}/copies")(None, capacity(4096, RANKS)), piece=4096)
-    for number, dtype, _ in SUMS:
-        every = _drawn(number, dtype)
-        copies(every[rank]).wait()
-        if not torch.equal(every[rank], _summed(_drawn(number, dtype))):
-            copied.append((number, dtype))
+    copied = [case for case in SUMS if wrong(*case[:2], lambda x: copies(x).wait())]
     every = _drawn(20_000, torch.float32)
+    total = _summed(every)
     fp8_all_reduce.all_reduce(every[rank], memory, blocks=1)
-    total = _summed(_drawn(20_000, torch.float32))
     # The interpreter halves values that fp8 would round up to a power of two. Without them the error is about 0.03.
     near = (every[rank] - total).norm() <= 0.1 * total.norm()
     return {
