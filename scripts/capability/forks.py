@@ -1,8 +1,8 @@
 """Starts commands of fcsd as forks of one process that has imported what they need.
 
 A run of the study spends more time on importing its libraries than on loading its model and its text. Here a fork
-server (``multiprocessing``) imports ``imported.py`` once. It computes nothing and does not touch a GPU, so each fork can
-choose its GPU and make its own CUDA context. What a fork executes afterwards is the command line of fcsd, as in a
+server (``multiprocessing``) imports ``imported.py`` once. It computes nothing and does not touch a GPU, so each fork
+can choose its GPU and make its own CUDA context. What a fork executes afterwards is the command line of fcsd, as in a
 process of its own.
 """
 
@@ -24,12 +24,13 @@ class Forks:
 
     Args:
         env: the environment in which the libraries are imported. It becomes that of this process as well.
+        imported: the module that the server imports.
     """
 
-    def __init__(self, env: dict[str, str]) -> None:
+    def __init__(self, env: dict[str, str], imported: str = "scripts.capability.imported") -> None:
         os.environ.update(env | COUNTS_WITHOUT_CUDA)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["scripts.capability.imported"])
+        self._context.set_forkserver_preload([imported])
         self._lock = threading.Lock()  # multiprocessing expects one thread to start and to wait for processes
 
     def start(self, words: Sequence[str], log: Path, env: dict[str, str]) -> "Fork":

@@ -2,18 +2,21 @@
 
 import json
 import math
+import os
 import random
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripts.capability import report
+from scripts.capability.forks import COUNTS_WITHOUT_CUDA, ROOT, Forks
 from scripts.capability.results import append, packed, read_lines, unpacked
 from scripts.capability.runs import STARTING_VALUES, Run, Subject, fitted, recipe_of, sweeps, trial_recipe
 from scripts.capability.scores import fit, scores_of, tokens_to
 from scripts.capability.studies import TABLE_4, chosen_half, sensitivity, studies
-from scripts.capability.work import Job, Study, _arguments, best_of, choose, seconds_in_steps, texts_of, together
+from scripts.capability.work import FCSD, Job, Study, _arguments, best_of, choose, seconds_in_steps, texts_of, together
 
 from fcsd.config import load_recipe
 from fcsd.eval.suite import SUITES
@@ -126,6 +129,31 @@ def test_models_at_work_are_spread_over_the_gpus() -> None:
         seen.add(gpu)
 
     assert together([Job("one", (), do), Job("two", (), do)], at_once=2, gpus=2) and seen == {0, 1}
+
+
+def test_models_go_to_the_gpu_with_the_fewest_tokens_to_train_on() -> None:
+    all_at_work, seen = threading.Barrier(4, timeout=60), dict[str, int]()
+
+    def job(name: str, load: float) -> Job:
+        def do(gpu: int) -> None:
+            seen[name] = gpu
+            all_at_work.wait()
+
+        return Job(name, (), do, load)
+
+    assert together([job("long", 0.1), job("a", 0.01), job("b", 0.01), job("c", 0.01)], at_once=4, gpus=2)
+    assert seen == {"long": 0, "a": 1, "b": 1, "c": 1}
+
+
+def test_a_fork_does_what_a_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(*next(iter(COUNTS_WITHOUT_CUDA.items())))  # the environment of the tests is restored
+    forks, log, env = Forks(dict(os.environ), "fcsd.cli.main"), tmp_path / "log", {**os.environ, "COLUMNS": "60"}
+    for words, code in ((["--version"], 0), (["recipes", "list"], 0), (["recipes", "show", "no-such"], 2)):
+        log.unlink(missing_ok=True)
+        process = subprocess.run([*FCSD, *words], env=env, cwd=ROOT, stdout=-1, stderr=subprocess.STDOUT, check=False)
+        assert forks.start(words, log, env).wait() == process.returncode == code
+        assert log.read_bytes() == process.stdout
+    assert forks.work("cpu", log, env) and not forks.work("no-such-device", log, env)
 
 
 def test_a_text_is_long_enough_and_runs_have_it_in_common(tmp_path: Path) -> None:
