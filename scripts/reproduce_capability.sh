@@ -25,16 +25,18 @@
 #     tree-sitter-python
 #   pip wheel -w wheels --no-deps 'deepspeed==0.19.8' tempdir wget      # these have no wheel; DS_BUILD_OPS=0
 # The list was read off the modules that `fcsd eval --suite strict` imports, and the versions are those of the tests.
-# It has run on H200s, with several models at a time on each GPU, for the sweeps, Figure 3 and a few short runs.
+# It has run on H200s, with several models at a time on each GPU, for the sweeps, Figure 3 and a few short runs. Since
+# then commands are forks of one process that has imported the libraries; no GPU has run these yet. If a fork cannot use
+# the GPU, the script says so and starts ordinary processes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || { sed -n '4,20s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '4,21s/^# *//p' "$0" >&2; exit 2; }
 python="${PYTHON:-python3}" stored="${STORED:-docs/results/capability.jsonl}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if [ "$1" = page ]; then
   exec "$python" scripts/capability/report.py --results "$stored" --page "${PAGE:-docs/CAPABILITY.md}"
 fi
-[ $# -gt 1 ] || { sed -n '4,20s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 1 ] || { sed -n '4,21s/^# *//p' "$0" >&2; exit 2; }
 work="$1"
 shift
 exec "$python" scripts/capability/work.py "$@" --work "$work" --new "${NEW:-$work/new.jsonl}" --results "$stored" \

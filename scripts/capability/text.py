@@ -20,6 +20,7 @@ per cent.
 import argparse
 import hashlib
 import json
+import os
 import random
 import sys
 import sysconfig
@@ -173,7 +174,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="real text: a .jsonl file or a folder")
     parser.add_argument("--tokenizer", type=Path, default=Path("assets/teacher"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=None, help="processes that generate; default: one per CPU")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=int, default=cores, help="processes that generate; default: one per core")
     args = parser.parse_args()
     if args.text is None:
         same = args.kind == "same"

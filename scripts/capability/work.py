@@ -125,7 +125,7 @@ class Study:
         self.gpus = given.split(",") if given else [str(gpu) for gpu in range(args.gpus)]
         self.env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.work / "cache")}
         self.env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        self.env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // args.processes))
+        self.env["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // args.processes))
         self.forks: Forks | None = None  # without it, commands are ordinary processes
         self.ready = threading.Event()  # set when it is known how commands are started
 

@@ -241,6 +241,11 @@ def test_the_page_says_what_was_not_run_and_refuses_trials(lines: dict[str, dict
         report.page(few | {"x": line_of(Run("KL", "same", 0.1), 0.5, teacher_tokens=7)}, tmp_path / "none.png")
 
 
+def test_the_stored_page_is_that_of_the_stored_results(repo: Path, tmp_path: Path) -> None:
+    text = report.page(read_lines([repo / "docs/results/capability.jsonl"]), tmp_path / "capability.png")
+    assert text == (repo / "docs/CAPABILITY.md").read_text(encoding="utf-8")
+
+
 def test_the_search_gives_an_order_of_all_layers_and_a_half() -> None:
     assert sorted(sensitivity()) == list(range(10))
     assert set(select_layers(chosen_half(), 10)) == set(sensitivity()[:5])
