@@ -30,13 +30,13 @@
 # the GPU, the script says so and starts ordinary processes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || { sed -n '4,21s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '4,19s/^# *//p' "$0" >&2; exit 2; }
 python="${PYTHON:-python3}" stored="${STORED:-docs/results/capability.jsonl}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if [ "$1" = page ]; then
   exec "$python" scripts/capability/report.py --results "$stored" --page "${PAGE:-docs/CAPABILITY.md}"
 fi
-[ $# -gt 1 ] || { sed -n '4,21s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 1 ] || { sed -n '4,19s/^# *//p' "$0" >&2; exit 2; }
 work="$1"
 shift
 exec "$python" scripts/capability/work.py "$@" --work "$work" --new "${NEW:-$work/new.jsonl}" --results "$stored" \
