@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +52,7 @@ class Forks:
 class Fork:
     """A command that was started; it has the methods of ``subprocess.Popen`` that the study uses."""
 
-    def __init__(self, process: multiprocessing.process.BaseProcess, lock: threading.Lock) -> None:
+    def __init__(self, process: BaseProcess, lock: threading.Lock) -> None:
         self._process, self._lock = process, lock
 
     def terminate(self) -> None:
