@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from importlib import import_module
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,6 +33,7 @@ class Forks:
         os.environ.update(env | COUNTS_WITHOUT_CUDA)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([imported])
+        self._imported = imported
         self._lock = threading.Lock()  # multiprocessing expects one thread to start and to wait for processes
 
     def start(self, words: Sequence[str], log: Path, env: dict[str, str]) -> "Fork":
@@ -42,8 +44,8 @@ class Forks:
         return Fork(process, self._lock)
 
     def work(self, device: str, log: Path, env: dict[str, str]) -> bool:
-        """Whether a fork can compute on the device."""
-        process = self._context.Process(target=_compute, args=(device, log, env))
+        """Whether the libraries can be imported and a fork can compute on the device; ``log`` gets the error if not."""
+        process = self._context.Process(target=_compute, args=(self._imported, device, log, env))
         with self._lock:
             process.start()
         return Fork(process, self._lock).wait() == 0
@@ -86,8 +88,9 @@ def _command(words: list[str], log: Path, env: dict[str, str]) -> None:
     main()
 
 
-def _compute(device: str, log: Path, env: dict[str, str]) -> None:
+def _compute(imported: str, device: str, log: Path, env: dict[str, str]) -> None:
     _become(log, env)
+    import_module(imported)  # the server passes over a module that it cannot import
     import torch
 
     torch.ones(1, device=device).sum().item()

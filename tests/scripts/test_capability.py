@@ -154,6 +154,8 @@ def test_a_fork_does_what_a_process_does(tmp_path: Path, monkeypatch: pytest.Mon
         assert forks.start(words, log, env).wait() == process.returncode == code
         assert log.read_bytes() == process.stdout
     assert forks.work("cpu", log, env) and not forks.work("no-such-device", log, env)
+    assert not Forks(dict(os.environ), "no_such_module").work("cpu", log, env)
+    assert "No module named 'no_such_module'" in log.read_text()
 
 
 def test_a_text_is_long_enough_and_runs_have_it_in_common(tmp_path: Path) -> None:
