@@ -5,25 +5,41 @@ the copies, in fp32 and rounded once. Where it sums rows, the backward pass copi
 weight is the scalar product of an expert's output (or input, if the weights multiply the inputs) and its gradient. It
 arises at the expert's rank and travels back in the tail of the record's gradient.
 
-``Moves`` is either ``fcsd.kernels.rows`` (Triton) or ``fcsd.kernels.rows_reference`` (torch). In ``copies.row_of`` and
-``row_of``, -1 stands for no row.
+In ``copies.row_of`` and ``row_of``, -1 stands for no row.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fcsd.parallel.expert.records import Copies, Layout, put_entries, take_entries
+from fcsd.kernels import copies_reference, rows_reference
+from fcsd.kernels.copies_reference import Copies
+from fcsd.parallel.expert.records import Layout, take_entries
 
 
-class Moves(Protocol):
-    """The functions that move rows; see ``fcsd.kernels.rows``."""
+class Moves(NamedTuple):
+    """The functions that move rows and write records: Triton kernels, or their references in torch.
 
-    def spread(self, tokens: Tensor, weight: Tensor | None, row_of: Tensor, rows: Tensor) -> None: ...
-    def collect(self, rows: Tensor, weight: Tensor | None, row_of: Tensor, tokens: Tensor) -> None: ...
-    def dots(self, tokens: Tensor, rows: Tensor, row_of: Tensor) -> Tensor: ...
+    The modules ``rows`` and ``copies`` of ``fcsd.kernels`` say what each of them does.
+    """
+
+    spread: Callable[[Tensor, Tensor | None, Tensor, Tensor], None]
+    collect: Callable[[Tensor, Tensor | None, Tensor, Tensor], None]
+    dots: Callable[[Tensor, Tensor, Tensor], Tensor]
+    number_copies: Callable[[Tensor, int, int, int], Copies]
+    write_tails: Callable[[Tensor, Tensor, Tensor, Copies], None]
+
+
+def moves_by(fused: bool) -> Moves:
+    """The kernels, if ``fused``, else their references."""
+    if fused:
+        from fcsd.kernels import copies, rows  # load Triton
+    else:
+        copies, rows = copies_reference, rows_reference
+    return Moves(rows.spread, rows.collect, rows.dots, copies.number_copies, copies.write_tails)
 
 
 def write(rows: Tensor, weights: Tensor, copies: Copies, layout: Layout, count: int, moves: Moves) -> Tensor:
@@ -40,8 +56,7 @@ def write(rows: Tensor, weights: Tensor, copies: Copies, layout: Layout, count: 
     """
     records = layout.new(count, rows.device)
     moves.spread(rows, None, copies.row_of, layout.rows(records))
-    put_entries(layout.weights(records), weights, copies.entry_of)
-    put_entries(layout.experts(records), copies.experts, copies.entry_of, fill=-1)
+    moves.write_tails(layout.weights(records), layout.experts(records), weights, copies)
     return records
 
 

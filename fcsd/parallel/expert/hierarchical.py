@@ -25,18 +25,18 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from fcsd.kernels import rows_reference
+from fcsd.kernels.copies_reference import Copies
 from fcsd.parallel import order
 from fcsd.parallel.cost import Dedup
 from fcsd.parallel.deferred import Deferred, Exchange, exchange_now, launch
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.choice import arrangements
 from fcsd.parallel.expert.counts import gather
-from fcsd.parallel.expert.deduplicated import Collect, Moves, Open, Pack, Relay, write
+from fcsd.parallel.expert.deduplicated import Collect, Open, Pack, Relay, moves_by, write
 from fcsd.parallel.expert.dispatcher import Dispatcher, MakeDispatcher, Wire
 from fcsd.parallel.expert.flat import FlatDispatcher
 from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matrices, two_levels
-from fcsd.parallel.expert.records import Copies, Layout, RecordCodec, copies, copies_by_choice, expert_order
+from fcsd.parallel.expert.records import Layout, RecordCodec, copies_by_choice, expert_order
 from fcsd.parallel.transports.codec import Codec
 from fcsd.parallel.transports.transport import Splits, splits_of
 from fcsd.parallel.turns import yield_turn
@@ -120,7 +120,7 @@ class HierarchicalDispatcher:
 
     def __init__(self, block: ExpertBlock, layer: int, x: Tensor, wire: Wire, levels: Levels) -> None:
         self._block, self._layer, self._wire, self._levels, self._shape = block, layer, wire, levels, x.shape
-        self._moves: Moves = _moves(wire.fused)
+        self._moves = moves_by(wire.fused)
         self._experts = block.placement.experts
         self._tokens = x.reshape(-1, x.shape[-1])
         routing = block.route(self._tokens)
@@ -212,7 +212,7 @@ class HierarchicalDispatcher:
         groups, span = self._levels.sizes[level], self._levels.span(level, self._experts)
         if not self._levels.deduplicated:
             return copies_by_choice(experts, groups, span)
-        return copies(experts, groups, span, self._layouts[level].choices)
+        return self._moves.number_copies(experts, groups, span, self._layouts[level].choices)
 
     def _landed(self) -> Tensor:
         assert self._in_flight is not None, "nothing is in flight"
@@ -264,14 +264,14 @@ class HierarchicalDispatcher:
             wait = gather(told, summarise, self._block.group, levels.ranks, self._wire.side)
 
         def wait_for_plan() -> _Plan:
-            everyone, (*matrices, rows) = wait()
-            by_level = [matrices[i * levels.ranks : (i + 1) * levels.ranks] for i in range(levels.depth)]
-            transposed = [[list(column) for column in zip(*matrix, strict=True)] for matrix in by_level]
+            everyone, summary = wait()
+            told = torch.tensor(summary)
+            matrices = row_matrices(told[:, :-1], levels)
             mine = everyone[:, rank * slots : (rank + 1) * slots].sum(dim=0, keepdim=True)
             return _Plan(
-                [splits_of(matrix, rank) for matrix in by_level],
-                [splits_of(matrix, rank) for matrix in transposed],
-                rows[rank],
+                [splits_of(matrix, rank) for matrix in matrices.tolist()],
+                [splits_of(matrix, rank) for matrix in matrices.mT.tolist()],
+                int(told[rank, -1]),
                 mine.to(counts.dtype),
             )
 
@@ -279,18 +279,11 @@ class HierarchicalDispatcher:
 
 
 def _summary(everyone: Tensor, experts: int, levels: Levels) -> Tensor:
-    """What the host needs of the counts of all ranks, ``[depth * ranks + 1, ranks]``.
+    """What the host needs of the counts of all ranks, ``[ranks, groups of all levels + 1]``.
 
-    Returns: the matrices of ``row_matrices``, one below the other; then how many rows the experts of each rank get.
+    A line has the rows that a rank sends to each group, and then how many rows its own experts get. The host computes
+    the matrices itself: a GPU would take longer to start all their operations.
     """
     counts, tokens = everyone[:, :experts], everyone[:, experts:]
     rows = counts.sum(dim=0).view(levels.ranks, -1).sum(dim=1)
-    return torch.cat([row_matrices(tokens, levels).flatten(0, 1), rows.unsqueeze(0)])
-
-
-def _moves(fused: bool) -> Moves:
-    if not fused:
-        return rows_reference
-    from fcsd.kernels import rows  # loads Triton
-
-    return rows
+    return torch.cat([tokens, rows.unsqueeze(1)], dim=1)

@@ -15,11 +15,11 @@ A record must only be copied, never computed with, because the values that hold 
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fcsd.kernels.copies_reference import Copies
 from fcsd.parallel.transports.codec import Codec
 
 _TAIL_ALIGNMENT, _RECORD_ALIGNMENT = 16, 64  # bytes
@@ -113,46 +113,11 @@ def _aligned(count: int, alignment: int) -> int:
     return math.ceil(count / alignment) * alignment
 
 
-class Copies(NamedTuple):
-    """Where the copies of each row go: one copy for each group that holds any of its experts.
-
-    Attributes:
-        row_of: ``[rows, most]``, the number of each copy; -1 where a row has fewer copies.
-        entry_of: ``[rows, choices]``, the number ``copy * choices of a copy + entry`` of the entry that each choice
-            becomes; -1 if the choice has no expert.
-        experts: ``[rows, choices]``, the place of each expert in its group.
-    """
-
-    row_of: Tensor
-    entry_of: Tensor
-    experts: Tensor
-
-
-def copies(experts: Tensor, groups: int, span: int, choices: int) -> Copies:
-    """The copies of rows, numbered by group first and then in the order of the rows. The host waits for nothing.
-
-    Args:
-        experts: ``[rows, choices of a row]``, the place of each expert among ``groups * span``, or -1.
-        groups: the number of groups.
-        span: the number of experts of a group.
-        choices: the number of entries of a copy's tail.
-    """
-    experts = experts.long()
-    group = torch.where(experts < 0, groups, experts // span)  # the last column stands for "no expert"
-    chosen = experts.new_zeros(len(experts), groups + 1, dtype=torch.bool).scatter_(1, group, True)
-    chosen[:, groups] = False
-    number = (chosen.T.reshape(-1).cumsum(0) - 1).view(groups + 1, -1).T
-    number = torch.where(chosen, number, -1)
-    earlier = (group.unsqueeze(2) == group.unsqueeze(1)).tril(-1).sum(dim=2)  # choices before this one, same group
-    copy = number.gather(1, group)
-    row_of = number.sort(dim=1, descending=True).values[:, : min(groups, experts.shape[1])]
-    return Copies(row_of.contiguous(), torch.where(copy < 0, -1, copy * choices + earlier), experts % span)
-
-
 def copies_by_choice(experts: Tensor, groups: int, span: int) -> Copies:
     """The copies of rows without deduplication: one copy, with one entry, for each expert of a row.
 
-    They are numbered by group first and then in the order of the rows. The arguments are those of ``copies``.
+    They are numbered by group first and then in the order of the rows. The arguments are those of
+    ``copies_reference.number_copies``.
     """
     experts = experts.long()
     number = expert_order(experts // span, groups)
@@ -168,21 +133,10 @@ def expert_order(experts: Tensor, slots: int) -> Tensor:
 
     Returns: ``[records, choices]``, int64, -1 where there is no expert.
     """
-    slot = torch.where(experts < 0, slots, experts.long())
+    slot = torch.where(experts < 0, slots, experts)
     order = torch.argsort(slot.view(-1), stable=True)
     numbers = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return torch.where(experts < 0, -1, numbers.view(experts.shape))
-
-
-def put_entries(entries: Tensor, values: Tensor, entry_of: Tensor, fill: int = 0) -> None:
-    """Write ``values [rows, choices of a row]`` to the entries ``[copies, choices]`` that ``entry_of`` names.
-
-    All other entries become ``fill``.
-    """
-    count = entries.numel()
-    flat = entries.new_full((count + 1,), fill)  # the last one takes the values that have no entry
-    flat.scatter_(0, torch.where(entry_of < 0, count, entry_of).view(-1), values.to(entries.dtype).reshape(-1))
-    entries.copy_(flat[:count].view(entries.shape))
 
 
 def take_entries(entries: Tensor, entry_of: Tensor) -> Tensor:

@@ -1,0 +1,123 @@
+"""Compiles every Triton kernel of fcsd for a GPU that is not there; ``test_compile.py`` runs this file.
+
+Triton's interpreter accepts programs that its compiler refuses. The compiler needs no GPU: only the driver, which says
+for which GPU it compiles, takes a double here. Arguments are tensors on the CPU, and nothing is launched.
+
+    python tests/kernels/compiled.py BACKEND ARCHITECTURE THREADS_OF_A_WARP     for example: cuda 90 32
+
+The last line of the output is a JSON list of the kernels that were compiled.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from fcsd.bench.baselines import fp8_all_reduce
+from fcsd.kernels import adamw, copies, gated, rows, vocabulary
+from fcsd.kernels.all_reduce import launch, programs
+from fcsd.kernels.all_reduce.memory import Memory, Rooms, Shape, memory_of
+from fcsd.kernels.bit_split import Draws, Format, kernels
+
+
+class Driver:
+    """What Triton asks its driver before it compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+def compile_all(target: GPUTarget) -> list[str]:
+    """The names of the kernels, all compiled for ``target``."""
+    triton.runtime.driver.set_active(Driver(target))  # type: ignore[arg-type]
+    names: list[str] = []
+    run = JITFunction.run
+
+    def compile_only(kernel: JITFunction, *args: Any, **options: Any) -> Any:
+        names.append(kernel.fn.__name__)
+        return run(kernel, *args, **options | {"warmup": True})
+
+    JITFunction.run = compile_only  # type: ignore[method-assign]
+    losses()
+    token_rows()
+    elementwise()
+    records()
+    sums()
+    if target.backend == "cuda":
+        fp8_all_reduce.all_reduce(torch.zeros(2**16, dtype=torch.bfloat16), MEMORY, 8)
+    return sorted(set(names))
+
+
+def losses() -> None:
+    logits, scale, how = torch.zeros(4, 1000), torch.ones(()), vocabulary.Launch()
+    gradient = torch.zeros(4, 1000, dtype=torch.bfloat16)
+    vocabulary.divergence(logits, logits, gradient, scale, 1.0, how)
+    vocabulary.divergence(logits, logits, None, scale, 1.0, how)
+    vocabulary.negative_log_likelihood(logits, torch.zeros(4, dtype=torch.int64), gradient, scale, how)
+    vocabulary.multiply_(gradient, scale)
+
+
+def token_rows() -> None:
+    tokens, out = torch.zeros(8, 2048, dtype=torch.bfloat16), torch.zeros(48, 2048, dtype=torch.bfloat16)
+    row_of, weight = torch.zeros(8, 6, dtype=torch.int64), torch.zeros(8, 6)
+    for each in (weight, None):
+        rows.spread(tokens, each, row_of, out)
+        rows.collect(out, each, row_of, tokens)
+    rows.dots(tokens, out, row_of)
+    records = torch.zeros(16, 64, dtype=torch.bfloat16)
+    weights, experts = records.view(torch.float32)[:, :6], records.view(torch.int16)[:, 20:26]
+    for chosen in (row_of, torch.zeros(8, 64, dtype=torch.int16)[:, 1:7]):
+        copies.write_tails(weights, experts, weight, copies.number_copies(chosen, 4, 16, 6))
+
+
+def elementwise() -> None:
+    both = torch.zeros(4, 2048, dtype=torch.bfloat16).requires_grad_()
+    gated.gated_silu_halves(both).sum().backward()
+    weight = torch.zeros(4096, dtype=torch.bfloat16)
+    kept = adamw.Moments(*(torch.zeros(4096) for _ in range(3)))
+    adamw.launch(weight, weight, kept, torch.ones(4), adamw.Rates(1e-3, 0.9, 0.95, 1e-8, 0.1))
+
+
+def records() -> None:
+    x = torch.zeros(4, 2048, dtype=torch.bfloat16)
+    places, weight = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
+    for text in ("int5:g64:int", "int3:g32:sr"):  # both kinds of scales; planes of two widths
+        format = Format.parse(text)
+        kernels.encode(x, format)
+        packed = kernels.encode(x, format, weight=weight, places=places, count=8)
+        kernels.decode(packed, format, 2048, torch.bfloat16, source=places[:, 0])
+        kernels.decode_sum(packed, format, 2048, torch.bfloat16, weight, places)
+        kernels.encode_sum(packed.view(2, 4, -1), format, 2048)
+    kernels.decode_dots(packed, format, x, places)
+    kernels.encode(x, Format.parse("int8"), Draws(1, 2, 3, 0, torch.zeros(4, dtype=torch.int64)))
+
+
+MEMORY: Memory = memory_of(0, [0, 0, 0, 0], torch.device("cpu"))
+
+
+def sums() -> None:
+    for number, one_shot in ((2**12, True), (2**20, False)):
+        x = torch.zeros(number, dtype=torch.bfloat16)
+        launch.all_reduce(x, MEMORY, Shape(one_shot))
+        launch.all_reduce_quantised(x.view(-1, 1024), MEMORY, Shape(one_shot), Format.parse("int5"))
+    launch.all_reduce_large(x, MEMORY, Rooms(torch.zeros(4, dtype=torch.int64), 2**22), 32)
+    programs.share_kernel[(1,)](x, x.view(4, -1), x, len(x) // 4, len(x) // 4, 0, RANKS=4, TILE=4096)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    backend, architecture, warp = sys.argv[1:]
+    known = int(architecture) if architecture.isdigit() else architecture
+    print(json.dumps(compile_all(GPUTarget(backend, known, int(warp)))))
