@@ -331,6 +331,7 @@ def jobs_of(study: Study, runs: list[Run], names: list[str]) -> list[Job]:
 def together(jobs: list[Job], at_once: int, gpus: int) -> bool:
     """Do jobs, several at a time: always the first one whose needs are done, on the GPU with the smallest load.
 
+    A run that waits for its text or its sweep keeps a place, because the runs after it may take the GPUs for minutes.
     A failure is printed and stops only the jobs that need this one. Returns whether all jobs ended.
     """
     waiting, running, done, failed = list(jobs), dict[Future[None], tuple[Job, int]](), set[str](), set[str]()
@@ -339,7 +340,14 @@ def together(jobs: list[Job], at_once: int, gpus: int) -> bool:
             for job in [job for job in waiting if failed & set(job.needs)]:
                 waiting.remove(job)
                 failed.add(job.name)
-            for job in [job for job in waiting if done.issuperset(job.needs)][: at_once - len(running)]:
+            free = at_once - len(running)
+            for job in list(waiting):
+                ready = done.issuperset(job.needs)
+                if free == 0 or not (ready or (job.load and running)):
+                    continue
+                free -= 1
+                if not ready:
+                    continue
                 waiting.remove(job)
                 loads = [[other.load for other, at in running.values() if at == gpu] for gpu in range(gpus)]
                 gpu = min(range(gpus), key=lambda gpu: (sum(loads[gpu]), len(loads[gpu])))

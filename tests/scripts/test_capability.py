@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,26 @@ def test_models_go_to_the_gpu_with_the_fewest_tokens_to_train_on() -> None:
 
     assert together([job("long", 0.1), job("a", 0.01), job("b", 0.01), job("c", 0.01)], at_once=4, gpus=2)
     assert seen == {"long": 0, "a": 1, "b": 1, "c": 1}
+
+
+def test_a_run_that_waits_for_its_text_keeps_a_place() -> None:
+    order, long_began = list[str](), threading.Event()
+
+    def do(name: str, until: threading.Event | None = None) -> Callable[[int], None]:
+        def act(gpu: int) -> None:
+            order.append(name)
+            if until is not None:
+                assert until.wait(60)
+
+        return act
+
+    def long(gpu: int) -> None:
+        order.append("long")
+        long_began.set()
+
+    jobs = [Job("text", (), do("text")), Job("long", ("text",), long, 0.1)]
+    jobs += [Job(name, (), do(name, long_began), 0.05) for name in ("short", "last")]
+    assert together(jobs, at_once=3, gpus=1) and order.index("long") < order.index("last")
 
 
 def test_a_fork_does_what_a_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
