@@ -2,25 +2,29 @@
 
 No weight is read. ``setup`` takes from the recipe what the plan depends on. ``model`` counts the parameters of the
 architecture. ``activations`` measures what its layers keep for the backward pass. ``memory`` adds up the memory of a
-GPU. ``speed`` computes time and cost. ``search`` finds a change that makes a recipe fit. ``configs`` holds the
-configurations of the models in the packaged recipes, so that planning also works without the hub.
+GPU. ``speed`` computes time and cost. ``search`` finds a change that makes a recipe fit. ``uncounted`` names what the
+plan leaves out. ``configs`` holds the configurations of the models in the packaged recipes, so that planning also works
+without the hub.
 """
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from fcsd.config import Recipe, accumulation
+from fcsd.config import Recipe, ResolvedRecipe, accumulation, vary
 from fcsd.errors import ConfigError, DoesNotFitError
 from fcsd.parallel.expert.formats import check_formats, formats_of
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
 from fcsd.plan.model import MetaModel, ModelNumbers
-from fcsd.plan.search import changes, cheapest
+from fcsd.plan.search import assignments, changes, cheapest, larger_micro_batches
 from fcsd.plan.setup import GIB, Hardware, Setup, setup_of
 from fcsd.plan.speed import Speed, speed
+from fcsd.plan.uncounted import uncounted
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change that makes a recipe fit.
+    """A change of a recipe that makes it fit, or makes it faster.
 
     Attributes:
         written: the assignments and flags to write.
@@ -46,8 +50,10 @@ class Plan:
             the host.
         disk: bytes of the checkpoints that exist at the same time, and of the teacher cache.
         change: the cheapest change that makes the recipe fit. None if it fits, or if no change makes it fit.
+        faster: the micro-batches with which a run that fits and that the host limits is fastest; otherwise None.
         packaged: names of the models whose configuration comes from ``fcsd/plan/configs``, because neither the hub nor
             its cache had it.
+        not_counted: settings of the recipe whose effect the plan does not know, each with a few words about it.
     """
 
     name: str
@@ -59,7 +65,9 @@ class Plan:
     host: int
     disk: int
     change: Change | None
+    faster: Change | None = None
     packaged: tuple[str, ...] = ()
+    not_counted: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Refuses a plan that does not fit.
@@ -68,25 +76,30 @@ class Plan:
             DoesNotFitError: the run needs more memory than a GPU has.
         """
         if not self.memory.fits:
-            have = f"{self.memory.total / GIB:.1f} GiB a GPU needed, {self.memory.usable / GIB:.1f} usable"
-            raise DoesNotFitError(f"{self.name} does not fit: {have}", hint=self.advice())
+            need = f"it needs {self.memory.total / GIB:.1f} GiB of each GPU"
+            have = f"{self.memory.usable / GIB:.1f} GiB are usable"
+            raise DoesNotFitError(f"{self.name} does not fit: {need}, of which {have}", hint=self.advice())
 
     def advice(self) -> str:
         """A sentence that names the cheapest change that makes the recipe fit, or says that there is none."""
         if self.change is None:
             return (
-                "no change of the documented knobs makes it fit; larger GPUs, a shorter data.seq_len, or a "
-                "train.batch_tokens that more GPUs can share would"
+                "none of the settings that fcsd plan tries makes it fit; larger GPUs or a shorter data.seq_len may, "
+                "and so may a larger train.batch_tokens, which more GPUs can share"
             )
         new = self.change
         more = ""
         if new.disk > self.disk:
             more += f", {new.disk / 1e9:,.0f} GB of disk instead of {self.disk / 1e9:,.0f}"
         if new.host > self.host:
-            more += f", {new.host / GIB:,.0f} GiB of host memory a process instead of {self.host / GIB:,.0f}"
+            more += f", {new.host / GIB:,.0f} GiB of host memory for each process instead of {self.host / GIB:,.0f}"
+        return f"the cheapest change that makes it fit is {self.described(new, more)}"
+
+    def described(self, new: Change, more: str = "") -> str:
+        """What to write for a change, and what it takes; ``more`` stands between memory and hours."""
         return (
-            f"cheapest change that fits: {' '.join(new.written)} ({new.total / GIB:.1f} GiB a GPU{more}, "
-            f"{new.hours:,.1f} hours instead of {self.speed.hours:,.1f})"
+            f"{' '.join(new.written)} ({new.total / GIB:.1f} GiB of each GPU{more}, {new.hours:,.1f} hours instead of "
+            f"{self.speed.hours:,.1f})"
         )
 
 
@@ -115,13 +128,21 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     named = {recipe.model: model, recipe.teacher or recipe.model: followed}
     setup = setup_of(recipe, hardware.world, len(model.numbers.layers), model.plain)
     if not setup.possible(model.numbers.experts):
-        have = f"{hardware.world} GPUs and {model.numbers.experts} experts a layer"
-        raise ConfigError(
-            f"parallel.ep_size {setup.ep_size} must divide both: {have}",
-            hint="Change parallel.ep_size, --gpus or --nodes.",
-        )
-    planned = plan_setup(recipe.name, model, followed.numbers, setup, hardware, utilisation)
-    return replace(planned, packaged=tuple(name for name, one in named.items() if one.packaged))
+        raise _misplaced(setup, model.numbers.experts)
+
+    def accepted(values: Mapping[str, object]) -> bool:
+        try:
+            vary(ResolvedRecipe(recipe, {}), values)
+        except ConfigError:
+            return False
+        return True
+
+    planned = plan_setup(recipe.name, model, followed.numbers, setup, hardware, utilisation, accepted)
+    return replace(
+        planned,
+        packaged=tuple(name for name, one in named.items() if one.packaged),
+        not_counted=tuple(uncounted(recipe, hardware)),
+    )
 
 
 def plan_setup(
@@ -131,32 +152,58 @@ def plan_setup(
     setup: Setup,
     hardware: Hardware,
     utilisation: float | None = None,
+    accepted: Callable[[Mapping[str, object]], bool] = lambda _: True,
 ) -> Plan:
-    """Plans as :func:`plan_run` does, for models and a recipe that have been read already."""
+    """Plans as :func:`plan_run` does, for models and a recipe that have been read already.
+
+    Args:
+        accepted: whether the recipe accepts new values, which are given by dotted key; others are not suggested.
+    """
 
     def memory_of(setup: Setup, hardware: Hardware) -> Memory:
         return memory(model.numbers, teacher, model.layer_bytes(setup), setup, hardware)
 
-    needed, change = memory_of(setup, hardware), None
+    def changed(new: Setup, hardware: Hardware) -> Change:
+        return Change(
+            written=changes(setup, new, hardware),
+            total=memory_of(new, hardware).total,
+            disk=disk_bytes(model.numbers, new),
+            host=host_bytes(model.numbers, new),
+            hours=speed(model.numbers, teacher, new, hardware, utilisation).hours,
+        )
+
+    def possible(new: Setup, hardware: Hardware) -> bool:
+        return memory_of(new, hardware).fits and accepted(assignments(setup, new))
+
+    experts, needed = model.numbers.experts, memory_of(setup, hardware)
+    time, change, faster = speed(model.numbers, teacher, setup, hardware, utilisation), None, None
     if not needed.fits:
-        found = cheapest(setup, hardware, model.numbers.experts, lambda s, h: memory_of(s, h).fits)
-        if found is not None:
-            changed, larger = found
-            change = Change(
-                written=changes(setup, changed, larger),
-                total=memory_of(changed, larger).total,
-                disk=disk_bytes(model.numbers, changed),
-                host=host_bytes(model.numbers, changed),
-                hours=speed(model.numbers, teacher, changed, larger, utilisation).hours,
-            )
+        found = cheapest(setup, hardware, experts, possible)
+        change = None if found is None else changed(*found)
+    elif time.limited_by_host:
+        larger = [changed(new, hardware) for new in larger_micro_batches(setup, experts) if possible(new, hardware)]
+        faster = min(larger, key=lambda one: one.hours, default=None)
     return Plan(
         name=name,
         numbers=model.numbers,
         setup=setup,
         hardware=hardware,
         memory=needed,
-        speed=speed(model.numbers, teacher, setup, hardware, utilisation),
+        speed=time,
         host=host_bytes(model.numbers, setup),
         disk=disk_bytes(model.numbers, setup),
         change=change,
+        faster=faster,
+    )
+
+
+def _misplaced(setup: Setup, experts: int) -> ConfigError:
+    """Says why ``parallel.ep_size`` is impossible for a model with ``experts`` in a layer, and what to set."""
+    if not experts:
+        why = "the model is dense and has no experts to divide"
+        return ConfigError(f"parallel.ep_size is {setup.ep_size}, but {why}", hint="--set parallel.ep_size=1")
+    gpus = f"{setup.world} GPU" + "s" * (setup.world > 1)
+    return ConfigError(
+        f"parallel.ep_size is {setup.ep_size}, but it must divide {gpus} and the {experts} experts of a layer",
+        hint=f"For {gpus}: --set parallel.ep_size={math.gcd(setup.world, experts)}. Or change --gpus or --nodes.",
     )

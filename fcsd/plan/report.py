@@ -6,7 +6,7 @@ from fcsd.plan import Plan
 from fcsd.plan.memory import cache_bytes, copy_bytes
 from fcsd.plan.offload import BUS, HOST
 from fcsd.plan.setup import GIB, Setup
-from fcsd.plan.speed import PEAK, ROUND, Speed
+from fcsd.plan.speed import PEAK, Speed
 
 _PLACES = {"none": "", "moments": "AdamW with its moments on the host", "host": "AdamW on the host"}
 
@@ -14,32 +14,40 @@ _PLACES = {"none": "", "moments": "AdamW with its moments on the host", "host": 
 def to_text(plan: Plan) -> str:
     """Formats a plan as text: parameters, memory by part at the fullest moment, disk, time, cost and the verdict."""
     numbers, setup, hardware, speed = plan.numbers, plan.setup, plan.hardware, plan.speed
-    experts = f", {numbers.experts} experts a layer, {numbers.top_k} for a token" if numbers.experts else ""
+    parameters = f"{_billions(numbers.total)}, dense"
+    if numbers.experts:
+        parameters = (
+            f"{_billions(numbers.total)}, {_billions(numbers.active)} of them active; {_billions(numbers.routed)} in "
+            f"routed experts ({numbers.experts} in a layer, {numbers.top_k} for each token)"
+        )
     nodes = f" on {hardware.nodes} nodes" if hardware.nodes > 1 else ""
+    gpus = "1 GPU" if hardware.world == 1 else f"{hardware.world} GPUs"
+    divided = f", experts divided among {setup.ep_size} GPUs" if setup.ep_size > 1 else ""
     rows = [("recipe", plan.name)]
     if hardware.source:
         rows.append(("hardware", hardware.source))
     rows += [
-        (
-            "parameters",
-            f"{_billions(numbers.total)}, {_billions(numbers.active)} active: {_billions(numbers.routed)} routed, "
-            f"{_billions(numbers.dense)} dense{experts}",
-        ),
+        ("parameters", parameters),
         (
             "run",
-            f"{hardware.world} GPUs{nodes}, expert-parallel {setup.ep_size}, ZeRO-{setup.zero_stage}, "
-            f"{setup.dtype}{_optimizer(setup)}, {setup.micro_batch_size} x {setup.seq_len} tokens * "
-            f"{setup.accumulation:g} micro-batches, recompute {'on' if setup.recompute else 'off'}",
+            f"{gpus}{nodes}{divided}, ZeRO-{setup.zero_stage}, {setup.dtype}{_optimizer(setup)}, recompute "
+            f"{'on' if setup.recompute else 'off'}",
+        ),
+        (
+            "step",
+            f"{setup.batch_tokens:,} tokens: on each GPU {setup.accumulation:g} micro-batch"
+            f"{'es' * (setup.accumulation > 1)} of {setup.micro_batch_size} x {setup.seq_len} tokens",
         ),
     ]
     peak = plan.memory.peak
     for name in plan.packaged:
-        text = f"of {name}: packaged with fcsd, because neither the hub nor its cache gave one"
+        text = f"{name} is neither on disk nor could the hub be read; its packaged config.json is used"
         rows.append(("config", text))
-    lines = [*(f"{name:<12} {text}" for name, text in rows), f"memory of a GPU, fullest at: {peak.name}"]
+    lines = [*(f"{name:<12} {text}" for name, text in rows), f"memory of one GPU at its fullest moment ({peak.name})"]
     parts = {**peak.parts, "context": plan.memory.context, "allocator slack": plan.memory.slack}
     lines += [f"  {name:<16} {_gib(size)}" for name, size in parts.items() if size]
     lines += [f"  {'total':<16} {_gib(plan.memory.total)} of {_gib(plan.memory.usable).strip()} usable"]
+    rate = f"the {PEAK[setup.dtype] / 1e12:g} TFLOP/s of each GPU"
     cost = "" if speed.cost is None else f", cost {speed.cost:,.0f} at {hardware.price:g} per GPU-hour"
     rows = [
         ("host memory", f"{_host(plan)}{_copy(plan)}"),
@@ -50,20 +58,18 @@ def to_text(plan: Plan) -> str:
             f"{speed.gpu_hours:,.1f} GPU-hours{cost}",
         ),
         ("of these", _hours(speed)),
-        (
-            "assumed",
-            f"{speed.utilisation:.1%} of {PEAK[setup.dtype] / 1e12:g} TFLOP/s (--mfu), "
-            f"fullest rank receives {setup.imbalance:g} times the mean rows",
-        ),
+        ("speed", f"{speed.utilisation:.1%} of {rate}; --mfu plans with a share that you measured"),
     ]
+    if setup.ep_size > 1:
+        rows.append(("assumed", f"the GPU with the most rows for its experts receives {setup.imbalance:g}x the mean"))
     if setup.offload != "none":
         rates = f"{BUS / 1e9:g} GB/s between GPU and host, {HOST / 1e9:g} GB/s of a node's memory"
-        rows.append(("estimated", f"{_PLACES[setup.offload]} was never timed; assumed are {rates}"))
-    elif setup.moments == "bf16":
-        rows.append(("estimated", f"bf16 moments were never timed; assumed are {ROUND * 1e12:g} ps a parameter more"))
+        measured = "one run has measured the first" if setup.offload == "moments" else "no run has measured it"
+        rows.append(("assumed", f"for {_PLACES[setup.offload]}: {rates}; {measured}"))
     if speed.limited_by_host:
-        slow = "starting kernels takes longer than computing; a larger train.micro_batch_size would be faster"
-        rows.append(("note", slow))
+        better = "" if plan.faster is None else f"; faster is {plan.described(plan.faster)}"
+        rows.append(("note", f"the host takes longer to start the kernels than the GPU to run them{better}"))
+    rows += [("not counted", text) for text in plan.not_counted]
     rows += [
         ("verdict", "fits" if plan.memory.fits else f"does not fit; {plan.advice()}"),
     ]
@@ -81,7 +87,9 @@ def to_json(plan: Plan) -> dict[str, object]:
         "recipe": plan.name,
         "fits": memory.fits,
         "change": plan.change.written if plan.change else None,
+        "faster": plan.faster.written if plan.faster else None,
         "packaged_configs": list(plan.packaged),
+        "not_counted": list(plan.not_counted),
         "parameters": totals,
         "model": numbers,
         "setup": {**asdict(plan.setup), "accumulation": plan.setup.accumulation},
@@ -111,9 +119,9 @@ def _optimizer(setup: Setup) -> str:
 def _host(plan: Plan) -> str:
     """The host memory of a process, and what needs it."""
     if plan.setup.offload == "none":
-        return f"{_gib(plan.host).strip()} a process while loading"
+        return f"{_gib(plan.host).strip()} for each process while it loads the model"
     node = _gib(plan.host * plan.hardware.gpus).strip()
-    return f"{_gib(plan.host).strip()} a process, {node} a node, most of it pinned, for the optimizer"
+    return f"{_gib(plan.host).strip()} for each process, {node} for a node; most of it is pinned, for the optimizer"
 
 
 def _files(setup: Setup) -> str:

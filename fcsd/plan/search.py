@@ -1,4 +1,4 @@
-"""Finds the cheapest change of a recipe that makes it fit into the memory of the GPUs."""
+"""Finds the cheapest change of a recipe that makes it fit into the memory of the GPUs, and larger micro-batches."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -55,6 +55,7 @@ def candidates(setup: Setup, hardware: Hardware, experts: int) -> Iterator[tuple
                         zero_stage=stage,
                         micro_batch_size=rows,
                         recompute=recompute,
+                        graph=setup.graph and not (recompute or cached or ep_size > 1),
                     )
                     if changed.possible(experts):
                         yield changed, larger
@@ -67,10 +68,20 @@ def cheapest(
     return next((found for found in candidates(setup, hardware, experts) if fits(*found)), None)
 
 
-def changes(before: Setup, after: Setup, hardware: Hardware) -> list[str]:
-    """The ``--set`` assignments and flags that change the setup ``before`` into ``after`` on ``hardware``."""
+def larger_micro_batches(setup: Setup, experts: int) -> Iterator[Setup]:
+    """Yields the setups with two, four, ... times as many rows in a micro-batch that a run accepts."""
+    rows = setup.micro_batch_size
+    for more in _doubled(2 * rows, int(rows * setup.accumulation)):
+        changed = replace(setup, micro_batch_size=more)
+        if changed.possible(experts):
+            yield changed
+
+
+def assignments(before: Setup, after: Setup) -> dict[str, object]:
+    """The values of the recipe, by dotted key, that change the setup ``before`` into ``after`` on the same hardware."""
     keys = {
         "train.activation_checkpointing": (before.recompute, after.recompute),
+        "train.graph": (before.graph, after.graph),
         "train.micro_batch_size": (before.micro_batch_size, after.micro_batch_size),
         "parallel.zero_stage": (before.zero_stage, after.zero_stage),
         "optim.moments": (before.moments, after.moments),
@@ -78,9 +89,16 @@ def changes(before: Setup, after: Setup, hardware: Hardware) -> list[str]:
         "parallel.ep_size": (before.ep_size, after.ep_size),
         "optim.offload": (before.offload, after.offload),
     }
-    written = [f"--set {key}={str(new).lower()}" for key, (old, new) in keys.items() if old != new]
+    values: dict[str, object] = {key: new for key, (old, new) in keys.items() if old != new}
     if after.cached and not before.cached:
-        written.append("--set objective.teacher_cache.path=runs/teacher-cache")
+        values["objective.teacher_cache.path"] = "runs/teacher-cache"
+    return values
+
+
+def changes(before: Setup, after: Setup, hardware: Hardware) -> list[str]:
+    """The ``--set`` assignments and flags that change the setup ``before`` into ``after`` on ``hardware``."""
+    values = assignments(before, after).items()
+    written = [f"--set {key}={str(new).lower() if isinstance(new, bool) else new}" for key, new in values]
     return written + ([f"--nodes {hardware.nodes}"] if before.world != after.world else [])
 
 

@@ -1,11 +1,12 @@
 """The settings of a recipe and the properties of the hardware that a plan depends on."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from fcsd.config import HELD_OUT, NO_METRIC, Parallel, Recipe
+from fcsd.config import NO_METRIC, Parallel, Recipe
 from fcsd.models.selection import select_layers
 
 GIB = 2**30
@@ -74,12 +75,13 @@ class Setup:
         document: mean number of tokens of a document in a row; with None, a row counts as one document.
         fused: whether each norm is one kernel and, if no experts are divided, also the product inside each gated MLP
             and each move of rows to and from routed experts.
-        alone: whether a run of one process that can updates its weights with ``OneProcessAdamW`` instead of ZeRO.
+        alone: whether one process may update its weights with ``OneProcessAdamW`` instead of ZeRO; see ``zero``.
+        graph: whether the passes of a micro-batch are captured as CUDA graphs (``train.graph``).
         best: whether the checkpoint with the best early-stopping score is kept as well.
         saves: checkpoints that are written after a fixed number of steps, and the last one.
         saves_per_hour: checkpoints that are written per hour because a fixed time has passed.
         saves_beside: whether checkpoints are written while the run goes on (``checkpoint.overlap``).
-        evaluations: measurements of the held-out loss, on ``held_out`` rows each.
+        evaluations: measurements of the held-out loss, on ``held_out`` rows each; every score is one, too.
         benchmarks: how often a benchmark computes a score for early stopping.
         cached: token ids that the teacher cache stores for each position; 0 without a cache.
     """
@@ -109,6 +111,7 @@ class Setup:
     document: int | None = None
     fused: bool = True
     alone: bool = True
+    graph: bool = False
     best: bool = False
     saves: int = 0
     saves_per_hour: float = 0.0
@@ -167,9 +170,8 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
     stop, save, cache = recipe.early_stop, recipe.checkpoint, recipe.objective.teacher_cache
     weights = {"kl": objective.kl, "sft": objective.sft}
     compared = bool(objective.hidden.weight)
-    scores = 0 if stop.metric == NO_METRIC else train.steps // stop.every
+    scored = 0 if stop.metric == NO_METRIC else stop.every
     held_out = recipe.data.held_out
-    evaluations = train.steps // train.eval_every + 1 if train.eval_every else 1
     return Setup(
         world=world,
         micro_batch_size=train.micro_batch_size,
@@ -192,15 +194,25 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         keep=save.keep,
         masked=not (train.attention == "packed" and train.dtype == "bf16" and plain),
         fused=parallel.fused,
+        alone=not parallel.wire.any,
+        graph=train.graph,
         best=stop.metric != NO_METRIC,
-        saves=1 + (train.steps // save.every_steps if save.every_steps else 0),
+        saves=_times(train.steps, save.every_steps),
         saves_per_hour=60 / save.every_minutes if save.every_minutes else 0.0,
         saves_beside=save.overlap,
-        evaluations=(evaluations + (scores if stop.metric == HELD_OUT else 0)) if held_out else 0,
+        evaluations=_times(train.steps, train.eval_every, scored) if held_out else 0,
         held_out=(held_out.max_rows or HELD_OUT_ROWS) if held_out else 0,
-        benchmarks=scores if stop.benchmark else 0,
+        benchmarks=train.steps // stop.every if stop.benchmark else 0,
         cached=cache.top_k if cache else 0,
     )
+
+
+def _times(steps: int, *every: int) -> int:
+    """How many of ``steps`` are the last one or a multiple of one of at most two numbers; 0 has no multiples."""
+    periods = [period for period in every if period]
+    both = steps // math.lcm(*periods) if len(periods) == 2 else 0
+    last = not any(steps % period == 0 for period in periods)
+    return sum(steps // period for period in periods) - both + last
 
 
 def _placement(parallel: Parallel) -> Literal["replicated", "sharded"]:

@@ -1,13 +1,14 @@
 """Estimates how long a run takes: its steps, its checkpoints, its evaluations and the teacher.
 
-The time of a step follows from four measured constants. A micro-batch takes the longer of two times, because the host
-starts kernels while the device computes:
+The time of a step follows from measured constants. A micro-batch takes the longer of two times, because the host starts
+kernels while the device computes:
 
-- The device's time is the number of floating-point operations divided by a share of the GPU's peak.
+- The device's time is the number of floating-point operations divided by a share of the GPU's peak, and a constant.
 - The host's time is a constant for each pass through a layer. It limits small models and small micro-batches.
 
-The optimizer adds a time for each parameter that a GPU updates. The constants were fitted to runs on H200s that are
-stored in ``docs/results``. ``tests/plan/test_measured_runs.py`` repeats the fit and predicts each run from the others.
+The optimizer adds a time for each parameter that a GPU updates. The constants were fitted to runs on H200s, which
+``docs/results/plan_runs.json`` lists. ``tests/plan/test_measured_runs.py`` repeats the fit and predicts each run from
+the others.
 """
 
 from dataclasses import dataclass, replace
@@ -20,25 +21,38 @@ from fcsd.plan.shard import shard
 
 PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s of an H200 without sparsity, from its data sheet
 
-# Share of the peak that forward and backward passes reach: (has experts, dtype) -> share. The share of models with
-# experts in bf16 was fitted to seven runs of DeepSeek-V2-Lite, DeepSeek-V3 and Qwen3-30B-A3B layers on two and four
-# H200s. The other shares are assumed.
-SHARE = {(True, "bf16"): 0.42, (False, "bf16"): 0.45, (True, "fp32"): 0.35, (False, "fp32"): 0.50}
+# Share of the peak that forward and backward passes reach: (experts are divided, dtype) -> share. The shares in bf16
+# were fitted: with divided experts to nine runs of three models on two and four H200s, without them to eight runs of
+# a dense model and a mixture of experts on one H200. The shares in fp32 are assumed.
+SHARE = {(True, "bf16"): 0.435, (False, "bf16"): 0.486, (True, "fp32"): 0.35, (False, "fp32"): 0.50}
+
+# Seconds of the device for each micro-batch, with any number of tokens: by how much a step of eight micro-batches of
+# one row is longer than a step of one with eight rows, in a dense model and in a mixture of experts.
+MICRO_BATCH = 12.3e-3
 
 # Time of attention with a mask, divided by the time of causal attention over the whole row without a mask. It was
-# fitted to one run with a mask and one without.
-MASKED_ATTENTION = 2.8
+# fitted to two pairs of runs with a mask and without; they say 2.9 and 5.1.
+MASKED_ATTENTION = 3.9
 
 # Seconds that the host needs to start the kernels of a layer's forward pass. A backward pass counts as two forward
-# passes. The value was fitted to one run of the bundled model and does not depend on the number of tokens.
-LAUNCH = 2.7e-3
+# passes. The value does not depend on the number of tokens. No run of a dense model was limited by the host; its value
+# is the shortest time that any pass took, and therefore an upper bound. The other two were fitted to runs of one model
+# each. The host varies: the same code took up to twice as long beside other work.
+LAUNCH = {"dense": 1.14e-3, "experts": 2.7e-3, "divided experts": 5.6e-3}
+
+# The same with ``train.graph``, fitted to two runs of the bundled model. They updated their weights by ZeRO, in which
+# most of this time passed. One process does without ZeRO now, so it should take less; no GPU has run that.
+GRAPH = 1.15e-3
 
 # Seconds for each parameter that a GPU updates: its gradient is reduced, AdamW runs, and the weights are gathered.
-UPDATE = 34e-12
+UPDATE = 33e-12
 
-# Seconds in addition for each parameter with bf16 moments, which are converted to fp32, rounded and stored: 48 bytes at
-# the 4.26 TB/s at which an H200 copies. This is an estimate; it has not been measured.
-ROUND = 11e-12
+# The same for one process that updates its weights without ZeRO: the kernel of the update in two traced steps.
+UPDATE_ALONE = 7.1e-12
+
+# Seconds in addition for each parameter with bf16 moments, which are converted to fp32, rounded and stored. It was
+# measured in one run.
+ROUND = 19e-12
 
 # Bytes per second that a node writes into a checkpoint, bytes per second that each process copies to host memory, and
 # seconds that a benchmark needs for one score. These values are assumed, not measured.
@@ -109,30 +123,54 @@ def work_per_token(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> 
     return flops_per_token(model, teacher, setup) + (factor - 1) * attention
 
 
-def layer_passes(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> int:
-    """Number of forward passes of a layer in one micro-batch, teacher included; a backward pass counts as two."""
-    student = (3 + setup.recompute) * len(model.layers)
-    return student + (len(teacher.layers) if setup.teacher != "none" else 0)
+def layer_passes(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> tuple[int, int]:
+    """Forward passes of a layer in one micro-batch, of student and teacher; a backward pass counts as two."""
+    return (3 + setup.recompute) * len(model.layers), len(teacher.layers) if setup.teacher != "none" else 0
+
+
+def launch_seconds(model: ModelNumbers, divided: bool, graph: bool) -> float:
+    """Seconds of the host for the forward pass of one layer: ``LAUNCH`` or ``GRAPH``."""
+    kind = "dense" if not model.experts else "divided experts" if divided else "experts"
+    return min(LAUNCH[kind], GRAPH) if graph else LAUNCH[kind]
 
 
 def micro_batch_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> tuple[float, float]:
     """Seconds of the device and seconds of the host for one micro-batch; the larger of them is its duration."""
     tokens = setup.micro_batch_size * setup.seq_len
-    rate = PEAK[setup.dtype] * SHARE[bool(model.experts), setup.dtype]
-    device = work_per_token(model, teacher, setup) * tokens / rate
-    return device, LAUNCH * layer_passes(model, teacher, setup)
+    device = work_per_token(model, teacher, setup) * tokens / forward_rate(setup) + MICRO_BATCH
+    student_passes, teacher_passes = layer_passes(model, teacher, setup)
+    host = student_passes * launch_seconds(model, setup.ep_size > 1, setup.graph)
+    return device, host + teacher_passes * launch_seconds(teacher, setup.teacher == "sharded", setup.graph)
+
+
+def forward_rate(setup: Setup) -> float:
+    """FLOP/s that one GPU reaches in forward and backward passes."""
+    return PEAK[setup.dtype] * SHARE[setup.ep_size > 1, setup.dtype]
+
+
+def reading_seconds(model: ModelNumbers, setup: Setup, divided: bool) -> float:
+    """Seconds for each token of text in a forward pass alone, on all GPUs, in micro-batches of the run's size.
+
+    Args:
+        divided: whether the experts of ``model`` are divided among processes.
+    """
+    tokens = setup.micro_batch_size * setup.seq_len
+    device = sum(forward_flops(model, setup.seq_len)) * tokens / forward_rate(setup)
+    return max(device, len(model.layers) * launch_seconds(model, divided, graph=False)) / (tokens * setup.world)
 
 
 def update_seconds(model: ModelNumbers, setup: Setup, gpus: int = 8) -> float:
     """Seconds of the optimizer in a step.
 
-    With the optimizer or its moments on the host, the estimates of ``fcsd.plan.offload`` come on top of the time that
-    was measured with all of it on the GPU, which includes the communication.
+    With the optimizer or its moments on the host, the times of ``fcsd.plan.offload`` come on top of the time that was
+    measured with all of it on the GPU, which includes the communication.
 
     Args:
         gpus: processes of a node; they share its memory.
     """
     own = shard(model, setup)
+    if setup.zero_stage and not setup.zero:
+        return UPDATE_ALONE * sum(own.partition)
     if setup.offload == "host":
         return UPDATE * sum(own.partition) + transfer_seconds(own, setup) + host_seconds(own, setup, gpus)
     here = (UPDATE + (ROUND if setup.moments == "bf16" else 0)) * sum(own.partition)
@@ -182,18 +220,15 @@ def speed(
         longer = counted * setup.batch_tokens / (peak * utilisation) / seconds
         seconds, update, host = seconds * longer, update * longer, 0.0
     rate = setup.batch_tokens / seconds
-    forward_rate = peak * SHARE[bool(teacher.experts), setup.dtype]
-    teacher_flops, student_flops = (sum(forward_flops(one, setup.seq_len)) for one in (teacher, model))
-    measured = student_flops + (teacher_flops if setup.teacher != "none" else 0)
+    by_teacher = reading_seconds(teacher, setup, divided=setup.teacher == "sharded")
+    scored = reading_seconds(model, setup, divided=setup.ep_size > 1) + (by_teacher if setup.teacher != "none" else 0)
     steps = setup.steps / 3600
     parts = {
         "forward and backward": steps * (seconds - update),
         "optimizer": steps * update,
-        "evaluations": (
-            setup.evaluations * setup.held_out * setup.seq_len * measured / forward_rate + setup.benchmarks * BENCHMARK
-        )
+        "evaluations": (setup.evaluations * setup.held_out * setup.seq_len * scored + setup.benchmarks * BENCHMARK)
         / 3600,
-        "teacher cache": setup.tokens * teacher_flops / forward_rate / 3600 if setup.cached else 0.0,
+        "teacher cache": setup.tokens * by_teacher / 3600 if setup.cached else 0.0,
     }
     parts["checkpoints"] = checkpoint_hours(model, setup, hardware, sum(parts.values()))
     hours = sum(parts.values())

@@ -68,7 +68,6 @@ def train(rank: int, repo: Path, stage: int, scored: bool) -> tuple[str, list[Sc
 
 def both(rank: int, repo: Path) -> dict[str, Any]:
     evalplus_tasks.MAX_NEW_TOKENS = 64
-    judge_process.SILENCE_S = 3.0
     without, _ = train(rank, repo, stage=1, scored=False)
     with_, scores = train(rank, repo, stage=1, scored=True)
     return {"without": without, "with": with_, "scores": scores, "error": broken_scorer(rank, repo)}
@@ -76,6 +75,7 @@ def both(rank: int, repo: Path) -> dict[str, Any]:
 
 def broken_scorer(rank: int, repo: Path) -> list[tuple[str, float]]:
     """What a rank is told, and after how many seconds, when the process that judges programs is killed or hangs."""
+    judge_process.SILENCE_S = 3.0  # only now: on a loaded machine a healthy process may be silent for so long
     model, tokenizer = teacher(repo)
     real, told = subprocess.Popen, []
     for ill in ("import os; os.kill(os.getpid(), 9)", "import os; os.kill(os.getpid(), 19)"):

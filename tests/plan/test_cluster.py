@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import fcsd
-from test_measured_runs import RESULTS, meta, read, trained
+from test_measured_runs import LISTED, RESULTS, from_file, meta, read
 
 from fcsd.config import Parallel
 from fcsd.errors import ConfigError
@@ -78,7 +78,7 @@ def test_a_quantised_wire_over_a_measured_link_is_predicted(choice: Choice, vari
     """The run and `fcsd bench links` were on one machine: from the measured bound within 3 %, planned within 8 %."""
     links = read_machine(RESULTS / "links_slow_2xh200.json").links
     times = read("train_v2lite_slow_wires_2xh200")["routers"]["uniform"]["variants"]
-    setup = replace(trained("train_v2lite_copies_4xh200").setup, world=2, ep_size=2, batch_tokens=2 * 4 * 4096)
+    setup = replace(from_file("train_v2lite_copies_4xh200").setup, world=2, ep_size=2, batch_tokens=2 * 4 * 4096)
     told = predicted(meta("deepseek-v2-lite", 8).numbers, setup, links, choice, 1)
     taken, bound = (statistics.median(times[name]["step"]) / 1e3 for name in (variant, "comm-free"))
     assert bound + told.exposed == pytest.approx(taken, rel=0.03)
@@ -86,17 +86,15 @@ def test_a_quantised_wire_over_a_measured_link_is_predicted(choice: Choice, vari
 
 
 def setup_of_run(name: str) -> Setup:
-    if "slow" not in name:
-        variants = next(iter(read(name)["routers"].values()))["variants"]
-        if "copies-fused" in variants:
-            return trained(name).setup
-    return trained("train_v2lite_copies_4xh200").setup  # the slow link has the same workload
+    """The setup of a stored run. Those that the plan is not fitted to have the workload of the one by copies."""
+    listed = {entry["file"] for entry in LISTED["runs"]}
+    return from_file(name if name in listed else "train_v2lite_copies_4xh200").setup
 
 
 def test_covers_are_near_those_that_were_measured() -> None:
     for name in ("train_v2lite_copies_4xh200", "train_qwen3_4xh200", "train_v3_4xh200"):
         found = read(name)
-        model, setup = meta(found["workload"]["shape"], found["workload"]["layers"]), trained(name).setup
+        model, setup = meta(found["workload"]["shape"], found["workload"]["layers"]), from_file(name).setup
         layer = next(layer for layer in model.numbers.layers if layer.routed)
         windows = found["routers"]["uniform"]["windows"]
         kinds = dict.fromkeys((window["kind"], window["passes"]) for window in windows)
@@ -117,7 +115,7 @@ def cluster() -> Links:
 
 
 def test_farskip_dedup_and_a_short_wire_never_lose_and_win_between_nodes(cluster: Links) -> None:
-    setup = replace(trained("train_v2lite_copies_4xh200").setup, ep_size=64)
+    setup = replace(from_file("train_v2lite_copies_4xh200").setup, ep_size=64)
     told = predict(meta("deepseek-v2-lite", 8).numbers, setup, cluster)
     by_nodes = {nodes: {one.choice.name: one for one in told if one.nodes == nodes} for nodes in (1, 2, 16, 128)}
     for nodes, rows in by_nodes.items():
@@ -138,7 +136,7 @@ def test_farskip_dedup_and_a_short_wire_never_lose_and_win_between_nodes(cluster
 def test_the_plan_says_which_deduplication_is_chosen_and_why(cluster: Links) -> None:
     model = meta("deepseek-v2-lite", 8).numbers
     auto = Parallel(ep_size=8, dedup="auto", machine="machine.json")
-    setup = replace(trained("train_v2lite_copies_4xh200").setup, ep_size=8, world=8)
+    setup = replace(from_file("train_v2lite_copies_4xh200").setup, ep_size=8, world=8)
     found = expected_options(model, setup, cluster, auto)
     assert [option.dedup for option in found] == ["node", "rank", "off"]
     text = options_to_text(found)
@@ -149,7 +147,7 @@ def test_the_plan_says_which_deduplication_is_chosen_and_why(cluster: Links) -> 
 
 
 def test_bad_input_of_a_prediction(cluster: Links, tmp_path: Path) -> None:
-    model, setup = meta("deepseek-v2-lite", 8).numbers, trained("train_v2lite_copies_4xh200").setup
+    model, setup = meta("deepseek-v2-lite", 8).numbers, from_file("train_v2lite_copies_4xh200").setup
     with pytest.raises(ConfigError, match="2 to 8 bits"):
         predict(model, setup, cluster, "int9")
     with pytest.raises(ConfigError, match="a dense model"):

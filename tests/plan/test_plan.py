@@ -15,27 +15,35 @@ from fcsd.cli.main import app
 from fcsd.config import load_recipe
 from fcsd.distill import engine, host_moments
 from fcsd.distill import moments as chunked
+from fcsd.distill.one_process import updates_alone
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
 from fcsd.plan.memory import BUCKET, CHUNK, SLOTS, checkpoint_bytes, copy_bytes, disk_bytes, loss_bytes, optimizer_bytes
 from fcsd.plan.model import MetaModel, ModelNumbers
 from fcsd.plan.offload import BUS, HOST, host_optimizer_bytes
 from fcsd.plan.report import to_text
-from fcsd.plan.search import candidates, changes
+from fcsd.plan.search import candidates, changes, larger_micro_batches
 from fcsd.plan.setup import GIB, USABLE, present, setup_of
 from fcsd.plan.shard import GROUP, shard
 from fcsd.plan.speed import (
     BENCHMARK,
     COPY,
+    GRAPH,
+    LAUNCH,
+    MICRO_BATCH,
     PEAK,
+    UPDATE,
+    UPDATE_ALONE,
     WRITE,
     attention_flops,
     flops_per_token,
     forward_flops,
+    micro_batch_seconds,
     speed,
     update_seconds,
     work_per_token,
 )
+from fcsd.plan.uncounted import uncounted
 
 SMALL = Setup(world=2, micro_batch_size=2, seq_len=64, batch_tokens=512, tokens=5120)
 
@@ -177,8 +185,14 @@ def test_the_advice_fits_and_is_the_first_that_does(tmp_path):
             assert fits.total == planned.change.total
             break
     assert tried > 1
+
+    def refused(values):  # as by a recipe that cannot have it
+        return "train.activation_checkpointing" not in values
+
+    other = plan_setup("v2", model, model.numbers, setup, Hardware(), None, refused).change
+    assert other is not None and other.written and not any("checkpointing" in one for one in other.written)
     nothing = plan_setup("v2", model, model.numbers, setup, Hardware(memory=1))
-    assert nothing.change is None and "no change" in nothing.advice()
+    assert nothing.change is None and "none of the settings" in nothing.advice()
 
 
 def test_the_teacher_cache_comes_after_smaller_micro_batches_and_before_more_machines(tmp_path):
@@ -314,7 +328,7 @@ def test_a_plan_that_fits_only_with_the_optimizer_on_the_host_says_what_it_takes
         == host_optimizer_bytes(shard(model.numbers, replace(setup, offload="host")), replace(setup, offload="host"))
         + 2 * GIB
     )
-    assert f"{between.change.host / GIB:,.0f} GiB of host memory a process instead of" in between.advice()
+    assert f"{between.change.host / GIB:,.0f} GiB of host memory for each process instead of" in between.advice()
 
 
 def test_sizes_in_the_plan_are_the_optimizers():
@@ -347,7 +361,9 @@ def test_hours_are_steps_and_what_runs_between_them(tmp_path):
     assert long.speed.parts["checkpoints"] * 3600 == pytest.approx(3 * copied / COPY + written / WRITE)
     assert "for the copy that checkpoints are written from" in to_text(long)
     cached = parts(teacher="none", cached=64)
-    assert cached.parts["teacher cache"] > 0 and cached.flops < bare.flops
+    passes = alone.tokens / (alone.micro_batch_size * alone.seq_len * alone.world)  # the host limits them here
+    assert cached.parts["teacher cache"] * 3600 == pytest.approx(passes * len(model.numbers.layers) * LAUNCH["experts"])
+    assert cached.flops < bare.flops
 
 
 def test_utilisation_is_of_the_whole_step_without_recompute(tmp_path):
@@ -405,12 +421,13 @@ def test_plan_command_and_dry_run(tmp_path):
 
     tight = CliRunner().invoke(app, ["plan", recipe, "--gpus", "2", "--gpu-mem", "2"])
     assert tight.exit_code == 8 and "does not fit" in tight.stderr
+    assert "of each GPU" in tight.stderr and "\nhint:" in tight.stderr
     split = CliRunner().invoke(app, ["plan", recipe, "--gpus", "3"])
     assert split.exit_code == 2
 
     dry = CliRunner().invoke(app, ["distill", recipe, "--dry-run", "--gpus", "2"])
     assert dry.exit_code == 0 and "verdict      fits" in dry.stderr and not (tmp_path / "run").exists()
-    assert dry.stderr.index(" count") < dry.stderr.index("assumes H200s") < dry.stderr.index("memory of a GPU")
+    assert dry.stderr.index(" count") < dry.stderr.index("assumes H200s") < dry.stderr.index("memory of one GPU")
 
 
 def test_bad_models_and_batches(tmp_path):
@@ -423,8 +440,9 @@ def test_bad_models_and_batches(tmp_path):
     for factor in (2, 3):  # of the GPUs, of the experts
         parallel = recipe.parallel.model_copy(update={"ep_size": 2 * factor})
         changed = recipe.model_copy(update={"parallel": parallel})
-        with pytest.raises(ConfigError, match=f"ep_size {2 * factor} must divide both: 2 GPUs and 8 experts"):
+        with pytest.raises(ConfigError, match=f"is {2 * factor}, but it must divide 2 GPUs and the 8 experts") as no:
             plan_run(changed, Hardware(2))
+        assert "--set parallel.ep_size=2" in str(no.value.hint)
 
 
 def test_a_model_rewired_on_the_way_in_has_two_streams(tmp_path):
@@ -435,6 +453,63 @@ def test_a_model_rewired_on_the_way_in_has_two_streams(tmp_path):
         for changes in ({}, original, original | {"init": {"wiring": "farskip"}})
     ]
     assert recomputed == [2, 1, 2]
+
+
+def test_captured_passes_end_where_a_change_excludes_them(tmp_path):
+    runs.write_models(tmp_path)
+    graph = {"train__dtype": "bf16", "train__graph": True, "train__micro_batch_size": 1}
+    recipe = runs.resolved(tmp_path, **graph).recipe
+    captured = setup_of(recipe, 2, 4)
+    assert captured.graph
+    for changed, _ in candidates(captured, Hardware(2), 8):
+        assert not changed.graph or not (changed.recompute or changed.cached or changed.ep_size > 1)
+    assert changes(captured, replace(captured, graph=False, recompute=True), Hardware(2)) == [
+        "--set train.activation_checkpointing=true",
+        "--set train.graph=false",
+    ]
+
+
+def test_a_run_that_the_host_limits_is_told_the_fastest_micro_batch(tmp_path):
+    model = meta(tmp_path, tiny.config("qwen3_moe"))
+    setup = replace(SMALL, micro_batch_size=1, batch_tokens=1024)  # eight micro-batches on each of two GPUs
+    planned = plan_setup("x", model, model.numbers, setup, Hardware(2))
+    assert planned.speed.limited_by_host and planned.faster is not None
+    assert planned.faster.written == ["--set train.micro_batch_size=8"] and planned.faster.hours < planned.speed.hours
+    assert "faster is --set train.micro_batch_size=8" in to_text(planned)
+    whole = plan_setup("x", model, model.numbers, replace(setup, micro_batch_size=8), Hardware(2))
+    assert whole.faster is None and whole.speed.hours == pytest.approx(planned.faster.hours)
+    assert list(larger_micro_batches(replace(setup, micro_batch_size=3, batch_tokens=3 * 128), 8)) == []
+
+
+def test_settings_whose_effect_the_plan_does_not_know_are_named(tmp_path):
+    runs.write_models(tmp_path)
+    plain = runs.resolved(tmp_path).recipe
+    assert uncounted(plain, Hardware(2)) == []
+    more = {"train__compile": True, "train__progressive_share": 0.5, "early_stop": {"metric": "mbpp_plus"}}
+    found = uncounted(runs.resolved(tmp_path, **more).recipe, Hardware(2))
+    assert [text.split(":")[0] for text in found] == ["train.compile", "train.progressive_share", "early_stop"]
+    divided = runs.resolved(tmp_path, parallel={"ep_size": 2, "dedup": "rank", "overlap": "off"}).recipe
+    names = [text.split(":")[0] for text in uncounted(divided, Hardware(1, nodes=2))]
+    assert names == ["parallel.overlap", "parallel.dedup", "all-to-alls between nodes (--machine predicts their time)"]
+    baseline = uncounted(load_recipe("pretrain-farskip-baseline").recipe, Hardware(8))
+    assert baseline[0].startswith("init.wiring: ")
+    planned = plan_run(divided, Hardware(2))
+    assert planned.not_counted and f"not counted  {planned.not_counted[0]}" in to_text(planned)
+
+
+def test_the_host_starts_captured_passes_in_less_time_and_one_process_updates_without_zero(tmp_path):
+    model = meta(tmp_path, tiny.config("qwen3_moe")).numbers
+    alone = replace(SMALL, world=1, teacher="replicated")
+    device, host = micro_batch_seconds(model, model, alone)
+    passes = 4 * len(model.layers)  # three of the student, one of the teacher
+    assert device > MICRO_BATCH and host == pytest.approx(passes * LAUNCH["experts"])
+    assert micro_batch_seconds(model, model, replace(alone, graph=True))[1] == pytest.approx(passes * GRAPH)
+    divided = replace(alone, world=2, ep_size=2, teacher="sharded")
+    assert micro_batch_seconds(model, model, divided)[1] == pytest.approx(passes * LAUNCH["divided experts"])
+    updated = sum(shard(model, alone).partition)
+    assert update_seconds(model, alone) == pytest.approx(UPDATE_ALONE * updated)
+    for other in ({"alone": False}, {"zero_stage": 0}):
+        assert update_seconds(model, replace(alone, **other)) == pytest.approx(UPDATE * updated)
 
 
 def test_a_recipe_becomes_a_setup(tmp_path):
@@ -448,5 +523,13 @@ def test_a_recipe_becomes_a_setup(tmp_path):
     times = {"checkpoint": {"every_steps": 2, "every_minutes": 30}, "train__eval_every": 2, "train__steps": 5}
     timed = setup_of(runs.resolved(tmp_path, early_stop={"metric": "mbpp_plus", "every": 2}, **times).recipe, 2, 4)
     assert (timed.saves, timed.saves_per_hour, timed.benchmarks, timed.best) == (3, 2.0, 2, True)
+    # Steps 2 and 4 save and are measured once, although a score is taken after them, too; step 5 is the last.
+    assert timed.evaluations == 3
+    for steps, every, saves in ((4, 2, 2), (5, 2, 3), (5, 0, 1)):
+        saved = {"train__steps": steps, "checkpoint": {"every_steps": every}}
+        assert setup_of(runs.resolved(tmp_path, **saved).recipe, 2, 4).saves == saves
+    rounded = runs.resolved(tmp_path, train__dtype="bf16", parallel={"wire": {"dispatch": "int8"}}).recipe
+    for one, zero in ((half, 0), (rounded, 1), (recipe, 1)):  # the last one is in fp32
+        assert setup_of(one, 1, 4).zero == zero and updates_alone(one, 1) == (zero == 0)
     streams = setup_of(runs.resolved(tmp_path, objective__hidden={"weight": 1.0, "layers": "last:3"}).recipe, 2, 4)
     assert streams.compared == 3 and streams.teacher == "replicated"

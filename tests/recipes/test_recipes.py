@@ -126,7 +126,7 @@ def test_it_is_planned_without_the_hub(name: str, repo: Path, tmp_path: Path, mo
     recipe = load_recipe(name).recipe
     planned = plan_run(recipe, Hardware(recipe.parallel.ep_size))
     assert planned.packaged == (() if name.startswith("tiny") else (recipe.model,))
-    assert ("packaged with fcsd" in to_text(planned)) == bool(planned.packaged)
+    assert ("its packaged config.json is used" in to_text(planned)) == bool(planned.packaged)
 
 
 # Parameters in billions, all and those of one token, of the language models alone except for Scout.

@@ -1,0 +1,33 @@
+"""Names what a recipe sets and the plan does not count."""
+
+from fcsd.config import NO_METRIC, Recipe
+from fcsd.plan.setup import Hardware
+
+
+def uncounted(recipe: Recipe, hardware: Hardware) -> list[str]:
+    """A text for each setting that changes time, memory or disk in a way that the plan does not know.
+
+    Settings whose effect the plan knows are fields of ``fcsd.plan.setup.Setup``. docs/planning.md lists both kinds.
+    """
+    train, parallel, divided = recipe.train, recipe.parallel, recipe.parallel.ep_size > 1
+    found = {
+        "train.compile: compiled layers start fewer kernels, and compiling takes minutes": train.compile,
+        "train.graph: the memory that captured passes keep reserved": train.graph,
+        "train.anneal_share: annealed steps read additional streams": train.anneal_share > 0,
+        "train.progressive_share: steps before the last layers are converted": train.progressive_share > 0,
+        "train.trace_every: steps that are profiled": train.trace_every > 0,
+        "init.solve: the pass before the first step that corrects the weights": recipe.init.solve != "none",
+        "init.wiring: all-to-alls that the standard wiring exposes": divided and recipe.init.wiring == "standard",
+        "deterministic: slower kernels": recipe.deterministic,
+        "objective.hidden: the overlap that the compared layers lose": divided and recipe.objective.hidden.weight > 0,
+        "parallel.overlap: time that all-to-alls expose": divided and parallel.overlap != "on",
+        "parallel.dedup: what it saves and costs (--machine predicts both)": parallel.dedup != "off",
+        "parallel.wire: what formats save and cost (--machine predicts both)": parallel.wire.any,
+        "parallel.placement: searches and swaps of experts": parallel.placement.every > 0,
+        "all-to-alls between nodes (--machine predicts their time)": parallel.ep_size > hardware.gpus,
+        "early_stop: the run may end earlier; a step with the best score is saved in addition": (
+            recipe.early_stop.metric != NO_METRIC
+        ),
+        "sweep: the trials before the run": recipe.sweep is not None,
+    }
+    return [text for text, is_set in found.items() if is_set]
