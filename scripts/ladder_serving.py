@@ -41,6 +41,7 @@ PROMPT, ANSWER, NEW, ROUNDS = 1024, 512, 33, 2
 BYTES = 2  # of a bfloat16
 RESERVE = 6 << 30  # bytes of a GPU for activations, graphs and NCCL
 LIMIT_S = 560  # of one measurement
+GRACE_S = 45  # torchrun gives its ranks 30 s to end
 Row = dict[str, Any]
 
 
@@ -97,13 +98,24 @@ def run(gpus: int, out: Path, sizes: list[str], minutes: float, reduce: str) -> 
         begun = time.monotonic()
         limit = min(LIMIT_S, 60 * minutes - (begun - start))
         print(f"{piece.folder} at {begun - start:.0f} s", file=sys.stderr, flush=True)
-        try:
-            done = subprocess.run(command(piece, out, reduce), timeout=limit, cwd=ROOT).returncode == 0
-        except subprocess.TimeoutExpired:
-            done = False
-        left += not done
+        left += not ends_well(command(piece, out, reduce), limit)
         slowest = max(slowest, time.monotonic() - begun)
     return left
+
+
+def ends_well(words: list[str], seconds: float) -> bool:
+    """Whether a command ends with 0 within some seconds. Otherwise it is told to end, so that its ranks end, too."""
+    process = subprocess.Popen(words, cwd=ROOT)
+    try:
+        return process.wait(seconds) == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        process.terminate()  # does nothing if it has ended
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def fits(size: str, degree: int, batch: int, memory: int) -> bool:

@@ -32,6 +32,7 @@ short() {
 short nvlink --wirings standard,ladder,parallel,desync-2x,desync-4x --bounds standard,ladder
 short no-nvlink --wirings standard,ladder,desync-4x --bounds standard --no-nvlink
 # What a link that was stopped has left in its infer.json, too.
+shopt -s nullglob
 "$python" - "$out"/short-*/infer.json <<'PYTHON'
 import json, sys
 from fcsd.bench.infer_table import table

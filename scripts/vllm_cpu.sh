@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs fcsd's vLLM plugin on CPUs, in an environment of its own, and compares it with fcsd's reference in transformers:
-# all eleven architectures on one rank, four models on two, and the refusals without the plugin. It needs no GPU.
+# ten architectures on one rank, three models on two, and the refusals without the plugin. It needs no GPU.
 #
 #   scripts/vllm_cpu.sh [ENVIRONMENT]      default: .venv-vllm
 #
@@ -21,25 +21,20 @@ if [ ! -d "$environment" ]; then
 fi
 "$environment/bin/pip" install --no-deps --force-reinstall .
 
-# vLLM's CPU build has no latent attention, so DeepSeek models run with the expanded form of theirs. With its
-# own kernels the original model is as wrong as the converted one there (option --stock), so torch computes rotary
-# embeddings and norms (--native). Its attention with sinks (gpt_oss) exists in bfloat16 only.
+# vLLM's CPU build has no latent attention, so DeepSeek models run with the expanded form of theirs. Its attention with
+# sinks (gpt_oss) exists in bfloat16 only, and is left out.
 export VLLM_HOST_IP=127.0.0.1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_MLA_DISABLE=1
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 parity="$environment/bin/python scripts/vllm_parity.py"
-$parity make "$folder"
 
 export VLLM_ENABLE_V1_MULTIPROCESSING=0 # the engine of one rank runs in this process
-$parity serve "$folder" 1 llama-ladder qwen3-parallel qwen3_moe-farskip qwen2_moe-farskip mixtral-ladder olmoe-farskip \
-    glm4_moe-farskip llama4_text-farskip qwen2_moe-partly glm4_moe-attn-only llama-mlp-only
-$parity serve "$folder" 1 deepseek_v2-farskip deepseek_v3-farskip --native
-$parity serve "$folder" 1 gpt_oss-farskip --bf16
-$parity serve "$folder" 1 gpt_oss-farskip --bf16 --stock
-VLLM_PLUGINS='' $parity refused "$folder" 1 llama-ladder qwen2_moe-farskip
+$parity serve "$folder" {llama-ladder,qwen3-parallel,qwen3_moe-farskip,qwen2_moe-farskip,mixtral-ladder}/float32/eager \
+    {olmoe-farskip,glm4_moe-farskip,llama4_text-farskip,deepseek_v2-farskip,deepseek_v3-farskip}/float32/eager \
+    {qwen2_moe-partly,glm4_moe-attn-only,llama-mlp-only}/float32/eager
+VLLM_PLUGINS='' $parity refused "$folder" llama-ladder qwen2_moe-farskip
 
 unset VLLM_ENABLE_V1_MULTIPROCESSING
-$parity serve "$folder" 2 qwen2_moe-farskip llama-desync-2x
-$parity serve "$folder" 2 deepseek_v2-farskip --native
-$parity serve "$folder" 2 glm4_moe-farskip --ep
+$parity serve "$folder" --tp 2 {qwen2_moe-farskip,llama-desync-2x,deepseek_v2-farskip}/float32/eager \
+    qwen2_moe-farskip/float32/default

@@ -23,14 +23,15 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from vllm_variants import Row, Times, Variant, make  # noqa: E402
+from vllm_report import Row, begin, ended  # noqa: E402
+from vllm_variants import Times, Variant, close, make  # noqa: E402
 
 ORIGINAL, BOUND = "original", "bound, wrong results"
 SAMPLE = 64  # requests at once by which the original's throughput is measured
@@ -41,111 +42,111 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def compared(rows: list[Row], key: str) -> None:
-    """Add to each row how ``key`` compares: ``times_original``, ``of_bound``, and the share of the wait hidden."""
-    by_role = {row["role"]: row[key] for row in rows}
-    original, bound = by_role.get(ORIGINAL), by_role.get(BOUND)
-    for row in rows:
-        if original:
-            row[f"{key}_times_original"] = original / row[key]
-        if bound and row["role"] != BOUND:
-            row[f"{key}_of_bound"] = bound / row[key]
-            if original and original > bound:
-                row[f"{key}_hidden"] = (original - row[key]) / (original - bound)
-
-
-def at_once(variants: list[Variant], given: argparse.Namespace, words: random.Random, deadline: float) -> list[Row]:
-    """Rows of ``mean_ms`` and ``last_ms``, medians over the rounds, for each length and variant."""
-    measured: dict[tuple[int, str], list[Times]] = {}
-    round_s = 0.0
-    for round_ in range(given.rounds + 1):
-        start = time.perf_counter()
-        if round_ > 1 and start + 1.5 * round_s > deadline:
-            break
-        for length in given.lengths:
-            for variant in variants:
-                prompts = [words.choices(range(100, 200), k=length) for _ in range(given.requests)]
-                answers = variant.ask(prompts, [0.0] * given.requests, 1, deadline)
-                waits = [1e3 * first for first, _ in answers]
-                if round_:  # the first round warms up
-                    measured.setdefault((length, variant.name), []).append((statistics.mean(waits), max(waits)))
-        round_s = time.perf_counter() - start
-    rows = []
-    for length in given.lengths:
-        some = []
-        for variant in variants:
-            means, lasts = zip(*measured[length, variant.name], strict=True)
-            row: Row = dict(role=variant.name, requests=given.requests, length=length)
-            some.append(row | dict(mean_ms=statistics.median(means), last_ms=statistics.median(lasts), raw=means))
-        compared(some, "mean_ms")
-        compared(some, "last_ms")
-        rows += some
+def compared(rows: list[Row], *keys: str) -> list[Row]:
+    """Add to each row how its ``keys`` compare: ``times_original``, ``of_bound``, and the share of the wait hidden."""
+    for key in keys:
+        by_role = {row["role"]: row[key] for row in rows}
+        original, bound = by_role.get(ORIGINAL), by_role.get(BOUND)
+        for row in rows:
+            if original:
+                row[f"{key}_times_original"] = original / row[key]
+            if bound and row["role"] != BOUND:
+                row[f"{key}_of_bound"] = bound / row[key]
+                if original and original > bound:
+                    row[f"{key}_hidden"] = (original - row[key]) / (original - bound)
     return rows
 
 
-def decoding(variants: list[Variant], given: argparse.Namespace, words: random.Random, deadline: float) -> list[Row]:
+def at_once(variants: list[Variant], given: argparse.Namespace, words: random.Random, deadline: float) -> Iterator[Row]:
+    """Rows of ``mean_ms`` and ``last_ms``, medians over the rounds, for each length and variant."""
+    for length in given.lengths:
+        measured: dict[str, list[Times]] = {variant.name: [] for variant in variants}
+        round_s = 0.0
+        for round_ in range(given.rounds + 1):
+            start = time.perf_counter()
+            if round_ > 1 and start + 1.5 * round_s > deadline:
+                break
+            for variant in variants:
+                answers = variant.ask(prompts(words, length, given.requests), [0.0] * given.requests, 1, deadline)
+                waits = [1e3 * first for first, _ in answers]
+                if round_:  # the first round warms up
+                    measured[variant.name].append((statistics.mean(waits), max(waits)))
+            round_s = time.perf_counter() - start
+        rows = []
+        for name, found in measured.items():
+            means, lasts = zip(*found, strict=True)
+            row: Row = dict(role=name, requests=given.requests, length=length, raw=means)
+            rows.append(row | dict(mean_ms=statistics.median(means), last_ms=statistics.median(lasts)))
+        yield from compared(rows, "mean_ms", "last_ms")
+
+
+def decoding(
+    variants: list[Variant], given: argparse.Namespace, words: random.Random, deadline: float
+) -> Iterator[Row]:
     """Rows of ``step_ms``, the time of a decoding step of a whole batch, for each batch and variant.
 
     A step's time is the mean over the tokens of a batch that all decode; the row has the median over the rounds.
     """
-    rows = []
     for batch in given.batches:
         measured: dict[str, list[float]] = {variant.name: [] for variant in variants}
         for round_ in range(given.rounds + 1):
             for variant in variants:
-                prompts = [words.choices(range(100, 200), k=given.load_prompt) for _ in range(batch)]
-                answers = variant.ask(prompts, [0.0] * batch, given.load_new, deadline)
+                asked = prompts(words, given.load_prompt, batch)
+                answers = variant.ask(asked, [0.0] * batch, given.load_new, deadline)
                 # From the last prompt's first token on, every step decodes the whole batch.
                 last, begun = max(end for _, end in answers), max(first for first, _ in answers)
                 if round_:  # the first round warms up
                     measured[variant.name].append(1e3 * (last - begun) / (given.load_new - 1))
-        some: list[Row] = [
+        rows: list[Row] = [
             dict(role=name, batch=batch, prompt=given.load_prompt, step_ms=statistics.median(steps), raw=steps)
             for name, steps in measured.items()
         ]
-        compared(some, "step_ms")
-        rows += some
-    return rows
+        yield from compared(rows, "step_ms")
 
 
-def under_load(variants: list[Variant], given: argparse.Namespace, words: random.Random, deadline: float) -> list[Row]:
-    """Rows of medians and 99th percentiles for each rate and variant but the bound; ``right`` is not judged."""
+def under_load(
+    variants: list[Variant], given: argparse.Namespace, words: random.Random, deadline: float
+) -> Iterator[Row]:
+    """Rows of medians and 99th percentiles for each rate and variant but the bound; ``right`` is not judged.
 
-    def prompts(count: int) -> list[list[int]]:
-        return [words.choices(range(100, 200), k=given.load_prompt) for _ in range(count)]
-
+    All variants answer the same arrivals twice, the second time in the opposite order.
+    """
     takes_part = [variant for variant in variants if variant.name != BOUND]
     for variant in takes_part:
-        variant.ask(prompts(SAMPLE), [0.0] * SAMPLE, given.load_new, deadline)  # warms up
-    answers = takes_part[0].ask(prompts(SAMPLE), [0.0] * SAMPLE, given.load_new, deadline)
+        variant.ask(prompts(words, given.load_prompt, SAMPLE), [0.0] * SAMPLE, given.load_new, deadline)  # warms up
+    answers = takes_part[0].ask(prompts(words, given.load_prompt, SAMPLE), [0.0] * SAMPLE, given.load_new, deadline)
     capacity = SAMPLE / max(last for _, last in answers)  # requests per second
-    rows = []
     for share in given.rates:
         rate, arrivals, now = share * capacity, [], 0.0
         while (now := now + words.expovariate(rate)) < given.load_seconds or not arrivals:
             arrivals.append(now)
-        some = []
-        for variant in takes_part:
+        measured: dict[str, list[Times]] = {variant.name: [] for variant in takes_part}
+        for variant in [*takes_part, *reversed(takes_part)]:
             if time.perf_counter() + 2 * given.load_seconds > deadline:
-                return rows
-            answers = variant.ask(prompts(len(arrivals)), arrivals, given.load_new, deadline)
-            firsts = [1e3 * first for first, _ in answers]
-            steps = [1e3 * (last - first) / (given.load_new - 1) for first, last in answers]
-            row: Row = dict(role=variant.name, share=share, per_s=rate, requests=len(arrivals))
-            for name, values in (("first", firsts), ("step", steps)):
-                row |= {f"{name}_p50": percentile(values, 0.5), f"{name}_p99": percentile(values, 0.99)}
-            some.append(row)
-        for key in ("first_p50", "first_p99", "step_p50", "step_p99"):
-            compared(some, key)
-        rows += some
-    return rows
+                return
+            asked = prompts(words, given.load_prompt, len(arrivals))
+            measured[variant.name] += variant.ask(asked, arrivals, given.load_new, deadline)
+        rows = []
+        for name, found in measured.items():
+            firsts = [1e3 * first for first, _ in found]
+            steps = [1e3 * (last - first) / (given.load_new - 1) for first, last in found]
+            row: Row = dict(role=name, share=share, per_s=rate, requests=len(found))
+            for key, values in (("first", firsts), ("step", steps)):
+                row |= {f"{key}_p50": percentile(values, 0.5), f"{key}_p99": percentile(values, 0.99)}
+            rows.append(row)
+        yield from compared(rows, "first_p50", "first_p99", "step_p50", "step_p99")
+
+
+def prompts(words: random.Random, length: int, count: int) -> list[list[int]]:
+    """So many prompts of random token ids."""
+    return [words.choices(range(100, 200), k=length) for _ in range(count)]
 
 
 def measure(given: argparse.Namespace) -> None:
     """Start all variants at once, check that they are alike, and print the rows."""
     deadline = time.perf_counter() + given.seconds
     head: Row = dict(shape=given.shape, layers=given.layers, ranks=given.tp, experts=given.ep, wiring=given.wiring)
-    print("START " + json.dumps(head), flush=True)
+    begin(head)
     os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random"
     os.environ.pop("VLLM_MLA_DISABLE", None)
     longest = max([*given.lengths, given.load_prompt + given.load_new]) + 16
@@ -160,10 +161,10 @@ def measure(given: argparse.Namespace) -> None:
         options["max_num_batched_tokens"] = given.budget
     original, converted = make(given.folder, given.shape, given.layers, given.wiring)
     todo = [(ORIGINAL, original, {}), ("converted", converted, {})]
-    for kind in given.reduce:
-        todo.append((f"converted, {kind}", converted, dict(additional_config={"fcsd": {"reduce": kind}})))
-    if given.tp > 1:
-        todo.append((BOUND, converted, dict(additional_config={"fcsd": {"reduce": "none"}})))
+    settings: Row = {f"converted, {kind}": {"reduce": kind} for kind in given.reduce}
+    settings |= {f"converted, overlap from {tokens}": {"overlap_from": tokens} for tokens in given.overlap_from}
+    settings |= {BOUND: {"reduce": "none"}} if given.tp > 1 else {}
+    todo += [(name, converted, dict(additional_config={"fcsd": own})) for name, own in settings.items()]
     begun = time.perf_counter()
     variants = [Variant(name, path, options | extra) for name, path, extra in todo]
     try:
@@ -175,10 +176,9 @@ def measure(given: argparse.Namespace) -> None:
         words = random.Random(0)
         for part, wanted in ((at_once, given.lengths), (decoding, given.batches), (under_load, given.rates)):
             for row in part(variants, given, words, deadline) if wanted else []:
-                print("ROW " + json.dumps(head | row), flush=True)
+                ended(head | row)
     finally:
-        for variant in variants:
-            variant.close()
+        close(variants, 5.0)
 
 
 def main() -> None:
@@ -196,6 +196,9 @@ def main() -> None:
     parser.add_argument("--ep", action="store_true", help="whole experts on each rank")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--reduce", type=numbers(str), default=[], help="kinds of reduction besides vLLM's own")
+    parser.add_argument(
+        "--overlap-from", type=numbers(int), default=[], help="values of overlap_from besides the default"
+    )
     parser.add_argument("--lengths", type=numbers(int), default=[512, 1024, 2048])
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)

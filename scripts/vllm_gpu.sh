@@ -5,23 +5,25 @@
 #                                          of vLLM what a Hopper GPU does not run, and writes about 50 MiB to FOLDER
 #   scripts/vllm_gpu.sh items [FOLDER]     in fcsd's own environment: writes the requests of the eleven tasks, with the
 #                                          answers of transformers, to FOLDER (some minutes on two CPU cores)
-#   scripts/vllm_gpu.sh one [FOLDER]       on one GPU: eager, whole CUDA graphs, compiled; the server; the eleven tasks
-#   scripts/vllm_gpu.sh two [FOLDER]       on two GPUs: tensor parallelism 2, with and without divided experts
+#   scripts/vllm_gpu.sh one [FOLDER]       on one GPU: eager, whole CUDA graphs, compiled; the server
+#   scripts/vllm_gpu.sh tasks [FOLDER]     on one GPU: the eleven tasks
+#   scripts/vllm_gpu.sh two [FOLDER]       on two GPUs: tensor parallelism 2, with and without divided experts; two stages
 #   scripts/vllm_gpu.sh time [FOLDER]      on two GPUs or more: time to first token, and a load of random arrivals. TIMES
 #                                          has one measurement in each line: options of scripts/vllm_first_tokens.py
 #
 # FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
 # fcsd, scripts, tests and assets of this repository. Every part ends before second $LIMIT; a part that fails or hangs
-# does not keep the others from running. What each part found is printed, and written to $OUT/COMMAND.json; the logs are
-# in $OUT/COMMAND-logs.tar.gz. The exit status is 0 if every part ended and found what it should.
+# does not keep the others from running. What the parts have found is in $OUT/COMMAND.json after every row of theirs; it
+# is printed at the end, and the logs are in $OUT/COMMAND-logs.tar.gz then. SIGINT and SIGTERM end all parts. The exit
+# status is 0 if every part ended and found what it should.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 version=0.24.0
-command=${1:?build, items, one, two or time}
+command=${1:?build, items, one, tasks, two or time}
 case $command in
-build | items | one | two | time) ;;
-*) echo "no command $command: build, items, one, two or time" >&2 && exit 2 ;;
+build | items | one | tasks | two | time) ;;
+*) echo "no command $command: build, items, one, tasks, two or time" >&2 && exit 2 ;;
 esac
 folder=${2:-.vllm}
 WORK=${WORK:-/tmp/vllm-work}
@@ -89,19 +91,43 @@ left() {
     echo $((LIMIT > SECONDS ? LIMIT - SECONDS : 1))
 }
 
-# job NAME COMMAND...: a part in the background. NAME.log is its output, NAME.rc its exit status.
+# job NAME COMMAND...: a part in the background. NAME.log is its output, NAME.rc its exit status, NAME.pid its process.
 job() {
     local name=$1
     shift
     (
-        timeout -k 3 "$(left)" "$@" > "$logs/$name.log" 2>&1
+        timeout -k 3 "$(left)" "$@" > "$logs/$name.log" 2>&1 &
+        echo $! > "$logs/$name.pid"
+        trap '' INT TERM # the status is written in any case
+        wait $!
         echo $? > "$logs/$name.rc"
     ) &
 }
 
-# check NAME ARGUMENTS...: a part of vllm_gpu.py in the background.
-check() {
-    job "$1" python3 scripts/vllm_gpu.py "$2" "$models" "${@:3}"
+# The parts that are running. A signal to the process of a part reaches all its processes.
+running() {
+    local file
+    for file in "$logs"/*.pid; do
+        [ -e "$file" ] && [ ! -e "${file%.pid}.rc" ] && cat "$file"
+    done
+}
+
+report() {
+    python3 scripts/vllm_report.py "$logs" "$OUT/$command"
+}
+
+# After SIGINT or SIGTERM: end the parts, give them five seconds, and report what they have found.
+stop() {
+    trap '' INT TERM
+    local process
+    for process in $(running); do kill -TERM "$process"; done
+    for _ in $(seq 50); do
+        [ -n "$(running)" ] || break
+        sleep 0.1
+    done
+    report
+    echo "$command: stopped after $SECONDS s"
+    exit 1
 }
 
 # What the machine has of the things that compiling kernels and starting several processes need.
@@ -135,6 +161,8 @@ export VLLM_USE_DEEP_GEMM=0 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_ALLREDUCE_USE_SYM
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 SECONDS=0
 LIMIT=${LIMIT:-300} # seconds until every part has to have ended
+export VLLM_LOGS=$logs VLLM_OUT=$OUT/$command
+trap stop INT TERM
 machine
 exec 9> "$WORK/lock" # two commands may run at once, on different GPUs
 flock 9
@@ -142,7 +170,32 @@ unpack 9>&- || { echo "$folder could not be unpacked; nothing was run" >&2 && ex
 exec 9>&-
 echo "unpacked after $SECONDS s"
 
-if [ "$command" = time ]; then
+if [ "$command" != time ]; then
+    # Products of float32 by float32 arithmetic; and DeepSeek's attention expanded, because the bundled teacher's latent
+    # vectors are smaller than those that vLLM's kernels for latent attention know.
+    export TRITON_F32_DEFAULT=ieee VLLM_MLA_DISABLE=1
+fi
+# A part imports vLLM once (10 to 20 s) and then serves one model after the other, the most telling ones first.
+serve="python3 scripts/vllm_parity.py serve $models"
+small=qwen2_moe-farskip
+# shellcheck disable=SC2086 # $serve is split into words
+case $command in
+one)
+    job float32 $serve {$small,qwen3_moe-farskip,teacher,glm4_moe-farskip}/float32/eager
+    job bfloat16 $serve $small/bfloat16/graph {$small,teacher}/bfloat16/default
+    job server python3 scripts/vllm_server.py "$models" --seconds $(($(left) - 8))
+    ;;
+tasks)
+    for name in teacher teacher.base; do
+        job "$name" python3 scripts/vllm_parity.py items "$models" $name --items "$folder" --out "$OUT"
+    done
+    ;;
+two)
+    job float32 $serve --tp 2 $small/float32/{eager,eager/ep,graph,pressure} glm4_moe-farskip/float32/eager
+    job bfloat16 $serve --tp 2 $small/bfloat16/{graph/ep,default} teacher/bfloat16/default
+    job stages $serve --pp 2 $small/float32/eager
+    ;;
+time)
     number=0
     # One after the other: each measurement needs all GPUs.
     while read -r line; do
@@ -152,49 +205,10 @@ if [ "$command" = time ]; then
         job "time-$number" python3 scripts/vllm_first_tokens.py "$WORK/shapes" $line --seconds $(($(left) - 5))
         wait
     done <<< "${TIMES:---shape qwen3-30b-a3b --layers 48 --tp 2 --ep}"
-    python3 scripts/vllm_report.py "$logs" "$OUT/time"
-    exit
-fi
-
-# Products of float32 by float32 arithmetic; and DeepSeek's attention expanded, because the bundled teacher's latent
-# vectors are smaller than those that vLLM's kernels for latent attention know.
-export TRITON_F32_DEFAULT=ieee VLLM_MLA_DISABLE=1
-if [ ! -f "$models/complete" ]; then
-    rm -rf "$models"
-    job imports python3 scripts/vllm_gpu.py imports
-    making=()
-    for cases in "qwen3_moe-farskip qwen2_moe-farskip" "glm4_moe-farskip teacher"; do
-        # shellcheck disable=SC2086 # two cases
-        timeout -k 3 "$(left)" python3 scripts/vllm_gpu.py make "$models" $cases > "$logs/make-${cases%%-*}.log" 2>&1 &
-        making+=($!)
-    done
-    made=yes
-    for process in "${making[@]}"; do wait "$process" || made=; done
-    [ -z "$made" ] || touch "$models/complete"
-fi
-echo "models made after $SECONDS s"
-case $command in
-one)
-    check float32_eager serve --case qwen3_moe-farskip,qwen2_moe-farskip,glm4_moe-farskip --dtype float32 --mode eager
-    check teacher serve --case teacher --dtype float32 --mode eager
-    check bfloat16_graph serve --case qwen3_moe-farskip,qwen2_moe-farskip --dtype bfloat16 --mode graph
-    check bfloat16_default serve --case qwen2_moe-farskip --dtype bfloat16 --mode default
-    check teacher_default serve --case teacher --dtype bfloat16 --mode default
-    job server python3 scripts/vllm_server.py "$models/teacher" --seconds $(($(left) - 8))
-    for name in teacher teacher.base; do check "items_$name" items --case $name --items "$folder" --out "$OUT"; done
-    ;;
-two)
-    check float32_eager serve --case qwen2_moe-farskip,glm4_moe-farskip --dtype float32 --mode eager --tp 2
-    check float32_graph serve --case qwen2_moe-farskip,qwen3_moe-farskip --dtype float32 --mode graph --tp 2
-    check float32_experts serve --case qwen2_moe-farskip --dtype float32 --mode eager --tp 2 --ep
-    check float32_pressure serve --case qwen2_moe-farskip --dtype float32 --mode pressure --tp 2
-    check bfloat16_default serve --case qwen2_moe-farskip --dtype bfloat16 --mode default --tp 2
-    check teacher_default serve --case teacher --dtype bfloat16 --mode default --tp 2
-    check bfloat16_experts serve --case qwen2_moe-farskip,qwen3_moe-farskip --dtype bfloat16 --mode graph --tp 2 --ep
     ;;
 esac
 wait
-python3 scripts/vllm_report.py "$logs" "$OUT/$command"
+report
 status=$?
 echo "$command: ended after $SECONDS s with $status"
 exit $status

@@ -1,7 +1,7 @@
 """Asks vLLM the questions of the eleven tasks on a machine without lm-eval, and compares its scores item by item.
 
     python scripts/vllm_items.py record MODEL ITEMS.json.gz [--limit N]    transformers answers, float32, on the CPU
-    python scripts/vllm_gpu.py items MODEL ITEMS.json.gz ANSWERS.json.gz   vLLM answers the same requests
+    python scripts/vllm_parity.py items FOLDER CASE --items ITEMS --out ANSWERS   vLLM answers the same requests
     python scripts/vllm_items.py score MODEL ITEMS.json.gz ANSWERS.json.gz what each item scores with vLLM's answers
 
 ``record`` and ``score`` need fcsd's own environment and the bundled mirror; they run fcsd's tasks. ``record`` writes

@@ -1,176 +1,292 @@
-"""Compares converted models in vLLM with fcsd's reference in transformers: log-probabilities of prompts and answers.
+"""Compares what vLLM computes, for originals and for converted models, with what transformers computes.
 
-    python scripts/vllm_parity.py make FOLDER [CASE...]     tiny random models, converted, and their reference
-    python scripts/vllm_parity.py serve FOLDER TP [CASE...] asks vLLM, and prints a row of the table for each model
-        options: --stock serves the original by vLLM's own class, --ep divides the experts, --compile compiles,
-        --native computes rotary embeddings and norms by torch, --bf16 loads the weights in bfloat16
-    python scripts/vllm_parity.py refused FOLDER TP CASE... without fcsd's plugin, with the shipped code: vLLM refuses
+    python scripts/vllm_parity.py serve FOLDER PLAN... [--tp N] [--pp N]    log-probabilities of prompts and answers
+    python scripts/vllm_parity.py items FOLDER CASE... --items FOLDER --out FOLDER    the requests of the eleven tasks
+    python scripts/vllm_parity.py refused FOLDER CASE...        without fcsd's plugin vLLM refuses converted models
 
-``scripts/vllm_cpu.sh`` runs it in an environment of its own. Every model has four layers and random weights that are
-large enough for its wiring to matter: the table also shows how far the unwired model is from the reference.
+The models are those of ``scripts/vllm_cases.py``, and are made in FOLDER. A PLAN is ``CASE/DTYPE/MODE``, or
+``CASE/DTYPE/MODE/ep`` for whole experts on each rank. The reference is transformers in float32 on the CPU, given the
+same tokens; in bfloat16 the error of transformers in bfloat16 stands beside that of vLLM. ``MODE`` is ``eager``,
+``graph`` (whole CUDA graphs, not compiled, 200 tokens), ``default`` (compiled, with vLLM's own choice of graphs) or
+``pressure`` (so little memory that requests are preempted). ``items`` asks what ``scripts/vllm_items.py record`` has
+written down, with the answers of transformers.
+
+``scripts/vllm_gpu.sh`` runs it on GPUs, and ``scripts/vllm_cpu.sh`` with a build of vLLM for CPUs. The exit status is 0
+if every row is right.
 """
 
+import argparse
+import gc
+import gzip
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests")]  # the tiny models of the tests
+sys.path[:0] = [str(Path(__file__).parent)]
 
-BATCH, LENGTH, NEW = 3, 24, 8
-TOLERANCE = 1e-5
-HIDDEN = 128  # vLLM's kernels want more than the tests' 64
-SIZES: dict[str, dict[str, Any]] = {
-    "llama": dict(intermediate_size=256),
-    "qwen3": dict(intermediate_size=256, head_dim=32),
-    "qwen3_moe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
-    "qwen2_moe": dict(intermediate_size=256, moe_intermediate_size=64, shared_expert_intermediate_size=128),
-    "mixtral": dict(intermediate_size=128),
-    "olmoe": dict(intermediate_size=64),
-    "glm4_moe": dict(intermediate_size=256, moe_intermediate_size=64, head_dim=32),
-    "gpt_oss": dict(intermediate_size=128, head_dim=32),
-    "deepseek_v2": dict(
-        intermediate_size=256, moe_intermediate_size=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
-        v_head_dim=32, head_dim=32,
-    ),
-    "deepseek_v3": dict(
-        intermediate_size=256, moe_intermediate_size=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
-        v_head_dim=32, q_lora_rank=64, topk_method="noaux_tc", scoring_func="sigmoid",
-    ),
-    "llama4_text": dict(intermediate_size=64, intermediate_size_mlp=256, head_dim=32, attention_chunk_size=128),
-}  # fmt: skip
-# Name of the case -> architecture, layers, and the other options of `fcsd convert`.
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama-ladder": ("llama", "1-3", dict(wiring="ladder")),
-    "qwen3-parallel": ("qwen3", "all", dict(wiring="parallel")),
-    "qwen3_moe-farskip": ("qwen3_moe", "1-3", dict(wiring="farskip")),
-    "qwen2_moe-farskip": ("qwen2_moe", "1-3", dict(wiring="farskip")),
-    "mixtral-ladder": ("mixtral", "1-3", dict(wiring="ladder")),
-    "olmoe-farskip": ("olmoe", "all", dict(wiring="farskip")),
-    "glm4_moe-farskip": ("glm4_moe", "1-3", dict(wiring="farskip")),
-    "deepseek_v2-farskip": ("deepseek_v2", "all", dict(wiring="farskip")),
-    "deepseek_v3-farskip": ("deepseek_v3", "1-3", dict(wiring="farskip")),
-    "gpt_oss-farskip": ("gpt_oss", "1-3", dict(wiring="farskip")),
-    "llama4_text-farskip": ("llama4_text", "1-3", dict(wiring="farskip")),
-    "qwen2_moe-partly": ("qwen2_moe", "0,2", dict(wiring="farskip", border="partial")),
-    "glm4_moe-attn-only": ("glm4_moe", "1-3", dict(wiring="farskip", variant="attn-only")),
-    "llama-mlp-only": ("llama", "0,2-3", dict(wiring="ladder", variant="mlp-only")),
-    "llama-desync-2x": ("llama", "1-3", dict(wiring="desync-2x", tp_degree=2)),
+from vllm_cases import inspect_here, made, prompts  # noqa: E402
+from vllm_report import Row, report  # noqa: E402
+
+NEW, REPLAYS = 8, 200  # tokens of an answer, and where the same step is taken again and again
+FLOAT32_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}  # nats; kernels on the GPU add up in another order than the CPU
+BFLOAT16_RATIO = 1.5  # root mean square error over that of transformers in bfloat16
+ITEM_TOLERANCE = 1e-3  # nats, of the sum over a continuation
+MODES: dict[str, dict[str, Any]] = {
+    "eager": dict(enforce_eager=True),
+    "graph": dict(compilation_config=dict(mode=0, cudagraph_mode="FULL", cudagraph_capture_sizes=[1, 2, 4, 8, 96])),
+    "default": dict(compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 96])),
+    # Three answers need 42 blocks of 16 tokens, so some of them are put off and computed again.
+    "pressure": dict(enforce_eager=True, block_size=16, num_gpu_blocks_override=30, disable_log_stats=False),
 }
+LONG = ("graph", "pressure")  # modes with REPLAYS tokens
 
 
-def make(folder: Path, cases: list[str]) -> None:
-    """Write ``FOLDER/CASE``, a converted model, and ``FOLDER/CASE.pt``, what the reference says about prompts."""
-    import tiny
+def engine(path: Path, dtype: str, **options: Any) -> Any:
+    """vLLM's engine for a small model, which shares the GPU with others. It needs no tokenizer: requests are ids."""
     import torch
-
-    from fcsd.convert import convert_checkpoint
-    from fcsd.models.build import load_model
-
-    ids = tiny.tokens(BATCH, LENGTH)
-    for case in cases:
-        arch, layers, options = CASES[case]
-        base = tiny.model(arch, hidden_size=HIDDEN, **SIZES[arch])
-        for parameter in base.parameters():
-            if parameter.ndim > 1:
-                parameter.data.mul_(3)
-        base.save_pretrained(folder / f"{case}.base")
-        convert_checkpoint(folder / f"{case}.base", folder / case, layers=layers, check=False, **options)
-        wired = load_model(folder / case, dtype=torch.float32)
-        with torch.no_grad():
-            found, before = (torch.log_softmax(model(ids).logits.float(), -1) for model in (wired, base))
-            new = wired.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None)[:, LENGTH:]
-        torch.save(dict(ids=ids, logprobs=found, unwired=before, new=new), folder / f"{case}.pt")
-        print(f"made {case}", flush=True)
-
-
-def serve(folder: Path, tensor_parallel: int, cases: list[str], options: list[str]) -> None:
-    """Print ``| case | ranks | largest difference | from the original | greedy answers equal |`` for each case."""
-    from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
-
-    wrong = []
-    for case in cases:
-        try:
-            worst, wiring, equal = differences(folder / case, tensor_parallel, options)
-        except Exception as error:
-            print(f"| {case} | {tensor_parallel} | {type(error).__name__}: {error} |", flush=True)
-            wrong.append(case)
-        else:
-            numbers = f"{worst:.1e} | {wiring:.2f} | {equal} of {BATCH}"
-            print(f"| {case} {' '.join(options)} | {tensor_parallel} | {numbers} |", flush=True)
-            if not (worst <= TOLERANCE and equal == BATCH) and "--stock" not in options and "--bf16" not in options:
-                wrong.append(case)
-        cleanup_dist_env_and_memory()
-    if wrong:
-        sys.exit(f"not equal: {', '.join(wrong)}")
-
-
-def differences(path: Path, tensor_parallel: int, options: list[str]) -> tuple[float, float, int]:
-    """Ask vLLM for the log-probabilities of the prompts' tokens, and for answers.
-
-    Returns:
-        The largest difference from the reference, the largest one from the other wiring (that of the original, or with
-        ``--stock`` that of the converted model), and how many answers are those of the reference.
-    """
-    import torch
-    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
-
-    told, stock = torch.load(f"{path}.pt"), "--stock" in options
-    expected, other = (told["unwired"], told["logprobs"]) if stock else (told["logprobs"], told["unwired"])
-    llm = LLM(
-        f"{path}.base" if stock else str(path),
-        dtype="bfloat16" if "--bf16" in options else "float32",
-        tensor_parallel_size=tensor_parallel,
-        enable_expert_parallel="--ep" in options,
-        enforce_eager="--compile" not in options,
-        compilation_config={"custom_ops": ["none"]} if "--native" in options else {},
-        skip_tokenizer_init=True,
-        max_model_len=128,
-        max_num_seqs=4,
-        enable_prefix_caching=False,
-    )
-    sampling = SamplingParams(
-        max_tokens=NEW, temperature=0, detokenize=False, prompt_logprobs=1, logprobs=1, ignore_eos=True
-    )
-    prompts = [{"prompt_token_ids": ids.tolist()} for ids in told["ids"]]
-    worst, wiring, equal = 0.0, 0.0, 0
-    for row, output in enumerate(llm.generate(prompts, sampling, use_tqdm=False)):
-        for place, found in enumerate(output.prompt_logprobs[1:]):
-            token = told["ids"][row, place + 1].item()
-            worst = max(worst, abs(found[token].logprob - expected[row, place, token].item()))
-            wiring = max(wiring, abs(found[token].logprob - other[row, place, token].item()))
-        equal += list(output.outputs[0].token_ids) == told["new"][row].tolist()
-    return worst, wiring, equal
-
-
-def refused(folder: Path, tensor_parallel: int, cases: list[str]) -> None:
-    """Without the plugin (``VLLM_PLUGINS=``), check that vLLM does not serve the shipped code by its own backend."""
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 
-    for case in cases:
-        for trust in (False, True):
-            try:
-                LLM(
-                    str(folder / case), skip_tokenizer_init=True, trust_remote_code=trust, enforce_eager=True,
-                    tensor_parallel_size=tensor_parallel, dtype="float32", max_model_len=128,
-                )  # fmt: skip
-            except Exception as error:
-                line = str(error).strip().splitlines()
-                print(f"refused {case}, trust_remote_code={trust}: {' '.join(line)[:300]}", flush=True)
-            else:
-                sys.exit(f"{case}: vLLM served the shipped code without fcsd's plugin")
+    inspect_here()
+    options.setdefault("kv_cache_memory_bytes", 1 << 28)
+    if torch.cuda.is_available():
+        if dtype == "float32":
+            options["attention_config"] = dict(backend="TRITON_ATTN")  # FlashAttention has no float32
+    elif "deepseek" in json.loads((path / "config.json").read_text())["model_type"]:
+        # With the CPU kernels of its norms and rotary embeddings, the original is wrong as well (docs/serving.md).
+        options["compilation_config"] = dict(custom_ops=["none"])
+    return LLM(
+        str(path), dtype=dtype, skip_tokenizer_init=True, enable_prefix_caching=False, gpu_memory_utilization=0.1,
+        **options,
+    )  # fmt: skip
+
+
+def release() -> None:
+    """End the engine that was deleted before this call, and free its memory."""
+    gc.collect()
+    # An engine in processes of its own has ended with them. This process must not touch a GPU then: it forks the next.
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
+
+        cleanup_dist_env_and_memory()
+
+
+def facts(config: Any) -> Row:
+    """What vLLM has chosen by itself, from its ``VllmConfig``."""
+    return dict(
+        runner="v2" if config.use_v2_model_runner else "v1",
+        backend=str(config.attention_config.backend),
+        graphs=str(config.compilation_config.cudagraph_mode),
+    )
+
+
+def compare(folder: Path, case: str, role: str, dtype: str, mode: str, ranks: int, stages: int, experts: bool) -> Row:
+    """Ask vLLM for log-probabilities of prompts and of greedy answers, and transformers for those of the same tokens.
+
+    Args:
+        folder: where the models are made.
+        case: a name in ``vllm_cases``.
+        role: ``original`` or ``converted``.
+        dtype: ``float32`` or ``bfloat16``.
+        mode: a key of ``MODES``.
+        ranks: the tensor-parallel degree.
+        stages: of the pipeline.
+        experts: whether a rank has whole experts.
+
+    Returns:
+        ``largest`` and ``rms``, the errors of vLLM; ``answers``, the largest error in the answers alone; ``greedy``,
+        how many answers are the most likely tokens for transformers; ``other``, how far the other wiring is; in
+        bfloat16 ``rms_transformers``, the error of transformers; ``right``.
+    """
+    import torch
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    paths = made(folder, case)
+    asked = prompts(paths["original"], case)
+    parallel = dict(tensor_parallel_size=ranks, pipeline_parallel_size=stages, enable_expert_parallel=experts)
+    llm = engine(paths[role], dtype, max_model_len=256, max_num_seqs=8, **parallel, **MODES[mode])
+    new = REPLAYS if mode in LONG else NEW
+    sampling = SamplingParams(
+        max_tokens=new, temperature=0, detokenize=False, prompt_logprobs=1, logprobs=1, ignore_eos=True
+    )
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], sampling, use_tqdm=False)
+    chosen = facts(llm.llm_engine.vllm_config)
+    if mode == "pressure":
+        chosen["preemptions"] = sum(m.value for m in llm.get_metrics() if m.name.startswith("vllm:num_preemptions"))
+    del llm
+    release()
+
+    references = {name: _reference(path) for name, path in paths.items()}
+    rounded = _reference(paths[role]).to(torch.bfloat16) if dtype == "bfloat16" else None
+    found, expected, other, own = [], [], [], []
+    answers, greedy = 0.0, 0
+    for ids, output in zip(asked, outputs, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        per_token = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+        tokens = [*ids[1:], *answer]
+        values = torch.tensor([entry[token].logprob for entry, token in zip(per_token, tokens, strict=True)]).double()
+        right, likely = _logprobs(references[role], ids + answer)
+        answers = max(answers, (values - right)[-new:].abs().max().item())
+        greedy += bool(likely[-new:].all())
+        found.append(values)
+        expected.append(right)
+        other.append(_logprobs(references["converted" if role == "original" else "original"], ids + answer)[0])
+        if rounded is not None:
+            own.append(_logprobs(rounded, ids + answer)[0])
+    error = torch.cat(found) - torch.cat(expected)
+    result: Row = dict(
+        largest=error.abs().max().item(), rms=error.square().mean().sqrt().item(), answers=answers, greedy=greedy,
+        other=(torch.cat(found) - torch.cat(other)).abs().max().item(), tokens=len(error), **chosen,
+    )  # fmt: skip
+    if rounded is None:
+        tolerance = FLOAT32_TOLERANCE["cuda" if torch.cuda.is_available() else "cpu"]
+        right = result["largest"] <= tolerance and result.get("preemptions") != 0
+        return result | dict(tolerance=tolerance, right=right)
+    rms = (torch.cat(own) - torch.cat(expected)).square().mean().sqrt().item()
+    tolerance = BFLOAT16_RATIO * rms
+    return result | dict(rms_transformers=rms, tolerance=tolerance, right=result["rms"] <= tolerance)
+
+
+def _reference(path: Path) -> Any:
+    """The model in transformers, float32, on the CPU."""
+    import torch
+    import transformers
+
+    from fcsd.models.build import load_model
+
+    if "fcsd" in json.loads((path / "config.json").read_text()):
+        return load_model(path, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def _logprobs(model: Any, tokens: list[int]) -> tuple[Any, Any]:
+    """For each token but the first, ``[tokens - 1]``: its log-probability, and whether it is the likeliest."""
+    import torch
+
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        logits = model(ids).logits[0, :-1].double()
+    following = ids[0, 1:]
+    return torch.log_softmax(logits, -1).gather(-1, following[:, None])[:, 0], logits.argmax(-1) == following
+
+
+def answer_items(path: Path, file: Path, target: Path) -> list[Row]:
+    """Let vLLM answer the recorded requests in float32, and write its answers in the same order.
+
+    Returns two rows. The first has ``largest``, the largest difference of a continuation's log-likelihood from that
+    of transformers, and ``greedy``, how many continuations are the most likely tokens for one of the two only. The
+    second has ``texts``, how many of the generated answers differ.
+    """
+    from transformers import AutoTokenizer
+
+    with gzip.open(file, "rt") as source:
+        requests = json.load(source)["requests"]
+    scored = [request for request in requests if "continuation" in request]
+    generated = [request for request in requests if "prompt" in request]
+    row: Row = dict(items=path.name)
+    shared: dict[str, Any] = {}
+
+    def score() -> Row:
+        options = dict(max_model_len=2048, max_num_seqs=256, max_num_batched_tokens=8192, kv_cache_memory_bytes=1 << 31)
+        shared["llm"] = engine(path, "float32", enforce_eager=True, **options)
+        answers = shared["scores"] = _score(shared["llm"], scored)
+        pairs = list(zip(scored, answers, strict=True))
+        largest = max(abs(before["logprob"] - after["logprob"]) for before, after in pairs)
+        greedy = sum(before["greedy"] != after["greedy"] for before, after in pairs)
+        right = largest <= ITEM_TOLERANCE and not greedy
+        return dict(largest=largest, greedy=greedy, requests=len(scored), tolerance=ITEM_TOLERANCE, right=right)
+
+    def write() -> Row:
+        answers = _generate(shared.pop("llm"), generated, AutoTokenizer.from_pretrained(path))
+        texts = sum(before["text"] != after["text"] for before, after in zip(generated, answers, strict=True))
+        order = iter(shared["scores"]), iter(answers)
+        with gzip.open(target, "wt") as out:
+            json.dump([next(order["prompt" in request]) for request in requests], out)
+        return dict(texts=texts, requests=len(generated), right=not texts)
+
+    rows = [report(row | dict(what="log-likelihoods"), score)]
+    if "error" not in rows[0]:
+        rows.append(report(row | dict(what="texts"), write))
+    shared.clear()
+    release()
+    return rows
+
+
+def _score(llm: Any, requests: list[Row]) -> list[Row]:
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False, prompt_logprobs=1)
+    asked = [{"prompt_token_ids": request["context"] + request["continuation"]} for request in requests]
+    found = []
+    for request, output in zip(requests, llm.generate(asked, sampling, use_tqdm=False), strict=True):
+        ids = request["continuation"]
+        entries = [step[token] for step, token in zip(output.prompt_logprobs[-len(ids) :], ids, strict=True)]
+        found.append(dict(logprob=sum(e.logprob for e in entries), greedy=all(e.rank == 1 for e in entries)))
+    return found
+
+
+def _generate(llm: Any, requests: list[Row], tokenizer: Any) -> list[Row]:
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    from fcsd.serve.answer_end import Ending
+
+    asked = [{"prompt_token_ids": request["prompt"]} for request in requests]
+    sampling = [
+        SamplingParams(max_tokens=request["new"], temperature=0, detokenize=False, stop_token_ids=request["ends"])
+        for request in requests
+    ]
+    found = []
+    for request, output in zip(requests, llm.generate(asked, sampling, use_tqdm=False), strict=True):
+        end = Ending(tokenizer, frozenset(request["ends"]), tuple(filter(None, request["stops"])), 0)
+        found.append(dict(text=end.text(list(output.outputs[0].token_ids))))
+    return found
+
+
+def refused(path: Path, trust: bool) -> Row:
+    """Check that vLLM without fcsd's plugin (``VLLM_PLUGINS=``) does not serve a converted model."""
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
+
+    try:
+        LLM(
+            str(path), skip_tokenizer_init=True, trust_remote_code=trust, enforce_eager=True, dtype="float32",
+            max_model_len=128,
+        )  # fmt: skip
+    except Exception as error:
+        return dict(right=True, refusal=" ".join(str(error).split())[:300])
+    return dict(right=False)
 
 
 def main() -> None:
     """Run the part that the arguments name."""
-    part, folder, *words = sys.argv[1:]
-    options = [word for word in words if word.startswith("--")]
-    words = [word for word in words if not word.startswith("--")]
-    if part == "make":
-        make(Path(folder), words or list(CASES))
-    elif part == "serve":
-        serve(Path(folder), int(words[0]), words[1:] or list(CASES), options)
-    else:
-        refused(Path(folder), int(words[0]), words[1:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=("serve", "items", "refused"))
+    parser.add_argument("folder", type=Path, help="where the models are made")
+    parser.add_argument("words", nargs="+", help="plans, or cases")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--items", type=Path, help="where items-CASE.json.gz lies")
+    parser.add_argument("--out", type=Path, help="where the answers are written, under the same name")
+    given = parser.parse_args()
+    rows = []
+    for word in given.words:
+        case, *rest = word.split("/")
+        if given.part == "serve":
+            dtype, mode, *experts = rest
+            for role in ("converted", "original"):  # the former first, in case that the time ends
+                row = dict(case=case, role=role, dtype=dtype, mode=mode, ranks=given.tp, stages=given.pp)
+                row |= dict(experts=bool(experts))
+                rows.append(report(row, compare, given.folder, *row.values()))
+        elif given.part == "items":
+            role = "original" if case.endswith(".base") else "converted"
+            name = f"items-{case}.json.gz"
+            path = made(given.folder, case.removesuffix(".base"))[role]
+            rows += answer_items(path, given.items / name, given.out / name)
+        else:
+            for trust in (False, True):
+                path = made(given.folder, case)["converted"]
+                rows.append(report(dict(refused=case, trust_remote_code=trust), refused, path, trust))
+    sys.exit(not all(row["right"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Starts `fcsd serve` for a converted model, asks it one question over HTTP, and stops it.
+"""Starts `fcsd serve` for the converted teacher, asks it one question over HTTP, and stops it.
 
-    python scripts/vllm_server.py MODEL --seconds N
+    python scripts/vllm_server.py FOLDER --seconds N
 
 It prints one row for ``scripts/vllm_report.py``. The row is right if the server answered, gives the same answer again,
-and left no process behind after SIGTERM.
+and left no process behind after SIGTERM. The model is made in FOLDER. The exit status is 0 if the row is right.
 """
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -18,6 +20,11 @@ import time
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent)]
+
+from vllm_cases import TEACHER, made  # noqa: E402
+from vllm_report import Row, report  # noqa: E402
 
 OPTIONS = ("--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 28), "--gpu-memory-utilization", "0.1")
 QUESTION = "Question: What is 12 plus 30? Answer:"
@@ -38,50 +45,69 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def group_alive(group: int) -> bool:
-    """Whether a process group has a process left."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
+def adopt() -> None:
+    """Let processes that outlive their parents become children of this process, so that ``children`` sees them."""
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def children(seconds: float) -> bool:
+    """Whether this process has a child left when so much time has passed."""
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        try:
+            ended, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if not ended:
+            time.sleep(0.1)
     return True
 
 
-def main() -> None:
-    """Start, ask twice, stop, and print the row."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--seconds", type=int, required=True, help="until the server is killed")
-    given = parser.parse_args()
-    row: dict[str, Any] = dict(server="fcsd serve", right=False)
-    print("START " + json.dumps(dict(server="fcsd serve")), flush=True)
+def serve(folder: Path, seconds: float) -> Row:
+    """Start the server, ask twice, and stop it; kill it after some seconds.
+
+    Returns:
+        ``ready_s``, ``answer``, ``exit_status`` and ``right``.
+
+    Raises:
+        RuntimeError: the server printed no URL.
+    """
+    model = made(folder, TEACHER)["converted"]
+    adopt()
     start = time.perf_counter()
-    command = [sys.executable, "-m", "fcsd", "serve", str(given.model), "--port", str(free_port()), "--"]
+    command = [sys.executable, "-m", "fcsd", "serve", str(model), "--port", str(free_port()), "--"]
     server = subprocess.Popen(
         [*command, *OPTIONS, "--enforce-eager"], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    limit = threading.Timer(given.seconds, os.killpg, (server.pid, signal.SIGKILL))
+    limit = threading.Timer(seconds, os.killpg, (server.pid, signal.SIGKILL))
     limit.start()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the server is stopped, too
     try:
         assert server.stdout is not None
         url = server.stdout.readline().strip().rstrip("/").removesuffix("/v1")
         if not url:
             raise RuntimeError(f"the server printed no URL; it ended with {server.wait()}")
-        row["ready_s"] = round(time.perf_counter() - start, 1)
+        ready = round(time.perf_counter() - start, 1)
         name = ask(url, "/v1/models")["data"][0]["id"]
         asked = dict(model=name, prompt=QUESTION, max_tokens=16, temperature=0)
         answers = [ask(url, "/v1/completions", **asked)["choices"][0]["text"] for _ in range(2)]
-        row["answer"] = answers[0]
         server.send_signal(signal.SIGTERM)
-        row["exit_status"] = server.wait()
-        row["right"] = answers[0] == answers[1] and not group_alive(server.pid)
-    except Exception as error:
-        row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+        status = server.wait()
+        right = answers[0] == answers[1] and not children(5.0)
+        return dict(ready_s=ready, answer=answers[0], exit_status=status, right=right)
     finally:
         limit.cancel()
-        if group_alive(server.pid):
+        with contextlib.suppress(ProcessLookupError):  # it has ended, as it should
             os.killpg(server.pid, signal.SIGKILL)
-    print("ROW " + json.dumps(row | dict(seconds=round(time.perf_counter() - start, 1))), flush=True)
+
+
+def main() -> None:
+    """Read the options and report the row."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seconds", type=int, required=True, help="until the server is killed")
+    given = parser.parse_args()
+    sys.exit(not report(dict(server="fcsd serve"), serve, given.folder, given.seconds)["right"])
 
 
 if __name__ == "__main__":

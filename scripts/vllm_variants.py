@@ -1,6 +1,7 @@
 """Engines of vLLM that take turns on the same GPUs: each in a process of its own, which says when its tokens came."""
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import time
@@ -10,7 +11,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from vllm_cases import inspect_here
+from vllm_report import Row
+
 Times = tuple[float, float]  # of one request: seconds to its first token, and to its last one
 
 
@@ -49,6 +52,7 @@ async def _serve(pipe: Connection, path: Path, options: Row) -> None:
     from vllm.usage.usage_lib import UsageContext  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
+    inspect_here()
     arguments = AsyncEngineArgs(model=str(path), **options)
     llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)  # a server's defaults
     config = llm.vllm_config
@@ -91,7 +95,7 @@ class Variant:
 
     def __init__(self, name: str, path: Path, options: Row) -> None:
         self.name = name
-        self._pipe, theirs = multiprocessing.Pipe()
+        self.pipe, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process
         self.process = process(target=serve_variant, args=(theirs, path, options))
         self.process.start()
@@ -99,10 +103,10 @@ class Variant:
 
     def receive(self, deadline: float) -> Any:
         """What the engine says next. Raises TimeoutError after the deadline, and what the engine failed with."""
-        if not self._pipe.poll(max(0.0, deadline - time.perf_counter())):
+        if not self.pipe.poll(max(0.0, deadline - time.perf_counter())):
             raise TimeoutError(f"{self.name}: no answer before the time limit")
         try:
-            found = self._pipe.recv()
+            found = self.pipe.recv()
         except EOFError:
             raise RuntimeError(f"{self.name}: its process ended") from None
         if isinstance(found, Exception):
@@ -111,13 +115,17 @@ class Variant:
 
     def ask(self, prompts: list[list[int]], arrivals: Sequence[float], new: int, deadline: float) -> list[Times]:
         """Send the prompts, each at its time in seconds from now, and wait until all are answered."""
-        self._pipe.send((prompts, arrivals, new))
+        self.pipe.send((prompts, arrivals, new))
         return self.receive(deadline)
 
-    def close(self) -> None:
-        """End the process."""
-        if self.process.is_alive():
-            self._pipe.send(None)
-            self.process.join(5)
-        if self.process.is_alive():
-            self.process.terminate()
+
+def close(variants: list[Variant], seconds: float) -> None:
+    """Let all engines end, and end what is left of them after some seconds."""
+    for variant in variants:
+        with contextlib.suppress(OSError):  # its process has ended
+            variant.pipe.send(None)
+    deadline = time.perf_counter() + seconds
+    for variant in variants:
+        variant.process.join(max(0.0, deadline - time.perf_counter()))
+        if variant.process.is_alive():
+            variant.process.terminate()

@@ -3,13 +3,13 @@
     torchrun --nproc-per-node 4 -m fcsd.bench.all_reduce [--mib 256 64 1] [--formats int8 int5] [--node-size 2]
         [--chunks 4] [--blocks 16 32] [--plain] [--out FILE]
 
-All ways to reduce are timed in turns, and every result is compared with the reference first. A way with a wrong result
-is not timed, and makes the program end with exit code 1. Messages of up to
-4 MiB are reduced ``CALLS`` times in each run, in a CUDA graph where that is possible, as a decoding step reduces them:
-otherwise the time would be that of the host, which starts kernels. With ``--node-size``, the ranks are also divided
-into nodes. With ``--blocks``, the kernels of fcsd run in one and two shots with these numbers of blocks, too. With
-``--plain`` the quantised reductions in steps are left out. The program runs over gloo on a machine without GPUs, where
-the times say nothing about GPUs.
+All ways to reduce are timed in turns, and every result is compared with the reference first, but for those of torch. A
+way with a wrong result is not timed, and makes the program end with exit code 1. Messages of up to 4 MiB are reduced
+``CALLS`` times in each run, in a CUDA graph where that is possible, as a decoding step reduces them: otherwise the time
+would be that of the host, which starts kernels. With ``--node-size``, the ranks are also divided into nodes. With
+``--blocks``, the kernels of fcsd run in one and two shots with these numbers of blocks, too, and the baseline in fp8 if
+there are formats. With ``--plain`` the quantised reductions in steps are left out. The program runs over gloo on a
+machine without GPUs, where the times say nothing about GPUs.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from torch import Tensor
 from fcsd.bench import all_reduce_ways
 from fcsd.bench.all_reduce_ways import Way
 from fcsd.bench.interleaved import Timing, timings
+from fcsd.kernels.all_reduce.memory import BLOCKS
 from fcsd.kernels.bit_split import Format
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import join_world, leave
@@ -79,7 +80,7 @@ def bench(
         blocks: numbers of blocks with which fcsd's kernels also run.
         plain: whether to leave out the quantised reductions in steps.
 
-    Returns: the milliseconds of each way by its name; None if its result is wrong.
+    Returns: the milliseconds of one reduction in each way, by its name; None if its result is wrong.
 
     Raises:
         ConfigError: the ranks cannot be divided into nodes of this size.
@@ -138,13 +139,22 @@ def _cell(timed: dict[str, Timing | None], name: str) -> str:
     return f"{own.median * 1e3:.1f} ({nccl.median / own.median:.2f}x)"
 
 
+def _blocks(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= BLOCKS:
+        raise argparse.ArgumentTypeError(f"a kernel has 1 to {BLOCKS} blocks, not {number}")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--mib", type=float, nargs="+", default=[64], help="MiB of bf16 values of each rank")
     parser.add_argument("--formats", nargs="*", default=list(FORMATS), metavar="FORMAT")
     parser.add_argument("--node-size", type=int, help="ranks of a node")
     parser.add_argument("--chunks", type=int, default=4)
-    parser.add_argument("--blocks", type=int, nargs="*", default=[], help="time fcsd's kernels with these blocks, too")
+    parser.add_argument(
+        "--blocks", type=_blocks, nargs="*", default=[], help="time fcsd's kernels with these blocks, too"
+    )
     parser.add_argument("--plain", action="store_true", help="leave out quantised reductions in steps")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--out", type=Path, help="JSON file, which is written again after each size")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from fcsd.config.fields import NonNegative, Positive, Section
+from fcsd.config.fields import InputPath, NonNegative, Positive, Section
 from fcsd.errors import ConfigError
 
 
@@ -110,7 +110,7 @@ class Parallel(Section):
     node_size: Positive | None = None
     """With `dedup: node`: the number of neighbouring processes that form a node. It divides `ep_size` and is smaller
     than it."""
-    machine: str | None = None
+    machine: InputPath | None = None
     """With `dedup: auto`: the machine file, which describes the links of the cluster; `fcsd bench links` writes one."""
     placement: Placement = Placement()
     """Moves experts between processes during the run. Losses and weights stay the same."""

@@ -219,6 +219,7 @@ class Recipe(Section):
             "train.activation_checkpointing: it saves the state of random generators": (
                 self.train.activation_checkpointing
             ),
+            "train.attention masked: the masks depend on the documents": self.train.attention == "masked",
             "deterministic: some of the deterministic kernels cannot be captured": self.deterministic,
             "objective.teacher_cache: targets come from the host": self.objective.teacher_cache is not None,
         }

@@ -31,9 +31,11 @@ class Train(Section):
     rounding. It needs `parallel.ep_size: 1`."""
     graph: bool = False
     """Capture the passes of a micro-batch, the teacher's included, as CUDA graphs, which the host starts with two calls
-    instead of thousands. It helps small models, also together with `compile`. The memory of the passes stays reserved
-    between steps, and the loss is computed also at positions that do not count. Results differ in rounding. It needs
-    packed attention in bf16, and experts that are not divided. On a CPU the same passes run without capture."""
+    instead of thousands. It helps small models. The memory of the passes stays reserved between steps, which `fcsd
+    plan` does not count, and the loss is computed also at positions that do not count. Results differ in rounding. It
+    needs packed attention in bf16, and experts that are not divided. If the passes of a model cannot be captured, the
+    first step ends the run and says why. On a CPU the same passes run without capture. No GPU has run it since its last
+    repair."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass: less memory, one more forward pass per step."""
     anneal_share: Share = 0.0

@@ -211,13 +211,14 @@ class Passes:
                     self._gradients = torch.autograd.grad(
                         self._terms, self._parameters, self._upstream, allow_unused=True
                     )
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:
-                torch.cuda.set_stream(before)  # a capture that fails leaves its own stream
+                torch.cuda.set_stream(before)  # a capture that fails leaves its own stream current
                 cause = error.__context__ or error  # the end of a failed capture raises an error of its own
+                if isinstance(cause, torch.OutOfMemoryError):
+                    raise cause from None
+                why = str(cause).partition("\n")[0]
                 raise ConfigError(
-                    f"the passes of this model cannot be captured as CUDA graphs: {str(cause).splitlines()[0]}",
+                    f"the passes of this model cannot be captured as CUDA graphs: {why}",
                     hint="set train.graph: false",
                 ) from error
         self._terms = self._terms.detach()

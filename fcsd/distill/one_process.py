@@ -25,7 +25,7 @@ _NAMES = ("master", "exp_avg", "exp_avg_sq")  # the names of the fields of ``Mom
 def updates_alone(recipe: Recipe, processes: int) -> bool:
     """Whether a run updates its weights with ``OneProcessAdamW``: one that would use ZeRO, but has one process.
 
-    It trains in bf16, its states are in fp32 on the device, and its experts are those of transformers.
+    It trains in bf16, its states are in fp32 on the device, and its rows are not rounded by ``parallel.wire``.
     """
     optim, parallel = recipe.optim, recipe.parallel
     plain = (recipe.train.dtype, optim.moments, optim.offload) == ("bf16", "fp32", "none")
@@ -69,7 +69,10 @@ class OneProcessAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates all parameters that have a gradient."""
+        """Updates all parameters that have a gradient.
+
+        The others stay as they are, as in torch. ZeRO gives them a gradient of zeros, so that their weights decay.
+        """
         assert closure is None
         gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         self.norm = l2_norm(gradients, self.taken.device)

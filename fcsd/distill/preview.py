@@ -80,8 +80,8 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         depth = model.config.get_text_config().num_hidden_layers
         groups = conversion_groups(wiring_of(model.config), depth, train.progressive_order)
         first = round(train.progressive_share * recipe.schedule_steps) + 1
-        order = ", ".join(layers_text(group) for group in groups)
-        lines.append(f"progressive layers converted in the order {order}; all of them from step {first:,} on")
+        order = "; ".join(layers_text(group) for group in groups)
+        lines.append(f"progressive layers converted in the order {order}, all of them from step {first:,} on")
     if train.anneal_share:
         first = round(train.anneal_share * recipe.schedule_steps) + 1
         lines.append(

@@ -45,8 +45,11 @@ def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
     if recipe.train.progressive_share:
         depth = config.get_text_config().num_hidden_layers
         conversion_groups(wiring, depth, recipe.train.progressive_order)
-    if recipe.init.solve != "none" and wiring.name in DESYNC:
-        raise ConfigError(f"init.solve cannot correct the wiring {wiring.name}", hint="set init.solve: none")
+    if recipe.init.solve != "none":
+        if wiring.name in DESYNC:
+            raise ConfigError(f"init.solve cannot correct the wiring {wiring.name}", hint="set init.solve: none")
+        if not wiring.layers or not any(wiring.reads):
+            raise ConfigError("the student has no rewired layer, so init.solve has no effect", "set init.solve: none")
     return config
 
 

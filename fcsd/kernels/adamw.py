@@ -54,9 +54,9 @@ def update(weight: Tensor, gradient: Tensor, kept: Moments, numbers: Tensor, rat
     """Takes a step of AdamW in place, if ``numbers`` says that it is taken.
 
     Args:
-        weight: contiguous, of any floating dtype, receives the rounded master weight.
+        weight: of any floating dtype, without gaps in memory; receives the rounded master weight.
         gradient: of the shape of ``weight``, in any floating dtype.
-        kept: is updated in place.
+        kept: with the strides of ``weight``; is updated in place.
         numbers: the result of ``device_numbers``.
     """
     if not weight.is_cuda:
@@ -82,13 +82,13 @@ def launch(weight: Tensor, gradient: Tensor, kept: Moments, numbers: Tensor, rat
     """``update`` by the kernel, which Triton's interpreter runs on CPUs."""
     count = weight.numel()
     block: Any = _BLOCK
+    if gradient.stride() != weight.stride():  # the kernel takes all tensors as they lie in memory
+        gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
     # 1 - beta is computed in fp64 here, because in fp32 it would lose digits of a beta near 1.
     host = (rates.lr, rates.beta1, 1 - rates.beta1, rates.beta2, 1 - rates.beta2, rates.eps)
     decay = 1 - rates.lr * rates.weight_decay
     with torch.cuda.device_of(weight):
-        _update_kernel[(triton.cdiv(count, block),)](
-            weight, gradient.contiguous(), *kept, numbers, *host, decay, count, BLOCK=block
-        )
+        _update_kernel[(triton.cdiv(count, block),)](weight, gradient, *kept, numbers, *host, decay, count, BLOCK=block)
 
 
 @triton.jit

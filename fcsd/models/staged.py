@@ -80,7 +80,8 @@ def conversion_groups(wiring: Wiring, count: int, order: Sequence[str | int] | N
             last to the first.
 
     Raises:
-        ConfigError: the wiring is Desync or rewires no layer; or the groups are not a partition of its layers.
+        ConfigError: the wiring is Desync or rewires no layer; a group cannot be read or is empty; or the groups are not
+            a partition of the rewired layers.
     """
     if wiring.name in DESYNC:
         raise ConfigError(
@@ -93,9 +94,14 @@ def conversion_groups(wiring: Wiring, count: int, order: Sequence[str | int] | N
         )
     if order is None:
         return tuple((layer,) for layer in reversed(wiring.layers))
-    groups = tuple(select_layers(str(group), count) for group in order)
+    try:
+        groups = tuple(select_layers(str(group), count) for group in order)
+    except ConfigError as error:
+        raise ConfigError(f"train.progressive_order: {error}", error.hint) from error
+    if not all(groups):
+        raise ConfigError(f"train.progressive_order: the group {order[groups.index(())]} has no layer")
     named = [layer for group in groups for layer in group]
-    if sorted(named) != list(wiring.layers) or not all(groups):
+    if sorted(named) != list(wiring.layers):
         raise ConfigError(
             f"train.progressive_order names the layers {layers_text(sorted(set(named)))}"
             f"{', some of them twice' * (len(set(named)) < len(named))}, but the student's rewired layers are "

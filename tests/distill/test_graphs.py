@@ -1,6 +1,10 @@
 """Passes on fixed buffers give the terms and gradients of ordinary ones, and CUDA graphs those of uncaptured passes."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +86,20 @@ def test_fixed_passes_give_the_terms_and_gradients_of_ordinary_ones() -> None:
         torch.testing.assert_close(other, one)
 
 
+def test_a_loss_that_is_not_finite_spoils_no_later_step() -> None:
+    results = []
+    for spoiled in (False, True):
+        student, teacher = models("cpu", torch.float32)
+        student.fixed = FixedPasses(student, teacher, capture=False)
+        if spoiled:
+            terms = student(micro_batch(LENGTHS[0], 1), None, torch.tensor(5), TERMS)
+            (torch.stack(list(terms.values())).sum() * math.nan).backward()  # as ``launch_step`` does
+            assert all(p.grad.isnan().any() for p in student.parameters() if p.grad is not None)
+            student.zero_grad()
+        results.append(steps(student, teacher, "cpu"))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 def test_a_frozen_weight_gets_no_gradient_and_evaluation_takes_the_ordinary_way() -> None:
     student, teacher = models("cpu", torch.float32)
     frozen: Any = student.model.get_input_embeddings()
@@ -112,19 +130,63 @@ def test_captured_passes_are_those_on_fixed_buffers_bit_by_bit() -> None:
         assert torch.equal(one, other)
 
 
+@contextmanager
+def failing_capture(why: str, kind: type[RuntimeError], end: type[RuntimeError]) -> Iterator[None]:
+    """A capture as torch's: if the captured code fails, the end of the capture raises an error of its own."""
+    try:
+        raise kind(why)
+    except kind:
+        raise end("operation failed due to a previous error during capture")  # noqa: B904
+
+
+@pytest.mark.parametrize(
+    ("kind", "raised", "words"),
+    [
+        (RuntimeError, ConfigError, "CUDA graphs: the host waits$"),
+        (torch.OutOfMemoryError, torch.OutOfMemoryError, "the host waits"),
+    ],
+)
+def test_a_capture_that_fails_says_why_and_restores_the_stream(
+    monkeypatch: pytest.MonkeyPatch, kind: type[RuntimeError], raised: type[Exception], words: str
+) -> None:
+    """Without a GPU, torch.cuda is replaced by doubles that fail as torch does on an H200."""
+    streams, stream = ["default"], SimpleNamespace(wait_stream=lambda _: None)
+    doubles = {
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda _: nullcontext(),
+        "set_stream": lambda _: streams.append("restored"),
+        "CUDAGraph": lambda: SimpleNamespace(pool=lambda: None),
+        "graph": lambda *_, **__: failing_capture("the host waits\nand a second line", kind, RuntimeError),
+    }
+    for name, double in doubles.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    student, teacher = models("cpu", torch.float32)
+    student.fixed = FixedPasses(student, teacher, capture=True)
+    with pytest.raises(raised, match=words):
+        student(micro_batch(LENGTHS[0], 1), None, torch.tensor(5), TERMS)
+    assert streams[-1] == "restored"
+
+
 def test_a_run_with_fixed_passes_is_one_without_up_to_rounding(tmp_path: Path) -> None:
-    """On a CPU the recipe's field runs the passes without capture: DeepSpeed gets the same gradients."""
+    """On a CPU the recipe's field runs the passes without capture: DeepSpeed gets the same gradients.
+
+    The resumed run makes its passes anew and ends with the bits of the run that was not interrupted.
+    """
     runs.write_models(tmp_path)
-    folders = [tmp_path / name for name in ("without", "with")]
     recipes = [
-        runs.resolved(tmp_path, train__graph=folder.name == "with", train__steps=2, output_dir=str(folder))
-        for folder in folders
+        runs.resolved(
+            tmp_path, train__graph=graph, train__steps=steps, optim__horizon=2, output_dir=str(tmp_path / name)
+        )
+        for name, graph, steps in (("without", False, 2), ("with", True, 2), ("parts", True, 1), ("parts", True, 2))
     ]
-    on_ranks(1, _distill_all, recipes)
-    found = [runs.outcome(folder)[0] for folder in folders]
-    assert len(found[0]) == 2
-    for without, with_graph in zip(*found, strict=True):
-        assert [float.fromhex(x) for x in with_graph] == pytest.approx([float.fromhex(x) for x in without], rel=1e-5)
+    for result in on_ranks(1, _distill_all, recipes):
+        assert not isinstance(result, Exception), result
+    without, with_graph, parts = (runs.outcome(tmp_path / name) for name in ("without", "with", "parts"))
+    assert parts == with_graph
+    assert len(without[0]) == 2
+    for one, other in zip(without[0], with_graph[0], strict=True):
+        assert [float.fromhex(x) for x in other] == pytest.approx([float.fromhex(x) for x in one], rel=1e-5)
 
 
 def _distill_all(recipes: list[ResolvedRecipe]) -> None:
@@ -139,6 +201,8 @@ def _distill_all(recipes: list[ResolvedRecipe]) -> None:
         ({"train__anneal_share": 0.5}, r"train\.anneal_share"),
         ({"train__progressive_share": 0.5}, r"train\.progressive_share"),
         ({"train__activation_checkpointing": True}, r"train\.activation_checkpointing"),
+        ({"train__attention": "masked"}, r"train\.attention masked"),
+        ({"parallel__wire": {"dispatch": "int8"}}, r"parallel\.wire"),
         ({"deterministic": True}, "deterministic"),
         ({"objective__teacher_cache": {"path": "cache"}}, r"objective\.teacher_cache"),
     ],

@@ -15,6 +15,7 @@ from fcsd.config import Recipe
 from fcsd.distill import engine, loop, prepare
 from fcsd.distill.one_process import OneProcessAdamW, l2_norm, updates_alone
 from fcsd.distill.run.report import read_metrics
+from fcsd.plan.setup import setup_of
 
 
 def repeat_last_steps(resolved: Any) -> None:
@@ -55,7 +56,8 @@ def weights(run: Path) -> Tensor:
 def test_one_process_trains_as_zero_does_and_continues_its_runs(tmp_path: Path) -> None:
     runs.write_models(tmp_path, "llama")
     common = {"train__dtype": "bf16", "optim__grad_clip": 0.3, "optim__weight_decay": 0.1}
-    common |= {"train__steps": 2, "checkpoint__every_steps": 1}
+    # The learning rate stays as it is: a cosine would end at 0, where no state of the optimizer can be seen.
+    common |= {"train__steps": 2, "checkpoint__every_steps": 1, "optim__schedule": "constant"}
     recipes = [runs.resolved(tmp_path, output_dir=str(tmp_path / name), **common) for name in ("zero", "alone")]
     ((first, second, *_),) = ranks.on_ranks(1, with_and_without_zero, *recipes)
     assert (first, second) == ("DeepSpeedZeroOptimizer", "OneProcessAdamW")
@@ -99,10 +101,19 @@ def test_the_norm_of_bf16_gradients_is_summed_in_fp32() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"train__dtype": "fp32"}, {"optim__moments": "bf16"}, {"optim__offload": "host"}, {"parallel__zero_stage": 0}],
+    [
+        {"train__dtype": "fp32"},
+        {"optim__moments": "bf16"},
+        {"optim__offload": "host"},
+        {"optim__offload": "moments"},
+        {"parallel__zero_stage": 0},
+        {"parallel__wire": {"dispatch": "int8"}},
+    ],
 )
-def test_other_runs_keep_their_optimizer(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_other_runs_keep_their_optimizer_and_the_plan_knows_it(changes: dict[str, Any], tmp_path: Path) -> None:
     def recipe(**changes: Any) -> Recipe:
         return runs.resolved(tmp_path, **{"train__dtype": "bf16", **changes}).recipe
 
     assert updates_alone(recipe(), 1) and not updates_alone(recipe(), 2) and not updates_alone(recipe(**changes), 1)
+    assert [setup_of(recipe(), world, 4).zero for world in (1, 2)] == [0, 1]
+    assert setup_of(recipe(**changes), 1, 4).zero == recipe(**changes).parallel.zero_stage

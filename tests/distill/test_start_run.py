@@ -60,7 +60,7 @@ def test_all_groups_are_converted_after_the_share() -> None:
 
 def test_a_dry_run_shows_both(folder: Path) -> None:
     shown = preview(runs.resolved(folder, **STAGED).recipe)
-    assert "converted in the order 1, 0,2, 3; all of them from step 3 on" in shown
+    assert "converted in the order 1; 0,2; 3, all of them from step 3 on" in shown
     recipe = runs.resolved(folder, init__solve="norms").recipe
     assert "norms, on the first 1,024 tokens" in preview(recipe)  # the whole schedule has no more
     assert calibration_rows(runs.resolved(folder, **SOLVED).recipe) == 8
@@ -87,6 +87,8 @@ def test_a_model_that_cannot_is_refused_before_anything_is_written(folder: Path,
     original = str(folder / "teacher")
     with pytest.raises(ConfigError, match="no rewired layer"):
         preview(runs.resolved(folder, model=original, teacher=original, train__progressive_share=0.1).recipe)
+    with pytest.raises(ConfigError, match=r"no rewired layer, so init\.solve has no effect"):
+        preview(runs.resolved(folder, model=original, teacher=original, init__solve="norms").recipe)
     with pytest.raises(ConfigError, match="names the layers 0-1, but"):
         preview(runs.resolved(folder, train__progressive_share=0.1, train__progressive_order=["0-1"]).recipe)
     runs.write_models(tmp_path, "llama")

@@ -45,6 +45,20 @@ def test_the_kernel_is_its_reference_and_torchs_adamw(shape: tuple[int, ...], dt
             torch.testing.assert_close(weight.float(), kept.master, rtol=2**-7, atol=0)
 
 
+def test_a_weight_that_is_stored_by_columns() -> None:
+    """Its master weight and its moments are stored likewise, but the gradient is not."""
+    generator = torch.Generator().manual_seed(1)
+    gradient = torch.randn(5, 3, generator=generator).to(DEVICE)
+    numbers = device_numbers(
+        torch.ones((), device=DEVICE), torch.ones((), dtype=torch.float64, device=DEVICE), 0, RATES
+    )
+    sides = [state((3, 5)) for _ in range(2)]
+    for (weight, kept), function in zip(sides, (launch, update_reference), strict=True):
+        function(weight.T, gradient, Moments(*(tensor.T for tensor in kept)), numbers, RATES)
+    for found, expected in zip(sides[0][1], sides[1][1], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
+
+
 def test_a_step_that_is_not_taken_changes_nothing() -> None:
     numbers = device_numbers(
         torch.tensor(float("inf"), device=DEVICE), torch.zeros((), dtype=torch.float64, device=DEVICE), 1.0, RATES

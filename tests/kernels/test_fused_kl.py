@@ -2,6 +2,7 @@
 
 import os
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,29 @@ def test_cross_entropy_equals_torch(chunk_tokens: int) -> None:
     labels = torch.randint(VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     for ignored in (~some(), torch.zeros_like(some())):
         both("cross_entropy", (hidden, head), labels.masked_fill(ignored, losses.IGNORE), chunk_tokens=chunk_tokens)
+
+
+@pytest.mark.parametrize("name", ["kl_divergence", "cross_entropy"])
+@pytest.mark.parametrize("function", [losses, fused_kl], ids=["torch", "fused"])
+def test_all_positions_may_be_computed_if_those_that_do_not_count_are_zero(name: str, function: Any) -> None:
+    """This is how passes on fixed buffers avoid shapes that depend on the data (``fcsd.distill.graphs``)."""
+    hidden, head, teacher_hidden, teacher_head = (x.to(DEVICE) for x in sides())
+    labels = torch.randint(VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    counts = some().to(DEVICE)
+    labels = labels.masked_fill(~counts, losses.IGNORE)
+    results = []
+    for everywhere in (False, True):
+        ours, weight = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        student, teacher, kept = ours, teacher_hidden, counts.flatten().nonzero().squeeze(1)
+        if everywhere:
+            student, teacher = (losses.only_counted(x, counts) for x in (ours, teacher_hidden))
+            kept = torch.arange(TOKENS, device=DEVICE)
+        rest: Any = (teacher, teacher_head, counts) if name == "kl_divergence" else (labels,)
+        loss = getattr(function, name)(student, weight, *rest, denominator=counts.sum(), chunk_tokens=4, kept=kept)
+        (3 * loss).backward()
+        results.append((loss.detach(), ours.grad, weight.grad))
+    for found, expected in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_half_precision_operands_equal_torch() -> None:

@@ -1,5 +1,7 @@
 """A solved start: its maps are ridge solutions, its folds are exact, and conversions come nearer to their originals."""
 
+from typing import Any
+
 import pytest
 import tiny
 import torch
@@ -59,6 +61,23 @@ def test_it_brings_a_conversion_nearer_to_its_original(arch: str, wiring: Wiring
             assert {"norm" in name for name in changed} == {True, False}
             assert not any(word in name for name in changed for word in ("embed", "lm_head", "o_proj", "down_proj"))
     assert max(found["norms"], found["linear"]) < found["none"]
+
+
+@pytest.mark.parametrize("how", ["norms", "linear"])
+def test_weights_in_bf16_are_corrected_and_few_tokens_change_them_little(how: str) -> None:
+    """Fewer tokens than hidden units leave directions without data, in which the map is the identity."""
+    found = []
+    for counted in (0, 8, None):  # the number of tokens that count; None counts all
+        pair: Any = rewired("deepseek_v2", Wiring("farskip", ALL))
+        original, model = (each.to(torch.bfloat16) for each in pair)
+        batches = text(5) if counted is None else text(5)[:1]
+        if counted is not None:
+            batches[0][1].view(-1)[counted:] = False
+        solve_start(model, original, batches, how, forward)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        found.append(divergence(original.float(), model.float()))
+    none, few, many = found
+    assert many < none and few < 2 * none
 
 
 @pytest.mark.parametrize("arch", list(tiny.CONFIGS))

@@ -99,6 +99,9 @@ def test_the_order_names_every_rewired_layer_once() -> None:
         ([2, 3], "names the layers 2-3, but"),
         (["1-3", 2], "layers 1-3, some of them twice, but the student's rewired layers are 1-3"),
         (["all"], "layers 0-3, but"),
+        (["1-3", "none"], "the group none has no layer"),
+        ([1, "2-"], r"train\.progressive_order: layers '2-' is not understood"),
+        ([1, 4], r"train\.progressive_order: .* the model has 4"),
     ):
         with pytest.raises(ConfigError, match=words):
             conversion_groups(wiring, 4, order)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,12 @@ def measured(piece) -> list[dict]:
         for wiring, kind in [*((name, "nccl") for name in FASTER), ("standard", "none")]:
             factor = FASTER[wiring] * (1.5 if kind == "none" else 1.0)
             lost = wiring == "parallel" and batch == 64
-            prefill = None if lost else (10 + 2 * piece.layers) / factor
+            prefill = (10 + 2 * piece.layers) / factor
             row = dict(tp=piece.degree, batch=batch, wiring=wiring, reduce=kind, exact=kind == "nccl")
-            times = dict(prefill_ms=prefill, decode_ms=None if lost else prefill / 10, out_of_memory=lost)
-            rows.append(row | times)
+            times = (
+                dict.fromkeys(("prefill_ms", "decode_ms")) if lost else dict(prefill_ms=prefill, decode_ms=prefill / 10)
+            )
+            rows.append(row | times | dict(out_of_memory=lost))
     return rows
 
 
@@ -70,3 +73,17 @@ def test_what_does_not_fit_is_known_from_the_sizes():
     assert ladder.fits("70B", 4, 64, 139 * GIB)
     assert ladder.fits("70B", 1, 1, 139 * GIB) and not ladder.fits("70B", 1, 4, 139 * GIB)
     assert ladder.fits("176B", 4, 4, 139 * GIB) and not ladder.fits("176B", 2, 4, 139 * GIB)
+
+
+def test_a_measurement_without_end_is_told_to_end(tmp_path):
+    told, ready = tmp_path / "told", tmp_path / "ready"
+    code = (
+        "import pathlib, signal, sys, time\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path({str(told)!r}).touch(), sys.exit(0)))\n"
+        f"pathlib.Path({str(ready)!r}).touch()\n"
+        "time.sleep(600)"
+    )
+    assert not ladder.ends_well([sys.executable, "-c", code], 5)
+    assert ready.exists() and told.exists()
+    assert ladder.ends_well([sys.executable, "-c", ""], 60)
+    assert not ladder.ends_well([sys.executable, "-c", "raise SystemExit(1)"], 60)

@@ -22,6 +22,7 @@ SCRIPT = """
 import http.server, os, pathlib, signal, subprocess, sys, time
 print("log line")
 if sys.argv[1] == "fail": sys.exit(7)
+pathlib.Path("right").write_text(os.environ.get("FCSD_RIGHT_RESULTS", ""))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 pathlib.Path("child").write_text(str(child.pid))
 if sys.argv[1] == "deaf": signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -75,6 +76,7 @@ def test_a_signal_ends_the_server_and_its_children(how, number, grace, tmp_path)
     port = free_port()
     process = ranks.start(serve_script, tmp_path, how, port, grace)
     appears(tmp_path / "child")
+    assert (tmp_path / "right").read_text() == "1", "reductions with wrong results are refused"
     assert not (tmp_path / "ready").exists(), "it does not answer yet"
     (tmp_path / "go").touch()
     appears(tmp_path / "ready")

@@ -21,7 +21,7 @@ from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import model_classes
 from fcsd.models.wiring_block import Wiring
-from fcsd.serve.vllm import plugin, reduction, support
+from fcsd.serve.vllm import plugin, support
 from fcsd.serve.vllm.checks import check, problems
 from fcsd.serve.vllm.config import base_config, parser_for
 from fcsd.serve.vllm.rows import ROWS, base_name, names
@@ -109,7 +109,9 @@ FARSKIP, DESYNC = Wiring("farskip", (1, 2)), Wiring("desync-2x", (1, 2), tp_degr
         ),
         (settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised"}}), "is not a format of the wire"),
         (settings(FARSKIP, additional_config={"fcsd": {"reduce": "fast"}}), "unknown kind of reduction 'fast'"),
-        (settings(FARSKIP, additional_config={"fcsd": {"kind": "vllm"}}), 'has one key, "reduce"'),
+        (settings(FARSKIP, additional_config={"fcsd": {"kind": "vllm"}}), 'the keys "reduce" and "overlap_from"'),
+        (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": -1}}), "overlap_from is a number of tokens"),
+        (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": "2048"}}), "not '2048'; 0 always overlaps"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -129,7 +131,7 @@ def test_what_it_can_do_is_accepted(monkeypatch):
         settings(FARSKIP, speculative_config=SimpleNamespace(method="ngram")),
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}),  # by vllm serve itself, for a bound
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "vllm"}, "other": 1}),
-        settings(FARSKIP, additional_config={"fcsd": {"reduce": "symmetric"}}),
+        settings(FARSKIP, additional_config={"fcsd": {"reduce": "symmetric", "overlap_from": 0}}),
         settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised:int4"}}),
     ):
         assert list(problems(config, "deepseek_v3")) == []
@@ -263,32 +265,3 @@ def test_the_plugin_needs_nothing_that_vllms_image_lacks(repo):
                 elif isinstance(node, ast.ImportFrom) and not node.level:
                     packages.add((node.module or "").split(".")[0])
     assert packages - sys.stdlib_module_names <= {"vllm", "torch", "transformers", "safetensors", "fcsd", "triton"}
-
-
-def test_both_operators_sum_at_once_on_a_cpu(monkeypatch):
-    # As vLLM's, it writes over its input.
-    ranks = SimpleNamespace(_all_reduce_out_place=lambda x: x.mul_(2), device_group="the process group")
-    parallel_state = module("vllm.distributed.parallel_state", _groups={"tp:0": lambda: ranks})
-    distributed = module(
-        "vllm.distributed", parallel_state=parallel_state, tensor_model_parallel_all_reduce=lambda x: x * 2
-    )
-    for fake in (module("vllm", distributed=distributed), distributed, parallel_state):
-        monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    reduction.define_operators()
-    x = torch.ones(2, 3)
-    reducer = reduction.Reducer(2, "tp:0")
-    started = reducer.start(x)
-    assert torch.equal(reducer.wait(started, x), torch.full((2, 3), 2.0)) and torch.equal(x, torch.ones(2, 3))
-    assert reducer.now(x).summand is None and torch.equal(reducer.now(x).total, started.total)
-    asked = []
-
-    def reduce(x: torch.Tensor, group: Any, kind: str) -> Any:
-        asked.append((group, kind))
-        return SimpleNamespace(wait=lambda: x.mul_(3))
-
-    monkeypatch.setattr("fcsd.parallel.tensor.reduce.reduce", reduce)
-    own = reduction.Reducer(2, "tp:0", "quantised:int8")
-    assert torch.equal(own.wait(own.start(x), x), torch.full((2, 3), 3.0)) and torch.equal(x, torch.ones(2, 3))
-    assert asked == [("the process group", "quantised:int8")]
-    for alone in (reduction.Reducer(1, "tp:0"), reduction.Reducer(2, "tp:0", "none")):
-        assert alone.start(x).total is x and alone.now(x).total is x and alone.wait(alone.start(x), x) is x

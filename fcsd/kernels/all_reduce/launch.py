@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcsd.errors import ConfigError
 from fcsd.kernels.all_reduce import programs, programs_quantised
-from fcsd.kernels.all_reduce.memory import BLOCKS, DTYPES, SLOTS, Memory, Rooms, Shape, data_offset
+from fcsd.kernels.all_reduce.memory import BLOCKS, SLOTS, Memory, Rooms, Shape, data_offset, require_dtype
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.kernels import Launch, plan_of
 
@@ -31,7 +30,7 @@ def all_reduce(x: Tensor, memory: Memory, shape: Shape) -> None:
     Raises:
         ConfigError: the dtype is another one.
     """
-    _require(x)
+    require_dtype(x)
     shares = 1 if shape.one_shot else memory.size
     largest = memory.slot_bytes // x.element_size()
     for part in x.view(-1).split(_MOST_VALUES):
@@ -54,7 +53,7 @@ def all_reduce_large(x: Tensor, memory: Memory, rooms: Rooms, blocks: int, tile:
     Raises:
         ConfigError: the dtype is another one.
     """
-    _require(x)
+    require_dtype(x)
     for part in x.view(-1).split(rooms.size // x.element_size()):
         grid = (min(blocks, -(-len(part) // (memory.size * tile))),)
         constants = {"TILE": tile, "HALF": rooms.size, "num_warps": min(16, tile // 256)}
@@ -62,11 +61,6 @@ def all_reduce_large(x: Tensor, memory: Memory, rooms: Rooms, blocks: int, tile:
         kernel: Any = programs.pull_kernel
         with torch.cuda.device_of(part):
             kernel[grid](part, len(part), memory.bases, memory.turns, rooms.bases, memory.rank, **constants)
-
-
-def _require(x: Tensor) -> None:
-    if x.dtype not in DTYPES:
-        raise ConfigError(f"an all-reduce over symmetric memory sums bf16, fp16 and fp32, not {x.dtype}")
 
 
 def all_reduce_quantised(x: Tensor, memory: Memory, shape: Shape, format: Format) -> None:

@@ -19,15 +19,22 @@ def sum_share(own: Tensor, arrived: Tensor, me: int, out: Tensor) -> None:
     """
     if not len(own):
         return
-    if own.is_cuda:
-        from fcsd.kernels.all_reduce.programs import share_kernel
+    (launch if own.is_cuda else sum_share_reference)(own, arrived, me, out)
 
-        kernel: Any = share_kernel
-        grid = (min(_BLOCKS, -(-len(own) // _TILE)),)
-        kernel[grid](own, arrived, out, len(own), arrived.stride(0), me, RANKS=len(arrived), TILE=_TILE)
-        return
+
+def sum_share_reference(own: Tensor, arrived: Tensor, me: int, out: Tensor) -> None:
+    """``sum_share`` in torch."""
     total = torch.zeros_like(own, dtype=torch.float32)
     for rank, summand in enumerate(arrived):
         total += own if rank == me else summand[: len(own)]
     for sums in (own, out):
         sums.copy_(total)
+
+
+def launch(own: Tensor, arrived: Tensor, me: int, out: Tensor) -> None:
+    """``sum_share`` by the kernel, which Triton's interpreter runs on CPUs. ``own`` is not empty."""
+    from fcsd.kernels.all_reduce.programs import share_kernel  # Triton is imported only where its kernels run
+
+    kernel: Any = share_kernel
+    grid = (min(_BLOCKS, -(-len(own) // _TILE)),)
+    kernel[grid](own, arrived, out, len(own), arrived.stride(0), me, RANKS=len(arrived), TILE=_TILE)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fcsd.kernels.all_reduce.memory import require_dtype
 from fcsd.kernels.all_reduce.shares import sum_share
 from fcsd.parallel.tensor import symmetric
-from fcsd.parallel.tensor.window import window_of
+from fcsd.parallel.tensor.window import required_buffers, window_of
 from fcsd.parallel.transports.copies import ARRIVED, PeerBuffers
-from fcsd.parallel.transports.symmetric_memory import open_buffers
 from fcsd.parallel.transports.transport import Work
 
 SUMMED = 1
@@ -51,7 +51,12 @@ class Copies:
         self._peers, self._piece, self._number = peers, piece, 0
 
     def __call__(self, x: Tensor) -> Work:
-        """Start to replace ``x``, contiguous, by its sum over the ranks. Every rank gets the same bits."""
+        """Start to replace ``x``, contiguous, by its sum over the ranks. Every rank gets the same bits.
+
+        Raises:
+            ConfigError: the dtype is not bf16, fp16 or fp32.
+        """
+        require_dtype(x)
         for piece in x.detach().view(-1).split(self._piece // x.element_size()):
             with self._peers.sending():
                 self._reduce(piece)
@@ -107,7 +112,7 @@ def all_reduce(x: Tensor, group: Any) -> Work:
         group: GPUs of one host.
 
     Raises:
-        ConfigError: the GPUs cannot access each other's memory.
+        ConfigError: the GPUs cannot access each other's memory, or the dtype is another one.
     """
     if torch.cuda.is_current_stream_capturing():
         return symmetric.all_reduce(x, group)
@@ -119,9 +124,7 @@ def prepare(group: Any) -> Copies:
     """The reductions of a group. All ranks make the first call together.
 
     Raises:
-        ConfigError: the GPUs cannot access each other's memory.
+        ConfigError: the GPUs cannot access each other's memory, or it does not suffice.
     """
     ranks = window_of(group).memory.size
-    peers = open_buffers(group, capacity(PIECE, ranks))
-    assert peers is not None, "these ranks have a window"
-    return Copies(peers)
+    return Copies(required_buffers(group, capacity(PIECE, ranks)))

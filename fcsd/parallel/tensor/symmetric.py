@@ -1,6 +1,7 @@
 """The kind ``symmetric``: all-reduces between the GPUs of one host, each in one kernel over symmetric memory.
 
-NVLink multicast is never used. The kernels occupy few SMs, so that they slow the computation beside them little.
+NVLink multicast is never used. A kernel occupies as many SMs as it has blocks: few for small messages, because the
+fewer it takes, the less it slows the computation beside it.
 """
 
 from typing import Any
@@ -12,14 +13,14 @@ from fcsd.kernels.bit_split import Format
 from fcsd.parallel.tensor.window import OnStream, Window, window_of
 from fcsd.parallel.transports.transport import Work
 
-# Measured on two H200s (docs/RESULTS.md). Up to so many bytes of a rank's values, one shot is faster than two, by the
-# number of ranks: between two ranks both send equally many bytes, and one shot waits once. The numbers for more ranks
-# are estimates.
+# Measured on two H200s with nothing else on the GPUs (docs/RESULTS.md). Up to so many bytes of a rank's values, one
+# shot is faster than two, by the number of ranks: between two ranks both send equally many bytes, and one shot waits
+# once. The numbers for more ranks are estimates.
 _ONE_SHOT = {2: 2**22, 3: 2**18, 4: 2**18}
 _ONE_SHOT_OF_MORE = 2**17
 _BLOCKS = ((2**16, 16), (2**20, 32), (2**62, 64))  # up to so many bytes, so many blocks
 LARGE = 2**22  # bytes above which a message goes through rooms
-_BLOCKS_OF_ROOMS = 32
+_BLOCKS_OF_ROOMS = 32  # an estimate, because no GPU has run this kernel
 
 
 def shape_of(x: Tensor, ranks: int) -> Shape:

@@ -17,6 +17,7 @@ from fcsd.kernels.all_reduce.memory import MOST_RANKS, Memory, Rooms, memory_of,
 from fcsd.parallel.transports.copies import PeerBuffers
 from fcsd.parallel.transports.symmetric_memory import open_buffers
 
+_INSTEAD = "use --reduce nccl, or under vLLM the kind vllm"
 _ROOM = 64 * 2**20  # bytes of a rank's values that one call of the kernel for large messages takes
 
 
@@ -38,10 +39,12 @@ class Window:
         """The memory for large messages, which all ranks make together when they first need it.
 
         Returns: None if there is none yet and a CUDA graph is being captured, during which it cannot be made.
+
+        Raises:
+            ConfigError: the memory does not suffice.
         """
         if self._rooms is None and not torch.cuda.is_current_stream_capturing():
-            peers = open_buffers(group, 2 * _ROOM)
-            assert peers is not None, "these ranks have a window"
+            peers = required_buffers(group, 2 * _ROOM)
             bases = [buffer.data_ptr() for buffer in peers.buffers]
             self._rooms = Rooms(torch.tensor(bases, device=self.memory.bases.device), _ROOM), peers
             torch.cuda.synchronize()
@@ -57,10 +60,23 @@ def window_of(group: Any) -> Window:
     window = try_window(group)
     if window is None:
         raise ConfigError(
-            "this kind of reduction needs 2 to 8 GPUs of one host that can access each other's memory",
-            hint="use --reduce nccl",
+            "this kind of reduction needs 2 to 8 GPUs of one host that can access each other's memory", hint=_INSTEAD
         )
     return window
+
+
+def required_buffers(group: Any, capacity: int) -> PeerBuffers:
+    """Buffers of ``capacity`` bytes of a group that has a window. All ranks make the call together.
+
+    Raises:
+        ConfigError: they cannot be made. The warning of ``open_buffers`` has said why.
+    """
+    peers = open_buffers(group, capacity)
+    if peers is None:
+        raise ConfigError(
+            f"{capacity / 2**20:.0f} MiB of symmetric memory for reductions cannot be made on every GPU", hint=_INSTEAD
+        )
+    return peers
 
 
 @cache

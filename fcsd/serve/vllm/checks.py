@@ -9,7 +9,7 @@ from typing import Any
 
 from fcsd.errors import ConfigError
 from fcsd.models.wiring_block import DESYNC, Wiring
-from fcsd.serve.vllm.reduction import WRONG_RESULTS, reduction_kind
+from fcsd.serve.vllm.reduction import WRONG_RESULTS, read_settings
 from fcsd.serve.vllm.rows import ROWS
 from fcsd.serve.vllm.support import RIGHT_RESULTS
 
@@ -55,7 +55,7 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
         yield f"speculation by {speculation.method} reads streams of the original; use one of {', '.join(_OUTSIDE)}"
     if vllm_config.lora_config is not None:
         yield "LoRA was not tested; merge the adapter into the model, or leave --enable-lora out"
-    kind = reduction_kind(vllm_config.additional_config)
+    kind = read_settings(vllm_config.additional_config).kind
     if kind in WRONG_RESULTS and os.environ.get(RIGHT_RESULTS):
         yield f"reduce {kind} gives wrong results, which fcsd serve and fcsd eval refuse; start vLLM itself for a bound"
 

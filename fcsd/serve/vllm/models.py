@@ -18,7 +18,7 @@ from fcsd.models.schedule import Kind
 from fcsd.models.wiring_block import Wiring
 from fcsd.serve.vllm.layer import Wired, kind_of, take_apart
 from fcsd.serve.vllm.plan import plan_layers
-from fcsd.serve.vllm.reduction import WRONG_RESULTS, Reducer, define_operators, reduction_kind
+from fcsd.serve.vllm.reduction import WRONG_RESULTS, Reducer, define_operators, read_settings
 from fcsd.serve.vllm.rows import ROWS, Row, base_name, names
 
 log = logging.getLogger("vllm.fcsd")
@@ -39,11 +39,11 @@ def rewire(model: Any, row: Row, wiring: Wiring, reducer: Reducer) -> None:
 
 
 def _reducer(vllm_config: Any) -> Reducer:
-    kind = reduction_kind(vllm_config.additional_config)
+    kind, overlap_from = read_settings(vllm_config.additional_config)
     if kind in WRONG_RESULTS:
         log.warning("WRONG RESULTS: reduce=%s leaves every sum out. Use it to measure a bound, and nothing else.", kind)
     define_operators()
-    return Reducer(get_tensor_model_parallel_world_size(), get_tp_group().unique_name, kind)
+    return Reducer(get_tensor_model_parallel_world_size(), get_tp_group().unique_name, kind, overlap_from)
 
 
 @cache

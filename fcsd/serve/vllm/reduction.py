@@ -1,18 +1,22 @@
 """Reductions under vLLM: an all-reduce that starts on a stream of its own, and is awaited where its sum is read.
 
-Two operators carry it through torch.compile: ``fcsd::reduce_start(x, group, kind) -> y`` and
-``fcsd::reduce_wait(y, x, after)``. The wait takes ``x`` so that its memory is not given to another tensor before the
-sum is complete. It takes ``after``, the newest tensor that was computed, so that no compiler moves it to an earlier
-place: with ``y`` and ``x`` alone Inductor places every wait directly behind its start. Inductor also moves a start
-behind the computation that should cover it. A third operator, ``fcsd::reduce_cover(x, y)``, does nothing, but declares
-that it writes ``x``. It is applied to what the cover reads, which is thereby computed after the start.
+Two operators carry it through torch.compile: ``fcsd::reduce_start(x, group, kind, overlap_from) -> y`` and
+``fcsd::reduce_wait(y, x, after, overlap_from)``. The wait takes ``x`` so that its memory is not given to another tensor
+before the sum is complete. It takes ``after``, the newest tensor that was computed, so that no compiler moves it to an
+earlier place: with ``y`` and ``x`` alone Inductor places every wait directly behind its start. Inductor also moves a
+start behind the computation that should cover it. A third operator, ``fcsd::reduce_cover(x, y)``, does nothing, but
+declares that it writes ``x``. It is applied to what the cover reads, which is thereby computed after the start.
 
 All sums of a process that are in flight travel on one stream of high priority. vLLM's communicators reuse their
 buffers from one sum to the next, which is right if all sums of a group are on one stream, or are joined: sums with
 nothing in flight use vLLM's own ``all_reduce`` on the main stream.
 
-vLLM captures a piecewise CUDA graph part by part, and a stream that forks in one part cannot join in the next. A sum
-in such a graph is therefore complete when ``reduce_start`` returns, as it is on a CPU.
+A sum is complete when ``reduce_start`` returns, and nothing is overlapped, in three cases:
+
+- on a CPU;
+- in a piecewise CUDA graph, which vLLM captures part by part: a stream that forks in one part cannot join in the next;
+- in a step without a graph that has fewer than ``overlap_from`` tokens. Such a step waits for the host, and the second
+  stream and its events are more work for the host.
 """
 
 from collections.abc import Callable
@@ -32,6 +36,21 @@ Kind = str
 KINDS = ("auto", "vllm", "symmetric", "copies", "quantised:FORMAT", "none")
 OF_VLLM = ("auto", "vllm")
 WRONG_RESULTS = ("none",)
+# Tokens. A server whose steps without a graph had some 1100 tokens was slower with sums in flight; one with 8192 was
+# faster (docs/RESULTS.md, "Serving by vLLM"). Nothing between them was measured.
+OVERLAP_FROM = 2048
+
+
+class Settings(NamedTuple):
+    """What a user can choose in ``--additional-config``.
+
+    Attributes:
+        kind: see ``Kind``.
+        overlap_from: the fewest tokens of a step without a CUDA graph whose sums are in flight.
+    """
+
+    kind: Kind
+    overlap_from: int
 
 
 class Sum(NamedTuple):
@@ -54,11 +73,13 @@ class Reducer:
         size: the number of ranks.
         group: the name of the group in vLLM.
         kind: see ``Kind``.
+        overlap_from: see ``Settings``.
     """
 
     size: int
     group: str = ""
     kind: Kind = "auto"
+    overlap_from: int = OVERLAP_FROM
 
     @property
     def sends(self) -> bool:
@@ -70,7 +91,7 @@ class Reducer:
         if not self.sends:
             return Sum(x, None)
         x = x.contiguous()
-        return Sum(torch.ops.fcsd.reduce_start(x, self.group, self.kind), x)
+        return Sum(torch.ops.fcsd.reduce_start(x, self.group, self.kind, self.overlap_from), x)
 
     def wait(self, sum_: Sum, newest: Tensor) -> Tensor:
         """Wait for a sum.
@@ -81,7 +102,7 @@ class Reducer:
         """
         if sum_.summand is not None:
             after = sum_.summand if newest is sum_.total else newest
-            torch.ops.fcsd.reduce_wait(sum_.total, sum_.summand, after)
+            torch.ops.fcsd.reduce_wait(sum_.total, sum_.summand, after, self.overlap_from)
         return sum_.total
 
     def cover(self, x: Tensor, newest: Tensor, sums: tuple[Sum, ...]) -> None:
@@ -104,22 +125,25 @@ class Reducer:
         return Sum(tensor_model_parallel_all_reduce(x.contiguous()), None)
 
 
-def reduction_kind(additional_config: Any) -> Kind:
-    """The kind that the user chose: ``--additional-config '{"fcsd": {"reduce": "vllm"}}'``.
+def read_settings(additional_config: Any) -> Settings:
+    """The user's choice: ``--additional-config '{"fcsd": {"reduce": "vllm", "overlap_from": 2048}}'``.
 
     Raises:
         ConfigError: the section ``fcsd`` has another form, or the kind or its format is unknown.
     """
     section = additional_config.get("fcsd", {}) if isinstance(additional_config, dict) else {}
-    if not isinstance(section, dict) or section.keys() - {"reduce"}:
-        raise ConfigError('--additional-config: the section "fcsd" has one key, "reduce"')
+    if not isinstance(section, dict) or section.keys() - {"reduce", "overlap_from"}:
+        raise ConfigError('--additional-config: the section "fcsd" has the keys "reduce" and "overlap_from" alone')
     kind = str(section.get("reduce", "auto"))
     name, _, format = kind.partition(":")
     if name == "quantised":
         Format.parse(format)
     elif kind not in KINDS:
         raise ConfigError(f"unknown kind of reduction {kind!r}; one of {', '.join(KINDS)}")
-    return kind
+    overlap_from = section.get("overlap_from", OVERLAP_FROM)
+    if type(overlap_from) is not int or overlap_from < 0:
+        raise ConfigError(f"overlap_from is a number of tokens, not {overlap_from!r}; 0 always overlaps")
+    return Settings(kind, overlap_from)
 
 
 class _InFlight:
@@ -131,21 +155,31 @@ class _InFlight:
 
 
 @cache
-def _in_flight() -> _InFlight:
+def _side() -> _InFlight:
     return _InFlight()
 
 
-def _start(x: Tensor, group: str, kind: Kind) -> Tensor:
+def in_flight(x: Tensor, overlap_from: int) -> bool:
+    """Whether the sum of ``x``, ``[tokens, hidden]``, is in flight between its start and its wait.
+
+    The start and the wait of a sum ask the same question, and get the same answer.
+    """
+    if x.device.type == "cpu" or _captures_a_piece():
+        return False
+    return x.shape[0] >= overlap_from or torch.cuda.is_current_stream_capturing()
+
+
+def _start(x: Tensor, group: str, kind: Kind, overlap_from: int) -> Tensor:
     from vllm.distributed import parallel_state  # pyright: ignore[reportMissingImports]
 
     ranks = parallel_state._groups[group]()
     if kind not in OF_VLLM:
-        return _start_of_fcsd(x, ranks.device_group, kind)
+        return _start_of_fcsd(x, ranks.device_group, kind, overlap_from)
     if x.device.type == "cpu":
         return ranks._all_reduce_out_place(x.clone())  # the communicator of CPUs writes over its input
-    if _captures_a_piece():
+    flight = _side()  # made by the first sum of all, before any graph is captured
+    if not in_flight(x, overlap_from):
         return ranks._all_reduce_out_place(x)
-    flight = _in_flight()
     flight.stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(flight.stream):
         y = ranks._all_reduce_out_place(x)
@@ -155,22 +189,22 @@ def _start(x: Tensor, group: str, kind: Kind) -> Tensor:
     return y
 
 
-def _start_of_fcsd(x: Tensor, group: Any, kind: Kind) -> Tensor:
+def _start_of_fcsd(x: Tensor, group: Any, kind: Kind, overlap_from: int) -> Tensor:
     """The same by fcsd's own kinds, which sum in place."""
     from fcsd.parallel.tensor.reduce import reduce
 
     y = x.clone()
     reduction = reduce(y, group, kind)
-    if x.device.type == "cpu" or _captures_a_piece():
+    if not in_flight(x, overlap_from):
         return reduction.wait()
-    _in_flight().waits[y.data_ptr()] = reduction.wait
+    _side().waits[y.data_ptr()] = reduction.wait
     return y
 
 
-def _wait(y: Tensor, x: Tensor, after: Tensor) -> None:
-    if y.device.type == "cpu" or _captures_a_piece():
+def _wait(y: Tensor, x: Tensor, after: Tensor, overlap_from: int) -> None:
+    if not in_flight(y, overlap_from):
         return
-    wait = _in_flight().waits.pop(y.data_ptr(), None)
+    wait = _side().waits.pop(y.data_ptr(), None)
     if wait is None:
         raise RuntimeError("a compiler copied a sum that is in flight, which would be read before it is complete")
     wait()
@@ -191,14 +225,14 @@ def define_operators() -> torch.library.Library:
     """Define the operators. The library that is returned keeps them alive."""
     library = torch.library.Library("fcsd", "FRAGMENT")
     tags = (torch.Tag.needs_fixed_stride_order,)
-    library.define("reduce_start(Tensor x, str group, str kind) -> Tensor", tags=tags)
-    library.define("reduce_wait(Tensor(a!) y, Tensor x, Tensor after) -> ()", tags=tags)
+    library.define("reduce_start(Tensor x, str group, str kind, int overlap_from) -> Tensor", tags=tags)
+    library.define("reduce_wait(Tensor(a!) y, Tensor x, Tensor after, int overlap_from) -> ()", tags=tags)
     library.define("reduce_cover(Tensor(a!) x, Tensor y) -> ()", tags=tags)
     for device in ("CPU", "CUDA"):
         library.impl("reduce_cover", lambda x, y: None, device)
         library.impl("reduce_start", _start, device)
         library.impl("reduce_wait", _wait, device)
-    library._register_fake("reduce_start", lambda x, group, kind: torch.empty_like(x))
-    library._register_fake("reduce_wait", lambda y, x, after: None)
+    library._register_fake("reduce_start", lambda x, group, kind, overlap_from: torch.empty_like(x))
+    library._register_fake("reduce_wait", lambda y, x, after, overlap_from: None)
     library._register_fake("reduce_cover", lambda x, y: None)
     return library

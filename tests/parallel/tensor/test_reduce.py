@@ -174,7 +174,9 @@ def test_the_bound_sends_nothing_and_is_marked_as_wrong(two_ranks: list[dict[str
 def test_kinds_between_gpus_are_refused_on_cpus(two_ranks: list[dict[str, Any]]) -> None:
     for rank in two_ranks:
         for said in rank["between GPUs"]:
-            assert "needs 2 to 8 GPUs of one host" in said and said.endswith("use --reduce nccl")
+            assert "needs 2 to 8 GPUs of one host" in said and said.endswith(
+                "use --reduce nccl, or under vLLM the kind vllm"
+            )
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -1,5 +1,6 @@
-"""Reductions over symmetric memory in a CUDA graph give the reference's bits in every replay."""
+"""Reductions over symmetric memory in a CUDA graph give the reference's bits in every replay; which kind is chosen."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from fcsd.kernels.bit_split import Format
+from fcsd.parallel.tensor import choice
 from fcsd.parallel.tensor.reduce import Kind, reduce
 from fcsd.parallel.tensor.simulated import simulate_all_reduce
 from fcsd.parallel.tensor.symmetric import shape_of
@@ -80,3 +83,15 @@ def test_small_messages_take_one_shot_and_large_ones_two() -> None:
     assert [shape_of(x, 2).one_shot for x in sizes] == [True, True, False]
     assert [shape_of(x, 4).one_shot for x in sizes] == [True, False, False]
     assert [shape_of(x, 2).blocks for x in sizes] == [16, 32, 64]
+
+
+def test_auto_takes_what_was_measured_as_the_fastest_and_nccl_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(size: int, dtype: torch.dtype = torch.bfloat16, ranks: int = 2, window: Any = "window") -> str:
+        monkeypatch.setattr(choice, "dist", SimpleNamespace(get_world_size=lambda _: ranks))
+        monkeypatch.setattr(choice, "try_window", lambda _: window)
+        with FakeTensorMode():
+            return choice.fastest(torch.empty(size, dtype=dtype, device="cuda"), None)
+
+    assert [chosen(size) for size in (8192, 2**21, 2**21 + 1)] == ["symmetric", "symmetric", "nccl"]
+    # A dtype that the kernels do not sum, GPUs that were not measured, and GPUs that cannot access each other's memory.
+    assert {chosen(8192, torch.float64), chosen(8192, ranks=4), chosen(8192, window=None)} == {"nccl"}

@@ -1,0 +1,73 @@
+"""The plugin's operators, and which sums are in flight; vLLM is doubled at its border."""
+
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fcsd.serve.vllm import reduction
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
+    """Puts a double of one of vLLM's modules where an import finds it."""
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+
+    def double(name: str, **contents: Any) -> ModuleType:
+        found = ModuleType(name)
+        vars(found).update(contents)
+        monkeypatch.setitem(sys.modules, name, found)
+        return found
+
+    return double
+
+
+def test_both_operators_sum_at_once_on_a_cpu(module, monkeypatch):
+    # As vLLM's, it writes over its input.
+    ranks = SimpleNamespace(_all_reduce_out_place=lambda x: x.mul_(2), device_group="the process group")
+    parallel_state = module("vllm.distributed.parallel_state", _groups={"tp:0": lambda: ranks})
+    module("vllm.distributed", parallel_state=parallel_state, tensor_model_parallel_all_reduce=lambda x: x * 2)
+    reduction.define_operators()
+    x = torch.ones(2, 3)
+    reducer = reduction.Reducer(2, "tp:0")
+    started = reducer.start(x)
+    assert torch.equal(reducer.wait(started, x), torch.full((2, 3), 2.0)) and torch.equal(x, torch.ones(2, 3))
+    assert reducer.now(x).summand is None and torch.equal(reducer.now(x).total, started.total)
+    asked = []
+
+    def reduce(x: torch.Tensor, group: Any, kind: str) -> Any:
+        asked.append((group, kind))
+        return SimpleNamespace(wait=lambda: x.mul_(3))
+
+    monkeypatch.setattr("fcsd.parallel.tensor.reduce.reduce", reduce)
+    own = reduction.Reducer(2, "tp:0", "quantised:int8")
+    assert torch.equal(own.wait(own.start(x), x), torch.full((2, 3), 3.0)) and torch.equal(x, torch.ones(2, 3))
+    assert asked == [("the process group", "quantised:int8")]
+    for alone in (reduction.Reducer(1, "tp:0"), reduction.Reducer(2, "tp:0", "none")):
+        assert alone.start(x).total is x and alone.now(x).total is x and alone.wait(alone.start(x), x) is x
+
+
+@pytest.mark.parametrize(
+    ("graph", "tokens", "overlap_from", "expected"),
+    [
+        (None, 2047, reduction.OVERLAP_FROM, False),
+        (None, 2048, reduction.OVERLAP_FROM, True),
+        (None, 1, 0, True),
+        ("FULL", 1, reduction.OVERLAP_FROM, True),
+        ("PIECEWISE", 8192, 0, False),
+    ],
+)
+def test_a_sum_is_in_flight_where_that_pays(module, monkeypatch, graph, tokens, overlap_from, expected):
+    mode = SimpleNamespace(FULL="full", PIECEWISE="piecewise")
+    context = SimpleNamespace(cudagraph_runtime_mode=graph and getattr(mode, graph))
+    module("vllm.config", CUDAGraphMode=mode)
+    module(
+        "vllm.forward_context", get_forward_context=lambda: context, is_forward_context_available=lambda: bool(graph)
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph is not None)
+    summand: Any = SimpleNamespace(device=torch.device("cuda"), shape=(tokens, 16))
+    assert reduction.in_flight(summand, overlap_from) is expected
+    assert not reduction.in_flight(torch.ones(tokens, 1), overlap_from), "on a CPU nothing is"
