@@ -9,7 +9,7 @@ task definitions read real and mirrored data. For the same reason, it would read
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,10 +174,13 @@ def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lean_lm_eval() -> Iterator[None]:
-    """Inside the block, lm-eval shows no progress bar per task (57 for MMLU) and compiles no template per document."""
+    """Inside the block, lm-eval shows no progress bar per task (57 for MMLU), compiles no template per document, and
+    looks at the files of a data set once, not for each of its configurations.
+    """
     import functools
 
     import datasets
+    import datasets.load
     import lm_eval.api.task
     import lm_eval.utils
     import tqdm
@@ -189,11 +192,25 @@ def _lean_lm_eval() -> Iterator[None]:
         with (
             _swapped(lm_eval.api.task, "tqdm", functools.partial(tqdm.tqdm, disable=True)),
             _swapped(templates, "from_string", functools.lru_cache(templates.from_string)),
+            _swapped(datasets.load, "dataset_module_factory", _found_once(datasets.load.dataset_module_factory)),
         ):
             yield
     finally:
         if shown:
             datasets.enable_progress_bars()
+
+
+def _found_once(find: Callable[..., Any]) -> Callable[..., Any]:
+    """``find``, ``datasets``' search for the files of a data set, which is made once for equal arguments."""
+    found: dict[str, Any] = {}
+
+    def module(*args: Any, **options: Any) -> Any:
+        key = repr((args, options))
+        if key not in found:
+            found[key] = find(*args, **options)
+        return replace(found[key], builder_kwargs=dict(found[key].builder_kwargs))  # the caller takes entries out
+
+    return module
 
 
 def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_exec: bool = False) -> dict[str, Any]:

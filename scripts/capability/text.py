@@ -20,12 +20,13 @@ per cent.
 import argparse
 import hashlib
 import json
+import os
 import random
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +91,29 @@ def generated(kind: str, wrong: float, seed: int, count: int) -> list[str]:
     return ["".join(text for text, _ in pieces) for pieces in documents]
 
 
-def real_text(source: Path) -> list[str]:
+def generated_lines(kind: str, wrong: float, seed: int, count: int) -> bytes:
+    """The documents of ``generated`` as JSON lines."""
+    return as_lines(generated(kind, wrong, seed, count))
+
+
+def as_lines(texts: Iterable[str]) -> bytes:
+    """Texts as JSON lines."""
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def real_text(source: Path, pool: ProcessPoolExecutor) -> list[str]:
     """Pieces of real text: the lines of a .jsonl file, or the files of a folder, cut at blank lines."""
     if source.suffix == ".jsonl":
         return [json.loads(line)["text"] for line in source.open()]
-    pieces: list[str] = []
-    for path in sorted(source.rglob("*")):
-        if path.suffix in SUFFIXES and path.is_file() and not path.is_symlink() and path.stat().st_size < 400_000:
-            found = chunks(path.read_text(errors="ignore"))
-            pieces += [piece for piece in found if len(piece) < 2 * CHUNK]
-    return pieces
+    paths = [path for path in sorted(source.rglob("*")) if path.suffix in SUFFIXES]
+    return [piece for found in pool.map(pieces_of, paths, chunksize=100) for piece in found]
+
+
+def pieces_of(path: Path) -> list[str]:
+    """The pieces of a file of real text; none of a large file or a link, which may be listed twice."""
+    if path.is_symlink() or not path.is_file() or path.stat().st_size >= 400_000:
+        return []
+    return [piece for piece in chunks(path.read_text(errors="ignore")) if len(piece) < 2 * CHUNK]
 
 
 def tokens_per_text(tokenizer: Any, texts: list[str], rng: random.Random) -> float:
@@ -109,35 +123,33 @@ def tokens_per_text(tokenizer: Any, texts: list[str], rng: random.Random) -> flo
 
 
 def write(args: argparse.Namespace) -> dict[str, Any]:
-    """Write the text; returns what text.json holds."""
+    """Write the text; returns what text.json holds.
+
+    Real pieces come first and generated documents after them, because a run draws them in a random order anyway.
+    """
     from transformers import AutoTokenizer
 
     tokenizer, rng = AutoTokenizer.from_pretrained(args.tokenizer), random.Random(args.seed)
     wanted = 1.02 * args.tokens
-    real = real_text(args.text)
-    if not real:
-        raise SystemExit(f"{args.text} has no text; name a .jsonl file or a folder with --text")
-    rng.shuffle(real)
-    share = 1.0 if args.kind == "none" else REAL_SHARE
-    count = round(share * wanted / tokens_per_text(tokenizer, real, rng)) + 1
-    texts = [real[n % len(real)] for n in range(count)]
-    made = 0
-    if args.kind != "none":
-        sample = generated(args.kind, args.wrong, args.seed, SAMPLE)
-        made = round((1 - share) * wanted / tokens_per_text(tokenizer, sample, rng)) + 1
-        parts = [min(PART, made - first) for first in range(0, made, PART)]
-        seeds = [FIRST_SEED * (1 + args.seed) + n for n in range(len(parts))]
-        with ProcessPoolExecutor(args.workers) as pool:
-            for part in pool.map(generated, repeat(args.kind), repeat(args.wrong), seeds, parts):
-                texts += part
-    rng.shuffle(texts)
     args.out.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
-    with (args.out / "train.jsonl").open("w") as file:
-        for text in texts:
-            line = json.dumps({"text": text}) + "\n"
-            digest.update(line.encode())
-            file.write(line)
+    with ProcessPoolExecutor(args.workers) as pool, (args.out / "train.jsonl").open("wb") as file:
+        real = real_text(args.text, pool)
+        if not real:
+            raise SystemExit(f"{args.text} has no text; name a .jsonl file or a folder with --text")
+        rng.shuffle(real)
+        share = 1.0 if args.kind == "none" else REAL_SHARE
+        count = round(share * wanted / tokens_per_text(tokenizer, real, rng)) + 1
+        made, parts = 0, list[int]()
+        if args.kind != "none":
+            sample = generated(args.kind, args.wrong, args.seed, SAMPLE)
+            made = round((1 - share) * wanted / tokens_per_text(tokenizer, sample, rng)) + 1
+            parts = [min(PART, made - first) for first in range(0, made, PART)]
+        seeds = [FIRST_SEED * (1 + args.seed) + n for n in range(len(parts))]
+        documents = pool.map(generated_lines, repeat(args.kind), repeat(args.wrong), seeds, parts)
+        for lines in chain([as_lines(real[n % len(real)] for n in range(count))], documents):
+            digest.update(lines)
+            file.write(lines)
     about = {
         "kind": args.kind,
         "wrong": args.wrong,
@@ -162,7 +174,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="real text: a .jsonl file or a folder")
     parser.add_argument("--tokenizer", type=Path, default=Path("assets/teacher"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=None, help="processes that generate; default: one per CPU")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=int, default=cores, help="processes that generate; default: one per core")
     args = parser.parse_args()
     if args.text is None:
         same = args.kind == "same"

@@ -20,13 +20,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs as a program, too
 
+from scripts.capability.forks import Fork, Forks
 from scripts.capability.results import append, packed, read_lines
 from scripts.capability.runs import (
     BUNDLED,
@@ -63,14 +64,18 @@ class Clock:
 
     def __init__(self, minutes: float) -> None:
         self._ends = time.monotonic() + 60 * minutes - SAVING
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._running: set[subprocess.Popen[bytes] | Fork] = set()
         self._lock = threading.Lock()
         self._timer = threading.Timer(max(0.0, self._ends - time.monotonic()), self._end)
         self._timer.daemon = True
         self._timer.start()
 
-    def run(self, command: list[str], log: Path, env: dict[str, str]) -> None:
+    def run(self, command: list[str], log: Path, env: dict[str, str], forks: Forks | None = None) -> None:
         """Run a command; its output goes to the end of ``log``.
+
+        Args:
+            command: the words of the command line.
+            forks: runs the command as ``fcsd COMMAND``; None starts an ordinary process.
 
         Raises:
             OutOfTimeError: the time was over before the command ended.
@@ -80,8 +85,11 @@ class Clock:
             if time.monotonic() >= self._ends:
                 raise OutOfTimeError
             log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("ab") as file:
-                process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
+            if forks is None:
+                with log.open("ab") as file:
+                    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
+            else:
+                process = forks.start(command, log, env)
             self._running.add(process)
         code = process.wait()
         with self._lock:
@@ -117,7 +125,23 @@ class Study:
         self.gpus = given.split(",") if given else [str(gpu) for gpu in range(args.gpus)]
         self.env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.work / "cache")}
         self.env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        self.env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // args.processes))
+        self.env["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // args.processes))
+        self.forks: Forks | None = None  # without it, commands are ordinary processes
+        self.ready = threading.Event()  # set when it is known how commands are started
+
+    def import_libraries(self) -> None:
+        """Start commands as forks from now on, if a fork can compute on the device."""
+        start, log = time.monotonic(), self.work / "logs" / "forks.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        seen = {"CUDA_VISIBLE_DEVICES": self.gpus[0]} if self.args.device == "cuda" else {}
+        try:
+            forks = Forks(self.env)
+            if not forks.work(self.args.device, log, self.env | seen):
+                raise RuntimeError(f"a fork cannot compute on the device, so commands are ordinary processes: {log}")
+            self.forks = forks
+            print(f"libraries imported in {time.monotonic() - start:.0f} s; commands are forks", flush=True)
+        finally:
+            self.ready.set()
 
     @property
     def chosen(self) -> dict[str, dict[str, Any]]:
@@ -135,8 +159,10 @@ class Study:
 
     def fcsd(self, words: list[str], log: str, gpu: int) -> None:
         """Run a command of fcsd on a GPU."""
+        self.ready.wait()
         seen = {"CUDA_VISIBLE_DEVICES": self.gpus[gpu]} if self.args.device == "cuda" else {}
-        self.clock.run([*FCSD, *words], self.work / "logs" / f"{log}.log", self.env | seen)
+        command = [*FCSD, *words] if self.forks is None else words
+        self.clock.run(command, self.work / "logs" / f"{log}.log", self.env | seen, self.forks)
 
 
 def device_name(args: argparse.Namespace) -> str:
@@ -269,11 +295,16 @@ def texts_of(runs: list[Run], sweeps: list[str]) -> list[tuple[str, float]]:
 
 @dataclass(frozen=True)
 class Job:
-    """A text, a sweep or a run: ``do`` takes the number of a GPU, after the jobs that it ``needs``."""
+    """A text, a sweep or a run: ``do`` takes the number of a GPU, after the jobs that it ``needs``.
+
+    Attributes:
+        load: what it asks of the GPU, as the share of the teacher's tokens that it trains on.
+    """
 
     name: str
     needs: tuple[str, ...]
     do: Callable[[int], None]
+    load: float = 0.0
 
 
 def jobs_of(study: Study, runs: list[Run], names: list[str]) -> list[Job]:
@@ -292,14 +323,15 @@ def jobs_of(study: Study, runs: list[Run], names: list[str]) -> list[Job]:
         jobs.append(Job(name, needs, lambda _, s=name: choose(study, s)))
     for run in runs:
         needs = (text_name(run.text, run.text_share), *sweeps_of(run)) if run.text else ()
-        jobs.append(Job(run.name, needs, lambda gpu, r=run: do_run(study, r, gpu)))
+        jobs.append(Job(run.name, needs, lambda gpu, r=run: do_run(study, r, gpu), run.share))
     known = {job.name for job in jobs}  # what is not among them is done
-    return [Job(job.name, tuple(name for name in job.needs if name in known), job.do) for job in jobs]
+    return [replace(job, needs=tuple(name for name in job.needs if name in known)) for job in jobs]
 
 
 def together(jobs: list[Job], at_once: int, gpus: int) -> bool:
-    """Do jobs, several at a time: always the first one whose needs are done, on the GPU that has the fewest.
+    """Do jobs, several at a time: always the first one whose needs are done, on the GPU with the smallest load.
 
+    A run that waits for its text or its sweep keeps a place, because the runs after it may take the GPUs for minutes.
     A failure is printed and stops only the jobs that need this one. Returns whether all jobs ended.
     """
     waiting, running, done, failed = list(jobs), dict[Future[None], tuple[Job, int]](), set[str](), set[str]()
@@ -308,10 +340,17 @@ def together(jobs: list[Job], at_once: int, gpus: int) -> bool:
             for job in [job for job in waiting if failed & set(job.needs)]:
                 waiting.remove(job)
                 failed.add(job.name)
-            for job in [job for job in waiting if done.issuperset(job.needs)][: at_once - len(running)]:
+            free = at_once - len(running)
+            for job in list(waiting):
+                ready = done.issuperset(job.needs)
+                if free == 0 or not (ready or (job.load and running)):
+                    continue
+                free -= 1
+                if not ready:
+                    continue
                 waiting.remove(job)
-                taken = [gpu for _, gpu in running.values()]
-                gpu = min(range(gpus), key=taken.count)
+                loads = [[other.load for other, at in running.values() if at == gpu] for gpu in range(gpus)]
+                gpu = min(range(gpus), key=lambda gpu: (sum(loads[gpu]), len(loads[gpu])))
                 running[pool.submit(job.do, gpu)] = job, gpu
             if not running:
                 return not failed
@@ -353,7 +392,12 @@ def main() -> int:
     study = Study(args)
     runs, sweeps = missing(study, args.studies, args.up_to)
     with shared_gpus(study):
-        done = together(jobs_of(study, runs, sweeps), args.processes, len(study.gpus))
+        jobs = jobs_of(study, runs, sweeps)
+        if args.forks:
+            jobs = [Job("libraries", (), lambda _: study.import_libraries()), *jobs]
+        else:
+            study.ready.set()
+        done = together(jobs, args.processes, len(study.gpus))
     study.clock.stop()
     left, _ = missing(study, args.studies, args.up_to)
     print(f"{len(runs) - len(left)} of {len(runs)} runs done; left: {', '.join(run.name for run in left) or 'none'}")
@@ -369,6 +413,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--processes", type=int, default=8, help="models at a time")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--forks", action=argparse.BooleanOptionalAction, default=True, help="import libraries once")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--teacher", type=Path, help="directory of another teacher; default: the bundled one")
     parser.add_argument("--wiring", choices=list(SIBLINGS), default=BUNDLED.wiring)

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets.load
 import eval_data
 import nltk
 import pytest
@@ -51,6 +52,23 @@ def test_a_task_defined_otherwise_than_the_suite_knows_is_said(mirror: Path, mon
     monkeypatch.setitem(DEFINITIONS, "sciq", "0" * 64)
     with tasks.load_tasks(rows, mirror):
         assert "the installed lm-eval defines sciq otherwise" in caplog.text
+
+
+def test_the_files_of_a_data_set_are_looked_for_once(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+    search = datasets.load.dataset_module_factory
+
+    def counted(path: str, **options: Any) -> Any:
+        searched.append(path)
+        return search(path, **options)
+
+    monkeypatch.setattr(datasets.load, "dataset_module_factory", counted)
+    rows = [row for row in SUITES["strict"] if row.column in ("ARC-E", "ARC-C", "MMLU")]
+    with tasks.load_tasks(rows, repo / "assets/mirror") as loaded:
+        found = {name: list(leaf.eval_docs) for task in loaded for name, leaf in task.lm_eval["tasks"].items()}
+    assert len(found) == 59 and sorted(searched) == ["allenai/ai2_arc", "cais/mmlu"]
+    for name, subject in (("mmlu_anatomy", "anatomy"), ("mmlu_world_religions", "world_religions")):
+        assert {document["subject"] for document in found[name]} == {subject}
 
 
 @pytest.mark.usefixtures("datasets_cache")

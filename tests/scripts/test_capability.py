@@ -2,18 +2,22 @@
 
 import json
 import math
+import os
 import random
+import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripts.capability import report
+from scripts.capability.forks import COUNTS_WITHOUT_CUDA, ROOT, Forks
 from scripts.capability.results import append, packed, read_lines, unpacked
 from scripts.capability.runs import STARTING_VALUES, Run, Subject, fitted, recipe_of, sweeps, trial_recipe
 from scripts.capability.scores import fit, scores_of, tokens_to
 from scripts.capability.studies import TABLE_4, chosen_half, sensitivity, studies
-from scripts.capability.work import Job, Study, _arguments, best_of, choose, seconds_in_steps, texts_of, together
+from scripts.capability.work import FCSD, Job, Study, _arguments, best_of, choose, seconds_in_steps, texts_of, together
 
 from fcsd.config import load_recipe
 from fcsd.eval.suite import SUITES
@@ -128,6 +132,53 @@ def test_models_at_work_are_spread_over_the_gpus() -> None:
     assert together([Job("one", (), do), Job("two", (), do)], at_once=2, gpus=2) and seen == {0, 1}
 
 
+def test_models_go_to_the_gpu_with_the_fewest_tokens_to_train_on() -> None:
+    all_at_work, seen = threading.Barrier(4, timeout=60), dict[str, int]()
+
+    def job(name: str, load: float) -> Job:
+        def do(gpu: int) -> None:
+            seen[name] = gpu
+            all_at_work.wait()
+
+        return Job(name, (), do, load)
+
+    assert together([job("long", 0.1), job("a", 0.01), job("b", 0.01), job("c", 0.01)], at_once=4, gpus=2)
+    assert seen == {"long": 0, "a": 1, "b": 1, "c": 1}
+
+
+def test_a_run_that_waits_for_its_text_keeps_a_place() -> None:
+    order, long_began = list[str](), threading.Event()
+
+    def do(name: str, until: threading.Event | None = None) -> Callable[[int], None]:
+        def act(gpu: int) -> None:
+            order.append(name)
+            if until is not None:
+                assert until.wait(60)
+
+        return act
+
+    def long(gpu: int) -> None:
+        order.append("long")
+        long_began.set()
+
+    jobs = [Job("text", (), do("text")), Job("long", ("text",), long, 0.1)]
+    jobs += [Job(name, (), do(name, long_began), 0.05) for name in ("short", "last")]
+    assert together(jobs, at_once=3, gpus=1) and order.index("long") < order.index("last")
+
+
+def test_a_fork_does_what_a_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(*next(iter(COUNTS_WITHOUT_CUDA.items())))  # the environment of the tests is restored
+    forks, log, env = Forks(dict(os.environ), "fcsd.cli.main"), tmp_path / "log", {**os.environ, "COLUMNS": "60"}
+    for words, code in ((["--version"], 0), (["recipes", "list"], 0), (["recipes", "show", "no-such"], 2)):
+        log.unlink(missing_ok=True)
+        process = subprocess.run([*FCSD, *words], env=env, cwd=ROOT, stdout=-1, stderr=subprocess.STDOUT, check=False)
+        assert forks.start(words, log, env).wait() == process.returncode == code
+        assert log.read_bytes() == process.stdout
+    assert forks.work("cpu", log, env) and not forks.work("no-such-device", log, env)
+    assert not Forks(dict(os.environ), "no_such_module").work("cpu", log, env)
+    assert "No module named 'no_such_module'" in log.read_text()
+
+
 def test_a_text_is_long_enough_and_runs_have_it_in_common(tmp_path: Path) -> None:
     runs = [Run("KL", "same", 0.01), Run("SFT", "same", 0.005), Run("KL", "same", 0.2), Run("teacher")]
     assert texts_of(runs, ["sft-other"]) == [("other", 0.01), ("same", 0.01), ("same", 0.1)]
@@ -211,6 +262,11 @@ def test_the_page_says_what_was_not_run_and_refuses_trials(lines: dict[str, dict
         report.page(few | {"x": line_of(Run("KL", "same", 0.1), 0.5, limit=5)}, tmp_path / "none.png")
     with pytest.raises(ValueError, match="different teachers"):
         report.page(few | {"x": line_of(Run("KL", "same", 0.1), 0.5, teacher_tokens=7)}, tmp_path / "none.png")
+
+
+def test_the_stored_page_is_that_of_the_stored_results(repo: Path, tmp_path: Path) -> None:
+    text = report.page(read_lines([repo / "docs/results/capability.jsonl"]), tmp_path / "capability.png")
+    assert text == (repo / "docs/CAPABILITY.md").read_text(encoding="utf-8")
 
 
 def test_the_search_gives_an_order_of_all_layers_and_a_half() -> None:
