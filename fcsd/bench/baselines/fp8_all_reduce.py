@@ -5,6 +5,9 @@ without quantising them. It decodes its sums as the others do, so all ranks end 
 keeps its own sums as they are, so that ranks differ. The turns and flags are those of ``kernels.all_reduce``.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# Triton gives the attributes of the tuples ROW and MEMORY, which pyright does not know of.
+
 from typing import Any
 
 import torch

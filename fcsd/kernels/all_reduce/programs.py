@@ -5,6 +5,9 @@ divided among the ranks; each rank sums its share and sends the sum to all. A tu
 one: its values are on the wire while those of the turn before it are summed.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# Triton gives the attributes of the tuples ROW and MEMORY, which pyright does not know of.
+
 import triton
 import triton.language as tl
 

@@ -6,6 +6,9 @@ every sum is encoded and decoded once, in one shot as well as in two. All ranks 
 are those of ``parallel.tensor.simulated``.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# Triton gives the attributes of the tuples ROW and MEMORY, which pyright does not know of.
+
 import triton
 import triton.language as tl
 
@@ -49,22 +52,14 @@ def _push(
         tile = ((turn * tl.num_programs(0) + block) * SHARES + owner) * TILES + number % TILES
         at = tile * ROW.width + column
         values = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-        codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = encode_values(
-            values, column % ROW.group, None, ROW, EXACT
-        )
+        coded = encode_values(values, column % ROW.group, None, ROW, EXACT)
         for step in range(RECEIVERS):
             receiver = owner
             if ONE_SHOT:
                 receiver = (me + step) % MEMORY.ranks
             store_record(
                 _record(tl.load(bases + receiver), place, number % TILES, ROW, MEMORY),
-                codes,
-                scale,
-                zero,
-                least_bits,
-                greatest_bits,
-                least_at,
-                greatest_at,
+                coded,
                 word,
                 group,
                 tile * ROW.block + group < n // ROW.group,
@@ -154,20 +149,12 @@ def sum_kernel(
                     place = place_of(0, block, first + turn, rank, MEMORY)
                     values, broken = load_values(_record(own, place, number, ROW, MEMORY), word, group, inside, ROW)
                     total += tl.where(beside(broken), float("nan"), values)
-                codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = encode_values(
-                    total, column % ROW.group, None, ROW, False
-                )
+                coded = encode_values(total, column % ROW.group, None, ROW, False)
                 place = place_of(1, block, first + turn, me, MEMORY)
                 for step in range(SHARES):  # to this rank alone, or to all ranks
                     store_record(
                         _record(tl.load(bases + (me + step) % MEMORY.ranks), place, number, ROW, MEMORY),
-                        codes,
-                        scale,
-                        zero,
-                        least_bits,
-                        greatest_bits,
-                        least_at,
-                        greatest_at,
+                        coded,
                         word,
                         group,
                         inside,

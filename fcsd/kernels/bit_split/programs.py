@@ -3,6 +3,9 @@
 ``row`` is the number of the row of a program, and ``at`` that of a record. -1 stands for no record.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# Triton gives the attributes of the tuples ROW and MEMORY, which pyright does not know of.
+
 import triton
 import triton.language as tl
 
@@ -36,9 +39,7 @@ def encode_kernel(
     if pair is not None:
         noise = uniform(seed, word, tl.load(pair + row), step_number, lane, eighths())
     if weight is None:  # once for all places
-        codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = encode_values(
-            x, place, noise, ROW, EXACT
-        )
+        coded = encode_values(x, place, noise, ROW, EXACT)
     for k in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
         at = row
         if places is not None:
@@ -47,24 +48,9 @@ def encode_kernel(
             y = x * tl.load(weight + row * TOP_K + k).to(tl.float32)
             if EXACT:
                 y = tl.where(y == y, from_bf16(to_bf16(y)), y)
-            codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = encode_values(
-                y, place, noise, ROW, EXACT
-            )
+            coded = encode_values(y, place, noise, ROW, EXACT)
         record = records + at * ROW.bytes
-        store_record(
-            record,
-            codes,
-            scale,
-            zero,
-            least_bits,
-            greatest_bits,
-            least_at,
-            greatest_at,
-            word,
-            group,
-            inside & (at >= 0),
-            ROW,
-        )
+        store_record(record, coded, word, group, inside & (at >= 0), ROW)
         if ROW.padding < ROW.bytes and tl.program_id(1) == 0:
             tl.store(record + rest, tl.zeros([16], tl.uint8), mask=(rest < ROW.bytes) & (at >= 0))
 
@@ -128,9 +114,9 @@ def encode_sum_kernel(records, sums, ROW: tl.constexpr, RANKS: tl.constexpr):
     for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]
         x, broken = load_values(records + (rank * rows + row) * ROW.bytes, word, group, inside, ROW)
         total += tl.where(beside(broken), float("nan"), x)
-    codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = encode_values(total, place, None, ROW, False)
+    coded = encode_values(total, place, None, ROW, False)
     record = sums + row * ROW.bytes
-    store_record(record, codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at, word, group, inside, ROW)
+    store_record(record, coded, word, group, inside, ROW)
     if ROW.padding < ROW.bytes and tl.program_id(1) == 0:
         rest = ROW.padding + tl.arange(0, 16)
         tl.store(record + rest, tl.zeros([16], tl.uint8), mask=rest < ROW.bytes)

@@ -6,6 +6,9 @@ is at ``[v // 8 // LANES, group, v // 8 % LANES, v % 8]``. With several words of
 repeat the arithmetic of the group's scale.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# Triton gives the attributes of the tuples ROW and MEMORY, which pyright does not know of.
+
 from typing import NamedTuple
 
 import triton
@@ -116,9 +119,10 @@ def encode_values(x, place, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
         low, high = least(x) * ROW.clip, greatest(x) * ROW.clip
 
     ones = tl.full(low.shape, 1.0, tl.float32)
+    ROUNDING: tl.constexpr = ROW.rounding
     if ROW.integer:
         low, high = tl.minimum(low, 0.0), tl.maximum(high, 0.0)
-        scale = code_of((high - low) * (1.0 / LEVELS), ROW.rounding)
+        scale = code_of((high - low) * (1.0 / LEVELS), ROUNDING)
         broken = broken | (scale > 254)
         scale = tl.minimum(tl.maximum(scale, 0), 254)
         inverse = tl.div_rn(ones, step_of(scale))
@@ -174,16 +178,16 @@ def _load_plane(plane, word, inside, BITS: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def store_record(
-    record, codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at, word, group, inside, ROW: tl.constexpr
-):
+def store_record(record, coded, word, group, inside, ROW: tl.constexpr):
     """Store what ``encode_values`` returns in the record that begins at ``record``.
 
     Args:
+        coded: the result of ``encode_values``.
         word: the numbers of the words, ``[ROW.parts, groups, LANES]``.
         group: the numbers of the groups.
         inside: which of the groups the row has.
     """
+    codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = coded
     COUNT: tl.constexpr = ROW.width // ROW.group  # pyright: ignore[reportOperatorIssue]
     scales, zeros = numbers(record + ROW.scales, ROW.integer), numbers(record + ROW.zeros, ROW.integer)
     tl.store(scales + group, scale.to(scales.dtype.element_ty), mask=inside)
