@@ -5,6 +5,9 @@ without quantising them. It decodes its sums as the others do, so all ranks end 
 keeps its own sums as they are, so that ranks differ. The turns and flags are those of ``kernels.all_reduce``.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# Triton gives the attributes of the tuples ROW and MEMORY, which pyright does not know of.
+
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fcsd.kernels.all_reduce.memory import BLOCKS, SLOTS, Memory, data_offset
+from fcsd.kernels.all_reduce.memory import Memory
 from fcsd.kernels.all_reduce.programs import await_signals, data_of, place_of, signal
 
 _GROUP = 256
@@ -51,24 +54,20 @@ def _collect(
     block,
     first,
     turn,
-    RANKS: tl.constexpr,
+    MEMORY: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     BYTES: tl.constexpr,
     TILES: tl.constexpr,
-    SLOT: tl.constexpr,
-    DATA: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
     within = tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    await_signals(bases, me, 1, block, first + turn, RANKS, BLOCKS, SLOTS)
+    await_signals(bases, me, 1, block, first + turn, MEMORY)
     own = tl.load(bases + me)
-    for number in range(TILES, RANKS * TILES):
-        owner = (me + number // TILES) % RANKS
-        tile = ((turn * tl.num_programs(0) + block) * RANKS + owner) * TILES + number % TILES
-        place = place_of(1, block, first + turn, owner, RANKS, BLOCKS, SLOTS)
-        sums = _load(data_of(own, place, DATA, SLOT) + number % TILES * BYTES, TILE, GROUP)
+    for number in range(TILES, MEMORY.ranks * TILES):
+        owner = (me + number // TILES) % MEMORY.ranks
+        tile = ((turn * tl.num_programs(0) + block) * MEMORY.ranks + owner) * TILES + number % TILES
+        place = place_of(1, block, first + turn, owner, MEMORY)
+        sums = _load(data_of(own, place, MEMORY) + number % TILES * BYTES, TILE, GROUP)
         at = tile * TILE + within
         tl.store(x + at, sums.to(x.dtype.element_ty), mask=at < n)
 
@@ -80,53 +79,47 @@ def fp8_kernel(
     bases,
     turns,
     me,
-    RANKS: tl.constexpr,
+    MEMORY: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     BYTES: tl.constexpr,
     TILES: tl.constexpr,
-    SLOT: tl.constexpr,
-    DATA: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
     block = tl.program_id(0)
     within = tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     first, own = tl.load(turns + block), tl.load(bases + me)
-    count = tl.cdiv(n, tl.num_programs(0) * RANKS * TILES * TILE)
+    count = tl.cdiv(n, tl.num_programs(0) * MEMORY.ranks * TILES * TILE)
     for ahead in range(count + 1):
         if ahead < count:
-            arrivals = place_of(0, block, first + ahead, me, RANKS, BLOCKS, SLOTS)
-            for number in range(TILES, RANKS * TILES):
-                owner = (me + number // TILES) % RANKS
-                tile = ((ahead * tl.num_programs(0) + block) * RANKS + owner) * TILES + number % TILES
+            arrivals = place_of(0, block, first + ahead, me, MEMORY)
+            for number in range(TILES, MEMORY.ranks * TILES):
+                owner = (me + number // TILES) % MEMORY.ranks
+                tile = ((ahead * tl.num_programs(0) + block) * MEMORY.ranks + owner) * TILES + number % TILES
                 at = tile * TILE + within
                 values = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-                there = data_of(tl.load(bases + owner), arrivals, DATA, SLOT)
+                there = data_of(tl.load(bases + owner), arrivals, MEMORY)
                 _store(there + number % TILES * BYTES, values, TILE, GROUP)
-            signal(bases, me, 0, block, first + ahead, RANKS, BLOCKS, SLOTS)
+            signal(bases, me, 0, block, first + ahead, MEMORY)
         turn = ahead - 1
         if turn >= 0:
-            await_signals(bases, me, 0, block, first + turn, RANKS, BLOCKS, SLOTS)
-            sent = place_of(1, block, first + turn, me, RANKS, BLOCKS, SLOTS)
+            await_signals(bases, me, 0, block, first + turn, MEMORY)
+            sent = place_of(1, block, first + turn, me, MEMORY)
             for number in range(TILES):
-                tile = ((turn * tl.num_programs(0) + block) * RANKS + me) * TILES + number
+                tile = ((turn * tl.num_programs(0) + block) * MEMORY.ranks + me) * TILES + number
                 at = tile * TILE + within
                 total = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-                for step in range(1, RANKS):
-                    place = place_of(0, block, first + turn, (me + step) % RANKS, RANKS, BLOCKS, SLOTS)
-                    total += _load(data_of(own, place, DATA, SLOT) + number * BYTES, TILE, GROUP)
+                for step in range(1, MEMORY.ranks):
+                    place = place_of(0, block, first + turn, (me + step) % MEMORY.ranks, MEMORY)
+                    total += _load(data_of(own, place, MEMORY) + number * BYTES, TILE, GROUP)
                 sums = total
-                for step in range(1, RANKS):
-                    base = tl.load(bases + (me + step) % RANKS)
-                    sums = _store(data_of(base, sent, DATA, SLOT) + number * BYTES, total, TILE, GROUP)
+                for step in range(1, MEMORY.ranks):
+                    base = tl.load(bases + (me + step) % MEMORY.ranks)
+                    sums = _store(data_of(base, sent, MEMORY) + number * BYTES, total, TILE, GROUP)
                 tl.store(x + at, sums.to(x.dtype.element_ty), mask=at < n)
-            signal(bases, me, 1, block, first + turn, RANKS, BLOCKS, SLOTS)
+            signal(bases, me, 1, block, first + turn, MEMORY)
         if turn > 0:
-            _collect(
-                x, n, bases, me, block, first, turn - 1, RANKS, TILE, GROUP, BYTES, TILES, SLOT, DATA, BLOCKS, SLOTS
-            )
-    _collect(x, n, bases, me, block, first, count - 1, RANKS, TILE, GROUP, BYTES, TILES, SLOT, DATA, BLOCKS, SLOTS)
+            _collect(x, n, bases, me, block, first, turn - 1, MEMORY, TILE, GROUP, BYTES, TILES)
+    _collect(x, n, bases, me, block, first, count - 1, MEMORY, TILE, GROUP, BYTES, TILES)
     tl.store(turns + block, first + count)
 
 
@@ -142,7 +135,6 @@ def all_reduce(x: Tensor, memory: Memory, blocks: int) -> None:
     while _bytes(tile) > memory.slot_bytes:
         tile //= 2
     constants: dict[str, Any] = {"TILE": tile, "GROUP": _GROUP, "BYTES": _bytes(tile), "TILES": 1}
-    constants |= {"SLOT": memory.slot_bytes, "DATA": data_offset(memory.size), "BLOCKS": BLOCKS, "SLOTS": SLOTS}
     grid = (min(blocks, -(-x.numel() // (memory.size * tile))),)
     kernel: Any = fp8_kernel
     with torch.cuda.device_of(x):
@@ -152,7 +144,7 @@ def all_reduce(x: Tensor, memory: Memory, blocks: int) -> None:
             memory.bases,
             memory.turns,
             memory.rank,
-            RANKS=memory.size,
+            MEMORY=memory.layout,
             num_warps=tile // 1024,
             **constants,
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fcsd.kernels.all_reduce import programs, programs_quantised
-from fcsd.kernels.all_reduce.memory import BLOCKS, SLOTS, Memory, Rooms, Shape, data_offset, require_dtype
+from fcsd.kernels.all_reduce.memory import Memory, Rooms, Shape, require_dtype
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.kernels import Launch, plan_of
 
@@ -56,8 +56,7 @@ def all_reduce_large(x: Tensor, memory: Memory, rooms: Rooms, blocks: int, tile:
     require_dtype(x)
     for part in x.view(-1).split(rooms.size // x.element_size()):
         grid = (min(blocks, -(-len(part) // (memory.size * tile))),)
-        constants = {"TILE": tile, "HALF": rooms.size, "num_warps": min(16, tile // 256)}
-        constants |= {"RANKS": memory.size, "BLOCKS": BLOCKS, "SLOTS": SLOTS}
+        constants = {"MEMORY": memory.layout, "TILE": tile, "HALF": rooms.size, "num_warps": min(16, tile // 256)}
         kernel: Any = programs.pull_kernel
         with torch.cuda.device_of(part):
             kernel[grid](part, len(part), memory.bases, memory.turns, rooms.bases, memory.rank, **constants)
@@ -97,24 +96,14 @@ def _records(format: Format, slot_bytes: int, small: bool, record: int | None) -
         record //= 2
     launch = Launch(record, 1, 8) if small else Launch(record, 4, 16)
     plan = plan_of(format, record, launch)
-    tiles = 1 if small else min(4, slot_bytes // plan.row_bytes)
-    return record, {**plan.constants, **plan.rounding, "TILES": tiles}
+    tiles = 1 if small else min(4, slot_bytes // plan.row.bytes)
+    return record, {"ROW": plan.row, **plan.options, "TILES": tiles}
 
 
 def _start(kernel: Any, x: Tensor, memory: Memory, shape: Shape, blocks: int, options: dict[str, Any]) -> None:
     """Start a kernel of ``blocks`` blocks on the device of ``x``, unless there is nothing to sum."""
     if not len(x):
         return
-    layout = {"SLOT": memory.slot_bytes, "DATA": data_offset(memory.size), "BLOCKS": BLOCKS, "SLOTS": SLOTS}
     with torch.cuda.device_of(x):
-        kernel[(blocks,)](
-            x,
-            len(x),
-            memory.bases,
-            memory.turns,
-            memory.rank,
-            RANKS=memory.size,
-            ONE_SHOT=shape.one_shot,
-            **layout,
-            **options,
-        )
+        arguments = x, len(x), memory.bases, memory.turns, memory.rank
+        kernel[(blocks,)](*arguments, MEMORY=memory.layout, ONE_SHOT=shape.one_shot, **options)

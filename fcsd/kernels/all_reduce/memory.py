@@ -37,6 +37,16 @@ _ROUND = 64 * 1024  # bytes that a rank receives in one stage of a turn of one b
 _STAGES = 2
 
 
+class Places(NamedTuple):
+    """Where the places lie in the memory: what the kernels must know when they are compiled."""
+
+    ranks: int
+    slot: int  # the size of the data of a place, in bytes
+    data: int  # where the data begin, in bytes
+    blocks: int = BLOCKS
+    slots: int = SLOTS
+
+
 @dataclass(frozen=True)
 class Memory:
     """The shared memory of all ranks as one of them sees it.
@@ -57,6 +67,11 @@ class Memory:
     def slot_bytes(self) -> int:
         """The size of the data of one place."""
         return slot_bytes(self.size)
+
+    @property
+    def layout(self) -> Places:
+        """Where the places lie."""
+        return Places(self.size, self.slot_bytes, data_offset(self.size))
 
 
 class Rooms(NamedTuple):

@@ -5,196 +5,147 @@ divided among the ranks; each rank sums its share and sends the sum to all. A tu
 one: its values are on the wire while those of the turn before it are summed.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# Triton gives the attributes of the tuples ROW and MEMORY, which pyright does not know of.
+
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def place_of(stage, block, turn, of, RANKS: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr):
+def place_of(stage, block, turn, of, MEMORY: tl.constexpr):
     """The number of a place; see ``memory``."""
-    return ((stage * BLOCKS + block) * SLOTS + (turn & (SLOTS - 1))) * RANKS + of
+    return ((stage * MEMORY.blocks + block) * MEMORY.slots + (turn & (MEMORY.slots - 1))) * MEMORY.ranks + of
 
 
 @triton.jit
-def data_of(base, place, DATA: tl.constexpr, SLOT: tl.constexpr):
+def data_of(base, place, MEMORY: tl.constexpr):
     """The address of the data of a place, in the memory that begins at ``base``."""
-    return base + DATA + place.to(tl.int64) * SLOT
+    return base + MEMORY.data + place.to(tl.int64) * MEMORY.slot
 
 
 @triton.jit
-def signal(bases, me, stage, block, turn, RANKS: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr):
+def signal(bases, me, stage, block, turn, MEMORY: tl.constexpr):
     """Tell the other ranks that this block has written the data of a turn."""
     tl.debug_barrier()  # all threads have written
-    place = place_of(stage, block, turn, me, RANKS, BLOCKS, SLOTS)
-    for step in range(1, RANKS):
-        flags = tl.load(bases + (me + step) % RANKS).to(tl.pointer_type(tl.int32))
+    place = place_of(stage, block, turn, me, MEMORY)
+    for step in range(1, MEMORY.ranks):
+        flags = tl.load(bases + (me + step) % MEMORY.ranks).to(tl.pointer_type(tl.int32))
         tl.atomic_xchg(flags + place, turn + 1, sem="release", scope="sys")
 
 
 @triton.jit
-def await_signals(bases, me, stage, block, turn, RANKS: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr):
+def await_signals(bases, me, stage, block, turn, MEMORY: tl.constexpr):
     """Wait until the other ranks have written the data of a turn for this block."""
     flags = tl.load(bases + me).to(tl.pointer_type(tl.int32))
-    for step in range(1, RANKS):
-        flag = flags + place_of(stage, block, turn, (me + step) % RANKS, RANKS, BLOCKS, SLOTS)
+    for step in range(1, MEMORY.ranks):
+        flag = flags + place_of(stage, block, turn, (me + step) % MEMORY.ranks, MEMORY)
         while tl.atomic_cas(flag, turn + 1, turn + 1, sem="acquire", scope="sys") != turn + 1:
             pass
     tl.debug_barrier()  # no thread reads before this one has seen the flags
 
 
 @triton.jit
-def _values_at(base, place, like, DATA: tl.constexpr, SLOT: tl.constexpr):
+def _values_at(base, place, like, MEMORY: tl.constexpr):
     """The address of the data of a place, as a pointer to values of the dtype of ``like``."""
-    pointer = data_of(base, place, DATA, SLOT).to(tl.pointer_type(like.dtype.element_ty))
+    pointer = data_of(base, place, MEMORY).to(tl.pointer_type(like.dtype.element_ty))
     return tl.multiple_of(pointer, 16)
 
 
 @triton.jit
-def _push(
-    x,
-    n,
-    bases,
-    me,
-    block,
-    first,
-    turn,
-    RANKS: tl.constexpr,
-    ONE_SHOT: tl.constexpr,
-    TILE: tl.constexpr,
-    SLOT: tl.constexpr,
-    DATA: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+def _push(x, n, bases, me, block, first, turn, MEMORY: tl.constexpr, ONE_SHOT: tl.constexpr, TILE: tl.constexpr):
     """Send this rank's values of a turn: all of them to all ranks, or to each rank its share."""
     within = tl.arange(0, TILE)
-    place = place_of(0, block, first + turn, me, RANKS, BLOCKS, SLOTS)
+    place = place_of(0, block, first + turn, me, MEMORY)
     tile = turn * tl.num_programs(0) + block
     if ONE_SHOT:
         at = tile * TILE + within
         values = tl.load(x + at, mask=at < n)
-        for step in range(1, RANKS):
-            base = tl.load(bases + (me + step) % RANKS)
-            tl.store(_values_at(base, place, x, DATA, SLOT) + within, values, mask=at < n)
+        for step in range(1, MEMORY.ranks):
+            base = tl.load(bases + (me + step) % MEMORY.ranks)
+            tl.store(_values_at(base, place, x, MEMORY) + within, values, mask=at < n)
     else:
-        for step in range(1, RANKS):
-            owner = (me + step) % RANKS
-            at = (tile * RANKS + owner) * TILE + within
+        for step in range(1, MEMORY.ranks):
+            owner = (me + step) % MEMORY.ranks
+            at = (tile * MEMORY.ranks + owner) * TILE + within
             values = tl.load(x + at, mask=at < n)
-            tl.store(_values_at(tl.load(bases + owner), place, x, DATA, SLOT) + within, values, mask=at < n)
-    signal(bases, me, 0, block, first + turn, RANKS, BLOCKS, SLOTS)
+            tl.store(_values_at(tl.load(bases + owner), place, x, MEMORY) + within, values, mask=at < n)
+    signal(bases, me, 0, block, first + turn, MEMORY)
 
 
 @triton.jit
-def _collect(
-    x,
-    n,
-    bases,
-    me,
-    block,
-    first,
-    turn,
-    RANKS: tl.constexpr,
-    TILE: tl.constexpr,
-    SLOT: tl.constexpr,
-    DATA: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+def _collect(x, n, bases, me, block, first, turn, MEMORY: tl.constexpr, TILE: tl.constexpr):
     """Write the sums of the other ranks over this rank's values."""
     within = tl.arange(0, TILE)
-    await_signals(bases, me, 1, block, first + turn, RANKS, BLOCKS, SLOTS)
-    for step in range(1, RANKS):
-        owner = (me + step) % RANKS
-        place = place_of(1, block, first + turn, owner, RANKS, BLOCKS, SLOTS)
-        at = ((turn * tl.num_programs(0) + block) * RANKS + owner) * TILE + within
-        sums = tl.load(_values_at(tl.load(bases + me), place, x, DATA, SLOT) + within, mask=at < n)
+    await_signals(bases, me, 1, block, first + turn, MEMORY)
+    for step in range(1, MEMORY.ranks):
+        owner = (me + step) % MEMORY.ranks
+        place = place_of(1, block, first + turn, owner, MEMORY)
+        at = ((turn * tl.num_programs(0) + block) * MEMORY.ranks + owner) * TILE + within
+        sums = tl.load(_values_at(tl.load(bases + me), place, x, MEMORY) + within, mask=at < n)
         tl.store(x + at, sums, mask=at < n)
 
 
 @triton.jit(do_not_specialize=["me"])
-def sum_kernel(
-    x,
-    n,
-    bases,
-    turns,
-    me,
-    RANKS: tl.constexpr,
-    ONE_SHOT: tl.constexpr,
-    TILE: tl.constexpr,
-    SLOT: tl.constexpr,
-    DATA: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+def sum_kernel(x, n, bases, turns, me, MEMORY: tl.constexpr, ONE_SHOT: tl.constexpr, TILE: tl.constexpr):
     """Replace ``n`` values ``x`` by their sums over the ranks, which are added in fp32 in the order of ranks."""
     block, within = tl.program_id(0), tl.arange(0, TILE)
     first = tl.load(turns + block)
     own = tl.load(bases + me)
-    SHARES: tl.constexpr = 1 if ONE_SHOT else RANKS  # pyright: ignore[reportAssignmentType]
+    RANKS: tl.constexpr = MEMORY.ranks
+    SHARES: tl.constexpr = 1 if ONE_SHOT else MEMORY.ranks  # pyright: ignore[reportAssignmentType]
     count = tl.cdiv(n, tl.num_programs(0) * SHARES * TILE)
-    _push(x, n, bases, me, block, first, 0, RANKS, ONE_SHOT, TILE, SLOT, DATA, BLOCKS, SLOTS)
+    _push(x, n, bases, me, block, first, 0, MEMORY, ONE_SHOT, TILE)
     for turn in range(count):
         if turn + 1 < count:
-            _push(x, n, bases, me, block, first, turn + 1, RANKS, ONE_SHOT, TILE, SLOT, DATA, BLOCKS, SLOTS)
+            _push(x, n, bases, me, block, first, turn + 1, MEMORY, ONE_SHOT, TILE)
         tile = turn * tl.num_programs(0) + block
         if not ONE_SHOT:
-            tile = tile * RANKS + me
+            tile = tile * MEMORY.ranks + me
         at = tile * TILE + within
         mine = tl.load(x + at, mask=at < n)
-        await_signals(bases, me, 0, block, first + turn, RANKS, BLOCKS, SLOTS)
+        await_signals(bases, me, 0, block, first + turn, MEMORY)
         total = tl.zeros([TILE], tl.float32)
         for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]
-            place = place_of(0, block, first + turn, rank, RANKS, BLOCKS, SLOTS)
+            place = place_of(0, block, first + turn, rank, MEMORY)
             # This rank has not sent its own values to itself.
-            theirs = tl.load(_values_at(own, place, x, DATA, SLOT) + within, mask=(at < n) & (me != rank))
+            theirs = tl.load(_values_at(own, place, x, MEMORY) + within, mask=(at < n) & (me != rank))
             total += tl.where(me == rank, mine, theirs).to(tl.float32)
         sums = total.to(x.dtype.element_ty)
         tl.store(x + at, sums, mask=at < n)
         if not ONE_SHOT:
-            place = place_of(1, block, first + turn, me, RANKS, BLOCKS, SLOTS)
-            for step in range(1, RANKS):
-                base = tl.load(bases + (me + step) % RANKS)
-                tl.store(_values_at(base, place, x, DATA, SLOT) + within, sums, mask=at < n)
-            signal(bases, me, 1, block, first + turn, RANKS, BLOCKS, SLOTS)
+            place = place_of(1, block, first + turn, me, MEMORY)
+            for step in range(1, MEMORY.ranks):
+                base = tl.load(bases + (me + step) % MEMORY.ranks)
+                tl.store(_values_at(base, place, x, MEMORY) + within, sums, mask=at < n)
+            signal(bases, me, 1, block, first + turn, MEMORY)
             if turn > 0:
-                _collect(x, n, bases, me, block, first, turn - 1, RANKS, TILE, SLOT, DATA, BLOCKS, SLOTS)
+                _collect(x, n, bases, me, block, first, turn - 1, MEMORY, TILE)
     if not ONE_SHOT:
-        _collect(x, n, bases, me, block, first, count - 1, RANKS, TILE, SLOT, DATA, BLOCKS, SLOTS)
+        _collect(x, n, bases, me, block, first, count - 1, MEMORY, TILE)
     tl.store(turns + block, first + count)
 
 
 @triton.jit(do_not_specialize=["me"])
-def pull_kernel(
-    x,
-    n,
-    bases,
-    turns,
-    rooms,
-    me,
-    RANKS: tl.constexpr,
-    TILE: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+def pull_kernel(x, n, bases, turns, rooms, me, MEMORY: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr):
     """The same in two shots of a single turn, through rooms that hold all values and, ``HALF`` bytes on, all sums.
 
     The ranks read each other's rooms. A block waits twice, however many values it has.
     """
     block, within = tl.program_id(0), tl.arange(0, TILE)
     first = tl.load(turns + block)
+    RANKS: tl.constexpr = MEMORY.ranks
     count = tl.cdiv(n, tl.num_programs(0) * RANKS * TILE)
     own = tl.load(rooms + me)
     for turn in range(count):
-        for step in range(1, RANKS):
-            tile = (turn * tl.num_programs(0) + block) * RANKS + (me + step) % RANKS
+        for step in range(1, MEMORY.ranks):
+            tile = (turn * tl.num_programs(0) + block) * MEMORY.ranks + (me + step) % MEMORY.ranks
             at = tile * TILE + within
             tl.store(_in_room(own, x) + at, tl.load(x + at, mask=at < n), mask=at < n)
-    signal(bases, me, 0, block, first, RANKS, BLOCKS, SLOTS)
-    await_signals(bases, me, 0, block, first, RANKS, BLOCKS, SLOTS)
+    signal(bases, me, 0, block, first, MEMORY)
+    await_signals(bases, me, 0, block, first, MEMORY)
     for turn in range(count):
-        at = ((turn * tl.num_programs(0) + block) * RANKS + me) * TILE + within
+        at = ((turn * tl.num_programs(0) + block) * MEMORY.ranks + me) * TILE + within
         mine = tl.load(x + at, mask=at < n)
         total = tl.zeros([TILE], tl.float32)
         for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]
@@ -203,12 +154,12 @@ def pull_kernel(
         sums = total.to(x.dtype.element_ty)
         tl.store(x + at, sums, mask=at < n)
         tl.store(_in_room(own + HALF, x) + at, sums, mask=at < n)
-    signal(bases, me, 1, block, first, RANKS, BLOCKS, SLOTS)
-    await_signals(bases, me, 1, block, first, RANKS, BLOCKS, SLOTS)
+    signal(bases, me, 1, block, first, MEMORY)
+    await_signals(bases, me, 1, block, first, MEMORY)
     for turn in range(count):
-        for step in range(1, RANKS):
-            owner = (me + step) % RANKS
-            at = ((turn * tl.num_programs(0) + block) * RANKS + owner) * TILE + within
+        for step in range(1, MEMORY.ranks):
+            owner = (me + step) % MEMORY.ranks
+            at = ((turn * tl.num_programs(0) + block) * MEMORY.ranks + owner) * TILE + within
             sums = tl.load(_in_room(tl.load(rooms + owner) + HALF, x) + at, mask=at < n)
             tl.store(x + at, sums, mask=at < n)
     tl.store(turns + block, first + 1)

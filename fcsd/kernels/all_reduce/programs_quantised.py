@@ -1,10 +1,13 @@
 """The Triton kernel of a quantised all-reduce: encoding, wire and sum are pipelined in one launch.
 
-A tile of ``WIDTH`` values is one record of ``bit_split``. Groups are encoded independently of each other, so it changes
+A tile of ``width`` values is one record of ``bit_split``. Groups are encoded independently of each other, so it changes
 no bit of the result how values are divided into tiles. Every value is decoded from a record, this rank's own too, and
 every sum is encoded and decoded once, in one shot as well as in two. All ranks therefore end with the same bits, which
 are those of ``parallel.tensor.simulated``.
 """
+
+# pyright: reportAttributeAccessIssue=false
+# Triton gives the attributes of the tuples ROW and MEMORY, which pyright does not know of.
 
 import triton
 import triton.language as tl
@@ -12,13 +15,13 @@ import triton.language as tl
 from fcsd.kernels.all_reduce.programs import await_signals, data_of, place_of, signal
 from fcsd.kernels.bit_split.arithmetic import beside
 from fcsd.kernels.bit_split.programs import store_rows
-from fcsd.kernels.bit_split.values import eighths, encode_values, load_values, store_record, words_of
+from fcsd.kernels.bit_split.values import eighths, encode_values, load_values, store_record, words_of, zeros
 
 
 @triton.jit
-def _record(base, place, tile, BYTES: tl.constexpr, DATA: tl.constexpr, SLOT: tl.constexpr):
+def _record(base, place, tile, ROW: tl.constexpr, MEMORY: tl.constexpr):
     """The record of the tile with this number in a place."""
-    pointer = (data_of(base, place, DATA, SLOT) + tile * BYTES).to(tl.pointer_type(tl.uint8))
+    pointer = (data_of(base, place, MEMORY) + tile * ROW.bytes).to(tl.pointer_type(tl.uint8))
     return tl.multiple_of(pointer, 16)
 
 
@@ -31,71 +34,38 @@ def _push(
     block,
     first,
     turn,
-    WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPIKES: tl.constexpr,
-    INTEGER: tl.constexpr,
-    SCALES: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ENDS: tl.constexpr,
-    INDICES: tl.constexpr,
-    PARTS: tl.constexpr,
-    BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CLIP: tl.constexpr,
-    ROUNDING: tl.constexpr,
+    ROW: tl.constexpr,
     EXACT: tl.constexpr,
-    RANKS: tl.constexpr,
+    MEMORY: tl.constexpr,
     ONE_SHOT: tl.constexpr,
     TILES: tl.constexpr,
-    SLOT: tl.constexpr,
-    DATA: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
     """Encode this rank's values of a turn, and send all of them to all ranks, or to each rank its share."""
-    SHARES: tl.constexpr = 1 if ONE_SHOT else RANKS  # pyright: ignore[reportAssignmentType]
-    RECEIVERS: tl.constexpr = RANKS if ONE_SHOT else 1  # pyright: ignore[reportAssignmentType]
-    group = tl.arange(0, BLOCK)
-    word = words_of(group, GROUP, PARTS)
+    SHARES: tl.constexpr = 1 if ONE_SHOT else MEMORY.ranks  # pyright: ignore[reportAssignmentType]
+    RECEIVERS: tl.constexpr = MEMORY.ranks if ONE_SHOT else 1  # pyright: ignore[reportAssignmentType]
+    group = tl.arange(0, ROW.block)
+    word = words_of(group, ROW)
     column = tl.expand_dims(word, 3) * 8 + eighths()
-    place = place_of(0, block, first + turn, me, RANKS, BLOCKS, SLOTS)
+    place = place_of(0, block, first + turn, me, MEMORY)
     for number in range(SHARES * TILES):
         owner = (me + number // TILES) % SHARES
         tile = ((turn * tl.num_programs(0) + block) * SHARES + owner) * TILES + number % TILES
-        at = tile * WIDTH + column
+        at = tile * ROW.width + column
         values = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-        codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = encode_values(
-            values, column % GROUP, None, BITS, SPIKES, INTEGER, CLIP, ROUNDING, GROUP, EXACT
-        )
+        coded = encode_values(values, column % ROW.group, None, ROW, EXACT)
         for step in range(RECEIVERS):
             receiver = owner
             if ONE_SHOT:
-                receiver = (me + step) % RANKS
+                receiver = (me + step) % MEMORY.ranks
             store_record(
-                _record(tl.load(bases + receiver), place, number % TILES, BYTES, DATA, SLOT),
-                codes,
-                scale,
-                zero,
-                least_bits,
-                greatest_bits,
-                least_at,
-                greatest_at,
+                _record(tl.load(bases + receiver), place, number % TILES, ROW, MEMORY),
+                coded,
                 word,
                 group,
-                tile * BLOCK + group < n // GROUP,
-                WIDTH,
-                BITS,
-                GROUP,
-                SPIKES,
-                INTEGER,
-                SCALES,
-                ZEROS,
-                ENDS,
-                INDICES,
+                tile * ROW.block + group < n // ROW.group,
+                ROW,
             )
-    signal(bases, me, 0, block, first + turn, RANKS, BLOCKS, SLOTS)
+    signal(bases, me, 0, block, first + turn, MEMORY)
 
 
 @triton.jit
@@ -107,60 +77,36 @@ def _collect(
     block,
     first,
     turn,
-    WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPIKES: tl.constexpr,
-    INTEGER: tl.constexpr,
-    SCALES: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ENDS: tl.constexpr,
-    INDICES: tl.constexpr,
-    PARTS: tl.constexpr,
-    BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANKS: tl.constexpr,
+    ROW: tl.constexpr,
+    MEMORY: tl.constexpr,
     ONE_SHOT: tl.constexpr,
     TILES: tl.constexpr,
-    SLOT: tl.constexpr,
-    DATA: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
     """Decode the sums of a turn over this rank's values."""
-    SHARES: tl.constexpr = 1 if ONE_SHOT else RANKS  # pyright: ignore[reportAssignmentType]
-    group = tl.arange(0, BLOCK)
-    word = words_of(group, GROUP, PARTS)
+    SHARES: tl.constexpr = 1 if ONE_SHOT else MEMORY.ranks  # pyright: ignore[reportAssignmentType]
+    group = tl.arange(0, ROW.block)
+    word = words_of(group, ROW)
     column = tl.expand_dims(word, 3) * 8 + eighths()
     if ONE_SHOT:
         tl.debug_barrier()  # this block has written the records itself
     else:
-        await_signals(bases, me, 1, block, first + turn, RANKS, BLOCKS, SLOTS)
+        await_signals(bases, me, 1, block, first + turn, MEMORY)
     own = tl.load(bases + me)
     for number in range(SHARES * TILES):
-        owner = (me + number // TILES) % RANKS
+        owner = (me + number // TILES) % MEMORY.ranks
         share = owner
         if ONE_SHOT:
             share = 0
         tile = ((turn * tl.num_programs(0) + block) * SHARES + share) * TILES + number % TILES
-        place = place_of(1, block, first + turn, owner, RANKS, BLOCKS, SLOTS)
+        place = place_of(1, block, first + turn, owner, MEMORY)
         sums, broken = load_values(
-            _record(own, place, number % TILES, BYTES, DATA, SLOT),
+            _record(own, place, number % TILES, ROW, MEMORY),
             word,
             group,
-            tile * BLOCK + group < n // GROUP,
-            WIDTH,
-            BITS,
-            GROUP,
-            SPIKES,
-            INTEGER,
-            SCALES,
-            ZEROS,
-            ENDS,
-            INDICES,
-            PARTS,
+            tile * ROW.block + group < n // ROW.group,
+            ROW,
         )
-        at = tile * WIDTH + column
+        at = tile * ROW.width + column
         store_rows(x + at, sums, beside(broken), at < n)
 
 
@@ -171,193 +117,56 @@ def sum_kernel(
     bases,
     turns,
     me,
-    WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPIKES: tl.constexpr,
-    INTEGER: tl.constexpr,
-    SCALES: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ENDS: tl.constexpr,
-    INDICES: tl.constexpr,
-    PARTS: tl.constexpr,
-    BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CLIP: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    PADDING: tl.constexpr,
+    ROW: tl.constexpr,
     EXACT: tl.constexpr,
-    RANKS: tl.constexpr,
+    MEMORY: tl.constexpr,
     ONE_SHOT: tl.constexpr,
     TILES: tl.constexpr,
-    SLOT: tl.constexpr,
-    DATA: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
-    """Replace ``n`` values ``x`` by their quantised sums over the ranks, which are added in the order of ranks.
-
-    ``PADDING`` is unused: nothing reads the padding of a record here.
-    """
+    """Replace ``n`` values ``x`` by their quantised sums over the ranks, which are added in the order of ranks."""
     block = tl.program_id(0)
     first = tl.load(turns + block)
     own = tl.load(bases + me)
-    SHARES: tl.constexpr = 1 if ONE_SHOT else RANKS  # pyright: ignore[reportAssignmentType]
-    LANES: tl.constexpr = GROUP // (8 * PARTS)  # pyright: ignore[reportOperatorIssue]
-    group = tl.arange(0, BLOCK)
-    word = words_of(group, GROUP, PARTS)
+    SHARES: tl.constexpr = 1 if ONE_SHOT else MEMORY.ranks  # pyright: ignore[reportAssignmentType]
+    group = tl.arange(0, ROW.block)
+    word = words_of(group, ROW)
     column = tl.expand_dims(word, 3) * 8 + eighths()
-    count = tl.cdiv(n, tl.num_programs(0) * SHARES * TILES * WIDTH)
+    count = tl.cdiv(n, tl.num_programs(0) * SHARES * TILES * ROW.width)
     for ahead in range(count + 1):
         if ahead < count:
-            _push(
-                x,
-                n,
-                bases,
-                me,
-                block,
-                first,
-                ahead,
-                WIDTH,
-                BITS,
-                GROUP,
-                SPIKES,
-                INTEGER,
-                SCALES,
-                ZEROS,
-                ENDS,
-                INDICES,
-                PARTS,
-                BYTES,
-                BLOCK,
-                CLIP,
-                ROUNDING,
-                EXACT,
-                RANKS,
-                ONE_SHOT,
-                TILES,
-                SLOT,
-                DATA,
-                BLOCKS,
-                SLOTS,
-            )
+            _push(x, n, bases, me, block, first, ahead, ROW, EXACT, MEMORY, ONE_SHOT, TILES)
         turn = ahead - 1
         if turn >= 0:
-            await_signals(bases, me, 0, block, first + turn, RANKS, BLOCKS, SLOTS)
+            await_signals(bases, me, 0, block, first + turn, MEMORY)
             for number in range(TILES):
                 share = me
                 if ONE_SHOT:
                     share = 0
                 tile = ((turn * tl.num_programs(0) + block) * SHARES + share) * TILES + number
-                inside = tile * BLOCK + group < n // GROUP
-                total = tl.zeros([PARTS, BLOCK, LANES, 8], tl.float32)
-                for rank in range(RANKS):
-                    place = place_of(0, block, first + turn, rank, RANKS, BLOCKS, SLOTS)
-                    values, broken = load_values(
-                        _record(own, place, number, BYTES, DATA, SLOT),
-                        word,
-                        group,
-                        inside,
-                        WIDTH,
-                        BITS,
-                        GROUP,
-                        SPIKES,
-                        INTEGER,
-                        SCALES,
-                        ZEROS,
-                        ENDS,
-                        INDICES,
-                        PARTS,
-                    )
+                inside = tile * ROW.block + group < n // ROW.group
+                total = zeros(ROW)
+                for rank in range(MEMORY.ranks):
+                    place = place_of(0, block, first + turn, rank, MEMORY)
+                    values, broken = load_values(_record(own, place, number, ROW, MEMORY), word, group, inside, ROW)
                     total += tl.where(beside(broken), float("nan"), values)
-                codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = encode_values(
-                    total, column % GROUP, None, BITS, SPIKES, INTEGER, CLIP, ROUNDING, GROUP, False
-                )
-                place = place_of(1, block, first + turn, me, RANKS, BLOCKS, SLOTS)
+                coded = encode_values(total, column % ROW.group, None, ROW, False)
+                place = place_of(1, block, first + turn, me, MEMORY)
                 for step in range(SHARES):  # to this rank alone, or to all ranks
                     store_record(
-                        _record(tl.load(bases + (me + step) % RANKS), place, number, BYTES, DATA, SLOT),
-                        codes,
-                        scale,
-                        zero,
-                        least_bits,
-                        greatest_bits,
-                        least_at,
-                        greatest_at,
+                        _record(tl.load(bases + (me + step) % MEMORY.ranks), place, number, ROW, MEMORY),
+                        coded,
                         word,
                         group,
                         inside,
-                        WIDTH,
-                        BITS,
-                        GROUP,
-                        SPIKES,
-                        INTEGER,
-                        SCALES,
-                        ZEROS,
-                        ENDS,
-                        INDICES,
+                        ROW,
                     )
             if not ONE_SHOT:
-                signal(bases, me, 1, block, first + turn, RANKS, BLOCKS, SLOTS)
+                signal(bases, me, 1, block, first + turn, MEMORY)
         done = turn
         if not ONE_SHOT:
             done = turn - 1
         if done >= 0:
-            _collect(
-                x,
-                n,
-                bases,
-                me,
-                block,
-                first,
-                done,
-                WIDTH,
-                BITS,
-                GROUP,
-                SPIKES,
-                INTEGER,
-                SCALES,
-                ZEROS,
-                ENDS,
-                INDICES,
-                PARTS,
-                BYTES,
-                BLOCK,
-                RANKS,
-                ONE_SHOT,
-                TILES,
-                SLOT,
-                DATA,
-                BLOCKS,
-                SLOTS,
-            )
+            _collect(x, n, bases, me, block, first, done, ROW, MEMORY, ONE_SHOT, TILES)
     if not ONE_SHOT:
-        _collect(
-            x,
-            n,
-            bases,
-            me,
-            block,
-            first,
-            count - 1,
-            WIDTH,
-            BITS,
-            GROUP,
-            SPIKES,
-            INTEGER,
-            SCALES,
-            ZEROS,
-            ENDS,
-            INDICES,
-            PARTS,
-            BYTES,
-            BLOCK,
-            RANKS,
-            ONE_SHOT,
-            TILES,
-            SLOT,
-            DATA,
-            BLOCKS,
-            SLOTS,
-        )
+        _collect(x, n, bases, me, block, first, count - 1, ROW, MEMORY, ONE_SHOT, TILES)
     tl.store(turns + block, first + count)

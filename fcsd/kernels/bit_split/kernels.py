@@ -19,6 +19,7 @@ from torch import Tensor
 from fcsd.kernels.bit_split import programs
 from fcsd.kernels.bit_split.draws import Draws
 from fcsd.kernels.bit_split.format import Format
+from fcsd.kernels.bit_split.values import Row
 
 
 class Launch(NamedTuple):
@@ -75,13 +76,13 @@ def encode(
     """
     number, width = rows.shape
     plan = plan_of(format, width, launch or launch_of_encode(format))
-    records = rows.new_empty(number if count is None else count, plan.row_bytes, dtype=torch.uint8)
+    records = rows.new_empty(number if count is None else count, plan.row.bytes, dtype=torch.uint8)
     key = {"pair": None, "seed": 0, "step_number": 0, "lane": 0}
     if draws is not None:
         key = {"pair": draws.pair.contiguous(), "seed": draws.seed, "step_number": draws.step, "lane": draws.lane}
     tensors = [rows.contiguous(), records, _plain(weight), _plain(places)]
     top_k = 1 if places is None else places.shape[1]
-    options = {"TOP_K": top_k, "EXACT": rows.dtype == torch.bfloat16, **plan.rounding, **key}
+    options = {"TOP_K": top_k, "EXACT": rows.dtype == torch.bfloat16, **key}
     _start(programs.encode_kernel, (number, plan.programs), tensors, plan, **options)
     return records
 
@@ -141,7 +142,7 @@ def encode_sum(records: Tensor, format: Format, width: int, launch: Launch | Non
     sums = torch.empty_like(records[0])
     plan = plan_of(format, width, launch or launch_of_encode(format))
     tensors: list[Tensor | None] = [records.contiguous(), sums]
-    _start(programs.encode_sum_kernel, (count, plan.programs), tensors, plan, **plan.rounding, RANKS=ranks)
+    _start(programs.encode_sum_kernel, (count, plan.programs), tensors, plan, RANKS=ranks)
     return sums
 
 
@@ -162,16 +163,14 @@ class Plan(NamedTuple):
     """What the kernels need to know of a format and a row.
 
     Attributes:
-        row_bytes: the size of a record.
+        row: the format of its record, and how a program holds its values.
         programs: how many programs share a row.
-        rounding: the constants of the kernels that encode.
-        constants: those of all kernels.
+        options: how a kernel is compiled.
     """
 
-    row_bytes: int
+    row: Row
     programs: int
-    rounding: dict[str, object]
-    constants: dict[str, object]
+    options: dict[str, Any]
 
 
 @cache  # a small row takes less time than these lines
@@ -180,28 +179,17 @@ def plan_of(format: Format, width: int, launch: Launch) -> Plan:
     block = max(1, min(launch.values // format.group, 1 << (groups - 1).bit_length()))
     parts = min(launch.parts, format.group // 8)
     threads = block * (format.group // 8 // parts)
-    constants = {
-        "WIDTH": width,
-        "BITS": format.bits,
-        "GROUP": format.group,
-        "SPIKES": format.spikes,
-        "INTEGER": format.meta == "int",
-        "SCALES": layout.scales,
-        "ZEROS": layout.zeros,
-        "ENDS": layout.spikes,
-        "INDICES": layout.indices,
-        "BYTES": layout.bytes,
-        "PARTS": parts,
-        "BLOCK": block,
-        "num_warps": max(1, min(launch.warps, threads // 32)),
-        "enable_fp_fusion": False,
-    }
-    rounding = {"CLIP": format.clip, "ROUNDING": format.rounding, "PADDING": layout.end}
-    return Plan(layout.bytes, -(-groups // block), rounding, constants)
+    row = Row(
+        width, format.bits, format.group, format.spikes, format.meta == "int",
+        layout.scales, layout.zeros, layout.spikes, layout.indices, layout.end, layout.bytes,
+        format.clip, format.rounding, parts, block,
+    )  # fmt: skip
+    options = {"num_warps": max(1, min(launch.warps, threads // 32)), "enable_fp_fusion": False}
+    return Plan(row, -(-groups // block), options)
 
 
 def _start(kernel: Any, grid: tuple[int, int], tensors: list[Tensor | None], plan: Plan, **options: object) -> None:
     """Start a kernel with ``grid`` programs on the device of ``tensors``."""
     if grid[0]:
         with torch.cuda.device_of(tensors[0]):
-            kernel[grid](*tensors, **plan.constants, **options)
+            kernel[grid](*tensors, ROW=plan.row, **plan.options, **options)

@@ -6,6 +6,11 @@ is at ``[v // 8 // LANES, group, v // 8 % LANES, v % 8]``. With several words of
 repeat the arithmetic of the group's scale.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# Triton gives the attributes of the tuples ROW and MEMORY, which pyright does not know of.
+
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -24,12 +29,43 @@ from fcsd.kernels.bit_split.arithmetic import (
 )
 
 
+class Row(NamedTuple):
+    """The format of a row's record, and how a program holds its values: what is known when a kernel is compiled.
+
+    Attributes:
+        width: the number of values of the row.
+        bits, group, clip, rounding: see ``format.Format``.
+        spikes: whether spikes are reserved.
+        integer: whether scales, zeros and indices are whole numbers of one byte.
+        scales, zeros, ends, indices, padding: where these parts of the record begin, in bytes.
+        bytes: the size of the record.
+        parts: how many words of a group one thread holds.
+        block: how many groups a program holds.
+    """
+
+    width: int
+    bits: int
+    group: int
+    spikes: bool
+    integer: bool
+    scales: int
+    zeros: int
+    ends: int
+    indices: int
+    padding: int
+    bytes: int
+    clip: float
+    rounding: str
+    parts: int
+    block: int
+
+
 @triton.jit
-def words_of(group, GROUP: tl.constexpr, PARTS: tl.constexpr):
-    """The number of each word in its row, ``[PARTS, groups, LANES]``, for the groups with the numbers ``group``."""
-    LANES: tl.constexpr = GROUP // (8 * PARTS)  # pyright: ignore[reportOperatorIssue]
-    part, lane = tl.arange(0, PARTS)[:, None, None], tl.arange(0, LANES)[None, None, :]
-    return group[None, :, None] * (GROUP // 8) + part * LANES + lane
+def words_of(group, ROW: tl.constexpr):
+    """The number of each word in its row, ``[ROW.parts, groups, LANES]``, for the groups with the numbers ``group``."""
+    LANES: tl.constexpr = ROW.group // (8 * ROW.parts)  # pyright: ignore[reportOperatorIssue]
+    part, lane = tl.arange(0, ROW.parts)[:, None, None], tl.arange(0, LANES)[None, None, :]
+    return group[None, :, None] * (ROW.group // 8) + part * LANES + lane
 
 
 @triton.jit
@@ -39,18 +75,16 @@ def eighths():
 
 
 @triton.jit
-def encode_values(
-    x,
-    place,
-    noise,
-    BITS: tl.constexpr,
-    SPIKES: tl.constexpr,
-    INTEGER: tl.constexpr,
-    CLIP: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    GROUP: tl.constexpr,
-    EXACT: tl.constexpr,
-):
+def zeros(ROW: tl.constexpr):
+    """Zeros in the shape of a program's values, fp32."""
+    PARTS: tl.constexpr = ROW.parts
+    BLOCK: tl.constexpr = ROW.block
+    LANES: tl.constexpr = ROW.group // (8 * ROW.parts)
+    return tl.zeros([PARTS, BLOCK, LANES, 8], tl.float32)
+
+
+@triton.jit
+def encode_values(x, place, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
     """Encode values ``x``, fp32.
 
     Args:
@@ -61,8 +95,8 @@ def encode_values(
     Returns: codes, int32 in the shape of ``x``; and for each group its scale, its zero, its spikes in bf16, and their
         places. Without spikes the last four mean nothing.
     """
-    LEVELS: tl.constexpr = (1 << BITS) - 1  # pyright: ignore[reportOperatorIssue]
-    plain: tl.constexpr = not SPIKES and not INTEGER and noise is None  # pyright: ignore[reportAssignmentType]
+    LEVELS: tl.constexpr = (1 << ROW.bits) - 1  # pyright: ignore[reportOperatorIssue]
+    plain: tl.constexpr = not ROW.spikes and not ROW.integer and noise is None  # pyright: ignore[reportAssignmentType]
     if plain:  # the general case below computes the same, with more instructions for each value
         low, high = least(x), greatest_or_nan(x)
         low = tl.where(tl.abs(low) < 1.1754943508222875e-38, 0.0, low)
@@ -77,15 +111,16 @@ def encode_values(
         low, high = least(x), greatest(x)
 
     least_bits, greatest_bits, least_at, greatest_at = 0, 0, 0, 0
-    if SPIKES:
-        least_at = least(tl.where(x == beside(low), place, GROUP))
-        greatest_at = least(tl.where(x == beside(high), place, GROUP))
+    if ROW.spikes:
+        least_at = least(tl.where(x == beside(low), place, ROW.group))
+        greatest_at = least(tl.where(x == beside(high), place, ROW.group))
         x = tl.where((place == beside(least_at)) | (place == beside(greatest_at)), 0.0, x)
         least_bits, greatest_bits = to_bf16(low), to_bf16(high)
-        low, high = least(x) * CLIP, greatest(x) * CLIP
+        low, high = least(x) * ROW.clip, greatest(x) * ROW.clip
 
     ones = tl.full(low.shape, 1.0, tl.float32)
-    if INTEGER:
+    ROUNDING: tl.constexpr = ROW.rounding
+    if ROW.integer:
         low, high = tl.minimum(low, 0.0), tl.maximum(high, 0.0)
         scale = code_of((high - low) * (1.0 / LEVELS), ROUNDING)
         broken = broken | (scale > 254)
@@ -143,110 +178,76 @@ def _load_plane(plane, word, inside, BITS: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def store_record(
-    record,
-    codes,
-    scale,
-    zero,
-    least_bits,
-    greatest_bits,
-    least_at,
-    greatest_at,
-    word,
-    group,
-    inside,
-    WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPIKES: tl.constexpr,
-    INTEGER: tl.constexpr,
-    SCALES: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ENDS: tl.constexpr,
-    INDICES: tl.constexpr,
-):
+def store_record(record, coded, word, group, inside, ROW: tl.constexpr):
     """Store what ``encode_values`` returns in the record that begins at ``record``.
 
     Args:
-        word: the numbers of the words, ``[PARTS, groups, LANES]``.
+        coded: the result of ``encode_values``.
+        word: the numbers of the words, ``[ROW.parts, groups, LANES]``.
         group: the numbers of the groups.
         inside: which of the groups the row has.
     """
-    COUNT: tl.constexpr = WIDTH // GROUP  # pyright: ignore[reportOperatorIssue]
-    scales, zeros = numbers(record + SCALES, INTEGER), numbers(record + ZEROS, INTEGER)
+    codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = coded
+    COUNT: tl.constexpr = ROW.width // ROW.group  # pyright: ignore[reportOperatorIssue]
+    scales, zeros = numbers(record + ROW.scales, ROW.integer), numbers(record + ROW.zeros, ROW.integer)
     tl.store(scales + group, scale.to(scales.dtype.element_ty), mask=inside)
     tl.store(zeros + group, zero.to(zeros.dtype.element_ty), mask=inside)
-    if SPIKES:
-        ends, indices = numbers(record + ENDS, False), numbers(record + INDICES, INTEGER)
+    if ROW.spikes:
+        ends, indices = numbers(record + ROW.ends, False), numbers(record + ROW.indices, ROW.integer)
         tl.store(ends + group, least_bits.to(tl.uint16), mask=inside)
         tl.store(ends + COUNT + group, greatest_bits.to(tl.uint16), mask=inside)
         tl.store(indices + group, least_at.to(indices.dtype.element_ty), mask=inside)
         tl.store(indices + COUNT + group, greatest_at.to(indices.dtype.element_ty), mask=inside)
     words_inside = inside[None, :, None] & (word >= 0)
     plane = record
-    if BITS == 8:
+    if ROW.bits == 8:
         column = tl.expand_dims(word, 3) * 8 + eighths()
         tl.store(plane + column, codes.to(tl.uint8), mask=tl.expand_dims(words_inside, 3) & (column >= 0))
-    if BITS < 8 and BITS & 4:
-        _store_plane(plane, word, codes, words_inside, 4, BITS & 3, True)
-        plane += WIDTH // 2
-    if BITS & 2:
-        _store_plane(plane, word, codes, words_inside, 2, BITS & 1, BITS < 4)
-        plane += WIDTH // 4
-    if BITS & 1:
+    if ROW.bits < 8 and ROW.bits & 4:
+        _store_plane(plane, word, codes, words_inside, 4, ROW.bits & 3, True)
+        plane += ROW.width // 2
+    if ROW.bits & 2:
+        _store_plane(plane, word, codes, words_inside, 2, ROW.bits & 1, ROW.bits < 4)
+        plane += ROW.width // 4
+    if ROW.bits & 1:
         _store_plane(plane, word, codes, words_inside, 1, 0, False)
 
 
 @triton.jit
-def load_values(
-    record,
-    word,
-    group,
-    inside,
-    WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPIKES: tl.constexpr,
-    INTEGER: tl.constexpr,
-    SCALES: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ENDS: tl.constexpr,
-    INDICES: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+def load_values(record, word, group, inside, ROW: tl.constexpr):
     """Decode the groups ``group`` of a record: values, fp32, and which groups are to be NaN; see ``store_record``."""
-    COUNT: tl.constexpr = WIDTH // GROUP  # pyright: ignore[reportOperatorIssue]
+    COUNT: tl.constexpr = ROW.width // ROW.group  # pyright: ignore[reportOperatorIssue]
     words_inside = inside[None, :, None] & (word >= 0)
-    step = tl.load(numbers(record + SCALES, INTEGER) + group, mask=inside, other=0).to(tl.int32)
-    zero = tl.load(numbers(record + ZEROS, INTEGER) + group, mask=inside, other=0).to(tl.int32)
+    step = tl.load(numbers(record + ROW.scales, ROW.integer) + group, mask=inside, other=0).to(tl.int32)
+    zero = tl.load(numbers(record + ROW.zeros, ROW.integer) + group, mask=inside, other=0).to(tl.int32)
     plane = record
-    if BITS == 8:
+    if ROW.bits == 8:
         column = tl.expand_dims(word, 3) * 8 + eighths()
         every = tl.expand_dims(words_inside, 3) & (column >= 0)
         codes = tl.load(plane + column, mask=every, other=0).to(tl.int32)
     else:
         codes = tl.zeros([1, 1, 1, 8], tl.int32)
-    if BITS < 8 and BITS & 4:
-        codes = codes | _load_plane(plane, word, words_inside, 4, BITS & 3)
-        plane += WIDTH // 2
-    if BITS & 2:
-        codes = codes | _load_plane(plane, word, words_inside, 2, BITS & 1)
-        plane += WIDTH // 4
-    if BITS & 1:
+    if ROW.bits < 8 and ROW.bits & 4:
+        codes = codes | _load_plane(plane, word, words_inside, 4, ROW.bits & 3)
+        plane += ROW.width // 2
+    if ROW.bits & 2:
+        codes = codes | _load_plane(plane, word, words_inside, 2, ROW.bits & 1)
+        plane += ROW.width // 4
+    if ROW.bits & 1:
         codes = codes | _load_plane(plane, word, words_inside, 1, 0)
 
-    if INTEGER:
+    if ROW.integer:
         broken = step == 255
         x = (codes - beside(zero)).to(tl.float32) * beside(step_of(step))
     else:
         broken = (step & 0x7FFF) > 0x7F80  # NaN
         whole_codes = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0  # without a conversion
         x = whole_codes * beside(from_bf16(step)) + beside(from_bf16(zero))
-    if SPIKES:
-        LANES: tl.constexpr = GROUP // (8 * PARTS)  # pyright: ignore[reportOperatorIssue]
-        in_group = tl.arange(0, PARTS)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    if ROW.spikes:
+        LANES: tl.constexpr = ROW.group // (8 * ROW.parts)  # pyright: ignore[reportOperatorIssue]
+        in_group = tl.arange(0, ROW.parts)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
         place = tl.expand_dims(in_group, 3) * 8 + eighths()
-        ends, indices = numbers(record + ENDS, False), numbers(record + INDICES, INTEGER)
+        ends, indices = numbers(record + ROW.ends, False), numbers(record + ROW.indices, ROW.integer)
         for end in tl.static_range(2):
             value = from_bf16(tl.load(ends + end * COUNT + group, mask=inside, other=0))
             at = tl.load(indices + end * COUNT + group, mask=inside, other=0).to(tl.int32)
