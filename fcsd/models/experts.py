@@ -6,13 +6,14 @@ backward pass sorts indices to add rows up. Here one kernel copies tokens to row
 one sums each token's weighted rows. Products and sums are computed in fp32 and rounded once.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
+
+from .class_swap import swap_classes
 
 
 class FusedExperts(nn.Module):
@@ -56,12 +57,6 @@ def _grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return moe._grouped_linear(rows, weights, ends)  # pyright: ignore[reportPrivateUsage]
 
 
-@cache
-def _fused_class(cls: type[nn.Module]) -> type[nn.Module]:
-    # The class keeps its name, by which transformers finds modules.
-    return type(cls.__name__, (FusedExperts, cls), {"__module__": cls.__module__, "unfused": cls})
-
-
 def fuse_experts(model: nn.Module, fused: bool = True) -> None:
     """Let kernels move the rows of all routed experts that ``is_grouped`` describes, or restore transformers' code.
 
@@ -71,11 +66,7 @@ def fuse_experts(model: nn.Module, fused: bool = True) -> None:
         model: changed in place.
         fused: whether the kernels are used.
     """
-    for module in model.modules():
-        if isinstance(module, FusedExperts):
-            module.__class__ = module.unfused  # pyright: ignore[reportAttributeAccessIssue]
-        if fused and is_grouped(module):
-            module.__class__ = _fused_class(type(module))  # pyright: ignore[reportAttributeAccessIssue]
+    swap_classes(model, FusedExperts, is_grouped, fused)
 
 
 def is_grouped(module: Any) -> bool:

@@ -4,12 +4,13 @@ The kernel computes the same function as transformers' code. It rounds the produ
 ``silu(gate)`` before it is multiplied, too.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
+
+from .class_swap import swap_classes
 
 _PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
@@ -31,12 +32,6 @@ class FusedMLP(nn.Module):
         return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
 
 
-@cache
-def _fused_class(cls: type[nn.Module]) -> type[nn.Module]:
-    # The class keeps its name, by which transformers finds modules.
-    return type(cls.__name__, (FusedMLP, cls), {"__module__": cls.__module__, "unfused": cls})
-
-
 def fuse_mlps(model: nn.Module, fused: bool = True) -> None:
     """Let a kernel compute the product of every gated MLP with SiLU, or restore transformers' code.
 
@@ -46,11 +41,7 @@ def fuse_mlps(model: nn.Module, fused: bool = True) -> None:
         model: changed in place.
         fused: whether the kernel is used.
     """
-    for module in model.modules():
-        if isinstance(module, FusedMLP):
-            module.__class__ = module.unfused  # pyright: ignore[reportAttributeAccessIssue]
-        if fused and is_gated_mlp(module):
-            module.__class__ = _fused_class(type(module))  # pyright: ignore[reportAttributeAccessIssue]
+    swap_classes(model, FusedMLP, is_gated_mlp, fused)
 
 
 def is_gated_mlp(module: Any) -> bool:

@@ -4,12 +4,11 @@ Both compute the same function. torch rounds the result once, whereas transforme
 before the weight multiplies it.
 """
 
-from functools import cache
-
 from torch import Tensor, nn
 from torch.nn import functional
 
 from .archs import Arch
+from .class_swap import swap_classes
 
 
 class FusedNorm(nn.Module):
@@ -24,12 +23,6 @@ class FusedNorm(nn.Module):
         return functional.rms_norm(hidden_states, self.weight.shape, self.weight, getattr(self, self.epsilon))
 
 
-@cache
-def _fused_class(cls: type[nn.Module], epsilon: str) -> type[nn.Module]:
-    # The class keeps its name, because transformers initialises norms by the name.
-    return type(cls.__name__, (FusedNorm, cls), {"__module__": cls.__module__, "unfused": cls, "epsilon": epsilon})
-
-
 def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:
     """Let torch's kernel compute every RMSNorm of a model, or restore transformers' code; the call can be repeated.
 
@@ -38,8 +31,8 @@ def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:
         arch: the architecture's row.
         fused: whether torch's kernel is used.
     """
-    for module in model.modules():
-        if isinstance(module, FusedNorm):
-            module.__class__ = module.unfused  # pyright: ignore[reportAttributeAccessIssue]
-        if fused and type(module).__name__.endswith("RMSNorm"):
-            module.__class__ = _fused_class(type(module), arch.norm_epsilon)  # pyright: ignore[reportAttributeAccessIssue]
+    swap_classes(model, FusedNorm, _is_rms_norm, fused, epsilon=arch.norm_epsilon)
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm")

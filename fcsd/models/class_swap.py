@@ -1,0 +1,32 @@
+"""Puts a mixin before the classes of some modules, so that it computes their forward pass, and takes it away again."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+
+def swap_classes(
+    model: nn.Module, mixin: type[Any], concerns: Callable[[nn.Module], bool], swapped: bool, **attributes: str
+) -> None:
+    """Let a mixin compute the modules that it concerns, or restore their own classes. The call can be repeated.
+
+    Args:
+        model: changed in place.
+        mixin: the class that comes first. Its attribute ``unfused`` becomes the class that is restored.
+        concerns: whether a module, in its own class, is to be swapped.
+        swapped: whether the mixin is used.
+        attributes: further attributes of the new classes.
+    """
+    for module in model.modules():
+        if isinstance(module, mixin):
+            module.__class__ = module.unfused  # pyright: ignore[reportAttributeAccessIssue]
+        if swapped and concerns(module):
+            module.__class__ = _with_mixin(mixin, type(module), **attributes)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@cache
+def _with_mixin(mixin: type[Any], cls: type[nn.Module], **attributes: str) -> type[nn.Module]:
+    # The class keeps its name, by which transformers finds modules and initialises norms.
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "unfused": cls, **attributes})
