@@ -11,6 +11,7 @@
 # next piece reads: runs that are in either file are not repeated.
 # Environment: NEW=WORK/new.jsonl  MINUTES=9  UP_TO=1 (the largest share of the teacher's
 #   tokens of a run)  PROCESSES=8 (models at a time, on all GPUs)  GPUS=1  DEVICE=cuda  PYTHON=python3
+#   SET= (settings of all runs on at least 5 % of the tokens, for speed: train.graph=true)
 #   LIMIT=all (questions of each benchmark; with fewer, the results are a trial, of which no page is made)
 #   TEACHER_TOKENS=1669595136 (both runs of the teacher's training)  TEACHER_TEXT=runs/teacher/train.jsonl
 #   (scripts/teacher/corpus.py writes it)  OTHER_TEXT=the installed Python packages
@@ -30,17 +31,17 @@
 # the GPU, the script says so and starts ordinary processes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || { sed -n '4,19s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '4,20s/^# *//p' "$0" >&2; exit 2; }
 python="${PYTHON:-python3}" stored="${STORED:-docs/results/capability.jsonl}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if [ "$1" = page ]; then
   exec "$python" scripts/capability/report.py --results "$stored" --page "${PAGE:-docs/CAPABILITY.md}"
 fi
-[ $# -gt 1 ] || { sed -n '4,19s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 1 ] || { sed -n '4,20s/^# *//p' "$0" >&2; exit 2; }
 work="$1"
 shift
 exec "$python" scripts/capability/work.py "$@" --work "$work" --new "${NEW:-$work/new.jsonl}" --results "$stored" \
   --minutes "${MINUTES:-9}" --up-to "${UP_TO:-1}" --processes "${PROCESSES:-8}" --gpus "${GPUS:-1}" --device "${DEVICE:-cuda}" \
   --teacher-tokens "${TEACHER_TOKENS:-1669595136}" ${TEACHER_TEXT:+--teacher-text "$TEACHER_TEXT"} \
   ${OTHER_TEXT:+--other-text "$OTHER_TEXT"} ${TEACHER:+--teacher "$TEACHER"} --wiring "${WIRING:-farskip}" \
-  ${LIMIT:+--limit "$LIMIT"}
+  ${LIMIT:+--limit "$LIMIT"} $(for setting in ${SET:-}; do echo --set "$setting"; done)

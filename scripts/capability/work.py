@@ -34,6 +34,7 @@ from scripts.capability.runs import (
     KL,
     STARTING_VALUES,
     SWEEP_STEPS,
+    TABLE_2,
     TEXTS,
     Run,
     Subject,
@@ -228,7 +229,9 @@ def do_run(study: Study, run: Run, gpu: int) -> None:
         args = study.args
         recipe = recipe_of(run, study.chosen, args.teacher_tokens, study.work, args.device, study.subject)
         words = ["distill", str(_write_recipe(study, run.name, recipe))]
-        study.fcsd([*words, *(["--accept-unsafe-exec"] if run.early_stop else [])], run.name, gpu)
+        words += ["--accept-unsafe-exec"] if run.early_stop else []
+        line["set"] = args.set if run.share >= TABLE_2 else []
+        study.fcsd([*words, *(word for setting in line["set"] for word in ("--set", setting))], run.name, gpu)
         out = Path(recipe["output_dir"])
         model, metrics = out / "final", read_metrics(out)
         line |= {"lr": recipe["optim"]["lr"], "batch_tokens": recipe["train"]["batch_tokens"]}
@@ -421,6 +424,13 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--teacher-text", type=Path, help="the teacher's real text; default: runs/teacher/train.jsonl")
     parser.add_argument("--other-text", type=Path, help="other real text; default: the installed Python packages")
     parser.add_argument("--sweep-steps", type=int, default=SWEEP_STEPS)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="setting of all runs on at least 5 %% of the tokens, for speed: train.graph=true; repeatable",
+    )
     parser.add_argument("--up-to", type=float, default=1.0, help="largest share of the teacher's tokens of a run")
     parser.add_argument("--limit", type=int, help="questions of each benchmark; for trials of this script alone")
     return parser

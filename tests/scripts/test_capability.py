@@ -119,7 +119,7 @@ def test_a_stage_takes_what_the_stage_before_it_chose(tmp_path: Path) -> None:
             study.trials["sft-same", stage, number] = {"values": trial, "value": abs(number - 1)}
     choose(study, "sft-same")
     line = read_lines([study.args.new])["sft-same"]
-    assert line["chosen"] == {"train.batch_tokens": batches[1], "optim.lr": rates[1]} and len(line["trials"]) == 6
+    assert line["chosen"] == {"train.batch_tokens": batches[1], "optim.lr": rates[1]} and len(line["trials"]) == 7
 
 
 def test_models_at_work_are_spread_over_the_gpus() -> None:
