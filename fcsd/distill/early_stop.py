@@ -41,7 +41,8 @@ def judge(history: Sequence[dict[str, Any]], settings: EarlyStop, mode: Literal[
     A score counts as an improvement if it is better than the last improvement by more than ``delta``. ``delta`` is a
     fraction of that earlier score if ``delta_kind`` is ``relative``, and an absolute difference otherwise. After
     ``patience`` scores in a row without an improvement, the run stops. The best step is the step with the best score,
-    even if it is better by less than ``delta``. Of equal scores, the earliest is taken.
+    even if it is better by less than ``delta``. Of equal scores, the latest is taken: a benchmark that the model solves
+    completely cannot tell its checkpoints apart, and the later one was trained for longer.
 
     Args:
         history: the scores of the run so far, oldest first.
@@ -56,7 +57,7 @@ def judge(history: Sequence[dict[str, Any]], settings: EarlyStop, mode: Literal[
             reference, waited = value, 0
         else:
             waited += 1
-    best = max(history, key=lambda entry: sign * entry["value"])["step"] if history else None
+    best = max(history, key=lambda entry: (sign * entry["value"], entry["step"]))["step"] if history else None
     return Verdict(best, waited, waited >= settings.patience)
 
 

@@ -48,7 +48,7 @@ class Run:
         layers: the rewired layers, as ``fcsd convert --layers`` takes them.
         settings: fields of the recipe that differ from those of the method.
         batch: the factor of the batch at an equal number of steps.
-        early_stop: ``best`` scores MBPP+ ten times and keeps the best checkpoint, for every method of Table 1;
+        early_stop: ``best`` scores MBPP+ five times and keeps the best checkpoint, for every method of Table 1;
             ``collapse`` scores it a hundred times, with the paper's patience.
         sweep: the sweep whose values the run takes; empty for that of its loss and text, ``PUBLISHED`` for none.
         epochs: how often the run reads its text.
@@ -213,7 +213,7 @@ def recipe_of(
     steps = max(1, round(run.share * teacher_tokens / batch))
     settings |= {"train.batch_tokens": batch, "train.steps": steps}
     if run.early_stop:
-        patience, scores = (20, 100) if run.early_stop == "collapse" else (5, 10)
+        patience, scores = (20, 100) if run.early_stop == "collapse" else (5, 5)
         stop = {"metric": "mbpp_plus", "suite": "strict", "every": max(1, steps // scores), "patience": patience}
         settings |= {f"early_stop.{key}": value for key, value in stop.items()}
         settings["early_stop.data_mirror"] = "bundled:mirror"

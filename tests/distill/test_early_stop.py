@@ -36,11 +36,11 @@ def history(values: list[float]) -> list[dict[str, Any]]:
         ([0.50, 0.51], {}, 20, 1),  # better by exactly 2 % is not better by more
         ([0.50, 0.5101], {}, 20, 0),
         ([0.50, 0.51, 0.511], {}, 30, 0),  # small steps add up against the last improvement
-        ([0.50, 0.60, 0.60, 0.60], {}, 20, 2),
+        ([0.50, 0.60, 0.60, 0.59], {}, 30, 2),  # of equal scores, the latest
         ([0.50, 0.515], {"delta_kind": "absolute"}, 20, 1),
         ([0.50, 0.525], {"delta_kind": "absolute"}, 20, 0),
         ([0.0, 0.001], {}, 20, 0),
-        ([0.0, 0.0], {"delta": 0.0}, 10, 1),
+        ([0.0, 0.0], {"delta": 0.0}, 20, 1),
     ],
 )
 def test_what_counts_as_better(values: list[float], changes: dict[str, Any], best: int | None, waited: int) -> None:
