@@ -28,7 +28,8 @@ from fcsd.bench.training.model import evenly_routed
 from fcsd.bench.training.record import record
 from fcsd.config import Recipe
 from fcsd.distill import graphs, update
-from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
+from fcsd.distill.dtypes import DTYPES
+from fcsd.distill.engine import build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, dispatcher_for, quantiser_of, randomise, wire_sharded
 from fcsd.distill.feed import feeding
 from fcsd.distill.metrics import full_speed, gpu_peak

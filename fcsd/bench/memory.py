@@ -24,7 +24,8 @@ from fcsd.config import Recipe, load_recipe
 from fcsd.distill import update
 from fcsd.distill.data.corpus import Corpus
 from fcsd.distill.data.token_slices import TokenSlices
-from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
+from fcsd.distill.dtypes import DTYPES
+from fcsd.distill.engine import build_engine, import_deepspeed
 from fcsd.distill.expert_parallel import check, randomise, wire_sharded
 from fcsd.distill.prepare import training_rows
 from fcsd.distill.step import train_step

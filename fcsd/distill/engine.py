@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe, accumulation
+from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, only_counted, squared_distance
-from fcsd.distill.moments import ChunkedAdamW
-from fcsd.distill.one_process import OneProcessAdamW, updates_alone
+from fcsd.distill.one_process import updates_alone
+from fcsd.distill.optimizer import adamw_settings, chunked, own_optimizer, parameter_groups
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.targets import Targets, captured, compared_layers
 from fcsd.distill.top_k import TopK, kl_from_top_k
@@ -29,10 +30,8 @@ from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.turns import in_turns
 from fcsd.parallel.wire import Quantiser
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # (micro-batch, denominator, names of the terms) -> the loss terms by name; see ``fcsd.distill.graphs``
 FixedLosses = Callable[[dict[str, Tensor], Tensor, tuple[str, ...]], dict[str, Tensor]]
-GROUP = 2**28  # most parameters of a group of the optimizer, unless one tensor has more
 
 
 class Student(nn.Module):
@@ -182,48 +181,12 @@ def deepspeed_config(recipe: Recipe, world_size: int, alone: bool = False) -> di
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # this timer waits for the device around every step
     }
-    if not _chunked(recipe) and not alone:
+    if not chunked(recipe) and not alone:
         # torch's fused AdamW is used, on GPUs and on the host, because DeepSpeed's own optimizers are compiled on first
         # use, which takes a minute and a compiler.
         params = {**adamw_settings(recipe), "torch_adam": True, "fused": True}
         config["optimizer"] = {"type": "AdamW", "params": params}
     return config
-
-
-def adamw_settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings of AdamW, whichever implementation runs."""
-    optim = recipe.optim
-    return {"lr": optim.lr, "betas": list(optim.betas), "eps": 1e-8, "weight_decay": optim.weight_decay}
-
-
-def _chunked(recipe: Recipe) -> bool:
-    """Whether the moments are not where and what torch's own AdamW keeps: fp32 tensors beside the weights."""
-    return recipe.optim.moments == "bf16" or recipe.optim.offload == "moments"
-
-
-def own_optimizer(recipe: Recipe, alone: bool) -> Callable[[Any], ChunkedAdamW | OneProcessAdamW] | None:
-    """What makes the optimizer for ``deepspeed.initialize``; None if DeepSpeed makes it by its configuration.
-
-    Args:
-        alone: whether it is ``OneProcessAdamW``.
-    """
-    if alone:
-        return lambda parameters: OneProcessAdamW(
-            parameters, **adamw_settings(recipe), grad_clip=recipe.optim.grad_clip
-        )
-    if not _chunked(recipe):
-        return None
-
-    def make(parameters: Any) -> ChunkedAdamW:
-        from deepspeed.moe.utils import configure_moe_param_groups
-
-        # DeepSpeed itself divides the parameters only for optimizers that it makes.
-        if _divided_by_deepspeed(recipe):
-            parameters = configure_moe_param_groups(parameters)
-        placed = {"dtype": DTYPES[recipe.optim.moments], "on_host": recipe.optim.offload == "moments"}
-        return ChunkedAdamW(parameters, **adamw_settings(recipe), **placed)
-
-    return make
 
 
 def build_engine(
@@ -272,48 +235,6 @@ def without_rounding(engine: Any) -> AbstractContextManager[None]:
     """A block in which all rows of the student are sent as they are, so that it computes as the exported model does."""
     quantiser = engine.module.quantiser
     return nullcontext() if quantiser is None else quantiser.paused()
-
-
-def parameter_groups(student: nn.Module, recipe: Recipe) -> list[Any]:
-    """The trained parameters for the optimizer. Parameters without weight decay form groups of their own, if any.
-
-    Unless ``optim.decay_norms`` is set, norm gains and biases have no weight decay. A parameter counts as one of them
-    if it is a vector or if the last part of its name contains ``bias``. The name is needed because experts stack their
-    biases into matrices.
-
-    In its step ZeRO copies all gradients of a group, once as they are and once in fp32. Groups are therefore not larger
-    than ``GROUP``. With divided experts DeepSpeed itself limits the groups of experts.
-    """
-    trained = [(name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": [parameter for _, parameter in trained]}]
-    if recipe.optim.weight_decay and not recipe.optim.decay_norms:
-        by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, parameter in trained:
-            by_decay[parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]].append(parameter)
-        decayed = {"name": "decayed", "params": by_decay[True], "weight_decay": recipe.optim.weight_decay}
-        spared = {"name": "not decayed", "params": by_decay[False], "weight_decay": 0.0}
-        groups = [group for group in (decayed, spared) if group["params"]]
-    if recipe.parallel.zero_stage and not _divided_by_deepspeed(recipe):
-        groups = [{**group, "params": part} for group in groups for part in _parts(group["params"])]
-    return groups if len(groups) > 1 or "weight_decay" in groups[0] else groups[0]["params"]
-
-
-def _parts(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters in lists of at most ``GROUP`` elements. A larger parameter is a list of its own."""
-    parts: list[list[nn.Parameter]] = [[]]
-    size = 0
-    for parameter in parameters:
-        if parts[-1] and size + parameter.numel() > GROUP:
-            parts.append([])
-            size = 0
-        parts[-1].append(parameter)
-        size += parameter.numel()
-    return parts
-
-
-def _divided_by_deepspeed(recipe: Recipe) -> bool:
-    """Whether DeepSpeed separates the experts from the other parameters and limits the size of their groups."""
-    return recipe.parallel.ep_size > 1 or recipe.parallel.wire.any
 
 
 def import_deepspeed() -> Any:

@@ -15,7 +15,8 @@ from fcsd.distill import expert_parallel, graphs, update
 from fcsd.distill.data.corpus import Corpus, load_tokenizer
 from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows
-from fcsd.distill.engine import DTYPES, build_engine, import_deepspeed
+from fcsd.distill.dtypes import DTYPES
+from fcsd.distill.engine import build_engine, import_deepspeed
 from fcsd.distill.expert_swaps import orders_of
 from fcsd.distill.inputs import student_source
 from fcsd.distill.run import checkpoints, manifest, run_dir

@@ -16,7 +16,8 @@ from fcsd.config import Recipe, ResolvedRecipe, TeacherCache
 from fcsd.distill import expert_parallel
 from fcsd.distill.data.corpus import load_tokenizer
 from fcsd.distill.data.rows import Mixture, batch
-from fcsd.distill.engine import DTYPES, import_deepspeed
+from fcsd.distill.dtypes import DTYPES
+from fcsd.distill.engine import import_deepspeed
 from fcsd.distill.inputs import student_source
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.prepare import read_data

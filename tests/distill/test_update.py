@@ -10,7 +10,7 @@ import runs
 import torch
 from safetensors.torch import load_file
 
-from fcsd.distill import engine, loop, update
+from fcsd.distill import engine, loop, optimizer, update
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def groups(resolved: Any) -> list[tuple[float, set[int]]]:
 
     model = load_student(resolved.recipe, dtype=torch.float32, device=torch.device("cpu"))
     student = engine.Student(model, resolved.recipe.objective)
-    made = engine.parameter_groups(student, resolved.recipe)
+    made = optimizer.parameter_groups(student, resolved.recipe)
     assert sum(len(group["params"]) for group in made) == len(list(student.parameters()))
     return [(group["weight_decay"], {parameter.ndim for parameter in group["params"]}) for group in made]
 
@@ -126,7 +126,7 @@ def in_small_groups(one: Any, several: Any) -> int:
     Returns: the number of groups.
     """
     loop.distill_model(one)
-    engine.GROUP = 20_000
+    optimizer.GROUP = 20_000
     out = Path(several.recipe.output_dir)
     loop.distill_model(several)
     shutil.copytree(out, out.with_suffix(".whole"))

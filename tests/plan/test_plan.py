@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fcsd.bench.shapes import deepseek_v2_lite
 from fcsd.cli.main import app
 from fcsd.config import load_recipe
-from fcsd.distill import engine, host_moments
+from fcsd.distill import host_moments, optimizer
 from fcsd.distill import moments as chunked
 from fcsd.distill.one_process import updates_alone
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
@@ -332,7 +332,7 @@ def test_a_plan_that_fits_only_with_the_optimizer_on_the_host_says_what_it_takes
 
 
 def test_sizes_in_the_plan_are_the_optimizers():
-    assert (chunked.CHUNK, host_moments.SLOTS, engine.GROUP) == (CHUNK, SLOTS, GROUP)
+    assert (chunked.CHUNK, host_moments.SLOTS, optimizer.GROUP) == (CHUNK, SLOTS, GROUP)
 
 
 def test_hours_are_steps_and_what_runs_between_them(tmp_path):

@@ -8,7 +8,8 @@ from fcsd.bench.baselines.setting import Setting
 from fcsd.bench.distill import Load
 from fcsd.bench.memory import random_corpus, random_recipe
 from fcsd.config import Objective, Recipe
-from fcsd.distill.engine import DTYPES, import_deepspeed
+from fcsd.distill.dtypes import DTYPES
+from fcsd.distill.engine import import_deepspeed
 from fcsd.distill.expert_parallel import randomise
 from fcsd.distill.metrics import full_speed
 from fcsd.distill.prepare import training_rows
