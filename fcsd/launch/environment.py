@@ -1,10 +1,12 @@
-"""Lists what a result depends on besides the recipe: versions, processors, memory and settings."""
+"""Lists what a result depends on besides the recipe: versions, processors, memory and settings.
+
+Results are published, so that the list names no path of the machine.
+"""
 
 import importlib.metadata
 import os
 import platform
 import shutil
-import sys
 
 from fcsd.version import __version__
 
@@ -14,11 +16,14 @@ PACKAGES = [
 ]  # fmt: skip
 # Prefixes of the environment variables that change results or communication. No other variable is read, because some
 # of them hold access tokens.
-SETTINGS = ("NCCL_", "CUDA_", "OMP_", "TORCH_NCCL_", "TORCH_SYMM", "HF_HOME", "HF_HUB_OFFLINE", "DS_")
+SETTINGS = ("NCCL_", "CUDA_", "OMP_", "TORCH_NCCL_", "TORCH_SYMM", "HF_HUB_OFFLINE", "DS_")
 
 
 def snapshot() -> dict[str, object]:
-    """Everything that a bug report needs, as plain JSON values. The call imports torch."""
+    """Everything that a bug report needs, as plain JSON values. The call imports torch.
+
+    A setting that holds a path is listed, but its value is replaced by ``(a path)``.
+    """
     import torch
     import torch.cuda.nccl
 
@@ -34,15 +39,18 @@ def snapshot() -> dict[str, object]:
         "fcsd": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "executable": sys.executable,
         "packages": versions,
         "cpus": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "cuda": torch.version.cuda if cuda else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "gpus": [{"name": d.name, "memory_gib": round(d.total_memory / 2**30, 1)} for d in devices],
-        "bubblewrap": shutil.which("bwrap"),
-        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
+        "bubblewrap": "installed" if shutil.which("bwrap") else None,
+        "settings": {
+            name: "(a path)" if os.sep in value else value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(SETTINGS)
+        },
     }
 
 

@@ -321,13 +321,15 @@ def test_recipes(tmp_path: Path) -> None:
     assert nowhere.exit_code == 2
 
 
-def test_env_keeps_secrets(monkeypatch) -> None:
+def test_env_keeps_secrets_and_paths(monkeypatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("NCCL_TOPO_FILE", "/home/someone/topology.xml")
     facts = json.loads(run("env", "--json").stdout)
     assert facts["packages"]["torch"] == torch.__version__
-    assert facts["settings"]["NCCL_DEBUG"] == "INFO"
+    assert facts["settings"]["NCCL_DEBUG"] == "INFO" and facts["settings"]["NCCL_TOPO_FILE"] == "(a path)"
+    assert str(Path.home()) not in json.dumps(facts) and sys.executable not in json.dumps(facts)
     assert "secret" not in run("env").stdout + json.dumps(facts)
 
 
