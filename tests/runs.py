@@ -76,10 +76,22 @@ def train(recipe: ResolvedRecipe, size: int = 1, resume: str = "auto") -> None:
             raise result
 
 
+def train_all(recipes: list[ResolvedRecipe], size: int = 1) -> None:
+    """Train recipes one after the other in the same ``size`` new processes. An error of a process is raised here."""
+    for result in on_ranks(size, _distill_all, recipes):
+        if isinstance(result, Exception):
+            raise result
+
+
 def _distill(recipe: ResolvedRecipe, resume: str) -> None:
     from fcsd.distill import loop
 
     loop.distill_model(recipe, resume=resume)
+
+
+def _distill_all(recipes: list[ResolvedRecipe]) -> None:
+    for recipe in recipes:
+        _distill(recipe, "auto")
 
 
 def outcome(run: Path) -> tuple[list[tuple[str, ...]], str]:

@@ -3,27 +3,13 @@
 from pathlib import Path
 
 import pytest
-import ranks
 import runs
 
-from fcsd.config import ResolvedRecipe
 from fcsd.distill import loop
 from fcsd.distill.preview import preview
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.step import anneal_weight
 from fcsd.errors import ConfigError
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder)
-    return folder
-
-
-def _distill_all(recipes: list[ResolvedRecipe]) -> None:
-    for recipe in recipes:
-        loop.distill_model(recipe)
 
 
 def test_the_weight_rises_over_its_share_of_the_schedule() -> None:
@@ -40,8 +26,7 @@ def test_a_run_begins_with_the_original_and_resumes_with_the_same_bits(folder: P
         runs.resolved(folder, output_dir=str(folder / "parts"), train__steps=steps, train__log_every=1, **options)
         for steps in (2, 4)
     ]
-    for result in ranks.on_ranks(1, _distill_all, [whole, *parts]):
-        assert not isinstance(result, Exception), result
+    runs.train_all([whole, *parts])
     metrics = read_metrics(folder / "whole")
     assert [record["anneal"] for record in metrics] == [0, 0.5, 1, 1]
     assert metrics[0]["kl"] < 1e-6 < metrics[2]["kl"]  # the teacher is the original

@@ -7,7 +7,6 @@ import pytest
 import runs
 import tiny
 import torch
-from ranks import on_ranks
 from runs import outcome
 
 from fcsd.distill import loop
@@ -24,18 +23,6 @@ WIRE = {"dispatch": "int8:g64", "combine": "int8:g64", "dispatch_grad": "int8:g6
 STEPS = {"train__steps": 2, "optim__horizon": 2}
 RANDOM = {"parallel__wire": {**WIRE, "stochastic": "all"}, **STEPS}
 DIVIDED = {"parallel__ep_size": 2}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder)
-    return folder
-
-
-def _distill(recipes: list[Any]) -> None:
-    for recipe in recipes:
-        loop.distill_model(recipe)
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +44,7 @@ def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(folder: Path, out: Path, cases: list[tuple[str, dict[str, Any]]]) -> None:
-    recipes = [runs.resolved(folder, output_dir=str(out / name), **changes) for name, changes in cases]
-    for result in on_ranks(2, _distill, recipes):
-        if isinstance(result, Exception):
-            raise result
+    runs.train_all([runs.resolved(folder, output_dir=str(out / name), **changes) for name, changes in cases], 2)
 
 
 def test_neither_the_schedule_nor_a_resume_changes_a_bit(found: Path) -> None:

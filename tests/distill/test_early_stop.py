@@ -53,13 +53,6 @@ def test_a_loss_is_better_when_it_is_smaller() -> None:
     assert (verdict.best, verdict.waited) == (30, 1)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder)
-    return folder
-
-
 def recipe(folder: Path, run: Path, **changes: Any) -> ResolvedRecipe:
     changes = {
         "train__steps": 8,

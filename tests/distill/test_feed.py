@@ -23,13 +23,6 @@ from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder)
-    return folder
-
-
 def text_of(folder: Path, **changes: Any) -> tuple[Recipe, Mixture]:
     recipe = runs.resolved(folder, **changes).recipe
     return recipe, prepare.training_rows(recipe, [load_corpus(recipe.data.sources[0], texts.tokenizer(), 256)])

@@ -11,13 +11,11 @@ import pytest
 import runs
 import tiny
 import torch
-from ranks import on_ranks
 from torch import Tensor
 
-from fcsd.config import Hidden, Objective, ResolvedRecipe
+from fcsd.config import Hidden, Objective
 from fcsd.distill.engine import Student
 from fcsd.distill.graphs import FixedPasses
-from fcsd.distill.loop import distill_model
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.teacher.targets import live_teacher
 from fcsd.errors import ConfigError
@@ -180,18 +178,12 @@ def test_a_run_with_fixed_passes_is_one_without_up_to_rounding(tmp_path: Path) -
         )
         for name, graph, steps in (("without", False, 2), ("with", True, 2), ("parts", True, 1), ("parts", True, 2))
     ]
-    for result in on_ranks(1, _distill_all, recipes):
-        assert not isinstance(result, Exception), result
+    runs.train_all(recipes)
     without, with_graph, parts = (runs.outcome(tmp_path / name) for name in ("without", "with", "parts"))
     assert parts == with_graph
     assert len(without[0]) == 2
     for one, other in zip(without[0], with_graph[0], strict=True):
         assert [float.fromhex(x) for x in other] == pytest.approx([float.fromhex(x) for x in one], rel=1e-5)
-
-
-def _distill_all(recipes: list[ResolvedRecipe]) -> None:
-    for recipe in recipes:
-        distill_model(recipe)
 
 
 @pytest.mark.parametrize(

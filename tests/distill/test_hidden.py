@@ -156,13 +156,6 @@ def test_streams_under_overlap_are_the_blocking_ones() -> None:
     assert in_group(2, _overlapped) == [[], []]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder)
-    return folder
-
-
 def distilled(folder: Path, out: Path, size: int = 1, **changes: Any) -> list[dict[str, Any]]:
     for result in ranks.on_ranks(size, loop.distill_model, runs.resolved(folder, output_dir=str(out), **changes)):
         if isinstance(result, Exception):

@@ -14,13 +14,6 @@ from fcsd.plan.speed import PEAK
 from fcsd.serve.chat import load_speaker
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder)
-    return folder
-
-
 def test_every_record_has_every_term_and_what_it_took(folder: Path, tmp_path: Path) -> None:
     changes = {"objective__hidden": {"weight": 0.1}, "train__steps": 2, "output_dir": str(tmp_path)}
     runs.train(runs.resolved(folder, **changes), 2)

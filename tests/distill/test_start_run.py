@@ -4,11 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import runs
 
 from fcsd.config import ResolvedRecipe
-from fcsd.distill import loop
 from fcsd.distill.preview import preview
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.solved_start import calibration_rows
@@ -19,26 +17,13 @@ STAGED: dict[str, Any] = {"train__progressive_share": 0.5, "train__progressive_o
 SOLVED: dict[str, Any] = {"init__solve": "linear", "init__solve_tokens": 256}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder)
-    return folder
-
-
-def _distill_all(recipes: list[ResolvedRecipe]) -> None:
-    for recipe in recipes:
-        loop.distill_model(recipe)
-
-
 def test_runs_start_as_they_say_and_resume_with_the_same_bits(folder: Path) -> None:
     def recipe(name: str, steps: int, **changes: Any) -> ResolvedRecipe:
         return runs.resolved(folder, output_dir=str(folder / name), train__steps=steps, optim__horizon=4, **changes)
 
     solved = [recipe("solved", 2, **SOLVED), recipe("solved-parts", 1, **SOLVED), recipe("solved-parts", 2, **SOLVED)]
     staged = [recipe("staged", 3, **STAGED), recipe("staged-parts", 1, **STAGED), recipe("staged-parts", 3, **STAGED)]
-    for result in ranks.on_ranks(1, _distill_all, [recipe("plain", 1), *solved, *staged]):
-        assert not isinstance(result, Exception), result
+    runs.train_all([recipe("plain", 1), *solved, *staged])
     first = {name: read_metrics(folder / name)[0] for name in ("plain", "solved", "staged")}
     assert first["solved"]["kl"] < first["plain"]["kl"]
     assert 1e-6 < first["staged"]["kl"] < first["plain"]["kl"]  # one layer of four is converted

@@ -13,13 +13,6 @@ from safetensors.torch import load_file
 from fcsd.distill import engine, loop, optimizer, update
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder)
-    return folder
-
-
 def on_the_host(resolved: Any) -> None:
     """A run in which DeepSpeed itself clips and skips."""
     engine.judges_on_device = update.judges_on_device = lambda recipe: False

@@ -3,12 +3,13 @@
 import pytest
 import tiny
 import torch
+from rewired import logits_and_gradients, rewired, same
 from torch import Tensor
 
 from fcsd.errors import ConfigError
 from fcsd.models import wiring as reference
 from fcsd.models.annealed import anneal
-from fcsd.models.build import converted_config, decoder_layers, model_classes, unwired, wire
+from fcsd.models.build import decoder_layers, unwired, wire
 from fcsd.models.wiring import Wiring
 
 ALL = (0, 1, 2, 3)
@@ -16,33 +17,9 @@ WIRINGS = [Wiring("farskip", ALL), Wiring("ladder", (1, 2, 3)), Wiring("ladder",
 ARCHS = ("llama", "deepseek_v2", "qwen3_moe")
 
 
-def rewired(arch: str, wiring: Wiring):
-    """An original and its conversion with the same weights, both in training mode."""
-    original = tiny.model(arch, initializer_range=0.1)
-    config = converted_config(original.config, wiring.to_block())
-    model = model_classes(arch)["AutoModelForCausalLM"](config)
-    model.load_state_dict(original.state_dict())
-    return original.train(), model.train()
-
-
-def logits_and_gradients(model) -> list[Tensor]:
-    ids = tiny.tokens()
-    model.zero_grad(set_to_none=False)
-    out = model(ids, labels=ids, use_cache=False)
-    out.loss.backward()
-    return [
-        out.logits.detach(),
-        *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()),
-    ]
-
-
 def relative_error(value: Tensor, expected: Tensor) -> float:
     """The norm of the difference, divided by that of ``expected``; 0 if both are 0."""
     return float((value - expected).norm() / expected.norm().clamp(min=1e-30))
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.mark.parametrize("arch", ARCHS)

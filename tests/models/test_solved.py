@@ -5,22 +5,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from rewired import rewired
 from torch import Tensor
 
-from fcsd.models.build import converted_config, decoder_of, model_classes
+from fcsd.models.build import decoder_of
 from fcsd.models.solved import RIDGE, Batch, _fold, reads_of, ridge_map, solve_start
 from fcsd.models.wiring import Wiring
 
 ALL = (0, 1, 2, 3)
-
-
-def rewired(arch: str, wiring: Wiring):
-    """An original and its conversion with the same weights."""
-    original = tiny.model(arch, initializer_range=0.1)
-    config = converted_config(original.config, wiring.to_block())
-    model = model_classes(arch)["AutoModelForCausalLM"](config).eval()
-    model.load_state_dict(original.state_dict())
-    return original, model
 
 
 def forward(model, batch: Batch) -> None:

@@ -5,38 +5,14 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
-from torch import Tensor
+from rewired import logits_and_gradients, rewired, same
 
 from fcsd.errors import ConfigError
-from fcsd.models.build import converted_config, decoder_layers, model_classes, unwired, wire
+from fcsd.models.build import decoder_layers, unwired, wire
 from fcsd.models.staged import conversion_groups, stage_layers
 from fcsd.models.wiring import Wiring
 
 ALL = (0, 1, 2, 3)
-
-
-def rewired(arch: str, wiring: Wiring):
-    """An original and its conversion with the same weights, both in training mode."""
-    original = tiny.model(arch, initializer_range=0.1)
-    config = converted_config(original.config, wiring.to_block())
-    model = model_classes(arch)["AutoModelForCausalLM"](config)
-    model.load_state_dict(original.state_dict())
-    return original.train(), model.train()
-
-
-def logits_and_gradients(model) -> list[Tensor]:
-    ids = tiny.tokens()
-    model.zero_grad(set_to_none=False)
-    out = model(ids, labels=ids, use_cache=False)
-    out.loss.backward()
-    return [
-        out.logits.detach(),
-        *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()),
-    ]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.mark.parametrize("arch", ["llama", "deepseek_v2", "qwen3_moe"])

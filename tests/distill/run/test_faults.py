@@ -28,13 +28,6 @@ Whole = Callable[[int], Path]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def whole(folder: Path) -> Whole:
     """Number of processes -> the directory of a run of four steps that nobody interrupted."""
 

@@ -13,14 +13,6 @@ from fcsd.distill import loop, prepare
 from fcsd.distill.run import checkpoints, manifest
 from fcsd.distill.run.report import read_metrics
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder)
-    return folder
-
-
 TEACHERS = {"teacher": torch.nan, "infinite teacher": 3e38, "indifferent teacher": 0.0}
 
 

@@ -17,13 +17,6 @@ from fcsd.errors import DiskError
 from fcsd.launch.world import World
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder)
-    return folder
-
-
 def limited(recipe: Any, first: int, last: int, rank: int, size: int) -> None:
     """A run in which ``rank`` can write no file above ``size`` bytes in the saves ``first`` to ``last``."""
     real, saves = checkpoints.save, 0

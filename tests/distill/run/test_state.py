@@ -25,13 +25,6 @@ from fcsd.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def single(folder: Path) -> Path:
     """The directory of a run of four steps in one process, with checkpoints after two and four."""
     train(runs.resolved(folder, output_dir=str(folder / "single")))

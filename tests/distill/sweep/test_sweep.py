@@ -34,13 +34,6 @@ TWO_STAGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    runs.write_models(folder)
-    return folder
-
-
 def recipe(folder: Path, out: Path, plan: dict[str, Any], **changes: Any) -> ResolvedRecipe:
     return runs.resolved(folder, output_dir=str(out), sweep=plan, train__steps=6, **changes)
 
