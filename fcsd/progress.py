@@ -1,4 +1,4 @@
-"""Shows the progress of long work: a bar on a terminal, and elsewhere a log line at intervals."""
+"""Shows the progress of long work, as a bar on a terminal and elsewhere as log lines, and formats durations."""
 
 import logging
 import time
@@ -46,7 +46,18 @@ def progress(
 
 
 def line(what: str, done: float, total: float, seconds: float) -> str:
-    """The log line after ``seconds`` of work, for example ``scoring: 1200 of 4800 (25 %), 0:12:00 left``."""
-    left = round(seconds / done * (total - done))
-    percent, time_left = int(100 * done / total), f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
-    return f"{what}: {done:.0f} of {total:.0f} ({percent} %), {time_left} left"
+    """The log line after ``seconds`` of work, for example ``scoring: 1200 of 4800 (25 %), 12 min left``."""
+    left = duration(seconds / done * (total - done))
+    return f"{what}: {done:.0f} of {total:.0f} ({int(100 * done / total)} %), {left} left"
+
+
+def duration(seconds: float) -> str:
+    """A readable duration: ``under 1 s``, ``45 s``, ``12 min``, ``3 h 20 min``, ``2 d 1 h``."""
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    if seconds < 1:
+        return "under 1 s"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"

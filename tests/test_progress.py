@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from fcsd.progress import line, progress
+from fcsd.progress import duration, line, progress
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def run(pieces: int, seconds_each: float, quiet: bool = False) -> None:
 
 def test_long_work_says_total_and_time_left(said: pytest.LogCaptureFixture) -> None:
     run(20, 30.0)
-    assert said.messages[0] == "scoring: 2 of 20 (10 %), 0:09:00 left"
+    assert said.messages[0] == "scoring: 2 of 20 (10 %), 9 min left"
     assert len(said.messages) == 9, "one line a minute, none at the end"
 
 
@@ -34,5 +34,21 @@ def test_a_short_one_and_another_rank_say_nothing(said: pytest.LogCaptureFixture
 
 
 def test_hours() -> None:
-    assert line("generating", 100, 400, 3600.0) == "generating: 100 of 400 (25 %), 3:00:00 left"
-    assert line("copying, GB", 7.3, 61.06, 60.0) == "copying, GB: 7 of 61 (11 %), 0:07:22 left"
+    assert line("generating", 100, 400, 3600.0) == "generating: 100 of 400 (25 %), 3 h 0 min left"
+    assert line("copying, GB", 7.3, 61.06, 60.0) == "copying, GB: 7 of 61 (11 %), 7 min left"
+
+
+SAID = {
+    0.4: "under 1 s",
+    89: "89 s",
+    90: "2 min",
+    3540: "59 min",
+    3600: "1 h 0 min",
+    12_000: "3 h 20 min",
+    176_400: "2 d 1 h",
+}
+
+
+@pytest.mark.parametrize(("seconds", "said"), SAID.items())
+def test_durations_are_read_at_a_glance(seconds: float, said: str) -> None:
+    assert duration(seconds) == said

@@ -18,7 +18,7 @@ from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
 from fcsd.plan.model import MetaModel, ModelNumbers
 from fcsd.plan.search import assignments, changes, cheapest, larger_micro_batches
 from fcsd.plan.setup import GIB, Hardware, Setup, setup_of
-from fcsd.plan.speed import Speed, speed
+from fcsd.plan.speed import Speed, readable, speed
 from fcsd.plan.uncounted import uncounted
 
 
@@ -96,10 +96,10 @@ class Plan:
         return f"the cheapest change that makes it fit is {self.described(new, more)}"
 
     def described(self, new: Change, more: str = "") -> str:
-        """What to write for a change, and what it takes; ``more`` stands between memory and hours."""
+        """What to write for a change, and what it takes; ``more`` stands between memory and time."""
         return (
-            f"{' '.join(new.written)} ({new.total / GIB:.1f} GiB of each GPU{more}, {new.hours:,.1f} hours instead of "
-            f"{self.speed.hours:,.1f})"
+            f"{' '.join(new.written)} ({new.total / GIB:.1f} GiB of each GPU{more}, "
+            f"{readable(new.hours)} instead of {readable(self.speed.hours)})"
         )
 
 

@@ -6,7 +6,7 @@ from fcsd.plan import Plan
 from fcsd.plan.memory import cache_bytes, copy_bytes
 from fcsd.plan.offload import BUS, HOST
 from fcsd.plan.setup import GIB, Setup
-from fcsd.plan.speed import PEAK, Speed
+from fcsd.plan.speed import PEAK, Speed, readable
 
 _PLACES = {"none": "", "moments": "AdamW with its moments on the host", "host": "AdamW on the host"}
 
@@ -54,10 +54,10 @@ def to_text(plan: Plan) -> str:
         ("disk", f"{plan.disk / 1e9:,.0f} GB: {_files(setup)}"),
         (
             "time",
-            f"{setup.tokens:,} tokens at {speed.tokens_per_second:,.0f} tokens/s: {speed.hours:,.1f} hours, "
-            f"{speed.gpu_hours:,.1f} GPU-hours{cost}",
+            f"{setup.tokens:,} tokens at {speed.tokens_per_second:,.0f} tokens/s: {readable(speed.hours)}, "
+            f"{_gpu_time(speed)}{cost}",
         ),
-        ("of these", _hours(speed)),
+        ("of these", _parts(speed)),
         ("speed", f"{speed.utilisation:.1%} of {rate}; --mfu plans with a share that you measured"),
     ]
     if setup.ep_size > 1:
@@ -139,9 +139,15 @@ def _copy(plan: Plan) -> str:
     return f", and {_gib(size).strip()}, at most twice as much, for the copy that checkpoints are written from"
 
 
-def _hours(speed: Speed) -> str:
-    """Lists the parts of the hours, without those that are zero."""
-    return ", ".join(f"{name} {hours:,.2f} hours" for name, hours in speed.parts.items() if hours)
+def _gpu_time(speed: Speed) -> str:
+    """The time of all GPUs together, in GPU-hours if it is an hour or longer."""
+    hours = speed.gpu_hours
+    return f"{hours:,.1f} GPU-hours" if hours >= 1 else f"{readable(hours)} of GPU time"
+
+
+def _parts(speed: Speed) -> str:
+    """Lists what takes the time of the run, without what takes none."""
+    return ", ".join(f"{name} {readable(hours)}" for name, hours in speed.parts.items() if hours)
 
 
 def _gib(size: int) -> str:

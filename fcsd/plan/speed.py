@@ -18,6 +18,7 @@ from fcsd.plan.model import ModelNumbers
 from fcsd.plan.offload import host_seconds, moments_seconds, transfer_seconds
 from fcsd.plan.setup import Hardware, Setup
 from fcsd.plan.shard import shard
+from fcsd.progress import duration
 
 PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s of an H200 without sparsity, from its data sheet
 
@@ -243,3 +244,8 @@ def speed(
         gpu_hours=gpu_hours,
         cost=None if hardware.price is None else gpu_hours * hardware.price,
     )
+
+
+def readable(hours: float) -> str:
+    """A number of hours with its unit: ``7.5 hours``, and below one hour ``12 min`` or ``45 s``."""
+    return f"{hours:,.1f} hours" if hours >= 1 else duration(3600 * hours)

@@ -44,6 +44,7 @@ from fcsd.plan.speed import (
     work_per_token,
 )
 from fcsd.plan.uncounted import uncounted
+from fcsd.progress import duration
 
 SMALL = Setup(world=2, micro_batch_size=2, seq_len=64, batch_tokens=512, tokens=5120)
 
@@ -418,6 +419,7 @@ def test_plan_command_and_dry_run(tmp_path):
     assert told["setup"]["tokens"] == resolved.recipe.train.steps * resolved.recipe.train.batch_tokens
     text = CliRunner().invoke(app, ["plan", recipe, "--gpus", "2"])
     assert text.exit_code == 0 and "verdict      fits" in text.stdout
+    assert f" tokens/s: {duration(3600 * told['speed']['hours'])}, " in text.stdout and "hours" not in text.stdout
 
     tight = CliRunner().invoke(app, ["plan", recipe, "--gpus", "2", "--gpu-mem", "2"])
     assert tight.exit_code == 8 and "does not fit" in tight.stderr

@@ -18,6 +18,7 @@ from fcsd.config import Recipe, ResolvedRecipe
 from fcsd.distill.run.run_dir import CHECKPOINTS
 from fcsd.distill.run.trackers import Log, tracking
 from fcsd.distill.update import optimizer_threads
+from fcsd.progress import duration
 
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
@@ -164,16 +165,6 @@ def _command() -> str:
     name = Path(sys.argv[0]).name
     own = name in ("fcsd", "__main__.py")
     return shlex.join(["fcsd", *sys.argv[1:]]) if own else "the same command"
-
-
-def duration(seconds: float) -> str:
-    """A readable duration: ``45 s``, ``12 min``, ``3 h 20 min``, ``2 d 1 h``."""
-    minutes, hours = round(seconds / 60), round(seconds / 3600)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def _short(value: Any) -> str:

@@ -8,21 +8,6 @@ import runs
 
 from fcsd.distill.run import report
 
-SAID = {
-    0.4: "0 s",
-    89: "89 s",
-    90: "2 min",
-    3540: "59 min",
-    3600: "1 h 0 min",
-    12_000: "3 h 20 min",
-    176_400: "2 d 1 h",
-}
-
-
-@pytest.mark.parametrize(("seconds", "said"), [*SAID.items(), (176_400, "2 d 1 h")])
-def test_durations_are_read_at_a_glance(seconds: float, said: str) -> None:
-    assert report.duration(seconds) == said
-
 
 def test_a_run_says_where_it_saves_and_what_resumes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/usr/bin/fcsd", "distill", "my recipe.yaml", "--gpus", "2"])
