@@ -14,7 +14,7 @@ from fcsd.parallel.deferred import Deferred, Exchange, exchange_now, launch
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.counts import gather
 from fcsd.parallel.expert.dispatcher import Wire
-from fcsd.parallel.expert.moving import FromExperts, Moves, ToExperts
+from fcsd.parallel.expert.moving import FromExperts, RowPlaces, ToExperts
 from fcsd.parallel.transports.codec import Codec
 from fcsd.parallel.transports.transport import Splits, splits_of
 from fcsd.parallel.turns import yield_turn
@@ -50,9 +50,9 @@ class FlatDispatcher:
         pairs = torch.argsort(self._placement.positions(routing.experts).view(-1), stable=True)
         # The scores multiply the rows before the experts, or their outputs after them.
         before, self._after = (routing.scores, None) if block.prescaled else (None, routing.scores)
-        self._moves = _moves_on_wire(pairs, block, wire)
-        if self._moves is not None and wire.quantiser is not None:
-            self._codecs = _moving_codecs(self._moves, wire.quantiser.formats, routing.scores.detach())
+        self._places = _places_on_wire(pairs, block, wire)
+        if self._places is not None and wire.quantiser is not None:
+            self._codecs = _moving_codecs(self._places, wire.quantiser.formats, routing.scores.detach())
         elif wire.quantiser is not None:
             self._codecs = wire.quantiser.codecs(layer, pairs, block.top_k)
         else:
@@ -60,7 +60,7 @@ class FlatDispatcher:
         self._wait_for_plan = self._start_plan(self._placement.by_position(routing.counts), len(pairs))
         # [tokens * top_k, hidden]: the rows to send, one destination after the other. If codecs pack them, the tokens.
         self._packed: Tensor | None = tokens
-        if self._moves is None:
+        if self._places is None:
             permute, self._unpermute = _moves(pairs, block.top_k, wire.fused)
             self._packed = permute(tokens, before)
         self._packed_event = None if wire.side is None else torch.cuda.current_stream().record_event()
@@ -73,8 +73,8 @@ class FlatDispatcher:
             return
         yield_turn()
         self._plan = plan = self._wait_for_plan()
-        if self._moves is not None:
-            self._moves.find_order = partial(self._block.order, plan.counts, sum(plan.dispatch.receives))
+        if self._places is not None:
+            self._places.find_order = partial(self._block.order, plan.counts, sum(plan.dispatch.receives))
         codecs = self._codecs.dispatch, self._codecs.dispatch_grad
         exchange = self._exchange("dispatch", self._plan.dispatch, self._plan.combine, *codecs, kept=False)
         exchange.ready, exchange.side = self._packed_event, self._wire.side
@@ -84,10 +84,10 @@ class FlatDispatcher:
     def run_experts(self, awaited_at: int | None) -> None:
         """See ``Dispatcher``."""
         assert self._dispatch is not None, "dispatch has not started"
-        if self._moves is None:
+        if self._places is None:
             outputs = self._block.run(self._dispatch.wait(), self._plan.counts)
         else:
-            outputs = self._block.run_ordered(self._dispatch.wait(), self._moves.order)
+            outputs = self._block.run_ordered(self._dispatch.wait(), self._places.order)
         self._dispatch = None
         codecs = self._codecs.combine, self._codecs.combine_grad
         exchange = self._exchange("combine", self._plan.combine, self._plan.dispatch, *codecs, kept=True)
@@ -146,7 +146,7 @@ class FlatDispatcher:
         return launch(rows, exchange, awaited_at)
 
 
-def _moves_on_wire(pairs: Tensor, block: ExpertBlock, wire: Wire) -> Moves | None:
+def _places_on_wire(pairs: Tensor, block: ExpertBlock, wire: Wire) -> RowPlaces | None:
     """The places of the rows, if the codecs of the wire move them; None if rows are moved before and after it.
 
     Codecs do not draw random numbers, and do not multiply rows before the experts.
@@ -154,16 +154,16 @@ def _moves_on_wire(pairs: Tensor, block: ExpertBlock, wire: Wire) -> Moves | Non
     if not wire.fused or block.prescaled or wire.quantiser is None or wire.quantiser.formats_to_nearest() is None:
         return None
     numbers = torch.arange(len(pairs), device=pairs.device)
-    return Moves(torch.empty_like(pairs).scatter_(0, pairs, numbers).view(-1, block.top_k))
+    return RowPlaces(torch.empty_like(pairs).scatter_(0, pairs, numbers).view(-1, block.top_k))
 
 
-def _moving_codecs(moves: Moves, formats: WireFormats, scores: Tensor) -> Codecs:
+def _moving_codecs(places: RowPlaces, formats: WireFormats, scores: Tensor) -> Codecs:
     """The codecs of all directions; ``scores [tokens, top_k]`` multiply the outputs of the experts."""
     return Codecs(
-        dispatch=ToExperts(moves, formats.dispatch),
-        combine=FromExperts(moves, formats.combine, scores),
-        dispatch_grad=FromExperts(moves, formats.dispatch_grad),
-        combine_grad=ToExperts(moves, formats.combine_grad, scores),
+        dispatch=ToExperts(places, formats.dispatch),
+        combine=FromExperts(places, formats.combine, scores),
+        dispatch_grad=FromExperts(places, formats.dispatch_grad),
+        combine_grad=ToExperts(places, formats.combine_grad, scores),
     )
 
 

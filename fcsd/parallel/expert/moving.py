@@ -24,7 +24,7 @@ from fcsd.kernels.bit_split.moves import decode_dots, decode_from, decode_sum, e
 from fcsd.parallel.expert.block import ExpertOrder
 
 
-class Moves:
+class RowPlaces:
     """Where the rows of one pass through a layer go.
 
     Args:
@@ -47,26 +47,26 @@ class ToExperts:
     """A ``Codec`` from the rows of tokens ``[tokens, width]`` to rows in the order of the experts.
 
     Args:
-        moves: where the rows go.
+        places: where the rows go.
         format: the format of the records; None sends the rows as they are.
         weight: ``[tokens, top_k]``, factors of the rows, or None.
     """
 
-    def __init__(self, moves: Moves, format: Format | None, weight: Tensor | None = None) -> None:
-        self._moves, self._format, self._weight = moves, format, weight
+    def __init__(self, places: RowPlaces, format: Format | None, weight: Tensor | None = None) -> None:
+        self._places, self._format, self._weight = places, format, weight
 
     def encode(self, rows: Tensor) -> Tensor:
         """See ``Codec``; one record for each row to send."""
-        places = self._moves.row_of
+        row_of = self._places.row_of
         if self._format is not None:
-            return encode_at(rows, self._format, self._weight, places, places.numel())
-        moved = rows.new_empty(places.numel(), rows.shape[1])
-        _moves_of(rows).spread(rows, self._weight, places, moved)
+            return encode_at(rows, self._format, self._weight, row_of, row_of.numel())
+        moved = rows.new_empty(row_of.numel(), rows.shape[1])
+        _moves_of(rows).spread(rows, self._weight, row_of, moved)
         return moved
 
     def decode(self, records: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """See ``Codec``; one row for each entry of ``ExpertOrder.source``, zero where there is none."""
-        source = self._moves.order.source
+        source = self._places.order.source
         if self._format is not None:
             return decode_from(records, self._format, width, dtype, source)
         ordered = records.new_empty(len(source), width)
@@ -78,19 +78,19 @@ class FromExperts:
     """A ``Codec`` from rows in the order of the experts to the sum of each token's rows ``[tokens, width]``.
 
     Args:
-        moves: where the rows go.
+        places: where the rows go.
         format: the format of the records; None sends the rows as they are.
         weight: ``[tokens, top_k]``, factors of the rows in the sums, or None.
     """
 
     records: Tensor | None = None  # those that ``decode`` was given, until ``taken`` is called
 
-    def __init__(self, moves: Moves, format: Format | None, weight: Tensor | None = None) -> None:
-        self._moves, self._format, self._weight = moves, format, weight
+    def __init__(self, places: RowPlaces, format: Format | None, weight: Tensor | None = None) -> None:
+        self._places, self._format, self._weight = places, format, weight
 
     def encode(self, rows: Tensor) -> Tensor:
         """See ``Codec``; one record for each row that has arrived for the experts."""
-        source, count = self._moves.order.source, self._moves.order.received
+        source, count = self._places.order.source, self._places.order.received
         if self._format is not None:
             return encode_at(rows, self._format, None, source.unsqueeze(1), count)
         moved = rows.new_empty(count, rows.shape[1])
@@ -99,20 +99,20 @@ class FromExperts:
 
     def decode(self, records: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """See ``Codec``; one row for each token."""
-        places = self._moves.row_of
+        row_of = self._places.row_of
         if self._weight is not None:
             self.records = records
         if self._format is not None:
-            return decode_sum(records, self._format, width, dtype, self._weight, places)
-        sums = records.new_empty(len(places), width)
-        _moves_of(records).collect(records, self._weight, places, sums)
+            return decode_sum(records, self._format, width, dtype, self._weight, row_of)
+        sums = records.new_empty(len(row_of), width)
+        _moves_of(records).collect(records, self._weight, row_of, sums)
         return sums
 
     def with_gradient_of(self, weight: Tensor, sums: Tensor) -> Tensor:
         """``sums``, which ``decode`` has returned with the values of ``weight``, with the gradient of ``weight``."""
         records, self.records = self.records, None
         assert records is not None, "the sums have not arrived"
-        return _WeightGradient.apply(sums, weight, records, self._moves.row_of, self._format)  # type: ignore[return-value]
+        return _WeightGradient.apply(sums, weight, records, self._places.row_of, self._format)  # type: ignore[return-value]
 
 
 class _WeightGradient(torch.autograd.Function):
