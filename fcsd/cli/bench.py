@@ -1,7 +1,6 @@
 """The `fcsd bench` commands that measure training steps: their time, their memory, and what hides communication."""
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +11,7 @@ from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, Gpus, Sets
 from fcsd.disk import write_json
 from fcsd.errors import ConfigError, DoesNotFitError
+from fcsd.launch.world import first_rank
 
 if TYPE_CHECKING:
     from fcsd.bench.training.workload import Workload
@@ -111,11 +111,6 @@ def _bench(load: "Workload", gpus: int | None, out: Path | None, *, traced: bool
     return bench(load, out, traced=traced)
 
 
-def first_rank() -> bool:
-    """Whether this is the only process, or the first one."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 @command(app, "memory")
 def memory(
     shape: Annotated[str, typer.Argument(help="deepseek-v2-lite, qwen3-30b-a3b, llama4-scout, ... or tiny.")],
@@ -132,7 +127,7 @@ def memory(
     out: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take distillation steps of random weights, and hold what `fcsd plan` says of them against what they take."""
+    """Take distillation steps of random weights, and compare their memory and time with what `fcsd plan` predicts."""
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)
@@ -223,9 +218,9 @@ def trace(
         list[Path] | None, typer.Argument(metavar="TRACE...", help="Chrome traces, one of each rank, or a directory.")
     ] = None,
     run: Annotated[
-        str | None, typer.Option(metavar="SHAPE", help="Trace a step of this shape into --out, first.")
+        str | None, typer.Option(metavar="SHAPE", help="First take a step of this shape and trace it into --out.")
     ] = None,
-    variant: Annotated[str, typer.Option(help="Of `train`, for --run: one that overlaps.")] = "overlapped",
+    variant: Annotated[str, typer.Option(help="For --run: a variant of `train` that overlaps.")] = "overlapped",
     layers: Layers = 8,
     micro_batch: MicroBatch = 4,
     seq: Seq = 4096,
@@ -235,7 +230,7 @@ def trace(
     layer: Annotated[int | None, typer.Option(min=0, help="Which layer to draw; default: the middle one.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how much dispatch and combine time lies under computation, in traces or in a step that --run takes."""
+    """Say how much of dispatch and combine is hidden by computation, in traces or in a step that --run takes."""
     if bool(files) == (run is not None):
         raise ConfigError("name either traces or, with --run, the shape whose step to trace")
     if run is not None:
@@ -259,7 +254,10 @@ def trace(
 
 @command(app, "scaling")
 def scaling(
-    files: Annotated[list[Path], typer.Argument(metavar="TRAIN_JSON...", help="What `train` wrote, by world size.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="TRAIN_JSON...", help="The files that `train` wrote, one for each world size."),
+    ],
     picture: Annotated[Path | None, typer.Option(help="Draw speed-up over world size into this PNG.")] = None,
     as_json: AsJson = False,
 ) -> None:

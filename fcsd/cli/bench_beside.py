@@ -1,4 +1,4 @@
-"""The `fcsd bench` commands that measure what lies beside training steps: inference, links, and quantised wires."""
+"""The `fcsd bench` commands that measure something else than training steps: inference, links and quantised wires."""
 
 import json
 import os
@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from fcsd.bundled import located
-from fcsd.cli.bench import app, first_rank
+from fcsd.cli.bench import app
 from fcsd.cli.command import command, emit
-from fcsd.cli.options import AsJson, DataMirror, Device, Dtype, Gpus, Limit, Model
+from fcsd.cli.options import AsJson, DataMirror, Device, Dtype, Gpus, Limit, Model, numbers
 from fcsd.disk import write_text
 from fcsd.errors import ConfigError
+from fcsd.launch.world import first_rank
 
 
 @command(app, "infer")
@@ -52,7 +53,7 @@ def infer(
     """Time prefill and decoding in fcsd's tensor-parallel engine, beside the bound without reductions."""
     from fcsd.launch.world import ensure_world
 
-    degrees = _numbers(tp)
+    degrees = tuple(numbers(tp))
     if no_nvlink:
         os.environ["NCCL_P2P_DISABLE"] = "1"  # NCCL reads it when the processes start
     ensure_world(max(degrees))
@@ -63,7 +64,7 @@ def infer(
         located(model),
         layers,
         degrees,
-        _numbers(batch),
+        tuple(numbers(batch)),
         prompt,
         new,
         tuple(wirings.split(",")),
@@ -77,14 +78,6 @@ def infer(
     found = bench(load, out)
     if as_json and first_rank():
         emit(json.dumps(found, indent=2))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """The numbers of a list such as ``1,2,4``."""
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not a list of numbers", hint="separate them by commas: 1,2,4") from error
 
 
 @command(app, "links")

@@ -12,6 +12,7 @@ import typer
 from fcsd.cli.command import emit
 from fcsd.cli.options import AsJson, DryRun, Gpus, PlannedGpus, Recipe, RecipeOption, Sets, UnsafeExec, one_recipe
 from fcsd.errors import ConfigError
+from fcsd.launch.world import first_rank
 
 if TYPE_CHECKING:
     from fcsd import config
@@ -25,9 +26,13 @@ def distill(
     ] = None,
     sets: Sets = [],  # noqa: B006 (typer reads the default and never changes it)
     gpus: Gpus = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines; prints what each must run, unless one is named.")] = 1,
-    node_rank: Annotated[int | None, typer.Option(min=0, help="Which of the nodes this is, from 0.")] = None,
-    rendezvous: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where nodes meet, on node 0.")] = None,
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Machines. Prints the command for each, unless --node-rank names one.")
+    ] = 1,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="The number of this machine, from 0.")] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="The address on node 0 at which the nodes meet.")
+    ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Print a script for sbatch instead of running.")] = False,
     join_timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the other processes.")] = 300,
     resume: Annotated[str, typer.Option(metavar="auto|never|PATH", help="Where to continue from.")] = "auto",
@@ -37,7 +42,7 @@ def distill(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Heal a converted checkpoint by self-distillation. Prints the run directory, of a sweep the table."""
+    """Heal a converted checkpoint by self-distillation. Prints the run directory, or the table of a sweep."""
     from fcsd.config import load_recipe
 
     named = one_recipe(recipe, recipe_name, sweep)
@@ -47,29 +52,19 @@ def distill(
     if resolved.recipe.sweep is not None and sweep is None:
         raise ConfigError(f"The recipe {named} is a sweep.", f"Start it with: fcsd distill --sweep {named}")
 
-    from fcsd.distill.sweep.trials import plan_of
     from fcsd.launch import nodes as several
 
     if sweep is not None:
-        plan_of(resolved)
+        from fcsd.distill.sweep.trials import plan_of
+
+        plan_of(resolved)  # refuses a recipe without a sweep
     if slurm:
         options = ["--resume", resume, *(["--accept-unsafe-exec"] if accept_unsafe_exec else [])]
         emit(several.slurm_script(resolved, nodes=nodes, gpus=gpus or 1, options=options))
         print("save it and hand it to sbatch, where output_dir is shared by all nodes", file=sys.stderr)
         return
     if sweep is not None:
-        from fcsd.distill.sweep.process import ends_on_sigterm, launcher
-
-        launch = launcher(gpus, accept_unsafe_exec, 1 if dry_run else nodes)
-        _require_inputs(named, resolved.recipe)  # before torch is imported
-
-        from fcsd.distill.sweep import search as sweeping
-        from fcsd.distill.sweep.report_table import to_text
-
-        with ends_on_sigterm():
-            found = sweeping.sweep(resolved, launch, dry_run=dry_run)
-        emit(json.dumps(found, indent=2) if as_json else to_text(found))
-        sweeping.require_complete(found)
+        _sweep(named, resolved, gpus, 1 if dry_run else nodes, accept_unsafe_exec, dry_run, as_json)
         return
 
     from fcsd.launch.world import ensure_world
@@ -94,8 +89,32 @@ def distill(
     directory = distill_model(
         resolved, resume=resume, dry_run=dry_run, processes=processes, scorer=scorer, join_timeout=join_timeout
     )
-    if os.environ.get("RANK", "0") == "0":
+    if first_rank():
         emit(json.dumps({"run": str(directory)}) if as_json else directory)
+
+
+def _sweep(
+    name: str,
+    resolved: "config.ResolvedRecipe",
+    gpus: int | None,
+    nodes: int,
+    accept_unsafe_exec: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Run the trials of a sweep, then the full run, and print the table."""
+    from fcsd.distill.sweep.process import ends_on_sigterm, launcher
+
+    launch = launcher(gpus, accept_unsafe_exec, nodes)
+    _require_inputs(name, resolved.recipe)  # before torch is imported
+
+    from fcsd.distill.sweep import search as sweeping
+    from fcsd.distill.sweep.report_table import to_text
+
+    with ends_on_sigterm():
+        found = sweeping.sweep(resolved, launch, dry_run=dry_run)
+    emit(json.dumps(found, indent=2) if as_json else to_text(found))
+    sweeping.require_complete(found)
 
 
 def cache_teacher(
@@ -105,7 +124,7 @@ def cache_teacher(
     gpus: Gpus = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the teacher cache of a recipe. What is there already stays; prints its directory."""
+    """Write the teacher cache of a recipe. Finished parts are kept. Prints the directory of the cache."""
     from fcsd.config import load_recipe
 
     named = one_recipe(recipe, recipe_name)
@@ -119,7 +138,7 @@ def cache_teacher(
     from fcsd.distill.teacher_pass import cache_teacher as run
 
     directory = run(resolved)
-    if os.environ.get("RANK", "0") == "0":
+    if first_rank():
         emit(json.dumps({"cache": str(directory)}) if as_json else directory)
 
 
@@ -130,7 +149,7 @@ def plan(
     gpus: PlannedGpus = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     gpu_mem: Annotated[float, typer.Option(min=1, metavar="GIB", help="Memory of a GPU, as sold.")] = 141.0,
-    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="The price of one GPU for an hour.")] = None,
     mfu: Annotated[
         float | None, typer.Option(min=0.001, max=1, help="Share of the GPUs' peak reached; default: as measured.")
     ] = None,
@@ -154,43 +173,35 @@ def plan(
     gpus = gpus or math.ceil(read.parallel.ep_size / nodes)
 
     from fcsd.parallel.machine import read_machine
-    from fcsd.plan import Hardware, plan_run
-    from fcsd.plan.cluster import draw, predict
-    from fcsd.plan.cluster import to_json as predictions_to_json
-    from fcsd.plan.cluster import to_text as predictions_to_text
-    from fcsd.plan.deduplication import expected_options
-    from fcsd.plan.deduplication import to_json as options_to_json
-    from fcsd.plan.deduplication import to_text as options_to_text
-    from fcsd.plan.report import to_json, to_text
+    from fcsd.plan import Hardware, cluster, deduplication, plan_run, report
 
     if read.parallel.machine is not None:
         machine = machine or Path(read.parallel.machine)
     if picture is not None and machine is None:
         raise ConfigError("--picture draws the prediction for a cluster", hint="--machine FILE describes the cluster")
-    cluster = None if machine is None else read_machine(machine)
+    links = None if machine is None else read_machine(machine).links
     planned = plan_run(read, Hardware(gpus, nodes, gpu_mem, price), mfu)
-    predictions = [] if cluster is None else predict(planned.numbers, planned.setup, cluster.links, wire)
-    options = (
-        expected_options(planned.numbers, planned.setup, cluster.links, read.parallel)
-        if cluster is not None and read.parallel.dedup == "auto"
-        else []
-    )
+    predictions = [] if links is None else cluster.predict(planned.numbers, planned.setup, links, wire)
+    options = []
+    if links is not None and read.parallel.dedup == "auto":
+        options = deduplication.expected_options(planned.numbers, planned.setup, links, read.parallel)
     if picture is not None:
-        draw(predictions, picture, planned.name)
+        cluster.draw(predictions, picture, planned.name)
     if as_json:
-        found = to_json(planned) | ({"cluster": predictions_to_json(predictions)} if predictions else {})
-        found |= {"dedup": options_to_json(options)} if options else {}
+        found = report.to_json(planned)
+        found |= {"cluster": cluster.to_json(predictions)} if predictions else {}
+        found |= {"dedup": deduplication.to_json(options)} if options else {}
         emit(json.dumps(found, indent=2))
     else:
-        parts = [to_text(planned)]
-        parts += [options_to_text(options)] if options else []
-        parts += [predictions_to_text(predictions)] if predictions else []
+        parts = [report.to_text(planned)]
+        parts += [deduplication.to_text(options)] if options else []
+        parts += [cluster.to_text(predictions)] if predictions else []
         emit("\n\n".join(parts))
     planned.check()
 
 
 def _require_inputs(name: str, recipe: "config.Recipe") -> None:
-    """Check that the model and the data exist, before torch is imported; the processes of a run leave it to the run."""
+    """Check that the model and the data exist, before torch is imported. Processes that torchrun started skip this."""
     if "WORLD_SIZE" in os.environ:
         return
     from fcsd.distill.inputs import require_inputs
@@ -199,7 +210,10 @@ def _require_inputs(name: str, recipe: "config.Recipe") -> None:
 
 
 def _require_model(name: str, recipe: "config.Recipe") -> None:
-    """Check that a model exists which the recipe says to convert first. A plan does without the weights of others."""
+    """Check that the model exists if the recipe says how to convert it first.
+
+    Other models need not be here, because a plan reads no weights.
+    """
     from fcsd.distill.inputs import require_model
 
     if conversion := _conversion(name, recipe):
@@ -207,6 +221,7 @@ def _require_model(name: str, recipe: "config.Recipe") -> None:
 
 
 def _conversion(name: str, recipe: "config.Recipe") -> str | None:
+    """The command that makes the model of a recipe, if the recipe's file says it."""
     from fcsd import recipes
 
     return recipes.conversion(recipes.find(name).read_text(encoding="utf-8"), recipe.model)

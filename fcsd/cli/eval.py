@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ from fcsd.cli.options import (
     UnsafeExec,
 )
 from fcsd.errors import ConfigError
+from fcsd.launch.world import first_rank
 
 log = logging.getLogger(__name__)
 
@@ -137,9 +137,9 @@ def evaluate(
         engine=engine,
         out=out,
         accept_unsafe_exec=accept_unsafe_exec,
-        **questions.arguments(),
+        **asked,
     )
-    if os.environ.get("RANK", "0") != "0":
+    if not first_rank():
         return
     comparisons = []
     if baseline:
@@ -209,7 +209,7 @@ def chat(
     options = {"prompts": prompts, "seed": seed, "max_new_tokens": max_new_tokens, "device": device, "dtype": dtype}
     divided: dict[str, Any] = {"divided": gpus is not None, "reduce": reduce}
     for answers in chatting.chat(model, baseline=baseline, **options, **divided):
-        if os.environ.get("RANK", "0") != "0":
+        if not first_rank():
             continue
         columns = shutil.get_terminal_size((120, 24)).columns
         text = json.dumps([asdict(a) for a in answers]) if as_json else chatting.side_by_side(answers, columns)

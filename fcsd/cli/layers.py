@@ -28,7 +28,7 @@ def sweep_layers(
     from fcsd.eval.layers import sweep as sweeping
 
     options = {**asdict(rewired), **questions.arguments()}
-    sweep = sweeping.sweep_layers(model, out=out, points=numbers(points), **options)
+    sweep = sweeping.sweep_layers(model, out=out, points=None if points is None else numbers(points), **options)
     emit(json.dumps(sweep, indent=2) if as_json else sweeping.to_text(sweep))
 
 
@@ -40,7 +40,10 @@ def choose_layers(
         str | None, typer.Option(metavar="N[,N...]", help="How many layers to convert; a choice for each number.")
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(metavar="PERCENT%", help="Or: convert as many layers as raise the loss by this.")
+        str | None,
+        typer.Option(
+            metavar="PERCENT%", help="Instead of --layers: convert as many layers as raise the loss by at most this."
+        ),
     ] = None,
     held_out_check: Annotated[
         Path | None,
@@ -58,7 +61,7 @@ def choose_layers(
     choice = choosing.choose_layers(
         model,
         text=text,
-        layers=numbers(layers),
+        layers=None if layers is None else numbers(layers),
         budget=budget,
         check=held_out_check,
         tokens=tokens,

@@ -57,7 +57,8 @@ app.add_typer(
 def main() -> None:
     """The console script."""
     if sys.argv[1:2] == ["eval"] and sys.argv[2:3] in (["sweep-layers"], ["choose-layers"]):
-        del sys.argv[1]  # both names run the same command; a model directory of this name is given as ./sweep-layers
+        # Both spellings run the same command. To evaluate a model directory of such a name, type ./sweep-layers.
+        del sys.argv[1]
     if not sys.stderr.isatty():  # the libraries would write their progress bars into log files, too
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -104,7 +104,7 @@ def export(
 
 
 def push(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What `fcsd export` wrote.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory that `fcsd export` wrote.")],
     repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="The hub repository.")],
     private: Private = False,
     create_pr: CreatePr = False,

@@ -15,7 +15,7 @@ from fcsd.errors import ConfigError
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a hub id: org/name[@revision].")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; it must be empty or not exist.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, stop.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and say what would be done, but do nothing.")]
 UnsafeExec = Annotated[
     bool, typer.Option("--accept-unsafe-exec", help="Run generated programs even without a sandbox.")
 ]
@@ -138,14 +138,12 @@ def one_recipe(*given: str | None) -> str:
     return names[0]
 
 
-def numbers(text: str | None) -> list[int] | None:
+def numbers(text: str) -> list[int]:
     """The numbers in a list such as ``2,5,8``.
 
     Raises:
         ConfigError: the text is not such a list.
     """
-    if text is None:
-        return None
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise ConfigError(f"{text!r} is not a list of numbers.", "Separate the numbers by commas: 2,5,8")
     return [int(number) for number in text.split(",")]

@@ -14,7 +14,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @command(app, "list")
 def recipes_list(as_json: AsJson = False) -> None:
-    """Name the packaged recipes."""
+    """List the packaged recipes."""
     from fcsd import recipes
 
     summaries = {name: recipes.summary(name) for name in recipes.names()}
@@ -29,7 +29,7 @@ def recipes_show(
     sets: Sets = [],  # noqa: B006
     as_json: AsJson = False,
 ) -> None:
-    """Print a recipe in full. Every default is filled in, the origin of each value noted."""
+    """Print a recipe with all its values, defaults included, and the origin of each value."""
     from fcsd.config import load_recipe
 
     resolved = load_recipe(name, sets)

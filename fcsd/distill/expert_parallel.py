@@ -19,6 +19,7 @@ from fcsd.checkpoint import resolve
 from fcsd.config import Parallel, Recipe
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import ConfigError
+from fcsd.launch.world import first_rank
 from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
 from fcsd.models.fused import fuse_parts
 from fcsd.models.wiring import DESYNC
@@ -59,7 +60,7 @@ def check(recipe: Recipe, processes: int) -> None:
     if needs_teacher(recipe) and recipe.parallel.teacher_ep_size > 1:
         _check_model(teacher_name(recipe), ep_size, hint="set parallel.teacher_placement: replicated")
     dedup = recipe.parallel.dedup
-    if dedup != "off" and config.get_text_config().num_experts_per_tok == 1 and os.environ.get("RANK", "0") == "0":
+    if dedup != "off" and config.get_text_config().num_experts_per_tok == 1 and first_rank():
         log.warning("%s: parallel.dedup %s has no effect, because each token chooses one expert", recipe.model, dedup)
 
 

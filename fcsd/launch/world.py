@@ -197,6 +197,11 @@ def join_world(timeout: float = preflight.TIMEOUT) -> World:
     return World(rank, size, device)
 
 
+def first_rank() -> bool:
+    """Whether this is the only process of a run, or the first one. The answer needs neither torch nor a group."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def barrier() -> None:
     """Wait until every rank is here."""
     import torch.distributed as dist

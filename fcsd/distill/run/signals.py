@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from fcsd.errors import PreemptedError
-from fcsd.launch.world import World
+from fcsd.launch.world import World, first_rank
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _MARGIN = 0.1  # the share of the grace period that is reserved for ending the process
@@ -66,7 +66,7 @@ class Preemption:
             self._timer.cancel()
 
     def _end(self, reason: str) -> None:
-        if self._checkpoint is not None and os.environ.get("RANK", "0") == "0":
+        if self._checkpoint is not None and first_rank():
             error = preempted(reason, self._checkpoint())
             print(f"error: {error}\nhint: {error.hint}", file=sys.stderr, flush=True)
         os._exit(PreemptedError.exit_code)
