@@ -124,8 +124,8 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
     if (formats := formats_of(recipe.parallel.wire)) is not None:
         check_formats(formats, model.config, recipe.model)
-    followed = model if recipe.teacher is None else MetaModel(recipe.teacher)
-    named = {recipe.model: model, recipe.teacher or recipe.model: followed}
+    teacher = model if recipe.teacher is None else MetaModel(recipe.teacher)
+    named = {recipe.model: model, recipe.teacher or recipe.model: teacher}
     setup = setup_of(recipe, hardware.world, len(model.numbers.layers), model.plain)
     if not setup.possible(model.numbers.experts):
         raise _misplaced(setup, model.numbers.experts)
@@ -137,7 +137,7 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
             return False
         return True
 
-    planned = plan_setup(recipe.name, model, followed.numbers, setup, hardware, utilisation, accepted)
+    planned = plan_setup(recipe.name, model, teacher.numbers, setup, hardware, utilisation, accepted)
     return replace(
         planned,
         packaged=tuple(name for name, one in named.items() if one.packaged),

@@ -9,6 +9,7 @@ several nodes has been compared with a run.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fcsd.errors import ConfigError
@@ -135,6 +136,7 @@ def predicted(model: ModelNumbers, setup: Setup, links: Links, choice: Choice, n
 
 
 def _divides(size: int, *numbers: int) -> bool:
+    """Whether ``size`` divides all of ``numbers``."""
     return not any(number % size for number in numbers)
 
 
@@ -220,7 +222,7 @@ def to_json(predictions: list[Prediction]) -> list[dict[str, Any]]:
     return [{**vars(one), "choice": one.choice.name, "step": one.step, "of_bound": one.of_bound} for one in predictions]
 
 
-def draw(predictions: list[Prediction], path: Any, title: str) -> None:
+def draw(predictions: list[Prediction], path: Path, title: str) -> None:
     """Writes a PNG with the speed of each choice, as a share of a step without communication, over the nodes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -244,6 +246,7 @@ def draw(predictions: list[Prediction], path: Any, title: str) -> None:
 
 
 def _by_nodes(predictions: list[Prediction]) -> dict[int, list[Prediction]]:
+    """The predictions by their number of nodes, in the order in which they were given."""
     groups: dict[int, list[Prediction]] = {}
     for one in predictions:
         groups.setdefault(one.nodes, []).append(one)

@@ -248,6 +248,7 @@ def _covering(blocks: Blocks, layer: Any) -> tuple[int, int, int]:
 
 
 def _numbers(model: PreTrainedModel, streams: int, attention_width: int) -> ModelNumbers:
+    """Counts the parameters of a model on the meta device; the other arguments are fields of the result."""
     text = model.config.get_text_config().to_dict()
     blocks = arch_of(model.config).blocks
     kinds: dict[Any, int] = {}
@@ -263,6 +264,7 @@ def _numbers(model: PreTrainedModel, streams: int, attention_width: int) -> Mode
     tied = inputs.weight is outputs.weight
     embedding, head = inputs.weight.numel(), outputs.weight.numel()
     inside = sum(layer.dense + layer.routed for layer in layers)
+    experts = next((text[name] for name in EXPERT_COUNTS if text.get(name)), 0)  # dense models may have the key, too
     return ModelNumbers(
         layers=tuple(layers),
         embedding=embedding,
@@ -271,9 +273,7 @@ def _numbers(model: PreTrainedModel, streams: int, attention_width: int) -> Mode
         other=model.num_parameters() - inside - embedding - head * (not tied),
         hidden=outputs.weight.shape[1],
         vocab=outputs.weight.shape[0],
-        experts=next((text[name] for name in EXPERT_COUNTS if text.get(name)), 0)
-        if kinds and any(x.routed for x in layers)
-        else 0,
+        experts=experts if any(layer.routed for layer in layers) else 0,
         top_k=text.get("num_experts_per_tok") or 0,
         attention=attention_width,
         streams=streams,

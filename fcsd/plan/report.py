@@ -13,7 +13,18 @@ _PLACES = {"none": "", "moments": "AdamW with its moments on the host", "host": 
 
 def to_text(plan: Plan) -> str:
     """Formats a plan as text: parameters, memory by part at the fullest moment, disk, time, cost and the verdict."""
-    numbers, setup, hardware, speed = plan.numbers, plan.setup, plan.hardware, plan.speed
+    verdict = "fits" if plan.memory.fits else f"does not fit; {plan.advice()}"
+    rows = [*_costs(plan), *(("not counted", text) for text in plan.not_counted), ("verdict", verdict)]
+    return "\n".join([*map(_row, _run(plan)), *_memory(plan), *map(_row, rows)])
+
+
+def _row(row: tuple[str, str]) -> str:
+    return f"{row[0]:<12} {row[1]}"
+
+
+def _run(plan: Plan) -> list[tuple[str, str]]:
+    """The rows about what is planned: recipe, hardware, parameters, settings and the size of a step."""
+    numbers, setup, hardware = plan.numbers, plan.setup, plan.hardware
     parameters = f"{_billions(numbers.total)}, dense"
     if numbers.experts:
         parameters = (
@@ -39,14 +50,24 @@ def to_text(plan: Plan) -> str:
             f"{'es' * (setup.accumulation > 1)} of {setup.micro_batch_size} x {setup.seq_len} tokens",
         ),
     ]
-    peak = plan.memory.peak
     for name in plan.packaged:
         text = f"{name} is neither on disk nor could the hub be read; its packaged config.json is used"
         rows.append(("config", text))
-    lines = [*(f"{name:<12} {text}" for name, text in rows), f"memory of one GPU at its fullest moment ({peak.name})"]
+    return rows
+
+
+def _memory(plan: Plan) -> list[str]:
+    """The lines about the memory of one GPU, by part at its fullest moment."""
+    peak = plan.memory.peak
     parts = {**peak.parts, "context": plan.memory.context, "allocator slack": plan.memory.slack}
+    lines = [f"memory of one GPU at its fullest moment ({peak.name})"]
     lines += [f"  {name:<16} {_gib(size)}" for name, size in parts.items() if size]
-    lines += [f"  {'total':<16} {_gib(plan.memory.total)} of {_gib(plan.memory.usable).strip()} usable"]
+    return [*lines, f"  {'total':<16} {_gib(plan.memory.total)} of {_gib(plan.memory.usable).strip()} usable"]
+
+
+def _costs(plan: Plan) -> list[tuple[str, str]]:
+    """The rows about host memory, disk, time and money, and what they assume."""
+    setup, hardware, speed = plan.setup, plan.hardware, plan.speed
     rate = f"the {PEAK[setup.dtype] / 1e12:g} TFLOP/s of each GPU"
     cost = "" if speed.cost is None else f", cost {speed.cost:,.0f} at {hardware.price:g} per GPU-hour"
     rows = [
@@ -69,11 +90,7 @@ def to_text(plan: Plan) -> str:
     if speed.limited_by_host:
         better = "" if plan.faster is None else f"; faster is {plan.described(plan.faster)}"
         rows.append(("note", f"the host takes longer to start the kernels than the GPU to run them{better}"))
-    rows += [("not counted", text) for text in plan.not_counted]
-    rows += [
-        ("verdict", "fits" if plan.memory.fits else f"does not fit; {plan.advice()}"),
-    ]
-    return "\n".join([*lines, *(f"{name:<12} {text}" for name, text in rows)])
+    return rows
 
 
 def to_json(plan: Plan) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Literal
 
 from fcsd.plan.setup import Hardware, Setup
 
@@ -110,7 +111,8 @@ def _can_cache(setup: Setup) -> bool:
     return setup.teacher != "none" and "kl" in setup.terms and not setup.compared
 
 
-def _teachers(setup: Setup, ep_size: int) -> list:
+def _teachers(setup: Setup, ep_size: int) -> list[Literal["none", "replicated", "sharded"]]:
+    """The placements of the teacher's experts to try: its own and, if it is on every rank, the sharded one."""
     sharded = setup.teacher == "replicated" and ep_size > 1
     return [setup.teacher, "sharded"] if sharded else [setup.teacher]
 

@@ -212,14 +212,14 @@ def speed(
         utilisation: the share of the peak that was measured for whole steps, ``mfu`` in metrics.jsonl. If it is given,
             the time of a step follows from it instead of from the constants of this module.
     """
-    counted = flops_per_token(model, teacher, replace(setup, recompute=False))
+    useful = flops_per_token(model, teacher, replace(setup, recompute=False))  # recomputed layers do not count
     peak = hardware.world * PEAK[setup.dtype]
     device, host = micro_batch_seconds(model, teacher, setup)
     seconds = step_seconds(model, teacher, setup, hardware.gpus)
     update = update_seconds(model, setup, hardware.gpus)
     if utilisation is not None:
-        longer = counted * setup.batch_tokens / (peak * utilisation) / seconds
-        seconds, update, host = seconds * longer, update * longer, 0.0
+        factor = useful * setup.batch_tokens / (peak * utilisation) / seconds
+        seconds, update, host = seconds * factor, update * factor, 0.0
     rate = setup.batch_tokens / seconds
     by_teacher = reading_seconds(teacher, setup, divided=setup.teacher == "sharded")
     scored = reading_seconds(model, setup, divided=setup.ep_size > 1) + (by_teacher if setup.teacher != "none" else 0)
@@ -236,7 +236,7 @@ def speed(
     gpu_hours = hours * hardware.world
     return Speed(
         flops=flops_per_token(model, teacher, setup),
-        utilisation=rate * counted / peak,
+        utilisation=rate * useful / peak,
         tokens_per_second=rate,
         limited_by_host=host > device,
         parts=parts,
