@@ -42,8 +42,6 @@ _FREE = (
 _SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template|min_counted)")
 _CODE = ("torch", "transformers", "deepspeed")  # other versions of these packages may give results with other bits
 _SCHEDULE, _SCHEDULE_BEFORE = "optim.schedule_steps", "train.schedule_steps"
-# What older runs did, in which these recipe fields did not exist. The keys are left out where they have these values.
-_OPTIMIZER_BEFORE = {"optim.moments": "fp32", "optim.offload": "none"}
 # Keys that older checkpoints lack, because these recipe fields did not exist. The value is what such runs did (True),
 # or the name of the key whose value they used.
 _BEFORE = {"optim.accumulate_dtype": "train.dtype", "optim.reduce_dtype": "train.dtype", "optim.decay_norms": True}
@@ -52,35 +50,13 @@ _BEFORE = {"optim.accumulate_dtype": "train.dtype", "optim.reduce_dtype": "train
 def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
     """The facts that a run must have in common with the checkpoints from which it resumes, as a flat mapping."""
     fields = flat(recipe.model_dump())
-    if world.device.type != "cuda" or recipe.train.attention == "masked":
-        del fields["train.attention"]  # older runs have no such key, and other devices ignore it
-    if not recipe.train.compile:
-        del fields["train.compile"]  # older runs have no such key
-    if not recipe.train.graph:
-        del fields["train.graph"]  # older runs have no such key
-    if not recipe.train.anneal_share:
-        del fields["train.anneal_share"]  # older runs have no such key
-    if not recipe.train.progressive_share:  # nor these
-        fields = {key: value for key, value in fields.items() if not key.startswith("train.progressive_")}
-    if recipe.init.solve == "none":
-        fields = {key: value for key, value in fields.items() if not key.startswith("init.solve")}  # nor these
-    for key, before in _OPTIMIZER_BEFORE.items():
-        if fields[key] == before:
-            del fields[key]
-    if recipe.parallel.dedup == "off":
-        del fields["parallel.dedup"]  # older runs have no such key
-    if recipe.parallel.dedup != "node":
-        del fields["parallel.node_size"]
+    unused = tuple(key for key, is_used in _later_fields(recipe, world).items() if not is_used)
+    fields = {key: value for key, value in fields.items() if not key.startswith(unused)}
     # What was chosen with the machine file is in the progress of a checkpoint. Only the size of a node must stay.
     if (machine := fields.pop("parallel.machine")) is not None:
         fields["gpus_per_node of parallel.machine"] = read_machine(Path(machine)).gpus_per_node
-    if not recipe.parallel.placement.every:
-        fields = {key: value for key, value in fields.items() if not key.startswith("parallel.placement.")}  # nor these
-    if not recipe.parallel.wire.any:
-        fields = {key: value for key, value in fields.items() if not key.startswith("parallel.wire.")}  # nor these
     own = {key: value for key, value in fields.items() if not key.startswith(_FREE) and not _SOURCE_FREE.match(key)}
-    # The fields below change nothing in such a run. They are left out, so that runs can be resumed that were started
-    # before the fields existed.
+    # These fields are later ones, too, and have no effect on such data.
     if len(corpora) == 1 or all(corpus.overlong == "split" for corpus in corpora):
         own.pop("data.weight_by", None)
     for number, source in enumerate(recipe.data.sources):
@@ -91,6 +67,29 @@ def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[st
     own |= {"optim.accumulate_dtype": recipe.accumulate_dtype, "optim.reduce_dtype": recipe.reduce_dtype}
     own["optim.decay_norms"] = recipe.optim.decay_norms or not recipe.optim.weight_decay
     return {**own, **made_of, **code, _SCHEDULE: recipe.schedule_steps, "processes": world.size}
+
+
+def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:
+    """The recipe fields that earlier versions of fcsd did not have, by the beginning of their keys.
+
+    The value says whether this run makes use of the field. A field that is not used is no part of the identity, so that
+    a run can be resumed that was started before the field existed.
+    """
+    train, optim, parallel = recipe.train, recipe.optim, recipe.parallel
+    return {
+        "train.attention": world.device.type == "cuda" and train.attention != "masked",  # other devices ignore it
+        "train.compile": train.compile,
+        "train.graph": train.graph,
+        "train.anneal_share": train.anneal_share > 0,
+        "train.progressive_": train.progressive_share > 0,
+        "init.solve": recipe.init.solve != "none",
+        "optim.moments": optim.moments != "fp32",
+        "optim.offload": optim.offload != "none",
+        "parallel.dedup": parallel.dedup != "off",
+        "parallel.node_size": parallel.dedup == "node",
+        "parallel.placement.": parallel.placement.every > 0,
+        "parallel.wire.": parallel.wire.any,
+    }
 
 
 def current_names(identity: dict[str, Any]) -> dict[str, Any]:
