@@ -111,7 +111,7 @@ class DedupChoice:
         self._hosts.on_first(report)
 
     def _decide(self, everyone: list[dict[int, list[int]]], micro_batches: int) -> dict[int, list[Option]]:
-        """The options of each layer, the best one first; ``everyone`` is what each rank has told about each layer."""
+        """The options of each layer, the best one first; ``everyone`` holds the counts of each rank, by layer."""
         parallel, links = self._recipe.parallel, self._links
         assert self._dispatcher is not None
         offered = self._dispatcher.offered

@@ -91,7 +91,7 @@ def check_machine(path: Path, ep_size: int) -> None:
 
 
 def dispatcher_for(parallel: Parallel, ep_size: int) -> MakeDispatcher:
-    """What makes the dispatchers of a model whose experts are divided among ``ep_size`` processes.
+    """The function that makes the dispatchers of a model whose experts are divided among ``ep_size`` processes.
 
     Raises:
         ConfigError: ``parallel.machine`` cannot be read.

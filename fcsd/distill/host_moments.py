@@ -2,7 +2,7 @@
 
 The copies to the GPU run on one stream, those back on another one, and the updates on the stream of the caller. A chunk
 is copied into one of ``SLOTS`` pairs of buffers. While one chunk is updated, the next one is on its way to the GPU and
-the one before on its way back. The program that starts all this does not wait. Without a GPU every copy is finished
+the one before on its way back. The host waits for none of this. Without a GPU every copy is finished
 when its call returns, and nothing overlaps.
 """
 

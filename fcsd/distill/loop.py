@@ -7,13 +7,9 @@ The functions follow the order of a run. ``distill_model`` checks the recipe and
 
 import gc
 import math
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-
-import datasets
-import transformers
 
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import early_stop, preview
@@ -23,20 +19,20 @@ from fcsd.distill.engine import without_rounding
 from fcsd.distill.expert_swaps import ExpertSwaps
 from fcsd.distill.feed import Feed, feeding
 from fcsd.distill.metrics import Meter
-from fcsd.distill.prepare import Prepared, prepare_run
-from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals, trackers, watchdog
+from fcsd.distill.prepare import Prepared, hide_progress_bars, prepare_run
+from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals, trackers
 from fcsd.distill.run.nonfinite import Skips
 from fcsd.distill.run.report import Reporter, opening, reporting
 from fcsd.distill.run.saver import Saver
 from fcsd.distill.run.signals import Preemption
-from fcsd.distill.run.watchdog import Watchdog
+from fcsd.distill.run.watchdog import Watchdog, watched
 from fcsd.distill.samples import Samples
 from fcsd.distill.step import LaunchedStep, launch_step, measure
 from fcsd.distill.student import write_student
 from fcsd.distill.teacher.original import without_compiling
 from fcsd.eval.score import Scorer
 from fcsd.launch.preflight import TIMEOUT
-from fcsd.launch.world import World, join_world
+from fcsd.launch.world import join_world
 
 
 def distill_model(
@@ -85,13 +81,13 @@ def distill_model(
     trackers.require_tracker(recipe.report)
     run_dir.require_usable(directory, filter(None, (recipe.model, recipe.teacher)))
     world = join_world(join_timeout)
-    _hide_progress_bars(world)
+    hide_progress_bars(world)
     with ExitStack() as held:
         preemption = held.enter_context(signals.preemptible(recipe.faults.grace_seconds))
-        dog = held.enter_context(watchdog.watched(world, recipe.faults.stuck_seconds))
+        watchdog = held.enter_context(watched(world, recipe.faults.stuck_seconds))
         identity.require_agreement(world, identity.flat(recipe.model_dump()))
         world.on_first(lambda: held.enter_context(run_dir.claim(directory)))
-        _train(prepare_run(resolved, resume, world), scorer, preemption, dog)
+        _train(prepare_run(resolved, resume, world), scorer, preemption, watchdog)
     return directory
 
 
@@ -109,7 +105,7 @@ class Tools:
     swaps: ExpertSwaps
     reporter: Reporter | None
     preemption: Preemption
-    dog: Watchdog
+    watchdog: Watchdog
 
 
 @dataclass(frozen=True)
@@ -129,7 +125,7 @@ class Duties:
         return self.last or self.score or self.evaluate or self.log or self.save or self.end
 
 
-def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, dog: Watchdog) -> None:
+def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, watchdog: Watchdog) -> None:
     """Takes the remaining steps and publishes the model."""
     recipe, first = run.recipe, run.done + 1
     random = recipe.init.weights == "random"
@@ -155,7 +151,7 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, dog: Wa
         if run.world.rank == 0:
             reporter = shown.enter_context(reporting(run.directory, run.resolved, start=run.done))
             reporter.say(opening(recipe, run.directory, run.done))
-        shown.callback(dog.leave)  # after the last step, ranks may work for different times, so none is watched
+        shown.callback(watchdog.leave)  # after the last step, ranks may work for different times, so none is watched
         shown.callback(saver.close)
         steps = recipe.train.steps if not scores.verdict.stop else run.done
         feed = shown.enter_context(feeding(run.rows, recipe, run.world, first, steps, run.cache))
@@ -163,7 +159,7 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, dog: Wa
         swaps = ExpertSwaps(run.directory, recipe, run.world, run.hosts, run.engine, run.progress)
         say = reporter.say if reporter else print
         dedup = DedupChoice(run.directory, recipe, run.world, run.hosts, run.student, run.dispatcher, run.progress, say)
-        tools = Tools(feed, scores, skips, saver, samples, meter, dedup, swaps, reporter, preemption, dog)
+        tools = Tools(feed, scores, skips, saver, samples, meter, dedup, swaps, reporter, preemption, watchdog)
         gc.collect()
         gc.freeze()  # libraries and models are excluded from garbage collection, which would slow steps down
         take_steps(run, tools, range(first, steps + 1))
@@ -180,7 +176,7 @@ def take_steps(run: Prepared, tools: Tools, steps: range) -> None:
     """
     unjudged: LaunchedStep | None = None
     for step in steps:
-        tools.dog.beat()
+        tools.watchdog.beat()
         tools.saver.poll(run.hosts)
         with tools.meter.step(step):
             with tools.swaps.step(step), tools.dedup.step():
@@ -295,10 +291,3 @@ def _counts(run: Prepared, step: int) -> dict[str, int]:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _hide_progress_bars(world: World) -> None:
-    """Hides the progress bars of loading and tokenising, except on rank 0 in a terminal."""
-    if world.rank or not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-        transformers.utils.logging.disable_progress_bar()

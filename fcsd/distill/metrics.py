@@ -1,6 +1,4 @@
-"""Measures the speed and the memory of a run: tokens per second, the share of the GPUs' peak FLOP/s, and the memory of
-the process that uses most. Steps that are profiled also give the exposed communication.
-"""
+"""Measures the speed and the memory of a run, and the exposed communication of steps that are profiled."""
 
 import resource
 import sys

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
 from fcsd.checkpoint import resolve
@@ -216,6 +218,13 @@ def load_teacher(
     expert_parallel.wire_sharded(teacher, ep_size, recipe.parallel, traffic=traffic, dispatcher=shared)
     compile_layers(teacher, recipe)
     return teacher.requires_grad_(False)
+
+
+def hide_progress_bars(world: World) -> None:
+    """Hides the progress bars of loading and tokenising, except on rank 0 in a terminal."""
+    if world.rank or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
 
 
 def hosts_of(world: World) -> World:

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config import Recipe, accumulation
 from fcsd.distill import expert_parallel
@@ -73,8 +73,23 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         f" = {train.micro_batch_size} rows * {world_size} processes * {micro_steps} micro-batches",
         f"run         {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens{asked}",
     ]
+    lines += _conversion_lines(recipe, model)
+    if (formats := formats_of(recipe.parallel.wire)) is not None:
+        lines.append(f"wire        {formats}")
+    for item, corpus, rows in zip(data.sources, corpora, packed, strict=True):
+        left_out = f"; left out: {listed(reasons)}" if (reasons := corpus.left_out(data.seq_len)) else ""
+        counted = round(rows.counted * rows.per_epoch * data.seq_len)
+        sizes = f"{corpus.tokens:,} tokens in {rows.per_epoch:,} rows, {rows.filled:.1%} full"
+        lines.append(f"data        {item.path}: {sizes}; {counted:,} tokens ({rows.counted:.1%}) count{left_out}")
+        lines.append(f"first row   {show_first_row(corpus, rows, tokenizer)}")
+    return "\n".join(lines)
+
+
+def _conversion_lines(recipe: Recipe, model: PreTrainedModel) -> list[str]:
+    """The lines about settings that bring the student from the original to its wiring step by step."""
+    train, lines = recipe.train, []
     if recipe.init.solve != "none":
-        tokens = calibration_rows(recipe) * data.seq_len
+        tokens = calibration_rows(recipe) * recipe.data.seq_len
         lines.append(f"solve       {recipe.init.solve}, on the first {tokens:,} tokens, before the first step")
     if train.progressive_share:
         depth = model.config.get_text_config().num_hidden_layers
@@ -87,15 +102,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         lines.append(
             f"annealing   the wiring is that of the original in step 1 and the student's own from step {first:,} on"
         )
-    if (formats := formats_of(recipe.parallel.wire)) is not None:
-        lines.append(f"wire        {formats}")
-    for item, corpus, rows in zip(data.sources, corpora, packed, strict=True):
-        left_out = f"; left out: {listed(reasons)}" if (reasons := corpus.left_out(data.seq_len)) else ""
-        counted = round(rows.counted * rows.per_epoch * data.seq_len)
-        sizes = f"{corpus.tokens:,} tokens in {rows.per_epoch:,} rows, {rows.filled:.1%} full"
-        lines.append(f"data        {item.path}: {sizes}; {counted:,} tokens ({rows.counted:.1%}) count{left_out}")
-        lines.append(f"first row   {show_first_row(corpus, rows, tokenizer)}")
-    return "\n".join(lines)
+    return lines
 
 
 def show_first_row(corpus: Corpus, rows: Rows, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,13 +1,10 @@
 """``fcsd cache-teacher``: runs the teacher once over the rows of a recipe and writes its top-k probabilities."""
 
 import logging
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-import datasets
 import torch
-import transformers
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
@@ -20,7 +17,7 @@ from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.engine import import_deepspeed
 from fcsd.distill.inputs import student_source
 from fcsd.distill.losses import IGNORE
-from fcsd.distill.prepare import read_data
+from fcsd.distill.prepare import hide_progress_bars, read_data
 from fcsd.distill.run import run_dir
 from fcsd.distill.run.identity import run_identity
 from fcsd.distill.teacher import cache as teacher_cache
@@ -62,9 +59,7 @@ def cache_teacher(resolved: ResolvedRecipe, *, shard_bytes: int = _SHARD_BYTES) 
     folder = Path(settings.path)
     world = join_world()
     with ExitStack() as held:
-        if world.rank or not sys.stderr.isatty():
-            datasets.disable_progress_bars()
-            transformers.utils.logging.disable_progress_bar()
+        hide_progress_bars(world)
         world.on_first(lambda: held.enter_context(run_dir.claim(folder)))
         _write(recipe, settings, folder, world, shard_bytes)
     return folder

@@ -188,9 +188,9 @@ def retain(folder: Path, keep: int, best_step: int | None = None) -> None:
     for old in checkpoints(folder)[:-keep]:
         if old == best(folder, best_step):
             continue
-        doomed = old.with_name(f"{old.name}.tmp-{uuid.uuid4().hex[:8]}")
-        old.rename(doomed)  # a half-deleted checkpoint must not look like a damaged one
-        shutil.rmtree(doomed)
+        removed = old.with_name(f"{old.name}.tmp-{uuid.uuid4().hex[:8]}")
+        old.rename(removed)  # a half-deleted checkpoint must not look like a damaged one
+        shutil.rmtree(removed)
 
 
 def _fresh(folder: Path, name: str) -> Path:

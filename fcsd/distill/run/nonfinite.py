@@ -19,7 +19,7 @@ class Skips:
     """
 
     def __init__(self, recipe: Recipe, world: World, progress: dict[str, Any]) -> None:
-        self._allowed, self._talks = recipe.faults.nonfinite_skip, world.rank == 0
+        self._allowed, self._prints = recipe.faults.nonfinite_skip, world.rank == 0
         self._rows = recipe.train.batch_tokens // recipe.data.seq_len
         self.total, self._in_a_row = progress.get("skipped", [0, 0])
 
@@ -47,7 +47,7 @@ class Skips:
                 hint=f"the last good checkpoint is {checkpoint() or 'the start'}; lower optim.lr, use fp32, or let "
                 "faults.nonfinite_skip pass over single batches",
             )
-        if self._talks:
+        if self._prints:
             print(f"warning: {what}; skipped, {self._in_a_row} of {self._allowed} in a row", file=sys.stderr)
         return True
 

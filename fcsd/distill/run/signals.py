@@ -86,7 +86,7 @@ def preemptible(grace_seconds: float) -> Iterator[Preemption]:
 
 
 def preempted(reason: str, checkpoint: Path | None) -> PreemptedError:
-    """The error with which a run ends that was asked to end."""
+    """The error with which a run ends after a signal."""
     if checkpoint is None:
         return PreemptedError(
             f"preempted: {reason}; there is no checkpoint yet",

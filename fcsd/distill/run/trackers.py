@@ -52,7 +52,7 @@ def tracking(run: Path, recipe: Recipe, *, start: int) -> Iterator[Log]:
             with redirect_stdout(sys.stderr):  # stdout is reserved for data
                 return action()
         except Exception as error:
-            print(f"warning: {recipe.report}: {first_line(error)}; from here on without it", file=sys.stderr)
+            print(f"warning: {recipe.report}: {first_line(error)}; the run goes on without it", file=sys.stderr)
             return None
 
     def log(metrics: dict[str, Any], step: int) -> None:

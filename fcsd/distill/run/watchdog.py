@@ -133,18 +133,18 @@ def watched(world: World, stuck_seconds: float, silence: float = _SILENCE) -> It
     Raises:
         PeerLostError: a collective failed because a rank is gone; the message names it.
     """
-    dog = Watchdog(world, stuck_seconds, silence)
+    watchdog = Watchdog(world, stuck_seconds, silence)
     try:
-        yield dog
+        yield watchdog
     except RuntimeError as error:
-        dog.leave()
+        watchdog.leave()
         known = translate(error)
         # The end of another rank may be noticed a moment after the collective that failed because of it.
-        if (known is None or isinstance(known, PeerLostError)) and (ended := dog.ended(_MOMENT)):
+        if (known is None or isinstance(known, PeerLostError)) and (ended := watchdog.ended(_MOMENT)):
             raise PeerLostError(ended, _HINT) from error
         raise
     finally:
-        dog.leave()
+        watchdog.leave()
 
 
 def _store(world: World) -> Any:

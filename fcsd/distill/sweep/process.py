@@ -87,11 +87,11 @@ def _run(recipe: Path, command: list[str]) -> Exit:
     terminal.
     """
     child: subprocess.Popen[str] | None = None
-    told, error = False, ""
+    signalled, error = False, ""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        nonlocal told
-        told = True
+        nonlocal signalled
+        signalled = True
         if child is not None:
             child.terminate()
 
@@ -103,7 +103,7 @@ def _run(recipe: Path, command: list[str]) -> Exit:
             [*command, str(recipe)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
         ) as child:
             handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            if told:
+            if signalled:
                 child.terminate()
             assert child.stderr is not None
             for line in child.stderr:
@@ -114,6 +114,6 @@ def _run(recipe: Path, command: list[str]) -> Exit:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     code = child.returncode
-    if told and code == 0:
+    if signalled and code == 0:
         return Exit(PreemptedError.exit_code, "ended by SIGTERM after its last step")
     return Exit(code, error or (f"killed by signal {-code}" if code < 0 else f"exit code {code}" if code else ""))

@@ -36,12 +36,12 @@ def table(record: dict[str, Any]) -> list[list[str]]:
     for name, entry in entries.items():
         stages = [number for number, stage in enumerate(record["stages"], 1) if name in stage["trials"]]
         wins = [str(number) for number in stages if record["stages"][number - 1]["chosen"] == name]
-        fate = f"best of stage {', '.join(wins)}" if wins else ""
+        outcome = f"best of stage {', '.join(wins)}" if wins else ""
         if entry["status"] == "done":
             length = [f"{entry['step']:,}", f"{entry['tokens']:,}", f"{entry['value']:.5g}"]
         else:
-            length, fate = ["", "", ""], ": ".join(filter(None, [entry["status"], entry.get("error")]))
-        rows.append([*map(str, entry["values"].values()), ", ".join(map(str, stages)), *length, fate])
+            length, outcome = ["", "", ""], ": ".join(filter(None, [entry["status"], entry.get("error")]))
+        rows.append([*map(str, entry["values"].values()), ", ".join(map(str, stages)), *length, outcome])
     return rows
 
 

@@ -207,6 +207,7 @@ def _load(path: Path, entry: dict[str, Any]) -> tuple[TopK, list[int], list[byte
 
 
 def _is_written(folder: Path, shard: Shard) -> bool:
+    """Whether an earlier call wrote this shard with the same rows. Its hash is checked when it is read."""
     record = _record(folder, shard)
     if not record.exists():
         return False
@@ -223,11 +224,12 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
-        hint = "fcsd cache-teacher writes it, or what is left of it"
+        hint = "Run fcsd cache-teacher with this recipe; it writes the files that are missing."
         raise BadInputError(f"{path}: is missing or unreadable", hint) from None
 
 
 def commit_json(path: Path, value: Any) -> None:
+    """Writes a value as JSON, so that the file exists only when it is complete."""
     _commit(path, json.dumps(value, indent=1).encode())
 
 
