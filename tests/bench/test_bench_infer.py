@@ -1,6 +1,7 @@
 """``fcsd bench infer --engine vllm``: what is refused, what vLLM is asked, and what its times become."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,8 @@ def test_a_failure_of_vllm_names_its_cause_and_leaves_what_was_measured(lines, t
     with pytest.raises(FcsdError, match=r"^vLLM failed: ValueError: no window$"):
         vllm_engine.bench(load, tmp_path / "out")
     assert "RuntimeError: a worker failed" in capsys.readouterr().err
+    with pytest.raises(FcsdError, match=r"^vLLM failed: its process ended$"):
+        vllm_engine.bench(replace(load, wirings=("ladder",), reduce=("quantised:int5",)))
     (row,) = json.loads((tmp_path / "out" / "infer.json").read_text())["rows"]
     assert row["wiring"] == "standard" and row["decode_ms"] > 0
     assert all(ended(engine["worker"]) for engine in lines("arguments"))

@@ -78,19 +78,23 @@ def started(path: Path, options: dict[str, Any], log: Path) -> Iterator[Engine]:
     log.write_text("")
 
     def receive() -> Any:
-        while not pipe.poll(0.5):
-            if not process.is_alive():
-                raise _failure("its process ended", log)
-        found = pipe.recv()
+        while not pipe.poll(0.5) and (process.is_alive() or pipe.poll()):
+            pass  # processes of vLLM may keep the other end open after this one has ended
+        try:
+            found = pipe.recv() if pipe.poll() else "its process ended"
+        except EOFError:
+            found = "its process ended"
         if isinstance(found, str):
             raise _failure(found, log)
         return found
 
     def ask(prompts: list[list[int]], new: int) -> Answer:
-        pipe.send((prompts, new))
+        with contextlib.suppress(BrokenPipeError):  # the engine has ended, and has said why
+            pipe.send((prompts, new))
         return receive()
 
     process.start()
+    assert process.pid is not None, "a started process has a number"
     theirs.close()
     try:
         yield Engine(receive(), ask)
@@ -98,7 +102,7 @@ def started(path: Path, options: dict[str, Any], log: Path) -> Iterator[Engine]:
         process.join(_GRACE)
     finally:
         with contextlib.suppress(ProcessLookupError):  # no process of the group is left
-            os.killpg(process.pid or 0, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
 
