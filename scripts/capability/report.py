@@ -119,7 +119,7 @@ def table_1(models: Models) -> str:
     return "\n\n".join(
         [
             f"## Table 1: {TABLE_1:.0%} of the teacher's tokens",
-            "MBPP+ is scored ten times in a run, and the best checkpoint is kept, for KL and SFT alike.",
+            "MBPP+ is scored five times in a run, and the best checkpoint is kept, for KL and SFT alike.",
             table(["Model", *first.tasks, "Avg"], body),
             "Differences from the teacher:",
             table(["Benchmark", *list(scores)[1:]], differences),
