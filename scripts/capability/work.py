@@ -44,7 +44,8 @@ from scripts.capability.runs import (
     text_share,
     trial_recipe,
 )
-from scripts.capability.studies import BUNDLED_ONLY, SIBLINGS, studies
+from scripts.capability.scratch import scratch_results, write_config
+from scripts.capability.studies import BUNDLED_ONLY, DENSE_ONLY, SIBLINGS, studies
 
 from fcsd.distill.run.report import read_metrics
 from fcsd.eval.results import read_directory
@@ -124,6 +125,7 @@ class Study:
         self.lock = threading.Lock()
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
         self.gpus = given.split(",") if given else [str(gpu) for gpu in range(args.gpus)]
+        self.device = device_name(args.device, self.gpus[0])
         self.env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.work / "cache")}
         self.env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         self.env["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // args.processes))
@@ -151,7 +153,7 @@ class Study:
 
     def store(self, line: dict[str, Any]) -> None:
         """Add a line to the new results, with what it depends on."""
-        about = {"teacher_tokens": self.args.teacher_tokens, "limit": self.args.limit, "device": device_name(self.args)}
+        about = {"teacher_tokens": self.args.teacher_tokens, "limit": self.args.limit, "device": self.device}
         about |= {"teacher": Path(self.teacher).name, "wiring": self.subject.wiring}
         line |= about | {"versions": {name: version(name) for name in ("torch", "transformers", "deepspeed")}}
         with self.lock:
@@ -166,13 +168,16 @@ class Study:
         self.clock.run(command, self.work / "logs" / f"{log}.log", self.env | seen, self.forks)
 
 
-def device_name(args: argparse.Namespace) -> str:
-    """The name of the GPU, or of the processor."""
-    if args.device != "cuda":
-        return platform.processor() or platform.machine()
-    import torch
+def device_name(device: str, gpu: str) -> str:
+    """The name of a GPU, by its number or its identifier, or that of the processor.
 
-    return torch.cuda.get_device_name(0)
+    The driver's tool is asked and not torch: MPS changes the numbers of the GPUs for all clients, and this process
+    should be none of them.
+    """
+    if device != "cuda":
+        return platform.processor() or platform.machine()
+    words = ["nvidia-smi", f"--id={gpu}", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def write_text(study: Study, kind: str, share: float) -> None:
@@ -228,6 +233,8 @@ def do_run(study: Study, run: Run, gpu: int) -> None:
     if run.text:
         args = study.args
         recipe = recipe_of(run, study.chosen, args.teacher_tokens, study.work, args.device, study.subject)
+        if run.model:
+            write_config(run.model, study.work)
         words = ["distill", str(_write_recipe(study, run.name, recipe))]
         words += ["--accept-unsafe-exec"] if run.early_stop else []
         line["set"] = args.set if run.share >= TABLE_2 else []
@@ -238,13 +245,19 @@ def do_run(study: Study, run: Run, gpu: int) -> None:
         line |= {"steps": metrics[-1]["step"], "seconds": seconds_in_steps(metrics), "metrics": metrics[-1]}
         line["planned_steps"] = recipe["train"]["steps"]
         line["scores"] = [[record["step"], record["score"]] for record in metrics if "score" in record]
+        if run.from_scratch:
+            line |= scratch_results(metrics, model)
+            study.store(line)
+            return
+        if run.export:
+            model = study.work / "exported" / run.name
+            study.fcsd(["export", str(out), str(model), "--force"], run.name, gpu)
     elif run.method == "teacher":
         model = ROOT / study.teacher
     else:
-        model = study.work / "untrained" / run.layers.replace(":", "-").replace("%", "-per-cent")
+        model = study.work / "untrained" / run.name
         if not (model / "config.json").exists():
-            words = ["convert", study.teacher, str(model), "--wiring", study.subject.wiring, "--layers", run.layers]
-            study.fcsd(words, run.name, gpu)
+            study.fcsd(["convert", study.teacher, str(model), *wiring_options(run, study.subject)], run.name, gpu)
     out = study.work / "eval" / run.name
     words = ["eval", str(model), "--suite", "strict", "--data-mirror", MIRROR, "--held-out", HELD_OUT]
     words += ["--out", str(out), "--device", study.args.device, "--accept-unsafe-exec"]
@@ -252,6 +265,13 @@ def do_run(study: Study, run: Run, gpu: int) -> None:
     study.fcsd(words, run.name, gpu)
     line["results"] = [packed(result) for result in read_directory(out)]
     study.store(line)
+
+
+def wiring_options(run: Run, subject: Subject) -> list[str]:
+    """The options of ``fcsd convert`` for the wiring that the recipe of the run would have."""
+    init = {"wiring": subject.wiring, "layers": run.layers}
+    init |= {key.removeprefix("init."): value for key, value in run.settings.items()}
+    return [word for key, value in init.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
 
 def seconds_in_steps(metrics: list[dict[str, Any]]) -> float:
@@ -391,7 +411,9 @@ def main() -> int:
     parser = _arguments()
     args = parser.parse_args()
     if args.teacher is not None and (named := sorted({*args.studies} & {*BUNDLED_ONLY})):
-        parser.error(f"{', '.join(named)}: these studies name layers of the bundled teacher; leave out --teacher")
+        parser.error(f"{', '.join(named)}: these studies are about the bundled teacher; leave out --teacher")
+    if args.teacher is None and (named := sorted({*args.studies} & {*DENSE_ONLY})):
+        parser.error(f"{', '.join(named)}: these studies need a dense teacher; name its directory with --teacher")
     study = Study(args)
     runs, sweeps = missing(study, args.studies, args.up_to)
     with shared_gpus(study):
