@@ -9,13 +9,15 @@ All runs have the same optimizer settings. Within a seed they read the same rows
 training loss, averaged over the last 50 steps; these models are too weak for the benchmarks.
 """
 
+import json
+import shutil
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from scripts.capability.runs import PUBLISHED, SEEDS, SFT, Run, config_folder
 
-TOKENIZER = Path(__file__).resolve().parents[2] / "assets/teacher"
+TEACHER = Path(__file__).resolve().parents[2] / "assets/teacher"
 SHARE = 0.01  # of the teacher's tokens
 AVERAGED = 50  # steps
 DEGREE = 8
@@ -53,23 +55,16 @@ def _run(wiring: str, seed: int, model: str = "") -> Run:
 
 def write_config(model: str, work: Path) -> None:
     """Write the config of a dense model and the bundled teacher's tokenizer; a run draws the weights itself."""
-    from transformers import AutoTokenizer, LlamaConfig
-
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    config = LlamaConfig(
-        **CONFIGS[model],
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=tokenizer.model_max_length,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        architectures=["LlamaForCausalLM"],
-    )
+    teacher = json.loads((TEACHER / "config.json").read_text())
+    shared = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "rms_norm_eps")
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+    config |= {key: teacher[key] for key in shared} | CONFIGS[model] | heads
     folder = config_folder(model, work)
-    config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(TEACHER / name, folder / name)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def scratch_results(metrics: list[dict[str, Any]], model: Path) -> dict[str, Any]:

@@ -233,8 +233,6 @@ def do_run(study: Study, run: Run, gpu: int) -> None:
     if run.text:
         args = study.args
         recipe = recipe_of(run, study.chosen, args.teacher_tokens, study.work, args.device, study.subject)
-        if run.model:
-            write_config(run.model, study.work)
         words = ["distill", str(_write_recipe(study, run.name, recipe))]
         words += ["--accept-unsafe-exec"] if run.early_stop else []
         line["set"] = args.set if run.share >= TABLE_2 else []
@@ -246,7 +244,8 @@ def do_run(study: Study, run: Run, gpu: int) -> None:
         line["planned_steps"] = recipe["train"]["steps"]
         line["scores"] = [[record["step"], record["score"]] for record in metrics if "score" in record]
         if run.from_scratch:
-            line |= scratch_results(metrics, model)
+            with study.lock:  # transformers cannot be imported by two threads at the same time
+                line |= scratch_results(metrics, model)
             study.store(line)
             return
         if run.export:
@@ -416,6 +415,8 @@ def main() -> int:
         parser.error(f"{', '.join(named)}: these studies need a dense teacher; name its directory with --teacher")
     study = Study(args)
     runs, sweeps = missing(study, args.studies, args.up_to)
+    for model in {run.model for run in runs if run.model}:
+        write_config(model, study.work)
     with shared_gpus(study):
         jobs = jobs_of(study, runs, sweeps)
         if args.forks:
