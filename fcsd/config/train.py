@@ -34,8 +34,7 @@ class Train(Section):
     instead of thousands. It helps small models. The memory of the passes stays reserved between steps, which `fcsd
     plan` does not count, and the loss is computed also at positions that do not count. Results differ in rounding. It
     needs packed attention in bf16, and experts that are not divided. If the passes of a model cannot be captured, the
-    first step ends the run and says why. On a CPU the same passes run without capture. No GPU has run it since its last
-    repair."""
+    first step ends the run and says why. On a CPU the same passes run without capture."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass: less memory, one more forward pass per step."""
     anneal_share: Share = 0.0

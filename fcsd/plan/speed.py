@@ -3,7 +3,8 @@
 The time of a step follows from measured constants. A micro-batch takes the longer of two times, because the host starts
 kernels while the device computes:
 
-- The device's time is the number of floating-point operations divided by a share of the GPU's peak, and a constant.
+- The device's time is the number of floating-point operations divided by a share of the GPU's peak, and a constant. In
+  small models it is the time in which the values of the residual stream are read and written.
 - The host's time is a constant for each pass through a layer. It limits small models and small micro-batches.
 
 The optimizer adds a time for each parameter that a GPU updates. The constants were fitted to runs on H200s, which
@@ -40,9 +41,14 @@ MASKED_ATTENTION = 3.9
 # each. The host varies: the same code took up to twice as long beside other work.
 LAUNCH = {"dense": 1.14e-3, "experts": 2.7e-3, "divided experts": 5.6e-3}
 
-# The same with ``train.graph``, fitted to two runs of the bundled model. They updated their weights by ZeRO, in which
-# most of this time passed. One process does without ZeRO now, so it should take less; no GPU has run that.
-GRAPH = 1.15e-3
+# The same with ``train.graph``: the whole step of the bundled model, which the device limits at least in part. It is
+# therefore an upper bound.
+GRAPH = 0.664e-3
+
+# Seconds of the device for each value of the residual stream that passes through a layer, a backward pass counted as
+# two. Small models are limited by this, because they do little arithmetic for each value. Fitted to a run of the
+# bundled model, with a width of 128.
+TRAFFIC = 1.05e-10
 
 # Seconds for each parameter that a GPU updates: its gradient is reduced, AdamW runs, and the weights are gathered.
 UPDATE = 33e-12
@@ -137,8 +143,9 @@ def launch_seconds(model: ModelNumbers, divided: bool, graph: bool) -> float:
 def micro_batch_seconds(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) -> tuple[float, float]:
     """Seconds of the device and seconds of the host for one micro-batch; the larger of them is its duration."""
     tokens = setup.micro_batch_size * setup.seq_len
-    device = work_per_token(model, teacher, setup) * tokens / forward_rate(setup) + MICRO_BATCH
     student_passes, teacher_passes = layer_passes(model, teacher, setup)
+    traffic = TRAFFIC * (student_passes * model.hidden + teacher_passes * teacher.hidden)
+    device = tokens * max(work_per_token(model, teacher, setup) / forward_rate(setup), traffic) + MICRO_BATCH
     host = student_passes * launch_seconds(model, setup.ep_size > 1, setup.graph)
     return device, host + teacher_passes * launch_seconds(teacher, setup.teacher == "sharded", setup.graph)
 
@@ -155,7 +162,8 @@ def reading_seconds(model: ModelNumbers, setup: Setup, divided: bool) -> float:
         divided: whether the experts of ``model`` are divided among processes.
     """
     tokens = setup.micro_batch_size * setup.seq_len
-    device = sum(forward_flops(model, setup.seq_len)) * tokens / forward_rate(setup)
+    traffic = TRAFFIC * len(model.layers) * model.hidden
+    device = tokens * max(sum(forward_flops(model, setup.seq_len)) / forward_rate(setup), traffic)
     return max(device, len(model.layers) * launch_seconds(model, divided, graph=False)) / (tokens * setup.world)
 
 

@@ -63,6 +63,10 @@ def test_speeds_of_stored_collectives_stand_beside_those_of_the_paper() -> None:
     assert re.search(
         r"\| fcsd: 2 H200, in two steps, 64 MiB +\| 0.50 +\| - ", bandwidths.to_text(bandwidths.TABLE_9, speeds)
     )
+    times = {"nccl": [1.0, 0.9, 1.1], "symmetric": [0.7, 0.6, 0.8], "quantised:int8": [2.0, 1.9, 2.1]}
+    assert bandwidths.of_one_kernel({**about, "ms": {"64 MiB": times}}) == {
+        "2 H200, in one kernel, 64 MiB": {"int8": 0.5}
+    }
     sent = {"bf16": [3.0], "bf16, wire": [2.0], "int8, fused": [1.5], "int8, wire": [0.5], "int8, steps": [9.0]}
     assert bandwidths.of_exchange({**about, "ms": {"any expert": {"NCCL": sent}}}) == {
         "2 H200, any expert, NCCL": {"int8": 2.0},

@@ -29,6 +29,7 @@ from fcsd.plan.speed import (
     PEAK,
     ROUND,
     SHARE,
+    TRAFFIC,
     UPDATE,
     UPDATE_ALONE,
     attention_flops,
@@ -76,6 +77,12 @@ class Run:
     def passes(self) -> float:
         """Forward passes of a layer in a step."""
         return sum(layer_passes(self.model.numbers, self.model.numbers, self.setup)) * self.setup.accumulation
+
+    @property
+    def values(self) -> float:
+        """Values of the residual stream that pass through a layer of a GPU in a step."""
+        passes = sum(layer_passes(self.model.numbers, self.model.numbers, self.setup))
+        return passes * self.model.numbers.hidden * self.setup.batch_tokens / self.setup.world
 
     @property
     def ideal(self) -> float:
@@ -138,6 +145,7 @@ class Constants:
     update: float
     launch: dict[str, float]
     graph: float
+    traffic: float
 
 
 def updating(run: Run, update: float) -> float:
@@ -181,14 +189,23 @@ def fit(runs: list[Run]) -> Constants:
         limited = [passes(run) / run.passes for run in used("launch", lambda run, kind=kind: run.kind == kind)]
         others = [passes(run) / run.passes for run in runs if run.kind == kind and not run.setup.graph]
         launch[kind] = mean(limited) if limited else min(others, default=0.0)
-    captured = [run.step / run.passes for run in used("graph")]
-    return Constants(share, micro_batch, update, launch, mean(captured) if captured else GRAPH)
+    captured = [passes(run) / run.passes for run in used("graph")]
+    traffic = [(passes(run) - run.setup.accumulation * micro_batch) / run.values for run in used("traffic")]
+    return Constants(
+        share,
+        micro_batch,
+        update,
+        launch,
+        mean(captured) if captured else GRAPH,
+        mean(traffic) if traffic else TRAFFIC,
+    )
 
 
 def predicted(run: Run, constants: Constants) -> float:
     """Seconds of the step."""
     setup = run.setup
-    device = run.ideal / constants.share[setup.ep_size > 1] + setup.accumulation * constants.micro_batch
+    device = max(run.ideal / constants.share[setup.ep_size > 1], constants.traffic * run.values)
+    device += setup.accumulation * constants.micro_batch
     each = constants.launch[run.kind]
     seconds = max(device, run.passes * (min(each, constants.graph) if setup.graph else each))
     if "step" not in run.listed["measured"] and "tokens_per_second" not in run.listed["measured"]:
@@ -199,13 +216,15 @@ def predicted(run: Run, constants: Constants) -> float:
 
 
 def shipped() -> Constants:
-    return Constants({divided: SHARE[divided, "bf16"] for divided in (True, False)}, MICRO_BATCH, UPDATE, LAUNCH, GRAPH)
+    share = {divided: SHARE[divided, "bf16"] for divided in (True, False)}
+    return Constants(share, MICRO_BATCH, UPDATE, LAUNCH, GRAPH, TRAFFIC)
 
 
 def test_constants_are_the_fit() -> None:
     runs = [stored(name) for name in NAMES]
     found = fit(runs)
-    assert [found.micro_batch, found.update, found.graph] == pytest.approx([MICRO_BATCH, UPDATE, GRAPH], rel=0.02)
+    constants = [found.micro_batch, found.update, found.graph, found.traffic]
+    assert constants == pytest.approx([MICRO_BATCH, UPDATE, GRAPH, TRAFFIC], rel=0.02)
     assert found.share == pytest.approx(shipped().share, rel=0.01) and found.launch == pytest.approx(LAUNCH, rel=0.02)
     for run in runs:  # the formula of this file is that of the plan
         if run.peak is not None:
@@ -251,7 +270,7 @@ def test_speed_and_memory_of_a_stored_run(name: str) -> None:
 
 @pytest.mark.parametrize("family", sorted({entry["family"] for entry in LISTED["runs"]}))
 def test_runs_of_a_family_are_predicted_from_the_other_families(family: str) -> None:
-    """The constants of masks, of graphs and of moments on the host or in bf16 come from one model each and stay."""
+    """The constants of masks, graphs, small models and of moments on the host or in bf16 come from one model each and stay."""
     constants = fit([run for run in map(stored, NAMES) if run.listed["family"] != family])
     for run in map(stored, NAMES):
         if run.listed["family"] == family:

@@ -62,6 +62,17 @@ def of_all_reduce(record: Mapping[str, Any]) -> Speeds:
     }
 
 
+def of_one_kernel(record: Mapping[str, Any]) -> Speeds:
+    """The speeds in a result of ``fcsd.bench.all_reduce --formats``: of ``quantised`` over NCCL's in bf16."""
+    gpus = _gpus(record)
+    return {
+        f"{gpus}, in one kernel, {size}": _speeds(
+            times["nccl"], {_short(f): times.get(f"quantised:{_short(f)}") for f in SENT}
+        )
+        for size, times in record["ms"].items()
+    }
+
+
 def of_exchange(record: Mapping[str, Any]) -> Speeds:
     """The speeds in a result of ``fcsd.bench.transports``: of the way of rows to the experts over that in bf16.
 

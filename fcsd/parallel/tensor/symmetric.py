@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fcsd.kernels.all_reduce.memory import Shape
+from fcsd.kernels.all_reduce.memory import BLOCKS, Shape
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel.tensor.window import OnStream, Window, window_of
 from fcsd.parallel.transports.transport import Work
@@ -20,7 +20,7 @@ _ONE_SHOT = {2: 2**22, 3: 2**18, 4: 2**18}
 _ONE_SHOT_OF_MORE = 2**17
 _BLOCKS = ((2**16, 16), (2**20, 32), (2**62, 64))  # up to so many bytes, so many blocks
 LARGE = 2**22  # bytes above which a message goes through rooms
-_BLOCKS_OF_ROOMS = 32  # an estimate, because no GPU has run this kernel
+_BLOCKS_OF_ROOMS = BLOCKS
 
 
 def shape_of(x: Tensor, ranks: int) -> Shape:
@@ -57,5 +57,6 @@ def all_reduce_quantised(x: Tensor, format: Format, window: Window) -> Work:
     """
     from fcsd.kernels.all_reduce import launch
 
-    shape = shape_of(x, window.memory.size)
+    # Encoding and decoding keep the SMs busy, so more blocks are faster from 256 KiB on.
+    shape = shape_of(x, window.memory.size)._replace(blocks=BLOCKS)
     return OnStream(window.stream, x, lambda: launch.all_reduce_quantised(x, window.memory, shape, format))
