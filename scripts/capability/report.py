@@ -18,7 +18,7 @@ from scripts.capability.results import read_lines
 from scripts.capability.runs import LAYERS, SHARES, SWEEP_STEPS, TABLE_1, TABLE_2, TEXTS
 from scripts.capability.scores import Scores, fit, tokens_to
 from scripts.capability.studies import DENSE_ONLY, SIBLINGS, TABLE_4, studies
-from scripts.capability.wirings_report import desync, distance, scratch
+from scripts.capability.wirings_report import desync, distance, on_policy, scratch
 
 from fcsd.markdown import table
 
@@ -61,7 +61,7 @@ def page(lines: Lines, picture: Path) -> str:
     parts += [recovery(models, tokens, picture), table_2(models), figure_3(models), early_stop(models)]
     parts += [equal_tokens(models, tokens, study, title) for study, title in AIDS.items()]
     parts += [chosen_layers(models), table_4(models)]
-    parts += [distance(models), desync(models), scratch(models), chosen(lines)]
+    parts += [distance(models), desync(models), scratch(models), on_policy(models), chosen(lines)]
     missing = {study: [run.name for run in studies()[study] if run.name not in models.lines] for study in due(models)}
     left = [f"- {study}: {len(names)} of {len(studies()[study])} runs" for study, names in missing.items() if names]
     parts.append("\n".join(["## Not run", "", *left]) if left else "")

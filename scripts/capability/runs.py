@@ -35,6 +35,11 @@ TEXTS: dict[str, tuple[str, float]] = {  # name -> kind and share of wrong answe
     "other-20": ("other", 0.2),
     "none": ("none", 0.0),
 }
+WRITTEN = {
+    "teacher-written": "teacher",
+    "student-written": "untrained",
+}  # text -> the method of the model that wrote it
+WRITTEN_FROM = "same"  # the text whose documents these models continue
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Run:
 
     Attributes:
         method: the row of a table, for example ``KL``; ``teacher`` and ``untrained`` are not trained.
-        text: a key of ``TEXTS``; empty without training.
+        text: a key of ``TEXTS`` or ``WRITTEN``; empty without training.
         share: the training tokens, as a share of the teacher's.
         layers: the rewired layers, as ``fcsd convert --layers`` takes them.
         settings: fields of the recipe that differ from those of the method.
@@ -87,7 +92,8 @@ class Run:
         """The name of the sweep whose batch and learning rate the run takes; empty if it takes those of none."""
         if not self.text or self.sweep == PUBLISHED:
             return ""
-        kind = "same" if self.text == "same" else "other"  # real text alone takes the values of the other mixture
+        # Text that a model wrote takes the values of the text that it continued, and real text those of "other".
+        kind = "same" if self.text in ("same", *WRITTEN) else "other"
         return self.sweep or f"{'sft' if self.settings.get('objective.sft') else 'kl'}-{kind}"
 
     @property

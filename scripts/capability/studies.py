@@ -9,6 +9,8 @@
 - ``desync``: a dense teacher converted to Desync at degrees of 2 and 4, healed, exported and evaluated, against ladder.
   The paper trains Desync from scratch; to convert a checkpoint is ours.
 - ``scratch``: training from random weights (scratch.py).
+- ``on-policy``: text that the teacher, or the untrained conversion, wrote itself (written.py), against the mixture. The
+  conversion writes once, before the training, so its text is on-policy at the first step alone.
 
 The unit of the first two is the tokens to 99 % of the teacher above chance; their budgets are those of ``anneal``.
 """
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.capability import runs
-from scripts.capability.runs import KL, PUBLISHED, SEEDS, SEQ_LEN, SFT, TABLE_2, Run
+from scripts.capability.runs import KL, PUBLISHED, SEEDS, SEQ_LEN, SFT, TABLE_2, WRITTEN, Run
 from scripts.capability.scratch import scratch_runs
 
 CHOICE = Path(__file__).resolve().parents[2] / "docs/results/chosen_layers.json"
@@ -33,6 +35,7 @@ SIBLINGS = {"farskip": ("table-1",), "ladder": ("table-1", *DENSE_ONLY)}  # by w
 TABLE_4 = 0.02  # of the teacher's tokens: two epochs of a text of 1 %
 LADDER_LAYERS = ("50%", "62.5%")  # Hybrid-Ladder-8B-16L and -20L: the last 16 and 20 of 32
 DISTANCE_BUDGETS = BUDGETS[:2]
+ON_POLICY = 0.01  # of the teacher's tokens
 DESYNC = 0.01  # of the teacher's tokens
 DESYNC_WIRINGS, DEGREES = ("desync-2x", "desync-4x"), (2, 4)
 LADDER = {"train.batch_tokens": 32 * SEQ_LEN, "optim.lr": 5e-6, "optim.warmup_steps": 200}  # Ladder §4.2
@@ -49,6 +52,7 @@ def studies() -> dict[str, list[Run]]:
         "distance": [*originals, *_distance()],
         "desync": [*originals, *_desync()],
         "scratch": scratch_runs(),
+        "on-policy": [*originals, *_on_policy()],
     }
 
 
@@ -110,6 +114,10 @@ def _distance() -> list[Run]:
             for seed in SEEDS
         ),
     ]
+
+
+def _on_policy() -> list[Run]:
+    return [Run("KL", text, ON_POLICY, seed, settings=KL) for text in ("same", *WRITTEN) for seed in SEEDS]
 
 
 def _desync() -> list[Run]:

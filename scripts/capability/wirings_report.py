@@ -1,4 +1,4 @@
-"""The page's tables about other wirings: farskip with distance 2, Desync, and training from random weights."""
+"""The page's later tables: farskip with distance 2, Desync, training from random weights, and text by the models."""
 
 import math
 from collections.abc import Sequence
@@ -6,8 +6,9 @@ from statistics import mean, stdev
 from typing import Any
 
 from scripts.capability.models import Models, summary
+from scripts.capability.runs import WRITTEN
 from scripts.capability.scratch import AVERAGED, CONFIGS, DEGREE, DENSE, MOE, SHARE
-from scripts.capability.studies import DESYNC, DISTANCE_BUDGETS, studies
+from scripts.capability.studies import DESYNC, DISTANCE_BUDGETS, ON_POLICY, studies
 
 from fcsd.markdown import table
 
@@ -27,6 +28,21 @@ def distance(models: Models) -> str:
     note = "The output of two sub-blocks may be in flight at a rewired read, instead of one. *Won back* counts from "
     note += "each wiring's own untrained conversion."
     return f"## Distance 2, *same*\n\n{note}\n\n{summary(found)}"
+
+
+def on_policy(models: Models) -> str:
+    """KL on text that the teacher or the student wrote."""
+    found = {
+        f"KL, {text}": models.scores(lines)
+        for text in ("same", *WRITTEN)
+        if (lines := models.seeds("KL", text, ON_POLICY))
+    }
+    if not any(f"KL, {text}" in found for text in WRITTEN):
+        return ""
+    note = "The teacher, or the untrained conversion, continued the first third of each document of *same* by sampling "
+    note += "at temperature 1. The conversion wrote before the training, so its text is on-policy at the first step "
+    note += "alone."
+    return f"## Text of the models' own: {ON_POLICY:.0%} of the tokens\n\n{note}\n\n{summary(found)}"
 
 
 def desync(models: Models) -> str:

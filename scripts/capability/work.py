@@ -36,6 +36,8 @@ from scripts.capability.runs import (
     SWEEP_STEPS,
     TABLE_2,
     TEXTS,
+    WRITTEN,
+    WRITTEN_FROM,
     Run,
     Subject,
     recipe_of,
@@ -122,7 +124,7 @@ class Study:
         self.clock = Clock(args.minutes)
         self.lines = read_lines([*args.results, args.new])
         self.trials: dict[tuple[str, int, int], dict[str, Any]] = {}  # by sweep, stage and number
-        self.lock = threading.Lock()
+        self.lock, self.converting = threading.Lock(), threading.Lock()
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
         self.gpus = given.split(",") if given else [str(gpu) for gpu in range(args.gpus)]
         self.device = device_name(args.device, self.gpus[0])
@@ -136,10 +138,9 @@ class Study:
         """Start commands as forks from now on, if a fork can compute on the device."""
         start, log = time.monotonic(), self.work / "logs" / "forks.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        seen = {"CUDA_VISIBLE_DEVICES": self.gpus[0]} if self.args.device == "cuda" else {}
         try:
             forks = Forks(self.env)
-            if not forks.work(self.args.device, log, self.env | seen):
+            if not forks.work(self.args.device, log, self.env | self.seen(0)):
                 raise RuntimeError(f"a fork cannot compute on the device, so commands are ordinary processes: {log}")
             self.forks = forks
             print(f"libraries imported in {time.monotonic() - start:.0f} s; commands are forks", flush=True)
@@ -160,12 +161,15 @@ class Study:
             self.lines[line["name"]] = line
             append(self.args.new, line)
 
+    def seen(self, gpu: int) -> dict[str, str]:
+        """The variables that let a process see one GPU."""
+        return {"CUDA_VISIBLE_DEVICES": self.gpus[gpu]} if self.args.device == "cuda" else {}
+
     def fcsd(self, words: list[str], log: str, gpu: int) -> None:
         """Run a command of fcsd on a GPU."""
         self.ready.wait()
-        seen = {"CUDA_VISIBLE_DEVICES": self.gpus[gpu]} if self.args.device == "cuda" else {}
         command = [*FCSD, *words] if self.forks is None else words
-        self.clock.run(command, self.work / "logs" / f"{log}.log", self.env | seen, self.forks)
+        self.clock.run(command, self.work / "logs" / f"{log}.log", self.env | self.seen(gpu), self.forks)
 
 
 def device_name(device: str, gpu: str) -> str:
@@ -180,18 +184,24 @@ def device_name(device: str, gpu: str) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def write_text(study: Study, kind: str, share: float) -> None:
-    """Write and tokenise a text that is long enough for ``share`` of the teacher's tokens."""
+def write_text(study: Study, kind: str, share: float, gpu: int) -> None:
+    """Write and tokenise a text that is long enough for ``share`` of the teacher's tokens. A GPU writes ``WRITTEN``."""
     name = text_name(kind, share)
     out, log = study.work / "text" / name, f"text-{name}"
     if (out / "tokenised").exists():
         return
-    what, wrong = TEXTS[kind]
-    command = [sys.executable, "scripts/capability/text.py", "--kind", what, "--wrong", str(wrong)]
+    if kind in WRITTEN:
+        model = converted(study, Run("untrained"), gpu) if WRITTEN[kind] == "untrained" else study.teacher
+        source = study.work / "text" / text_name(WRITTEN_FROM, share) / "train.jsonl"
+        command = [sys.executable, "scripts/capability/written.py", "--model", str(model)]
+        command += ["--device", study.args.device]
+    else:
+        what, wrong = TEXTS[kind]
+        source = study.args.teacher_text if what == "same" else study.args.other_text
+        command = [sys.executable, "scripts/capability/text.py", "--kind", what, "--wrong", str(wrong)]
     command += ["--tokens", str(round(share * study.args.teacher_tokens)), "--out", str(out)]
-    source = study.args.teacher_text if what == "same" else study.args.other_text
     command += ["--text", str(source)] if source else []
-    study.clock.run(command, study.work / "logs" / f"{log}.log", study.env)
+    study.clock.run(command, study.work / "logs" / f"{log}.log", study.env | study.seen(gpu))
     # The dry run tokenises the text into the cache of ``datasets``, so that runs that start together find it there.
     first = Run("tokenise", kind, share, settings=KL)
     values = {first.values_from: STARTING_VALUES}
@@ -254,9 +264,7 @@ def do_run(study: Study, run: Run, gpu: int) -> None:
     elif run.method == "teacher":
         model = ROOT / study.teacher
     else:
-        model = study.work / "untrained" / run.name
-        if not (model / "config.json").exists():
-            study.fcsd(["convert", study.teacher, str(model), *wiring_options(run, study.subject)], run.name, gpu)
+        model = converted(study, run, gpu)
     out = study.work / "eval" / run.name
     words = ["eval", str(model), "--suite", "strict", "--data-mirror", MIRROR, "--held-out", HELD_OUT]
     words += ["--out", str(out), "--device", study.args.device, "--accept-unsafe-exec"]
@@ -264,6 +272,15 @@ def do_run(study: Study, run: Run, gpu: int) -> None:
     study.fcsd(words, run.name, gpu)
     line["results"] = [packed(result) for result in read_directory(out)]
     study.store(line)
+
+
+def converted(study: Study, run: Run, gpu: int) -> Path:
+    """The untrained conversion with the wiring of the run, which is made if there is none yet."""
+    model = study.work / "untrained" / run.name
+    with study.converting:  # a run and a text may need the same one at the same time
+        if not (model / "config.json").exists():
+            study.fcsd(["convert", study.teacher, str(model), *wiring_options(run, study.subject)], run.name, gpu)
+    return model
 
 
 def wiring_options(run: Run, subject: Subject) -> list[str]:
@@ -312,6 +329,7 @@ def text_of_sweep(name: str) -> str:
 def texts_of(runs: list[Run], sweeps: list[str]) -> list[tuple[str, float]]:
     """The texts that runs and sweeps need: their kinds, and their lengths as shares of the teacher's tokens."""
     needed = [(text_of_sweep(name), text_share(0.0)) for name in sweeps]
+    needed += [(WRITTEN_FROM, run.text_share) for run in runs if run.text in WRITTEN]
     return list(dict.fromkeys([*needed, *((run.text, run.text_share) for run in runs if run.text)]))
 
 
@@ -332,7 +350,11 @@ class Job:
 def jobs_of(study: Study, runs: list[Run], names: list[str]) -> list[Job]:
     """Texts, the trials of the sweeps with these names, and runs, in the order in which they should start."""
     jobs = [
-        Job(text_name(kind, share), (), lambda _, k=kind, s=share: write_text(study, k, s))
+        Job(
+            text_name(kind, share),
+            (text_name(WRITTEN_FROM, share),) if kind in WRITTEN else (),
+            lambda gpu, k=kind, s=share: write_text(study, k, s, gpu),
+        )
         for kind, share in texts_of(runs, names)
     ]
     for name in names:

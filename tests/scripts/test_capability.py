@@ -261,6 +261,8 @@ def test_losses_from_scratch_are_compared_within_a_seed(lines: dict[str, dict[st
 def test_a_text_is_long_enough_and_runs_have_it_in_common(tmp_path: Path) -> None:
     runs = [Run("KL", "same", 0.01), Run("SFT", "same", 0.005), Run("KL", "same", 0.2), Run("teacher")]
     assert texts_of(runs, ["sft-other"]) == [("other", 0.01), ("same", 0.01), ("same", 0.1)]
+    written = [Run("KL", "student-written", 0.01), Run("KL", "teacher-written", 0.01)]  # they continue another text
+    assert texts_of(written, [])[0] == ("same", 0.01) and {run.values_from for run in written} == {"kl-same"}
     for run in runs[:3]:
         recipe = recipe_of(Run(run.method, run.text, run.share), CHOSEN, TOKENS, tmp_path, "cuda")
         (source,) = recipe["data"]["sources"]
@@ -316,7 +318,7 @@ def test_the_page_has_every_study(lines: dict[str, dict[str, Any]], tmp_path: Pa
     assert (tmp_path / "capability.png").stat().st_size > 10_000
     studied = ("Table 1", "The text", "Recovery over", "Table 2", "Figure 3", "Early stopping", "Annealed wiring")
     studied += ("Solved start", "Progressive conversion", "Chosen layers", "Ladder Table 4", "Chosen values")
-    studied += ("Distance 2", "Desync from", "From scratch")
+    studied += ("Distance 2", "Desync from", "From scratch", "Text of the models")
     for heading in studied:
         assert f"\n## {heading}" in text
     assert "Not run" not in text
