@@ -35,7 +35,7 @@ short no-nvlink --wirings standard,ladder,desync-4x --bounds standard --no-nvlin
 shopt -s nullglob
 "$python" - "$out"/short-*/infer.json <<'PYTHON'
 import json, sys
-from fcsd.bench.infer_table import table
+from fcsd.bench.infer.table import table
 for path in sys.argv[1:]:
     print(path, table(json.load(open(path))["rows"]), sep="\n")
 PYTHON

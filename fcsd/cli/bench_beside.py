@@ -31,8 +31,13 @@ def infer(
         ),
     ] = "standard,ladder",
     reduce: Annotated[
-        str, typer.Option(metavar="KIND[,KIND...]", help="How ranks sum; none is the bound, with wrong results.")
-    ] = "nccl,none",
+        str | None,
+        typer.Option(
+            metavar="KIND[,KIND...]",
+            help="How ranks sum; none is the bound, with wrong results. The default is nccl,none, or vllm,none with "
+            "--engine vllm.",
+        ),
+    ] = None,
     bounds: Annotated[
         str | None, typer.Option(metavar="WIRING[,WIRING...]", help="The wirings whose bound is timed; default: all.")
     ] = None,
@@ -41,23 +46,35 @@ def infer(
     ] = "sliced",
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of a SHAPE.")] = 8,
     dtype: Annotated[str, typer.Option(metavar="bfloat16|float32", help="Data type of the weights.")] = "bfloat16",
-    rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
-    no_graphs: Annotated[bool, typer.Option("--no-graphs", help="Decode without CUDA graphs.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each variant is timed.")] = 3,
+    engine: Annotated[
+        str, typer.Option(metavar="own|vllm", help="Time fcsd's own engine, or vLLM with fcsd's plugin.")
+    ] = "own",
+    no_graphs: Annotated[
+        bool, typer.Option("--no-graphs", help="Decode without CUDA graphs; vLLM does not compile then, either.")
+    ] = False,
     no_nvlink: Annotated[
         bool, typer.Option("--no-nvlink", help="Let NCCL send through host memory, as on machines without NVLink.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Directory for infer.json and infer.png.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time prefill and decoding in fcsd's tensor-parallel engine, beside the bound without reductions."""
-    from fcsd.launch.world import ensure_world
-
+    """Time prefill and decoding in fcsd's tensor-parallel engine or in vLLM, beside the bound without reductions."""
     degrees = _numbers(tp)
-    if no_nvlink:
-        os.environ["NCCL_P2P_DISABLE"] = "1"  # NCCL reads it when the processes start
-    ensure_world(max(degrees))
+    if engine == "own":
+        from fcsd.launch.world import ensure_world
 
-    from fcsd.bench.infer import Workload, bench
+        if no_nvlink:
+            os.environ["NCCL_P2P_DISABLE"] = "1"  # NCCL reads it when the processes start
+        ensure_world(max(degrees))
+
+        from fcsd.bench.infer.own_engine import bench
+    else:
+        if no_nvlink:
+            raise ConfigError("--no-nvlink needs --engine own: vLLM's own all-reduces use NVLink without NCCL")
+        from fcsd.bench.infer.vllm_engine import bench  # vLLM starts its own processes
+
+    from fcsd.bench.infer.workload import Workload
 
     load = Workload(
         located(model),
@@ -67,12 +84,13 @@ def infer(
         prompt,
         new,
         tuple(wirings.split(",")),
-        tuple(reduce.split(",")),  # type: ignore[arg-type]
+        None if reduce is None else tuple(reduce.split(",")),
         experts,  # type: ignore[arg-type]
         dtype,
         graphs=not no_graphs,
         rounds=rounds,
         bounds=None if bounds is None else tuple(bounds.split(",")),
+        engine=engine,
     )
     found = bench(load, out)
     if as_json and first_rank():

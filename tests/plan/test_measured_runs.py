@@ -270,7 +270,7 @@ def test_speed_and_memory_of_a_stored_run(name: str) -> None:
 
 @pytest.mark.parametrize("family", sorted({entry["family"] for entry in LISTED["runs"]}))
 def test_runs_of_a_family_are_predicted_from_the_other_families(family: str) -> None:
-    """The constants of masks, graphs, small models and of moments on the host or in bf16 come from one model each and stay."""
+    """Constants that are from one model each stay: masks, graphs, small models, moments on the host or in bf16."""
     constants = fit([run for run in map(stored, NAMES) if run.listed["family"] != family])
     for run in map(stored, NAMES):
         if run.listed["family"] == family:

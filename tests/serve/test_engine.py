@@ -13,7 +13,7 @@ import torch
 from ranks import on_ranks
 from typer.testing import CliRunner
 
-from fcsd.bench.infer_table import table
+from fcsd.bench.infer.table import table
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import ConfigError
@@ -93,7 +93,7 @@ def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path)
 
 def _bench(rank: int, out: Path) -> list[list[dict[str, Any]]]:
     """Rows of two runs. In the first one, ladder with two prompts does not fit; in the second one, the weights."""
-    from fcsd.bench import infer
+    from fcsd.bench.infer import own_engine as infer
 
     wired = [""]
     wire, prefill, weights = infer.wire_tensor_parallel, infer.Stepper.prefill, infer.random_tensor_parallel

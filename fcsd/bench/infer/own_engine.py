@@ -13,11 +13,10 @@ What does not fit into a GPU's memory gets a row that says so, and the run goes 
 
 import gc
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,80 +25,23 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from fcsd.bench.infer_table import draw, table
+from fcsd.bench.infer.table import draw, table
+from fcsd.bench.infer.workload import Times, Workload, compare, row, wiring_for
 from fcsd.bench.shapes import SHAPES
-from fcsd.errors import ConfigError, unknown_value
+from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
-from fcsd.models.build import check_desync, wiring_of
-from fcsd.models.wiring_block import DESYNC, NAMES, Wiring
-from fcsd.parallel.tensor.division import Experts, TensorGroup
+from fcsd.models.wiring_block import DESYNC
+from fcsd.parallel.tensor.division import TensorGroup
 from fcsd.parallel.tensor.layer import wire_tensor_parallel
-from fcsd.parallel.tensor.reduce import WRONG_RESULTS, Kind, Reduction
+from fcsd.parallel.tensor.reduce import Kind, Reduction
 from fcsd.parallel.tensor.weights import load_tensor_parallel, random_tensor_parallel
 from fcsd.serve.decode import GRAIN, Stepper
 from fcsd.serve.slots import Slots, why_no_slots
 
 _PATIENCE = timedelta(hours=2)  # how long ranks that a small degree does not need wait for the others
-_BASE, _OWN = "standard", "own"
 T = TypeVar("T")
 Variant = tuple[str, Kind]  # the name of a wiring, and the kind of its reductions
-Times = dict[str, list[float]]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is timed.
-
-    Attributes:
-        model: a name in ``fcsd.bench.shapes``, or the directory of a checkpoint.
-        layers: decoder layers of a shape; a checkpoint has its own number.
-        degrees: tensor-parallel degrees.
-        batches: numbers of prompts.
-        prompt: tokens of a prompt.
-        new: tokens that are decoded after each prompt, the first of which comes from the prefill.
-        wirings: names of wirings, each applied to every layer; ``own`` is the wiring of the checkpoint.
-        reduce: kinds of reduction, see ``parallel.tensor.reduce.Kind``.
-        bounds: the wirings that are also timed by the kinds with wrong results; None for all of them.
-        experts: how ranks share the experts, see ``load_tensor_parallel``.
-        dtype: ``float32`` or ``bfloat16``.
-        graphs: whether decoding is captured as CUDA graphs; on CPUs nothing is captured.
-        rounds: how often each variant is timed; the variants take turns.
-
-    Raises:
-        ConfigError: a value is unknown or out of range.
-    """
-
-    model: str
-    layers: int = 8
-    degrees: tuple[int, ...] = (1,)
-    batches: tuple[int, ...] = (1,)
-    prompt: int = 1024
-    new: int = 512
-    wirings: tuple[str, ...] = (_BASE, "ladder")
-    reduce: tuple[Kind, ...] = ("nccl", "none")
-    experts: Experts = "sliced"
-    dtype: str = "bfloat16"
-    graphs: bool = True
-    rounds: int = 3
-    bounds: tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        for name in self.wirings:
-            known = [_OWN, *(known for known in NAMES if known != "desync")]
-            if name not in known:
-                raise unknown_value("wiring", name, known)
-        for name in self.bounds or ():
-            if name not in self.wirings:
-                raise unknown_value("wiring for a bound", name, self.wirings)
-        if self.experts not in ("sliced", "whole"):
-            raise unknown_value("division of experts", self.experts, ("sliced", "whole"))
-        if self.dtype not in ("float32", "bfloat16"):
-            raise unknown_value("dtype", self.dtype, ("float32", "bfloat16"))
-        if self.new < 2 or min((*self.degrees, *self.batches, self.prompt, self.rounds)) < 1:
-            raise ConfigError("degrees, batches, prompts and rounds are at least 1, and new tokens at least 2")
-        if self.model not in SHAPES and not (Path(self.model) / "config.json").is_file():
-            raise ConfigError(f"{self.model} is neither a shape nor a checkpoint", hint=f"shapes: {', '.join(SHAPES)}")
 
 
 def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
@@ -126,10 +68,11 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
     world = join_world()
     if max(load.degrees) > world.size:
         raise ConfigError(f"degree {max(load.degrees)} needs as many processes, and there are {world.size}")
-    for kind in load.reduce:
-        Reduction(dist.group.WORLD, kind, 0)  # an unknown kind is refused here
+    for kind in load.kinds:
+        Reduction(dist.group.WORLD, kind, 0)  # a kind that these ranks cannot have is refused here
     world = replace(world, group=dist.new_group(backend="gloo", timeout=_PATIENCE))
-    result: dict[str, Any] = {"workload": asdict(load), "environment": snapshot(), "rows": []}
+    workload = {**asdict(load), "reduce": load.kinds}
+    result: dict[str, Any] = {"workload": workload, "environment": snapshot(), "rows": []}
     for degree in load.degrees:
         group = dist.new_group(list(range(degree)))
         talk = dist.new_group(list(range(degree)), backend="gloo", timeout=_PATIENCE)
@@ -189,16 +132,13 @@ def _rows(
     # Nothing can be dropped on one rank, so Desync has no row there.
     names = [name for name in load.wirings if ranks.degree > 1 or name not in DESYNC]
     times: dict[Variant, Times | None] = {
-        (name, kind): None
-        for name in names
-        for kind in load.reduce
-        if kind not in WRONG_RESULTS or load.bounds is None or name in load.bounds
+        (name, kind): None for name in names for kind in load.kinds if load.times(name, kind)
     }
     if model is not None:
         times |= _times(model, load, ranks, batch, team, list(times))
-    rows = [_row(load, ranks.degree, batch, *key, found) for key, found in times.items()]
-    for row in rows:
-        _compare(row, rows)
+    rows = [row(load, ranks.degree, batch, *key, found) for key, found in times.items()]
+    for own in rows:
+        compare(own, rows)
     return rows
 
 
@@ -211,11 +151,10 @@ def _times(
     if reason is not None:
         raise ConfigError(f"a static cache of {length} tokens cannot hold this model's keys: {reason}")
     vocabulary = model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(batch)
-    prompts = torch.randint(vocabulary, (batch, load.prompt), generator=generator).tolist()
+    prompts = load.prompts(batch, vocabulary)
     slots = Slots(batch, length, model.device)
     graphs = load.graphs and model.device.type == "cuda"
-    wirings = {name: _wiring(name, model, ranks.degree) for name, _ in variants}
+    wirings = {name: wiring_for(name, model.config, ranks.degree) for name, _ in variants}
     cache = Stepper(model, slots, graphs).cache
     steppers = {key: Stepper(model, slots, graphs, cache) for key in variants}
     times: dict[Variant, Times] = {key: {"prefill": [], "decode": []} for key in variants}
@@ -238,16 +177,6 @@ def _times(
     return times
 
 
-def _wiring(name: str, model: PreTrainedModel, degree: int) -> Wiring:
-    """The wiring of this name over all layers, or the model's own."""
-    if name == _OWN:
-        return wiring_of(model.config)
-    layers = () if name == _BASE else tuple(range(model.config.get_text_config().num_hidden_layers))
-    wiring = Wiring(name, layers, tp_degree=degree if name in DESYNC else 1)
-    check_desync(model.config, wiring)
-    return wiring
-
-
 def _timed(work: Callable[[], Any], ranks: TensorGroup, world: World) -> float:
     """Milliseconds of ``work``, which starts on all ranks at once and ends by reading a result on the host."""
     dist.barrier(group=ranks.group)
@@ -256,37 +185,3 @@ def _timed(work: Callable[[], Any], ranks: TensorGroup, world: World) -> float:
     start = time.perf_counter()
     work()
     return (time.perf_counter() - start) * 1e3
-
-
-def _row(load: Workload, degree: int, batch: int, wiring: str, kind: str, times: Times | None) -> dict[str, Any]:
-    """One row; ``times`` is None if the variant does not fit into memory."""
-    prefill = decode = speed = drift = None
-    if times is not None:
-        prefill, decode = (statistics.median(times[name]) for name in ("prefill", "decode"))
-        speed = batch * load.new / (prefill + decode * (load.new - 1)) * 1e3
-        drift = times["decode"][-1] / times["decode"][0]
-    return {
-        "tp": degree,
-        "batch": batch,
-        "wiring": wiring,
-        "reduce": kind,
-        "exact": kind not in WRONG_RESULTS,
-        "out_of_memory": times is None,
-        "prefill_ms": prefill,
-        "decode_ms": decode,
-        "tokens_per_s": speed,
-        "drift": drift,
-        "rounds": times,
-    }
-
-
-def _compare(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Add to a row its speed relative to the standard wiring and to its bound."""
-    timed = [other for other in rows if not other["out_of_memory"]]
-    for phase in ("prefill", "decode"):
-        key = f"{phase}_ms"
-        standard = [other[key] for other in timed if other["wiring"] == _BASE and other["exact"]]
-        bound = [other[key] for other in timed if other["wiring"] == row["wiring"] and not other["exact"]]
-        own = row[key]
-        row[f"{phase}_times_standard"] = min(standard) / own if standard and own is not None else None
-        row[f"{phase}_of_bound"] = min(bound) / own if bound and own is not None else None
