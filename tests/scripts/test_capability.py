@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from scripts.capability import report
 from scripts.capability.forks import COUNTS_WITHOUT_CUDA, ROOT, Forks
+from scripts.capability.jobs import Job, together
 from scripts.capability.results import append, packed, read_lines, unpacked
 from scripts.capability.runs import STARTING_VALUES, Run, Subject, fitted, recipe_of, sweeps, trial_recipe
 from scripts.capability.scores import fit, scores_of, tokens_to
@@ -21,7 +22,6 @@ from scripts.capability.studies import TABLE_4, chosen_half, sensitivity, studie
 from scripts.capability.wirings_report import scratch
 from scripts.capability.work import (
     FCSD,
-    Job,
     Study,
     _arguments,
     best_of,
@@ -29,7 +29,6 @@ from scripts.capability.work import (
     seconds_in_steps,
     shared_gpus,
     texts_of,
-    together,
     wiring_options,
 )
 from transformers import AutoConfig
