@@ -18,7 +18,7 @@ def distance(models: Models) -> str:
     own = models.seeds("untrained, distance 2")
     found = {"untrained": models.scores([models.untrained])}
     if own:
-        found["untrained, distance 2"] = models.scores(own)
+        found["untrained, distance 2"] = models.scores(own, own[0])
     for share in DISTANCE_BUDGETS:
         for method, start in (("KL", models.untrained), ("KL, distance 2", own[0] if own else None)):
             if lines := models.seeds(method, "same", share):
@@ -54,7 +54,7 @@ def desync(models: Models) -> str:
         words = method.removeprefix("KL, ")
         if not (start := models.seeds(f"untrained, {words}")):
             continue
-        found[f"untrained, {words}"] = models.scores(start)
+        found[f"untrained, {words}"] = models.scores(start, start[0])
         if lines := models.seeds(method, "same", DESYNC):
             found[method] = models.scores(lines, start[0])
     if not any("desync" in name for name in found):
@@ -79,7 +79,7 @@ def scratch(models: Models) -> str:
         f"The training loss in nats per token, averaged over the last {AVERAGED} steps, on the text *same*. All rows "
         "have the same learning rate, and within a seed the same data in the same order; differences are paired by "
         f"seed. Desync has a degree of {DEGREE}, which is simulated on one GPU. FarSkip Appendix A has 2.187 for the "
-        "standard and 2.205 for the farskip model."
+        "standard and 2.205 for the farskip model, after 50 B tokens."
     )
     head = ["Model", "Parameters", "Wiring", "Loss", "minus standard", "Held-out loss", "models"]
     return f"## From scratch: {SHARE:.0%} of the teacher's tokens\n\n{note}\n\n{table(head, body, left=3)}"
