@@ -6,7 +6,9 @@
 #   WORK  keeps texts, runs and evaluations between pieces. A piece that finds no WORK repeats the runs that had not
 #         ended, and no others.
 #   STUDY table-1, text (the kinds of text), recovery (over tokens), table-2, figure-3, early-stop, anneal,
-#         solved (start), progressive (conversion), chosen (layers); table-4 (Ladder's) for a dense TEACHER
+#         solved (start), progressive (conversion), chosen (layers), distance (of two sub-blocks), scratch (training
+#         from random weights), on-policy (text that the models wrote); for a dense TEACHER also table-4 (Ladder's) and
+#         desync (converted and healed)
 # Every model and every sweep that ends adds a line to NEW. Append these to docs/results/capability.jsonl, which the
 # next piece reads: runs that are in either file are not repeated.
 # Environment: NEW=WORK/new.jsonl  MINUTES=9  UP_TO=1 (the largest share of the teacher's
@@ -27,16 +29,17 @@
 #   pip wheel -w wheels --no-deps 'deepspeed==0.19.8' tempdir wget      # these have no wheel; DS_BUILD_OPS=0
 # The list was read off the modules that `fcsd eval --suite strict` imports, and the versions are those of the tests.
 # It has run on four H200s, with six or seven models at a time on each GPU. Commands are forks of one process that has
-# imported the libraries. If a fork cannot use the GPU, the script says so and starts ordinary processes.
+# imported the libraries. If a fork cannot use the GPU, the script says so and starts ordinary processes. The studies
+# distance, scratch, on-policy and desync have run on a CPU alone, for a few steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || { sed -n '4,20s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '4,22s/^# *//p' "$0" >&2; exit 2; }
 python="${PYTHON:-python3}" stored="${STORED:-docs/results/capability.jsonl}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if [ "$1" = page ]; then
   exec "$python" scripts/capability/report.py --results "$stored" --page "${PAGE:-docs/CAPABILITY.md}"
 fi
-[ $# -gt 1 ] || { sed -n '4,20s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 1 ] || { sed -n '4,22s/^# *//p' "$0" >&2; exit 2; }
 work="$1"
 shift
 exec "$python" scripts/capability/work.py "$@" --work "$work" --new "${NEW:-$work/new.jsonl}" --results "$stored" \

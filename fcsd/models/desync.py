@@ -56,6 +56,8 @@ class DesyncLayer(nn.Module):
             mean, local = hidden_states, hidden_states.repeat(self.tp_degree, 1, 1)
         for name in _PER_SEQUENCE & kwargs.keys():
             kwargs[name] = _per_rank(kwargs[name], mean.shape[0], self.tp_degree)
+        if "borders" in kwargs:
+            kwargs["borders"] = _borders_per_rank(kwargs["borders"], mean.shape[0] * mean.shape[1], self.tp_degree)
         a = self.self_attn(hidden_states=self.input_layernorm(local), **kwargs)[0]
         local = self._add(local, a, keep=self.keeps[0])
         m = self.mlp(self.post_attention_layernorm(local))
@@ -77,6 +79,17 @@ def _per_rank(value: Any, batch: int, degree: int) -> Any:
     if isinstance(value, Tensor) and value.shape[0] == batch > 1:
         return value.repeat(degree, *[1] * (value.dim() - 1))
     return value
+
+
+def _borders_per_rank(borders: Tensor, tokens: int, degree: int) -> Tensor:
+    """Where documents begin in the concatenated rows of all ranks, and their length, for attention that takes borders.
+
+    Args:
+        borders: the same for the rows of one rank, ``[documents + 1]``; the last one is ``tokens``.
+        tokens: the tokens of the rows of one rank.
+    """
+    starts = [borders[:-1] + rank * tokens for rank in range(degree)]
+    return torch.cat([*starts, borders[-1:] * degree])
 
 
 @cache

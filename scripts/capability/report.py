@@ -8,21 +8,20 @@ on questions or other budgets, are refused.
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs as a program, too
 
+from scripts.capability.models import Lines, Models, pm, summary
 from scripts.capability.picture import PAPERS, Point, draw
 from scripts.capability.results import read_lines
 from scripts.capability.runs import LAYERS, SHARES, SWEEP_STEPS, TABLE_1, TABLE_2, TEXTS
-from scripts.capability.scores import Estimate, Scores, fit, scores_of, tokens_to
-from scripts.capability.studies import SIBLINGS, TABLE_4, studies
+from scripts.capability.scores import Scores, fit, tokens_to
+from scripts.capability.studies import DENSE_ONLY, SIBLINGS, TABLE_4, studies
+from scripts.capability.wirings_report import desync, distance, on_policy, scratch
 
 from fcsd.markdown import table
 
-Lines = dict[str, dict[str, Any]]
 REACHED = 0.99
 AIDS = {"anneal": "Annealed wiring", "solved": "Solved start", "progressive": "Progressive conversion"}
 HEAD = """# Capability: how far healing goes
@@ -45,23 +44,6 @@ scaled down). The teacher was trained on {tokens:,.0f} M tokens. Device: {device
   untrained) / (teacher - untrained), and *loss won back* the same of the held-out loss."""
 
 
-class Models:
-    """The stored lines of models, and what they score."""
-
-    def __init__(self, lines: Lines) -> None:
-        self.lines = {name: line for name, line in lines.items() if "run" in line}
-        self.teacher, self.untrained = self.lines["teacher-all"], self.lines["untrained-all"]
-
-    def seeds(self, method: str, text: str = "", share: float = 0.0, layers: str = "all", stop: str = "") -> list[dict]:
-        """The lines of the runs that differ in the seed alone."""
-        wanted = (method, text, share, layers, stop)
-        keys = ("method", "text", "share", "layers", "early_stop")
-        return [line for line in self.lines.values() if tuple(line["run"][key] for key in keys) == wanted]
-
-    def scores(self, lines: Sequence[dict]) -> Scores:
-        return scores_of(lines, self.teacher, self.untrained)
-
-
 def page(lines: Lines, picture: Path) -> str:
     """The page. The picture is drawn if its runs are stored.
 
@@ -78,7 +60,8 @@ def page(lines: Lines, picture: Path) -> str:
     parts += [table_1(models), kinds(models)]
     parts += [recovery(models, tokens, picture), table_2(models), figure_3(models), early_stop(models)]
     parts += [equal_tokens(models, tokens, study, title) for study, title in AIDS.items()]
-    parts += [chosen_layers(models), table_4(models), chosen(lines)]
+    parts += [chosen_layers(models), table_4(models)]
+    parts += [distance(models), desync(models), scratch(models), on_policy(models), chosen(lines)]
     missing = {study: [run.name for run in studies()[study] if run.name not in models.lines] for study in due(models)}
     left = [f"- {study}: {len(names)} of {len(studies()[study])} runs" for study, names in missing.items() if names]
     parts.append("\n".join(["## Not run", "", *left]) if left else "")
@@ -86,11 +69,11 @@ def page(lines: Lines, picture: Path) -> str:
 
 
 def due(models: Models) -> list[str]:
-    """The studies that the page should have: of the bundled teacher all but that of a dense one; few of a sibling."""
+    """The studies that the page should have: of the bundled teacher all but those of a dense one; few of a sibling."""
     about = models.teacher
     if about.get("teacher", "teacher") != "teacher":
         return list(SIBLINGS[about["wiring"]])
-    return [study for study in studies() if study != "table-4"]
+    return [study for study in studies() if study not in DENSE_ONLY]
 
 
 def subject_of(models: Models) -> str:
@@ -115,7 +98,7 @@ def table_1(models: Models) -> str:
         [name, *(f"{s.tasks[c]:.1f}" for c in first.tasks), f"{sum(s.tasks.values()) / len(s.tasks):.1f}"]
         for name, s in scores.items()
     ]
-    differences = [[c, *(_pm(s.below[c], sign=True) for s in list(scores.values())[1:])] for c in first.below]
+    differences = [[c, *(pm(s.below[c], sign=True) for s in list(scores.values())[1:])] for c in first.below]
     return "\n\n".join(
         [
             f"## Table 1: {TABLE_1:.0%} of the teacher's tokens",
@@ -123,7 +106,7 @@ def table_1(models: Models) -> str:
             table(["Model", *first.tasks, "Avg"], body),
             "Differences from the teacher:",
             table(["Benchmark", *list(scores)[1:]], differences),
-            _summary(scores),
+            summary(scores),
         ]
     )
 
@@ -136,7 +119,7 @@ def kinds(models: Models) -> str:
         for method in ("KL", "SFT")
         if (lines := models.seeds(method, text, SHARES[2]))
     }
-    return f"## The text, at {SHARES[2]:.0%} of the tokens\n\n{_summary(found)}" if found else ""
+    return f"## The text, at {SHARES[2]:.0%} of the tokens\n\n{summary(found)}" if found else ""
 
 
 def recovery(models: Models, tokens: int, picture: Path) -> str:
@@ -151,7 +134,7 @@ def recovery(models: Models, tokens: int, picture: Path) -> str:
     body = []
     for name, points in curves.items():
         at = dict(points)
-        body.append([name, *(_pm(at[s * tokens], 100) if s * tokens in at else "-" for s in SHARES)])
+        body.append([name, *(pm(at[s * tokens], 100) if s * tokens in at else "-" for s in SHARES)])
     lines = []
     for name, points in curves.items():
         line = fit(points)
@@ -193,7 +176,7 @@ def table_2(models: Models) -> str:
     if not any(method in found for method in rows):
         return ""
     note = "All rows have the batch and the rate that were chosen for KL; the weight of the L2 term has its own sweep."
-    return f"## Table 2: {TABLE_2:.0%} of the tokens, *same*\n\n{note}\n\n{_summary(found)}"
+    return f"## Table 2: {TABLE_2:.0%} of the tokens, *same*\n\n{note}\n\n{summary(found)}"
 
 
 def figure_3(models: Models) -> str:
@@ -202,7 +185,7 @@ def figure_3(models: Models) -> str:
     for n in range(1, LAYERS):
         lines = [models.seeds("untrained", layers=f"{end}:{n}") for end in ("first", "last")]
         if all(lines):
-            body.append([str(n), *(_pm(models.scores(found).below["Avg"], sign=True) for found in lines)])
+            body.append([str(n), *(pm(models.scores(found).below["Avg"], sign=True) for found in lines)])
     if not body:
         return ""
     return f"## Figure 3: the first and the last N layers, untrained\n\n{table(['N', 'first', 'last'], body)}"
@@ -222,7 +205,7 @@ def early_stop(models: Models) -> str:
         f"best score is {100 * best[1]:.1f} at step {best[0]}, its last one {100 * last[1]:.1f} at step {last[0]}. It "
         f"{ended}. The exported checkpoint is the best one:"
     )
-    return f"## Early stopping by MBPP+\n\n{said}\n\n{_summary({'exported': models.scores(lines)})}"
+    return f"## Early stopping by MBPP+\n\n{said}\n\n{summary({'exported': models.scores(lines)})}"
 
 
 def equal_tokens(models: Models, tokens: int, study: str, title: str) -> str:
@@ -252,7 +235,7 @@ def chosen_layers(models: Models) -> str:
     found = _by_method(models, "chosen", TABLE_2)
     if not any(name.startswith("KL, chosen") for name in found):
         return ""
-    return f"## Chosen layers: {TABLE_2:.0%} of the tokens, *same*\n\n{_summary(found)}"
+    return f"## Chosen layers: {TABLE_2:.0%} of the tokens, *same*\n\n{summary(found)}"
 
 
 def table_4(models: Models) -> str:
@@ -265,7 +248,7 @@ def table_4(models: Models) -> str:
         "text, *other*. The published values (batch 32, learning rate 5e-6, 200 warm-up steps) belong to a model of "
         "8 B parameters. AlpacaEval, the paper's other benchmark, needs a judge over a network and was not run."
     )
-    return f"## Ladder Table 4: {TABLE_4:.0%} of the tokens\n\n{note}\n\n{_summary(found)}"
+    return f"## Ladder Table 4: {TABLE_4:.0%} of the tokens\n\n{note}\n\n{summary(found)}"
 
 
 def _by_method(models: Models, study: str, share: float) -> dict[str, Scores]:
@@ -279,7 +262,7 @@ def _by_method(models: Models, study: str, share: float) -> dict[str, Scores]:
 
 
 def _with_seconds(scores: Scores) -> str:
-    return f"{_pm(scores.above_chance, 100)} ({scores.seconds:.0f} s)"
+    return f"{pm(scores.above_chance, 100)} ({scores.seconds:.0f} s)"
 
 
 def chosen(lines: Lines) -> str:
@@ -288,38 +271,6 @@ def chosen(lines: Lines) -> str:
     keys = list(dict.fromkeys(key for values in found.values() for key in values))
     body = [[name, *(str(values.get(key, "-")) for key in keys)] for name, values in found.items()]
     return f"## Chosen values\n\n{table(['sweep', *keys], body)}" if body else ""
-
-
-def _summary(scores: dict[str, Scores]) -> str:
-    body = [
-        [
-            name,
-            _pm(s.below["Avg"], sign=True),
-            _pm(s.of_teacher, 100),
-            _pm(s.above_chance, 100),
-            _pm(s.won_back, 100),
-            _pm(s.loss_won_back, 100),
-            str(s.seeds),
-        ]
-        for name, s in scores.items()
-    ]
-    head = [
-        "",
-        "Avg minus teacher",
-        "% of teacher",
-        "above chance, %",
-        "won back, %",
-        "held-out loss won back, %",
-        "models",
-    ]
-    return table(head, body)
-
-
-def _pm(estimate: Estimate | None, scale: float = 1, sign: bool = False) -> str:
-    if estimate is None:
-        return "-"
-    value, error = scale * estimate[0], scale * estimate[1]
-    return f"{value:+.1f} ± {error:.1f}" if sign else f"{value:.1f} ± {error:.1f}"
 
 
 def main() -> None:

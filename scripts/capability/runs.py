@@ -7,7 +7,7 @@ A run whose budget is too short for the chosen batch takes a smaller one (``fitt
 """
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ TEXTS: dict[str, tuple[str, float]] = {  # name -> kind and share of wrong answe
     "other-20": ("other", 0.2),
     "none": ("none", 0.0),
 }
+WRITTEN = {
+    "teacher-written": "teacher",
+    "student-written": "untrained",
+}  # text -> the method of the model that wrote it
+WRITTEN_FROM = "same"  # the text whose documents these models continue
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Run:
 
     Attributes:
         method: the row of a table, for example ``KL``; ``teacher`` and ``untrained`` are not trained.
-        text: a key of ``TEXTS``; empty without training.
+        text: a key of ``TEXTS`` or ``WRITTEN``; empty without training.
         share: the training tokens, as a share of the teacher's.
         layers: the rewired layers, as ``fcsd convert --layers`` takes them.
         settings: fields of the recipe that differ from those of the method.
@@ -52,6 +57,8 @@ class Run:
             ``collapse`` scores it a hundred times, with the paper's patience.
         sweep: the sweep whose values the run takes; empty for that of its loss and text, ``PUBLISHED`` for none.
         epochs: how often the run reads its text.
+        model: the config of a model from scratch, a key of ``scratch.CONFIGS``; empty for that of the teacher.
+        export: whether the trained model is exported with ``fcsd export`` and the export is evaluated.
     """
 
     method: str
@@ -64,21 +71,29 @@ class Run:
     early_stop: str = ""
     sweep: str = ""
     epochs: int = 1
+    model: str = ""
+    export: bool = False
 
     @property
     def name(self) -> str:
         """The name of its directories and of its line in the results; the same for the same run."""
-        words = [self.method, self.text, f"{100 * self.share:g}pct" if self.share else "", self.layers]
+        words = [self.method, self.model, self.text, f"{100 * self.share:g}pct" if self.share else "", self.layers]
         words += [self.early_stop, f"seed-{self.seed}" if self.text else ""]
         name = "-".join(word for word in words if word).lower()
         return "".join(c if c.isalnum() or c in ".-" else "-" for c in name)
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether the weights are random at the start. Such a model answers no questions and is not evaluated."""
+        return self.settings.get("init.weights") == "random"
 
     @property
     def values_from(self) -> str:
         """The name of the sweep whose batch and learning rate the run takes; empty if it takes those of none."""
         if not self.text or self.sweep == PUBLISHED:
             return ""
-        kind = "same" if self.text == "same" else "other"  # real text alone takes the values of the other mixture
+        # Text that a model wrote takes the values of the text that it continued, and real text those of "other".
+        kind = "same" if self.text in ("same", *WRITTEN) else "other"
         return self.sweep or f"{'sft' if self.settings.get('objective.sft') else 'kl'}-{kind}"
 
     @property
@@ -178,6 +193,11 @@ def text_name(text: str, share: float) -> str:
     return f"{text}-{100 * text_share(share):g}pct"
 
 
+def config_folder(model: str, work: Path) -> Path:
+    """Where the config and the tokenizer of a model from scratch lie."""
+    return work / "configs" / model
+
+
 def fitted(values: dict[str, Any], tokens: float) -> dict[str, Any]:
     """The chosen batch and learning rate, made smaller for a budget that they give fewer than ``LEAST_STEPS`` steps.
 
@@ -220,6 +240,8 @@ def recipe_of(
         if run.early_stop == "collapse":
             settings |= {"optim.lr": 10 * settings["optim.lr"], "early_stop.limit": 40}
     text, out = text_name(run.text, run.text_share), work / "runs" / run.name
+    if run.model:
+        subject = replace(subject, teacher=str(config_folder(run.model, work)))
     return _recipe(run.name, text, run.layers, run.seed, settings, out, work, device, subject)
 
 

@@ -5,6 +5,12 @@
 - ``chosen``: the half of the layers that `fcsd choose-layers` chose, against the last half.
 - ``table-4``: Ladder Table 4, for a dense teacher. The published values (batch 32, 5e-6, 200 warm-up steps, two epochs)
   belong to a model of 8 B parameters, so KL and SFT are also run with the values that the sweeps choose.
+- ``distance``: farskip with two sub-blocks in flight, against one.
+- ``desync``: a dense teacher converted to Desync at degrees of 2 and 4, healed, exported and evaluated, against ladder.
+  The paper trains Desync from scratch; to convert a checkpoint is ours.
+- ``scratch``: training from random weights (scratch.py).
+- ``on-policy``: text that the teacher, or the untrained conversion, wrote itself (written.py), against the mixture. The
+  conversion writes once, before the training, so its text is on-policy at the first step alone.
 
 The unit of the first two is the tokens to 99 % of the teacher above chance; their budgets are those of ``anneal``.
 """
@@ -15,16 +21,23 @@ from pathlib import Path
 from typing import Any
 
 from scripts.capability import runs
-from scripts.capability.runs import KL, PUBLISHED, SEEDS, SEQ_LEN, SFT, TABLE_2, Run
+from scripts.capability.runs import KL, PUBLISHED, SEEDS, SEQ_LEN, SFT, TABLE_2, WRITTEN, Run
+from scripts.capability.scratch import scratch_runs
 
 CHOICE = Path(__file__).resolve().parents[2] / "docs/results/chosen_layers.json"
 BUDGETS = (0.003, 0.01, 0.03)  # of the teacher's tokens
 SOLVES = ("norms", "linear")
 PROGRESSIVE_SHARE = 0.5
-BUNDLED_ONLY = ("figure-3", "progressive", "chosen")  # they name layers of the bundled teacher
-SIBLINGS = {"farskip": ("table-1",), "ladder": ("table-1", "table-4")}  # by wiring: what the siblings' pages have
+# Three of them name layers of the bundled teacher, and two are about its architecture or have a model of their own.
+BUNDLED_ONLY = ("figure-3", "progressive", "chosen", "distance", "scratch")
+DENSE_ONLY = ("table-4", "desync")
+SIBLINGS = {"farskip": ("table-1",), "ladder": ("table-1", *DENSE_ONLY)}  # by wiring: what the siblings' pages have
 TABLE_4 = 0.02  # of the teacher's tokens: two epochs of a text of 1 %
 LADDER_LAYERS = ("50%", "62.5%")  # Hybrid-Ladder-8B-16L and -20L: the last 16 and 20 of 32
+DISTANCE_BUDGETS = BUDGETS[:2]
+ON_POLICY = 0.01  # of the teacher's tokens
+DESYNC = 0.01  # of the teacher's tokens
+DESYNC_WIRINGS, DEGREES = ("desync-2x", "desync-4x"), (2, 4)
 LADDER = {"train.batch_tokens": 32 * SEQ_LEN, "optim.lr": 5e-6, "optim.warmup_steps": 200}  # Ladder §4.2
 
 
@@ -36,6 +49,10 @@ def studies() -> dict[str, list[Run]]:
         "progressive": [*originals, *_against_plain(_progressive())],
         "chosen": [*originals, *_chosen()],
         "table-4": [*originals, *_table_4()],
+        "distance": [*originals, *_distance()],
+        "desync": [*originals, *_desync()],
+        "scratch": scratch_runs(),
+        "on-policy": [*originals, *_on_policy()],
     }
 
 
@@ -80,6 +97,41 @@ def _table_4() -> list[Run]:
             Run(method, "other", TABLE_4, seed, layers, settings, sweep=sweep, epochs=2)
             for layers in LADDER_LAYERS
             for method, settings, sweep in rows
+            for seed in SEEDS
+        ),
+    ]
+
+
+def _distance() -> list[Run]:
+    two = {"init.distance": 2}
+    rows = {"KL": KL, "KL, distance 2": {**KL, **two}}
+    return [
+        Run("untrained, distance 2", settings=two),
+        *(
+            Run(method, "same", tokens, seed, settings=settings)
+            for tokens in DISTANCE_BUDGETS
+            for method, settings in rows.items()
+            for seed in SEEDS
+        ),
+    ]
+
+
+def _on_policy() -> list[Run]:
+    return [Run("KL", text, ON_POLICY, seed, settings=KL) for text in ("same", *WRITTEN) for seed in SEEDS]
+
+
+def _desync() -> list[Run]:
+    wirings = {
+        f"{wiring} at degree {degree}": {"init.wiring": wiring, "init.tp_degree": degree}
+        for wiring in DESYNC_WIRINGS
+        for degree in DEGREES
+    }
+    return [
+        *(Run(f"untrained, {words}", settings=settings) for words, settings in wirings.items()),
+        *(Run("KL", "same", DESYNC, seed, settings=KL) for seed in SEEDS),
+        *(
+            Run(f"KL, {words}", "same", DESYNC, seed, settings={**KL, **settings}, export=True)
+            for words, settings in wirings.items()
             for seed in SEEDS
         ),
     ]

@@ -12,22 +12,21 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs as a program, too
 
-from scripts.capability.forks import Fork, Forks
+from scripts.capability.forks import ROOT, Forks
+from scripts.capability.jobs import Clock, Job, together
 from scripts.capability.results import append, packed, read_lines
 from scripts.capability.runs import (
     BUNDLED,
@@ -36,6 +35,8 @@ from scripts.capability.runs import (
     SWEEP_STEPS,
     TABLE_2,
     TEXTS,
+    WRITTEN,
+    WRITTEN_FROM,
     Run,
     Subject,
     recipe_of,
@@ -44,70 +45,14 @@ from scripts.capability.runs import (
     text_share,
     trial_recipe,
 )
-from scripts.capability.studies import BUNDLED_ONLY, SIBLINGS, studies
+from scripts.capability.scratch import scratch_results, write_config
+from scripts.capability.studies import BUNDLED_ONLY, DENSE_ONLY, SIBLINGS, studies
 
 from fcsd.distill.run.report import read_metrics
 from fcsd.eval.results import read_directory
 
-ROOT = Path(__file__).resolve().parents[2]
 TEACHER, MIRROR, HELD_OUT = "assets/teacher", "assets/mirror", "assets/corpus/held_out.jsonl"
 FCSD = [sys.executable, "-m", "fcsd"]
-PREEMPTED = (143, -signal.SIGTERM)
-SAVING = 20.0  # seconds between the request to end and the end of the time
-
-
-class OutOfTimeError(Exception):
-    """A command was ended because the time of this piece is over; a later piece continues it."""
-
-
-class Clock:
-    """Runs commands until the time is over, and then asks those that still run to save and end."""
-
-    def __init__(self, minutes: float) -> None:
-        self._ends = time.monotonic() + 60 * minutes - SAVING
-        self._running: set[subprocess.Popen[bytes] | Fork] = set()
-        self._lock = threading.Lock()
-        self._timer = threading.Timer(max(0.0, self._ends - time.monotonic()), self._end)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def run(self, command: list[str], log: Path, env: dict[str, str], forks: Forks | None = None) -> None:
-        """Run a command; its output goes to the end of ``log``.
-
-        Args:
-            command: the words of the command line.
-            forks: runs the command as ``fcsd COMMAND``; None starts an ordinary process.
-
-        Raises:
-            OutOfTimeError: the time was over before the command ended.
-            RuntimeError: the command failed.
-        """
-        with self._lock:
-            if time.monotonic() >= self._ends:
-                raise OutOfTimeError
-            log.parent.mkdir(parents=True, exist_ok=True)
-            if forks is None:
-                with log.open("ab") as file:
-                    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
-            else:
-                process = forks.start(command, log, env)
-            self._running.add(process)
-        code = process.wait()
-        with self._lock:
-            self._running.remove(process)
-        if code in PREEMPTED:
-            raise OutOfTimeError
-        if code:
-            raise RuntimeError(f"exit code {code}: {' '.join(command)}\n{log.read_text(errors='replace')[-1500:]}")
-
-    def stop(self) -> None:
-        """The time no longer counts."""
-        self._timer.cancel()
-
-    def _end(self) -> None:
-        with self._lock:
-            for process in self._running:
-                process.terminate()
 
 
 class Study:
@@ -121,9 +66,10 @@ class Study:
         self.clock = Clock(args.minutes)
         self.lines = read_lines([*args.results, args.new])
         self.trials: dict[tuple[str, int, int], dict[str, Any]] = {}  # by sweep, stage and number
-        self.lock = threading.Lock()
+        self.lock, self.converting = threading.Lock(), threading.Lock()
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
         self.gpus = given.split(",") if given else [str(gpu) for gpu in range(args.gpus)]
+        self.device = device_name(args.device, self.gpus[0])
         self.env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.work / "cache")}
         self.env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         self.env["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // args.processes))
@@ -134,10 +80,9 @@ class Study:
         """Start commands as forks from now on, if a fork can compute on the device."""
         start, log = time.monotonic(), self.work / "logs" / "forks.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        seen = {"CUDA_VISIBLE_DEVICES": self.gpus[0]} if self.args.device == "cuda" else {}
         try:
             forks = Forks(self.env)
-            if not forks.work(self.args.device, log, self.env | seen):
+            if not forks.work(self.args.device, log, self.env | self.seen(0)):
                 raise RuntimeError(f"a fork cannot compute on the device, so commands are ordinary processes: {log}")
             self.forks = forks
             print(f"libraries imported in {time.monotonic() - start:.0f} s; commands are forks", flush=True)
@@ -151,42 +96,54 @@ class Study:
 
     def store(self, line: dict[str, Any]) -> None:
         """Add a line to the new results, with what it depends on."""
-        about = {"teacher_tokens": self.args.teacher_tokens, "limit": self.args.limit, "device": device_name(self.args)}
+        about = {"teacher_tokens": self.args.teacher_tokens, "limit": self.args.limit, "device": self.device}
         about |= {"teacher": Path(self.teacher).name, "wiring": self.subject.wiring}
         line |= about | {"versions": {name: version(name) for name in ("torch", "transformers", "deepspeed")}}
         with self.lock:
             self.lines[line["name"]] = line
             append(self.args.new, line)
 
+    def seen(self, gpu: int) -> dict[str, str]:
+        """The variables that let a process see one GPU."""
+        return {"CUDA_VISIBLE_DEVICES": self.gpus[gpu]} if self.args.device == "cuda" else {}
+
     def fcsd(self, words: list[str], log: str, gpu: int) -> None:
         """Run a command of fcsd on a GPU."""
         self.ready.wait()
-        seen = {"CUDA_VISIBLE_DEVICES": self.gpus[gpu]} if self.args.device == "cuda" else {}
         command = [*FCSD, *words] if self.forks is None else words
-        self.clock.run(command, self.work / "logs" / f"{log}.log", self.env | seen, self.forks)
+        self.clock.run(command, self.work / "logs" / f"{log}.log", self.env | self.seen(gpu), self.forks)
 
 
-def device_name(args: argparse.Namespace) -> str:
-    """The name of the GPU, or of the processor."""
-    if args.device != "cuda":
+def device_name(device: str, gpu: str) -> str:
+    """The name of a GPU, by its number or its identifier, or that of the processor.
+
+    The driver's tool is asked and not torch: MPS changes the numbers of the GPUs for all clients, and this process
+    should be none of them.
+    """
+    if device != "cuda":
         return platform.processor() or platform.machine()
-    import torch
+    words = ["nvidia-smi", f"--id={gpu}", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
 
-    return torch.cuda.get_device_name(0)
 
-
-def write_text(study: Study, kind: str, share: float) -> None:
-    """Write and tokenise a text that is long enough for ``share`` of the teacher's tokens."""
+def write_text(study: Study, kind: str, share: float, gpu: int) -> None:
+    """Write and tokenise a text that is long enough for ``share`` of the teacher's tokens. A GPU writes ``WRITTEN``."""
     name = text_name(kind, share)
     out, log = study.work / "text" / name, f"text-{name}"
     if (out / "tokenised").exists():
         return
-    what, wrong = TEXTS[kind]
-    command = [sys.executable, "scripts/capability/text.py", "--kind", what, "--wrong", str(wrong)]
+    if kind in WRITTEN:
+        model = converted(study, Run("untrained"), gpu) if WRITTEN[kind] == "untrained" else study.teacher
+        source = study.work / "text" / text_name(WRITTEN_FROM, share) / "train.jsonl"
+        command = [sys.executable, "scripts/capability/written.py", "--model", str(model)]
+        command += ["--device", study.args.device]
+    else:
+        what, wrong = TEXTS[kind]
+        source = study.args.teacher_text if what == "same" else study.args.other_text
+        command = [sys.executable, "scripts/capability/text.py", "--kind", what, "--wrong", str(wrong)]
     command += ["--tokens", str(round(share * study.args.teacher_tokens)), "--out", str(out)]
-    source = study.args.teacher_text if what == "same" else study.args.other_text
     command += ["--text", str(source)] if source else []
-    study.clock.run(command, study.work / "logs" / f"{log}.log", study.env)
+    study.clock.run(command, study.work / "logs" / f"{log}.log", study.env | study.seen(gpu))
     # The dry run tokenises the text into the cache of ``datasets``, so that runs that start together find it there.
     first = Run("tokenise", kind, share, settings=KL)
     values = {first.values_from: STARTING_VALUES}
@@ -238,13 +195,18 @@ def do_run(study: Study, run: Run, gpu: int) -> None:
         line |= {"steps": metrics[-1]["step"], "seconds": seconds_in_steps(metrics), "metrics": metrics[-1]}
         line["planned_steps"] = recipe["train"]["steps"]
         line["scores"] = [[record["step"], record["score"]] for record in metrics if "score" in record]
+        if run.from_scratch:
+            with study.lock:  # transformers cannot be imported by two threads at the same time
+                line |= scratch_results(metrics, model)
+            study.store(line)
+            return
+        if run.export:
+            model = study.work / "exported" / run.name
+            study.fcsd(["export", str(out), str(model), "--force"], run.name, gpu)
     elif run.method == "teacher":
         model = ROOT / study.teacher
     else:
-        model = study.work / "untrained" / run.layers.replace(":", "-").replace("%", "-per-cent")
-        if not (model / "config.json").exists():
-            words = ["convert", study.teacher, str(model), "--wiring", study.subject.wiring, "--layers", run.layers]
-            study.fcsd(words, run.name, gpu)
+        model = converted(study, run, gpu)
     out = study.work / "eval" / run.name
     words = ["eval", str(model), "--suite", "strict", "--data-mirror", MIRROR, "--held-out", HELD_OUT]
     words += ["--out", str(out), "--device", study.args.device, "--accept-unsafe-exec"]
@@ -252,6 +214,22 @@ def do_run(study: Study, run: Run, gpu: int) -> None:
     study.fcsd(words, run.name, gpu)
     line["results"] = [packed(result) for result in read_directory(out)]
     study.store(line)
+
+
+def converted(study: Study, run: Run, gpu: int) -> Path:
+    """The untrained conversion with the wiring of the run, which is made if there is none yet."""
+    model = study.work / "untrained" / run.name
+    with study.converting:  # a run and a text may need the same one at the same time
+        if not (model / "config.json").exists():
+            study.fcsd(["convert", study.teacher, str(model), *wiring_options(run, study.subject)], run.name, gpu)
+    return model
+
+
+def wiring_options(run: Run, subject: Subject) -> list[str]:
+    """The options of ``fcsd convert`` for the wiring that the recipe of the run would have."""
+    init = {"wiring": subject.wiring, "layers": run.layers}
+    init |= {key.removeprefix("init."): value for key, value in run.settings.items()}
+    return [word for key, value in init.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
 
 def seconds_in_steps(metrics: list[dict[str, Any]]) -> float:
@@ -293,27 +271,18 @@ def text_of_sweep(name: str) -> str:
 def texts_of(runs: list[Run], sweeps: list[str]) -> list[tuple[str, float]]:
     """The texts that runs and sweeps need: their kinds, and their lengths as shares of the teacher's tokens."""
     needed = [(text_of_sweep(name), text_share(0.0)) for name in sweeps]
+    needed += [(WRITTEN_FROM, run.text_share) for run in runs if run.text in WRITTEN]
     return list(dict.fromkeys([*needed, *((run.text, run.text_share) for run in runs if run.text)]))
-
-
-@dataclass(frozen=True)
-class Job:
-    """A text, a sweep or a run: ``do`` takes the number of a GPU, after the jobs that it ``needs``.
-
-    Attributes:
-        load: what it asks of the GPU, as the share of the teacher's tokens that it trains on.
-    """
-
-    name: str
-    needs: tuple[str, ...]
-    do: Callable[[int], None]
-    load: float = 0.0
 
 
 def jobs_of(study: Study, runs: list[Run], names: list[str]) -> list[Job]:
     """Texts, the trials of the sweeps with these names, and runs, in the order in which they should start."""
     jobs = [
-        Job(text_name(kind, share), (), lambda _, k=kind, s=share: write_text(study, k, s))
+        Job(
+            text_name(kind, share),
+            (text_name(WRITTEN_FROM, share),) if kind in WRITTEN else (),
+            lambda gpu, k=kind, s=share: write_text(study, k, s, gpu),
+        )
         for kind, share in texts_of(runs, names)
     ]
     for name in names:
@@ -329,40 +298,6 @@ def jobs_of(study: Study, runs: list[Run], names: list[str]) -> list[Job]:
         jobs.append(Job(run.name, needs, lambda gpu, r=run: do_run(study, r, gpu), run.share))
     known = {job.name for job in jobs}  # what is not among them is done
     return [replace(job, needs=tuple(name for name in job.needs if name in known)) for job in jobs]
-
-
-def together(jobs: list[Job], at_once: int, gpus: int) -> bool:
-    """Do jobs, several at a time: always the first one whose needs are done, on the GPU with the smallest load.
-
-    A run that waits for its text or its sweep keeps a place, because the runs after it may take the GPUs for minutes.
-    A failure is printed and stops only the jobs that need this one. Returns whether all jobs ended.
-    """
-    waiting, running, done, failed = list(jobs), dict[Future[None], tuple[Job, int]](), set[str](), set[str]()
-    with ThreadPoolExecutor(at_once) as pool:
-        while True:
-            for job in [job for job in waiting if failed & set(job.needs)]:
-                waiting.remove(job)
-                failed.add(job.name)
-            free = at_once - len(running)
-            for job in list(waiting):
-                ready = done.issuperset(job.needs)
-                if free == 0 or not (ready or (job.load and running)):
-                    continue
-                free -= 1
-                if not ready:
-                    continue
-                waiting.remove(job)
-                loads = [[other.load for other, at in running.values() if at == gpu] for gpu in range(gpus)]
-                gpu = min(range(gpus), key=lambda gpu: (sum(loads[gpu]), len(loads[gpu])))
-                running[pool.submit(job.do, gpu)] = job, gpu
-            if not running:
-                return not failed
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                job, _ = running.pop(future)
-                error = future.exception()
-                (failed if error else done).add(job.name)
-                if error and not isinstance(error, OutOfTimeError):
-                    print(f"failed: {error}", file=sys.stderr)
 
 
 @contextmanager
@@ -391,9 +326,13 @@ def main() -> int:
     parser = _arguments()
     args = parser.parse_args()
     if args.teacher is not None and (named := sorted({*args.studies} & {*BUNDLED_ONLY})):
-        parser.error(f"{', '.join(named)}: these studies name layers of the bundled teacher; leave out --teacher")
+        parser.error(f"{', '.join(named)}: these studies are about the bundled teacher; leave out --teacher")
+    if args.teacher is None and (named := sorted({*args.studies} & {*DENSE_ONLY})):
+        parser.error(f"{', '.join(named)}: these studies need a dense teacher; name its directory with --teacher")
     study = Study(args)
     runs, sweeps = missing(study, args.studies, args.up_to)
+    for model in {run.model for run in runs if run.model}:
+        write_config(model, study.work)
     with shared_gpus(study):
         jobs = jobs_of(study, runs, sweeps)
         if args.forks:

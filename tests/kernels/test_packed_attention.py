@@ -71,6 +71,20 @@ def test_decoders_take_borders(arch: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("one_row", [False, True], ids=["two rows", "one row"])
+def test_the_rows_of_all_simulated_ranks_have_borders(one_row: bool) -> None:
+    model = tiny.model("llama").double()
+    assert use_packed_attention(model)
+    wire(model, Wiring("desync-2x", tuple(range(len(decoder_layers(model)))), tp_degree=2))
+    positions = POSITIONS[:1] if one_row else POSITIONS
+    ids = torch.randint(0, model.config.vocab_size, positions.shape)
+    found = [
+        model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **arguments)[0]
+        for arguments in ({}, packed_arguments(document_borders(positions)))
+    ]
+    torch.testing.assert_close(*found)
+
+
 def test_recomputed_layers_find_the_borders() -> None:
     model = tiny.model("llama").double().train()
     assert use_packed_attention(model)

@@ -13,11 +13,25 @@ from typing import Any
 import pytest
 from scripts.capability import report
 from scripts.capability.forks import COUNTS_WITHOUT_CUDA, ROOT, Forks
+from scripts.capability.jobs import Job, together
 from scripts.capability.results import append, packed, read_lines, unpacked
 from scripts.capability.runs import STARTING_VALUES, Run, Subject, fitted, recipe_of, sweeps, trial_recipe
 from scripts.capability.scores import fit, scores_of, tokens_to
+from scripts.capability.scratch import CONFIGS, scratch_results, write_config
 from scripts.capability.studies import TABLE_4, chosen_half, sensitivity, studies
-from scripts.capability.work import FCSD, Job, Study, _arguments, best_of, choose, seconds_in_steps, texts_of, together
+from scripts.capability.wirings_report import scratch
+from scripts.capability.work import (
+    FCSD,
+    Study,
+    _arguments,
+    best_of,
+    choose,
+    seconds_in_steps,
+    shared_gpus,
+    texts_of,
+    wiring_options,
+)
+from transformers import AutoConfig
 
 from fcsd.config import load_recipe
 from fcsd.eval.suite import SUITES
@@ -43,12 +57,15 @@ def line_of(run: Run, quality: float, **changes: Any) -> dict[str, Any]:
     line |= {"teacher_tokens": TOKENS, "limit": None, "device": "a GPU"}
     if run.text:
         line |= {"seconds": 100.0, "scores": [[1, 0.5], [2, 0.7], [3, 0.1]], "steps": 3, "planned_steps": 9}
+    if run.from_scratch:
+        loss = 2 + 0.01 * run.seed + 0.02 * (run.settings["init.wiring"] != "standard")
+        line |= {"final_loss": loss, "parameters": 5_000_000, "metrics": {"held_out_sft": 2.5}, "results": []}
     return line | changes
 
 
 def quality(run: Run) -> float:
     if not run.text:
-        return {"teacher": 0.97, "untrained": 0.2}[run.method]
+        return 0.97 if run.method == "teacher" else 0.2
     return (0.9 if run.method.startswith("KL") else 0.7) + 0.02 * math.log10(run.share)
 
 
@@ -67,7 +84,7 @@ def test_every_run_and_every_sweep_is_a_recipe(tmp_path: Path) -> None:
         path.write_text(json.dumps(recipe_of(run, CHOSEN, TOKENS, tmp_path, "cuda")))
         recipe = load_recipe(path).recipe
         assert recipe.train.steps * recipe.train.batch_tokens == pytest.approx(run.share * TOKENS, rel=0.02)
-        assert (recipe.objective.sft > 0) == run.method.startswith("SFT")
+        assert (recipe.objective.sft > 0) == run.method.startswith(("SFT", "from scratch"))
         assert (recipe.early_stop.metric == "mbpp_plus") == bool(run.early_stop)
     for name in sweeps():
         for key, values in sweeps()[name]["stages"]:
@@ -179,9 +196,72 @@ def test_a_fork_does_what_a_process_does(tmp_path: Path, monkeypatch: pytest.Mon
     assert "No module named 'no_such_module'" in log.read_text()
 
 
+def test_the_gpu_is_named_by_its_own_number_before_mps_changes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked"
+    for name, answer in (("nvidia-smi", "NVIDIA H200"), ("nvidia-cuda-mps-control", "")):
+        tool = tmp_path / "bin" / name
+        tool.parent.mkdir(exist_ok=True)
+        tool.write_text(f'#!/bin/sh\necho {name} "$@" $CUDA_VISIBLE_DEVICES >> {asked}\necho {answer}\n')
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    given = ["text", "--work", str(tmp_path), "--new", str(tmp_path / "new.jsonl"), "--teacher-tokens", str(TOKENS)]
+    study = Study(_arguments().parse_args(given))
+    study.clock.stop()
+    with shared_gpus(study):
+        study.store({"name": "a"})
+        assert study.gpus == ["0", "1"]  # what the clients of MPS see
+    assert read_lines([study.args.new])["a"]["device"] == "NVIDIA H200"
+    about, *mps = asked.read_text().splitlines()
+    assert about.startswith("nvidia-smi --id=2 ") and mps[0] == "nvidia-cuda-mps-control -d 2,3"
+    assert not any(line.startswith("nvidia-smi") for line in mps)
+
+
+def test_an_untrained_conversion_has_the_wiring_of_its_recipe(tmp_path: Path) -> None:
+    (two,) = [run for run in studies()["distance"] if run.method == "untrained, distance 2"]
+    assert wiring_options(two, Subject()) == ["--wiring", "farskip", "--layers", "all", "--distance", "2"]
+    found = [run for run in studies()["desync"] if "desync-4x at degree 2" in run.method]
+    options = wiring_options(found[0], Subject("/models/dense", "ladder"))
+    assert options == ["--wiring", "desync-4x", "--layers", "all", "--tp-degree", "2"] and not found[0].text
+    for run in found[1:]:
+        init = recipe_of(run, CHOSEN, TOKENS, tmp_path, "cuda", Subject("/models/dense", "ladder"))["init"]
+        assert init == {"wiring": "desync-4x", "layers": "all", "tp_degree": 2} and run.export
+
+
+def test_a_model_from_scratch_has_a_config_and_its_loss_is_that_of_the_last_steps(tmp_path: Path) -> None:
+    for model in CONFIGS:
+        write_config(model, tmp_path)
+    for run in studies()["scratch"]:
+        recipe = recipe_of(run, {}, TOKENS, tmp_path, "cuda")
+        assert recipe["init"]["weights"] == "random" and run.from_scratch
+        if not run.model:
+            assert recipe["model"] == "bundled:teacher"
+        else:
+            config = AutoConfig.from_pretrained(recipe["model"])
+            assert config.num_key_value_heads % recipe["init"].get("tp_degree", 1) == 0
+    found = scratch_results([{"loss": float(n)} for n in range(200)] + [{"score": 1.0}], ROOT / "assets/teacher")
+    assert found["final_loss"] == sum(range(150, 200)) / 50 and found["parameters"] > 1_000_000
+
+
+def test_losses_from_scratch_are_compared_within_a_seed(lines: dict[str, dict[str, Any]]) -> None:
+    rows = scratch(report.Models(lines)).splitlines()
+    (moe,) = [row for row in rows if row.startswith("| MoE ") and "farskip" in row]
+    assert [cell.strip() for cell in moe.split("|")[4:8]] == [
+        "2.0300 ± 0.0058",
+        "+0.0200 ± 0.0000",
+        "2.5000 ± 0.0000",
+        "3",
+    ]
+    assert sum(row.startswith("| llama-") for row in rows) == 10
+
+
 def test_a_text_is_long_enough_and_runs_have_it_in_common(tmp_path: Path) -> None:
     runs = [Run("KL", "same", 0.01), Run("SFT", "same", 0.005), Run("KL", "same", 0.2), Run("teacher")]
     assert texts_of(runs, ["sft-other"]) == [("other", 0.01), ("same", 0.01), ("same", 0.1)]
+    written = [Run("KL", "student-written", 0.01), Run("KL", "teacher-written", 0.01)]  # they continue another text
+    assert texts_of(written, [])[0] == ("same", 0.01) and {run.values_from for run in written} == {"kl-same"}
     for run in runs[:3]:
         recipe = recipe_of(Run(run.method, run.text, run.share), CHOSEN, TOKENS, tmp_path, "cuda")
         (source,) = recipe["data"]["sources"]
@@ -237,6 +317,7 @@ def test_the_page_has_every_study(lines: dict[str, dict[str, Any]], tmp_path: Pa
     assert (tmp_path / "capability.png").stat().st_size > 10_000
     studied = ("Table 1", "The text", "Recovery over", "Table 2", "Figure 3", "Early stopping", "Annealed wiring")
     studied += ("Solved start", "Progressive conversion", "Chosen layers", "Ladder Table 4", "Chosen values")
+    studied += ("Distance 2", "Desync from", "From scratch", "Text of the models")
     for heading in studied:
         assert f"\n## {heading}" in text
     assert "Not run" not in text

@@ -8,8 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from scripts.capability import text
+from scripts.capability import text, written
 from scripts.capability.other_world import TABLES, makers, strings
+from transformers import AutoTokenizer
 
 CODE = ("humaneval_plus", "mbpp_plus")
 
@@ -100,3 +101,28 @@ def test_a_file_has_the_tokens_that_were_asked_for(kind: str, tmp_path: Path, re
 
 def _take(stream: Iterator, count: int) -> list:
     return [next(stream) for _ in range(count)]
+
+
+def test_a_model_continues_the_first_third_of_each_document(repo: Path, tmp_path: Path) -> None:
+    lines = (repo / "assets/corpus/held_out.jsonl").read_text().splitlines()
+    short = [json.loads(line)["text"][: 60 + 20 * n] for n, line in enumerate(lines[:3])]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in short))
+    given = {"model": repo / "assets/teacher", "text": tmp_path / "text.jsonl", "device": "cpu", "batch": 2, "seed": 0}
+    about = written.write(argparse.Namespace(**given, tokens=1e6, out=tmp_path))
+    texts = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert about["documents"] == len(texts) == 3 and about["tokens"] > 3
+    tokenizer = AutoTokenizer.from_pretrained(given["model"])
+    for original, ids in zip(short, tokenizer(short)["input_ids"], strict=True):
+        prompt = tokenizer.decode(ids[: len(ids) // 3], skip_special_tokens=True)
+        (found,) = [text for text in texts if text.startswith(prompt)]
+        assert original.startswith(prompt) and found != original
+        assert not any(word in found for word in tokenizer.all_special_tokens)
+
+
+def test_the_chosen_documents_have_the_tokens_and_those_of_a_batch_are_alike_in_length() -> None:
+    documents = [[1] * length for length in range(1, 101)]
+    found = written.batches(documents, 2000, 8, random.Random(0))
+    chosen = [ids for batch in found for ids in batch]
+    assert 2000 <= sum(map(len, chosen)) < 2100 and chosen == sorted(chosen, key=len)
+    assert {len(batch) for batch in found[:-1]} == {8}
+    assert sum(len(batch) for batch in written.batches(documents, 1e6, 8, random.Random(0))) == 100
