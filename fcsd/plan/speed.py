@@ -163,8 +163,7 @@ def reading_seconds(model: ModelNumbers, setup: Setup, divided: bool) -> float:
         divided: whether the experts of ``model`` are divided among processes.
     """
     tokens = setup.micro_batch_size * setup.seq_len
-    traffic = TRAFFIC * len(model.layers) * model.hidden
-    device = tokens * max(sum(forward_flops(model, setup.seq_len)) / forward_rate(setup), traffic)
+    device = sum(forward_flops(model, setup.seq_len)) * tokens / forward_rate(setup)
     return max(device, len(model.layers) * launch_seconds(model, divided, graph=False)) / (tokens * setup.world)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from scripts.capability import report
 from scripts.capability.forks import COUNTS_WITHOUT_CUDA, ROOT, Forks
-from scripts.capability.jobs import Job, together
+from scripts.capability.jobs import Job, OutOfTimeError, together
 from scripts.capability.results import append, packed, read_lines, unpacked
-from scripts.capability.runs import STARTING_VALUES, Run, Subject, fitted, recipe_of, sweeps, trial_recipe
+from scripts.capability.runs import KL, STARTING_VALUES, Run, Subject, fitted, recipe_of, sweeps, trial_recipe
 from scripts.capability.scores import fit, scores_of, tokens_to
 from scripts.capability.scratch import CONFIGS, scratch_results, write_config
 from scripts.capability.studies import TABLE_4, chosen_half, sensitivity, studies
@@ -26,6 +26,7 @@ from scripts.capability.work import (
     _arguments,
     best_of,
     choose,
+    do_run,
     seconds_in_steps,
     shared_gpus,
     texts_of,
@@ -217,6 +218,24 @@ def test_the_gpu_is_named_by_its_own_number_before_mps_changes_it(
     about, *mps = asked.read_text().splitlines()
     assert about.startswith("nvidia-smi --id=2 ") and mps[0] == "nvidia-cuda-mps-control -d 2,3"
     assert not any(line.startswith("nvidia-smi") for line in mps)
+
+
+def test_only_long_runs_take_the_settings_for_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["table-2", "--work", str(tmp_path), "--new", str(tmp_path / "new.jsonl"), "--set", "train.graph=true"]
+    study = Study(_arguments().parse_args([*given, "--device", "cpu", "--teacher-tokens", str(TOKENS)]))
+    study.clock.stop()
+    study.lines = {name: {"chosen": values} for name, values in CHOSEN.items()}
+    asked: list[list[str]] = []
+
+    def fcsd(words: list[str], log: str, gpu: int) -> None:
+        asked.append(words)
+        raise OutOfTimeError
+
+    monkeypatch.setattr(study, "fcsd", fcsd)
+    for share, words in ((0.05, ["--set", "train.graph=true"]), (0.03, [])):
+        with pytest.raises(OutOfTimeError):
+            do_run(study, Run("KL", "same", share, settings=KL), 0)
+        assert asked[-1][0] == "distill" and asked[-1][2:] == words
 
 
 def test_an_untrained_conversion_has_the_wiring_of_its_recipe(tmp_path: Path) -> None:

@@ -52,7 +52,10 @@ def to_text(paper: Mapping[str, tuple[float, ...]], measured: Speeds) -> str:
 
 
 def of_all_reduce(record: Mapping[str, Any]) -> Speeds:
-    """The speeds in a result of ``fcsd.bench.all_reduce``: of the all-reduce in two steps over NCCL's in bf16."""
+    """The speeds of the all-reduce in two steps over NCCL's in bf16, in a result of ``fcsd.bench.all_reduce`` as it was.
+
+    Today's program names the times by kinds of reduction; ``of_one_kernel`` reads these.
+    """
     gpus = _gpus(record)
     return {
         f"{gpus}, in two steps, {size}": _speeds(
