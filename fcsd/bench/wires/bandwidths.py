@@ -52,7 +52,7 @@ def to_text(paper: Mapping[str, tuple[float, ...]], measured: Speeds) -> str:
 
 
 def of_all_reduce(record: Mapping[str, Any]) -> Speeds:
-    """The speeds of the all-reduce in two steps over NCCL's in bf16, in a result of ``fcsd.bench.all_reduce`` as it was.
+    """The speeds of the all-reduce in two steps over NCCL's in bf16, in a result of an older ``fcsd.bench.all_reduce``.
 
     Today's program names the times by kinds of reduction; ``of_one_kernel`` reads these.
     """
