@@ -1,8 +1,8 @@
 """Compiles what a decoding step computes between two reductions: each part of a layer with the norm before it.
 
-``torch.compile`` fuses the many small kernels of a norm, of the rotary embedding and of the activation, which last
-longer than the products of a step with few tokens. A reduction is never inside of what is compiled, so no compiler can
-move its start or its wait. All layers of a kind share one compiled function: the modules are its arguments.
+``torch.compile`` fuses the many small kernels of a norm, of the rotary embedding and of the activation. A reduction is
+never inside of what is compiled, so no compiler can move its start or its wait. All layers of a kind share one compiled
+function: the modules are its arguments.
 
 Attention and dense MLPs are compiled. Experts are not, because the number of rows of each is known on the device alone;
 the norm before them is compiled by itself.
