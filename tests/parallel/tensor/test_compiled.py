@@ -76,3 +76,17 @@ def test_what_has_no_fixed_shape_is_not_compiled(counted: list[int]) -> None:
         model(tiny.tokens(length=1), past_key_values=first.past_key_values, use_cache=True)
         model(tiny.tokens(length=9), use_cache=False)
     assert counted == []
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_gpu_captures_compiled_steps() -> None:
+    model: Any = tiny.model("llama", initializer_range=0.1).cuda()
+    answers = []
+    for compile_steps in (False, True):
+        wire_tensor_parallel(model, Wiring("ladder", ALL), ALONE, "none", compile_steps=compile_steps)
+        stepper = Stepper(model, Slots(3, 64, model.device), graphs=compile_steps)
+        first = stepper.prefill(tiny.tokens(batch=3, length=20).tolist(), [0, 1, 2])
+        answers.append((first, stepper.decode(40, [0, 1, 2])))
+        assert not compile_steps or stepper.graphs, "a step was captured"
+    assert answers[0] == answers[1]
