@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fcsd.bench.account import phase
 from fcsd.bench.distill.workload import APART, BLOCKING, BOUND, MASKED, OVERLAPPED
 from fcsd.bench.memory import random_corpus
 from fcsd.bench.training.ceilings import NoWire
@@ -20,6 +19,7 @@ from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.engine import build_engine
 from fcsd.distill.expert_parallel import dispatcher_for, quantiser_of, randomise, wire_sharded
 from fcsd.distill.feed import feeding
+from fcsd.distill.phases import phase
 from fcsd.distill.prepare import training_rows
 from fcsd.distill.step import launch_step, train_step
 from fcsd.distill.teacher.original import compile_layers, needs_teacher, pack_attention
@@ -107,7 +107,7 @@ class Steps:
 
 
 class _Phases:
-    """Wraps an engine so that each of its passes is recorded as a phase of the step."""
+    """Wraps an engine so that each of its passes is recorded as a phase. The loss is a phase inside the student's."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -116,7 +116,7 @@ class _Phases:
         return getattr(self._engine, name)
 
     def __call__(self, *arguments: Any) -> Any:
-        with phase("student and loss"):
+        with phase("student"):
             return self._engine(*arguments)
 
     def backward(self, *arguments: Any, **options: Any) -> Any:
