@@ -4,7 +4,9 @@
 
 NAME names a run in OUT.json, and the settings are ``--set`` assignments, for example ``graph:train.graph=true``. All
 runs are in one process and begin with the same weights and rows. OUT.json is written after every run. It holds, for
-each run, the tokens per second of its second half, the CPU seconds of its main thread, and the last losses.
+each run, the tokens per second of its second half, the CPU seconds of its main thread, the last losses, and for every
+logged step the share of the time since the line before that was spent waiting for data. ``train.log_every`` sets how
+many lines there are.
 """
 
 import argparse
@@ -66,12 +68,13 @@ def timed(student: Path, out: Path, options: argparse.Namespace, settings: list[
         torch.cuda.reset_peak_memory_stats()
     began, cpu = time.perf_counter(), time.thread_time()
     distill_model(load_recipe("tiny", sets), resume="never")
-    last = json.loads(Path(out, "metrics.jsonl").read_text().splitlines()[-1])
+    lines = [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
     return {
         "settings": settings,
         "run_seconds": time.perf_counter() - began,
         "main_thread_seconds": time.thread_time() - cpu,
-        **last,
+        "waited_for_data": {line["step"]: line["data_wait"] for line in lines},
+        **lines[-1],
     }
 
 

@@ -1,8 +1,8 @@
 """Divides the time of a traced step among the phases of the step and among computation, communication and idle time.
 
-A phase is a range ``fcsd.phase::NAME`` that a thread of the host records. A device event belongs to the phase of the
-thread that launched it. Autograd's threads record no phases. What they launch belongs to the phase in which the thread
-that waits for them is at that time.
+A phase is a range ``fcsd.phase::NAME`` that a thread of the host records (``fcsd.distill.phases``). A device event
+belongs to the phase of the thread that launched it. Autograd's threads record no phases. What they launch belongs to
+the phase in which the thread that waits for them is at that time.
 At each moment, the timeline of the device is in exactly one of three states, and the moment is counted for it:
 
 - ``computing``: A kernel, fill or copy within the device runs. The moment counts for the phase of the event that began
@@ -16,28 +16,17 @@ import gzip
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.profiler import record_function
-
+from fcsd.distill.phases import PREFIX
 from fcsd.errors import BadInputError
 from fcsd.parallel.trace import LAUNCHES, ON_DEVICE, RANGE
 
-PREFIX = "fcsd.phase::"
 BETWEEN = "between"  # the name for events that were launched outside of every phase
 STATES = ("computing", "exposed", "idle")
-
-
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Records the block as a phase of the step. Phases may be nested; an event belongs to the innermost one."""
-    with record_function(PREFIX + name):
-        yield
 
 
 class Event(NamedTuple):

@@ -186,7 +186,7 @@ def distill(
         raise ConfigError("--against compares whole steps; leave --trace and --wire out")
     if trace and out is None:
         raise ConfigError("--trace writes its files into the directory --out, which is not given")
-    from fcsd.bench.distill import Load
+    from fcsd.bench.distill.workload import Load
 
     chosen = tuple(variants.split(","))
     load = Load(
@@ -205,7 +205,7 @@ def distill(
         return
     ensure_world(gpus)
 
-    from fcsd.bench.distill import bench
+    from fcsd.bench.distill.measure import bench
 
     found = bench(load, out, traced=trace)
     if as_json and first_rank():

@@ -17,6 +17,7 @@ from fcsd.distill.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.losses import IGNORE, cross_entropy, kl_divergence, only_counted, squared_distance
 from fcsd.distill.one_process import updates_alone
 from fcsd.distill.optimizer import adamw_settings, chunked, own_optimizer, parameter_groups
+from fcsd.distill.phases import phase
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.targets import Targets, captured, compared_layers
 from fcsd.distill.top_k import TopK, kl_from_top_k
@@ -97,38 +98,42 @@ class Student(nn.Module):
                 targets = pending.value
             else:
                 hidden = final_hidden(self.model, batch)
-        head, labels = output_head(self.model), batch["labels"]
-        chunk = self.objective.chunk(len(head))
-        counts, kept = labels != IGNORE, batch.get("kept")
-        everywhere = kept is not None and len(kept) == labels.numel()
-        if everywhere:
-            hidden = only_counted(hidden, counts)
-        losses = {}
-        if "hidden" in terms:
-            assert targets is not None
-            wanted = targets.streams
-            # The streams are removed from the dicts one by one, so that both streams of a layer are freed as soon as
-            # only their difference is kept for backward.
-            distances = [
-                squared_distance(streams.pop(k), wanted.pop(k), counts, denominator=denominator) for k in tuple(wanted)
-            ]
-            losses["hidden"] = torch.stack(distances).sum()
-        if "kl" in terms:
-            assert targets is not None
-            options: Any = {
-                "temperature": self.objective.temperature,
-                "denominator": denominator,
-                "chunk_tokens": chunk,
-                "kept": kept,
-            }
-            if isinstance(targets.output, TopK):
-                losses["kl"] = kl_from_top_k(hidden, head, targets.output, counts, **options)
-            else:
-                theirs, their_head = targets.output
-                theirs = only_counted(theirs, counts) if everywhere else theirs
-                losses["kl"] = kl_divergence(hidden, head, theirs, their_head, counts, **options)
-        if "sft" in terms:
-            losses["sft"] = cross_entropy(hidden, head, labels, denominator=denominator, chunk_tokens=chunk, kept=kept)
+        with phase("loss"):
+            head, labels = output_head(self.model), batch["labels"]
+            chunk = self.objective.chunk(len(head))
+            counts, kept = labels != IGNORE, batch.get("kept")
+            everywhere = kept is not None and len(kept) == labels.numel()
+            if everywhere:
+                hidden = only_counted(hidden, counts)
+            losses = {}
+            if "hidden" in terms:
+                assert targets is not None
+                wanted = targets.streams
+                # The streams are removed from the dicts one by one, so that both streams of a layer are freed as soon
+                # as only their difference is kept for backward.
+                distances = [
+                    squared_distance(streams.pop(k), wanted.pop(k), counts, denominator=denominator)
+                    for k in tuple(wanted)
+                ]
+                losses["hidden"] = torch.stack(distances).sum()
+            if "kl" in terms:
+                assert targets is not None
+                options: Any = {
+                    "temperature": self.objective.temperature,
+                    "denominator": denominator,
+                    "chunk_tokens": chunk,
+                    "kept": kept,
+                }
+                if isinstance(targets.output, TopK):
+                    losses["kl"] = kl_from_top_k(hidden, head, targets.output, counts, **options)
+                else:
+                    theirs, their_head = targets.output
+                    theirs = only_counted(theirs, counts) if everywhere else theirs
+                    losses["kl"] = kl_divergence(hidden, head, theirs, their_head, counts, **options)
+            if "sft" in terms:
+                losses["sft"] = cross_entropy(
+                    hidden, head, labels, denominator=denominator, chunk_tokens=chunk, kept=kept
+                )
         return losses
 
 

@@ -2,12 +2,17 @@
 
 import gzip
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from fcsd.bench.account import BETWEEN, STATES, read_account, to_text
+from fcsd.bench.training.record import record
+from fcsd.distill.phases import PREFIX, phase
 from fcsd.errors import BadInputError
+from fcsd.launch.world import World
 
 
 def write(path: Path, *events: dict) -> Path:
@@ -63,6 +68,25 @@ def test_every_moment_counts_once(tmp_path: Path) -> None:
     assert sum(row[state] for row in account.phases.values() for state in STATES) == account.total
     assert account.synchronisations == {"backward": (1, 15.0)}
     assert "backward 1 (15.0 ms)" in to_text(account)
+
+
+def test_a_trace_has_the_ranges_of_threads_that_ran_before_it(tmp_path: Path) -> None:
+    """As that of the teacher, which lives as long as the run."""
+
+    def step() -> None:
+        with phase("student"):
+            beside.submit(teacher).result()
+
+    def teacher() -> None:
+        with phase("teacher"):
+            torch.ones(1).add_(1)
+
+    with ThreadPoolExecutor(1) as beside:
+        beside.submit(teacher).result()
+        record(step, tmp_path / "rank-0.json.gz", World(0, 1, torch.device("cpu")))
+    events = json.loads(gzip.decompress((tmp_path / "rank-0.json.gz").read_bytes()))["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert names.count(PREFIX + "student") == names.count(PREFIX + "teacher") == 1
 
 
 def test_a_trace_without_a_device_is_refused(tmp_path: Path) -> None:

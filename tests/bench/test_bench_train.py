@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from fcsd.bench.training import model, scaling
 from fcsd.bench.training.ceilings import Window, ceiling
-from fcsd.bench.training.step import headline
+from fcsd.bench.training.table import headline
 from fcsd.bench.training.workload import FUSED, Workload, usual_variants
 from fcsd.cli import bench as cli
 from fcsd.cli.main import app

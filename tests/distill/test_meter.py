@@ -1,5 +1,7 @@
 """What metrics.jsonl says of speed, memory and communication."""
 
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,9 @@ def test_a_profiled_step_computes_the_same_and_leaves_a_trace(folder: Path, tmp_
     assert runs.outcome(tmp_path / "traced") == runs.outcome(tmp_path / "plain")
     traces = sorted(str(path.relative_to(tmp_path / "traced")) for path in tmp_path.glob("traced/traces/*/*"))
     assert traces == [f"traces/step-{step}/rank-{rank}.json.gz" for step in (2, 4) for rank in (0, 1)]
+    events = json.loads(gzip.decompress((tmp_path / "traced" / traces[0]).read_bytes()))["traceEvents"]
+    threads = {event["tid"] for event in events if event["name"] == "fcsd::dispatch.fwd.L1"}
+    assert len(threads) == 2, "the student's and that of the teacher, which runs in turns with it"
 
 
 def test_exposed_is_what_no_computation_covers(tmp_path: Path) -> None:

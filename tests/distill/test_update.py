@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,29 @@ def test_clipping_on_the_device_is_deepspeeds(folder: Path, tmp_path: Path, stag
     assert runs.outcome(tmp_path / "device") == runs.outcome(tmp_path / "host")
     losses, _ = runs.outcome(tmp_path / "device")
     assert all(float.fromhex(norm) > 0.3 for *_, norm in losses), "every step was clipped"
+
+
+def test_the_norm_of_partitions_counts_every_gradient_once_and_reads_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs above and those of ``test_optimizer_memory`` compare its bits in fp64 with DeepSpeed's."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    generator = torch.Generator().manual_seed(0)
+    groups = [[torch.randn(n, generator=generator).bfloat16() for n in (5000, 7)], [], [torch.ones(3).bfloat16()]]
+    padding: Any = torch.full((9,), 100.0).bfloat16()
+    padding._zero_padding = True
+    groups[2].append(padding)
+
+    def norm(groups: list[list[torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+        named = {"bit16_groups": groups, "averaged_gradients": dict(enumerate(groups)), "dp_process_group": None}
+        return update.partitions_norm(SimpleNamespace(**named, device=groups[0][0].device), dtype)
+
+    expected = torch.cat([groups[0][0], groups[0][1], groups[2][0]]).double().norm()
+    for dtype in (torch.float32, torch.float64):
+        assert norm(groups, dtype).item() == pytest.approx(expected.item(), rel=1e-6)
+        for wrong in (torch.inf, torch.nan):
+            broken = [groups[0], [torch.tensor([1.0, wrong]).bfloat16()], groups[2]]
+            assert norm(broken, dtype).item() == torch.inf
+        # Tensors of the meta device have no values that a host could wait for.
+        assert norm([[gradient.to("meta") for gradient in groups[0]]], dtype).shape == ()
 
 
 def configured(resolved: Any) -> Any:

@@ -24,7 +24,7 @@ from fcsd.bench.baselines import gkd, loop, own
 from fcsd.bench.baselines.prepare import held_bytes, prepare
 from fcsd.bench.baselines.setting import Setting, Side, Watch
 from fcsd.bench.baselines.table import OWN, table, told
-from fcsd.bench.distill import Load
+from fcsd.bench.distill.workload import Load
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.launch.environment import snapshot
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.bench.baselines.setting import Setting
-from fcsd.bench.distill import Load
+from fcsd.bench.distill.workload import Load
 from fcsd.bench.memory import random_corpus, random_recipe
 from fcsd.config import Objective, Recipe
 from fcsd.distill.dtypes import DTYPES

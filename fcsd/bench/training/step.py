@@ -12,55 +12,37 @@ the same weights. Before the variants are timed, the benchmark does three things
 """
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.bench.training import ceilings, row_counts
-from fcsd.bench.training.ceilings import CoverMeter, NoWire, Window
+from fcsd.bench.training.ceilings import CoverMeter, Window
 from fcsd.bench.training.equality import loss_and_norms, worst_difference
 from fcsd.bench.training.model import evenly_routed, make_engine
 from fcsd.bench.training.record import record
-from fcsd.bench.training.workload import (
-    BOUND,
-    COPIES,
-    EAGER,
-    FUSED,
-    OVERLAPPED,
-    SCHEDULES,
-    STANDARD,
-    STANDARD_COPIES,
-    STOCK,
-    Workload,
-)
+from fcsd.bench.training.table import headline, table
+from fcsd.bench.training.variants import Choices, eager_name, variants
+from fcsd.bench.training.workload import COPIES, Workload
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, barrier, join_world
-from fcsd.models.build import unwired, wire
-from fcsd.models.wiring import LayerWiring, Wiring
+from fcsd.models.wiring import Wiring
 from fcsd.parallel import trace
-from fcsd.parallel.expert.dispatcher import MakeDispatcher
 from fcsd.parallel.expert.formats import check_formats
 from fcsd.parallel.expert.hierarchical import dispatcher_of
-from fcsd.parallel.overlap import Schedule, overlap
-from fcsd.parallel.transports.copies import CopiesTransport
-from fcsd.parallel.transports.symmetric_memory import open_buffers
+from fcsd.parallel.overlap import overlap
 from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.transports.transport import all_to_all
 from fcsd.parallel.wire import Quantiser, WireFormats
-
-Choices = dict[str, Callable[..., Any]]  # name of a variant -> function that wires the model for it
 
 
 def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> dict[str, Any]:
@@ -95,7 +77,7 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     choices = variants(model, load, dispatcher, traffic)
     for name, (base, formats) in load.wired.items():
         choices[name] = partial(choices[base], quantiser=quantisers[formats])
-        choices[_eager(name)] = partial(choices[_eager(base)], quantiser=quantisers[formats])
+        choices[eager_name(name)] = partial(choices[eager_name(base)], quantiser=quantisers[formats])
     result: dict[str, Any] = {"workload": asdict(load), "world": world.size, "environment": snapshot(), "routers": {}}
     for router in load.routers:
         _say(world, f"\n{router} router, {time.monotonic() - begun:.0f} s after the start")
@@ -126,12 +108,6 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     return result
 
 
-def _eager(name: str) -> str:
-    """The name of the eager-sync variant that computes the same as an overlapped one."""
-    base, plus, formats = name.partition("+")
-    return EAGER + (FUSED if base.endswith(FUSED) else "") + plus + formats
-
-
 def _under_one_router(
     engine: Any, ids: Tensor, choices: Choices, traffic: Traffic, load: Workload, world: World
 ) -> dict[str, Any]:
@@ -143,7 +119,7 @@ def _under_one_router(
 
     equality = {}
     for name in (*load.overlapped, *load.wired):
-        equality[name] = _held(engine, ids, choices[_eager(name)], choices[name], world)
+        equality[name] = _held(engine, ids, choices[eager_name(name)], choices[name], world)
     for name, held in equality.items():
         own = f"eager-sync against itself: {held['spread']:.2e}"
         _say(world, f"{name} against eager-sync: {held['difference']:.2e} relative; {own}")
@@ -174,39 +150,6 @@ def _held(
     spread = worst_difference(reference, again, world)
     error = worst_difference(reference, loss_and_norms(engine, ids), world)
     return {"difference": error, "spread": spread, "equal": error <= max(4 * spread, 1e-6)}
-
-
-def variants(
-    model: PreTrainedModel, load: Workload, dispatcher: MakeDispatcher, traffic: Traffic | None = None
-) -> Choices:
-    """For the name of every variant, a function that wires the model for it.
-
-    Args:
-        dispatcher: carries the rows in all variants, except in the stock layer and the bound.
-        traffic: counts the bytes that dispatch and combine send; None does not count.
-    """
-    standard, farskip = unwired(), Wiring("farskip", tuple(range(load.layers)))
-
-    def by(change: dict[str, Any]) -> Callable[[LayerWiring, Schedule], Schedule]:
-        return lambda _, schedule: replace(schedule, **change)
-
-    imitated = load.node_size is not None
-    copies = CopiesTransport(partial(open_buffers, beside_slow_nccl=imitated), node_size=load.node_size)
-    sending = partial(overlap, model, dispatcher=dispatcher, traffic=traffic)
-    ours = {
-        STANDARD: partial(sending, standard, "eager-sync"),
-        STANDARD_COPIES: partial(sending, standard, "eager-sync", transport=copies),
-        EAGER: partial(sending, farskip, "eager-sync"),
-        OVERLAPPED: partial(sending, farskip),
-        COPIES: partial(sending, farskip, transport=copies),
-        BOUND: partial(overlap, model, farskip, transport=NoWire()),
-        **{
-            name: partial(sending, farskip, choose=by(change), transport=copies if COPIES in name else all_to_all)
-            for name, change in SCHEDULES.items()
-        },
-    }
-    fused = {name + FUSED: partial(make, fused=True) for name, make in ours.items()}
-    return {STOCK: partial(wire, model, standard), **ours, **fused}
 
 
 def _windows(engine: Any, ids: Tensor, load: Workload) -> list[Window]:
@@ -274,50 +217,6 @@ def _trace(engine: Any, ids: Tensor, choose: Callable[[], Any], out: Path, world
     barrier()
     record(lambda: (engine.backward(engine(ids)), engine.step()), out / f"rank-{world.rank}.json.gz", world)
     barrier()
-
-
-def headline(traces: list[trace.Trace], ceiling: dict[str, tuple[float, float]]) -> str:
-    """Formats the hidden share of communication in each pass, as the paper defines it, and the ceiling of this share.
-
-    Both are given with and without the last layer's combine, which no computation can hide.
-    """
-    found, trimmed = trace.overlaps(traces), trace.overlaps(traces, without_last=True)
-    return "\n".join(
-        f"{passes}: {found['all', passes].share:.1%} hidden, at most {most:.1%} can be; "
-        f"without the last layer's combine {trimmed['all', passes].share:.1%} of at most {most_without:.1%}"
-        for passes, (most, most_without) in ceiling.items()
-    )
-
-
-def table(measured: dict[str, dict[str, Any]]) -> str:
-    """Formats a line for each variant: median times ± half the distance between the quartiles, and its relative speed.
-
-    The speed is given relative to stock and relative to the variant's bound, which sends nothing and rounds nothing.
-    The bytes are those that rank 0 sends to others in a step.
-    """
-    steps = {name: statistics.median(found["step"]) for name, found in measured.items()}
-    width = max(16, *map(len, measured))
-    titles = f"{'fwd+bwd ms':>18s} {'step ms':>18s} {'x stock':>8s} {'of bound':>9s} {'peak GiB':>9s} {'sent MiB':>9s}"
-    lines = [f"{'':{width}s} {titles}"]
-    for name, found in measured.items():
-        columns = [
-            f"{statistics.median(found[k]):9.1f} ± {_spread(found[k]):6.1f}" for k in ("forward_backward", "step")
-        ]
-        faster = f"{steps[STOCK] / steps[name]:8.3f}" if STOCK in steps else f"{'-':>8s}"
-        fastest = BOUND + FUSED if name.partition("+")[0].endswith(FUSED) else BOUND
-        bound = f"{steps[fastest] / steps[name]:9.1%}" if fastest in steps else f"{'-':>9s}"
-        sent = f"{found['sent_bytes'] / 2**20:9.1f}" if found["sent_bytes"] else f"{'-':>9s}"
-        times = f"{columns[0]:>18s} {columns[1]:>18s} {faster} {bound}"
-        lines.append(f"{name:{width}s} {times} {found['peak_gib']:9.1f} {sent}")
-    return "\n".join(lines)
-
-
-def _spread(values: list[float]) -> float:
-    """Half the distance between the quartiles."""
-    if len(values) < 2:
-        return 0.0
-    first, _, third = statistics.quantiles(values, n=4)
-    return (third - first) / 2
 
 
 def _say(world: World, text: str) -> None:
