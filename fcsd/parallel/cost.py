@@ -70,6 +70,7 @@ class Links:
             stands for ``far``.
         fixed: for each level of deduplication the seconds of a dispatch or combine that depend neither on its bytes nor
             on its rows: the exchange of counts, the places of rows, and the launches of kernels. 0 where none is given.
+        speed: the speed of the GPUs' computation as a multiple of an H200's.
     """
 
     per_node: int
@@ -80,6 +81,7 @@ class Links:
     codec: float
     direct: Line | None = None
     fixed: Mapping[Dedup, float] = field(default_factory=dict)
+    speed: float = 1.0
 
 
 @dataclass(frozen=True)
