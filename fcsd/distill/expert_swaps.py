@@ -6,6 +6,7 @@ place. Everything that names an expert keeps its number: the router, its scores 
 checkpoints. Only the optimizer's files are in the order of places, so the manifest of a checkpoint holds the placement.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +50,7 @@ class ExpertSwaps:
         self._every = recipe.parallel.placement.every
         self._blocks = expert_blocks(engine.module.model) if self._every else {}
         self._record = RoutingRecord({path: block.router for path, block in self._blocks.items()})
-        self._swaps = progress.get("placement", {}).get("swaps", 0)
+        self._swaps, self._seconds = progress.get("placement", {}).get("swaps", 0), 0.0
         if self._every:
             self._write()
 
@@ -61,15 +62,28 @@ class ExpertSwaps:
             return
         with self._record.on(self._blocks) as chosen:
             yield
+        self._wait()  # the computation of the step is no part of the search
+        begun = time.perf_counter()
         self._update([torch.cat(parts) for parts in chosen.values()])
+        self._wait()
+        self._seconds += time.perf_counter() - begun
 
-    def metrics(self) -> dict[str, int]:
-        """``swaps``, how many pairs of experts have changed places since the start of the run, over all layers."""
-        return {"swaps": self._swaps} if self._every else {}
+    def metrics(self) -> dict[str, float]:
+        """What the metrics of a step contain.
+
+        Returns: ``swaps``, how many pairs of experts have changed places since the start of the run, over all layers;
+            and ``swap_seconds``, the time that searches and moves have taken since this process started.
+        """
+        return {"swaps": self._swaps, "swap_seconds": self._seconds} if self._every else {}
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint stores for ``orders_of`` and for the next object of this class."""
         return {"placement": {"swaps": self._swaps, "layers": self._orders()}} if self._every else {}
+
+    def _wait(self) -> None:
+        """Waits until the device has computed all that was launched."""
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _update(self, chosen: list[Tensor]) -> None:
         """Searches better placements for all layers, and moves the experts."""

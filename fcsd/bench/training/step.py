@@ -8,7 +8,8 @@ the same weights. Before the variants are timed, the benchmark does three things
   Rows are not deduplicated in this measurement.
 - It counts and prints the rows that dispatch sends with and without deduplication.
 - It compares the loss and the gradients of each overlapped variant with those of the same computation under the
-  eager-sync schedule. Fused variants are compared with fused ones, and variants on a quantised wire with the same wire.
+  eager-sync schedule. Fused variants are compared with fused ones, and variants on a quantised wire or with another
+  deduplication with the same.
 """
 
 import json
@@ -82,7 +83,7 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     world = join_world()
     if world.device.type != "cuda" and any(COPIES in name for name in load.variants):
         raise ConfigError("only GPUs copy rows into each other's memory", hint="leave out the variants named copies")
-    dispatcher = dispatcher_of(load.dedup, world.size, load.node_size)
+    dispatchers = {dedup: dispatcher_of(dedup, world.size, load.node_size) for dedup in (load.dedup, *load.more_dedups)}
     config = SHAPES[load.shape](load.layers)
     quantisers = {formats: Quantiser(WireFormats.parse(formats)) for formats in load.wires}
     for quantiser in quantisers.values():
@@ -92,10 +93,12 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     generator = torch.Generator().manual_seed(world.rank)
     ids = torch.randint(0, model.config.vocab_size, (load.micro_batch, load.seq), generator=generator).to(world.device)
     traffic = Traffic()
-    choices = variants(model, load, dispatcher, traffic)
-    for name, (base, formats) in load.wired.items():
-        choices[name] = partial(choices[base], quantiser=quantisers[formats])
-        choices[_eager(name)] = partial(choices[_eager(base)], quantiser=quantisers[formats])
+    choices = variants(model, load, dispatchers[load.dedup], traffic)
+    for name, (base, dedup, formats) in load.changed.items():
+        changes: dict[str, Any] = {} if dedup is None else {"dispatcher": dispatchers[dedup]}
+        changes |= {} if formats is None else {"quantiser": quantisers[formats]}
+        choices[name] = partial(choices[base], **changes)
+        choices[_eager(name)] = partial(choices[_eager(base)], **changes)
     result: dict[str, Any] = {"workload": asdict(load), "world": world.size, "environment": snapshot(), "routers": {}}
     for router in load.routers:
         _say(world, f"\n{router} router, {time.monotonic() - begun:.0f} s after the start")
@@ -128,8 +131,8 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
 
 def _eager(name: str) -> str:
     """The name of the eager-sync variant that computes the same as an overlapped one."""
-    base, plus, formats = name.partition("+")
-    return EAGER + (FUSED if base.endswith(FUSED) else "") + plus + formats
+    base, plus, changes = name.partition("+")
+    return EAGER + (FUSED if base.endswith(FUSED) else "") + plus + changes
 
 
 def _under_one_router(
@@ -142,13 +145,13 @@ def _under_one_router(
     _say(world, row_counts.to_text(rows))
 
     equality = {}
-    for name in (*load.overlapped, *load.wired):
+    for name in (*load.overlapped, *load.changed):
         equality[name] = _held(engine, ids, choices[_eager(name)], choices[name], world)
     for name, held in equality.items():
         own = f"eager-sync against itself: {held['spread']:.2e}"
         _say(world, f"{name} against eager-sync: {held['difference']:.2e} relative; {own}")
 
-    timed = {name: choices[name] for name in (*load.variants, *load.wired)}
+    timed = {name: choices[name] for name in (*load.variants, *load.changed)}
     measured = _time(engine, ids, timed, traffic, load, world)
     _say(world, table(measured))
     return {
@@ -292,22 +295,23 @@ def headline(traces: list[trace.Trace], ceiling: dict[str, tuple[float, float]])
 def table(measured: dict[str, dict[str, Any]]) -> str:
     """Formats a line for each variant: median times ± half the distance between the quartiles, and its relative speed.
 
-    The speed is given relative to stock and relative to the variant's bound, which sends nothing and rounds nothing.
-    The bytes are those that rank 0 sends to others in a step.
+    The speed is given relative to stock, relative to the standard wiring, and relative to the variant's bound, which
+    sends nothing and rounds nothing. The bytes are those that rank 0 sends to others in a step.
     """
     steps = {name: statistics.median(found["step"]) for name, found in measured.items()}
     width = max(16, *map(len, measured))
-    titles = f"{'fwd+bwd ms':>18s} {'step ms':>18s} {'x stock':>8s} {'of bound':>9s} {'peak GiB':>9s} {'sent MiB':>9s}"
-    lines = [f"{'':{width}s} {titles}"]
+    titles = f"{'fwd+bwd ms':>18s} {'step ms':>18s} {'x stock':>8s} {'x std':>8s} {'of bound':>9s}"
+    lines = [f"{'':{width}s} {titles} {'peak GiB':>9s} {'sent MiB':>9s}"]
     for name, found in measured.items():
         columns = [
             f"{statistics.median(found[k]):9.1f} ± {_spread(found[k]):6.1f}" for k in ("forward_backward", "step")
         ]
-        faster = f"{steps[STOCK] / steps[name]:8.3f}" if STOCK in steps else f"{'-':>8s}"
-        fastest = BOUND + FUSED if name.partition("+")[0].endswith(FUSED) else BOUND
-        bound = f"{steps[fastest] / steps[name]:9.1%}" if fastest in steps else f"{'-':>9s}"
+        fused = FUSED if name.partition("+")[0].endswith(FUSED) else ""
+        others = (STOCK, STANDARD + fused)
+        ratios = [f"{steps[of] / steps[name]:8.3f}" if of in steps else f"{'-':>8s}" for of in others]
+        bound = f"{steps[BOUND + fused] / steps[name]:9.1%}" if BOUND + fused in steps else f"{'-':>9s}"
         sent = f"{found['sent_bytes'] / 2**20:9.1f}" if found["sent_bytes"] else f"{'-':>9s}"
-        times = f"{columns[0]:>18s} {columns[1]:>18s} {faster} {bound}"
+        times = f"{columns[0]:>18s} {columns[1]:>18s} {' '.join(ratios)} {bound}"
         lines.append(f"{name:{width}s} {times} {found['peak_gib']:9.1f} {sent}")
     return "\n".join(lines)
 
