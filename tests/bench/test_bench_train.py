@@ -122,6 +122,7 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
         assert set(found["ceiling"]) == set(passes)
     printed = done.stderr
     assert printed.index("can be hidden in fwd") < printed.index("of bound")
+    assert "dispatch=int4:g32: dispatch int4 (5 bits a value)" in printed
 
 
 def test_some_variants_of_a_recomputed_pass_without_an_engine():

@@ -154,6 +154,8 @@ def _under_one_router(
     timed = {name: choices[name] for name in (*load.variants, *load.changed)}
     measured = _time(engine, ids, timed, traffic, load, world)
     _say(world, table(measured))
+    for formats in load.wires:
+        _say(world, f"{formats}: {WireFormats.parse(formats)}")
     return {
         "rows": rows,
         "windows": [asdict(window) for window in windows],

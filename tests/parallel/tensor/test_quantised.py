@@ -162,7 +162,7 @@ def test_the_benchmark_times_every_way_and_format(ranks: list[dict[str, Any]]) -
     assert all(0 < time.low <= time.median <= time.high for time in found.values())
     second = {"nccl": found["nccl"], list(found)[1]: None}
     table = all_reduce.to_text({"0.0625 MiB": found, "1 MiB": second}).splitlines()
-    assert len(table) == 10
+    assert len(table) == 11 and table[-1] == "on the wire: int5 5.25, int4 5 bits per value"
     assert [line.split()[-1] for line in table[1:4]] == ["(1.00x)", "wrong", "-"]
 
 
