@@ -52,8 +52,8 @@ def placements_of(orders: Orders, blocks: Mapping[str, int], ranks: int) -> dict
     if placed != blocks:
         different = sorted(path for path in placed.keys() | blocks.keys() if placed.get(path) != blocks.get(path))
         raise ConfigError(
-            f"the placement does not fit the model: {different[0]} has {blocks.get(different[0], 'no')} experts in the "
-            f"model and {placed.get(different[0], 'no')} in the placement",
+            f"the placement does not fit the model: {different[0]} has {blocks.get(different[0], 0)} experts in the "
+            f"model and {placed.get(different[0], 0)} in the placement",
             hint="take the placement of the run that trained this model",
         )
     return {path: Placement(experts, ranks, orders[path]) for path, experts in blocks.items()}

@@ -233,7 +233,7 @@ def test_each_rank_holds_the_experts_that_a_run_has_placed_there(checkpoints: di
                 held = model.get_parameter(f"{block}.experts.down_proj")[slot]
                 assert torch.equal(held, whole[f"{block}.experts.{expert}.down_proj.weight"])
     first, *others = orders
-    with pytest.raises(ConfigError, match=rf"does not fit the model: {first} has 8 experts in the model and no in"):
+    with pytest.raises(ConfigError, match=rf"does not fit the model: {first} has 8 experts in the model and 0 in"):
         placements_of({block: orders[block] for block in others}, dict.fromkeys(orders, 8), 2)
     for damaged in ("{", "[]", "{}", {LAYERS: {"mlp": [[0, 1], [1, 2]]}}, {LAYERS: {"mlp": [0, 1]}}):
         (tmp_path / FILE).write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
