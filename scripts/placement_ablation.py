@@ -2,6 +2,7 @@
 
     python scripts/placement_ablation.py [--cluster imitated] [--out FILE]    two nodes of two ranks on one host
     python scripts/placement_ablation.py --cluster hiermoe [--out FILE]       four nodes of eight, HierMoE's testbed
+    python scripts/placement_ablation.py --cluster hiermoe --paper            the same as the paper does it
 
 Tokens have topics, which prefer some of the experts, and the popularity of topics changes from step to step
 (``fcsd.bench.hierarchy.routing``). A placement is found by the routing of one step and used from the next step on. The
@@ -9,6 +10,10 @@ rows that the busiest rank sends or receives are counted. The times of the wires
 counted rows per token and from lines through all-to-alls, which were measured on four H200s
 (docs/results/hierarchy_4xh200.json), or which HierMoE gives for its testbed.
 ``python -m fcsd.bench.hierarchy --parts placement`` measures the same on GPUs.
+
+With ``--paper`` one pair of experts changes places after every step, whatever the move costs (HierMoE eq. 10), and
+every message is as long as if each group received as many rows as the fullest one (eq. 2, 4 and 5). fcsd itself takes
+every swap that pays, and sends no padding.
 """
 
 import argparse
@@ -27,8 +32,8 @@ from fcsd.bench.hierarchy.placements import PERIODS, objectives
 from fcsd.bench.hierarchy.routing import Routing
 from fcsd.bench.hierarchy.ways import counted, levels_of
 from fcsd.markdown import table
-from fcsd.parallel.cost import Line, Links
-from fcsd.parallel.expert.levels import all_groups, row_matrices
+from fcsd.parallel.cost import Level, Line, Links, Rows, best_depth, paper_seconds
+from fcsd.parallel.expert.levels import all_groups, pairs_by_group, row_matrices, tokens_by_group
 from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.placing.search import Objective, greedy
 
@@ -89,6 +94,22 @@ class Cluster:
             total = {name: total[name] + value for name, value in values.items()}
         return {name: value / (len(steps) - 1) for name, value in total.items()}
 
+    def paper_seconds_of(self, steps: Sequence[Tensor], placements: Sequence[Placement]) -> list[float]:
+        """The paper's mean seconds of dispatch and combine: flat, and with deduplication by one and two levels.
+
+        The first step is left out, as in ``mean_of``.
+        """
+        two = [Level(self.nodes, self.lines["far"], self.lines["near"])]
+        times = []
+        for chosen, placement in list(zip(steps, placements, strict=True))[1:]:
+            positions = placement.positions(chosen)
+            padded = [self.ranks * int(pairs_by_group(positions, self.experts, self.ranks).max()) / self.tokens]
+            for groups in (self.nodes, self.ranks):
+                padded.append(groups * int(tokens_by_group(positions, self.experts, groups).max()) / self.tokens)
+            rows = Rows(self.timed, chosen.shape[-1], self.experts, self.ranks, WIDTH)
+            times.append([2 * seconds for seconds in paper_seconds(rows, self.lines["direct"], two, padded)])
+        return [sum(of) / len(of) for of in zip(*times, strict=True)]
+
 
 def imitated() -> Cluster:
     """Two nodes of two ranks, with the lines of the slow link that were measured on four H200s."""
@@ -108,10 +129,12 @@ def main() -> None:
     """Prints two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", choices=CLUSTERS, default="imitated")
+    parser.add_argument("--paper", action="store_true", help="one pair after every step, and padded messages")
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     args = parser.parse_args()
-    found = study(CLUSTERS[args.cluster]())
-    print(to_text(found))
+    cluster = CLUSTERS[args.cluster]()
+    found = study_of_paper(cluster) if args.paper else study(cluster)
+    print(text_of_paper(found) if args.paper else to_text(found))
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -138,15 +161,47 @@ def study(cluster: Cluster, steps: int = STEPS) -> dict[str, Any]:
     return found
 
 
+def study_of_paper(cluster: Cluster, steps: int = STEPS) -> dict[str, Any]:
+    """The paper's predictions for each number of chosen experts, without swaps and with one pair after every step."""
+    goal = objectives(cluster.links, cluster.ranks)["smooth-max"]
+    found: dict[str, Any] = {name: getattr(cluster, name) for name in ("nodes", "node_size", "experts", "tokens")}
+    found |= {"steps": steps, "top_k": []}
+    for top_k in TOP_K:
+        routing = Routing(cluster.experts, top_k, topical=True)
+        chosen = [cluster.choose(routing, step) for step in range(steps)]
+        unmoved = Placement(cluster.experts, cluster.ranks)
+        placements, _ = searched(chosen, unmoved, goal, period=1, most=1)
+        flat, *deduplicated = cluster.paper_seconds_of(chosen, [unmoved] * steps)
+        depth = best_depth([flat, *deduplicated])
+        swapped = cluster.paper_seconds_of(chosen, placements)[depth]
+        row = {"top_k": top_k, "flat_ms": 1e3 * flat, **{f"HD{d}_ms": 1e3 * s for d, s in enumerate(deduplicated, 1)}}
+        found["top_k"].append({**row, "depth": depth, "swapped_ms": 1e3 * swapped})
+    return found
+
+
+def text_of_paper(found: dict[str, Any]) -> str:
+    """A table of ``study_of_paper``."""
+    rows = []
+    for row in found["top_k"]:
+        best = row[f"HD{row['depth']}_ms"] if row["depth"] else row["flat_ms"]
+        cells = [f"{row[name]:.2f}" for name in ("flat_ms", "HD1_ms", "HD2_ms", "swapped_ms")]
+        rows.append([str(row["top_k"]), *cells[:3], str(row["depth"]), cells[3], f"{best / row['swapped_ms']:.3f}x"])
+    return table(["top k", "flat, ms", "HD1", "HD2", "d*", "d* + swap, ms", "speed-up by swaps"], rows, left=1)
+
+
 def searched(
-    steps: Sequence[Tensor], placement: Placement, goal: Objective, period: int
+    steps: Sequence[Tensor], placement: Placement, goal: Objective, period: int, most: int | None = None
 ) -> tuple[list[Placement], list[int]]:
-    """The placement of each step if experts may move every ``period`` steps, and the swaps of each search."""
+    """The placement of each step if experts may move every ``period`` steps, and the swaps of each search.
+
+    Args:
+        most: the largest number of swaps of a search; None takes all that save rows.
+    """
     placements, swaps = [], []
     for number, chosen in enumerate(steps):
         placements.append(placement)  # found by the steps before
         if number % period == 0 and number < len(steps) - 1:
-            [placement], count = greedy([chosen.flatten(0, 1)], [placement], goal)
+            [placement], count = greedy([chosen.flatten(0, 1)], [placement], goal, most)
             swaps.append(count)
     return placements, swaps
 

@@ -27,8 +27,7 @@ def sections(root: Path) -> dict[str, str]:
     """The generated tables by name, in Markdown. ``training`` is missing as long as no such study is stored."""
     results = root / RESULTS
     speeds = (
-        bandwidths.of_all_reduce(_read(results / "all_reduce_2xh200.json"))
-        | bandwidths.of_one_kernel(_read(results / "all_reduce_formats_2xh200.json")),
+        bandwidths.of_all_reduce(_read(results / "all_reduce_formats_2xh200.json")),
         bandwidths.of_exchange(_read(results / "rows_to_experts_2xh200.json")),
     )
     found = {"quality": tables.to_text(_read(results / "wires_quality.json"), *speeds)}

@@ -14,6 +14,7 @@ machine without GPUs, where the times say nothing about GPUs.
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,11 +29,13 @@ from fcsd.bench.all_reduce_ways import Way
 from fcsd.bench.interleaved import Timing, timings
 from fcsd.kernels.all_reduce.memory import BLOCKS
 from fcsd.kernels.bit_split import Format
+from fcsd.kernels.bit_split.format import bits_on_the_wire
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import join_world, leave
 from fcsd.parallel.tensor.simulated import simulate_all_reduce
 
 WIDTH = 4096
+QUANTISED = "quantised:"  # the names of quantised ways begin with it, and a format follows
 FORMATS = ("int8", "int6", "int5", "int4", "int3", "int2:sr")  # the columns of the paper's table 9
 REPEATS = 10
 CALLS = 10  # of one run of a small message
@@ -127,7 +130,8 @@ def to_text(found: dict[str, dict[str, Timing | None]]) -> str:
     for name in names:
         cells = [_cell(found[size], name) for size in sizes]
         lines.append(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells))
-    return "\n".join(lines)
+    formats = dict.fromkeys(re.split("[ ,]", name)[0].removeprefix(QUANTISED) for name in names if QUANTISED in name)
+    return "\n".join([*lines, f"on the wire: {bits_on_the_wire(formats)}"] if formats else lines)
 
 
 def _cell(timed: dict[str, Timing | None], name: str) -> str:

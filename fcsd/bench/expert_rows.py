@@ -23,6 +23,7 @@ from fcsd.bench.interleaved import Timing, timings
 from fcsd.errors import FcsdError
 from fcsd.kernels import rows_reference
 from fcsd.kernels.bit_split import Format, decode, encode
+from fcsd.kernels.bit_split.format import bits_on_the_wire
 from fcsd.kernels.bit_split.moves import decode_from, encode_at
 from fcsd.launch.world import World
 from fcsd.parallel.transports.transport import Splits, Transport, splits_of
@@ -160,4 +161,4 @@ def to_text(found: dict[str, dict[str, dict[str, Timing]]], formats: Sequence[st
                 cells = [f"{one.median:.3f} ({plain.median / one.median:.2f}x)" for one in (steps, fused)]
                 quartiles = f"{fused.low:.3f}-{fused.high:.3f}"
                 lines.append(f"{label + ', ' + text:48}{cells[0]:>15}{cells[1]:>15}{quartiles:>15}{wire.median:9.3f}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"on the wire: {bits_on_the_wire(formats)}"])

@@ -53,9 +53,14 @@ def train(
     recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Forward and backward alone.")] = False,
     dedup: Annotated[
-        str,
-        typer.Option(help="off, rank or node: how often the row of a token is sent, as parallel.dedup in a recipe."),
-    ] = "off",
+        list[str],
+        typer.Option(
+            metavar="LEVEL",
+            help="off, rank or node: how often the row of a token is sent, as parallel.dedup in a recipe. Repeatable: "
+            "the first one holds for all variants, and overlapped steps are also timed with the others, alone and with "
+            "each --wire.",
+        ),
+    ] = ["off"],  # noqa: B006
     node_size: Annotated[
         int | None,
         typer.Option(min=2, help="GPUs that form a node, for --dedup node and for variants with copies."),
@@ -84,9 +89,10 @@ def train(
         optimizer=not no_optimizer,
         rounds=rounds,
         steps=steps,
-        dedup=dedup,  # pyright: ignore[reportArgumentType]: checked by Workload
+        dedup=dedup[0],  # pyright: ignore[reportArgumentType]: checked by Workload
         node_size=node_size,
         wires=tuple(wires),
+        more_dedups=tuple(dedup[1:]),  # pyright: ignore[reportArgumentType]
     )
     result = _bench(load, gpus, out, traced=trace)
     if as_json and first_rank():

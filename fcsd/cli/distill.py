@@ -179,7 +179,8 @@ def plan(
         machine = machine or Path(read.parallel.machine)
     if picture is not None and machine is None:
         raise ConfigError("--picture draws the prediction for a cluster", hint="--machine FILE describes the cluster")
-    links = None if machine is None else read_machine(machine).links
+    described = None if machine is None else read_machine(machine)
+    links = None if described is None else described.links
     planned = plan_run(read, Hardware(gpus, nodes, gpu_mem, price), mfu)
     predictions = [] if links is None else cluster.predict(planned.numbers, planned.setup, links, wire)
     options = []
@@ -195,7 +196,7 @@ def plan(
     else:
         parts = [report.to_text(planned)]
         parts += [deduplication.to_text(options)] if options else []
-        parts += [cluster.to_text(predictions)] if predictions else []
+        parts += [cluster.to_text(predictions, described.assumed)] if described is not None and predictions else []
         emit("\n\n".join(parts))
     planned.check()
 

@@ -6,6 +6,7 @@ place. Everything that names an expert keeps its number: the router, its scores 
 checkpoints. Only the optimizer's files are in the order of places, so the manifest of a checkpoint holds the placement.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +27,8 @@ from fcsd.parallel.expert.lookup import expert_blocks
 from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.placing.moving import move, plan
 from fcsd.parallel.placing.search import Level, Objective, Ranks, greedy
+from fcsd.parallel.tensor.placements import FILE, LAYERS
 
-FILE = "placement.json"
 Orders = dict[str, list[int]]  # the numbers of a layer's experts by position, by the path of its MoE block
 
 
@@ -49,7 +50,7 @@ class ExpertSwaps:
         self._every = recipe.parallel.placement.every
         self._blocks = expert_blocks(engine.module.model) if self._every else {}
         self._record = RoutingRecord({path: block.router for path, block in self._blocks.items()})
-        self._swaps = progress.get("placement", {}).get("swaps", 0)
+        self._swaps, self._seconds = progress.get("placement", {}).get("swaps", 0), 0.0
         if self._every:
             self._write()
 
@@ -61,15 +62,28 @@ class ExpertSwaps:
             return
         with self._record.on(self._blocks) as chosen:
             yield
+        self._wait()  # the computation of the step is no part of the search
+        begun = time.perf_counter()
         self._update([torch.cat(parts) for parts in chosen.values()])
+        self._wait()
+        self._seconds += time.perf_counter() - begun
 
-    def metrics(self) -> dict[str, int]:
-        """``swaps``, how many pairs of experts have changed places since the start of the run, over all layers."""
-        return {"swaps": self._swaps} if self._every else {}
+    def metrics(self) -> dict[str, float]:
+        """What the metrics of a step contain.
+
+        Returns: ``swaps``, how many pairs of experts have changed places since the start of the run, over all layers;
+            and ``swap_seconds``, the time that searches and moves have taken since this process started.
+        """
+        return {"swaps": self._swaps, "swap_seconds": self._seconds} if self._every else {}
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint stores for ``orders_of`` and for the next object of this class."""
         return {"placement": {"swaps": self._swaps, "layers": self._orders()}} if self._every else {}
+
+    def _wait(self) -> None:
+        """Waits until the device has computed all that was launched."""
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _update(self, chosen: list[Tensor]) -> None:
         """Searches better placements for all layers, and moves the experts."""
@@ -107,7 +121,7 @@ class ExpertSwaps:
             path: [numbers[first : first + slots[path]] for first in range(0, len(numbers), slots[path])]
             for path, numbers in self._orders().items()
         }
-        self._hosts.on_first(lambda: write_json(self._file, {"swaps": self._swaps, "experts of each rank": layers}))
+        self._hosts.on_first(lambda: write_json(self._file, {"swaps": self._swaps, LAYERS: layers}))
 
 
 def orders_of(progress: dict[str, Any]) -> Orders:

@@ -70,6 +70,7 @@ class Links:
             stands for ``far``.
         fixed: for each level of deduplication the seconds of a dispatch or combine that depend neither on its bytes nor
             on its rows: the exchange of counts, the places of rows, and the launches of kernels. 0 where none is given.
+        speed: the speed of the GPUs' computation as a multiple of an H200's.
     """
 
     per_node: int
@@ -80,6 +81,7 @@ class Links:
     codec: float
     direct: Line | None = None
     fixed: Mapping[Dedup, float] = field(default_factory=dict)
+    speed: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -224,19 +226,24 @@ class Level:
     intra: Line
 
 
-def paper_seconds(rows: Rows, flat: Line, levels: Sequence[Level]) -> list[float]:
+def paper_seconds(
+    rows: Rows, flat: Line, levels: Sequence[Level], padded: Sequence[float] | None = None
+) -> list[float]:
     """HierMoE's predictions: without deduplication (eq. 1), and with it over d = 1, 2, ... levels (eq. 3 to 5).
 
-    As in the paper, a rank's message counts the rows that stay on the rank. Routing is random and balanced.
+    As in the paper, a rank's message counts the rows that stay on the rank.
 
     Args:
         rows: ``ranks`` is the paper's G, and ``tokens`` the tokens of one rank.
         flat: an all-to-all between all ranks.
+        padded: the rows of a rank's message for each of its tokens, as the paper pads it: the groups of a level times
+            the share of tokens that the fullest group receives. The first number is that of all ranks without
+            deduplication; then follow those of the levels and of the ranks. None stands for random, balanced routing.
     """
     groups = [*(level.groups for level in levels), rows.ranks]
-    fullest = [expected_groups(rows.experts, rows.top_k, count) for count in groups]
-    sizes = [rows.tokens * each * rows.wire for each in fullest]
-    times = [flat.seconds(rows.tokens * rows.top_k * rows.wire), flat.seconds(sizes[-1])]
+    balanced = [rows.top_k, *(expected_groups(rows.experts, rows.top_k, count) for count in groups)]
+    plain, *sizes = [rows.tokens * each * rows.wire for each in padded or balanced]
+    times = [flat.seconds(plain), flat.seconds(sizes[-1])]
     passed = 0.0
     for level, size in zip(levels, sizes, strict=False):
         passed += level.inter.seconds(size)

@@ -1,13 +1,16 @@
 """The machine file: a JSON file that describes the links of a cluster, measured by ``fcsd bench links`` or by hand."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from fcsd.config.explain import explain
 from fcsd.errors import ConfigError
 from fcsd.parallel.cost import Dedup, Line, Links
 
+H200_TFLOPS = 989.0  # the peak of an H200, which that of an H100 SXM equals
 _Above = Annotated[float, Field(gt=0)]
 
 
@@ -34,6 +37,8 @@ class Machine(_Part):
 
     gpu: str = "NVIDIA H200"
     """The name of the GPU, as torch prints it."""
+    peak_tflops: _Above = H200_TFLOPS
+    """The GPU's peak in bf16 without sparsity, from its data sheet, in 10^12 operations per second."""
     gpus_per_node: Annotated[int, Field(gt=0)]
     """The number of GPUs in a node."""
     near: Link
@@ -63,13 +68,21 @@ class Machine(_Part):
         return self
 
     @property
+    def assumed(self) -> str | None:
+        """What a prediction assumes because the file does not say it, as a sentence."""
+        if "peak_tflops" in self.model_fields_set or re.search("H[12]00", self.gpu):
+            return None
+        return f"The computation is that of an H200, because the machine file has no peak_tflops of {self.gpu}."
+
+    @property
     def links(self) -> Links:
         """The links in the form in which ``fcsd.parallel.cost`` takes them."""
         far = None if self.far is None else self.far.line
         rate = self.copy_tb_per_s * 1e12
         direct = None if self.direct is None else self.direct.line
         fixed: dict[Dedup, float] = {dedup: microseconds * 1e-6 for dedup, microseconds in self.fixed_us.items()}
-        return Links(self.gpus_per_node, self.near.line, far, self.hidden_cost, rate, self.codec, direct, fixed)
+        speed = self.peak_tflops / H200_TFLOPS
+        return Links(self.gpus_per_node, self.near.line, far, self.hidden_cost, rate, self.codec, direct, fixed, speed)
 
 
 def require_far(links: Links, ranks: int) -> None:
@@ -89,14 +102,18 @@ def read_machine(path: Path) -> Machine:
     """Read a machine file.
 
     Raises:
-        ConfigError: the file cannot be read, or is not a machine file; the message names the first wrong key.
+        ConfigError: the file cannot be read, or is not a machine file; the message names a wrong key, and for an
+            unknown one the key that was probably meant.
     """
     try:
         return Machine.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", hint="fcsd bench links writes such a file") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        message = f"{path} is not a machine file: {f'{where}: ' if where else ''}{first['msg']}"
-        raise ConfigError(message, hint="docs/wires.md describes the file; fcsd bench links writes one") from error
+        # A mistyped key is unknown, and the right one is then missing, too. The unknown one says more.
+        first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        if first["loc"]:
+            said = explain(first, {"": str(path)}, Machine)
+        else:
+            said = f"{path} is not a machine file: {first['msg'].removeprefix('Value error, ')}"
+        raise ConfigError(said, hint="docs/planning.md describes the file; fcsd bench links writes one") from error

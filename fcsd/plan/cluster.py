@@ -14,6 +14,7 @@ from typing import Any
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
+from fcsd.kernels.bit_split.format import bits_on_the_wire
 from fcsd.parallel.cost import Collective, Dedup, Links, Rows, kernel_seconds, transfer_seconds
 from fcsd.plan.model import LayerNumbers, ModelNumbers
 from fcsd.plan.setup import Setup
@@ -29,6 +30,9 @@ PRODUCT_RATE = 700e12
 
 # Seconds for each byte that a GPU sends to others of its node, as four H200s have reached in all-to-alls of NCCL.
 NVLINK = 1 / 302e9
+
+# The least speed-up that ``answer`` calls one; predictions are less exact than that.
+WORTH = 1.02
 
 # Covers in the backward pass as multiples of all covers of the forward pass: the gradient of combine, of dispatch.
 BACKWARD_COVERS = (1.6, 1.0)
@@ -124,7 +128,8 @@ def predicted(model: ModelNumbers, setup: Setup, links: Links, choice: Choice, n
     tokens = setup.micro_batch_size * setup.seq_len
     accumulation = max(1, setup.batch_tokens // (tokens * world))
     alone = replace(setup, world=world, ep_size=ep_size, teacher="none", batch_tokens=tokens * world * accumulation)
-    computation = accumulation * max(micro_batch_seconds(model, model, alone)) + update_seconds(model, alone)
+    device, host = micro_batch_seconds(model, model, alone)
+    computation = accumulation * max(device / links.speed, host) + update_seconds(model, alone)
     exposed: dict[tuple[Dedup, str | None], float] = {
         (dedup, wire): accumulation * _exposed(model, alone, links, choice.wiring, dedup, wire)
         for dedup in choice.dedups
@@ -151,24 +156,26 @@ def _exposed(model: ModelNumbers, setup: Setup, links: Links, wiring: str, dedup
     seconds = 0.0
     for layer in model.layers:
         if layer.routed:
-            covers = covers_in_step(model, layer, setup, overlapped=wiring == "farskip")
+            covers = covers_in_step(model, layer, setup, links, overlapped=wiring == "farskip")
             collectives = [Collective(transfer, cover, kernels) for cover in covers]
             seconds += sum(one.exposed(links.hidden_cost) for one in collectives)
     return seconds
 
 
-def covers_in_step(model: ModelNumbers, layer: LayerNumbers, setup: Setup, overlapped: bool) -> tuple[float, ...]:
+def covers_in_step(
+    model: ModelNumbers, layer: LayerNumbers, setup: Setup, links: Links, overlapped: bool
+) -> tuple[float, ...]:
     """Seconds of the computation that covers each collective of a layer in a micro-batch, also those of a recompute.
 
     Args:
         overlapped: whether the layer has farskip's wiring; otherwise every collective is awaited at once.
     """
-    covers = covers_of(model, layer, setup) if overlapped else (0.0,) * 4
+    covers = tuple(cover / links.speed for cover in covers_of(model, layer, setup)) if overlapped else (0.0,) * 4
     return (*covers, *covers[:2]) if setup.recompute else covers
 
 
 def covers_of(model: ModelNumbers, layer: LayerNumbers, setup: Setup) -> tuple[float, float, float, float]:
-    """Seconds of the computation that covers a layer's collectives under farskip.
+    """Seconds of the computation of an H200 that covers a layer's collectives under farskip.
 
     The order is dispatch and combine of the forward pass, then the gradients of combine and of dispatch. Dispatch lies
     under attention itself and its output projection, combine under the other projections and the shared experts.
@@ -196,8 +203,12 @@ def _gradients(model: ModelNumbers, setup: Setup, links: Links) -> float:
     return seconds
 
 
-def to_text(predictions: list[Prediction]) -> str:
-    """Formats a table with a line for each number of nodes and choice. Ratios are to the standard wiring."""
+def to_text(predictions: list[Prediction], assumed: str | None = None) -> str:
+    """Formats a table with a line for each number of nodes and choice. Ratios are to the standard wiring.
+
+    Args:
+        assumed: what the prediction assumes of the machine, as a sentence.
+    """
     from fcsd.markdown import table
 
     rows = []
@@ -210,11 +221,42 @@ def to_text(predictions: list[Prediction]) -> str:
             taken = f"{dedup}, {wire or 'bf16'}"
             rows.append([one.choice.name, taken, *sizes, *times, f"{one.of_bound:.0%}", f"{standard / one.step:.2f}x"])
     head = ["wiring", "taken", "nodes", "GPUs", "EP", "step, ms", "exposed, ms", "of bound", "speed-up"]
+    formats = dict.fromkeys(wire for one in predictions for wire in one.choice.wires if wire)
     lines = [
+        answer(predictions),
+        "",
         "Predicted, not measured: a training step without a teacher. `taken` is the level of deduplication and the",
         "format that expose the least time. The speed-up is over the standard wiring on the same nodes.",
+        f"On the wire: {bits_on_the_wire(formats)}, where bf16 has 16.",
+        *([assumed] if assumed else []),
     ]
     return "\n".join([*lines, "", table(head, rows, left=2)])
+
+
+def answer(predictions: list[Prediction]) -> str:
+    """Says on three lines whether converting pays: farskip is compared with the standard wiring that sends the same."""
+    names = list(dict.fromkeys(one.choice.name for one in predictions if one.choice.wiring == "farskip"))
+    speeds = {name: _speed_ups(predictions, name) for name in (names[0], names[-1])}
+    pays = max(max(found)[0] for found in speeds.values()) >= WORTH
+    said = [f"  {name} is {_between(found)} as fast as {_standard(name)}" for name, found in speeds.items()]
+    return "\n".join([f"Converting {'pays' if pays else f'gains less than {WORTH - 1:.0%}'}:", *said])
+
+
+def _speed_ups(predictions: list[Prediction], name: str) -> list[tuple[float, int]]:
+    """The speed of farskip's row of this name relative to the same row of the standard wiring, with its nodes."""
+    steps = {(one.choice.name, one.nodes): one.step for one in predictions}
+    return [(steps[_standard(name), nodes] / step, nodes) for (row, nodes), step in steps.items() if row == name]
+
+
+def _standard(name: str) -> str:
+    return name.replace("farskip", "standard")
+
+
+def _between(speeds: list[tuple[float, int]]) -> str:
+    """``1.05x (1 node) to 1.23x (8 nodes)``, or one speed if all are alike."""
+    slowest, fastest = min(speeds), max(speeds)
+    ends = [f"{speed:.2f}x ({nodes} node{'s' if nodes > 1 else ''})" for speed, nodes in (slowest, fastest)]
+    return f"{fastest[0]:.2f}x" if round(slowest[0], 2) == round(fastest[0], 2) else " to ".join(ends)
 
 
 def to_json(predictions: list[Prediction]) -> list[dict[str, Any]]:

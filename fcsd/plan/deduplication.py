@@ -42,7 +42,7 @@ def layer_options(
         sent: for each value of ``parallel.dedup`` that can be chosen the bytes of one dispatch or combine.
         overlapped: whether computation covers the layer's collectives.
     """
-    return options(sent, rows, links, covers_in_step(model, layer, setup, overlapped))
+    return options(sent, rows, links, covers_in_step(model, layer, setup, links, overlapped))
 
 
 def expected_options(model: ModelNumbers, setup: Setup, links: Links, parallel: config.Parallel) -> list[Option]:

@@ -14,6 +14,7 @@ from fcsd.errors import ConfigError
 from fcsd.parallel import process_settings
 from fcsd.parallel.tensor.division import Experts, TensorGroup
 from fcsd.parallel.tensor.layer import wire_tensor_parallel
+from fcsd.parallel.tensor.placements import read_orders
 from fcsd.parallel.tensor.reduce import WRONG_RESULTS, Kind, Reduction
 from fcsd.parallel.tensor.weights import load_tensor_parallel
 
@@ -25,7 +26,13 @@ if TYPE_CHECKING:
 
 
 def open_engine(
-    path: Path, world: "World", *, dtype: "torch.dtype", reduce: Kind = "nccl", experts: Experts = "sliced"
+    path: Path,
+    world: "World",
+    *,
+    dtype: "torch.dtype",
+    reduce: Kind = "nccl",
+    experts: Experts = "sliced",
+    placement: Path | None = None,
 ) -> "PreTrainedModel":
     """Load an original or converted checkpoint over all ranks of the default process group.
 
@@ -35,13 +42,15 @@ def open_engine(
         dtype: the dtype of the weights in memory.
         reduce: how the ranks reduce; one of the kinds that give right results.
         experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
+        placement: the ``placement.json`` of the run that trained the model. Each rank then holds the whole experts that
+            this run has placed there.
 
     Returns:
         A causal LM in eval mode: token ids ``[batch, seq]``, equal on all ranks, give logits ``[batch, seq, vocab]``.
 
     Raises:
-        BadInputError: the checkpoint cannot be loaded by tensor parallelism.
-        ConfigError: the number of ranks or the kind of reduction does not fit.
+        BadInputError: the checkpoint cannot be loaded by tensor parallelism, or ``placement`` is not such a file.
+        ConfigError: the number of ranks, the kind of reduction or the placement does not fit.
     """
     import torch.distributed as dist
 
@@ -52,7 +61,9 @@ def open_engine(
     if world.device.type == "cuda" and world.size > 1:
         process_settings.warn(os.environ)
     Reduction(ranks.group, reduce, 0)  # an unknown kind is refused before the weights are read
-    model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks, experts=experts)
+    orders = None if placement is None else read_orders(placement)
+    experts = experts if placement is None else "whole"
+    model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks, experts=experts, orders=orders)
     wire_tensor_parallel(model, wiring_of(model.config), ranks, reduce)
     return model
 

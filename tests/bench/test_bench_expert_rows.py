@@ -46,4 +46,4 @@ def test_rows_arrive_and_every_way_is_timed() -> None:
         assert list(timed["any expert"]["gloo"]) == ["bf16", "bf16, wire"] + [
             f"{text}, {way}" for text in FORMATS for way in ("steps", "fused", "wire")
         ]
-        assert expert_rows.to_text(timed, FORMATS).count("\n") == 6
+        assert expert_rows.to_text(timed, FORMATS).count("\n") == 7

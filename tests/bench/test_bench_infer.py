@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from fcsd.bench.infer import vllm_engine
+from fcsd.bench.infer import workload as timing
 from fcsd.bench.infer.table import table
 from fcsd.bench.infer.vllm_process import Answer
 from fcsd.bench.infer.workload import Workload
@@ -163,3 +164,13 @@ def test_a_failure_of_vllm_names_its_cause_and_leaves_what_was_measured(lines, t
     (row,) = json.loads((tmp_path / "out" / "infer.json").read_text())["rows"]
     assert row["wiring"] == "standard" and row["decode_ms"] > 0
     assert all(ended(engine["worker"]) for engine in lines("arguments"))
+
+
+def test_the_table_names_the_bits_of_quantised_kinds() -> None:
+    load = Workload("tiny-dense", reduce=("nccl", "quantised:int2:sr"))
+    times = {"prefill": [2.0], "decode": [1.0]}
+    rows = [timing.row(load, 2, 1, "standard", kind, times) for kind in load.kinds]
+    for one in rows:
+        timing.compare(one, rows)
+    assert table(rows).splitlines()[-1] == "on the wire: int2:sr 4 bits per value"
+    assert "on the wire" not in table(rows[:1])

@@ -15,12 +15,14 @@ from ranks import fcsd
 from torch import nn
 from typer.testing import CliRunner
 
+from fcsd.bench.infer import workload as infer
 from fcsd.bench.training import model, scaling
 from fcsd.bench.training.ceilings import Window, ceiling
 from fcsd.bench.training.table import headline
 from fcsd.bench.training.workload import FUSED, Workload, usual_variants
 from fcsd.cli import bench as cli
 from fcsd.cli.main import app
+from fcsd.config import load_recipe
 from fcsd.errors import ConfigError
 from fcsd.parallel import trace
 from fcsd.parallel.cost import expected_groups
@@ -89,7 +91,7 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
     settings = {"NCCL_MAX_CTAS": "8", "TORCH_NCCL_HIGH_PRIORITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    options = ["--rounds", 1, "--steps", 2, "--gpus", 2, "--dedup", "rank"]
+    options = ["--rounds", 1, "--steps", 2, "--gpus", 2, "--dedup", "rank", "--dedup", "off"]
     wires = ["--wire", "int8:g16", "--wire", "dispatch=int4:g32"]
     done = bench(*options, *wires, "--out", tmp_path, "--trace", "--json")
     assert done.returncode == 0, done.stderr
@@ -102,13 +104,17 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
     assert list(result["routers"]) == ["initialised", "uniform"]
     for found in result["routers"].values():
         wired = ["overlapped+int8:g16", "overlapped+dispatch=int4:g32"]
+        plain = ["overlapped+off", *(name.replace("+", "+off+") for name in wired)]
         same = {"difference": 0.0, "spread": 0.0, "equal": True}  # gloo's order
-        assert found["equality"] == dict.fromkeys(["overlapped", *wired], same)
+        assert found["equality"] == dict.fromkeys(["overlapped", *wired, *plain], same)
         assert set(found["rows"]) == {"off", "rank"} and found["rows"]["rank"][0] < found["rows"]["off"][0]
-        assert list(found["variants"]) == ["stock", "standard", "eager-sync", "overlapped", "comm-free", *wired]
+        usual = ["stock", "standard", "eager-sync", "overlapped", "comm-free"]
+        assert list(found["variants"]) == [*usual, *wired, *plain]
         sent = {name: times["sent_bytes"] for name, times in found["variants"].items()}
         assert sent["stock"] == sent["comm-free"] == 0  # stock does not count its bytes
         assert 0 < sent["overlapped+int8:g16"] < sent["overlapped+dispatch=int4:g32"] < sent["overlapped"]
+        assert sent["overlapped+off"] > sent["overlapped"], "a row for each expert, and not for each rank"
+        assert 0 < sent["overlapped+off+int8:g16"] < sent["overlapped+off+dispatch=int4:g32"] < sent["overlapped+off"]
         assert {len(times["step"]) for times in found["variants"].values()} == {2}
         calls = {(window["kind"], window["passes"], window["layer"]) for window in found["windows"]}
         kinds, passes = ("dispatch", "combine"), ("fwd", "bwd")
@@ -116,6 +122,7 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
         assert set(found["ceiling"]) == set(passes)
     printed = done.stderr
     assert printed.index("can be hidden in fwd") < printed.index("of bound")
+    assert "dispatch=int4:g32: dispatch int4 (5 bits a value)" in printed
 
 
 def test_some_variants_of_a_recomputed_pass_without_an_engine():
@@ -171,9 +178,17 @@ def test_what_it_does_not_know_is_refused(field, name):
         Workload(**given | {field: name if field == "shape" else (name,)})
 
 
-@pytest.mark.parametrize("dedup, message", [("twice", "unknown dedup 'twice'"), ("node", "--node-size")])
-def test_deduplication_that_it_cannot_do_is_refused(dedup, message):
-    result = CliRunner().invoke(app, ["bench", "train", "tiny", "--dedup", dedup])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["twice"], "unknown dedup 'twice'"),
+        (["node"], "--node-size"),
+        (["off", "--dedup", "node"], "--node-size"),
+        (["off", "--dedup", "rank", "--variants", "standard"], "a second --dedup needs a variant that overlaps"),
+    ],
+)
+def test_deduplication_that_it_cannot_do_is_refused(options, message):
+    result = CliRunner().invoke(app, ["bench", "train", "tiny", "--dedup", *options])
     assert result.exit_code == 2
     assert message in result.stderr
 
@@ -191,3 +206,45 @@ def test_the_script_of_all_cases_gives_commands_that_are_taken(tmp_path):
         load = Workload(given["shape"], given["layers"], 1, 1, variants=tuple(given["variants"].split(",")))
         assert (given["gpus"], given["trace"]) == (4, "slow_link" not in line) and load.overlapped[-1:] != ()
     assert len(said.splitlines()) == 7
+
+
+def test_the_script_of_wires_gives_commands_that_are_taken(tmp_path):
+    stand_in = tmp_path / "python3"
+    stand_in.write_text(
+        '#!/bin/sh\necho "$@"\n[ "$3" = distill ] || exit 0\ncp "$4" "$OUT"\n'
+        'run=$(sed -n "s/^output_dir: //p" "$4")\nmkdir -p "$run"\ntouch "$run/metrics.jsonl"\n'
+    )
+    stand_in.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([root / "scripts/h200_wires.sh", "4"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    commands = typer.main.get_group(cli.app).commands
+    modules = []
+    for line in done.stdout.splitlines():
+        words = line.split()
+        if words[:3] == ["-m", "fcsd", "bench"]:
+            given = commands[words[3]].make_context(words[3], words[4:]).params
+            if words[3] == "train":
+                load = Workload(
+                    given["shape"], 1, 1, 1, variants=tuple(given["variants"].split(",")), wires=tuple(given["wires"]),
+                    dedup=given["dedup"][0], more_dedups=tuple(given["dedup"][1:]),
+                )  # fmt: skip
+                assert {name.partition("+")[2] for name in load.changed} >= {"rank", "int8", "rank+int8"}
+            else:
+                kinds = tuple(given["reduce"].split(","))
+                assert "quantised:int2:sr" in infer.Workload(given["model"], reduce=kinds).kinds
+        elif "fcsd.bench." in line:
+            (module,) = [word for word in words if word.startswith("fcsd.bench.")]
+            modules.append(module.removeprefix("fcsd.bench."))
+            path = root / module.replace(".", "/")
+            text = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+            options = [word for word in words[words.index(module) :] if word.startswith("--")]
+            assert all(f'"{option}"' in text for option in options), line
+    assert modules == ["hierarchy", "hierarchy", "transports", "all_reduce", "random_checkpoint", "formats"]
+    for link in ("nvlink", "slow"):
+        assert (tmp_path / f"swaps_{link}.jsonl").exists()
+        recipe = load_recipe(str(tmp_path / f"{link}.yaml")).recipe
+        assert recipe.parallel.placement.every == 10 and recipe.objective.kl == 0
+    asked = subprocess.run([root / "scripts/h200_wires.sh", "4", "nothing"], env=environment, capture_output=True)
+    assert asked.returncode == 2

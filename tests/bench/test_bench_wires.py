@@ -57,20 +57,32 @@ def test_a_format_is_best_if_none_of_its_size_or_less_loses_less() -> None:
 
 def test_speeds_of_stored_collectives_stand_beside_those_of_the_paper() -> None:
     about = {"environment": {"gpus": [{"name": "NVIDIA H200"}]}, "world": 2}
-    times = {"bf16": {"bf16": [1.0, 0.9, 1.1]}, "two steps": {"int8": [2.0, 1.9, 2.1], "int4": [0.5, 0.4, 0.6]}}
-    speeds = bandwidths.of_all_reduce({**about, "ms": {"64 MiB": times}})
-    assert speeds == {"2 H200, in two steps, 64 MiB": {"int8": 0.5, "int4:g32": 2.0}}
-    assert re.search(
-        r"\| fcsd: 2 H200, in two steps, 64 MiB +\| 0.50 +\| - ", bandwidths.to_text(bandwidths.TABLE_9, speeds)
-    )
-    times = {"nccl": [1.0, 0.9, 1.1], "symmetric": [0.7, 0.6, 0.8], "quantised:int8": [2.0, 1.9, 2.1]}
-    assert bandwidths.of_one_kernel({**about, "ms": {"64 MiB": times}}) == {
-        "2 H200, in one kernel, 64 MiB": {"int8": 0.5}
+    timed = {
+        "nccl": [1.0, 0.9, 1.1],
+        "symmetric": [0.7, 0.6, 0.8],
+        "quantised:int8": [2.0, 1.9, 2.1],
+        "quantised:int2:sr": [4.0, 3.9, 4.1],
+        "quantised:int4": None,  # its result was wrong
+        "quantised:int8, one shot, 32 blocks": [0.1, 0.1, 0.1],
+        "quantised:int8 in steps": [5.0, 4.9, 5.1],
+        "quantised:int8 by nodes, in chunks": [0.5, 0.4, 0.6],
     }
-    sent = {"bf16": [3.0], "bf16, wire": [2.0], "int8, fused": [1.5], "int8, wire": [0.5], "int8, steps": [9.0]}
+    speeds = bandwidths.of_all_reduce({**about, "ms": {"64 MiB": timed, "0.25 MiB": {"nccl": [1.0]}}})
+    assert speeds == {
+        "2 H200, in one kernel, 64 MiB": {"int8": 0.5, "int2:g32:sr": 0.25},
+        "2 H200, in two steps, 64 MiB": {"int8": 0.2},
+        "2 H200, by nodes, in chunks, 64 MiB": {"int8": 2.0},
+    }
+    text = bandwidths.to_text(bandwidths.TABLE_9, speeds)
+    assert re.search(r"\| fcsd: 2 H200, in one kernel, 64 MiB +\| 0.50 +\| - .*\| 0.25 +\|\n", text)
+    (small,) = bandwidths.of_all_reduce({**about, "ms": {"0.25 MiB": timed}}).keys() & {
+        "2 H200, in one kernel, 256 KiB"
+    }
+    assert small
+    sent = {"bf16": [3.0], "bf16, wire": [2.0], "int4:g32, fused": [1.5], "int4:g32, wire": [0.5], "int8, steps": [9.0]}
     assert bandwidths.of_exchange({**about, "ms": {"any expert": {"NCCL": sent}}}) == {
-        "2 H200, any expert, NCCL": {"int8": 2.0},
-        "2 H200, any expert, NCCL, the exchange alone": {"int8": 4.0},
+        "2 H200, any expert, NCCL": {"int4:g32": 2.0},
+        "2 H200, any expert, NCCL, the exchange alone": {"int4:g32": 4.0},
     }
 
 

@@ -109,6 +109,8 @@ def test_swaps_change_no_result(tmp_path: Path, cases: dict[str, dict[str, Any]]
         assert not (fixed / FILE).exists() and "swaps" not in read_metrics(fixed)[0]
         before, *after = [line["swaps"] for line in read_metrics(swapped)]
         assert before == 0 and after[0] == after[1] > 0, name
+        before, *seconds = [line["swap_seconds"] for line in read_metrics(swapped)]
+        assert before == 0 and seconds[0] == seconds[1] > 0, name
         placed = json.loads((swapped / FILE).read_text())
         assert placed["swaps"] == after[1]
         layers = [list(chain(*by_rank)) for by_rank in placed["experts of each rank"].values()]

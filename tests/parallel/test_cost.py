@@ -103,11 +103,22 @@ def test_a_shorter_wire_pays_only_where_it_was_exposed() -> None:
     ("text", "said"),
     [
         ("{", "is not a machine file: Invalid JSON"),
-        ('{"gpus_per_node": 4}', "near: Field required"),
-        ('{"gpus_per_node": 0, "near": {"latency_us": 1, "gb_per_s": 1}}', "gpus_per_node: Input should be greater"),
-        ('{"gpus_per_node": 1, "near": {"latency_us": 1, "gb_per_s": 1}}', "a machine of one GPU has no link"),
-        ('{"gpus_per_node": 4, "near": {"latency_us": 1, "gb_per_s": 0}}', "near.gb_per_s: Input should be greater"),
-        ('{"gpus_per_node": 4, "near": {"latency_us": 1, "gb_per_s": 1}, "fra": {}}', "fra: Extra inputs"),
+        ("[]", "is not a machine file: Input should be an object"),
+        ('{"gpus_per_node": 4}', "'near' is missing"),
+        ('{"gpu_per_node": 4, "near": {"latency_us": 1, "gb_per_s": 1}}', "did you mean 'gpus_per_node'?"),
+        ('{"gpus_per_node": 4, "near": {"latency_us": 1, "gbps": 1}}', "'near.gbps'; did you mean 'near.gb_per_s'?"),
+        (
+            '{"gpus_per_node": 4, "near": {"latency_us": 1, "gb_per_s": "1 GB"}}',
+            "near.gb_per_s: should be a valid number",
+        ),
+        ('{"gpus_per_node": 0, "near": {"latency_us": 1, "gb_per_s": 1}}', "gpus_per_node: should be greater than 0"),
+        ('{"gpus_per_node": 1, "near": {"latency_us": 1, "gb_per_s": 1}}', "file: a machine of one GPU has no link"),
+        ('{"gpus_per_node": 4, "near": {"latency_us": 1, "gb_per_s": 0}}', "near.gb_per_s: should be greater than 0"),
+        (
+            '{"gpus_per_node": 4, "near": {"latency_us": 1, "gb_per_s": 1}, "fra": {}}',
+            "unknown key 'fra'; did you mean 'far'?",
+        ),
+        ('{"gpus_per_node": 4, "near": {"latency_us": 1, "gb_per_s": 1}, "fixed_us": {"rnak": 1}}', "'rank'"),
     ],
 )
 def test_a_damaged_machine_file_is_refused_in_one_line(text: str, said: str, tmp_path: Path) -> None:
@@ -125,3 +136,9 @@ def test_a_machine_file_by_hand(tmp_path: Path) -> None:
     path.write_text(json.dumps({"gpus_per_node": 8, "near": {"latency_us": 80, "gb_per_s": 360}}))
     links = read_machine(path).links
     assert links.near.seconds(360e6) == pytest.approx(80e-6 + 1e-3) and links.far is None and links.per_node == 8
+    assert links.speed == 1 and read_machine(path).assumed is None, "an H200 if nothing else is said"
+    other = {"gpus_per_node": 8, "near": {"latency_us": 80, "gb_per_s": 240}, "gpu": "NVIDIA A100"}
+    path.write_text(json.dumps(other))
+    assert "no peak_tflops of NVIDIA A100" in (read_machine(path).assumed or "")
+    path.write_text(json.dumps({**other, "peak_tflops": 312}))
+    assert read_machine(path).links.speed == pytest.approx(312 / 989) and read_machine(path).assumed is None

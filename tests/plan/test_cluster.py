@@ -13,7 +13,7 @@ from fcsd.config import Parallel
 from fcsd.errors import ConfigError
 from fcsd.parallel.cost import Line, Links, Rows, expected_bytes, fit
 from fcsd.parallel.machine import read_machine
-from fcsd.plan.cluster import Choice, covers_of, draw, predict, predicted, to_text
+from fcsd.plan.cluster import NODES, Choice, covers_of, draw, predict, predicted, to_text
 from fcsd.plan.deduplication import expected_options
 from fcsd.plan.deduplication import to_text as options_to_text
 from fcsd.plan.setup import Setup
@@ -143,8 +143,27 @@ def test_farskip_dedup_and_a_short_wire_never_lose_and_win_between_nodes(cluster
     assert int8.near == bf16.near and int8.far < bf16.far, "rows inside of a node are sent as they are"
     assert by_nodes[2]["standard + dedup"].taken == ("node", None)
     assert by_nodes[128]["standard"].ep_size == 64 and by_nodes[2]["standard"].ep_size == 8
-    lines = to_text(told).splitlines()
-    assert len(lines) == 3 + 2 + 8 * 6 and lines[0].startswith("Predicted, not measured")
+    lines = to_text(told, "An assumption.").splitlines()
+    assert lines[0] == "Converting pays:" and lines[4].startswith("Predicted, not measured")
+    # Converting is compared with the standard wiring that sends the same: deduplication and wires are no gain of it.
+    steps = {(one.choice.name, one.nodes): one.step for one in told}
+    rest = " + dedup + int8"
+    speeds = [steps[f"standard{rest}", nodes] / steps[f"farskip{rest}", nodes] for nodes in NODES]
+    assert f"is {min(speeds):.2f}x (" in lines[2] and f" to {max(speeds):.2f}x (" in lines[2]
+    assert lines[6:8] == ["On the wire: int8 8.25 bits per value, where bf16 has 16.", "An assumption."]
+    assert len(lines) == 9 + 2 + 8 * 6
+
+
+def test_slower_gpus_hide_more_and_a_fast_link_leaves_nothing_to_gain(cluster: Links) -> None:
+    model = meta("deepseek-v2-lite", 8).numbers
+    setup = replace(from_file("train_v2lite_copies_4xh200").setup, ep_size=8)
+    fast, slow = (predicted(model, setup, replace(cluster, speed=speed), FARSKIP, 2) for speed in (1.0, 0.25))
+    assert slow.computation > 3 * fast.computation and slow.exposed < fast.exposed
+    told = predict(model, setup, Links(4, Line(0.0, 1e-13), None, 0.0, 4.26e12, 0.54))
+    assert to_text(told).splitlines()[:2] == [
+        "Converting gains less than 2%:",
+        "  farskip is 1.00x as fast as standard",
+    ]
 
 
 def test_the_plan_says_which_deduplication_is_chosen_and_why(cluster: Links) -> None:

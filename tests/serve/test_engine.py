@@ -243,6 +243,7 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> N
         (["eval", "{model}", "--backend", "own", "--ep-size", "2"], "--ep-size is for --backend hf"),
         (["chat", "{model}", "--gpus", "1", "--reduce", "none"], "give wrong results"),
         (["chat", "{model}", "--reduce", "none"], "add --gpus"),
+        (["chat", "{model}", "--placement", "placement.json"], "add --gpus"),
         (["chat", "{model}", "--gpus", "1", "--device", "cpu"], "leave it out with --gpus"),
         (["bench", "infer", "tiny-dense", "--wirings", "standard,sideways"], "unknown wiring 'sideways'"),
         (["bench", "infer", "tiny-dense", "--engine", "vllm", "--compile"], "--compile is for --engine own"),

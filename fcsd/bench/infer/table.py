@@ -3,13 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+from fcsd.kernels.bit_split.format import bits_on_the_wire
+
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A line for each row. A bound, whose results are wrong, is marked; what did not fit into memory says OOM."""
-    head = f"{'tp':>3s} {'batch':>5s} {'wiring':12s} {'reduce':16s} {'prefill ms':>11s} {'x std':>6s} {'of bound':>8s}"
-    lines = [f"{head} {'decode ms':>10s} {'x std':>6s} {'of bound':>8s} {'tokens/s':>10s} {'drift':>6s}"]
+    wide = max([16, *(len(row["reduce"]) for row in rows)])
+    head = f"{'tp':>3s} {'batch':>5s} {'wiring':12s} {'reduce':{wide}s} {'prefill ms':>11s} {'x std':>6s}"
+    decode = f"{'decode ms':>10s} {'x std':>6s} {'of bound':>8s} {'tokens/s':>10s} {'drift':>6s}"
+    lines = [f"{head} {'of bound':>8s} {decode}"]
     for row in rows:
-        line = f"{row['tp']:3d} {row['batch']:5d} {row['wiring']:12s} {row['reduce']:16s}"
+        line = f"{row['tp']:3d} {row['batch']:5d} {row['wiring']:12s} {row['reduce']:{wide}s}"
         if row["out_of_memory"]:
             lines.append(f"{line} {'OOM':>11s} {'-':>6s} {'-':>8s} {'OOM':>10s}")
             continue
@@ -20,7 +24,9 @@ def table(rows: list[dict[str, Any]]) -> str:
             line += f" {'-':>8s}" if bound is None or not row["exact"] else f" {bound:8.1%}"
         line += f" {row['tokens_per_s']:10.1f} {row['drift']:6.3f}"
         lines.append(line if row["exact"] else f"{line}  bound: wrong results")
-    return "\n".join(lines)
+    kinds = [row["reduce"] for row in rows if row["reduce"].startswith("quantised:")]
+    formats = dict.fromkeys(kind.removeprefix("quantised:") for kind in kinds)
+    return "\n".join([*lines, f"on the wire: {bits_on_the_wire(formats)}"] if formats else lines)
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:

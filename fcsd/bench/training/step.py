@@ -8,7 +8,8 @@ the same weights. Before the variants are timed, the benchmark does three things
   Rows are not deduplicated in this measurement.
 - It counts and prints the rows that dispatch sends with and without deduplication.
 - It compares the loss and the gradients of each overlapped variant with those of the same computation under the
-  eager-sync schedule. Fused variants are compared with fused ones, and variants on a quantised wire with the same wire.
+  eager-sync schedule. Fused variants are compared with fused ones, and variants on a quantised wire or with another
+  deduplication with the same.
 """
 
 import json
@@ -64,7 +65,7 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     world = join_world()
     if world.device.type != "cuda" and any(COPIES in name for name in load.variants):
         raise ConfigError("only GPUs copy rows into each other's memory", hint="leave out the variants named copies")
-    dispatcher = dispatcher_of(load.dedup, world.size, load.node_size)
+    dispatchers = {dedup: dispatcher_of(dedup, world.size, load.node_size) for dedup in (load.dedup, *load.more_dedups)}
     config = SHAPES[load.shape](load.layers)
     quantisers = {formats: Quantiser(WireFormats.parse(formats)) for formats in load.wires}
     for quantiser in quantisers.values():
@@ -74,10 +75,12 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
     generator = torch.Generator().manual_seed(world.rank)
     ids = torch.randint(0, model.config.vocab_size, (load.micro_batch, load.seq), generator=generator).to(world.device)
     traffic = Traffic()
-    choices = variants(model, load, dispatcher, traffic)
-    for name, (base, formats) in load.wired.items():
-        choices[name] = partial(choices[base], quantiser=quantisers[formats])
-        choices[eager_name(name)] = partial(choices[eager_name(base)], quantiser=quantisers[formats])
+    choices = variants(model, load, dispatchers[load.dedup], traffic)
+    for name, (base, dedup, formats) in load.changed.items():
+        changes: dict[str, Any] = {} if dedup is None else {"dispatcher": dispatchers[dedup]}
+        changes |= {} if formats is None else {"quantiser": quantisers[formats]}
+        choices[name] = partial(choices[base], **changes)
+        choices[eager_name(name)] = partial(choices[eager_name(base)], **changes)
     result: dict[str, Any] = {"workload": asdict(load), "world": world.size, "environment": snapshot(), "routers": {}}
     for router in load.routers:
         _say(world, f"\n{router} router, {time.monotonic() - begun:.0f} s after the start")
@@ -118,15 +121,17 @@ def _under_one_router(
     _say(world, row_counts.to_text(rows))
 
     equality = {}
-    for name in (*load.overlapped, *load.wired):
+    for name in (*load.overlapped, *load.changed):
         equality[name] = _held(engine, ids, choices[eager_name(name)], choices[name], world)
     for name, held in equality.items():
         own = f"eager-sync against itself: {held['spread']:.2e}"
         _say(world, f"{name} against eager-sync: {held['difference']:.2e} relative; {own}")
 
-    timed = {name: choices[name] for name in (*load.variants, *load.wired)}
+    timed = {name: choices[name] for name in (*load.variants, *load.changed)}
     measured = _time(engine, ids, timed, traffic, load, world)
     _say(world, table(measured))
+    for formats in load.wires:
+        _say(world, f"{formats}: {WireFormats.parse(formats)}")
     return {
         "rows": rows,
         "windows": [asdict(window) for window in windows],

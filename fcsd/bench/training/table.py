@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from fcsd.bench.training.workload import BOUND, FUSED, STOCK
+from fcsd.bench.training.workload import BOUND, FUSED, STANDARD, STOCK
 from fcsd.parallel import trace
 
 
@@ -23,22 +23,23 @@ def headline(traces: list[trace.Trace], ceiling: dict[str, tuple[float, float]])
 def table(measured: dict[str, dict[str, Any]]) -> str:
     """Formats a line for each variant: median times ± half the distance between the quartiles, and its relative speed.
 
-    The speed is given relative to stock and relative to the variant's bound, which sends nothing and rounds nothing.
-    The bytes are those that rank 0 sends to others in a step.
+    The speed is given relative to stock, relative to the standard wiring, and relative to the variant's bound, which
+    sends nothing and rounds nothing. The bytes are those that rank 0 sends to others in a step.
     """
     steps = {name: statistics.median(found["step"]) for name, found in measured.items()}
     width = max(16, *map(len, measured))
-    titles = f"{'fwd+bwd ms':>18s} {'step ms':>18s} {'x stock':>8s} {'of bound':>9s} {'peak GiB':>9s} {'sent MiB':>9s}"
-    lines = [f"{'':{width}s} {titles}"]
+    titles = f"{'fwd+bwd ms':>18s} {'step ms':>18s} {'x stock':>8s} {'x std':>8s} {'of bound':>9s}"
+    lines = [f"{'':{width}s} {titles} {'peak GiB':>9s} {'sent MiB':>9s}"]
     for name, found in measured.items():
         columns = [
             f"{statistics.median(found[k]):9.1f} ± {_spread(found[k]):6.1f}" for k in ("forward_backward", "step")
         ]
-        faster = f"{steps[STOCK] / steps[name]:8.3f}" if STOCK in steps else f"{'-':>8s}"
-        fastest = BOUND + FUSED if name.partition("+")[0].endswith(FUSED) else BOUND
-        bound = f"{steps[fastest] / steps[name]:9.1%}" if fastest in steps else f"{'-':>9s}"
+        fused = FUSED if name.partition("+")[0].endswith(FUSED) else ""
+        others = (STOCK, STANDARD + fused)
+        ratios = [f"{steps[of] / steps[name]:8.3f}" if of in steps else f"{'-':>8s}" for of in others]
+        bound = f"{steps[BOUND + fused] / steps[name]:9.1%}" if BOUND + fused in steps else f"{'-':>9s}"
         sent = f"{found['sent_bytes'] / 2**20:9.1f}" if found["sent_bytes"] else f"{'-':>9s}"
-        times = f"{columns[0]:>18s} {columns[1]:>18s} {faster} {bound}"
+        times = f"{columns[0]:>18s} {columns[1]:>18s} {' '.join(ratios)} {bound}"
         lines.append(f"{name:{width}s} {times} {found['peak_gib']:9.1f} {sent}")
     return "\n".join(lines)
 

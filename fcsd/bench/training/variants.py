@@ -34,8 +34,8 @@ Choices = dict[str, Callable[..., Any]]  # name of a variant -> function that wi
 
 def eager_name(name: str) -> str:
     """The name of the eager-sync variant that computes the same as an overlapped one."""
-    base, plus, formats = name.partition("+")
-    return EAGER + (FUSED if base.endswith(FUSED) else "") + plus + formats
+    base, plus, changes = name.partition("+")
+    return EAGER + (FUSED if base.endswith(FUSED) else "") + plus + changes
 
 
 def variants(

@@ -1,7 +1,8 @@
 """The workload of the training-step benchmark, whose values are checked before any process starts."""
 
+import itertools
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.parallel.cost import Dedup
@@ -23,6 +24,14 @@ FUSED = "-fused"  # suffix of the variants that run one kernel for each norm and
 VARIANTS = (STOCK, *OURS, *(name + FUSED for name in OURS))
 ROUTERS = ("initialised", "uniform")
 DEDUPS: tuple[Dedup, ...] = get_args(Dedup)
+
+
+class Changed(NamedTuple):
+    """An overlapped variant with another deduplication, on a quantised wire, or both; None changes nothing."""
+
+    base: str
+    dedup: Dedup | None
+    wire: str | None
 
 
 def usual_variants() -> tuple[str, ...]:
@@ -56,10 +65,12 @@ class Workload:
             host are imitations of real ones.
         wires: formats of the wire, as ``WireFormats.parse`` reads them. Each overlapped variant is also timed with each
             of them.
+        more_dedups: other values of ``dedup``. Each overlapped variant is also timed with each of them, alone and with
+            each of ``wires``.
 
     Raises:
         ConfigError: the shape, a router, a variant, a format or ``dedup`` is unknown; ``node`` comes without a node
-            size; or there is no variant for the formats.
+            size; or there is no variant for the formats or for ``more_dedups``.
     """
 
     shape: str
@@ -75,6 +86,7 @@ class Workload:
     dedup: Dedup = "off"
     node_size: int | None = None
     wires: tuple[str, ...] = ()
+    more_dedups: tuple[Dedup, ...] = ()
 
     def __post_init__(self) -> None:
         from fcsd.bench.shapes import SHAPES
@@ -83,22 +95,29 @@ class Workload:
             ("shape", (self.shape,), tuple(SHAPES)),
             ("router", self.routers, ROUTERS),
             ("variant", self.variants, VARIANTS),
-            ("dedup", (self.dedup,), DEDUPS),
+            ("dedup", (self.dedup, *self.more_dedups), DEDUPS),
         ):
             for name in given:
                 if name not in known:
                     raise unknown_value(what, name, known)
-        if self.dedup == "node" and self.node_size is None:
+        if "node" in (self.dedup, *self.more_dedups) and self.node_size is None:
             raise ConfigError("dedup node needs the number of ranks of a node", hint="--node-size")
         for wire in self.wires:
             WireFormats.parse(wire)
         if self.wires and not self.overlapped:
             raise ConfigError("--wire needs a variant that overlaps", hint="--variants overlapped,...")
+        if self.more_dedups and not self.overlapped:
+            raise ConfigError("a second --dedup needs a variant that overlaps", hint="--variants overlapped,...")
 
     @property
-    def wired(self) -> dict[str, tuple[str, str]]:
-        """The variants on a quantised wire: name -> the overlapped variant without it, and the formats."""
-        return {f"{name}+{wire}": (name, wire) for wire in self.wires for name in self.overlapped}
+    def changed(self) -> dict[str, Changed]:
+        """The overlapped variants with ``more_dedups`` and ``wires``: ``overlapped-fused+rank+int8``, for example."""
+        found = {}
+        for dedup, wire in itertools.product((None, *self.more_dedups), (None, *self.wires)):
+            if dedup or wire:
+                for name in self.overlapped:
+                    found["+".join(filter(None, (name, dedup, wire)))] = Changed(name, dedup, wire)
+        return found
 
     @property
     def fused(self) -> bool:

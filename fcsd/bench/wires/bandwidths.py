@@ -9,6 +9,7 @@ from typing import Any
 
 from fcsd import markdown
 from fcsd.bench.wires.formats import studied
+from fcsd.kernels.bit_split import Format
 
 # The formats of the paper's tables 9 and 10, and its bandwidths in GB/s: of NCCL in bf16, then in these formats.
 SENT = ("int8", "int6", "int5", "int4:g32", "int3:g32", "int2:g32:sr")
@@ -25,8 +26,14 @@ TABLE_10 = {
     "H800": (169.76, 230.51, 276.82, 300.20, 341.87, 290.50, 259.61),
     "H20": (349.34, 323.52, 276.73, 289.06, 339.00, 290.33, 249.53),
 }
-# The names by which ``Format.parse`` knows the formats, as the benchmarks write them.
-_SHORT = {"int4:g32": "int4", "int3:g32": "int3"}
+# What follows ``quantised:FORMAT`` in the names of what ``fcsd.bench.all_reduce`` times -> how the table names it.
+WAYS = {
+    "": "in one kernel",
+    "in steps": "in two steps",
+    "in steps, in chunks": "in two steps, in chunks",
+    "by nodes": "by nodes",
+    "by nodes, in chunks": "by nodes, in chunks",
+}
 
 Speeds = Mapping[str, Mapping[str, float]]  # what was measured -> format of ``SENT`` -> times as fast as bf16
 
@@ -52,28 +59,27 @@ def to_text(paper: Mapping[str, tuple[float, ...]], measured: Speeds) -> str:
 
 
 def of_all_reduce(record: Mapping[str, Any]) -> Speeds:
-    """The speeds of the all-reduce in two steps over NCCL's in bf16, in a result of an older ``fcsd.bench.all_reduce``.
+    """The speeds in a result of ``fcsd.bench.all_reduce``: of ``quantised`` in each of ``WAYS`` over NCCL's in bf16.
 
-    Today's program names the times by kinds of reduction; ``of_one_kernel`` reads these.
+    With ``--plain`` only the kernel was timed. A way whose result was wrong was not timed.
     """
-    gpus = _gpus(record)
-    return {
-        f"{gpus}, in two steps, {size}": _speeds(
-            times["bf16"]["bf16"], {_short(f): times["two steps"].get(_short(f)) for f in SENT}
-        )
-        for size, times in record["ms"].items()
-    }
+    found = {}
+    for way, name in WAYS.items():
+        for size, times in record["ms"].items():
+            taken = _of_way(times, way)
+            if taken and times["nccl"] is not None:
+                found[f"{_gpus(record)}, {name}, {_size(size)}"] = _speeds(times["nccl"], taken)
+    return found
 
 
-def of_one_kernel(record: Mapping[str, Any]) -> Speeds:
-    """The speeds in a result of ``fcsd.bench.all_reduce --formats``: of ``quantised`` over NCCL's in bf16."""
-    gpus = _gpus(record)
-    return {
-        f"{gpus}, in one kernel, {size}": _speeds(
-            times["nccl"], {_short(f): times.get(f"quantised:{_short(f)}") for f in SENT}
-        )
-        for size, times in record["ms"].items()
-    }
+def _of_way(times: Mapping[str, list[float] | None], way: str) -> dict[str, list[float]]:
+    """The times of one of ``WAYS`` by format."""
+    found = {}
+    for key, taken in times.items():
+        kind, _, rest = key.partition(" ")
+        if kind.startswith("quantised:") and rest == way and taken is not None:
+            found[_format(kind.removeprefix("quantised:"))] = taken
+    return found
 
 
 def of_exchange(record: Mapping[str, Any]) -> Speeds:
@@ -87,17 +93,29 @@ def of_exchange(record: Mapping[str, Any]) -> Speeds:
         for transport, times in transports.items():
             for part, plain in (("fused", "bf16"), ("wire", "bf16, wire")):
                 name = f"{gpus}, {experts}, {transport}" + (", the exchange alone" if part == "wire" else "")
-                found[name] = _speeds(times[plain], {_short(f): times.get(f"{_short(f)}, {part}") for f in SENT})
+                taken = {
+                    _format(key.removesuffix(f", {part}")): time
+                    for key, time in times.items()
+                    if key.endswith(f", {part}") and key != plain
+                }
+                found[name] = _speeds(times[plain], taken)
     return found
 
 
-def _short(format: str) -> str:
-    return _SHORT.get(format, format)
+def _format(name: str) -> str:
+    """The shortest name of a format, which is the same for ``int4`` and ``int4:g32``."""
+    return str(Format.parse(name))
 
 
-def _speeds(plain: list[float], times: Mapping[str, list[float] | None]) -> dict[str, float]:
+def _size(mib: str) -> str:
+    """``16 KiB`` for ``0.015625 MiB``; sizes of at least one MiB stay as they are."""
+    number = float(mib.removesuffix(" MiB"))
+    return mib if number >= 1 else f"{1024 * number:g} KiB"
+
+
+def _speeds(plain: list[float], times: Mapping[str, list[float]]) -> dict[str, float]:
     """Times as fast as bf16, by the medians, which are the first of the stored numbers."""
-    return {f: plain[0] / taken[0] for f in SENT if (taken := times.get(_short(f))) is not None}
+    return {format: plain[0] / times[_format(format)][0] for format in SENT if _format(format) in times}
 
 
 def _gpus(record: Mapping[str, Any]) -> str:

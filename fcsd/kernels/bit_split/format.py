@@ -1,6 +1,7 @@
 """Defines a wire format: its name, its options, and the number of bytes that a row takes in it."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -160,6 +161,15 @@ class Format:
         sizes += [number, number, 4 * groups * self.spikes, 2 * number * self.spikes]
         starts = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
         return Layout(tuple(starts[:-5]), *starts[-5:], bytes=-(-starts[-1] // 16) * 16)
+
+
+def bits_on_the_wire(names: Iterable[str]) -> str:
+    """What the formats with these names send, for the reader of a table: ``int8 8.25, int4 5 bits per value``.
+
+    Raises:
+        ConfigError: a name is not a format.
+    """
+    return ", ".join(f"{name} {Format.parse(name).bits_per_value:g}" for name in names) + " bits per value"
 
 
 def _paper_group(bits: int) -> int:

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from fcsd.models.archs import Arch
 from fcsd.models.build import decoder_layers
-from fcsd.parallel.tensor.division import Division, Experts, TensorGroup
+from fcsd.parallel.expert.placement import Placement
+from fcsd.parallel.tensor.division import Division, TensorGroup
 
 
 class DividedEmbedding(nn.Embedding):
@@ -73,7 +74,7 @@ def _split_norm_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def replace_modules(
-    model: PreTrainedModel, arch: Arch, division: Division, ranks: TensorGroup, experts: Experts, vocabulary: int
+    model: PreTrainedModel, arch: Arch, division: Division, ranks: TensorGroup, vocabulary: int
 ) -> None:
     """Let the modules of a model with narrowed weights compute with the other ranks.
 
@@ -97,22 +98,24 @@ def replace_modules(
             norm: Any = layer.get_submodule(path)
             norm.ranks, norm.epsilon = ranks, getattr(norm, arch.norm_epsilon)
             norm.__class__ = _split_norm_class(type(norm))
-        mlp: Any = layer.get_submodule(arch.blocks.mlp)
-        if experts == "whole" and hasattr(mlp, "experts"):
-            _keep_own_experts(mlp, arch, ranks)
 
 
-def _keep_own_experts(mlp: Any, arch: Arch, ranks: TensorGroup) -> None:
-    """Let a MoE block compute this rank's experts only; the router still chooses among all experts."""
-    count = mlp.experts.gate_up_proj.shape[0]
+def keep_own_experts(mlp: Any, arch: Arch, ranks: TensorGroup, placement: Placement) -> None:
+    """Let a MoE block compute this rank's experts only; the router still chooses among all experts.
+
+    Args:
+        placement: which rank holds which experts.
+    """
+    count = placement.slots
     first = ranks.rank * count
     mlp.experts.num_experts = count
 
     def of_own(module: nn.Module, inputs: Any, output: Any) -> Any:
         if arch.blocks.prescaled:
             scores, logits = output  # [tokens, experts]; zero for experts that were not chosen
-            return scores[:, first : first + count], logits
+            return placement.by_position(scores.T).T[:, first : first + count], logits
         logits, weights, chosen = output
+        chosen = placement.positions(chosen)
         elsewhere = (chosen < first) | (chosen >= first + count)
         # transformers' experts skip the number that follows the last expert's.
         return logits, weights.masked_fill(elsewhere, 0), (chosen - first).masked_fill(elsewhere, count)

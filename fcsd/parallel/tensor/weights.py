@@ -34,7 +34,8 @@ from fcsd.parallel.tensor.division import (
     own_part,
     own_range,
 )
-from fcsd.parallel.tensor.modules import replace_modules
+from fcsd.parallel.tensor.modules import keep_own_experts, replace_modules
+from fcsd.parallel.tensor.placements import Orders, placements_of
 from fcsd.parallel.weights.loading import empty_model, give_memory, verified_layout
 from fcsd.parallel.weights.random_init import drawn
 from fcsd.parallel.weights.tensor_map import state
@@ -67,6 +68,7 @@ class _DividedModel:
         dtype: the dtype of the weights in memory.
         ranks: the ranks that divide the model.
         experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
+        orders: for whole experts, their order over the ranks in each MoE block; None for the order of numbers.
 
     Attributes:
         model: the model, in eval mode. Its parts compute this rank's partial sums, which nothing reduces until
@@ -77,7 +79,14 @@ class _DividedModel:
         ConfigError: the ranks cannot divide the model evenly.
     """
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, ranks: TensorGroup, experts: Experts) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        ranks: TensorGroup,
+        experts: Experts,
+        orders: Orders | None = None,
+    ) -> None:
         arch = arch_of(config)
         text = config.get_text_config()
         check_degree(text, ranks.degree)
@@ -85,13 +94,19 @@ class _DividedModel:
         if experts == "whole" and count % ranks.degree:
             raise ConfigError(f"{ranks.degree} ranks cannot share {count} experts evenly", hint="use sliced experts")
         self.ranks, self.experts = ranks, experts
-        self._per_rank, self._kv_heads = count // ranks.degree, text.num_key_value_heads
+        self._kv_heads = text.num_key_value_heads
         division = division_of(arch)
         self.model = empty_model(config, dtype)
         unwire_layers(decoder_layers(self.model))
         self._shares = _shares(self.model, ARCHS[arch.model_type].classes["AutoModelForCausalLM"][1])
+        if experts == "whole":
+            blocks = {block: count for block in dict.fromkeys(map(_block, state(self.model))) if block is not None}
+            self._placements = placements_of((orders or {}) if ranks.degree > 1 else {}, blocks, ranks.degree)
         vocabulary = self._narrow()
-        replace_modules(self.model, arch, division, ranks, experts, vocabulary)
+        replace_modules(self.model, arch, division, ranks, vocabulary)
+        if experts == "whole" and ranks.degree > 1:
+            for path, placement in self._placements.items():
+                keep_own_experts(self.model.get_submodule(path), arch, ranks, placement)
 
     def _narrow(self) -> int:
         """Narrow every parameter on the meta device, and return the number of rows of the whole vocabulary."""
@@ -109,8 +124,12 @@ class _DividedModel:
         return vocabulary
 
     def _own(self, whole: Tensor, name: str) -> Tensor:
-        if self.experts == "whole" and expert_tensor(name):
-            return whole.narrow(0, self.ranks.rank * self._per_rank, self._per_rank)
+        if self.experts == "whole" and (block := _block(name)) is not None:
+            placement = self._placements[block]
+            first, count = self.ranks.rank * placement.slots, placement.slots
+            if placement.order is None:
+                return whole.narrow(0, first, count)
+            return whole[torch.tensor(placement.order[first : first + count], device=whole.device)]
         return own_part(whole, self._shares[name], self.ranks, self._kv_heads)
 
     @torch.no_grad()
@@ -160,10 +179,11 @@ class _DividedModel:
         share = self._shares[source.name]
         if source.expert is not None:
             share, local = of_one_expert(share), source.expert
-            if self.experts == "whole":
-                local -= self.ranks.rank * self._per_rank
-                if not 0 <= local < self._per_rank:
+            if self.experts == "whole" and (block := _block(source.name)) is not None:
+                placement = self._placements[block]
+                if placement.rank(local) != self.ranks.rank:
                     return None
+                local = placement.slot(local)
             target = target[local]
         if source.block is not None and isinstance(share, Cut):
             target = target.chunk(share.packed, share.dim)[source.block]
@@ -207,6 +227,7 @@ def load_tensor_parallel(
     device: torch.device | str,
     ranks: TensorGroup,
     experts: Experts = "sliced",
+    orders: Orders | None = None,
     config: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
     """Load an original or converted checkpoint directory; this rank holds only its own part.
@@ -217,6 +238,8 @@ def load_tensor_parallel(
         device: the device of this rank.
         ranks: the ranks that divide the model.
         experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
+        orders: for whole experts, their order over the ranks, from ``placements.read_orders``; None for that of
+            their numbers.
         config: used in place of the config of the directory.
 
     Returns:
@@ -225,13 +248,13 @@ def load_tensor_parallel(
     Raises:
         BadInputError: the architecture is not supported, the checkpoint is quantised, or its tensors do not match its
             config. In all these cases nothing but headers has been read.
-        ConfigError: the ranks cannot divide the model evenly.
+        ConfigError: the ranks cannot divide the model evenly, or ``orders`` are those of another model.
     """
     path = Path(path)
     layout = verified_layout(path, "tensor parallelism")
     register()
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
-    divided = _DividedModel(config, dtype, ranks, experts)
+    divided = _DividedModel(config, dtype, ranks, experts, orders)
     divided.fill(layout, torch.device(device))
     if (path / "generation_config.json").is_file():
         divided.model.generation_config = GenerationConfig.from_pretrained(path)
@@ -260,6 +283,11 @@ def random_tensor_parallel(
     divided = _DividedModel(config, dtype, ranks, experts)
     divided.draw(config, dtype, torch.device(device), seed)
     return divided.model
+
+
+def _block(name: str) -> str | None:
+    """The path of the MoE block to which a tensor of experts belongs; None for other tensors."""
+    return name.rpartition(".experts.")[0] if expert_tensor(name) else None
 
 
 def _shares(model: PreTrainedModel, decoder: str) -> dict[str, Share]:

@@ -249,6 +249,23 @@ def test_more_roundings_cost_little(ranks: list[dict[str, Any]]) -> None:
     assert max(ratio for rank in ranks for ratio in rank["bf16"]) < 1.5
 
 
+def wrong_on_eight(rank: int) -> list[str]:
+    """Levels in which the results of eight ranks differ from the computation with no row moved."""
+    name, block, tokens = list(blocks(rank))[2]
+    expected, problems = taken(block, None, None, torch.float64, tokens), []
+    for levels in (two_levels(8, 4), Levels((2, 2, 2))):
+        for mode in ("off", "on"):
+            found = taken(block, hierarchical(levels), Wire(mode=mode), torch.float64, tokens)
+            if distance(found, expected) > 1e-12:
+                problems.append(f"{name}, {levels}, {mode}: {distance(found, expected)}")
+    return problems
+
+
+@pytest.mark.nightly
+def test_eight_ranks_have_up_to_three_levels() -> None:
+    assert [problem for problems in in_group(8, wrong_on_eight) for problem in problems] == []
+
+
 def test_one_expert_a_token_needs_no_deduplication() -> None:
     block = Block(Placement(4, 1), None, 0, True, torch.eye(4), torch.ones(4), top_k=1)
     one = hierarchical(one_level(4))(block, 0, torch.randn(1, 2, 4), Wire(mode="off"))

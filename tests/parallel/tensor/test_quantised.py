@@ -151,6 +151,27 @@ def test_bytes_across_the_bridge_between_two_nodes_of_two_ranks(ranks: list[dict
         assert ranks[0]["sent"][number] + ranks[1]["sent"][number] == expected * volume
 
 
+def _wrong_on_eight(rank: int) -> list[str]:
+    """The cases in which eight ranks, alone and as nodes of four and of two, get other bits than the reference."""
+    problems = []
+    for format, shape, dtype, *_ in CASES[2:5]:
+        for node_size, chunks in ((None, 1), (4, 1), (2, 3)):
+            group = dist.group.WORLD
+            topology = quantised.Topology(group, chunks=chunks)
+            if node_size is not None:
+                topology = quantised.nodes_of(group, node_size, chunks)
+            x = _drawn(rank, shape, dtype)
+            quantised.all_reduce(x, Format.parse(format), topology).wait()
+            if not torch.equal(x, _reference(format, shape, dtype, range(8), node_size)):
+                problems.append(f"{format} {shape}, nodes of {node_size}, {chunks} chunks")
+    return problems
+
+
+@pytest.mark.nightly
+def test_eight_ranks_end_with_the_bits_of_the_reference() -> None:
+    assert [problem for problems in in_group(8, _wrong_on_eight) for problem in problems] == []
+
+
 def test_ranks_that_nodes_do_not_divide_are_refused(ranks: list[dict[str, Any]]) -> None:
     assert all("4 ranks cannot be divided into nodes of 3" in found["refused"] for found in ranks)
 
@@ -162,7 +183,7 @@ def test_the_benchmark_times_every_way_and_format(ranks: list[dict[str, Any]]) -
     assert all(0 < time.low <= time.median <= time.high for time in found.values())
     second = {"nccl": found["nccl"], list(found)[1]: None}
     table = all_reduce.to_text({"0.0625 MiB": found, "1 MiB": second}).splitlines()
-    assert len(table) == 10
+    assert len(table) == 11 and table[-1] == "on the wire: int5 5.25, int4 5 bits per value"
     assert [line.split()[-1] for line in table[1:4]] == ["(1.00x)", "wrong", "-"]
 
 
