@@ -321,6 +321,13 @@ def test_recipes(tmp_path: Path) -> None:
     assert nowhere.exit_code == 2
 
 
+def test_a_measurement_of_links_overwrites_nothing(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: mine")
+    result = run("bench", "links", "--out", str(tmp_path / "recipe.yaml"))
+    assert result.exit_code == 2 and "Nothing was overwritten" in result.stderr
+    assert (tmp_path / "recipe.yaml").read_text() == "name: mine"
+
+
 def test_env_keeps_secrets_and_paths(monkeypatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
