@@ -32,7 +32,8 @@ def arch_of(config: PretrainedConfig) -> Arch:
     """
     model_type = config.model_type.removeprefix(PREFIX)
     if model_type not in ARCHS:
-        raise BadInputError(f"architecture {model_type!r} is not supported", hint=f"one of {', '.join(ARCHS)}")
+        hint = f"Supported: {', '.join(ARCHS)}. CONTRIBUTING.md says how to add one."
+        raise BadInputError(f"model_type {model_type!r} is not supported", hint)
     return ARCHS[model_type]
 
 
