@@ -209,7 +209,7 @@ def load_model(
         A transformers model: token ids ``[batch, seq]`` give logits ``[batch, seq, vocab]``.
 
     Raises:
-        BadInputError: the architecture is not supported, or tensors and config do not match.
+        BadInputError: the architecture is not supported, a file is missing, or tensors and config do not match.
     """
     register()
     try:
@@ -225,7 +225,7 @@ def load_model(
             ignore_mismatched_sizes=True,  # so that they are reported below, by name
             **kwargs,
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, FileNotFoundError) as error:
         hint = f"`fcsd inspect {path} --verify` says what is wrong."
         raise BadInputError(f"{path}: {str(error).strip().splitlines()[0]}", hint) from error
     problems = [
