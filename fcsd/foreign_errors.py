@@ -55,7 +55,7 @@ def translate(error: BaseException) -> FcsdError | None:
     """The fcsd error that explains `error` or the exception that caused it; None if neither is known."""
     link: BaseException | None = error
     while link is not None:
-        found = link if isinstance(link, FcsdError) else _disk(link) or _row(link)
+        found = link if isinstance(link, FcsdError) else _disk(link) or _row(link) or _width(link)
         if found is not None:
             return found
         link = link.__cause__
@@ -73,6 +73,17 @@ def _row(error: BaseException) -> FcsdError | None:
         if (package, name) in ancestry:
             return ours(f"{message}: {first_line(error)}", hint)
     return None
+
+
+def _width(error: BaseException) -> FcsdError | None:
+    """torch computes grouped products, and so routed experts, only with rows of a multiple of 16 bytes."""
+    if not isinstance(error, RuntimeError) or "multiple of 16 bytes" not in str(error):
+        return None
+    return ConfigError(
+        f"torch cannot compute routed experts of these widths in this data type: {first_line(error)}",
+        "Each rank's width of an expert, and the model's hidden size, must be multiples of 8 in bf16 and of 4 in fp32: "
+        "choose another data type or another number of GPUs.",
+    )
 
 
 def _disk(error: BaseException) -> FcsdError | None:

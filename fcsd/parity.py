@@ -110,7 +110,10 @@ def prove_parity(original: Layout, converted: Path, config: CheckpointConfig, ar
     shards = [name for name, header in original.shards.items() if _wanted(header, arch, layers)]
     expected = _original_logits(original, shards, config, arch, layers)
     if not torch.isfinite(expected).all():
-        raise BadInputError(f"{original.path}: the logits of the original itself are not finite")
+        raise BadInputError(
+            f"{original.path}: the logits of the original itself are not finite",
+            "Its weights are probably damaged: download them again.",
+        )
 
     model = first_layers(converted, [converted / name for name in shards], config, arch, layers)
     on = {i for i, layer in enumerate(decoder_layers(model)) if isinstance(layer, WiredLayer | DesyncLayer)}

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fcsd.bench.training.ceilings import milliseconds, now
+from fcsd.disk import write_text
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, barrier, join_world
@@ -138,5 +139,5 @@ def write(machine: Machine, path: Path, rank: int) -> None:
     for name, link in (("near", machine.near), ("far", machine.far)):
         if link is not None:
             print(f"{name}: {link.latency_us:.0f} µs and {link.gb_per_s:.3g} GB/s", file=sys.stderr)
-    path.write_text(json.dumps(machine.model_dump(exclude_none=True), indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(machine.model_dump(exclude_none=True), indent=1) + "\n")
     print(f"written: {path}", file=sys.stderr)

@@ -97,7 +97,9 @@ def parse_object(text: bytes, where: str | Path) -> dict[str, Any]:
     except RecursionError:
         raise BadInputError(f"{where}: is nested too deeply to be JSON of a checkpoint") from None
     except ValueError as error:
-        raise BadInputError(f"{where}: is not strict JSON ({error})") from None
+        raise BadInputError(
+            f"{where}: is not strict JSON ({error})", "Correct the file, or download it again."
+        ) from None
     if not isinstance(value, dict):
         raise BadInputError(f"{where}: holds a JSON {type(value).__name__}, not an object")
     return value

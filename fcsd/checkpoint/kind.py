@@ -89,9 +89,9 @@ def expect_directory(path: Path, *, weights: bool = True) -> None:
     """
     if not os.path.isdir(path):
         if not os.path.exists(path):
-            guess = _guess(path.parent, [name.name for name in _folders(path.parent)], path.name)
             raise BadInputError(
-                f"{path}: no such directory", f"{guess}MODEL is a directory or a hub id: org/name[@revision]."
+                f"{path}: no such directory",
+                f"{similar_directory(path)}MODEL is a directory or a hub id: org/name[@revision].",
             )
         kind = {".gguf": "a GGUF model", ".safetensors": "a single weights file"}.get(path.suffix, "a file")
         raise BadInputError(f"{path}: is {kind}, not a checkpoint directory", _EXPECTED)
@@ -108,15 +108,15 @@ def expect_directory(path: Path, *, weights: bool = True) -> None:
         raise
 
 
+def similar_directory(path: Path) -> str:
+    """The start of a hint with the directory beside ``path`` that was probably meant; empty if none is similar."""
+    close = get_close_matches(path.name, [folder.name for folder in _folders(path.parent)], n=1)
+    return f"Did you mean {path.parent / close[0]}? " if close else ""
+
+
 def _folders(path: Path) -> list[Path]:
     """The folders in ``path``, sorted; none if it cannot be listed."""
     try:
         return sorted(entry for entry in path.iterdir() if entry.is_dir())
     except OSError:
         return []
-
-
-def _guess(folder: Path, names: list[str], name: str) -> str:
-    """The start of a hint that names the entry of ``folder`` that was probably meant; empty if none is similar."""
-    close = get_close_matches(name, names, n=1)
-    return f"Did you mean {folder / close[0]}? " if close else ""

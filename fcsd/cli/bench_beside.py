@@ -104,7 +104,7 @@ def infer(
 
 @command(app, "links")
 def links(
-    out: Annotated[Path, typer.Option(help="The machine file to write.")],
+    out: Annotated[Path, typer.Option(help="The machine file to write; it must not exist.")],
     node_size: Annotated[
         int | None, typer.Option(min=1, help="GPUs of a node; default: those of this machine that take part.")
     ] = None,
@@ -114,6 +114,8 @@ def links(
     """Measure the links inside of a node and between nodes, for `fcsd plan --machine`. On several nodes: torchrun."""
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is not a directory", hint="create it, or choose another --out")
+    if out.exists():
+        raise ConfigError(f"{out} exists", hint="Choose another --out. Nothing was overwritten.")
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)

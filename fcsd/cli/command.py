@@ -54,7 +54,11 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
         @functools.wraps(function)
         def guarded(*, verbose: bool, **options: object) -> None:
             logging.basicConfig(format="%(message)s", stream=sys.stderr)
+            for library in ("huggingface_hub", "datasets"):  # they print their messages themselves
+                logging.getLogger(library).propagate = False
             logging.getLogger("fcsd").setLevel(logging.DEBUG if verbose else logging.INFO)
+            if sys.stdout is None:  # the caller has closed it
+                sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             _DATA.set(sys.stdout)
             for group, cls in groups.items():
                 options[group] = cls(**{field.name: options.pop(field.name) for field in fields(cls)})

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from fcsd.cli.bench_beside import app as bench_app
-from fcsd.cli.command import command, emit
+from fcsd.cli.command import command, emit, report_error
 from fcsd.cli.distill import cache_teacher, distill, plan
 from fcsd.cli.eval import chat, evaluate
 from fcsd.cli.layers import choose_layers, sweep_layers
@@ -66,6 +66,8 @@ def main() -> None:
         app()
     except SystemExit as end:
         leave(end)
+    except OSError as error:  # a help text could not be printed, for example into a file on a full disk
+        leave(SystemExit(report_error(error)))
 
 
 def _print_version(wanted: bool) -> None:

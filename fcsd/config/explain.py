@@ -37,7 +37,8 @@ def explain(problem: ErrorDetails, places: Mapping[str, str], schema: type[BaseM
     given = problem["input"]
     shown = "" if isinstance(given, dict | list) else f", got {given!r:.200}"
     meant = _meant_value(problem) if kind == "literal_error" else ""
-    return f"{place}: {key}: {message}{shown}{meant}"
+    where = place if place == f"--set {key}" else f"{place}: {key}"
+    return f"{where}: {message}{shown}{meant}"
 
 
 def nearest(key: str, known: Mapping[str, str]) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.checkpoint import resolve
+from fcsd.checkpoint import read_config, resolve
 from fcsd.disk import json_sha256
 from fcsd.errors import ConfigError
 from fcsd.eval.code.sandbox import find_sandbox
@@ -106,9 +106,9 @@ def evaluate_models(
     results: list[dict[str, Any]] = []
     chosen = select_any(suite, tasks, num_fewshot=num_fewshot, apply_chat_template=apply_chat_template)
     engine.check(int(os.environ.get("WORLD_SIZE", "1")) if team is None else 1)
-    for _, model, _ in ordered:  # a mistyped name is refused before data are read
+    for _, model, _ in ordered:  # a mistyped name or an unsupported model is refused before data are read
         if isinstance(model, str):
-            resolve(model, weights=False)
+            read_config(resolve(model, weights=False).path, trust_remote_code=True)  # no code is run
     team = team or _torchrun_team(lockstep=engine.ep_size > 1, together_on_all=engine.backend == OWN)
     with preserved_rng(), load_tasks(chosen, mirror) as loaded_tasks:
         if any(benchmark.harness in (SANDBOX, EVALPLUS) for benchmark in chosen):  # refused before hours of work

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from fcsd.disk import file_sha256, json_sha256
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.statistics import estimate
+from fcsd.foreign_errors import first_line
 
 HELD_OUT = "Held-out loss"
 
@@ -25,27 +27,35 @@ def read_texts(path: Path, column: str = "text") -> list[str]:
     """The documents of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file; empty ones are left out.
 
     Raises:
-        BadInputError: the file does not exist, has another format, has a row without the column, or has no text.
+        BadInputError: the file does not exist, is damaged, has another format or no text, or a row lacks the column.
     """
     if not path.is_file():
-        raise BadInputError(f"held-out text {path} does not exist")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        table = pyarrow.parquet.read_table(path)
-        if column not in table.column_names:
-            raise BadInputError(f"{path} has no column {column!r}", f"Its columns are: {', '.join(table.column_names)}")
-        texts = table[column].to_pylist()
-    elif path.name.endswith((".jsonl", ".jsonl.gz")):
-        data = path.read_bytes()
-        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
-        texts = [_text(line, number, path, column) for number, line in enumerate(lines, 1) if line.strip()]
-    else:
-        raise BadInputError(f"held-out text {path} is neither .jsonl, .jsonl.gz nor .parquet")
+        raise BadInputError(f"{path}: there is no such text file")
+    if not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+        raise BadInputError(f"{path}: a text file must be .jsonl, .jsonl.gz or .parquet")
+    try:
+        texts = _of_parquet(path, column) if path.suffix == ".parquet" else _of_lines(path, column)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise BadInputError(f"{path}: this text file cannot be read: {first_line(error)}") from error
     texts = [text for text in texts if text]
     if not texts:
-        raise BadInputError(f"held-out text {path} is empty")
+        raise BadInputError(f"{path}: this file has no text")
     return texts
+
+
+def _of_parquet(path: Path, column: str) -> list[str]:
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(path)
+    if column not in table.column_names:
+        raise BadInputError(f"{path} has no column {column!r}", f"Its columns are: {', '.join(table.column_names)}")
+    return table[column].to_pylist()
+
+
+def _of_lines(path: Path, column: str) -> list[str]:
+    data = path.read_bytes()
+    lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
+    return [_text(line, number, path, column) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _text(line: str, number: int, path: Path, column: str) -> str:

@@ -32,7 +32,8 @@ def arch_of(config: PretrainedConfig) -> Arch:
     """
     model_type = config.model_type.removeprefix(PREFIX)
     if model_type not in ARCHS:
-        raise BadInputError(f"architecture {model_type!r} is not supported", hint=f"one of {', '.join(ARCHS)}")
+        hint = f"Supported: {', '.join(ARCHS)}. CONTRIBUTING.md says how to add one."
+        raise BadInputError(f"model_type {model_type!r} is not supported", hint)
     return ARCHS[model_type]
 
 
@@ -208,7 +209,7 @@ def load_model(
         A transformers model: token ids ``[batch, seq]`` give logits ``[batch, seq, vocab]``.
 
     Raises:
-        BadInputError: the architecture is not supported, or tensors and config do not match.
+        BadInputError: the architecture is not supported, a file is missing, or tensors and config do not match.
     """
     register()
     try:
@@ -224,7 +225,7 @@ def load_model(
             ignore_mismatched_sizes=True,  # so that they are reported below, by name
             **kwargs,
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, FileNotFoundError) as error:
         hint = f"`fcsd inspect {path} --verify` says what is wrong."
         raise BadInputError(f"{path}: {str(error).strip().splitlines()[0]}", hint) from error
     problems = [

@@ -107,6 +107,8 @@ def read_machine(path: Path) -> Machine:
     """
     try:
         return Machine.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file", hint=f"Measure one: fcsd bench links --out {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", hint="fcsd bench links writes such a file") from error
     except ValidationError as error:

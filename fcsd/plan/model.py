@@ -26,6 +26,7 @@ from fcsd.plan.activations import (
     fuse_norms,
     measure_layer,
 )
+from fcsd.plan.odd_widths import OddWidths
 from fcsd.plan.setup import Setup
 
 _ATTENTION = "fcsd_plan"
@@ -189,7 +190,8 @@ class MetaModel:
             if numbers.routed and setup.ep_size > 1:
                 run, own = self._over_ranks(layer, kwargs, setup)
                 parameters += own
-            found[numbers.kind] = measure_layer(run, parameters, hidden)
+            with OddWidths():
+                found[numbers.kind] = measure_layer(run, parameters, hidden)
         return found
 
     def _over_ranks(
@@ -226,7 +228,7 @@ class MetaModel:
             for layer in decoder_layers(model)
         ]
         ids = torch.empty(1, seq_len, dtype=torch.int64, device="meta")
-        with torch.no_grad():
+        with torch.no_grad(), OddWidths():
             _decoder(model)(input_ids=ids, use_cache=False)
         for hook in hooks:
             hook.remove()

@@ -129,9 +129,9 @@ def chat(
 def load_speaker(model: str, *, device: str | None = None, dtype: str | None = None) -> Speaker:
     """Loads a model and its tokenizer; accelerate spreads the model over the GPUs. See ``chat`` for the arguments."""
     import torch
-    from transformers import AutoTokenizer
 
     from fcsd.checkpoint import resolve
+    from fcsd.checkpoint.tokenizer import load_tokenizer
     from fcsd.models.build import load_model
 
     path = resolve(model).path
@@ -141,7 +141,7 @@ def load_speaker(model: str, *, device: str | None = None, dtype: str | None = N
         network = load_model(path, dtype=kind, device=device)
     else:
         network = load_model(path, dtype=kind, device_map="auto")
-    return Speaker(model, network.eval(), AutoTokenizer.from_pretrained(path))
+    return Speaker(model, network.eval(), load_tokenizer(path))
 
 
 def load_divided_speaker(
@@ -154,15 +154,15 @@ def load_divided_speaker(
             give wrong results.
     """
     import torch
-    from transformers import AutoTokenizer
 
     from fcsd.checkpoint import resolve
+    from fcsd.checkpoint.tokenizer import load_tokenizer
     from fcsd.serve.engine import open_engine
 
     path = resolve(model).path
     kind = getattr(torch, dtype or default_dtype(world.device.type == "cpu"))
     network = open_engine(path, world, dtype=kind, reduce=reduce, placement=placement)
-    return Speaker(model, network, AutoTokenizer.from_pretrained(path))
+    return Speaker(model, network, load_tokenizer(path))
 
 
 def _ranks() -> "World":
@@ -238,6 +238,8 @@ def read_prompts(path: Path) -> list[str]:
     hint = 'Give a file with a prompt per line, or .jsonl with a "prompt" per line.'
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
+    except FileNotFoundError:
+        raise BadInputError(f"{path}: no such file", hint) from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"{path}: this file cannot be read: {first_line(error)}", hint) from error
     try:

@@ -114,7 +114,14 @@ def test_unreachable_hub_fails_fast_and_directories_still_work(saved):
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
     assert run(str(saved)).stdout.strip() == str(saved)
-    assert "BadInputError: org/model: is not (completely) in the cache" in run("org/model").stderr
+    assert "of this name is not (completely) in the cache" in run("org/model").stderr
+
+
+def test_a_misspelt_directory_is_not_taken_for_a_hub_id_alone(hub, saved, tmp_path, monkeypatch):
+    (tmp_path / "models" / "mixtral").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    error = refused("models/mixtrl")
+    assert "neither a directory here" in str(error) and error.hint.startswith("Did you mean models/mixtral? ")
 
 
 def test_inspect_of_109b_downloads_megabytes(hub, tmp_path):

@@ -321,6 +321,13 @@ def test_recipes(tmp_path: Path) -> None:
     assert nowhere.exit_code == 2
 
 
+def test_a_measurement_of_links_overwrites_nothing(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: mine")
+    result = run("bench", "links", "--out", str(tmp_path / "recipe.yaml"))
+    assert result.exit_code == 2 and "Nothing was overwritten" in result.stderr
+    assert (tmp_path / "recipe.yaml").read_text() == "name: mine"
+
+
 def test_env_keeps_secrets_and_paths(monkeypatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
@@ -385,6 +392,7 @@ def hub_error(name: str) -> BaseException:
         (OSError(errno.ENOSPC, "No space left on device", "x/y"), 7, "the disk is full: x/y"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 7, "quota"),
         (OSError(errno.EROFS, "Read-only file system", "x"), 7, "read-only: x"),
+        (RuntimeError("strides should be multiple of 16 bytes"), 2, "routed experts of these widths"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
@@ -428,6 +436,9 @@ def test_errors_in_a_real_process(tmp_path: Path) -> None:
     )  # fmt: skip
     assert piped.stdout.startswith("name: ")
     assert "Traceback" not in piped.stderr
+    shell = f"{sys.executable} -m fcsd recipes list >&-; exec {sys.executable} -m fcsd --help > /dev/full"
+    unprinted = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120, check=False)
+    assert (unprinted.returncode, unprinted.stderr.splitlines()[0]) == (7, "error: the disk is full")
 
 
 @pytest.mark.parametrize("import_first", ["time", "torch"])

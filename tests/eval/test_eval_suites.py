@@ -181,7 +181,9 @@ def test_settings_of_named_tasks(subject: Loaded, mirror: Path) -> None:
         evaluate_models([subject], suite="strict", tasks=["HEval+"], num_fewshot=2, data_mirror=mirror)
 
 
-def test_tasks_that_cannot_be_scored_are_refused_before_the_model_runs(subject: Loaded, mirror: Path) -> None:
+def test_tasks_that_cannot_be_scored_are_refused_before_the_model_runs(
+    subject: Loaded, mirror: Path, tmp_path: Path
+) -> None:
     subject.model.get_decoder().register_forward_pre_hook(lambda *_: pytest.fail("a forward ran"))
     with pytest.raises(
         ConfigError, match="neither the suite nor the installed lm-eval has a task 'hellaswagg'"
@@ -192,6 +194,9 @@ def test_tasks_that_cannot_be_scored_are_refused_before_the_model_runs(subject: 
         tasks.load_tasks(select_any("paper", ["MMLU", "nosuch"]), mirror / "..").__enter__()
     with pytest.raises(BadInputError, match="no-model: no such directory"):
         evaluate_models(["no-model"], tasks=["MMLU"], data_mirror=mirror / "..")
+    (tmp_path / "config.json").write_text('{"model_type": "ernie4_5_moe"}')
+    with pytest.raises(BadInputError, match="model_type 'ernie4_5_moe' is not supported"):
+        evaluate_models([tmp_path], tasks=["MMLU"], data_mirror=mirror / "..")
     with pytest.raises(ConfigError, match="runs generated programs outside of fcsd's sandbox"):
         tasks.load_tasks(select_any("quickstart", ["humaneval_plus"]), mirror).__enter__()
 

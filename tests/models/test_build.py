@@ -144,6 +144,14 @@ def test_a_missing_an_extra_and_a_misshaped_tensor_are_errors(tmp_path):
         load_model(tmp_path)
 
 
+def test_a_missing_file_of_weights_is_an_error(tmp_path):
+    tiny.model("mixtral").save_pretrained(tmp_path, max_shard_size="100KB")
+    first = min(tmp_path.glob("model-*.safetensors"))
+    first.unlink()
+    with pytest.raises(BadInputError, match=first.name):
+        load_model(tmp_path)
+
+
 def test_an_unsupported_type_is_named(tmp_path):
     transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1)).save_pretrained(tmp_path)
     with pytest.raises(BadInputError, match="gpt2"):

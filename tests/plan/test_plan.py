@@ -69,6 +69,11 @@ def test_the_numbers_of_every_architecture_are_its_models(tmp_path, arch):
         assert {layer.kind for layer in numbers.layers} < found.keys()
 
 
+def test_a_model_whose_widths_are_no_multiples_of_16_bytes_is_planned(tmp_path):
+    model = meta(tmp_path, tiny.config("glm4_moe", hidden_size=60, moe_intermediate_size=28))
+    assert all(one.kept > 0 and one.backward > 0 for one in model.layer_bytes(replace(SMALL, ep_size=1)).values())
+
+
 def test_what_a_layer_keeps_is_what_autograd_saves(tmp_path):
     """Against a real forward pass on the CPU."""
     config = tiny.config("llama", hidden_size=64, intermediate_size=256)

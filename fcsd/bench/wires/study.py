@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fcsd.bench.wires.formats import studied
 from fcsd.bench.wires.plan import TABLE_7, TASKS, Direction, pieces
 from fcsd.checkpoint import resolve
+from fcsd.checkpoint.tokenizer import load_tokenizer
 from fcsd.disk import file_sha256, json_sha256, write_text
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import HFAdapter
@@ -190,7 +191,7 @@ def _measured(study: Study, wanted: Sequence[Piece]) -> Iterator[tuple[Piece, An
 def _open(study: Study) -> Opened:
     path = resolve(study.model).path
     network: PreTrainedModel = load_model(path, dtype=getattr(torch, study.dtype), device=study.device).eval()
-    return Opened(network, AutoTokenizer.from_pretrained(path), study.texts())
+    return Opened(network, load_tokenizer(path), study.texts())
 
 
 _open_once = cache(_open)  # a worker measures several pieces with one copy of the model

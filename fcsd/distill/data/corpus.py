@@ -17,8 +17,9 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow.compute as pc
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from fcsd.checkpoint.tokenizer import load_tokenizer as any_tokenizer
 from fcsd.config import Source
 from fcsd.distill.data.chat_template import Rendering, read_template, render_chat
 from fcsd.distill.data.encode import Document, encode_rendering, encode_text
@@ -93,10 +94,7 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     Raises:
         BadInputError: there is no tokenizer, it is not a fast tokenizer, or it has no EOS token.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"{model}: there is no usable tokenizer: {str(error).strip().splitlines()[0]}") from error
+    tokenizer = any_tokenizer(model)
     if tokenizer.eos_token_id is None or not tokenizer.is_fast:
         raise BadInputError(f"{model}: its tokenizer must be a fast one (tokenizer.json) and have an EOS token")
     return tokenizer

@@ -41,7 +41,9 @@ _FREE = (
 )
 _SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template|min_counted)")
 _CODE = ("torch", "transformers", "deepspeed")  # other versions of these packages may give results with other bits
-_SCHEDULE, _SCHEDULE_BEFORE = "optim.schedule_steps", "train.schedule_steps"
+# The number of steps of the learning-rate schedule: of the key, what the checkpoints of earlier versions call it.
+_SCHEDULE = "optim.horizon (or train.steps)"
+_SCHEDULE_BEFORE = ("optim.schedule_steps", "train.schedule_steps")
 # Keys that older checkpoints lack, because these recipe fields did not exist. The value is what such runs did (True),
 # or the name of the key whose value they used.
 _BEFORE = {"optim.accumulate_dtype": "train.dtype", "optim.reduce_dtype": "train.dtype", "optim.decay_norms": True}
@@ -97,8 +99,9 @@ def current_names(identity: dict[str, Any]) -> dict[str, Any]:
     names = translated(identity)
     for key, before in _BEFORE.items():
         names.setdefault(key, before if isinstance(before, bool) else names.get(before))
-    if _SCHEDULE_BEFORE in names:
-        names[_SCHEDULE] = names.pop(_SCHEDULE_BEFORE)
+    for key in _SCHEDULE_BEFORE:
+        if key in names:
+            names[_SCHEDULE] = names.pop(key)
     return names
 
 

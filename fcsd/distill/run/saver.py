@@ -204,7 +204,8 @@ class Saver:
             if not isinstance(full, DiskError):
                 raise
             self._failed += 1
-            kept = f"step {step} is not saved, the last checkpoint is {self.checkpoint or 'none yet'}"
+            last_one = f"the last checkpoint is {self.checkpoint}" if self.checkpoint else "there is no checkpoint yet"
+            kept = f"step {step} is not saved, {last_one}"
             if last or self._failed > self._failures:
                 raise DiskError(f"{full}; {kept}", full.hint) from error
             if self._world.rank == 0:

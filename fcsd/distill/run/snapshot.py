@@ -83,7 +83,8 @@ def write_states(snapshot: Snapshot, directory: Path, rank: int) -> None:
     except Exception as error:
         # torch's file writer does not say why it could not write
         if "iostream" in f"{error}{error.__context__}" or "unexpected pos" in str(error):
-            raise DiskError(f"{path} cannot be written", "is the disk full?") from error
+            hint = "Free some space, or choose another output_dir."
+            raise DiskError(f"{path} cannot be written, probably because the disk is full", hint) from error
         raise
 
 

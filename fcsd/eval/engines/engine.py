@@ -163,8 +163,8 @@ def _in_transformers(
     stack: contextlib.ExitStack,
 ) -> HFAdapter:
     import torch
-    from transformers import AutoTokenizer
 
+    from fcsd.checkpoint.tokenizer import load_tokenizer
     from fcsd.models.build import load_model
 
     kind = getattr(torch, dtype)
@@ -188,7 +188,7 @@ def _in_transformers(
     stack.enter_context(over(network.eval(), engine.wire))
     return HFAdapter(
         network,
-        AutoTokenizer.from_pretrained(path),
+        load_tokenizer(path),
         batch_size=engine.batch_size,
         max_length=engine.max_length,
         generation=generation,

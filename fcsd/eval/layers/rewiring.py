@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.disk import file_sha256
 from fcsd.errors import BadInputError, ConfigError
@@ -93,6 +93,7 @@ def load_subject(
     import torch
 
     from fcsd.checkpoint import read_config, resolve
+    from fcsd.checkpoint.tokenizer import load_tokenizer
 
     check_dtype(dtype)
     check_device(device)
@@ -108,7 +109,7 @@ def load_subject(
         network = load_model(path, dtype=getattr(torch, dtype or default_dtype(on_cpu=True)), device=device)
     else:
         network = load_model(path, dtype=getattr(torch, dtype or default_dtype(on_cpu=False)), device_map="auto")
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = load_tokenizer(path)
     return Subject(path.resolve().name, model_sha256(path), network.eval(), tokenizer, template)
 
 

@@ -56,7 +56,7 @@ def test_a_run_that_cannot_save_any_more_stops(folder: Path, tmp_path: Path, ove
     codes, said = ranks.exit_codes(1, limited, recipe, 2, 9, 0, 100_000)
     assert codes == [7]
     assert names(tmp_path / "run") == ["step-1"]
-    assert "step 3 is not saved, the last checkpoint is" in said and "is the disk full?" in said
+    assert "step 3 is not saved, the last checkpoint is" in said and "Free some space" in said
 
 
 def test_the_last_step_must_be_saved(folder: Path, tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_a_run_from_before_keys_were_renamed_goes_on(folder: Path, single: Path,
     content = json.loads((checkpoint / manifest.MANIFEST).read_text())
     del content["seal"]
     identity_then = flat_before(content["identity"])
-    identity_then["train.schedule_steps"] = identity_then.pop("optim.schedule_steps")
+    identity_then["train.schedule_steps"] = identity_then.pop("optim.horizon (or train.steps)")
     for later in (
         "optim.accumulate_dtype",
         "optim.reduce_dtype",
