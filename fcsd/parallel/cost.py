@@ -1,8 +1,7 @@
 """Predicts the time of an all-to-all from its bytes, and the part of it that overlap leaves exposed.
 
-A transfer of n bytes takes alpha + n * beta, a latency and a time for each byte (HierMoE eq. 1). The first half of this
-file uses the rule for a machine with two kinds of links: those inside of a node and those between nodes. The second
-half has the paper's own equations, with which its Table IV can be compared.
+A transfer of n bytes takes alpha + n * beta, a latency and a time for each byte (HierMoE eq. 1). A machine has two
+kinds of links: those inside of a node and those between nodes.
 
 Under overlap, a shorter transfer saves time only where it was exposed, and the kernels that shorten it cost time on the
 compute stream. ``Collective.exposed`` is the one place that weighs the two against each other.
@@ -207,43 +206,3 @@ class Collective:
         """Seconds by which the step is longer than without the collective (FarSkip eq. 9 has the first term alone)."""
         hidden = min(self.transfer, self.cover)
         return self.transfer - hidden + hidden_cost * hidden + self.kernels
-
-
-@dataclass(frozen=True)
-class Level:
-    """A level of HierMoE's hierarchy.
-
-    Attributes:
-        groups: groups of ranks at this level, the paper's U[i]; U[0] is 1.
-        inter: an all-to-all between the groups of this level inside of a group of the level above.
-        intra: an all-to-all inside of a group of this level.
-    """
-
-    groups: int
-    inter: Line
-    intra: Line
-
-
-def paper_seconds(rows: Rows, flat: Line, levels: Sequence[Level]) -> list[float]:
-    """HierMoE's predictions: without deduplication (eq. 1), and with it over d = 1, 2, ... levels (eq. 3 to 5).
-
-    As in the paper, a rank's message counts the rows that stay on the rank. Routing is random and balanced.
-
-    Args:
-        rows: ``ranks`` is the paper's G, and ``tokens`` the tokens of one rank.
-        flat: an all-to-all between all ranks.
-    """
-    groups = [*(level.groups for level in levels), rows.ranks]
-    fullest = [expected_groups(rows.experts, rows.top_k, count) for count in groups]
-    sizes = [rows.tokens * each * rows.wire for each in fullest]
-    times = [flat.seconds(rows.tokens * rows.top_k * rows.wire), flat.seconds(sizes[-1])]
-    passed = 0.0
-    for level, size in zip(levels, sizes, strict=False):
-        passed += level.inter.seconds(size)
-        times.append(passed + level.intra.seconds(sizes[-1]))
-    return times
-
-
-def best_depth(times: Sequence[float]) -> int:
-    """HierMoE's d* (eq. 6): the index into ``paper_seconds`` of the shortest time, the smaller one of equal times."""
-    return min(range(len(times)), key=lambda depth: times[depth])
