@@ -55,17 +55,17 @@ class Comparison:
         return {kind: _some(kind, names) for kind, names in kinds.items() if names}
 
 
-def verify_tensors(layout: Layout, config: CheckpointConfig, *, allow_unexpected: bool = False) -> Comparison:
+def verify_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
     """Compare a checkpoint's headers with its config.
 
     Raises:
-        BadInputError: a tensor is missing, is unexpected (unless allowed), or has another shape or dtype than in the
-            base class. Tied copies may be present or absent.
+        BadInputError: a tensor is missing, is unexpected, or has another shape or dtype than in the base class. Tied
+            copies may be present or absent.
     """
     comparison = compare_tensors(layout, config)
-    if comparison.missing or comparison.wrong or (comparison.unexpected and not allow_unexpected):
+    if problems := comparison.problems():
         raise BadInputError(
-            f"{layout.path}: the files do not match config.json: {'; '.join(comparison.problems().values())}",
+            f"{layout.path}: the files do not match config.json: {'; '.join(problems.values())}",
             "config.json belongs to another model, or the checkpoint is incomplete: download it again.",
         )
     return comparison

@@ -68,11 +68,6 @@ def test_tensors_that_do_not_match(model, change, reasons):
     assert inspect_checkpoint(str(model)).problems if reasons[0][0] != "4" else True
 
 
-def test_unexpected_tensors_can_be_allowed(model):
-    rewrite(model, lambda tensors: tensors.update(ghost=("F32", (1,))))
-    assert open_base(str(model), allow_unexpected=True).comparison.unexpected == ["ghost"]
-
-
 # --- config.json (L5)
 
 

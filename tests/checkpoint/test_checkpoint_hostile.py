@@ -14,7 +14,7 @@ import pytest
 import tiny
 from gate import edit, open_base, refused, shards, state_of
 
-from fcsd.checkpoint import INDEX, contained, inspect_checkpoint, read_layout
+from fcsd.checkpoint import INDEX, contained, inspect_checkpoint
 from fcsd.errors import BadInputError
 
 
@@ -110,7 +110,6 @@ def test_index_and_shards_disagree(model):
     refused(model, name)
     edit(model / INDEX, lambda index: index["weight_map"].pop(name))
     refused(model, "which the index does not list")
-    assert name in read_layout(model, allow_unexpected=True).tensors
 
 
 def test_shard_missing_or_damaged(model):
