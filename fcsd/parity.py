@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fcsd.checkpoint import CheckpointConfig, Layout
 from fcsd.checkpoint.files import quoted
 from fcsd.errors import BadInputError, FcsdError
+from fcsd.foreign_errors import first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,8 +131,8 @@ def _original_logits(
     except (FcsdError, OSError, MemoryError):
         raise
     except Exception as error:  # a config.json value that no check covers can fail anywhere in transformers
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadInputError(f"{original.path}: transformers cannot run this model ({quoted(reason)})") from error
+        reason = quoted(first_line(error))
+        raise BadInputError(f"{original.path}: transformers cannot run this model ({reason})") from error
 
 
 def free_memory() -> int:

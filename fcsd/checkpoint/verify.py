@@ -17,6 +17,7 @@ from fcsd.checkpoint.files import quoted, shown
 from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
 from fcsd.errors import BadInputError
+from fcsd.foreign_errors import first_line
 from fcsd.models.config_keys import EXPERT_COUNTS, WEIGHTS_FILE
 
 if TYPE_CHECKING:
@@ -138,8 +139,8 @@ def _on_meta(config: CheckpointConfig, where: Path) -> "PreTrainedModel":
         with torch.device("meta"):
             return getattr(transformers, cls)(built)
     except Exception as error:  # unchecked values can fail anywhere in transformers
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadInputError(f"{where}: transformers cannot build this config.json ({quoted(reason)})") from error
+        reason = quoted(first_line(error))
+        raise BadInputError(f"{where}: transformers cannot build this config.json ({reason})") from error
 
 
 def _refuse_shadowing(raw: dict[str, Any], config_class: Any, where: Path) -> None:

@@ -17,6 +17,7 @@ from transformers.conversion_mapping import (
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..errors import BadInputError, ConfigError
+from ..foreign_errors import first_line
 from .archs import ARCHS, Arch
 from .config_keys import EXPERT_COUNTS, PREFIX, WEIGHTS_FILE
 from .fused import fuse_parts
@@ -226,7 +227,7 @@ def load_model(
         )
     except (RuntimeError, ValueError) as error:
         hint = f"`fcsd inspect {path} --verify` says what is wrong."
-        raise BadInputError(f"{path}: {str(error).strip().splitlines()[0]}", hint) from error
+        raise BadInputError(f"{path}: {first_line(error)}", hint) from error
     problems = [
         f"{kind.removesuffix('_keys')} {keys}" for kind in report if (keys := sorted(map(str, report[kind]))[:5])
     ]

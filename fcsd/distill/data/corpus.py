@@ -28,6 +28,7 @@ from fcsd.distill.data.limited_process import LimitedProcess, LimitExceededError
 from fcsd.distill.data.raw_table import RawTable, cache_folder, digest, open_source
 from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.errors import BadInputError
+from fcsd.foreign_errors import first_line
 
 _VERSION = 2  # version of the cached tokens; raise it when the way in which text or chats become tokens changes
 _ROWS_PER_PROCESS = 20_000
@@ -96,7 +97,7 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise BadInputError(f"{model}: there is no usable tokenizer: {str(error).strip().splitlines()[0]}") from error
+        raise BadInputError(f"{model}: there is no usable tokenizer: {first_line(error)}") from error
     if tokenizer.eos_token_id is None or not tokenizer.is_fast:
         raise BadInputError(f"{model}: its tokenizer must be a fast one (tokenizer.json) and have an EOS token")
     return tokenizer
