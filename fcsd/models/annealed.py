@@ -9,16 +9,15 @@ While the weight is below 1, a read needs the outputs in flight, so their commun
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from .build import decoder_layers, wiring_of
-from .wiring import LayerWiring, WiredLayer, read
+from .wiring import LayerWiring, WiredLayer, read, wired_class
 from .wiring_block import DESYNC, Wiring
 
 
@@ -56,11 +55,6 @@ class AnnealedLayer(WiredLayer):
         return available, streams
 
 
-@cache
-def _annealed_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (AnnealedLayer, cls), {"__module__": cls.__module__, "unwired": cls})
-
-
 def require_in_flight(wiring: Wiring) -> None:
     """Check that a wiring lets some read miss an output, and that annealing knows how to give it back.
 
@@ -88,5 +82,5 @@ def anneal(model: PreTrainedModel) -> Annealing:
         if isinstance(layer, WiredLayer):
             plan = {field.name: getattr(layer.fcsd, field.name) for field in fields(LayerWiring)}
             layer.fcsd = AnnealedWiring(**plan, annealing=annealing)
-            layer.__class__ = _annealed_class(layer.unwired)  # pyright: ignore[reportAttributeAccessIssue]
+            layer.__class__ = wired_class(AnnealedLayer, layer.unwired)
     return annealing
