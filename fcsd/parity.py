@@ -189,19 +189,15 @@ def first_layers(
     import transformers
     from safetensors import safe_open
 
-    from fcsd.models.build import PREFIX, model_classes, register
+    from fcsd.models.build import causal_lm_class, register
 
     register()
     config = shortened(transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False), layers)
-    if config.model_type.startswith(PREFIX):
-        cls = model_classes(arch.model_type)["AutoModelForCausalLM"]
-    else:
-        cls = getattr(transformers, arch.classes["AutoModelForCausalLM"][0])
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in _wanted(file.keys(), arch, layers)}
-    loaded: Any = cls.from_pretrained(
+    loaded: Any = causal_lm_class(config).from_pretrained(
         None,
         config=config,
         state_dict=tensors,

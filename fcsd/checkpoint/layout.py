@@ -42,6 +42,11 @@ class Layout:
         return self.weight_map is not None
 
     @property
+    def bytes(self) -> int:
+        """The size of all usable shards in bytes."""
+        return sum(max((tensor.end for tensor in header.values()), default=0) for header in self.shards.values())
+
+    @property
     def tensors(self) -> Header:
         """All tensors, by their on-disk names."""
         return {name: tensor for header in self.shards.values() for name, tensor in header.items()}
