@@ -11,6 +11,7 @@ from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.statistics import estimate
 
 HELD_OUT = "Held-out loss"
+COLUMN = "text"  # of a file of documents
 
 
 class HeldOut:
@@ -21,8 +22,8 @@ class HeldOut:
         self.texts = read_texts(path)
 
 
-def read_texts(path: Path, column: str = "text") -> list[str]:
-    """The documents of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file; empty ones are left out.
+def read_texts(path: Path) -> list[str]:
+    """The documents in the column ``text`` of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file, without empty ones.
 
     Raises:
         BadInputError: the file does not exist, has another format, has a row without the column, or has no text.
@@ -33,13 +34,13 @@ def read_texts(path: Path, column: str = "text") -> list[str]:
         import pyarrow.parquet
 
         table = pyarrow.parquet.read_table(path)
-        if column not in table.column_names:
-            raise BadInputError(f"{path} has no column {column!r}", f"Its columns are: {', '.join(table.column_names)}")
-        texts = table[column].to_pylist()
+        if COLUMN not in table.column_names:
+            raise BadInputError(f"{path} has no column {COLUMN!r}", f"Its columns are: {', '.join(table.column_names)}")
+        texts = table[COLUMN].to_pylist()
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
         data = path.read_bytes()
         lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
-        texts = [_text(line, number, path, column) for number, line in enumerate(lines, 1) if line.strip()]
+        texts = [_text(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
     else:
         raise BadInputError(f"held-out text {path} is neither .jsonl, .jsonl.gz nor .parquet")
     texts = [text for text in texts if text]
@@ -48,13 +49,13 @@ def read_texts(path: Path, column: str = "text") -> list[str]:
     return texts
 
 
-def _text(line: str, number: int, path: Path, column: str) -> str:
+def _text(line: str, number: int, path: Path) -> str:
     try:
-        text = json.loads(line)[column]
+        text = json.loads(line)[COLUMN]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise BadInputError(f"{path}:{number}: not a JSON object with a {column!r}") from error
+        raise BadInputError(f"{path}:{number}: not a JSON object with a {COLUMN!r}") from error
     if not isinstance(text, str):
-        raise BadInputError(f"{path}:{number}: {column!r} is not a text")
+        raise BadInputError(f"{path}:{number}: {COLUMN!r} is not a text")
     return text
 
 
