@@ -20,6 +20,7 @@ import pyarrow as pa
 from datasets.exceptions import DatasetGenerationError
 
 from fcsd.config import Source
+from fcsd.disk import file_sha256
 from fcsd.distill.data.files import data_files, is_saved_dataset
 from fcsd.distill.data.json_lines import COLUMN, read_json_lines
 from fcsd.errors import BadInputError, ConfigError
@@ -161,9 +162,4 @@ def _hashes(files: Sequence[Path]) -> dict[str, str]:
     if not files:
         return {}
     folder = os.path.commonpath([path.absolute().parent for path in files])
-    return {os.path.relpath(path.absolute(), folder): _sha256(path) for path in files}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {os.path.relpath(path.absolute(), folder): file_sha256(path) for path in files}
