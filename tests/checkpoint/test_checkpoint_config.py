@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,6 @@ from gate import edit, open_base, refused, shards
 
 from fcsd.checkpoint import INDEX, inspect_checkpoint, read_layout
 from fcsd.errors import BadInputError
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("good") / "model"
-    tiny.model("qwen3_moe").save_pretrained(path, max_shard_size="300KB")
-    return path
-
-
-@pytest.fixture
-def model(good, tmp_path) -> Path:
-    """A good sharded checkpoint of its own, to be spoilt."""
-    return Path(shutil.copytree(good, tmp_path / "model"))
-
 
 # --- tensors against config (L2)
 

@@ -11,24 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 from gate import edit, open_base, refused, shards, state_of
 
 from fcsd.checkpoint import INDEX, contained, inspect_checkpoint
 from fcsd.errors import BadInputError
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("good") / "model"
-    tiny.model("qwen3_moe").save_pretrained(path, max_shard_size="300KB")
-    return path
-
-
-@pytest.fixture
-def model(good, tmp_path) -> Path:
-    """A good sharded checkpoint of its own, to be spoilt."""
-    return Path(shutil.copytree(good, tmp_path / "model"))
 
 
 def test_the_good_one_is_taken(model):
