@@ -181,11 +181,6 @@ class Recipe(Section):
             raise ValueError("train.compile cannot be combined with parallel.wire: layers that round rows stay eager")
         if self.train.graph and (why := self._not_captured()):
             raise ValueError(f"train.graph cannot be combined with {why}")
-        if self.train.anneal_share and (self.parallel.ep_size > 1 or self.parallel.wire.any):
-            raise ValueError(
-                "train.anneal_share needs parallel.ep_size 1 and no parallel.wire: layers that dispatch rows cannot be "
-                "annealed"
-            )
         if self.train.progressive_share and (self.parallel.ep_size > 1 or self.parallel.wire.any):
             raise ValueError(
                 "train.progressive_share needs parallel.ep_size 1 and no parallel.wire: layers that dispatch rows "
@@ -214,7 +209,6 @@ class Recipe(Section):
         found = {
             "divided experts: the host sizes their all-to-alls in each pass": divided,
             "parallel.wire: the rounding depends on the step": self.parallel.wire.any,
-            "train.anneal_share: the wiring depends on the step": self.train.anneal_share > 0,
             "train.progressive_share: the wiring depends on the step": self.train.progressive_share > 0,
             "train.activation_checkpointing: it saves the state of random generators": (
                 self.train.activation_checkpointing

@@ -40,7 +40,8 @@ class Train(Section):
     anneal_share: Share = 0.0
     """The share of the schedule's steps over which the wiring is annealed: a rewired read sees the available outputs
     and (1 - λ) times those in flight. λ rises linearly from 0, the original model, to 1, the wiring, and then stays.
-    Only training steps are annealed. With 0, λ is 1 from the first step. It needs `parallel.ep_size: 1`."""
+    Only training steps are annealed. With 0, λ is 1 from the first step. An annealed step hides no communication of the
+    student, and `train.graph` captures no annealed step."""
     progressive_share: Share = 0.0
     """The share of the schedule's steps over which the layers are converted one group after another. The first group is
     converted from step 1 on, and all groups are converted after this share. A layer that is not converted yet runs in

@@ -39,7 +39,6 @@ class Student(nn.Module):
 
     Args:
         quantiser: rounds the rows of dispatch and combine; None if they are sent as they are.
-        annealing: how far the wiring of the model is annealed; None if it is not.
         stages: the stages of a progressive conversion; None if all layers are converted from the start.
     """
 
@@ -48,14 +47,13 @@ class Student(nn.Module):
         model: PreTrainedModel,
         objective: Objective,
         quantiser: Quantiser | None = None,
-        annealing: Annealing | None = None,
         stages: Stages | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
         self.quantiser = quantiser
-        self.annealing = annealing
+        self.annealing: Annealing | None = None  # how far the wiring of the model is annealed; None if it is not
         self.stages = stages
         self.fixed: FixedLosses | None = None  # runs the training passes, teacher included, if it is installed
         self._beside = ThreadPoolExecutor(1, "teacher")  # the thread starts when a teacher first runs in turns
@@ -211,9 +209,8 @@ def build_engine(
     pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    annealing = anneal(model) if recipe.train.anneal_share else None
     stages = stage_layers(model, recipe.train.progressive_order) if recipe.train.progressive_share else None
-    student = Student(model, recipe.objective, quantiser_of(recipe), annealing, stages).train()
+    student = Student(model, recipe.objective, quantiser_of(recipe), stages).train()
     engine, *_ = deepspeed.initialize(
         model=student,
         model_parameters=parameter_groups(student, recipe),
@@ -227,6 +224,8 @@ def build_engine(
             if parameter.requires_grad:
                 parameter.grad_dtype = DTYPES[recipe.accumulate_dtype]  # autograd and DeepSpeed sum in it
     wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, student.quantiser, traffic, dispatcher)
+    if recipe.train.anneal_share:
+        student.annealing = anneal(model)
     compile_layers(model, recipe)
     return engine
 

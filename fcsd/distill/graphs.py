@@ -6,6 +6,9 @@ with one call. Two graphs are recorded: one for the teacher's pass, the student'
 for the student's backward pass. The rest of the step runs as without graphs: DeepSpeed receives the gradients from
 autograd, and the optimizer and all collectives are outside of the graphs.
 
+While the wiring is annealed, it depends on the step, so the passes are computed without graphs. They are captured when
+the annealing has ended.
+
 Two shapes depend on the data, and are made independent of it. The losses are computed for all positions, also for
 those that do not count. The borders of the documents are padded with empty documents at the end.
 
@@ -36,7 +39,7 @@ Losses = Callable[[dict[str, Tensor], Tensor], Tensor]
 def install(student: Student, teacher: Teacher | None, recipe: Recipe, models: Sequence[Any]) -> None:
     """Makes ``student`` run its training passes on fixed buffers, if the recipe has ``train.graph``.
 
-    Call this after a checkpoint is loaded. The capture itself takes place in the first step.
+    Call this after a checkpoint is loaded. The capture itself takes place in the first step that is not annealed.
 
     Args:
         teacher: computes the targets with the teacher in memory; None if the loss needs no teacher.
@@ -71,23 +74,26 @@ class FixedPasses:
         self._module, self._teacher, self._capture = _Losses(student), teacher, capture
         self._named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         self._parameters = list(self._named.values())
+        self._annealing = student.annealing
         self._passes: Passes | None = None
-        self._made_for: Any = None  # the terms, and the addresses of the weights
+        self._made_for: Any = None  # the terms, whether to capture, and the addresses of the weights
 
     def __call__(self, batch: dict[str, Tensor], denominator: Tensor, terms: tuple[str, ...]) -> dict[str, Tensor]:
         """The loss terms by name; arguments and results are those of ``Student.forward``.
 
-        The passes are made in the first call. They are made again if a micro-batch has more documents than fit, or if
-        the weights are at other addresses. Neither changes the results.
+        The passes are made in the first call. They are made again if a micro-batch has more documents than fit, if the
+        weights are at other addresses, or when the annealing has ended. None of these changes the results.
         """
-        made_for = (terms, [parameter.data_ptr() for parameter in self._parameters])
+        annealed = self._annealing is not None and self._annealing.weight < 1
+        capture = self._capture and not annealed
+        made_for = (terms, capture, [parameter.data_ptr() for parameter in self._parameters])
         if self._passes is None or made_for != self._made_for or not self._passes.fits(batch):
             self._passes = None  # the memory of earlier graphs is freed first
             # DeepSpeed's hooks tie each parameter's gradient to the default stream, on which nothing can be captured.
             # The passes therefore compute the gradients of other tensors, which share the memory of the parameters.
             aliases = {name: parameter.detach().requires_grad_() for name, parameter in self._named.items()}
             losses = self._losses(terms, aliases)
-            self._passes = Passes(losses, list(aliases.values()), batch, denominator, capture=self._capture)
+            self._passes = Passes(losses, list(aliases.values()), batch, denominator, capture=capture)
             self._made_for = made_for
         found = _Replayed.apply(self._passes, batch, denominator, *self._parameters)
         return dict(zip(terms, found.unbind(), strict=True))  # pyright: ignore[reportOptionalMemberAccess]
@@ -116,7 +122,8 @@ class Passes:
     """The forward and the backward pass of a function of fixed buffers.
 
     Args:
-        losses: computes the loss terms. It must read nothing that changes but its arguments and ``parameters``.
+        losses: computes the loss terms. If the passes are captured, it must read nothing that changes but its arguments
+            and ``parameters``.
         parameters: the tensors whose gradients the backward pass computes. Their addresses must not change.
         batch: the columns of a micro-batch, see ``MicroBatch``; the buffers get its shapes.
         denominator: ``[]``, the number by which the sums over tokens are divided.

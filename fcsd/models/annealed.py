@@ -4,20 +4,22 @@ A rewired read sees ``available + (1 - weight) * in flight``. At weight 0 it see
 model. At weight 1 it sees what the wiring lets it see, to the last bit. Only layers in training mode are annealed, so
 evaluations compute what the exported model computes. This file is not part of exported checkpoints.
 
-While the weight is below 1, a read needs the outputs in flight, so their communication cannot be hidden.
+While the weight is below 1, a read needs the outputs in flight, so their communication cannot be hidden. A layer that
+overlaps communication with computation runs as a blocking layer until then.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from .build import decoder_layers, wiring_of
-from .wiring import LayerWiring, WiredLayer, read, wired_class
+from .wiring import WiredLayer, read
 from .wiring_block import DESYNC, Wiring
 
 
@@ -32,27 +34,32 @@ class Annealing:
     weight: float = 1.0
 
 
-@dataclass(frozen=True)
-class AnnealedWiring(LayerWiring):
-    """What a layer reads, and how far the annealing has come."""
-
-    annealing: Annealing
-
-
 class AnnealedLayer(WiredLayer):
     """A rewired decoder layer that sees a part of the outputs in flight while it is trained."""
 
-    fcsd: AnnealedWiring
+    annealing: Annealing
+
+    def forward(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        if self._is_annealed():
+            return WiredLayer.forward(self, hidden_states, **kwargs)  # blocking, also if the layer's class overlaps
+        return super().forward(hidden_states, **kwargs)
+
+    def _is_annealed(self) -> bool:
+        return self.training and self.annealing.weight < 1
 
     def _read(self, streams: Sequence[Tensor], depth: int) -> tuple[Tensor, Sequence[Tensor]]:
         """Like ``read``. The stream at ``depth`` is mixed with the full stream, which is the first of ``streams``."""
         available, streams = read(streams, depth)
-        weight = self.fcsd.annealing.weight
-        if weight < 1 and self.training and len(streams) > 1:
+        if self._is_annealed() and len(streams) > 1:
             # The mean of the full stream (available + in flight) and the available one, weighted by 1 - weight and
             # weight. torch.lerp is exact at both ends and computes in fp32 for bf16.
-            available = torch.lerp(streams[0], available, weight)
+            available = torch.lerp(streams[0], available, self.annealing.weight)
         return available, streams
+
+
+@cache
+def _annealed_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (AnnealedLayer, cls), {"__module__": cls.__module__})
 
 
 def require_in_flight(wiring: Wiring) -> None:
@@ -68,7 +75,7 @@ def require_in_flight(wiring: Wiring) -> None:
 
 
 def anneal(model: PreTrainedModel) -> Annealing:
-    """Let the rewired layers of a model be annealed. ``wire`` undoes it.
+    """Let the rewired layers of a model be annealed, also those that a parallel runtime has wired. ``wire`` undoes it.
 
     Returns: the object whose ``weight`` the caller sets before each step; it begins with 1.
 
@@ -77,10 +84,8 @@ def anneal(model: PreTrainedModel) -> Annealing:
     """
     require_in_flight(wiring_of(model.config))
     annealing = Annealing()
-    layers: Any = decoder_layers(model)
-    for layer in layers:
-        if isinstance(layer, WiredLayer):
-            plan = {field.name: getattr(layer.fcsd, field.name) for field in fields(LayerWiring)}
-            layer.fcsd = AnnealedWiring(**plan, annealing=annealing)
-            layer.__class__ = wired_class(AnnealedLayer, layer.unwired)
+    wired: list[Any] = [layer for layer in decoder_layers(model) if isinstance(layer, WiredLayer)]
+    for layer in wired:
+        layer.__class__ = _annealed_class(type(layer))
+        layer.annealing = annealing
     return annealing

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 from scripts.capability.models import Lines, Models, pm, summary
 from scripts.capability.picture import PAPERS, Point, draw
 from scripts.capability.results import read_lines
-from scripts.capability.runs import LAYERS, SHARES, SWEEP_STEPS, TABLE_1, TABLE_2, TEXTS
+from scripts.capability.runs import BEST_ANNEALED, LAYERS, SHARES, SWEEP_STEPS, TABLE_1, TABLE_2, TEXTS
 from scripts.capability.scores import Scores, fit, tokens_to
 from scripts.capability.studies import DENSE_ONLY, SIBLINGS, TABLE_4, studies
 from scripts.capability.wirings_report import desync, distance, on_policy, scratch
@@ -84,10 +84,10 @@ def subject_of(models: Models) -> str:
 
 
 def table_1(models: Models) -> str:
-    """Every benchmark for the teacher, the untrained conversion, and KL and SFT on two kinds of text."""
+    """Every benchmark for the teacher, the untrained conversion, and the methods on two kinds of text."""
     rows = {"teacher": [models.teacher], "untrained": [models.untrained]}
     for text in ("same", "other"):
-        for method in ("KL", "SFT"):
+        for method in ("KL", BEST_ANNEALED, "SFT"):
             if found := models.seeds(method, text, TABLE_1, stop="best"):
                 rows[f"{method}, {text}"] = found
     if len(rows) == 2:
@@ -116,7 +116,7 @@ def kinds(models: Models) -> str:
     found = {
         f"{method}, {text}": models.scores(lines)
         for text in TEXTS
-        for method in ("KL", "SFT")
+        for method in ("KL", BEST_ANNEALED, "SFT")
         if (lines := models.seeds(method, text, SHARES[2]))
     }
     return f"## The text, at {SHARES[2]:.0%} of the tokens\n\n{summary(found)}" if found else ""

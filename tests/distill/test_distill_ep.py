@@ -122,12 +122,15 @@ def cases_of(folder: Path, arch: str) -> tuple[dict[str, Any], dict[str, Any]]:
         random = {**standard, "model": str(config), "init": {"weights": "random", "wiring": "farskip"}}
         single["random"] = sharded["random"] = random
     if arch == "deepseek_v2":
-        single |= {"hidden": hidden, "bf16": BF16}
+        annealed = {"train__anneal_share": 0.67, "parallel__zero_stage": 0}  # the third of three steps is not annealed
+        single |= {"hidden": hidden, "bf16": BF16, "annealed": annealed}
         sharded |= {
             "farskip eager-sync": {"parallel__zero_stage": 0, "parallel__overlap": "eager-sync"},
             "farskip off": {"parallel__zero_stage": 0, "parallel__overlap": "off"},
             "farskip stage 2, deduplicated": {"parallel__zero_stage": 2, "parallel__dedup": "rank"},
             "hidden": hidden,
+            "annealed on": annealed,
+            "annealed off": {**annealed, "parallel__overlap": "off"},
             **{f"bf16 stage {stage}": {**BF16, "parallel__zero_stage": stage} for stage in (0, 1, 2)},
         }
     return single, {name: {**SHARDED, **changes} for name, changes in sharded.items()}
@@ -144,10 +147,14 @@ def test_two_ranks_equal_one_process(models: dict[str, Path], tmp_path: Path, ar
             assert_close(result, reference["bf16"], name)
         else:
             assert_same(result, reference[name.split()[0]], name)
-    on = found["farskip on"]
-    for other in (found[name] for name in ("farskip eager-sync", "farskip off") if name in found):  # to the last bit
-        assert [m["loss"] for m in other[0]] == [m["loss"] for m in on[0]]
-        assert all(torch.equal(weight, on[1][name]) for name, weight in other[1].items())
+    for name, result in found.items():  # overlapped and blocking runs are equal to the last bit
+        kind, _, mode = name.partition(" ")
+        if mode in ("eager-sync", "off"):
+            on = found[f"{kind} on"]
+            assert [m["loss"] for m in result[0]] == [m["loss"] for m in on[0]], name
+            assert all(torch.equal(weight, on[1][key]) for key, weight in result[1].items()), name
+    if "annealed on" in found:
+        assert [m["anneal"] for m in found["annealed on"][0]] == [0, 0.5, 1]
 
 
 def assert_close(one: Any, other: Any, what: str) -> None:

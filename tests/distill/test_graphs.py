@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from fcsd.distill.losses import IGNORE
 from fcsd.distill.teacher.targets import live_teacher
 from fcsd.errors import ConfigError
 from fcsd.kernels.packed_attention import document_borders, use_packed_attention
+from fcsd.models.annealed import Annealing
 from fcsd.models.build import wire
 from fcsd.models.wiring import Wiring
 
@@ -160,22 +162,26 @@ def test_a_capture_that_fails_says_why_and_restores_the_stream(
     for name, double in doubles.items():
         monkeypatch.setattr(torch.cuda, name, double)
     student, teacher = models("cpu", torch.float32)
+    student.annealing = Annealing(0.5)
     student.fixed = FixedPasses(student, teacher, capture=True)
+    call = partial(student, micro_batch(LENGTHS[0], 1), None, torch.tensor(5), TERMS)
+    assert call()["kl"].isfinite()  # while the wiring is annealed, nothing is captured
+    student.annealing.weight = 1.0
     with pytest.raises(raised, match=words):
-        student(micro_batch(LENGTHS[0], 1), None, torch.tensor(5), TERMS)
+        call()
     assert streams[-1] == "restored"
 
 
 def test_a_run_with_fixed_passes_is_one_without_up_to_rounding(tmp_path: Path) -> None:
     """On a CPU the recipe's field runs the passes without capture: DeepSpeed gets the same gradients.
 
-    The resumed run makes its passes anew and ends with the bits of the run that was not interrupted.
+    The resumed run makes its passes anew and ends with the bits of the run that was not interrupted. The first of two
+    steps is annealed.
     """
     runs.write_models(tmp_path)
+    annealed = {"train__anneal_share": 0.5, "optim__horizon": 2}
     recipes = [
-        runs.resolved(
-            tmp_path, train__graph=graph, train__steps=steps, optim__horizon=2, output_dir=str(tmp_path / name)
-        )
+        runs.resolved(tmp_path, train__graph=graph, train__steps=steps, output_dir=str(tmp_path / name), **annealed)
         for name, graph, steps in (("without", False, 2), ("with", True, 2), ("parts", True, 1), ("parts", True, 2))
     ]
     runs.train_all(recipes)
@@ -190,7 +196,6 @@ def test_a_run_with_fixed_passes_is_one_without_up_to_rounding(tmp_path: Path) -
     ("changes", "why"),
     [
         ({"parallel__ep_size": 2}, "divided experts"),
-        ({"train__anneal_share": 0.5}, r"train\.anneal_share"),
         ({"train__progressive_share": 0.5}, r"train\.progressive_share"),
         ({"train__activation_checkpointing": True}, r"train\.activation_checkpointing"),
         ({"train__attention": "masked"}, r"train\.attention masked"),

@@ -356,7 +356,7 @@ def test_the_page_has_every_study(lines: dict[str, dict[str, Any]], tmp_path: Pa
 def test_the_page_says_what_was_not_run_and_refuses_trials(lines: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     few = {name: line for name, line in lines.items() if line["run"]["method"] in ("teacher", "untrained")}
     text = report.page(few, tmp_path / "none.png")
-    assert "Table 1" not in text.replace("of FarSkip Table 1", "") and "- table-1: 12 of 14 runs" in text
+    assert "Table 1" not in text.replace("of FarSkip Table 1", "") and "- table-1: 15 of 17 runs" in text
     assert not (tmp_path / "none.png").exists()
     with pytest.raises(ValueError, match="trials"):
         report.page(few | {"x": line_of(Run("KL", "same", 0.1), 0.5, limit=5)}, tmp_path / "none.png")
@@ -398,4 +398,4 @@ def test_the_page_of_a_sibling_names_it_and_its_own_studies(tmp_path: Path) -> N
     text = report.page(lines, tmp_path / "none.png")
     assert "on the teacher `llama`, with the wiring ladder, and its benchmarks" in " ".join(text.split())
     assert "## Ladder Table 4" in text and "| SFT, published values, layers 62.5% " in text
-    assert "- table-1: 6 of 14 runs" in text and "figure-3" not in text
+    assert "- table-1: 6 of 17 runs" in text and "figure-3" not in text
