@@ -69,12 +69,13 @@ def pieces(gpus: int, sizes: list[str]) -> Iterator[Piece]:
 
 
 def command(piece: Piece, out: Path, reduce: str) -> list[str]:
-    """The call of ``fcsd bench infer`` for a measurement."""
+    """The call of ``fcsd bench infer`` for a measurement, with the options that the environment adds in OPTIONS."""
     batches = ",".join(map(str, piece.batches))
     words = ["bench", "infer", SIZES[piece.size][0], "--layers", piece.layers, "--tp", piece.degree, "--batch", batches]
     words += ["--prompt", PROMPT, "--new", NEW, "--rounds", ROUNDS, "--wirings", ",".join(WIRINGS)]
     words += ["--reduce", f"{reduce},none", "--bounds", STANDARD, "--out", out / piece.folder]
     words += ["--no-nvlink"] if piece.link == "no-nvlink" else []
+    words += os.environ.get("OPTIONS", "").split()
     return [sys.executable, "-m", "fcsd", *map(str, words)]
 
 

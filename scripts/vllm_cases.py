@@ -4,6 +4,7 @@ All but the bundled teacher have four layers, and random weights that are large 
 """
 
 import fcntl
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ SIZES: dict[str, dict[str, Any]] = {
     ),
     "llama4_text": dict(intermediate_size=64, intermediate_size_mlp=256, head_dim=32, attention_chunk_size=128),
 }  # fmt: skip
+# Cases whose weights are saved in fp8, in blocks of 128 x 128 with a scale each. vLLM divides a matrix at whole blocks.
+FP8 = ("qwen3_moe-fp8",)
+FP8_SIZES: dict[str, Any] = dict(
+    hidden_size=256, head_dim=128, intermediate_size=256, moe_intermediate_size=256, vocab_size=256
+)
 # Name of the case -> architecture, layers, and the other options of `fcsd convert`.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-ladder": ("llama", "1-3", dict(wiring="ladder")),
@@ -50,6 +56,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_moe-partly": ("qwen2_moe", "0,2", dict(wiring="farskip", border="partial")),
     "glm4_moe-attn-only": ("glm4_moe", "1-3", dict(wiring="farskip", variant="attn-only")),
     "llama-mlp-only": ("llama", "0,2-3", dict(wiring="ladder", variant="mlp-only")),
+    "qwen3_moe-fp8": ("qwen3_moe", "1-3", dict(wiring="farskip")),
     "llama-desync-2x": ("llama", "1-3", dict(wiring="desync-2x", tp_degree=2)),
 }
 
@@ -83,12 +90,39 @@ def _make(case: str, original: Path, converted: Path) -> None:
     import tiny  # pyright: ignore[reportMissingImports]
 
     arch, layers, options = CASES[case]
-    model = tiny.model(arch, hidden_size=HIDDEN, **SIZES[arch])
+    sizes = FP8_SIZES if case in FP8 else dict(hidden_size=HIDDEN) | SIZES[arch]
+    model = tiny.model(arch, **sizes)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(3)
     model.save_pretrained(original)
+    if case in FP8:
+        quantise(original)
     convert_checkpoint(original, converted, layers=layers, check=False, **options)
+
+
+def quantise(path: Path) -> None:
+    """Round the projections of a checkpoint to fp8, in the layout of DeepSeek-V3's checkpoint."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file, block = path / "model.safetensors", 128
+    found = {}
+    for name, value in load_file(file).items():
+        if not name.endswith("proj.weight"):
+            found[name] = value.bfloat16()
+            continue
+        rows, columns = (size // block for size in value.shape)
+        blocks = value.view(rows, block, columns, block)
+        scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+        found[name] = (blocks / scales[:, None, :, None]).reshape(value.shape).to(torch.float8_e4m3fn)
+        found[f"{name}_scale_inv"] = scales
+    save_file(found, file, metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    kept = ["lm_head", *(name.removesuffix(".weight") for name in found if name.endswith("gate.weight"))]
+    scheme = dict(quant_method="fp8", fmt="e4m3", weight_block_size=[block, block], activation_scheme="dynamic")
+    scheme["modules_to_not_convert"] = kept
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": scheme, "dtype": "bfloat16"}))
 
 
 def prompts(original: Path, case: str) -> list[list[int]]:

@@ -8,12 +8,15 @@ model whose ranks send nothing (``reduce: none``), so its results are wrong. Ran
 variants route each token to experts that are drawn at random, evenly (vLLM's routing simulation). Prefix caching is
 off, and no prompt is used twice.
 
+With ``--apart`` the engines do not take turns: each one starts when the one before has ended. This is for models of
+which three do not fit into the memory of the GPUs. Changes of the clocks between two engines are not seen then.
+
 At once: ``--requests`` distinct prompts arrive together; a row has the mean and the last time to first token. Decoding:
 a row has the time of a step of a whole batch. Under load: requests arrive at random (Poisson), at rates that are
 fractions of the original's own throughput; a row has the medians and the 99th percentiles of the time to first token
 and of the time per token after it. All variants get the same arrivals. vLLM's model runner, graphs, token budget and
 attention must be the same for all variants, or nothing is measured. ``scripts/vllm_gpu.sh time`` runs this on a GPU
-machine.
+machine, and ``scripts/vllm_times.txt`` has the measurements of FarSkip section 4.2.
 """
 
 import argparse
@@ -34,6 +37,7 @@ from vllm_report import Row, begin, ended  # noqa: E402
 from vllm_variants import Times, Variant, close, make  # noqa: E402
 
 ORIGINAL, BOUND = "original", "bound, wrong results"
+Todo = tuple[str, Path, Row]  # of a variant: its name, its directory, and the arguments of its engine
 SAMPLE = 64  # requests at once by which the original's throughput is measured
 
 
@@ -143,9 +147,10 @@ def prompts(words: random.Random, length: int, count: int) -> list[list[int]]:
 
 
 def measure(given: argparse.Namespace) -> None:
-    """Start all variants at once, check that they are alike, and print the rows."""
+    """Start the variants, check that they are alike, and print the rows."""
     deadline = time.perf_counter() + given.seconds
     head: Row = dict(shape=given.shape, layers=given.layers, ranks=given.tp, experts=given.ep, wiring=given.wiring)
+    head |= dict(fp8=given.fp8, apart=given.apart)
     begin(head)
     os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random"
     os.environ.pop("VLLM_MLA_DISABLE", None)
@@ -159,26 +164,74 @@ def measure(given: argparse.Namespace) -> None:
         options["compilation_config"] = dict(cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64])
     if given.budget:
         options["max_num_batched_tokens"] = given.budget
-    original, converted = make(given.folder, given.shape, given.layers, given.wiring)
-    todo = [(ORIGINAL, original, {}), ("converted", converted, {})]
-    settings: Row = {f"converted, {kind}": {"reduce": kind} for kind in given.reduce}
+    original, converted = make(given.folder, given.shape, given.layers, given.wiring, given.fp8)
+    todo: list[Todo] = [(ORIGINAL, original, options)]
+    settings: Row = {"converted": {}}
+    settings |= {f"converted, {kind}": {"reduce": kind} for kind in given.reduce}
     settings |= {f"converted, overlap from {tokens}": {"overlap_from": tokens} for tokens in given.overlap_from}
-    settings |= {BOUND: {"reduce": "none"}} if given.tp > 1 else {}
-    todo += [(name, converted, dict(additional_config={"fcsd": own})) for name, own in settings.items()]
+    settings |= {BOUND: {"reduce": "none"}} if given.tp > 1 and (given.lengths or given.batches) else {}
+    todo += [
+        (name, converted, options | dict(additional_config={"fcsd": own}) if own else options)
+        for name, own in settings.items()
+    ]
+    for row in (apart if given.apart else in_turns)(todo, given, head, deadline):
+        ended(head | row)
+
+
+def in_turns(todo: list[Todo], given: argparse.Namespace, head: Row, deadline: float) -> Iterator[Row]:
+    """The rows of engines that all run at once; ``head`` gets what vLLM has chosen."""
     begun = time.perf_counter()
-    variants = [Variant(name, path, options | extra) for name, path, extra in todo]
+    variants = [Variant(*one) for one in todo]
     try:
         facts = {variant.name: variant.receive(deadline) for variant in variants}
         head |= facts[ORIGINAL]
         print(f"all engines answer after {time.perf_counter() - begun:.0f} s: {facts}", flush=True)
-        if len({json.dumps(found, sort_keys=True) for found in facts.values()}) > 1:
-            raise RuntimeError("the variants are not run alike, so nothing was measured")
+        require_alike(list(facts.values()))
         words = random.Random(0)
         for part, wanted in ((at_once, given.lengths), (decoding, given.batches), (under_load, given.rates)):
-            for row in part(variants, given, words, deadline) if wanted else []:
-                ended(head | row)
+            yield from part(variants, given, words, deadline) if wanted else []
     finally:
         close(variants, 5.0)
+
+
+def apart(todo: list[Todo], given: argparse.Namespace, head: Row, deadline: float) -> Iterator[Row]:
+    """The same of engines that run one after the other, all with the same prompts.
+
+    The bound is measured before the converted models, so that their rows compare with it.
+    """
+    facts: list[Row] = []
+    rows: list[Row] = []
+    for one in sorted(todo, key=lambda one: (one[0] != ORIGINAL, one[0] != BOUND)):
+        begun = time.perf_counter()
+        variant = Variant(*one)
+        try:
+            facts.append(variant.receive(deadline))
+            head |= facts[0]
+            print(f"{variant.name} answers after {time.perf_counter() - begun:.0f} s: {facts[-1]}", flush=True)
+            require_alike(facts)
+            words = random.Random(0)
+            for part, wanted, key in ((at_once, given.lengths, "mean_ms"), (decoding, given.batches, "step_ms")):
+                for row in part([variant], given, words, deadline) if wanted else []:
+                    rows.append(row)
+                    same = [other for other in rows if alike(other, row, "length", "batch")]
+                    yield compared(same, *(name for name in (key, "last_ms") if name in row))[-1]
+        finally:
+            close([variant], 30.0)
+
+
+def require_alike(facts: list[Row]) -> None:
+    """Stop unless vLLM has chosen the same for all variants.
+
+    Raises:
+        RuntimeError: it has not.
+    """
+    if len({json.dumps(found, sort_keys=True) for found in facts}) > 1:
+        raise RuntimeError("the variants are not run alike, so nothing was measured")
+
+
+def alike(one: Row, other: Row, *keys: str) -> bool:
+    """Whether two rows have the same values."""
+    return all(one.get(key) == other.get(key) for key in keys)
 
 
 def main() -> None:
@@ -195,6 +248,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true", help="whole experts on each rank")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--fp8", action="store_true", help="weights in fp8, with scales for blocks of 128 x 128")
+    parser.add_argument("--apart", action="store_true", help="one engine after the other; does not go with --rates")
     parser.add_argument("--reduce", type=numbers(str), default=[], help="kinds of reduction besides vLLM's own")
     parser.add_argument(
         "--overlap-from", type=numbers(int), default=[], help="values of overlap_from besides the default"
@@ -211,7 +266,10 @@ def main() -> None:
     parser.add_argument("--load-new", type=int, default=64)
     parser.add_argument("--load-seconds", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=600.0, help="when everything has to have ended")
-    measure(parser.parse_args())
+    given = parser.parse_args()
+    if given.apart and given.rates:
+        parser.error("--apart does not go with --rates: the load is a share of the throughput of another engine")
+    measure(given)
 
 
 if __name__ == "__main__":

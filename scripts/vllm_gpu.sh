@@ -7,9 +7,14 @@
 #                                          answers of transformers, to FOLDER (some minutes on two CPU cores)
 #   scripts/vllm_gpu.sh one [FOLDER]       on one GPU: eager, whole CUDA graphs, compiled; the server
 #   scripts/vllm_gpu.sh tasks [FOLDER]     on one GPU: the eleven tasks
-#   scripts/vllm_gpu.sh two [FOLDER]       on two GPUs: tensor parallelism 2, with and without divided experts; two stages
-#   scripts/vllm_gpu.sh time [FOLDER]      on two GPUs or more: time to first token, and a load of random arrivals. TIMES
+#   scripts/vllm_gpu.sh two [FOLDER]       on two GPUs: tensor parallelism 2, with and without divided experts; two stages;
+#                                          a trace that shows on which stream vLLM reduces
+#   scripts/vllm_gpu.sh four [FOLDER]      on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
+#   scripts/vllm_gpu.sh time [FOLDER [NAME...]]   on two GPUs or more: time to first token, and a load of random arrivals:
+#                                          the measurements of these names in scripts/vllm_times.txt. Without a name, TIMES
 #                                          has one measurement in each line: options of scripts/vllm_first_tokens.py
+#   scripts/vllm_gpu.sh engines [FOLDER]   fcsd's own engine beside vLLM, by the options of scripts/vllm_engines.py in
+#                                          ENGINES (one GPU by default)
 #
 # FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
 # fcsd, scripts, tests and assets of this repository. Every part ends before second $LIMIT; a part that fails or hangs
@@ -20,12 +25,19 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 version=0.24.0
-command=${1:?build, items, one, tasks, two or time}
+command=${1:?build, items, one, tasks, two, four, time or engines}
 case $command in
-build | items | one | tasks | two | time) ;;
-*) echo "no command $command: build, items, one, tasks, two or time" >&2 && exit 2 ;;
+build | items | one | tasks | two | four | time | engines) ;;
+*) echo "no command $command: build, items, one, tasks, two, four, time or engines" >&2 && exit 2 ;;
 esac
 folder=${2:-.vllm}
+if [ "$command" = time ] && [ $# -gt 2 ]; then
+    TIMES=
+    for name in "${@:3}"; do
+        line=$(grep "^$name " scripts/vllm_times.txt) || { echo "scripts/vllm_times.txt has no $name" >&2 && exit 2; }
+        TIMES+="${line#"$name "}"$'\n'
+    done
+fi
 WORK=${WORK:-/tmp/vllm-work}
 site=$WORK/site
 models=$WORK/models
@@ -170,7 +182,7 @@ unpack 9>&- || { echo "$folder could not be unpacked; nothing was run" >&2 && ex
 exec 9>&-
 echo "unpacked after $SECONDS s"
 
-if [ "$command" != time ]; then
+if [ "$command" != time ] && [ "$command" != engines ]; then
     # Products of float32 by float32 arithmetic; and DeepSeek's attention expanded, because the bundled teacher's latent
     # vectors are smaller than those that vLLM's kernels for latent attention know.
     export TRITON_F32_DEFAULT=ieee VLLM_MLA_DISABLE=1
@@ -182,7 +194,7 @@ small=qwen2_moe-farskip
 case $command in
 one)
     job float32 $serve {$small,qwen3_moe-farskip,teacher,glm4_moe-farskip}/float32/eager
-    job bfloat16 $serve $small/bfloat16/graph {$small,teacher}/bfloat16/default
+    job bfloat16 $serve $small/bfloat16/graph {$small,teacher}/bfloat16/default qwen3_moe-fp8/bfloat16/eager
     job server python3 scripts/vllm_server.py "$models" --seconds $(($(left) - 8))
     ;;
 tasks)
@@ -194,6 +206,17 @@ two)
     job float32 $serve --tp 2 $small/float32/{eager,eager/ep,graph,pressure} glm4_moe-farskip/float32/eager
     job bfloat16 $serve --tp 2 $small/bfloat16/{graph/ep,default} teacher/bfloat16/default
     job stages $serve --pp 2 $small/float32/eager
+    job trace python3 scripts/vllm_trace.py "$models" --tp 2
+    ;;
+four)
+    job float32 $serve --tp 4 $small/float32/{eager,eager/ep,graph,pressure}
+    job bfloat16 $serve --tp 4 $small/bfloat16/{graph/ep,default} teacher/bfloat16/default
+    job stages $serve --tp 2 --pp 2 $small/float32/eager
+    job trace python3 scripts/vllm_trace.py "$models" --tp 4
+    ;;
+engines)
+    # shellcheck disable=SC2086
+    job engines python3 scripts/vllm_engines.py "$OUT/engines" ${ENGINES:-}
     ;;
 time)
     number=0

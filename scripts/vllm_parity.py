@@ -6,7 +6,8 @@
 
 The models are those of ``scripts/vllm_cases.py``, and are made in FOLDER. A PLAN is ``CASE/DTYPE/MODE``, or
 ``CASE/DTYPE/MODE/ep`` for whole experts on each rank. The reference is transformers in float32 on the CPU, given the
-same tokens; in bfloat16 the error of transformers in bfloat16 stands beside that of vLLM. ``MODE`` is ``eager``,
+same tokens; in bfloat16 the error of transformers in bfloat16 stands beside that of vLLM, and with fp8 weights the
+distance from the other wiring. ``MODE`` is ``eager``,
 ``graph`` (whole CUDA graphs, not compiled, 200 tokens), ``default`` (compiled, with vLLM's own choice of graphs) or
 ``pressure`` (so little memory that requests are preempted). ``items`` asks what ``scripts/vllm_items.py record`` has
 written down, with the answers of transformers.
@@ -26,12 +27,15 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
-from vllm_cases import inspect_here, made, prompts  # noqa: E402
+from vllm_cases import FP8, inspect_here, made, prompts  # noqa: E402
 from vllm_report import Row, report  # noqa: E402
 
 NEW, REPLAYS = 8, 200  # tokens of an answer, and where the same step is taken again and again
 FLOAT32_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}  # nats; kernels on the GPU add up in another order than the CPU
 BFLOAT16_RATIO = 1.5  # root mean square error over that of transformers in bfloat16
+# With weights in fp8, vLLM also rounds what a projection reads, which the reference does not. So the error is compared
+# with the distance from the other wiring.
+FP8_SHARE = 0.25
 ITEM_TOLERANCE = 1e-3  # nats, of the sum over a continuation
 MODES: dict[str, dict[str, Any]] = {
     "eager": dict(enforce_eager=True),
@@ -96,8 +100,8 @@ def compare(folder: Path, case: str, role: str, dtype: str, mode: str, ranks: in
 
     Returns:
         ``largest`` and ``rms``, the errors of vLLM; ``answers``, the largest error in the answers alone; ``greedy``,
-        how many answers are the most likely tokens for transformers; ``other``, how far the other wiring is; in
-        bfloat16 ``rms_transformers``, the error of transformers; ``right``.
+        how many answers are the most likely tokens for transformers; ``other`` and ``other_rms``, how far the other
+        wiring is; in bfloat16 ``rms_transformers``, the error of transformers; ``right``.
     """
     import torch
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
@@ -118,7 +122,7 @@ def compare(folder: Path, case: str, role: str, dtype: str, mode: str, ranks: in
     release()
 
     references = {name: _reference(path) for name, path in paths.items()}
-    rounded = _reference(paths[role]).to(torch.bfloat16) if dtype == "bfloat16" else None
+    rounded = _reference(paths[role]).to(torch.bfloat16) if dtype == "bfloat16" and case not in FP8 else None
     found, expected, other, own = [], [], [], []
     answers, greedy = 0.0, 0
     for ids, output in zip(asked, outputs, strict=True):
@@ -134,11 +138,14 @@ def compare(folder: Path, case: str, role: str, dtype: str, mode: str, ranks: in
         other.append(_logprobs(references["converted" if role == "original" else "original"], ids + answer)[0])
         if rounded is not None:
             own.append(_logprobs(rounded, ids + answer)[0])
-    error = torch.cat(found) - torch.cat(expected)
+    error, apart = torch.cat(found) - torch.cat(expected), torch.cat(found) - torch.cat(other)
     result: Row = dict(
         largest=error.abs().max().item(), rms=error.square().mean().sqrt().item(), answers=answers, greedy=greedy,
-        other=(torch.cat(found) - torch.cat(other)).abs().max().item(), tokens=len(error), **chosen,
+        other=apart.abs().max().item(), other_rms=apart.square().mean().sqrt().item(), tokens=len(error), **chosen,
     )  # fmt: skip
+    if case in FP8:
+        tolerance = FP8_SHARE * result["other_rms"]
+        return result | dict(tolerance=tolerance, right=result["rms"] <= tolerance)
     if rounded is None:
         tolerance = FLOAT32_TOLERANCE["cuda" if torch.cuda.is_available() else "cpu"]
         right = result["largest"] <= tolerance and result.get("preemptions") != 0
@@ -155,9 +162,13 @@ def _reference(path: Path) -> Any:
 
     from fcsd.models.build import load_model
 
-    if "fcsd" in json.loads((path / "config.json").read_text()):
-        return load_model(path, dtype=torch.float32).eval()
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    config = json.loads((path / "config.json").read_text())
+    options: dict[str, Any] = dict(dtype=torch.float32)
+    if "quantization_config" in config:
+        options["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
+    if "fcsd" in config:
+        return load_model(path, **options).eval().float()
+    return transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval().float()
 
 
 def _logprobs(model: Any, tokens: list[int]) -> tuple[Any, Any]:

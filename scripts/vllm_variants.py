@@ -17,18 +17,34 @@ from vllm_report import Row
 Times = tuple[float, float]  # of one request: seconds to its first token, and to its last one
 
 
-def make(folder: Path, shape: str, layers: int, wiring: str) -> tuple[Path, Path]:
-    """Two directories with a config.json and without weights: the original, and one with all layers rewired."""
+# The weights of DeepSeek-V3's own checkpoint: fp8 with a scale for each block of 128 x 128.
+FP8 = dict(quant_method="fp8", fmt="e4m3", weight_block_size=[128, 128], activation_scheme="dynamic")
+
+
+def make(folder: Path, shape: str, layers: int, wiring: str, fp8: bool = False) -> tuple[Path, Path]:
+    """Two directories with a config.json and without weights: the original, and one with all layers rewired.
+
+    Args:
+        folder: where the directories are made.
+        shape: a name in ``fcsd.bench.shapes``.
+        layers: decoder layers.
+        wiring: the name of a wiring.
+        fp8: whether config.json says that the weights are fp8, see ``FP8``.
+    """
     from fcsd.bench.shapes import SHAPES
     from fcsd.models.archs import ARCHS
     from fcsd.models.wiring_block import Wiring
 
     config = SHAPES[shape](layers)
     base = ARCHS[config.model_type].classes["AutoModelForCausalLM"][0]
-    original, converted = folder / f"{shape}-{layers}.base", folder / f"{shape}-{layers}-{wiring}"
+    name = f"{shape}-{layers}{'-fp8' * fp8}"
+    original, converted = folder / f"{name}.base", folder / f"{name}-{wiring}"
     config.architectures = [base]
     config.save_pretrained(original)
     fields = json.loads((original / "config.json").read_text())
+    if fp8:
+        fields["quantization_config"] = FP8
+        (original / "config.json").write_text(json.dumps(fields))
     converted.mkdir(parents=True, exist_ok=True)
     names = {"model_type": f"fcsd_{config.model_type}", "architectures": [f"Fcsd{base}"]}
     block = Wiring(wiring, layers=tuple(range(layers))).to_block()

@@ -39,6 +39,34 @@ def deepseek_v2_lite(layers: int) -> PretrainedConfig:
     )
 
 
+def deepseek_v2(layers: int) -> PretrainedConfig:
+    """DeepSeek-V2 with 236 B parameters (60 layers), whose first layer is dense."""
+    return DeepseekV2Config(
+        vocab_size=102400,
+        hidden_size=5120,
+        intermediate_size=12288,
+        moe_intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        n_routed_experts=160,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        first_k_dense_replace=1,
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        head_dim=64,
+        topk_method="group_limited_greedy",
+        n_group=8,
+        topk_group=3,
+        routed_scaling_factor=16.0,
+        max_position_embeddings=163840,
+    )
+
+
 def deepseek_v3(layers: int) -> PretrainedConfig:
     """DeepSeek-V3 (61 layers) without its MTP layer; every layer is MoE, as in FarSkip Table 3."""
     return DeepseekV3Config(
@@ -204,6 +232,7 @@ def tiny(layers: int) -> PretrainedConfig:
 
 SHAPES: dict[str, Callable[[int], PretrainedConfig]] = {
     "deepseek-v2-lite": deepseek_v2_lite,
+    "deepseek-v2": deepseek_v2,
     "deepseek-v3": deepseek_v3,
     "qwen3-30b-a3b": qwen3_30b_a3b,
     "llama4-scout": llama4_scout,

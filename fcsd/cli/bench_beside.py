@@ -51,6 +51,9 @@ def infer(
     engine: Annotated[
         str, typer.Option(metavar="own|vllm", help="Time fcsd's own engine, or vLLM with fcsd's plugin.")
     ] = "own",
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile what fcsd's engine computes between two reductions of a step.")
+    ] = False,
     no_graphs: Annotated[
         bool, typer.Option("--no-graphs", help="Decode without CUDA graphs; vLLM does not compile then, either.")
     ] = False,
@@ -92,6 +95,7 @@ def infer(
         rounds=rounds,
         bounds=None if bounds is None else tuple(bounds.split(",")),
         engine=engine,
+        compile=compile,
     )
     found = bench(load, out)
     if as_json and first_rank():

@@ -98,6 +98,11 @@ class SlotLayer(CacheLayerMixin):
             store.scatter_(2, at.expand_as(new), new)
         return self.keys[:, :, : slots.width], self.values[:, :, : slots.width]
 
+    @property
+    def fixed_shape(self) -> bool:
+        """Whether the next call is a step of one token in every slot, whose shapes are those of the step before."""
+        return self._slots.filling is None
+
     def _ranks(self, states: torch.Tensor) -> int:
         return states.shape[0] // (self._slots.count if self._slots.filling is None else len(self._slots.filling))
 
@@ -117,7 +122,11 @@ def why_no_slots(model: PreTrainedModel, length: int) -> str | None:
         return f"its attention is {model.config._attn_implementation}"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "it is spread over several devices"
-    chunked = "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
+    config: Any = model.config.get_text_config()
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    # Some layers of Llama-4 scale their queries by the position, from this one on. A step in slots does not tell them.
+    if getattr(config, "attn_temperature_tuning", False) and length >= config.floor_scale:
+        return f"layers scale queries by their position from token {config.floor_scale} on, and {length} are needed"
     for layer in DynamicCache(config=model.config).layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
             if chunked and layer.sliding_window < length:

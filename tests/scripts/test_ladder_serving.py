@@ -33,6 +33,13 @@ def measured(piece) -> list[dict]:
     return rows
 
 
+def test_the_environment_adds_options_to_every_call(monkeypatch):
+    piece = next(ladder.pieces(4, ["70B"]))
+    plain = ladder.command(piece, Path("out"), "nccl")
+    monkeypatch.setenv("OPTIONS", "--compile --no-graphs")
+    assert ladder.command(piece, Path("out"), "nccl") == [*plain, "--compile", "--no-graphs"]
+
+
 def test_every_table_has_its_measurements():
     pieces = list(ladder.pieces(4, list(ladder.SIZES)))
     assert {piece.size for piece in pieces if 4 in piece.batches and piece.degree == 4} == set(ladder.SIZES)

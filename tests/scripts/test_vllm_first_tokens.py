@@ -1,5 +1,6 @@
 """``scripts/vllm_first_tokens.py``: what its rows say of engines whose times are known."""
 
+import json
 import random
 import sys
 import time
@@ -62,6 +63,66 @@ def test_rows_compare_with_the_original_and_the_bound(script: Any, given: Namesp
     (_, step, bound) = script.decoding(variants, given, words, deadline)
     assert step["step_ms"] == pytest.approx(50) and step["step_ms_times_original"] == pytest.approx(0.8)
     assert bound["step_ms_times_original"] == pytest.approx(2)
+
+
+def test_engines_apart_are_compared_like_engines_in_turns(
+    script: Any, given: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    all_engines = {engine.name: engine for engine in engines(script, asked)}
+    running: list[str] = []
+
+    def start(name: str, path: Path, options: dict[str, Any]) -> Any:
+        assert not running, "the engine before has ended"
+        running.append(name)
+        engine: Any = all_engines[name]
+        engine.receive = lambda deadline: dict(runner="v2")
+        return engine
+
+    monkeypatch.setattr(script, "Variant", start)
+    monkeypatch.setattr(script, "close", lambda variants, seconds: running.clear())
+    todo: Any = [(name, Path(), {}) for name in all_engines]
+    head: dict[str, Any] = {}
+    rows = list(script.apart(todo, given, head, time.perf_counter() + 600))
+    assert head == dict(runner="v2")
+    assert [row["role"] for row in rows[::3]] == [script.ORIGINAL, script.BOUND, "converted"], "two lengths, one batch"
+    converted, step = rows[6], rows[8]
+    assert converted["length"] == 8 and converted["mean_ms_times_original"] == pytest.approx(1.6)
+    assert converted["mean_ms_hidden"] == pytest.approx(0.75) and converted["last_ms_of_bound"] == pytest.approx(0.8)
+    assert step["batch"] == 2 and step["step_ms_times_original"] == pytest.approx(0.8)
+
+    def other(name: str, *rest: Any) -> Any:
+        engine = start(name, *rest)
+        engine.receive = lambda deadline: dict(runner="v2" if name == script.ORIGINAL else "v1")
+        return engine
+
+    monkeypatch.setattr(script, "Variant", other)
+    with pytest.raises(RuntimeError, match="not run alike"):
+        list(script.apart(todo, given, {}, time.perf_counter() + 600))
+    assert not running
+
+
+def test_every_measurement_of_the_list_is_one_that_the_script_takes(
+    script: Any, repo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines = [line.split() for line in (repo / "scripts/vllm_times.txt").read_text().splitlines() if line[0] != "#"]
+    assert len({name for name, *_ in lines}) == len(lines)
+    asked: list[list[tuple[str, Path, dict[str, Any]]]] = []
+
+    def noted(todo: Any, given: Namespace, head: Any, deadline: float) -> list[Any]:
+        asked.append(todo)
+        return []
+
+    for how in ("apart", "in_turns"):
+        monkeypatch.setattr(script, how, noted)
+    for _, *options in lines:
+        monkeypatch.setattr(sys, "argv", ["x", str(tmp_path), *options])
+        script.main()
+        (original, path, settings), (_, converted, _), *_ = asked[-1]
+        assert original == script.ORIGINAL and settings["tensor_parallel_size"] in (2, 4)
+        configs = [json.loads((folder / "config.json").read_text()) for folder in (path, converted)]
+        assert all(("quantization_config" in config) == ("--fp8" in options) for config in configs)
+        assert configs[1]["fcsd"]["wiring"] == "farskip" and "fcsd" not in configs[0]
 
 
 def test_a_load_has_every_variant_twice_and_not_the_bound(script: Any, given: Namespace) -> None:

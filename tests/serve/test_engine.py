@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,16 @@ from fcsd.serve.generate import generate_greedy
 from fcsd.serve.slots import why_no_slots
 
 NEW = 12
-# Grouped-query attention, latent attention, sinks with a sliding window, and residuals that differ between ranks.
+# Grouped-query attention, latent attention, sinks with a sliding window, norms over the heads of all ranks, and
+# residuals that differ between ranks.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"wiring": "ladder"},
     "deepseek_v2": {"wiring": "farskip"},
     "gpt_oss": {"wiring": "farskip"},
+    "olmoe": {"wiring": "farskip"},
     "qwen3": {"wiring": "desync-2x", "tp_degree": 2},
 }
+COMPILED = ("llama", "olmoe")  # whose steps are also compiled; olmoe sums inside of its attention, too
 TASKS: dict[str, Any] = {"tasks": ["PIQA", "GSM-8K"], "limit": 1}
 
 
@@ -75,6 +79,32 @@ def _step_by_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(logits, dim=1)
 
 
+def _compiled(model: Any, world: Any) -> list[list[int]]:
+    """Answers in slots whose steps torch.compile traces; no compiler follows, because it would take long."""
+    from fcsd.models.build import wiring_of
+    from fcsd.parallel.tensor import compiled
+    from fcsd.parallel.tensor.division import TensorGroup
+    from fcsd.parallel.tensor.layer import wire_tensor_parallel
+
+    traced: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        traced.append(graph)
+        return graph.forward
+
+    compile_, torch.compile = torch.compile, partial(torch.compile, backend=backend)
+    compiled._compiled.cache_clear()
+    try:
+        ranks = TensorGroup(torch.distributed.group.WORLD, world.size, world.rank)
+        wire_tensor_parallel(model, wiring_of(model.config), ranks, compile_steps=True)
+        answers = _in_slots(model)
+    finally:
+        torch.compile = compile_
+        compiled._compiled.cache_clear()
+    assert traced, "the steps are compiled"
+    return answers
+
+
 def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path) -> dict[str, Any]:
     from fcsd.launch.world import join_world
     from fcsd.serve.engine import open_engine
@@ -84,6 +114,8 @@ def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path)
         model: Any = open_engine(path, world, dtype=torch.float32)
         found[arch] = {"greedy": _greedy(model), "steps": _step_by_step(model, tiny.tokens(length=30))}
         found[arch]["slots"] = _in_slots(model)
+        if arch in COMPILED:
+            found[arch]["compiled"] = _compiled(model, world)
     found["chat"] = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts, divided=True)]
     engine = Engine(backend="own", gpus=2)
     found["scores"] = evaluate_models([models["llama"]], data_mirror=mirror, engine=engine, out=out, **TASKS)
@@ -98,9 +130,9 @@ def _bench(rank: int, out: Path) -> list[list[dict[str, Any]]]:
     wired = [""]
     wire, prefill, weights = infer.wire_tensor_parallel, infer.Stepper.prefill, infer.random_tensor_parallel
 
-    def noted(model: Any, wiring: Any, *rest: Any) -> Any:
+    def noted(model: Any, wiring: Any, *rest: Any, **options: Any) -> Any:
         wired[0] = wiring.name
-        return wire(model, wiring, *rest)
+        return wire(model, wiring, *rest, **options)
 
     def small_memory(stepper: Any, prompts: Any, slots: Any) -> Any:
         if wired[0] == "ladder" and len(prompts) == 2:
@@ -133,6 +165,7 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
         expected = _greedy(reference)
         assert [found[arch]["greedy"] for found in ranks] == [expected, expected]
         assert [found[arch]["slots"] for found in ranks] == [expected, expected]
+        assert arch not in COMPILED or [found[arch]["compiled"] for found in ranks] == [expected, expected]
         with torch.no_grad():
             whole = reference(tiny.tokens(length=30), use_cache=False).logits
         assert max(float((found[arch]["steps"] - whole).abs().max()) for found in ranks) < 2e-5
@@ -212,6 +245,7 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> N
         (["chat", "{model}", "--reduce", "none"], "add --gpus"),
         (["chat", "{model}", "--gpus", "1", "--device", "cpu"], "leave it out with --gpus"),
         (["bench", "infer", "tiny-dense", "--wirings", "standard,sideways"], "unknown wiring 'sideways'"),
+        (["bench", "infer", "tiny-dense", "--engine", "vllm", "--compile"], "--compile is for --engine own"),
         (["bench", "infer", "tiny-dense", "--bounds", "parallel"], "unknown wiring for a bound 'parallel'"),
         (["bench", "infer", "nothing"], "neither a shape nor a checkpoint"),
         (["bench", "infer", "tiny-dense", "--tp", "one"], "not a list of numbers"),
@@ -222,10 +256,13 @@ def test_what_gives_wrong_results_is_refused(models: dict[str, Path], words: lis
     assert done.exit_code == 2 and message in done.stderr
 
 
-def test_a_slot_longer_than_a_chunk_of_attention_is_refused() -> None:
+def test_a_slot_that_is_too_long_for_llama4_is_refused() -> None:
     model = tiny.model("llama4_text")
     assert why_no_slots(model, 64) is None
     assert why_no_slots(model, 65) == "a layer attends to chunks of 64 tokens, and 65 are needed"
+    model.config.floor_scale = 64
+    assert why_no_slots(model, 63) is None
+    assert why_no_slots(model, 64) == "layers scale queries by their position from token 64 on, and 64 are needed"
 
 
 def test_more_processes_than_the_engine_was_told_of_are_refused() -> None:

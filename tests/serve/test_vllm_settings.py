@@ -16,6 +16,7 @@ import tiny
 import torch
 import transformers
 
+import fcsd.serve.vllm
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.archs import ARCHS
@@ -186,7 +187,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     fakes["vllm.transformers_utils"].config = parsing
     for name, fake in fakes.items():
         monkeypatch.setitem(sys.modules, name, fake)
+    # A module that was imported with the doubles of another test is in both places.
     monkeypatch.delitem(sys.modules, "fcsd.serve.vllm.registration", raising=False)
+    monkeypatch.delattr(fcsd.serve.vllm, "registration", raising=False)
     yield SimpleNamespace(
         top=fakes["vllm"], models=models, hooks=fakes["vllm.model_executor.models.config"].MODELS_CONFIG_MAP,
         settings=fakes["vllm.config.vllm"], parsers=parsing._CONFIG_FORMAT_TO_CONFIG_PARSER, asked=asked,
@@ -219,6 +222,23 @@ def test_registration_adds_our_names_and_keeps_what_belongs_to_the_base(vllm):
     assert vllm.parsers["hf"] is parser, "a second call changes nothing"
 
 
+@pytest.mark.parametrize("missing", ["register_model", "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", "hf"])
+def test_after_a_registration_that_fails_no_converted_config_can_be_read(vllm, missing, monkeypatch):
+    """vLLM logs the error of a plugin and goes on; it must not find a way to serve the model as its base."""
+    taught: list[str] = []
+    monkeypatch.setattr("fcsd.models.build.register_configs", lambda: taught.append("transformers"))
+    vllm.top.__version__ = "0.24.0"
+    if missing == "hf":
+        vllm.parsers["other"] = vllm.parsers.pop("hf")
+    elif missing == "register_model":
+        monkeypatch.delattr(sys.modules["vllm.model_executor.models.registry"].ModelRegistry, missing)
+    else:
+        monkeypatch.delattr(vllm.settings, missing)
+    with pytest.raises((AttributeError, KeyError), match=missing):
+        plugin.register()
+    assert list(vllm.parsers.values()) == [StockParser] and taught == []
+
+
 @pytest.mark.parametrize(("version", "supported"), [("0.24.0", True), ("0.28.0+cpu", True), ("0.23.9", False)])
 def test_versions(version, supported):
     assert (support.why_unsupported(version) is None) == supported
@@ -242,7 +262,7 @@ def reached(repo: Path, start: str) -> set[Path]:
         for path in (repo / f"{name.replace('.', '/')}.py", repo / name.replace(".", "/") / "__init__.py"):
             if path.is_file() and path not in found:
                 found.add(path)
-                for node in ast.parse(path.read_text()).body:
+                for node in ast.walk(ast.parse(path.read_text())):
                     if isinstance(node, ast.ImportFrom):
                         base = node.module or ""
                         if node.level:
@@ -259,9 +279,11 @@ def test_the_plugin_needs_nothing_that_vllms_image_lacks(repo):
     packages: set[str] = set()
     for start in ("plugin", "registration", "models"):
         for path in reached(repo, f"fcsd.serve.vllm.{start}"):
-            for node in ast.parse(path.read_text()).body:
+            for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Import):
                     packages |= {alias.name.split(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and not node.level:
                     packages.add((node.module or "").split(".")[0])
-    assert packages - sys.stdlib_module_names <= {"vllm", "torch", "transformers", "safetensors", "fcsd", "triton"}
+    # torch's builds for CUDA bring ``triton`` and ``cuda``.
+    allowed = {"vllm", "torch", "transformers", "safetensors", "fcsd", "triton", "cuda"}
+    assert packages - sys.stdlib_module_names <= allowed

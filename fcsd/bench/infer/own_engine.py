@@ -5,6 +5,8 @@ affect all of them alike. The bound of a wiring is the same computation with red
 nothing inside the layers, and its results are wrong. The sum of the embedding and the exchange of logits remain in
 every row, the bound's too.
 
+With ``compile`` the first round of every variant also compiles, which takes a minute or more.
+
 The sizes are those of Ladder-Residual §3: a prompt of 1024 tokens and 512 new ones. Here every prompt of a batch is
 another one, and every new token is the most likely one.
 
@@ -161,7 +163,7 @@ def _times(
 
     def turn(key: Variant) -> tuple[float, float]:
         stepper = steppers[key]
-        wire_tensor_parallel(model, wirings[key[0]], ranks, key[1])
+        wire_tensor_parallel(model, wirings[key[0]], ranks, key[1], compile_steps=load.compile)
         prefill = _timed(lambda: stepper.prefill(prompts, range(batch)), ranks, team)
         decode = _timed(lambda: stepper.decode(load.new - 1, list(range(batch))), ranks, team)
         return prefill, decode / (load.new - 1)

@@ -43,6 +43,7 @@ class Workload:
             compile either.
         rounds: how often each variant is timed.
         engine: ``own`` or ``vllm``.
+        compile: whether fcsd's engine compiles the parts of decoding steps, see ``parallel.tensor.compiled``.
 
     Raises:
         ConfigError: a value is unknown or out of range.
@@ -62,6 +63,7 @@ class Workload:
     rounds: int = 3
     bounds: tuple[str, ...] | None = None
     engine: str = "own"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -78,6 +80,8 @@ class Workload:
                 format_of(kind)
             else:
                 read_settings({"fcsd": {"reduce": kind}})
+        if self.compile and self.engine != "own":
+            raise ConfigError("--compile is for --engine own", hint="leave it out: vLLM compiles by itself")
         if self.experts not in ("sliced", "whole"):
             raise unknown_value("division of experts", self.experts, ("sliced", "whole"))
         if self.dtype not in ("float32", "bfloat16"):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
@@ -23,7 +23,7 @@ from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.schedule import Output, Read, Reduction, kind_of, reductions
 from fcsd.models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, hf_parts, unwire_layers, wired_class
-from fcsd.parallel.tensor import reduce
+from fcsd.parallel.tensor import compiled, reduce
 from fcsd.parallel.tensor.division import TensorGroup
 
 
@@ -38,6 +38,7 @@ class Schedule:
         kind: how the ranks reduce; see ``reduce.Kind``.
         eager: whether every reduction is awaited where it starts. The code is the same, but nothing overlaps.
         desync: whether the residuals of the ranks differ between reductions.
+        compiled: whether the parts of a decoding step with a cache of fixed shape are compiled.
     """
 
     starts: Mapping[Output, Reduction]
@@ -46,6 +47,7 @@ class Schedule:
     kind: reduce.Kind
     eager: bool
     desync: bool
+    compiled: bool
 
 
 class Stream:
@@ -124,19 +126,31 @@ class TensorParallelLayer(WiredLayer):
         plan = self.fcsd
         stream = hidden_states if isinstance(hidden_states, Stream) else Stream(hidden_states, plan.schedule)
         attn, shared, routed = plan.parts(self)
-        x = self.input_layernorm(stream.read(Read(plan.index, "attn")))
-        stream.add(Output(plan.index, "attn"), attn(x, **kwargs))
-        x = self.post_attention_layernorm(stream.read(Read(plan.index, "mlp")))
-        if shared is not None:
-            stream.add(Output(plan.index, "shared"), shared(x))
-        if routed is not None:
-            stream.add(Output(plan.index, "routed"), routed(x))
+        x, norm = stream.read(Read(plan.index, "attn")), self.input_layernorm
+        compile_parts = plan.schedule.compiled and compiled.possible(kwargs.get("past_key_values"), plan.index)
+        out = compiled.attend(norm, self.self_attn, x, **kwargs) if compile_parts else attn(norm(x), **kwargs)
+        stream.add(Output(plan.index, "attn"), out)
+        x, norm = stream.read(Read(plan.index, "mlp")), self.post_attention_layernorm
+        if compile_parts and routed is None:
+            assert isinstance(shared, nn.Module), "the only part of a dense MLP is its module"
+            stream.add(Output(plan.index, "shared"), compiled.dense(norm, shared, x))
+        else:
+            x = compiled.normed(norm, x) if compile_parts else norm(x)
+            if shared is not None:
+                stream.add(Output(plan.index, "shared"), shared(x))
+            if routed is not None:
+                stream.add(Output(plan.index, "routed"), routed(x))
         last = plan.schedule.last
         return stream.read(last) if plan.index + 1 == last.layer else stream
 
 
 def wire_tensor_parallel(
-    model: PreTrainedModel, wiring: Wiring, ranks: TensorGroup, kind: reduce.Kind = "nccl", eager: bool = False
+    model: PreTrainedModel,
+    wiring: Wiring,
+    ranks: TensorGroup,
+    kind: reduce.Kind = "nccl",
+    eager: bool = False,
+    compile_steps: bool = False,
 ) -> None:
     """Wire a model whose weights are divided (``weights.py``), in place. The call can be repeated on one model.
 
@@ -145,6 +159,8 @@ def wire_tensor_parallel(
         ranks: the ranks that divide the model.
         kind: how the ranks reduce; see ``reduce.Kind``.
         eager: whether every reduction is awaited where it starts; the results are the same, bit for bit.
+        compile_steps: whether to compile the parts of decoding steps in slots, see ``compiled``; the results are the
+            same up to rounding.
 
     Raises:
         ConfigError: the wiring does not fit the model or the number of ranks.
@@ -162,7 +178,7 @@ def wire_tensor_parallel(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     starts = {reduction.starts_after: reduction for layer in found for reduction in layer}
-    schedule = Schedule(starts, Read(len(layers), "norm"), ranks, kind, eager, wiring.name in DESYNC)
+    schedule = Schedule(starts, Read(len(layers), "norm"), ranks, kind, eager, wiring.name in DESYNC, compile_steps)
     for index, layer in enumerate(layers):
         layer.__class__ = wired_class(TensorParallelLayer, type(layer))
         layer.fcsd = LayerReductions(0, 0, 1, False, parts, index, schedule)

@@ -1,6 +1,7 @@
 """Registers the converted architectures with vLLM: model classes, checks, config parser, model runner, tokenizers.
 
-The config parser comes last. If anything before it fails, vLLM does not know converted models, and refuses them.
+The config parser comes last. If anything before it fails, vLLM cannot read the config of a converted model, and refuses
+it.
 """
 
 from typing import Any
@@ -23,6 +24,9 @@ def register() -> None:
     registered = names()
     if registered["llama"] in MODELS_CONFIG_MAP:
         return
+    # vLLM's own function for this warns that the format is taken.
+    formats = parsing._CONFIG_FORMAT_TO_CONFIG_PARSER
+    parser = parser_for(formats["hf"])
     for model_type, name in registered.items():
         ModelRegistry.register_model(name, f"{_MODELS}:{name}")
         MODELS_CONFIG_MAP[name] = _hooks(model_type, MODELS_CONFIG_MAP.get(base_name(model_type)))
@@ -33,9 +37,7 @@ def register() -> None:
     if hasattr(settings, "default_v2_model_runner_architectures"):
         settings.default_v2_model_runner_architectures.cache_clear()
     register_configs()
-    # vLLM's own function for this warns that the format is taken.
-    formats = parsing._CONFIG_FORMAT_TO_CONFIG_PARSER
-    formats["hf"] = parser_for(formats["hf"])
+    formats["hf"] = parser
 
 
 def _hooks(model_type: str, base: Any) -> type:

@@ -1,0 +1,96 @@
+"""Compiles what a decoding step computes between two reductions: each part of a layer with the norm before it.
+
+``torch.compile`` fuses the many small kernels of a norm, of the rotary embedding and of the activation. A reduction is
+never inside of what is compiled, so no compiler can move its start or its wait. All layers of a kind share one compiled
+function: the modules are its arguments.
+
+Attention and dense MLPs are compiled. Experts are not, because the number of rows of each is known on the device alone;
+the norm before them is compiled by itself.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fcsd.parallel.tensor.modules import SplitNorm
+
+# How often one of the functions below may be compiled: once for each batch, degree, and length that attention reads.
+_SHAPES = 64
+
+
+class OneLayer:
+    """The keys and values of one layer, in the place of the cache of all layers.
+
+    The number of a layer would be a constant of the compiled function, which would then be compiled for each layer.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As the method of transformers' ``Cache``, without the number of the layer."""
+        return self.layer.update(key_states, value_states, *args, **kwargs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """As the method of transformers' ``Cache``."""
+        return self.layer.get_seq_length()
+
+
+def possible(cache: Any, index: int) -> bool:
+    """Whether a step with this cache has the same shapes as the steps before: one token in every slot of fixed size."""
+    return cache is not None and getattr(cache.layers[index], "fixed_shape", False)
+
+
+def attend(norm: nn.Module, attention: Any, x: Tensor, **kwargs: Any) -> Tensor:
+    """The output of an attention, compiled together with its norm.
+
+    Args:
+        norm: the norm before the attention.
+        attention: transformers' module.
+        x: the residual stream ``[slots, 1, hidden]``.
+        kwargs: what transformers' loop over layers passes to the attention, ``past_key_values`` among it.
+    """
+    index = attention.layer_idx
+    kwargs["past_key_values"] = OneLayer(kwargs["past_key_values"].layers[index])
+    if any(isinstance(module, SplitNorm) for module in attention.modules()):  # it reduces, which is not compiled
+        return attention(hidden_states=compute(_normed, norm, x), **kwargs)[0]
+    attention.layer_idx = 0
+    try:
+        return compute(_attended, norm, attention, x, **kwargs)
+    finally:
+        attention.layer_idx = index
+
+
+def dense(norm: nn.Module, mlp: nn.Module, x: Tensor) -> Tensor:
+    """The output of a dense MLP, compiled with its norm. ``x`` is the residual stream ``[slots, 1, hidden]``."""
+    return compute(_dense, norm, mlp, x)
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """The output of a compiled norm. ``x`` is the residual stream ``[slots, 1, hidden]``."""
+    return compute(_normed, norm, x)
+
+
+def compute(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Call the compiled version of a function."""
+    with torch._dynamo.config.patch(recompile_limit=_SHAPES):
+        return _compiled(function)(*args, **kwargs)
+
+
+@cache
+def _compiled(function: Any) -> Any:
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def _attended(norm: nn.Module, attention: nn.Module, x: Tensor, **kwargs: Any) -> Tensor:
+    return attention(hidden_states=norm(x), **kwargs)[0]
+
+
+def _dense(norm: nn.Module, mlp: nn.Module, x: Tensor) -> Tensor:
+    return mlp(norm(x))
+
+
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    return norm(x)

@@ -1,0 +1,92 @@
+"""Compiled parts of decoding steps give what the parts give, and all layers of a kind share one compiled function."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from fcsd.models.archs import ARCHS
+from fcsd.models.wiring import Wiring
+from fcsd.parallel.tensor import compiled
+from fcsd.parallel.tensor.division import TensorGroup
+from fcsd.parallel.tensor.layer import wire_tensor_parallel
+from fcsd.serve.decode import Stepper
+from fcsd.serve.slots import Slots
+
+ALONE, ALL, STEPS = TensorGroup(None, 1, 0), (0, 1, 2, 3), 4
+# Attention, and the norm before experts or a dense MLP; some models have both. Llama-4 has two kinds of attention.
+FUNCTIONS = dict.fromkeys(ARCHS, 2) | dict.fromkeys(("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"), 3)
+FUNCTIONS["llama4_text"] = 4
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """What ``torch.compile`` traces: the number of operators of each function, which run as they are."""
+    found: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(len(graph.graph.nodes))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    compiled._compiled.cache_clear()
+    torch._dynamo.reset()
+    yield found
+    compiled._compiled.cache_clear()
+
+
+@torch.no_grad()
+def decode(model: Any, wiring: Wiring, compile_steps: bool) -> tuple[list[int], Tensor]:
+    """The first token of three prompts, and the logits ``[steps, prompts, vocab]`` of the steps after it."""
+    wire_tensor_parallel(model, wiring, ALONE, "none", compile_steps=compile_steps)
+    stepper = Stepper(model, Slots(3, 64, model.device), graphs=False)
+    ids = tiny.tokens(batch=3, length=20).tolist()
+    first = stepper.prefill([ids[0], ids[1][:7], ids[2][:13]], [0, 1, 2])
+    return first, torch.stack([stepper._step() for _ in range(STEPS)])
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "llama4"])
+def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(arch: str, counted: list[int]) -> None:
+    model: Any = tiny.model(arch, initializer_range=0.1)
+    for wiring in (Wiring("farskip", ALL), Wiring("ladder", (1, 2))):
+        first, logits = decode(model, wiring, compile_steps=False)
+        again, found = decode(model, wiring, compile_steps=True)
+        assert again == first and torch.equal(found, logits)
+        assert len(counted) == FUNCTIONS[arch], "neither a layer, nor a step, nor a wiring is traced again"
+    assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(ALL)
+
+
+def test_inductors_code_gives_the_same_logits() -> None:
+    model = tiny.model("llama", initializer_range=0.1)
+    (first, logits), (again, found) = (decode(model, Wiring("ladder", ALL), which) for which in (False, True))
+    assert again == first
+    torch.testing.assert_close(found, logits, rtol=0, atol=2e-5)
+    assert not torch.equal(found, logits), "the compiled code adds up in another order"
+
+
+def test_what_has_no_fixed_shape_is_not_compiled(counted: list[int]) -> None:
+    model: Any = tiny.model("llama")
+    wire_tensor_parallel(model, Wiring("ladder", ALL), ALONE, "none", compile_steps=True)
+    with torch.no_grad():
+        first = model(tiny.tokens(length=9), use_cache=True)  # transformers' own cache grows
+        model(tiny.tokens(length=1), past_key_values=first.past_key_values, use_cache=True)
+        model(tiny.tokens(length=9), use_cache=False)
+    assert counted == []
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_gpu_captures_compiled_steps() -> None:
+    model: Any = tiny.model("llama", initializer_range=0.1).cuda()
+    answers = []
+    for compile_steps in (False, True):
+        wire_tensor_parallel(model, Wiring("ladder", ALL), ALONE, "none", compile_steps=compile_steps)
+        stepper = Stepper(model, Slots(3, 64, model.device), graphs=compile_steps)
+        first = stepper.prefill(tiny.tokens(batch=3, length=20).tolist(), [0, 1, 2])
+        answers.append((first, stepper.decode(40, [0, 1, 2])))
+        assert not compile_steps or stepper.graphs, "a step was captured"
+    assert answers[0] == answers[1]
