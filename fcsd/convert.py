@@ -144,7 +144,6 @@ def convert_checkpoint(
     texts |= without_code(others) | base_path_file(source)
     proof = plan_proof(layout, config, arch)
     skipped = _why_not(check, dry_run, proof)
-    size = sum(max((tensor.end for tensor in header.values()), default=0) for header in layout.shards.values())
     copied = 0
     if not skipped or dry_run:
         log.info(proof.to_text())
@@ -163,7 +162,7 @@ def convert_checkpoint(
         block,
         config.text["num_hidden_layers"],
         len(layout.shards),
-        size,
+        layout.bytes,
         copied,
         sorted(texts.keys() | others.keys()),
         None if skipped else proof.layers,

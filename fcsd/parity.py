@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fcsd.checkpoint import CheckpointConfig, Layout
 from fcsd.checkpoint.files import quoted
 from fcsd.errors import BadInputError, FcsdError
+from fcsd.foreign_errors import first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,8 +134,8 @@ def _original_logits(
     except (FcsdError, OSError, MemoryError):
         raise
     except Exception as error:  # a config.json value that no check covers can fail anywhere in transformers
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadInputError(f"{original.path}: transformers cannot run this model ({quoted(reason)})") from error
+        reason = quoted(first_line(error))
+        raise BadInputError(f"{original.path}: transformers cannot run this model ({reason})") from error
 
 
 def free_memory() -> int:
@@ -191,19 +192,15 @@ def first_layers(
     import transformers
     from safetensors import safe_open
 
-    from fcsd.models.build import PREFIX, model_classes, register
+    from fcsd.models.build import causal_lm_class, register
 
     register()
     config = shortened(transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False), layers)
-    if config.model_type.startswith(PREFIX):
-        cls = model_classes(arch.model_type)["AutoModelForCausalLM"]
-    else:
-        cls = getattr(transformers, arch.classes["AutoModelForCausalLM"][0])
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in _wanted(file.keys(), arch, layers)}
-    loaded: Any = cls.from_pretrained(
+    loaded: Any = causal_lm_class(config).from_pretrained(
         None,
         config=config,
         state_dict=tensors,

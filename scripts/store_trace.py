@@ -23,10 +23,10 @@ _ARGUMENTS = ("correlation", "device", "stream")
 
 def cut(path: Path, layer: int | None) -> dict[str, Any]:
     """The Chrome trace of one layer; None for the middle one."""
-    content = json.loads(gzip.decompress(path.read_bytes()))
+    content = trace.read_content(path)
     calls = trace.read(path).calls
     periods = [period(calls, passes, layer) for passes in ("fwd", "bwd")]
-    events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
+    events = content["traceEvents"]
     device = [
         event
         for event in events

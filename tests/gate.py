@@ -22,12 +22,12 @@ class Base:
     comparison: Comparison
 
 
-def open_base(model: str, *, trust_remote_code: bool = False, allow_unexpected: bool = False) -> Base:
+def open_base(model: str, *, trust_remote_code: bool = False) -> Base:
     """Resolve a model, read its config and layout, and verify its tensors, raising on the first problem."""
     source = resolve(model)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
-    layout = read_layout(source.path, allow_unexpected=allow_unexpected)
-    return Base(config, layout, verify_tensors(layout, config, allow_unexpected=allow_unexpected))
+    layout = read_layout(source.path)
+    return Base(config, layout, verify_tensors(layout, config))
 
 
 def state_of(root: Path) -> dict[str, str]:

@@ -12,8 +12,6 @@ At each moment, the timeline of the device is in exactly one of three states, an
   launch of that event.
 """
 
-import gzip
-import json
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from typing import Any, NamedTuple
 
 from fcsd.distill.phases import PREFIX
 from fcsd.errors import BadInputError
-from fcsd.parallel.trace import LAUNCHES, ON_DEVICE, RANGE
+from fcsd.parallel.trace import LAUNCHES, ON_DEVICE, RANGE, read_content
 
 BETWEEN = "between"  # the name for events that were launched outside of every phase
 STATES = ("computing", "exposed", "idle")
@@ -59,13 +57,12 @@ def read_account(path: Path) -> Account:
     Raises:
         BadInputError: the file is not such a trace, or nothing in it ran on a device.
     """
-    try:
-        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        events = [event for event in json.loads(text)["traceEvents"] if event.get("ph") == "X"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise BadInputError(f"{path} is not a Chrome trace of torch.profiler") from error
-    own = _Ranges(events, lambda name: name[len(PREFIX) :] if name.startswith(PREFIX) else None, by_thread=True)
-    any_thread = _Ranges(events, lambda name: name[len(PREFIX) :] if name.startswith(PREFIX) else None)
+    events = read_content(path)["traceEvents"]
+
+    def named(range_: str) -> str | None:
+        return range_.removeprefix(PREFIX) if range_.startswith(PREFIX) else None
+
+    own, any_thread = _Ranges(events, named, by_thread=True), _Ranges(events, named)
 
     def phase_of(launch: dict[str, Any]) -> str:
         """The phase of the thread that launches, or, for autograd's threads, that of the thread that waits for them."""

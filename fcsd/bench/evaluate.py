@@ -110,6 +110,12 @@ def build(arch: str, words: int, layers: int | None) -> PreTrainedModel:
     return model.eval()
 
 
+def words_of(tokenizer: Any) -> list[str]:
+    """The tokens that are a space and a word of three letters or more; random texts are made of them."""
+    pieces = map(tokenizer.decode, range(len(tokenizer)))
+    return [piece for piece in pieces if piece[:1] == " " and piece[1:].isalpha() and len(piece) > 3]
+
+
 def choice_items(task: str, count: int, words: list[str]) -> Items:
     """Makes random questions of a multiple-choice task, whose lengths vary around those of the task."""
     choices, context, length = CHOICES[task]
@@ -213,8 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    pieces = map(tokenizer.decode, range(len(tokenizer)))
-    words = [piece for piece in pieces if piece[:1] == " " and piece[1:].isalpha() and len(piece) > 3]
+    words = words_of(tokenizer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         model = build(options.arch, len(tokenizer), options.layers)

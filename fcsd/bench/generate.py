@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from fcsd.bench.evaluate import HFLM_BATCH, PROMPTS, Items, answers, build, flips, lm_eval_model, prompt_items
+from fcsd.bench.evaluate import HFLM_BATCH, PROMPTS, Items, answers, build, flips, lm_eval_model, prompt_items, words_of
 from fcsd.eval.engines.adapter import BATCHES, GRAPHS, SLOTS, HFAdapter
 
 SHORT = next(iter(PROMPTS))
@@ -66,8 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     clock = Clock(options.seconds)
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    pieces = map(tokenizer.decode, range(len(tokenizer)))
-    words = [piece for piece in pieces if piece[:1] == " " and piece[1:].isalpha() and len(piece) > 3]
+    words = words_of(tokenizer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def random_model(arch: str, dtype: torch.dtype) -> Any:

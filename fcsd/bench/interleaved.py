@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from fcsd.launch.world import barrier
 
+_WARM_UPS = 2  # repeats that are not counted
+
 
 class Timing(NamedTuple):
     """The milliseconds of one way: the median over all repeats, and the quartiles."""
@@ -24,7 +26,6 @@ def timings(
     device: torch.device,
     repeats: int,
     before: Callable[[], Any] = lambda: None,
-    warm_ups: int = 2,
 ) -> dict[str, Timing]:
     """Time every way once in each repeat. All ranks call this with the same names and start each way together.
 
@@ -36,10 +37,9 @@ def timings(
         device: the device of this rank.
         repeats: how often each way is timed.
         before: runs before each way, outside of its time.
-        warm_ups: how many repeats are not counted.
     """
     taken = torch.zeros(repeats, len(ways))
-    for repeat in range(-warm_ups, repeats):
+    for repeat in range(-_WARM_UPS, repeats):
         for number, run in enumerate(ways.values()):
             before()
             milliseconds = _time(run, device)

@@ -1,11 +1,11 @@
 """Finds out what a path or repository holds, from file names, headers and config.json alone; no weight is read."""
 
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
-from fcsd.checkpoint.files import contained, open_regular, read_object
+from fcsd.checkpoint.files import contained, read_object
 from fcsd.checkpoint.fingerprint import fingerprint, sample_sha256
-from fcsd.checkpoint.headers import TensorInfo, read_header
-from fcsd.checkpoint.inspection import Inspection, inspect_checkpoint
-from fcsd.checkpoint.kind import expect_checkpoint, expect_directory
+from fcsd.checkpoint.headers import read_header
+from fcsd.checkpoint.inspection import inspect_checkpoint
+from fcsd.checkpoint.kind import expect_directory
 from fcsd.checkpoint.layout import INDEX, SINGLE, Layout, read_layout
 from fcsd.checkpoint.location import Location, remote_headers, resolve
 from fcsd.checkpoint.verify import Comparison, compare_tensors, verify_tensors
@@ -15,17 +15,13 @@ __all__ = [
     "SINGLE",
     "CheckpointConfig",
     "Comparison",
-    "Inspection",
     "Layout",
     "Location",
-    "TensorInfo",
     "compare_tensors",
     "contained",
-    "expect_checkpoint",
     "expect_directory",
     "fingerprint",
     "inspect_checkpoint",
-    "open_regular",
     "read_config",
     "read_header",
     "read_layout",

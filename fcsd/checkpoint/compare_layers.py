@@ -14,7 +14,7 @@ from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
 from fcsd.checkpoint.verify import FLOATS, MXFP4_BLOCK, Comparison, Shape, refuse_inflated
-from fcsd.models.config_keys import EXPERT_COUNTS
+from fcsd.models.config_keys import expert_count
 
 _LAYER = re.compile(r"(?P<stack>(?:.*?\.)?layers\.)(?P<number>\d+)\.(?P<rest>.+)")
 _EXPERT = re.compile(r"(?P<block>\w+\.experts\.)(?P<number>\d+)(?P<rest>\..+)")
@@ -44,7 +44,7 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
     moe = any(".experts." in rest for layer in stacks[decoder].values() for rest in layer)
     if any(text.get(key) is None for key in (*_NEEDED, *(("num_experts_per_tok",) if moe else ()))):
         return None
-    experts = next((text[key] for key in EXPERT_COUNTS if text.get(key)), 0)
+    experts = expert_count(text)
     if moe and not experts:
         return None
 

@@ -14,7 +14,7 @@ from fcsd.checkpoint.layout import Layout, read_layout
 from fcsd.checkpoint.location import SMALL_FILES, remote_headers, resolve
 from fcsd.checkpoint.rewired import GATED_ATTENTION, describe, has_gated_attention
 from fcsd.checkpoint.verify import Comparison, compare_tensors
-from fcsd.models.config_keys import EXPERT_COUNTS
+from fcsd.models.config_keys import expert_count
 
 _EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.")
 
@@ -124,7 +124,7 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
         gated=source.gated,
         model_type=config.model_type,
         **_shape(config, comparison, list(tensors)),
-        bytes=sum(max((tensor.end for tensor in header.values()), default=0) for header in layout.shards.values()),
+        bytes=layout.bytes,
         shards=len(layout.shards) + len(layout.problems.keys() - layout.shards.keys()),
         dtypes=dtypes,
         quantization=config.quantization,
@@ -147,7 +147,7 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
     layers = text.get("num_hidden_layers") or 0
     moe = {int(match[1]) for name in (parameters or names) if (match := _EXPERT.search(name))}
     moe = {layer for layer in moe if layer < layers}
-    experts = next((text[key] for key in EXPERT_COUNTS if text.get(key)), 0) if moe else 0
+    experts = expert_count(text) if moe else 0
     per_token = (text.get("num_experts_per_tok") or 0) if experts else 0
     shared = any("shared_expert" in name for name in (parameters or names))
     sizes = {name: prod(shape) for name, shape in parameters.items()}

@@ -9,50 +9,35 @@ from pathlib import Path
 from fcsd.checkpoint.layout import INDEX, SINGLE
 from fcsd.errors import BadInputError
 
-# The known kinds, in the order in which they are tried: glob over the top-level names -> the kind, and what to do.
-_KINDS: list[tuple[str, str, str]] = [
-    ("model_index.json", "a diffusers pipeline", "fcsd rewires language models only."),
-    ("config.resolved.yaml", "an fcsd run", "Export it first: fcsd export RUN OUT."),
+# The known kinds, in the order in which they are tried: globs over the top-level names -> the kind, and what to do.
+_KINDS: list[tuple[tuple[str, ...], str, str]] = [
+    (("model_index.json",), "a diffusers pipeline", "fcsd rewires language models only."),
+    (("config.resolved.yaml",), "an fcsd run", "Export it first: fcsd export RUN OUT."),
     (
-        "adapter_config.json",
+        ("adapter_config.json", "adapter_model.*"),
         "a LoRA adapter",
         "Merge it into its base model (peft: merge_and_unload) and pass that.",
     ),
+    (("*.gguf",), "a GGUF model", "Pass the safetensors checkpoint that it was made from."),
     (
-        "adapter_model.*",
-        "a LoRA adapter",
-        "Merge it into its base model (peft: merge_and_unload) and pass that.",
-    ),
-    ("*.gguf", "a GGUF model", "Pass the safetensors checkpoint that it was made from."),
-    (
-        "global_step*",
+        ("global_step*", "*mp_rank_*"),
         "a DeepSpeed checkpoint",
         "Convert it first: python -m deepspeed.utils.zero_to_fp32 DIR OUT.",
     ),
     (
-        "*mp_rank_*",
-        "a DeepSpeed checkpoint",
-        "Convert it first: python -m deepspeed.utils.zero_to_fp32 DIR OUT.",
-    ),
-    (
-        "*.distcp",
+        ("*.distcp", ".metadata"),
         "a distributed (DCP) checkpoint",
         "Save the model it holds with save_pretrained and pass that.",
     ),
     (
-        ".metadata",
-        "a distributed (DCP) checkpoint",
-        "Save the model it holds with save_pretrained and pass that.",
-    ),
-    (
-        "pytorch_model*",
+        ("pytorch_model*",),
         "a checkpoint of pickled weights (pytorch_model.bin)",
         "Convert it to safetensors first.",
     ),
-    ("consolidated*", "a checkpoint in its author's own format", "Pass the transformers version of it."),
-    ("*.pth", "a checkpoint of pickled weights (.pth)", "Pass the transformers version of it."),
-    ("tf_model.h5", "a TensorFlow checkpoint", "Convert it to safetensors first."),
-    ("flax_model*", "a Flax checkpoint", "Convert it to safetensors first."),
+    (("consolidated*",), "a checkpoint in its author's own format", "Pass the transformers version of it."),
+    (("*.pth",), "a checkpoint of pickled weights (.pth)", "Pass the transformers version of it."),
+    (("tf_model.h5",), "a TensorFlow checkpoint", "Convert it to safetensors first."),
+    (("flax_model*",), "a Flax checkpoint", "Convert it to safetensors first."),
 ]
 _EXPECTED = f"Expected a directory with config.json and {SINGLE} or {INDEX}."
 
@@ -72,8 +57,8 @@ def expect_checkpoint(names: Iterable[str], where: str | Path, *, weights: bool 
     found = SINGLE in top or INDEX in top
     if "config.json" in top and (found or not weights):
         return
-    for pattern, kind, hint in _KINDS:
-        if any(fnmatch(name, pattern) for name in top):
+    for patterns, kind, hint in _KINDS:
+        if any(fnmatch(name, pattern) for name in top for pattern in patterns):
             raise BadInputError(f"{where}: is {kind}, not a transformers checkpoint in safetensors", hint)
     if not top:
         raise BadInputError(f"{where}: is empty", _EXPECTED)

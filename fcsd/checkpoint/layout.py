@@ -42,6 +42,11 @@ class Layout:
         return self.weight_map is not None
 
     @property
+    def bytes(self) -> int:
+        """The size of all usable shards in bytes."""
+        return sum(max((tensor.end for tensor in header.values()), default=0) for header in self.shards.values())
+
+    @property
     def tensors(self) -> Header:
         """All tensors, by their on-disk names."""
         return {name: tensor for header in self.shards.values() for name, tensor in header.items()}
@@ -51,7 +56,6 @@ def read_layout(
     path: Path,
     *,
     strict: bool = True,
-    allow_unexpected: bool = False,
     remote: Mapping[str, Callable[[], Header]] | None = None,
 ) -> Layout:
     """Read the index and every shard's header.
@@ -59,7 +63,6 @@ def read_layout(
     Args:
         path: the checkpoint's directory.
         strict: raise on the first missing, damaged or contradictory shard instead of reporting it.
-        allow_unexpected: accept tensors that a shard holds and the index does not list.
         remote: for shards that need not be on this machine, file name -> a function that reads the header.
 
     Raises:
@@ -89,7 +92,7 @@ def read_layout(
     with ThreadPoolExecutor(8) as pool:  # hundreds of small reads, slow on a network disk
         headers = dict(zip(names, pool.map(read, names), strict=True))
     shards = {name: header for name, header in headers.items() if name not in problems}
-    for name, problem in _disagreements(shards, weight_map, allow_unexpected).items():
+    for name, problem in _disagreements(shards, weight_map).items():
         if strict:
             raise BadInputError(f"{path}: {problem}", f"{INDEX} and the shards are not of one checkpoint.")
         problems[name] = problem
@@ -111,9 +114,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _disagreements(
-    shards: dict[str, Header], weight_map: dict[str, str] | None, allow_unexpected: bool
-) -> dict[str, str]:
+def _disagreements(shards: dict[str, Header], weight_map: dict[str, str] | None) -> dict[str, str]:
     """For every shard that contradicts the index: its name -> the contradiction in words."""
     if weight_map is None:
         return {}
@@ -121,9 +122,9 @@ def _disagreements(
     for name, header in shards.items():
         for tensor in header:
             owner = weight_map.get(tensor)
-            if owner is None and not allow_unexpected:
+            if owner is None:
                 problems[name] = f"{name} holds {quoted(tensor)}, which the index does not list"
-            elif owner not in (None, name):
+            elif owner != name:
                 problems[name] = f"{name} holds {quoted(tensor)}, which the index puts in {owner}"
     for tensor, name in weight_map.items():
         if name in shards and tensor not in shards[name]:

@@ -17,6 +17,7 @@ from fcsd.checkpoint.files import quoted, shown
 from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
 from fcsd.errors import BadInputError
+from fcsd.foreign_errors import first_line
 from fcsd.models.config_keys import EXPERT_COUNTS, WEIGHTS_FILE
 
 if TYPE_CHECKING:
@@ -55,17 +56,17 @@ class Comparison:
         return {kind: _some(kind, names) for kind, names in kinds.items() if names}
 
 
-def verify_tensors(layout: Layout, config: CheckpointConfig, *, allow_unexpected: bool = False) -> Comparison:
+def verify_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
     """Compare a checkpoint's headers with its config.
 
     Raises:
-        BadInputError: a tensor is missing, is unexpected (unless allowed), or has another shape or dtype than in the
-            base class. Tied copies may be present or absent.
+        BadInputError: a tensor is missing, is unexpected, or has another shape or dtype than in the base class. Tied
+            copies may be present or absent.
     """
     comparison = compare_tensors(layout, config)
-    if comparison.missing or comparison.wrong or (comparison.unexpected and not allow_unexpected):
+    if problems := comparison.problems():
         raise BadInputError(
-            f"{layout.path}: the files do not match config.json: {'; '.join(comparison.problems().values())}",
+            f"{layout.path}: the files do not match config.json: {'; '.join(problems.values())}",
             "config.json belongs to another model, or the checkpoint is incomplete: download it again.",
         )
     return comparison
@@ -138,8 +139,8 @@ def _on_meta(config: CheckpointConfig, where: Path) -> "PreTrainedModel":
         with torch.device("meta"):
             return getattr(transformers, cls)(built)
     except Exception as error:  # unchecked values can fail anywhere in transformers
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadInputError(f"{where}: transformers cannot build this config.json ({quoted(reason)})") from error
+        reason = quoted(first_line(error))
+        raise BadInputError(f"{where}: transformers cannot build this config.json ({reason})") from error
 
 
 def _refuse_shadowing(raw: dict[str, Any], config_class: Any, where: Path) -> None:

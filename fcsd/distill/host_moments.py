@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fcsd.distill.run.host_copies import page_locked
-
 SLOTS = 3  # pairs of buffers: one on the way there, one that is updated, one on the way back
 
 
@@ -30,10 +28,6 @@ class HostMoments:
         self._home: dict[int, torch.cuda.Event] = {}  # the same of each chunk, by its address in host memory
         self._used = 0
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # to the GPU, to the host
-
-    def allocated(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """Host memory in the shape of the parameter, page-locked if the parameter is on a GPU."""
-        return page_locked(parameter.shape, dtype) if parameter.is_cuda else torch.empty(parameter.shape, dtype=dtype)
 
     def fetch(self, stored: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """Copies a chunk's moments to the device. The current stream waits for the copies.

@@ -23,6 +23,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
 from fcsd.distill.host_moments import HostMoments
+from fcsd.distill.run.host_copies import host_memory
 
 CHUNK = 2**23  # elements that are updated at a time; their moments exist in fp32 on the parameters' device meanwhile
 
@@ -143,7 +144,7 @@ class ChunkedAdamW(Optimizer):
         """Memory for a moment of the parameter."""
         if self._host is None:
             return torch.empty(parameter.shape, dtype=self._dtype, device=parameter.device)
-        return self._host.allocated(parameter, self._dtype)
+        return host_memory(parameter, self._dtype)
 
 
 def round_into(target: Tensor, values: Tensor, noise: Tensor) -> None:

@@ -13,6 +13,7 @@ from fcsd.eval.statistics import estimate
 from fcsd.foreign_errors import first_line
 
 HELD_OUT = "Held-out loss"
+COLUMN = "text"  # of a file of documents
 
 
 class HeldOut:
@@ -23,8 +24,8 @@ class HeldOut:
         self.texts = read_texts(path)
 
 
-def read_texts(path: Path, column: str = "text") -> list[str]:
-    """The documents of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file; empty ones are left out.
+def read_texts(path: Path) -> list[str]:
+    """The documents in the column ``text`` of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file, without empty ones.
 
     Raises:
         BadInputError: the file does not exist, is damaged, has another format or no text, or a row lacks the column.
@@ -34,7 +35,7 @@ def read_texts(path: Path, column: str = "text") -> list[str]:
     if not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
         raise BadInputError(f"{path}: a text file must be .jsonl, .jsonl.gz or .parquet")
     try:
-        texts = _of_parquet(path, column) if path.suffix == ".parquet" else _of_lines(path, column)
+        texts = _of_parquet(path) if path.suffix == ".parquet" else _of_lines(path)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise BadInputError(f"{path}: this text file cannot be read: {first_line(error)}") from error
     texts = [text for text in texts if text]
@@ -43,28 +44,28 @@ def read_texts(path: Path, column: str = "text") -> list[str]:
     return texts
 
 
-def _of_parquet(path: Path, column: str) -> list[str]:
+def _of_parquet(path: Path) -> list[str]:
     import pyarrow.parquet
 
     table = pyarrow.parquet.read_table(path)
-    if column not in table.column_names:
-        raise BadInputError(f"{path} has no column {column!r}", f"Its columns are: {', '.join(table.column_names)}")
-    return table[column].to_pylist()
+    if COLUMN not in table.column_names:
+        raise BadInputError(f"{path} has no column {COLUMN!r}", f"Its columns are: {', '.join(table.column_names)}")
+    return table[COLUMN].to_pylist()
 
 
-def _of_lines(path: Path, column: str) -> list[str]:
+def _of_lines(path: Path) -> list[str]:
     data = path.read_bytes()
     lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
-    return [_text(line, number, path, column) for number, line in enumerate(lines, 1) if line.strip()]
+    return [_text(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _text(line: str, number: int, path: Path, column: str) -> str:
+def _text(line: str, number: int, path: Path) -> str:
     try:
-        text = json.loads(line)[column]
+        text = json.loads(line)[COLUMN]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise BadInputError(f"{path}:{number}: not a JSON object with a {column!r}") from error
+        raise BadInputError(f"{path}:{number}: not a JSON object with a {COLUMN!r}") from error
     if not isinstance(text, str):
-        raise BadInputError(f"{path}:{number}: {column!r} is not a text")
+        raise BadInputError(f"{path}:{number}: {COLUMN!r} is not a text")
     return text
 
 

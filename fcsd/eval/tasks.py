@@ -24,6 +24,7 @@ from fcsd.eval.results import PERPLEXITIES
 from fcsd.eval.statistics import estimate
 from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SANDBOX, Benchmark
 from fcsd.eval.task_files import definition_sha256, mirror_files, task_manager
+from fcsd.foreign_errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def _load(benchmark: Benchmark, manager: Any, directory: Path, mirror: Path | No
         loaded: dict[str, Any] = dict(manager.load(benchmark.task))
     except Exception as error:  # datasets raises many kinds for data that is missing, gated or malformed
         hint = "fetch it into the hub cache first, or give --data-mirror DIR" if mirror is None else None
-        message = f"{benchmark.column}: cannot load the data of {benchmark.task}: {_line(error)}"
+        message = f"{benchmark.column}: cannot load the data of {benchmark.task}: {first_line(error):.300}"
         raise BadInputError(message, hint) from error
     leaves = list(loaded["tasks"].values())
     if not benchmark.metric:
@@ -156,10 +157,6 @@ def _data_sets(manager: Any, task: str) -> set[str]:
     if entry.kind.name == "GROUP":
         entries += [other for other in manager.task_index.values() if other.kind.name == "TASK"]
     return {str(e.cfg["dataset_path"]) for e in entries if e.cfg and "dataset_path" in e.cfg}
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 @contextlib.contextmanager

@@ -81,7 +81,13 @@ _ROWS = (
     _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v3"}),
     _row("deepseek_v2", "DeepseekV2", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v2"}),
     _row("deepseek_v3", "DeepseekV3", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v3"}),
-    _row("gpt_oss", "GptOss", no_ep="DeepSpeed AutoEP has no expert biases, which gpt_oss needs", packs=False),
+    _row(
+        "gpt_oss",
+        "GptOss",
+        blocks=Blocks(router="router"),
+        no_ep="DeepSpeed AutoEP has no expert biases, which gpt_oss needs",
+        packs=False,
+    ),
     _row(
         "llama4_text",
         "Llama4Text",

@@ -17,9 +17,11 @@ from transformers.conversion_mapping import (
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..errors import BadInputError, ConfigError
+from ..foreign_errors import first_line
 from .archs import ARCHS, Arch
-from .config_keys import EXPERT_COUNTS, PREFIX, WEIGHTS_FILE
+from .config_keys import PREFIX, WEIGHTS_FILE, expert_count
 from .fused import fuse_parts
+from .load_options import default_dtype
 from .wiring import WiredModel, hf_parts, wire_layers
 from .wiring_block import DESYNC, Wiring
 
@@ -111,8 +113,7 @@ def wiring_of(config: PretrainedConfig) -> Wiring:
 
 def experts_of(config: PretrainedConfig) -> int:
     """The number of routed experts of a MoE layer; 0 for a dense architecture."""
-    fields = config.get_text_config().to_dict()
-    return next((fields[name] for name in EXPERT_COUNTS if name in fields), 0)
+    return expert_count(config.get_text_config().to_dict())
 
 
 @cache
@@ -149,6 +150,18 @@ def model_classes(model_type: str) -> Mapping[str, type[PreTrainedModel]]:
         }
         classes[auto] = type(f"Fcsd{base_name}", (WiredModel, base), namespace)
     return classes
+
+
+def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class of the causal LM of an original or converted config.
+
+    Raises:
+        BadInputError: the architecture is not supported.
+    """
+    arch = arch_of(config)
+    if config.model_type.startswith(PREFIX):
+        return model_classes(arch.model_type)["AutoModelForCausalLM"]
+    return getattr(transformers, arch.classes["AutoModelForCausalLM"][0])
 
 
 def register() -> None:
@@ -227,10 +240,29 @@ def load_model(
         )
     except (RuntimeError, ValueError, FileNotFoundError) as error:
         hint = f"`fcsd inspect {path} --verify` says what is wrong."
-        raise BadInputError(f"{path}: {str(error).strip().splitlines()[0]}", hint) from error
+        raise BadInputError(f"{path}: {first_line(error)}", hint) from error
     problems = [
         f"{kind.removesuffix('_keys')} {keys}" for kind in report if (keys := sorted(map(str, report[kind]))[:5])
     ]
     if problems:
         raise BadInputError(f"{path}: tensors do not match the config: {'; '.join(problems)}")
     return model if device is None else model.to(device)
+
+
+def load_on_device(path: str | Path, *, device: str | None, dtype: str | None) -> PreTrainedModel:
+    """Load a checkpoint directory as the options ``--device`` and ``--dtype`` say; see ``load_model``.
+
+    Args:
+        path: the directory.
+        device: ``cpu``, or ``cuda`` to let accelerate spread the model over GPUs and memory; None for ``cuda`` if there
+            is a GPU.
+        dtype: one of ``load_options.DTYPES``; None for ``load_options.default_dtype``.
+
+    Raises:
+        BadInputError: see ``load_model``.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = getattr(torch, dtype or default_dtype(device == "cpu"))
+    if device == "cpu":
+        return load_model(path, dtype=kind, device=device)
+    return load_model(path, dtype=kind, device_map="auto")

@@ -1,10 +1,19 @@
-"""Keys of config.json that several packages need. This file imports nothing, so that each of them can import it."""
+"""Keys of config.json that several packages need. Without torch and transformers, so that each can import this file."""
+
+from collections.abc import Mapping
+from typing import Any
 
 # The model_type of a converted checkpoint is this prefix followed by that of its base.
 PREFIX = "fcsd_"
 
 # The number of routed experts; a config has one of these keys, or two of them that are equal.
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def expert_count(fields: Mapping[str, Any]) -> int:
+    """The number of routed experts of a MoE layer, by the fields of a language model's config; 0 if it names none."""
+    return next((fields[key] for key in EXPERT_COUNTS if fields.get(key)), 0)
+
 
 # transformers reads the name of the weights file from this key. If the value is not a file name, transformers refuses
 # the directory with a message that contains the value. A converted config.json has REFUSAL as the value, so that the

@@ -28,7 +28,6 @@ from .wiring import Blocks, WiredLayer
 RIDGE = 1e-2
 # The modules that multiply a normalised input in all supported architectures.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "gate_proj", "up_proj")
-ROUTERS = ("gate", "router")
 STACKED = "gate_up_proj"  # those of all experts in one tensor of three dimensions
 
 Batch = dict[str, Tensor]
@@ -138,7 +137,7 @@ def _readers(block: nn.Module, blocks: Blocks) -> tuple[tuple[nn.Parameter, bool
         if kind == STACKED:
             experts = block.get_submodule(owner)
             found.append((parameter, blocks.prescaled or getattr(experts, "is_transposed", False)))
-        elif kind == "weight" and (owner in (*ROUTERS, blocks.shared_gate) or owner.split(".")[-1] in PROJECTIONS):
+        elif kind == "weight" and (owner in (blocks.router, blocks.shared_gate) or owner.split(".")[-1] in PROJECTIONS):
             found.append((parameter, False))
     return tuple(found)
 

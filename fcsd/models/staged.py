@@ -6,16 +6,15 @@ compute what the exported model computes: the full conversion. This file is not 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from .build import arch_of, decoder_layers, wiring_of
 from .selection import layers_text, select_layers
-from .wiring import LayerWiring, WiredLayer, hf_parts, plan_layers
+from .wiring import LayerWiring, WiredLayer, hf_parts, plan_layers, wired_class
 from .wiring_block import DESYNC, Wiring
 
 
@@ -63,11 +62,6 @@ class StagedLayer(WiredLayer):
 
     def _plan(self) -> LayerWiring:
         return self.fcsd.turn.plan if self.training else self.fcsd
-
-
-@cache
-def _staged_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (StagedLayer, cls), {"__module__": cls.__module__, "unwired": cls})
 
 
 def conversion_groups(wiring: Wiring, count: int, order: Sequence[str | int] | None) -> tuple[tuple[int, ...], ...]:
@@ -134,7 +128,7 @@ def stage_layers(model: PreTrainedModel, order: Sequence[str | int] | None = Non
             full = {field.name: getattr(layer.fcsd, field.name) for field in fields(LayerWiring)}
             turn = Turn(plans[-1][i])
             layer.fcsd = StagedWiring(**full, turn=turn)
-            layer.__class__ = _staged_class(layer.unwired)  # pyright: ignore[reportAttributeAccessIssue]
+            layer.__class__ = wired_class(StagedLayer, layer.unwired)
             turns.append((turn, tuple(_exact(plan[i]) for plan in plans)))
     return Stages(groups, tuple(turns))
 

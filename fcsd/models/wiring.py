@@ -205,9 +205,12 @@ def _refuse_reentrant(layer: Any) -> None:
 
 
 @cache
-def _wired_class(cls: type[nn.Module]) -> type[nn.Module]:
-    # The class keeps its name, because accelerate, FSDP and DeepSpeed find decoder layers by the name.
-    return type(cls.__name__, (WiredLayer, cls), {"__module__": cls.__module__, "unwired": cls})
+def wired_class(mixin: type[Any], cls: type[nn.Module]) -> type[Any]:
+    """transformers' class of a layer with ``mixin``, a ``WiredLayer``, before it; ``unwired`` is that class.
+
+    The class keeps its name, because transformers, accelerate, FSDP and DeepSpeed find decoder layers by the name.
+    """
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "unwired": cls})
 
 
 def plan_layers(
@@ -257,7 +260,7 @@ def wire_layers(
         return
     for i, plan in plan_layers(wiring, len(layers), parts, every).items():
         layer: Any = layers[i]
-        layer.__class__ = _wired_class(type(layer))
+        layer.__class__ = wired_class(WiredLayer, type(layer))
         layer.fcsd = plan
 
 

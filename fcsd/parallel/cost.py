@@ -1,8 +1,7 @@
 """Predicts the time of an all-to-all from its bytes, and the part of it that overlap leaves exposed.
 
-A transfer of n bytes takes alpha + n * beta, a latency and a time for each byte (HierMoE eq. 1). The first half of this
-file uses the rule for a machine with two kinds of links: those inside of a node and those between nodes. The second
-half has the paper's own equations, with which its Table IV can be compared.
+A transfer of n bytes takes alpha + n * beta, a latency and a time for each byte (HierMoE eq. 1). A machine has two
+kinds of links: those inside of a node and those between nodes.
 
 Under overlap, a shorter transfer saves time only where it was exposed, and the kernels that shorten it cost time on the
 compute stream. ``Collective.exposed`` is the one place that weighs the two against each other.

@@ -13,17 +13,17 @@ same order, or in the same groups where ``_private`` makes groups.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers
-from fcsd.models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, _refuse_reentrant
+from fcsd.models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, _refuse_reentrant, wired_class
 from fcsd.parallel import order, process_settings
 from fcsd.parallel.attention import Around, after_projections, join_attention, split_attention
 from fcsd.parallel.expert.autoep import has_partitioned_parameters
@@ -203,11 +203,6 @@ def _captures_hidden_states() -> bool:
     return "hidden_states" in (_active_collector.get() or {})
 
 
-@cache
-def _overlapped_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (OverlappedLayer, cls), {"__module__": cls.__module__, "unwired": cls})
-
-
 def overlap(
     model: PreTrainedModel,
     wiring: Wiring,
@@ -273,4 +268,4 @@ def overlap(
             wire=Wire(schedule.transport, "eager-sync" if schedule.eager else "on", side, fused, quantiser, traffic),
             accumulations=[] if block is None else order.accumulations(block.experts),
         )
-        layer.__class__ = _overlapped_class(layer.unwired)
+        layer.__class__ = wired_class(OverlappedLayer, layer.unwired)

@@ -99,18 +99,28 @@ def files(given: list[Path]) -> list[Path]:
     return found
 
 
+def read_content(path: Path) -> dict[str, Any]:
+    """The content of a Chrome trace that ``torch.profiler`` exported, plain or gzipped, with complete events alone.
+
+    Raises:
+        BadInputError: the file is not such a trace.
+    """
+    try:
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        content = json.loads(text)
+        return {**content, "traceEvents": [event for event in content["traceEvents"] if event.get("ph") == "X"]}
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise BadInputError(f"{path} is not a Chrome trace of torch.profiler") from error
+
+
 def read(path: Path) -> Trace:
     """Read a Chrome trace that ``torch.profiler`` exported, plain or gzipped.
 
     Raises:
         BadInputError: the file is not such a trace, or no range of fcsd in it has device events.
     """
-    try:
-        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        content = json.loads(text)
-        events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise BadInputError(f"{path} is not a Chrome trace of torch.profiler") from error
+    content = read_content(path)
+    events = content["traceEvents"]
     ranges = _ranges(events)
     owner = {
         event["args"]["correlation"]: found

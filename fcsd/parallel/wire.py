@@ -10,7 +10,7 @@ A rank's own rows are rounded as well, so the result does not depend on which ra
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -56,7 +56,7 @@ class WireFormats:
                 raise ConfigError(
                     f"{direction}: the format {format} has integer scales, which cannot express values as small as "
                     "gradients",
-                    hint=f"write {Format(format.bits, format.group, format.spikes, 'bf16', format.clip)}",
+                    hint=f"write {replace(format, meta='bf16')}",
                 )
 
     @classmethod

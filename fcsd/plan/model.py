@@ -14,8 +14,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from fcsd.checkpoint import read_config, resolve
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
-from fcsd.models.build import arch_of, decoder_layers, register
-from fcsd.models.config_keys import EXPERT_COUNTS
+from fcsd.models.build import arch_of, decoder_layers, decoder_of, register
+from fcsd.models.config_keys import expert_count
 from fcsd.models.wiring import Blocks, hf_parts
 from fcsd.plan.activations import (
     LayerBytes,
@@ -180,7 +180,7 @@ class MetaModel:
                 fuse_mlps(model)
                 fuse_experts(model)
         hidden = torch.empty(1, setup.seq_len, self.numbers.hidden, dtype=torch.bfloat16, device="meta")
-        decoder, layers = _decoder(model), decoder_layers(model)
+        decoder, layers = decoder_of(model), decoder_layers(model)
         found = {FINAL_NORM: measure_layer(decoder.norm, list(decoder.norm.parameters()), hidden)}
         for layer, numbers, kwargs in zip(layers, self.numbers.layers, calls, strict=True):
             if numbers.kind in found:
@@ -229,14 +229,10 @@ class MetaModel:
         ]
         ids = torch.empty(1, seq_len, dtype=torch.int64, device="meta")
         with torch.no_grad(), OddWidths():
-            _decoder(model)(input_ids=ids, use_cache=False)
+            decoder_of(model)(input_ids=ids, use_cache=False)
         for hook in hooks:
             hook.remove()
         return model, calls, max(widths)
-
-
-def _decoder(model: PreTrainedModel) -> Any:
-    return model.get_submodule(arch_of(model.config).classes["AutoModelForCausalLM"][1])
 
 
 def _covering(blocks: Blocks, layer: Any) -> tuple[int, int, int]:
@@ -266,7 +262,7 @@ def _numbers(model: PreTrainedModel, streams: int, attention_width: int) -> Mode
     tied = inputs.weight is outputs.weight
     embedding, head = inputs.weight.numel(), outputs.weight.numel()
     inside = sum(layer.dense + layer.routed for layer in layers)
-    experts = next((text[name] for name in EXPERT_COUNTS if text.get(name)), 0)  # dense models may have the key, too
+    experts = expert_count(text)  # dense models may have the key, too
     return ModelNumbers(
         layers=tuple(layers),
         embedding=embedding,

@@ -128,20 +128,13 @@ def chat(
 
 def load_speaker(model: str, *, device: str | None = None, dtype: str | None = None) -> Speaker:
     """Loads a model and its tokenizer; accelerate spreads the model over the GPUs. See ``chat`` for the arguments."""
-    import torch
-
     from fcsd.checkpoint import resolve
     from fcsd.checkpoint.tokenizer import load_tokenizer
-    from fcsd.models.build import load_model
+    from fcsd.models.build import load_on_device
 
     path = resolve(model).path
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind = getattr(torch, dtype or default_dtype(device == "cpu"))
-    if device == "cpu":
-        network = load_model(path, dtype=kind, device=device)
-    else:
-        network = load_model(path, dtype=kind, device_map="auto")
-    return Speaker(model, network.eval(), load_tokenizer(path))
+    network = load_on_device(path, device=device, dtype=dtype)
+    return Speaker(model, network, load_tokenizer(path))
 
 
 def load_divided_speaker(

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from fcsd.foreign_errors import first_line
 from fcsd.launch.shared_work import ALONE
 from fcsd.serve.generate import CACHE_TOKENS
 from fcsd.serve.grouped_attention import grouped
@@ -194,8 +195,7 @@ class Stepper:
             try:
                 self.graphs[self.slots.width] = self._capture()
             except RuntimeError as error:
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                log.warning("generating without CUDA graphs, which is slower: %s", reason)
+                log.warning("generating without CUDA graphs, which is slower: %s", first_line(error))
                 self.graphs = None
         if self.graphs is None:
             self._step()

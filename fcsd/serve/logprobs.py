@@ -13,8 +13,8 @@ from fcsd.launch.shared_work import ALONE, Team
 from fcsd.serve.padded_cache import left_padded, select_rows
 
 # The most padded tokens in one forward pass.
-# The most positions whose logits exist at once: [1024, vocab] in fp32 takes at most 0.8 GB.
 FORWARD_TOKENS = 16384
+# The most positions whose logits exist at once: [1024, vocab] in fp32 takes at most 0.8 GB.
 HEAD_ROWS = 1024
 
 Tokens = tuple[int, ...]

@@ -27,11 +27,10 @@ def packed(result: Result) -> Result:
     return kept
 
 
-def unpacked(result: Result, model: str = "", baseline: bool = False) -> Result:
-    """A stored result as ``fcsd.eval.compare`` takes it."""
+def unpacked(result: Result) -> Result:
+    """A stored result whose items are numbers again."""
     items = result["items"]
-    found = [float(digit) for digit in items] if isinstance(items, str) else items
-    return {**result, "items": found, "model": model, "baseline": baseline, "engine": None}
+    return {**result, "items": [float(digit) for digit in items] if isinstance(items, str) else items}
 
 
 def read_lines(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:

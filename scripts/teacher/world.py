@@ -18,10 +18,11 @@ import yaml
 class Item:
     """One benchmark item.
 
-    key: the text whose hash decides the item's split.
-    row: the item as a row of the public dataset's schema.
-    prompt: the raw-completion prompt lm-eval builds from the row.
-    answer: the right continuation of the prompt, its leading space included.
+    Attributes:
+        key: the text whose hash decides the item's split.
+        row: the item as a row of the public dataset's schema.
+        prompt: the raw-completion prompt lm-eval builds from the row.
+        answer: the right continuation of the prompt, its leading space included.
     """
 
     key: str

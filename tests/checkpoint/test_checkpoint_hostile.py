@@ -11,24 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 from gate import edit, open_base, refused, shards, state_of
 
-from fcsd.checkpoint import INDEX, contained, inspect_checkpoint, read_layout
+from fcsd.checkpoint import INDEX, contained, inspect_checkpoint
 from fcsd.errors import BadInputError
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("good") / "model"
-    tiny.model("qwen3_moe").save_pretrained(path, max_shard_size="300KB")
-    return path
-
-
-@pytest.fixture
-def model(good, tmp_path) -> Path:
-    """A good sharded checkpoint of its own, to be spoilt."""
-    return Path(shutil.copytree(good, tmp_path / "model"))
 
 
 def test_the_good_one_is_taken(model):
@@ -110,7 +96,6 @@ def test_index_and_shards_disagree(model):
     refused(model, name)
     edit(model / INDEX, lambda index: index["weight_map"].pop(name))
     refused(model, "which the index does not list")
-    assert name in read_layout(model, allow_unexpected=True).tensors
 
 
 def test_shard_missing_or_damaged(model):

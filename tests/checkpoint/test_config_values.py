@@ -1,13 +1,11 @@
 """Values of config.json that no tensor backs, and keys that are no settings, are refused before a model is built."""
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 from gate import edit, open_base, refused
 
 from fcsd.checkpoint import inspect_checkpoint
@@ -19,18 +17,6 @@ LONG = [1.0] * 1000
 def longrope(short: list[float], long: list[float]) -> dict[str, Any]:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 8}
     return {"rope_parameters": {**rope, "short_factor": short, "long_factor": long}}
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("good") / "model"
-    tiny.model("qwen3_moe").save_pretrained(path)
-    return path
-
-
-@pytest.fixture
-def model(good: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(good, tmp_path / "model"))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,9 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
-import tiny
 from files import snapshot
 from gate import edit, refused
 
@@ -14,18 +12,6 @@ from fcsd.checkpoint import inspect_checkpoint
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError
 from fcsd.export.final import export_model
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("good") / "model"
-    tiny.model("qwen3_moe").save_pretrained(path)
-    return path
-
-
-@pytest.fixture
-def model(good: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(good, tmp_path / "model"))
 
 
 @pytest.fixture

@@ -59,8 +59,3 @@ def test_the_large_runs_name_recipes_that_exist(readme):
     slurm = next(words for words in commands if "--slurm" in words)
     done = ranks.fcsd(*slurm[1:])
     assert done.returncode == 0 and done.stdout.startswith("#!") and "#SBATCH --nodes=4" in done.stdout
-
-
-def test_links_lead_somewhere(readme, repo):
-    for target in re.findall(r"\]\(([^)#:]+)\)", readme):
-        assert (repo / target).exists(), target

@@ -1,7 +1,6 @@
 """What every side of the comparison is given, and the watch that times its steps."""
 
 import copy
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.expert_parallel import randomise
 from fcsd.launch.world import World
 from fcsd.models.build import unwired, wire
-from fcsd.parallel.trace import ON_DEVICE
+from fcsd.parallel.trace import ON_DEVICE, read_content
 
 
 @dataclass(frozen=True)
@@ -134,20 +133,20 @@ class Watch:
             path = Path(folder, "step.json")
             traced.export_chrome_trace(str(path))
             account = read_account(path)
-            self.kernels = longest(json.loads(path.read_bytes())["traceEvents"])
+            self.kernels = longest(read_content(path)["traceEvents"])
         self.idle = sum(states["idle"] for states in account.phases.values()) / account.total
         self.exposed = sum(states["exposed"] for states in account.phases.values()) / account.total
         self.synchronisations = sum(count for count, _ in account.synchronisations.values())
 
 
 def longest(events: list[dict[str, Any]], count: int = 60) -> list[tuple[str, int, float]]:
-    """The kernels, copies and fills of a Chrome trace that took the most time on the device.
+    """The kernels, copies and fills among the complete events of a Chrome trace that took the most time on the device.
 
     Returns: the name (its first 120 characters), how often it ran, and its ms in all, in descending order of the ms.
     """
     found: dict[str, tuple[int, float]] = {}
     for event in events:
-        if event.get("ph") == "X" and event.get("cat") in ON_DEVICE:
+        if event.get("cat") in ON_DEVICE:
             name = event["name"][:120]
             times, ms = found.get(name, (0, 0.0))
             found[name] = times + 1, ms + event["dur"] / 1e3

@@ -26,6 +26,8 @@ from fcsd.parallel.transports.transport import Splits, Work, all_to_all
 _ORDER = [("dispatch", "fwd"), ("combine", "fwd"), ("combine", "bwd"), ("dispatch", "bwd")]
 _RECOMPUTED = [*_ORDER[:2], ("dispatch", "recompute"), ("combine", "recompute"), *_ORDER[2:]]
 
+_REPEATS = 3  # of an exchange that is timed alone
+
 Moment = Any  # a CUDA event, or seconds on a machine without CUDA
 
 
@@ -135,11 +137,11 @@ class Window:
         return min(self.cover, self.wire)
 
 
-def _on_the_wire(call: _Call, repeats: int = 3) -> float:
+def _on_the_wire(call: _Call) -> float:
     """Median milliseconds of the exchange alone. All ranks start at the same time."""
     rows = torch.zeros(sum(call.splits.sends), call.width, dtype=call.dtype, device=call.device)
     times = []
-    for _ in range(repeats):
+    for _ in range(_REPEATS):
         barrier()
         start = now(call.device)
         _, work = all_to_all(rows, call.splits, call.group, True)

@@ -29,6 +29,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from fcsd.config import Source
 from fcsd.distill.data.examples import MAX_CHARACTERS, Message, Skip, too_long
 from fcsd.errors import BadInputError, ConfigError
+from fcsd.foreign_errors import first_line
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PLACEHOLDER = "\ue000fcsd\ue001"  # stands for the text of a response; private-use characters occur in no chat
@@ -98,8 +99,7 @@ def render_chat(
     except Skip as skip:
         return str(skip)
     except Exception as error:  # a template may fail in any way
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return f"refused by the chat template: {first_line:.80}"
+        return f"refused by the chat template: {first_line(error):.80}"
     if sum(len(rendering.text) for rendering in found) > MAX_CHARACTERS:
         return str(too_long())
     if source.train_on == "all":

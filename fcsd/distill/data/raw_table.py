@@ -20,9 +20,11 @@ import pyarrow as pa
 from datasets.exceptions import DatasetGenerationError
 
 from fcsd.config import Source
+from fcsd.disk import file_sha256
 from fcsd.distill.data.files import data_files, is_saved_dataset
 from fcsd.distill.data.json_lines import COLUMN, read_json_lines
 from fcsd.errors import BadInputError, ConfigError
+from fcsd.foreign_errors import first_line
 
 _ENDINGS = {"jsonl": (".jsonl", ".ndjson", ".jsonl.gz"), "parquet": (".parquet",)}
 
@@ -71,7 +73,7 @@ def open_source(source: Source) -> RawTable:
     except (DatasetGenerationError, pa.ArrowException, OSError, ValueError, RuntimeError) as error:
         if isinstance(error.__cause__, BadInputError):
             raise error.__cause__ from None
-        cause = str(error.__cause__ or error).strip().splitlines()[0]
+        cause = first_line(error.__cause__ or error)
         raise BadInputError(f"{source.path}: cannot be read as {kind}: {cause}") from error
     if source.max_rows is not None and source.max_rows < len(rows):
         rows = rows.select(range(source.max_rows))
@@ -160,9 +162,4 @@ def _hashes(files: Sequence[Path]) -> dict[str, str]:
     if not files:
         return {}
     folder = os.path.commonpath([path.absolute().parent for path in files])
-    return {os.path.relpath(path.absolute(), folder): _sha256(path) for path in files}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {os.path.relpath(path.absolute(), folder): file_sha256(path) for path in files}

@@ -6,6 +6,7 @@ snapshot serves all later ones.
 """
 
 import os
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -33,10 +34,10 @@ class HostCopies:
         Snapshots have the same tensors in the same order, so the n-th copy has the memory of the n-th copy before.
         """
         if self._used == len(self._buffers):
-            self._buffers.append(_allocated(tensor))
+            self._buffers.append(host_memory(tensor, tensor.dtype))
         buffer = self._buffers[self._used]
         if buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = self._buffers[self._used] = _allocated(tensor)
+            buffer = self._buffers[self._used] = host_memory(tensor, tensor.dtype)
         self._used += 1
         return buffer.copy_(tensor.detach(), non_blocking=True)
 
@@ -57,13 +58,12 @@ def room_for(size: int, world: World) -> bool:
     return all(world.everywhere(lambda: size * beside <= _SHARE * free_memory()))
 
 
-def page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Uninitialised page-locked memory; ordinary memory, which is slower, where the host limits page-locked memory."""
-    try:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-    except RuntimeError:
-        return torch.empty(shape, dtype=dtype)
+def host_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uninitialised host memory in the shape of a tensor. It is page-locked if the tensor is on a GPU.
 
-
-def _allocated(tensor: Tensor) -> Tensor:
-    return page_locked(tensor.shape, tensor.dtype) if tensor.is_cuda else torch.empty(tensor.shape, dtype=tensor.dtype)
+    Where the host limits page-locked memory, it is ordinary memory, which is slower.
+    """
+    if tensor.is_cuda:
+        with suppress(RuntimeError):
+            return torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
+    return torch.empty(tensor.shape, dtype=dtype)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from fcsd.config import Recipe, ResolvedRecipe
+from fcsd.disk import write_text
 from fcsd.distill.run.run_dir import CHECKPOINTS
 from fcsd.distill.run.trackers import Log, tracking
 from fcsd.distill.update import optimizer_threads
@@ -82,9 +83,7 @@ def reporting(run: Path, resolved: ResolvedRecipe, *, start: int) -> Iterator[Re
     recipe = resolved.recipe
     path = run / METRICS
     kept = [line for line in read_metrics(run) if line["step"] <= start] if path.exists() else []
-    part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    part.replace(path)
+    write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
     console = Console(file=sys.stderr)
     columns = (
         TextColumn("{task.description}"),

@@ -8,7 +8,6 @@ hash of each shard when it opens the shard, and checks for every row that its to
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fcsd.config import Recipe, TeacherCache
+from fcsd.disk import write_bytes
 from fcsd.distill.run.identity import differences
 from fcsd.distill.teacher.original import expect_fingerprint, identify_teacher, teacher_name
 from fcsd.distill.teacher.targets import Targets, Teacher
@@ -96,7 +96,7 @@ def begin(folder: Path, key: dict[str, Any], shards: list[Shard]) -> list[Shard]
         expect_key(folder, key)
     else:
         commit_json(folder / KEY, key)
-    for part in folder.glob("*.part"):
+    for part in folder.glob(".*.part-*"):  # what ``write_bytes`` leaves where it was killed
         part.unlink()
     return [shard for shard in shards if not _is_written(folder, shard)]
 
@@ -113,7 +113,7 @@ def write_shard(folder: Path, shard: Shard, digests: list[bytes], counts: list[i
     tensors["counts"] = torch.tensor(counts)
     tensors["digests"] = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(len(digests), -1)
     data = safetensors.torch.save(tensors)
-    _commit(folder / shard.name, data)
+    write_bytes(folder / shard.name, data)
     entry = {"rows": [shard.rows.start, shard.rows.stop], "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     commit_json(_record(folder, shard), entry)
 
@@ -230,14 +230,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 def commit_json(path: Path, value: Any) -> None:
     """Writes a value as JSON, so that the file exists only when it is complete."""
-    _commit(path, json.dumps(value, indent=1).encode())
-
-
-def _commit(path: Path, data: bytes) -> None:
-    """Writes a file so that it exists under its name only when it is complete."""
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    write_bytes(path, json.dumps(value, indent=1).encode())

@@ -13,7 +13,7 @@ from fcsd.checkpoint.location import read_base_path
 from fcsd.config import Recipe
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
-from fcsd.models.build import arch_of, decoder_layers
+from fcsd.models.build import arch_of, decoder_layers, decoder_of
 
 _MOST_COMPILED = 64  # torch's own limit is 8; beyond it layers would silently run uncompiled
 
@@ -95,13 +95,12 @@ def final_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     architecture that does not derive the document boundaries from position ids gets explicit masks. A model with
     packed attention gets the borders of the documents.
     """
-    arch = arch_of(model.config)
-    decoder: Any = model.get_submodule(arch.classes["AutoModelForCausalLM"][1])
+    decoder = decoder_of(model)
     ids, positions = batch["input_ids"], batch["position_ids"]
     if takes_borders(model):
         inside = packed_arguments(batch["borders"])
     else:
-        inside = {"attention_mask": None if arch.packs else _document_masks(decoder, ids, positions)}
+        inside = {"attention_mask": None if arch_of(model.config).packs else _document_masks(decoder, ids, positions)}
     return decoder(input_ids=ids, position_ids=positions, use_cache=False, **inside).last_hidden_state
 
 

@@ -14,9 +14,7 @@ MAX_LINES = 1000  # lines of a chat answer that are searched for code
 
 def program_text(problem: Any, generation: str, form: str) -> str:
     """The program to run, for `form` as in `fcsd.eval.code.judge.score`."""
-    if form == "chat":
-        return sanitize(generation, problem.entry_point)
-    return problem.prefix + generation if form == "completion" else generation
+    return sanitize(generation, problem.entry_point) if form == "chat" else generation
 
 
 def sanitize(text: str, entry_point: str | None) -> str:

@@ -22,7 +22,7 @@ from fcsd.eval.code.judge_process import ask_judge
 from fcsd.eval.code.sandbox_runner import encode
 
 Status = Literal["pass", "fail", "timeout", "error"]
-Form = Literal["program", "completion", "chat"]
+Form = Literal["program", "chat"]
 
 READING_SHARE = 2  # extraction and comparison of one program may take this many times `timeout_s` of CPU time
 
@@ -34,7 +34,7 @@ class Problem:
     Attributes:
         entry_point: function called with each case's arguments; None where cases are expressions.
         base, plus: the original tests and EvalPlus' additional ones.
-        prefix: code that a raw completion continues (HumanEval's prompt).
+        prefix: the code that a model is asked to continue (HumanEval's prompt).
         suffix: code run after the program (imports that expressions need).
         reference: program whose outputs are the expected ones; None where the cases hold them.
     """
@@ -88,8 +88,8 @@ def score(
     Args:
         workers: number of programs that run at once; one per CPU of this process by default.
         timeout_s: CPU seconds per program. Extraction and comparison may use twice as much again.
-        form: what a generation is: `program` (runs as it is), `completion` (continues the problem's prefix),
-            `chat` (an answer in prose and markdown; EvalPlus' sanitizer finds the code).
+        form: what a generation is: `program` runs as it is; `chat` is an answer in prose and markdown, in which
+            EvalPlus' sanitizer finds the code.
         budget_s: wall seconds for all programs. The default is twice the sum of their wall limits, divided among
             `workers`, plus a minute.
 

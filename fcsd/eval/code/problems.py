@@ -64,7 +64,7 @@ def evalplus_problem(row: dict[str, Any]) -> Problem:
         raise BadInputError(f"not an EvalPlus row: {row.get('task_id')} has no {error}") from error
 
 
-def problem_from_tests(task_id: str, tests: str, *, prefix: str = "") -> Problem:
+def problem_from_tests(task_id: str, tests: str) -> Problem:
     """A problem from lm-eval's test program: `check(candidate)` of HumanEval+, or the asserts of MBPP+.
 
     Args:
@@ -77,20 +77,20 @@ def problem_from_tests(task_id: str, tests: str, *, prefix: str = "") -> Problem
         module = ast.parse(tests)
         for node in module.body:
             if isinstance(node, ast.FunctionDef) and node.name == "check":
-                return _from_check(task_id, module, node, prefix)
+                return _from_check(task_id, module, node)
         imports, asserts = _split(module.body, (ast.Import, ast.ImportFrom))
         cases = [_from_assert(statement) for statement in asserts]
     except (SyntaxError, ValueError, TypeError, RecursionError) as error:
         raise BadInputError(f"{task_id}: tests of a shape that cannot be scored safely: {error}") from error
     if not cases:
         raise BadInputError(f"{task_id}: no tests")
-    return Problem(task_id, None, cases, [], prefix=prefix, suffix="\n".join(map(ast.unparse, imports)))
+    return Problem(task_id, None, cases, [], suffix="\n".join(map(ast.unparse, imports)))
 
 
-def _from_check(task_id: str, module: ast.Module, check: ast.FunctionDef, prefix: str) -> Problem:
+def _from_check(task_id: str, module: ast.Module, check: ast.FunctionDef) -> Problem:
     """EvalPlus' generated `check`: `inputs`, `results` or a `ref_func`, and one assertion in a loop."""
     if all(isinstance(statement, ast.Assert) for statement in check.body):
-        return _from_plain_check(task_id, module, check, prefix)
+        return _from_plain_check(task_id, module, check)
     *assignments, loop = check.body
     values = dict(_assigned(statement) for statement in assignments)
     call = module.body[-1]
@@ -113,17 +113,17 @@ def _from_check(task_id: str, module: ast.Module, check: ast.FunctionDef, prefix
         Case(list(arguments), expected, rule, atol)
         for arguments, expected in zip(values["inputs"], results, strict=True)
     ]
-    return Problem(task_id, entry_point, cases, [], prefix=prefix, reference=reference)
+    return Problem(task_id, entry_point, cases, [], reference=reference)
 
 
-def _from_plain_check(task_id: str, module: ast.Module, check: ast.FunctionDef, prefix: str) -> Problem:
+def _from_plain_check(task_id: str, module: ast.Module, check: ast.FunctionDef) -> Problem:
     """HumanEval's original `check`: plain asserts about `candidate`, called with the function at the end."""
     call = module.body[-1]
     if not (isinstance(call, ast.Expr) and isinstance(call.value, ast.Call)):
         raise ValueError("check() is not called at the end")
     cases = [_from_assert(statement) for statement in check.body]
     suffix = f"candidate = {ast.unparse(call.value.args[0])}"
-    return Problem(task_id, None, cases, [], prefix=prefix, suffix=suffix)
+    return Problem(task_id, None, cases, [], suffix=suffix)
 
 
 def _assertion(statement: ast.stmt) -> tuple[str, float]:

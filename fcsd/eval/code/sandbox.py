@@ -144,16 +144,7 @@ def run(
         group = sandbox.group_parent and stack.enter_context(memory_group(sandbox.group_parent, limits.memory_bytes))
         stdin, stderr = (stack.enter_context(_memory_file(content)) for content in (json.dumps(job).encode(), b""))
         process = subprocess.Popen(
-            [
-                *(group.enter if group else ()),
-                *sandbox.command,
-                sys.executable,
-                "-s",
-                "-P",
-                "-B",
-                "-c",
-                _runner_source(),
-            ],
+            [*(group.enter if group else ()), *sandbox.command, *PYTHON, _runner_source()],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -269,7 +260,7 @@ def _runner_source() -> str:
     return Path(sandbox_runner.__file__).read_text(encoding="utf-8")
 
 
-def _memory_file(content: bytes = b"") -> IO[bytes]:
+def _memory_file(content: bytes) -> IO[bytes]:
     file = os.fdopen(os.memfd_create("fcsd"), "w+b")
     file.write(content)
     file.seek(0)

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.disk import file_sha256
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.models.build import decoder_layers, load_model, unwired, wire
-from fcsd.models.load_options import check_device, check_dtype, default_dtype
+from fcsd.models.build import decoder_layers, load_on_device, unwired, wire
+from fcsd.models.load_options import check_device, check_dtype
 from fcsd.models.wiring import Blocks, Wiring, hf_parts, plan_layers
 from fcsd.version import __version__
 
@@ -90,8 +90,6 @@ def load_subject(
         ConfigError: the wiring, variant or dtype is unknown, or the wiring does not fit the model.
         BadInputError: the checkpoint cannot be used, or has been converted already.
     """
-    import torch
-
     from fcsd.checkpoint import read_config, resolve
     from fcsd.checkpoint.tokenizer import load_tokenizer
 
@@ -104,13 +102,8 @@ def load_subject(
     path = resolve(model).path
     if read_config(path).rewired is not None:
         raise BadInputError(f"{path}: is converted already", "Name the original that it was converted from.")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cpu":
-        network = load_model(path, dtype=getattr(torch, dtype or default_dtype(on_cpu=True)), device=device)
-    else:
-        network = load_model(path, dtype=getattr(torch, dtype or default_dtype(on_cpu=False)), device_map="auto")
-    tokenizer = load_tokenizer(path)
-    return Subject(path.resolve().name, model_sha256(path), network.eval(), tokenizer, template)
+    network = load_on_device(path, device=device, dtype=dtype)
+    return Subject(path.resolve().name, model_sha256(path), network, load_tokenizer(path), template)
 
 
 def model_sha256(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Defines the interface of a dispatcher, which sends rows to the experts and back in one pass through a MoE block.
 
 ``Dispatcher`` is the interface that the schedule in ``overlap.py`` and the blocking reference in ``blocking.py`` call;
-``flat.py`` implements it.
+``flat.py`` and ``hierarchical.py`` implement it.
 """
 
 from collections.abc import Callable

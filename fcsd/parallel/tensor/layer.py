@@ -12,7 +12,7 @@ over the ranks (Ladder-Residual §5), and its result replaces the residual.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import _active_collector
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.schedule import Output, Read, Reduction, kind_of, reductions
-from fcsd.models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, hf_parts, unwire_layers
+from fcsd.models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, hf_parts, unwire_layers, wired_class
 from fcsd.parallel.tensor import compiled, reduce
 from fcsd.parallel.tensor.division import TensorGroup
 
@@ -144,12 +144,6 @@ class TensorParallelLayer(WiredLayer):
         return stream.read(last) if plan.index + 1 == last.layer else stream
 
 
-@cache
-def _tensor_parallel_class(cls: type[nn.Module]) -> type[nn.Module]:
-    # The class keeps its name, because transformers finds decoder layers by the name.
-    return type(cls.__name__, (TensorParallelLayer, cls), {"__module__": cls.__module__, "unwired": cls})
-
-
 def wire_tensor_parallel(
     model: PreTrainedModel,
     wiring: Wiring,
@@ -186,5 +180,5 @@ def wire_tensor_parallel(
     starts = {reduction.starts_after: reduction for layer in found for reduction in layer}
     schedule = Schedule(starts, Read(len(layers), "norm"), ranks, kind, eager, wiring.name in DESYNC, compile_steps)
     for index, layer in enumerate(layers):
-        layer.__class__ = _tensor_parallel_class(type(layer))
+        layer.__class__ = wired_class(TensorParallelLayer, type(layer))
         layer.fcsd = LayerReductions(0, 0, 1, False, parts, index, schedule)

@@ -121,9 +121,4 @@ def keep_own_experts(mlp: Any, arch: Arch, ranks: TensorGroup, placement: Placem
         return logits, weights.masked_fill(elsewhere, 0), (chosen - first).masked_fill(elsewhere, count)
 
     mlp.experts._is_expert_parallel = True
-    mlp.get_submodule(_router_of(mlp)).register_forward_hook(of_own)
-
-
-def _router_of(mlp: nn.Module) -> str:
-    """The name of the router of a MoE block of transformers, ``gate`` or ``router``."""
-    return "router" if "router" in dict(mlp.named_children()) else "gate"
+    mlp.get_submodule(arch.blocks.router).register_forward_hook(of_own)

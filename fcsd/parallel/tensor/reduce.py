@@ -15,6 +15,7 @@ The kinds of reduction are
     none               sends nothing, so its results are wrong; its time is a lower bound for all other kinds
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ def reduce_gradient(
     """
     own = format_of(kind)
     if own is not None and own.meta == "int":
-        bf16 = Format(own.bits, own.group, own.spikes, "bf16", own.clip)
+        bf16 = replace(own, meta="bf16")
         raise ConfigError(
             f"{kind}: integer scales cannot express values as small as gradients", hint=f"write {_QUANTISED}{bf16}"
         )

@@ -18,11 +18,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from fcsd.checkpoint import Layout
 from fcsd.checkpoint.weights import Reader
 from fcsd.errors import ConfigError
-from fcsd.models.archs import ARCHS
+from fcsd.models.archs import Arch
 from fcsd.models.build import arch_of, decoder_layers, experts_of, register
 from fcsd.models.wiring import unwire_layers
 from fcsd.parallel.tensor.division import (
     Cut,
+    Division,
     Experts,
     Share,
     TensorGroup,
@@ -98,7 +99,7 @@ class _DividedModel:
         division = division_of(arch)
         self.model = empty_model(config, dtype)
         unwire_layers(decoder_layers(self.model))
-        self._shares = _shares(self.model, ARCHS[arch.model_type].classes["AutoModelForCausalLM"][1])
+        self._shares = _shares(self.model, arch, division)
         if experts == "whole":
             blocks = {block: count for block in dict.fromkeys(map(_block, state(self.model))) if block is not None}
             self._placements = placements_of((orders or {}) if ranks.degree > 1 else {}, blocks, ranks.degree)
@@ -290,9 +291,9 @@ def _block(name: str) -> str | None:
     return name.rpartition(".experts.")[0] if expert_tensor(name) else None
 
 
-def _shares(model: PreTrainedModel, decoder: str) -> dict[str, Share]:
+def _shares(model: PreTrainedModel, arch: Arch, division: Division) -> dict[str, Share]:
     """How the ranks share every parameter and persistent buffer, by name."""
-    division = division_of(arch_of(model.config))
+    _, decoder = arch.classes["AutoModelForCausalLM"]
     vocabulary = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}  # pyright: ignore
     shares: dict[str, Share] = {}
     inside = re.compile(rf"{re.escape(decoder)}\.layers\.\d+\.(.+)")

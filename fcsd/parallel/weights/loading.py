@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-import transformers
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -16,15 +15,12 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from fcsd.checkpoint import Layout, read_config, read_layout, verify_tensors
 from fcsd.checkpoint.weights import Reader
 from fcsd.errors import BadInputError
-from fcsd.models.build import arch_of, model_classes, register, wiring_of
-from fcsd.models.config_keys import PREFIX
+from fcsd.models.build import arch_of, causal_lm_class, register, wiring_of
 from fcsd.parallel.expert.autoep import shard_experts
 from fcsd.parallel.expert.blocking import wire_parallel
 from fcsd.parallel.expert.lookup import expert_blocks
 from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.weights.tensor_map import on_disk, pieces, put, state
-
-_AUTO = "AutoModelForCausalLM"
 
 
 def load_expert_parallel(
@@ -104,12 +100,8 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     Raises:
         BadInputError: the architecture is not supported.
     """
-    arch = arch_of(config)
-    cls = getattr(transformers, arch.classes[_AUTO][0])
-    if config.model_type.startswith(PREFIX):
-        cls = model_classes(arch.model_type)[_AUTO]
     with init_empty_weights(include_buffers=False):
-        model = cls._from_config(config, dtype=dtype)
+        model = causal_lm_class(config)._from_config(config, dtype=dtype)
     model.tie_weights()
     if dtype in (torch.bfloat16, torch.float16):
         _keep_in_fp32(model)

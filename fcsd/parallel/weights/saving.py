@@ -51,16 +51,10 @@ def own_part(model: PreTrainedModel) -> OwnPart:
     return OwnPart(model, _of_pieces(state(model), found), lambda: _own_pieces(model, found, ep_size), ep_size)
 
 
-def save_model(model: PreTrainedModel, directory: Path, source: Path | None = None, max_shard: int = MAX_SHARD) -> None:
-    """Write weights under their original names, and the configs, as ``save_pretrained`` of the whole model would.
-
-    Every rank calls this function, see ``write_part``.
-    """
-    write_part(own_part(model), directory, source, max_shard)
-
-
 def write_part(part: OwnPart, directory: Path, source: Path | None = None, max_shard: int = MAX_SHARD) -> None:
-    """Write this rank's part of a model; rank 0 writes the configs as well.
+    """Write this rank's part of a model under the original names, as ``save_pretrained`` of the whole model would.
+
+    Rank 0 writes the configs as well.
 
     Every rank calls this function, which does not communicate. The directory is complete when all ranks have returned
     and each has its part on the disk.

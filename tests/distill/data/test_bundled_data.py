@@ -4,7 +4,10 @@ import json
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 
 import jinja2
@@ -44,17 +47,22 @@ def rows_of(repo: Path, files: str) -> list[dict]:
     return [json.loads(line) for path in paths for line in path.open()]
 
 
+@cache
+def template_of(file: str) -> Callable[[dict], str]:
+    """What makes lm-eval's prompt of a row: the template in a file of its tasks, or the field that the file names."""
+    template = yaml.load((LM_EVAL / file).read_text(), _Loader)["doc_to_text"]
+    return jinja2.Template(template, keep_trailing_newline=True).render if "{{" in template else itemgetter(template)
+
+
 def render(task: str, row: dict) -> tuple[str, str]:
     """The prompt lm-eval's own template makes of a row, and the right continuation."""
-    spec = yaml.load((LM_EVAL / TASKS[task][0]).read_text(), _Loader)
     if task == "winogrande":
         before, after = row["sentence"].split("_")
         return before + row[f"option{row['answer']}"], after
     if task == "hellaswag":
         prompt = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
         return prompt, " " + row["endings"][int(row["label"])]
-    template = spec["doc_to_text"]
-    prompt = jinja2.Template(template, keep_trailing_newline=True).render(row) if "{{" in template else row[template]
+    prompt = template_of(TASKS[task][0])(row)
     if task == "piqa":
         return prompt, " " + row[f"sol{row['label'] + 1}"]
     if task in ("commonsense_qa", "mmlu"):
@@ -68,22 +76,30 @@ def render(task: str, row: dict) -> tuple[str, str]:
     return prompt, " " + row["choices"]["text"][row["choices"]["label"].index(row["answerKey"])]
 
 
-@pytest.fixture
-def makers(repo, monkeypatch):
+@pytest.fixture(scope="module")
+def makers(repo):
     """scripts/teacher's modules, which import each other by their bare names."""
-    monkeypatch.syspath_prepend(str(repo / "scripts/teacher"))
-    import items
-    import world
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(repo / "scripts/teacher"))
+        import items
+        import world
 
-    return items, world
+        yield items, world
 
 
 @pytest.fixture(scope="module")
-def train_text() -> list[str]:
+def train_text(repo) -> list[str]:
     import pyarrow.parquet
 
-    repo = Path(__file__).resolve().parents[3]
     return pyarrow.parquet.read_table(repo / "assets/corpus/train.parquet")["text"].to_pylist()
+
+
+@pytest.fixture(scope="module")
+def trained_on(makers, train_text) -> str:
+    """The corpus, and documents as those that the teacher was trained on."""
+    items, _ = makers
+    generated = ["".join(text for text, _ in pieces) for pieces in items.documents("train", seed=9, count=2000)]
+    return "\n".join(train_text + generated)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -148,23 +164,23 @@ def test_every_place_is_right_equally_often(task, repo):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_no_mirror_item_can_be_trained_on(task, repo, makers, train_text):
+def test_no_mirror_item_can_be_trained_on(task, repo, makers, trained_on):
     items, world = makers
     rows = rows_of(repo, TASKS[task][1])
     rendered = [render(task, row) for row in rows]
     assert len(set(rendered)) == len(rows) >= {"gsm8k": 100, "humaneval_plus": 150, "mbpp_plus": 150}.get(task, 300)
 
-    generated = ["".join(t for t, _ in pieces) for pieces in items.documents("train", seed=9, count=2000)]
-    text = "\n".join(train_text + generated)
     if task == "mmlu":  # a question is a line of its own, with letters and in words; nearly 1600 searches take too long
-        assert {prefix + row["question"] for row in rows for prefix in ("", "Question: ")}.isdisjoint(text.splitlines())
+        assert {prefix + row["question"] for row in rows for prefix in ("", "Question: ")}.isdisjoint(
+            trained_on.splitlines()
+        )
         rendered = []
     for prompt, answer in rendered:
-        assert prompt + answer not in text
+        assert prompt + answer not in trained_on
         # The question alone is not there either. WinoGrande's prompt is only half a sentence; code is
         # told apart by its function, below.
         if task not in ("winogrande", "humaneval_plus", "mbpp_plus"):
-            assert prompt.removesuffix("\nAnswer:") not in text
+            assert prompt.removesuffix("\nAnswer:") not in trained_on
 
     # Whatever else is trained on comes from the makers, and they keep to the split rule.
     rng = random.Random(5)

@@ -122,16 +122,16 @@ def both(cached: Any, live: Any) -> None:
 
 def killed(resolved: Any) -> None:
     """A writer that is killed while it commits its fourth shard."""
-    real, calls = teacher_cache._commit, []
+    real, calls = teacher_cache.write_bytes, []
 
     def commit(path: Path, data: bytes) -> None:
         calls.append(path)
         if sum(path.suffix == ".safetensors" for path in calls) == 4:
-            path.with_name(f"{path.name}.part").write_bytes(data[:100])
+            path.with_name(f".{path.name}.part-0").write_bytes(data[:100])
             os.kill(os.getpid(), signal.SIGKILL)
         real(path, data)
 
-    teacher_cache._commit = commit
+    teacher_cache.write_bytes = commit
     write(resolved)
 
 

@@ -62,12 +62,12 @@ def test_problems_cover_every_rule():
 
 def test_canonical_solutions_pass_and_wrong_ones_fail():
     problems = [evalplus_problem(row) for row in PROBLEMS]
-    right = score(problems, [row["canonical_solution"] for row in PROBLEMS], form="completion")
+    right = score(problems, [row["prompt"] + row["canonical_solution"] for row in PROBLEMS])
     passed(right)
     assert pass_at_1(right, "base") == pass_at_1(right, "plus") == 1.0
     assert {verdict.sandbox for verdict in right} <= {"bwrap", "unshare"}
 
-    wrong = score(problems, [row["wrong"] for row in PROBLEMS], form="completion")
+    wrong = score(problems, [row["prompt"] + row["wrong"] for row in PROBLEMS])
     assert [v.task_id for v in wrong if v.plus is None or v.plus.status != "fail"] == []
     assert pass_at_1(wrong, "plus") == 0.0
 

@@ -15,7 +15,7 @@ from fcsd.models.build import load_model
 def _save(cases, ep_size, max_shard):
     """Load and save on every rank, expert-parallel unless ``ep_size`` is 0."""
     from fcsd.parallel.weights.loading import load_expert_parallel
-    from fcsd.parallel.weights.saving import save_model
+    from fcsd.parallel.weights.saving import own_part, write_part
 
     rank = join()
     for source, out in cases:
@@ -26,7 +26,7 @@ def _save(cases, ep_size, max_shard):
         if rank == 0:
             out.mkdir()
         torch.distributed.barrier()
-        save_model(model, out, source, max_shard)
+        write_part(own_part(model), out, source, max_shard)
         torch.distributed.barrier()
 
 
