@@ -201,8 +201,8 @@ def early_stop(models: Models) -> str:
     ended = f"stopped at step {line['steps']} of {line['planned_steps']}"
     said = (
         f"A run with ten times the chosen learning rate was scored {len(line['scores'])} times on 40 problems. Its "
-        f"best score is {100 * best[1]:.1f}, first at step {best[0]}, its last one {100 * last[1]:.1f} at step {last[0]}. It "
-        f"{ended}. The exported checkpoint is the best one, the latest of equal scores:"
+        f"best score is {100 * best[1]:.1f}, first at step {best[0]}, its last one {100 * last[1]:.1f} at step "
+        f"{last[0]}. It {ended}. The exported checkpoint is the best one, the latest of equal scores:"
     )
     return f"## Early stopping by MBPP+\n\n{said}\n\n{summary({'exported': models.scores(lines)})}"
 

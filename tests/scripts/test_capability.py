@@ -348,7 +348,7 @@ def test_the_page_has_every_study(lines: dict[str, dict[str, Any]], tmp_path: Pa
     )
     assert f"{100 * found.above_chance[0]:.1f} ± {100 * found.above_chance[1]:.1f}" in last
     assert last.split("|")[-2].strip() == "3"  # seeds
-    assert "best score is 70.0 at step 2, its last one 10.0 at step 3. It stopped at step 3 of 9" in " ".join(
+    assert "best score is 70.0, first at step 2, its last one 10.0 at step 3. It stopped at step 3 of 9" in " ".join(
         text.split()
     )
 
