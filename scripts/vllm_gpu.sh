@@ -2,7 +2,7 @@
 # Carries vLLM to a Hopper GPU machine without a network, and checks originals and converted models there.
 #
 #   scripts/vllm_gpu.sh build [FOLDER]     on a machine with a package index: downloads vLLM and what it needs, takes out
-#                                          of vLLM what a Hopper GPU does not run, and writes about 50 MiB to FOLDER
+#                                          of vLLM what a Hopper GPU does not run, and writes about 41 MiB to FOLDER
 #   scripts/vllm_gpu.sh items [FOLDER]     in fcsd's own environment: writes the requests of the eleven tasks, with the
 #                                          answers of transformers, to FOLDER (some minutes on two CPU cores)
 #   scripts/vllm_gpu.sh one [FOLDER]       on one GPU: eager, whole CUDA graphs, compiled; the server
@@ -60,12 +60,16 @@ build() {
     for n in $(seq 17 39); do platforms="$platforms --platform manylinux_2_${n}_x86_64"; done
     local options="--no-deps --only-binary=:all: --python-version 3.12 --implementation cp"
     options="$options --abi cp312 --abi abi3 --abi none"
-    mkdir -p "$folder/wheels"
+    mkdir -p "$folder"
     # shellcheck disable=SC2086 # the lists are split into words on purpose
-    python3 -m pip download -q $options $platforms -d "$folder/wheels" $wheels
+    python3 -m pip download -q $options $platforms -d "$downloaded/wheels" $wheels
     # shellcheck disable=SC2086
     python3 -m pip download -q $options $platforms -d "$downloaded" "vllm==$version"
     python3 scripts/vllm_slim.py "$downloaded"/vllm-*.whl "$folder/vllm.tar.xz"
+    # Unpacked and in one archive, the wheels take two thirds of their size.
+    for wheel in "$downloaded"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$downloaded/site"; done
+    python3 -c 'import shutil, sys; shutil.make_archive(sys.argv[1], "xztar", sys.argv[2])' \
+        "$folder/packages" "$downloaded/site"
     rm -r "$downloaded"
     du -sm "$folder"
 }
@@ -82,15 +86,20 @@ items() {
     rm -r "$temporary"
 }
 
+# Unpack one of the archives that were carried.
+extract() {
+    python3 -c "import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter='data')" \
+        "$folder/$1.tar.xz" "$site"
+}
+
 # Unpack what was carried. A second call on the same machine finds it.
 unpack() {
     [ -f "$site/complete" ] && return
     mkdir -p "$site"
-    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$folder"/wheels/*.whl &
-    local installing=$!
-    python3 -c "import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter='data')" \
-        "$folder/vllm.tar.xz" "$site" || return
-    wait "$installing" || return
+    extract packages &
+    local extracting=$!
+    extract vllm || return
+    wait "$extracting" || return
     # vLLM finds fcsd's plugin by an entry point, which an installed package has and a copy of the repository has not.
     mkdir -p "$site/fcsd-0.dist-info"
     printf 'Metadata-Version: 2.1\nName: fcsd\nVersion: 0\n' > "$site/fcsd-0.dist-info/METADATA"
@@ -153,7 +162,7 @@ if [ "$command" = build ] || [ "$command" = items ]; then
     $command
     exit
 fi
-for needed in "$folder/vllm.tar.xz" "$folder/wheels" fcsd scripts/vllm_parity.py tests/tiny.py assets/teacher; do
+for needed in "$folder/vllm.tar.xz" "$folder/packages.tar.xz" fcsd scripts/vllm_parity.py tests/tiny.py assets/teacher; do
     [ -e "$needed" ] || { echo "$PWD/$needed is missing; nothing was run" >&2 && exit 2; }
 done
 

@@ -24,9 +24,10 @@ time.sleep(600)
 
 def test_a_run_that_is_stopped_leaves_its_rows_and_no_process(repo: Path, tmp_path: Path) -> None:
     tools, carried, work = tmp_path / "bin", tmp_path / "carried", tmp_path / "work"
-    for folder in (tools, carried / "wheels", work / "site"):
+    for folder in (tools, carried, work / "site"):
         folder.mkdir(parents=True)
-    (carried / "vllm.tar.xz").touch()
+    for archive in ("vllm.tar.xz", "packages.tar.xz"):
+        (carried / archive).touch()
     (work / "site" / "complete").touch()
     (tmp_path / "part.py").write_text(PART)
     python, part = sys.executable, tmp_path / "part.py"
