@@ -15,35 +15,29 @@
 #   tokens of a run)  PROCESSES=8 (models at a time, on all GPUs)  GPUS=1  DEVICE=cuda  PYTHON=python3
 #   SET= (settings of all runs on at least 5 % of the tokens, for speed: train.graph=true)
 #   LIMIT=all (questions of each benchmark; with fewer, the results are a trial, of which no page is made)
+#   SWEEP_STEPS=50 (optimizer steps of each trial of a sweep)
 #   TEACHER_TOKENS=1669595136 (both runs of the teacher's training)  TEACHER_TEXT=runs/teacher/train.jsonl
 #   (scripts/teacher/corpus.py writes it)  OTHER_TEXT=the installed Python packages
 # Another teacher: TEACHER=DIR (scripts/teacher/train.py --layout llama or qwen3_moe) with TEACHER_TOKENS (its last line
 #   says them), WIRING=farskip or ladder, and STORED=docs/results/capability_NAME.jsonl for its results; `page` writes
 #   PAGE=docs/CAPABILITY.md from STORED
-# It needs no network. On a machine that has torch, transformers, accelerate, pandas, pyarrow and matplotlib, these
-# wheels are missing, 17 MB in all. Fetch them where there is a network, and install them with --no-deps:
-#   pip download -d wheels --no-deps --only-binary :all: --python-version 3.12 --platform manylinux2014_x86_64 \
-#     hjson pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection 'datasets==5.2.*' dill \
-#     'multiprocess==0.70.19' 'lm-eval==0.4.13' 'evaluate==0.4.6' 'evalplus==0.3.1' appdirs termcolor tree-sitter \
-#     tree-sitter-python
-#   pip wheel -w wheels --no-deps 'deepspeed==0.19.8' tempdir wget      # these have no wheel; DS_BUILD_OPS=0
-# The list was read off the modules that `fcsd eval --suite strict` imports, and the versions are those of the tests.
+# It needs no network. scripts/capability/lease.sh carries what a machine without one lacks, and trains the other teachers.
 # It has run on four H200s, with six or seven models at a time on each GPU. Commands are forks of one process that has
 # imported the libraries. If a fork cannot use the GPU, the script says so and starts ordinary processes. The studies
 # distance, scratch, on-policy and desync have run on a CPU alone, for a few steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || { sed -n '4,22s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '4,23s/^# *//p' "$0" >&2; exit 2; }
 python="${PYTHON:-python3}" stored="${STORED:-docs/results/capability.jsonl}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if [ "$1" = page ]; then
   exec "$python" scripts/capability/report.py --results "$stored" --page "${PAGE:-docs/CAPABILITY.md}"
 fi
-[ $# -gt 1 ] || { sed -n '4,22s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 1 ] || { sed -n '4,23s/^# *//p' "$0" >&2; exit 2; }
 work="$1"
 shift
 exec "$python" scripts/capability/work.py "$@" --work "$work" --new "${NEW:-$work/new.jsonl}" --results "$stored" \
   --minutes "${MINUTES:-9}" --up-to "${UP_TO:-1}" --processes "${PROCESSES:-8}" --gpus "${GPUS:-1}" --device "${DEVICE:-cuda}" \
   --teacher-tokens "${TEACHER_TOKENS:-1669595136}" ${TEACHER_TEXT:+--teacher-text "$TEACHER_TEXT"} \
   ${OTHER_TEXT:+--other-text "$OTHER_TEXT"} ${TEACHER:+--teacher "$TEACHER"} --wiring "${WIRING:-farskip}" \
-  ${LIMIT:+--limit "$LIMIT"} $(for setting in ${SET:-}; do echo --set "$setting"; done)
+  ${LIMIT:+--limit "$LIMIT"} ${SWEEP_STEPS:+--sweep-steps "$SWEEP_STEPS"} $(for setting in ${SET:-}; do echo --set "$setting"; done)
