@@ -12,7 +12,7 @@
 #   setsid scripts/capability/lease.sh siblings .carried 5 > /dev/null 2>&1 & scripts/capability/lease.sh watch 560 $OUT
 # Environment: WORK=/dev/shm/fcsd, and what scripts/reproduce_capability.sh takes, GPUS and PROCESSES among it.
 #   TRAIN=--compile (options of scripts/teacher/train.py)
-# `siblings` has run on a CPU alone, with a few steps and questions.
+# No GPU has run it. On a CPU, `siblings` trained both teachers for two steps and started the first study.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 work="${WORK:-/dev/shm/fcsd}" python="${PYTHON:-python3}" gpus="${GPUS:-1}"
@@ -68,7 +68,8 @@ siblings() { # MINUTES
     done
     wait
     for layout in "${order[@]}"; do
-        tokens="$("$python" -c 'import json, sys; print(json.loads(sys.argv[1])["tokens"])' "$(tail -n 1 "$work/$layout.jsonl")")"
+        tokens="$("$python" -c 'import json, sys; print(json.loads(sys.argv[1])["tokens"])' \
+            "$(grep '^{' "$work/$layout.jsonl" | tail -n 1)")" # other libraries print lines, too
         # shellcheck disable=SC2086 # the studies are split into words on purpose
         TEACHER="$work/$layout" TEACHER_TOKENS="$tokens" WIRING="${wirings[$layout]}" NEW="$work/capability_$layout.jsonl" \
             STORED="docs/results/capability_$layout.jsonl" \
@@ -79,16 +80,18 @@ siblings() { # MINUTES
 
 # Copies to a folder what the work has found so far. One archive holds it all, as few files come back from some machines.
 collect() { # OUT
-    (cd "$work" && tar -czf "$1/found.tar.gz.part" --exclude=mps --exclude='*/runs' --exclude='*/text' --exclude='*/cache' \
+    local out
+    out="$(cd "$1" && pwd)"
+    (cd "$work" && tar -czf "$out/found.tar.gz.part" --exclude=mps --exclude='*/runs' --exclude='*/text' --exclude='*/cache' \
         --ignore-failed-read $(ls -d ./*.log ./*.jsonl ./*/logs "${order[@]}" 2> /dev/null)) || true
-    mv "$1/found.tar.gz.part" "$1/found.tar.gz"
+    mv "$out/found.tar.gz.part" "$out/found.tar.gz"
 }
 
 watch() { # SECONDS OUT
     local ends=$((SECONDS + $1))
     while [ $SECONDS -lt $ends ] && [ ! -e "$work/ended" ]; do sleep 5; done
     collect "$2"
-    tail -qn 2 "$work"/*.log
+    tail -n 1 "$work"/*.jsonl "$work"/study*.log 2> /dev/null | cut -c1-300 || true
     wc -l "$work"/*.jsonl 2> /dev/null || true
 }
 
