@@ -47,6 +47,7 @@ under the suite `strict`, without a limit on questions. The items are about a sm
 rate were chosen by the training loss of runs of {steps} steps, in two stages, for KL and SFT alike (FarSkip §5.1,
 scaled down). A budget of fewer than {least} steps takes a smaller batch, and a rate smaller by the square root, as
 [below](#recovery-over-tokens). The teacher was trained on {tokens:,.0f} M tokens. Device: {devices}.
+[RESULTS.md](RESULTS.md#capability-on-h200s) says what the tables for the bundled teacher show.
 
 - *same* is the teacher's own mixture. *other* is other real text, and questions of the same forms about other facts;
   of *other-10* and *other-20*, 10 and 20 % have wrong answers. *none* is real text alone.
