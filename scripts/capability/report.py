@@ -9,13 +9,23 @@ on questions or other budgets, are refused.
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs as a program, too
 
 from scripts.capability.models import Lines, Models, pm, summary
-from scripts.capability.picture import PAPERS, Point, draw
+from scripts.capability.picture import PAPERS, draw
 from scripts.capability.results import read_lines
-from scripts.capability.runs import BEST_ANNEALED, LAYERS, SHARES, SWEEP_STEPS, TABLE_1, TABLE_2, TEXTS
+from scripts.capability.runs import (
+    BEST_ANNEALED,
+    LAYERS,
+    LEAST_STEPS,
+    SHARES,
+    SWEEP_STEPS,
+    TABLE_1,
+    TABLE_2,
+    TEXTS,
+)
 from scripts.capability.scores import Scores, fit, tokens_to
 from scripts.capability.studies import DENSE_ONLY, SIBLINGS, TABLE_4, studies
 from scripts.capability.wirings_report import desync, distance, on_policy, scratch
@@ -35,11 +45,14 @@ under the suite `strict`, without a limit on questions. The items are about a sm
 
 `scripts/reproduce_capability.sh` does the runs; `scripts/capability/runs.py` has their recipes. Batch size and learning
 rate were chosen by the training loss of runs of {steps} steps, in two stages, for KL and SFT alike (FarSkip §5.1,
-scaled down). The teacher was trained on {tokens:,.0f} M tokens. Device: {devices}.
+scaled down). A budget of fewer than {least} steps takes a smaller batch, and a rate smaller by the square root, as
+[below](#recovery-over-tokens). The teacher was trained on {tokens:,.0f} M tokens. Device: {devices}.
+[RESULTS.md](RESULTS.md#capability-on-h200s) says what the tables for the bundled teacher show.
 
 - *same* is the teacher's own mixture. *other* is other real text, and questions of the same forms about other facts;
   of *other-10* and *other-20*, 10 and 20 % have wrong answers. *none* is real text alone.
-- Differences are in points from the teacher, paired by question. ± is one standard error, over questions and seeds.
+- Differences are in points from the teacher, paired by question. ± is one standard error: over questions and seeds, or
+  over questions alone where there is one model.
 - *Above chance* is the mean over benchmarks of (score - chance) / (teacher - chance). *Won back* is that of (score -
   untrained) / (teacher - untrained), and *loss won back* the same of the held-out loss."""
 
@@ -55,8 +68,8 @@ def page(lines: Lines, picture: Path) -> str:
     if len(budgets) != 1 or any(line["limit"] for line in models.lines.values()):
         raise ValueError("the results are of trials with a limit, or of different teachers, and make no page")
     tokens = budgets.pop()
-    devices = ", ".join(sorted({line["device"] for line in models.lines.values()}))
-    parts = [HEAD.format(steps=SWEEP_STEPS, tokens=tokens / 1e6, devices=devices, subject=subject_of(models))]
+    about = {"steps": SWEEP_STEPS, "least": LEAST_STEPS, "tokens": tokens / 1e6, "subject": subject_of(models)}
+    parts = [HEAD.format(**about, devices=devices_of(models))]
     parts += [table_1(models), kinds(models)]
     parts += [recovery(models, tokens, picture), table_2(models), figure_3(models), early_stop(models)]
     parts += [equal_tokens(models, tokens, study, title) for study, title in AIDS.items()]
@@ -81,6 +94,14 @@ def subject_of(models: Models) -> str:
     teacher, wiring = models.teacher.get("teacher", "teacher"), models.teacher.get("wiring", "farskip")
     named = "the bundled teacher" if teacher == "teacher" else f"the teacher `{teacher}`"
     return named if wiring == "farskip" else f"{named}, with the wiring {wiring},"
+
+
+def devices_of(models: Models) -> str:
+    """The GPUs and the versions of the libraries."""
+    found = {
+        (line["device"], *(f"{name} {v}" for name, v in line["versions"].items())) for line in models.lines.values()
+    }
+    return "; ".join(sorted(", ".join(words) for words in found))
 
 
 def table_1(models: Models) -> str:
@@ -125,16 +146,28 @@ def kinds(models: Models) -> str:
 def recovery(models: Models, tokens: int, picture: Path) -> str:
     """Recovery over tokens, with the extrapolation."""
     named = [(method, text) for text in ("same", "other") for method in ("KL", "SFT")]
-    found = {f"{method}, {text}": _points(models, method, text, tokens) for method, text in named}
-    curves = {name: points for name, points in found.items() if len(points) > 2}
-    if not curves:
+    runs = {f"{method}, {text}": _by_share(models, method, text) for method, text in named}
+    runs = {name: found for name, found in runs.items() if len(found) > 2}
+    if not runs:
         return ""
+    scores = {name: {share: models.scores(lines) for share, lines in found.items()} for name, found in runs.items()}
+    curves = {name: [(share * tokens, s.above_chance) for share, s in found.items()] for name, found in scores.items()}
     draw(curves, picture)
     heads = [f"{share:.1%}" for share in SHARES]
-    body = []
-    for name, points in curves.items():
-        at = dict(points)
-        body.append([name, *(pm(at[s * tokens], 100) if s * tokens in at else "-" for s in SHARES)])
+    body = [
+        [
+            name,
+            *(
+                f"{pm(found[share].above_chance, 100)} ({found[share].seeds})" if share in found else "-"
+                for share in SHARES
+            ),
+        ]
+        for name, found in scores.items()
+    ]
+    settings = [
+        [name, *(_settings(found[share][0]) if share in found else "-" for share in SHARES)]
+        for name, found in runs.items()
+    ]
     lines = []
     for name, points in curves.items():
         line = fit(points)
@@ -145,8 +178,10 @@ def recovery(models: Models, tokens: int, picture: Path) -> str:
         [
             "## Recovery over tokens",
             f"![Recovery over training tokens](results/{picture.name})",
-            "Above chance, in % of the teacher, by the share of its tokens:",
+            "Above chance, in % of the teacher, by the share of its tokens. In brackets: the number of models.",
             table(["Method, text", *heads], body),
+            "Budgets differ in more than their tokens. The batch in tokens, the learning rate and the steps are:",
+            table(["Method, text", *heads], settings),
             "Extrapolated by a power law of the missing share in the number of tokens. The range is the central 95 % "
             "of fits to points moved by their standard errors; it does not say whether the law holds so far out.",
             table(["Method, text", "at", "above chance", "range"], lines, left=2),
@@ -154,12 +189,13 @@ def recovery(models: Models, tokens: int, picture: Path) -> str:
     )
 
 
-def _points(models: Models, method: str, text: str, tokens: int) -> list[Point]:
-    found = []
-    for share in SHARES:
-        if lines := models.seeds(method, text, share, stop="best" if share == TABLE_1 else ""):
-            found.append((share * tokens, models.scores(lines).above_chance))
-    return found
+def _by_share(models: Models, method: str, text: str) -> dict[float, list[dict]]:
+    found = {s: models.seeds(method, text, s, stop="best" if s == TABLE_1 else "") for s in SHARES}
+    return {share: lines for share, lines in found.items() if lines}
+
+
+def _settings(line: dict[str, Any]) -> str:
+    return f"{line['batch_tokens']:,}; {line['lr']:.2g}; {line['steps']}"
 
 
 def table_2(models: Models) -> str:
@@ -175,7 +211,11 @@ def table_2(models: Models) -> str:
             found[f"untrained, last {share}%"] = models.scores(lines)
     if not any(method in found for method in rows):
         return ""
-    note = "All rows have the batch and the rate that were chosen for KL; the weight of the L2 term has its own sweep."
+    note = (
+        "All rows have the batch, the rate and the steps of KL. With 0.25x and 4x the batch these are "
+        f"{0.25 * TABLE_2:.2%} and {4 * TABLE_2:.0%} of the tokens, as in the paper; the latter reads its text twice. "
+        "The weight of the L2 term has its own sweep."
+    )
     return f"## Table 2: {TABLE_2:.0%} of the tokens, *same*\n\n{note}\n\n{summary(found)}"
 
 
@@ -224,7 +264,8 @@ def equal_tokens(models: Models, tokens: int, study: str, title: str) -> str:
         return ""
     head = ["Method", *(f"{share:.1%} of the tokens" for share in shares), f"tokens to {REACHED:.0%}"]
     note = (
-        "Above chance, in % of the teacher, and the seconds in steps. One GPU exchanges nothing that could be hidden."
+        "Above chance, in % of the teacher, and the mean seconds in steps. Runs share GPUs with others, so the seconds "
+        "say little. One GPU exchanges nothing that could be hidden."
     )
     return f"## {title}\n\n{note}\n\n{table(head, body)}"
 

@@ -25,8 +25,10 @@ def distance(models: Models) -> str:
                 found[f"{method}, {share:.1%} of the tokens"] = models.scores(lines, start)
     if not any("distance 2" in name for name in found):
         return ""
-    note = "The output of two sub-blocks may be in flight at a rewired read, instead of one. *Won back* counts from "
-    note += "each wiring's own untrained conversion."
+    note = "The output of two sub-blocks may be in flight at a rewired read, instead of one. Rows that do not say "
+    note += "distance 2 have distance 1. *Won back* counts from each wiring's own untrained conversion."
+    if not any(name.startswith("KL, distance 2") for name in found):
+        note += " No student of distance 2 has been trained yet."
     return f"## Distance 2, *same*\n\n{note}\n\n{summary(found)}"
 
 

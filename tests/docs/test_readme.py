@@ -1,12 +1,16 @@
 """The README is true: its tour runs as printed, its table lists what there is, its two commands are what CI runs."""
 
+import json
 import re
 import shlex
 import subprocess
 import sys
+from statistics import median
 
 import pytest
 import ranks
+from scripts.capability.models import Models, pm
+from scripts.capability.results import read_lines
 
 from fcsd import recipes
 from fcsd.models.archs import ARCHS
@@ -59,3 +63,49 @@ def test_the_large_runs_name_recipes_that_exist(readme):
     slurm = next(words for words in commands if "--slurm" in words)
     done = ranks.fcsd(*slurm[1:])
     assert done.returncode == 0 and done.stdout.startswith("#!") and "#SBATCH --nodes=4" in done.stdout
+
+
+def test_the_figures_of_the_first_table_follow_from_the_raw_files(readme, repo):
+    rows = {line.split(" | ")[0].strip("| "): line for line in readme.splitlines() if line.startswith("| ")}
+
+    def raw(name):
+        return json.loads((repo / f"docs/results/{name}.json").read_text())
+
+    def says(row, *figures):
+        assert [figure for figure in figures if figure not in rows[row]] == [], rows[row]
+
+    steps = {
+        name: median(of["step"])
+        for name, of in raw("train_v2lite_copies_4xh200")["routers"]["uniform"]["variants"].items()
+    }
+    ours, bound = steps["copies-fused"], steps["comm-free-fused"]
+    says("training step", f"{steps['stock'] / ours:.2f}x as fast", f"{100 * bound / ours:.1f} % of the speed")
+    says("training step", f"of the {steps['stock'] / ours:.2f}x, {steps['standard-fused'] / ours:.2f}x is gained")
+    stored = raw("distill_v2lite_turns_4xh200")
+    ours, bound = (median(stored["variants"][name]["seconds"]) for name in ("overlapped", "comm-free"))
+    speed = stored["batch_tokens"] / ours
+    says("distillation step", f"{100 * bound / ours:.1f} %", f"{speed:,.0f} tokens/s".replace(",", " "))
+    says("distillation step", f"{100 * speed / stored['full_speed']:.1f} % of the GPUs' peak")
+
+    def turns(name, side):
+        return median(turn["seconds"] for turn in raw(name)["turns"] if turn["side"] == side)
+
+    dense, moe = (
+        {side: turns(f"baselines_{kind}_1xh200", side) for side in ("fcsd", "trl", "loop-liger")}
+        for kind in ("dense", "moe")
+    )
+    for side in ("trl", "loop-liger"):
+        says("distillation on one GPU", f"{dense[side] / dense['fcsd']:.2f}x and {moe[side] / moe['fcsd']:.2f}x")
+    says("distillation on one GPU", f"becomes {turns('baselines_dense_before_1xh200', 'trl') / dense['fcsd']:.2f}x")
+    memory = raw("memory_v2lite_4xh200")
+    says("memory", *(f"{memory[of]['peak'] / 2**30:.{digits}f}" for of, digits in (("measured", 2), ("predicted", 1))))
+    models = Models(read_lines([repo / "docs/results/capability.jsonl"]))
+    told = (
+        ("KL", "same", 0.1), ("KL", "same", 0.01), ("SFT", "same", 0.1), ("KL, annealed over 0.25", "same", 0.03),
+        ("KL", "same", 0.03), ("KL, annealed over 0.25", "same", 0.1), ("KL", "other", 0.1), ("SFT", "other", 0.1),
+    )  # fmt: skip
+    for method, text, share in told:
+        lines = models.seeds(method, text, share, stop="best" if share == 0.1 else "")
+        assert len(lines) == 3
+        says("capability", pm(models.scores(lines).of_teacher, 100))
+    says("capability", f"{pm(models.scores([models.untrained]).of_teacher, 100)} % untrained")

@@ -55,9 +55,16 @@ def line_of(run: Run, quality: float, **changes: Any) -> dict[str, Any]:
     loss = {"column": "Held-out loss", "metric": "nll_per_token", "value": 1.0, "stderr": 0.1, "n": 80, "chance": None}
     results.append(loss | {"items": texts, "settings_sha256": "s", "data_sha256": "d"})
     line = {"name": run.name, "run": run.to_json(), "results": [packed(result) for result in results]}
-    line |= {"teacher_tokens": TOKENS, "limit": None, "device": "a GPU"}
+    line |= {"teacher_tokens": TOKENS, "limit": None, "device": "a GPU", "versions": {"torch": "2"}}
     if run.text:
-        line |= {"seconds": 100.0, "scores": [[1, 0.5], [2, 0.7], [3, 0.1]], "steps": 3, "planned_steps": 9}
+        line |= {
+            "lr": 1e-3,
+            "batch_tokens": 8192,
+            "seconds": 100.0,
+            "scores": [[1, 0.5], [2, 0.7], [3, 0.1]],
+            "steps": 3,
+            "planned_steps": 9,
+        }
     if run.from_scratch:
         loss = 2 + 0.01 * run.seed + 0.02 * (run.settings["init.wiring"] != "standard")
         line |= {"final_loss": loss, "parameters": 5_000_000, "metrics": {"held_out_sft": 2.5}, "results": []}

@@ -1,0 +1,223 @@
+"""docs/RESULTS.md is true where a target is judged: its figures follow from the raw files in docs/results."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from scripts.capability.models import Models, pm
+from scripts.capability.results import read_lines
+from scripts.capability.scores import Scores, scores_of
+
+Raw = Callable[[str], Any]
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def page(repo: Path) -> str:
+    return (repo / "docs/RESULTS.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def raw(repo: Path) -> Raw:
+    return lambda name: json.loads((repo / f"docs/results/{name}.json").read_text())
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
+    """The cells of all table rows of a section, without links, emphasis and units."""
+    (section,) = re.findall(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", page, re.MULTILINE | re.DOTALL)
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", section).replace("**", "").replace("`", "")
+    lines = [line for line in plain.splitlines() if line.startswith("|") and "--" not in line]
+    return [[re.sub(r"(?<=\d)(x| %)$", "", cell.strip()) for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def models(repo: Path) -> Models:
+    return Models(read_lines([repo / "docs/results/capability.jsonl"]))
+
+
+def without_humaneval(models: Models, lines: list[dict[str, Any]]) -> Scores:
+    kept = [
+        {**line, "results": [result for result in line["results"] if result["column"] != "HEval+"]}
+        for line in (*lines, models.teacher, models.untrained)
+    ]
+    return scores_of(kept[:-2], *kept[-2:])
+
+
+def test_the_aims_of_the_capability_study_are_judged_by_the_stored_answers(page: str, models: Models) -> None:
+    found = {row[0]: row[1] for row in rows(page, "Capability on H200s")}
+
+    def scores(method: str, share: float, text: str = "same", layers: str = "all") -> Scores:
+        return models.scores(models.seeds(method, text, share, layers, "best" if share == 0.1 else ""))
+
+    def line(method: str, share: float) -> list[dict[str, Any]]:
+        return models.seeds(method, "same", share, stop="best" if share == 0.1 else "")
+
+    def says(aim: str, *figures: str) -> None:
+        (cell,) = [cell for name, cell in found.items() if name.startswith(aim)]
+        assert [figure for figure in figures if figure not in cell] == [], cell
+
+    def of(s: Scores) -> str:
+        return pm(s.of_teacher, 100)
+
+    def above(s: Scores) -> str:
+        return pm(s.above_chance, 100)
+
+    kl, half, annealed = scores("KL", 0.1), scores("KL", 0.05), scores("KL, annealed over 0.25", 0.03)
+    rest = [
+        without_humaneval(models, line(*run)) for run in (("KL", 0.1), ("KL", 0.05), ("KL, annealed over 0.25", 0.03))
+    ]
+    says("FCSD keeps 99 %", of(kl), of(half), of(scores("KL, 4x batch", 0.2)), of(rest[0]))
+    says("and 97 %", above(kl), above(half))
+    says("its worst task", pm((kl.tasks["HEval+"], kl.below["HEval+"][1])), f"{kl.tasks['WG']:.1f}")
+    other = [scores(method, 0.1, "other") for method in ("KL", "SFT")]
+    says("FCSD keeps 95 %", of(scores("KL", 0.01, "other")), of(other[0]))
+    says("SFT on", f"{other[0].below['Avg'][0] - other[1].below['Avg'][0]:.1f} points", of(scores("SFT", 0.1)))
+    says("SFT < KL", *(of(scores(m, 0.05)).removesuffix(" %") for m in ("SFT", "KL + hidden L2", "KL")))
+    says("frozen", of(scores("KL, frozen embeddings and head", 0.05)), of(half))
+    says(
+        "the last 50",
+        *(f"{100 * scores(f'KL, last {n}%', 0.05, layers=f'{n}%').of_teacher[0]:.1f}" for n in (50, 75, 90)),
+    )
+    (collapsed,) = [run for run in models.lines.values() if run["run"]["early_stop"] == "collapse"]
+    export = models.scores([collapsed])
+    says("early stopping", f"step {max(collapsed['scores'], key=lambda s: s[1])[0]} of {collapsed['planned_steps']}")
+    says("early stopping", f"{export.tasks['MMLU']:.1f} and {export.tasks['CSQa']:.1f}", of(export))
+    says(
+        "a method", above(annealed), of(annealed), above(scores("KL", 0.03)), above(half), above(kl), *map(above, rest)
+    )
+    for first, last in ((f"first:{n}", f"last:{n}") for n in range(2, 8)):
+        ends = [models.scores(models.seeds("untrained", layers=layers)).below["Avg"][0] for layers in (first, last)]
+        assert ends[0] < ends[1]  # Figure 3, for N from 2 to 7
+
+
+def test_what_is_known_of_humaneval(page: str, models: Models, repo: Path) -> None:
+    bullet = " ".join(page.split("**HumanEval+ falls")[1].split("*What is not known*")[0].split())
+    problems = (repo / "assets/mirror/evalplus/HumanEvalPlus.jsonl").read_text().splitlines()
+    kinds = [re.search(r"-> (\w+)", json.loads(line)["prompt"])[1] for line in problems]  # type: ignore[index]
+
+    def failed(line: dict[str, Any]) -> set[int]:
+        (result,) = [result for result in line["results"] if result["column"] == "HEval+"]
+        return {n for n, right in enumerate(result["items"]) if right == "0"}
+
+    least, middle, most = sorted((failed(line) for line in models.seeds("KL", "same", 0.1, stop="best")), key=len)
+    assert least < middle < most and not failed(models.teacher)
+    of_each = (
+        f"the {len(least)} of one are among the {len(middle)} of the second, and these among the {len(most)} of the"
+    )
+    assert of_each in bullet
+    for kind, words in (("int", "a number they fail"), ("List", "a list"), ("str", "a string")):
+        counts = [sum(kinds[n] == kind for n in run) for run in (least, middle, most)]
+        assert re.search(
+            f"the {kinds.count(kind)} (problems )?that return {words} {{}}, {{}} and {{}}".format(*counts), bullet
+        )
+    for share, stop in ((0.05, ""), (0.1, "best")):
+        solved = sorted(160 - len(failed(line)) for line in models.seeds("KL", "same", share, stop=stop))
+        assert "({:.0f}, {:.0f} and {:.0f})".format(*(n / 1.6 for n in solved)) in bullet
+    stopped = read_lines([repo / "docs/results/capability_stopped.jsonl"])
+    kept = [line for name, line in stopped.items() if name.startswith("kl-same")]
+    assert {line["metrics"]["best_step"] for line in kept} == {127, 254}
+    assert all(len(failed(line)) <= 1 for line in kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "router", "part"),
+    [
+        ("V2-Lite, 8 layers, uniform router", "train_v2lite_copies_4xh200", "uniform", "step"),
+        ("the same, initialised router*", "train_v2lite_4xh200", "initialised", "step"),
+        ("V2-Lite, 27 layers, recompute*", "train_v2lite_27_layers_4xh200", "uniform", "step"),
+        ("Qwen3-30B-A3B, 8 layers", "train_qwen3_4xh200", "uniform", "step"),
+        ("DeepSeek-V3 dimensions, 6 layers", "train_v3_4xh200", "uniform", "forward_backward"),
+    ],
+)
+def test_overlapped_steps_against_their_bounds(
+    page: str, raw: Raw, name: str, file: str, router: str, part: str
+) -> None:
+    variants = raw(file)["routers"][router]["variants"]
+    ours, nccl, bound, stock, standard = (
+        median(variants[f"{variant}"][part])
+        for variant in ("copies-fused", "overlapped-fused", "comm-free-fused", "stock", "standard-fused")
+    )
+    (row,) = [row for row in rows(page, "Copies in place of NCCL") if row[0] == name]
+    shares = [f"{100 * bound / ours:.1f}", f"{100 * bound / nccl:.1f}"]
+    assert row[3:] == [*shares, f"{stock / ours:.2f}", f"{standard / ours:.2f}"]
+
+
+def test_the_share_of_the_bound_over_a_slow_link(page: str, raw: Raw) -> None:
+    found = {row[0]: row for row in rows(page, "Quantised and deduplicated rows over a slow link")}
+    wires, dedup = (
+        {key: median(of["step"]) for key, of in raw(file)["routers"]["uniform"]["variants"].items()}
+        for file in ("train_v2lite_slow_wires_2xh200", "train_v2lite_slow_dedup_2xh200")
+    )
+    for name, variants, variant in (
+        ("overlapped", wires, "overlapped"),
+        ("overlapped, INT8 in all four directions", wires, "overlapped+int8"),
+        ("overlapped, dedup: rank", dedup, "overlapped"),
+        ("overlapped, dedup: rank, INT8", dedup, "overlapped+int8"),
+    ):
+        step = variants[variant]
+        assert found[name][3:] == [f"{100 * variants['comm-free'] / step:.1f}", f"{wires['standard'] / step:.2f}"]
+
+
+def test_steps_beside_those_of_public_trainers(page: str, raw: Raw) -> None:
+    table = iter(rows(page, "Beside public trainers"))
+    for file in ("baselines_dense_1xh200", "baselines_moe_1xh200"):
+        stored = raw(file)
+        found = {}
+        for side in ("fcsd", "trl", "loop-liger"):
+            turns = [turn for turn in stored["turns"] if turn["side"] == side]
+            seconds, peak = median(turn["seconds"] for turn in turns), max(turn["peak"] for turn in turns)
+            found[side] = turns[0]["micro_batch"], seconds, (peak - stored["held"]) / GIB
+        _, ours, above = found["fcsd"]
+        next(row for row in table if row[1] == "micro-batch")
+        for side in found:
+            micro_batch, seconds, memory = found[side]
+            row = next(row for row in table if row[0] == side)
+            assert (
+                row[1] == str(micro_batch) and row[2].startswith(f"{1000 * seconds:.1f}") and row[6] == f"{memory:.1f}"
+            )
+            assert row[4] in (f"{seconds / ours:.2f}", "1") and row[7] == f"{100 * above / memory:.0f}"
+            assert row[5] == f"{100 * stored['batch_tokens'] / seconds / stored['bound']:.1f}"
+
+
+def test_rows_to_experts_in_a_format(page: str, raw: Raw) -> None:
+    ways = {"any expert": "any expert", "elsewhere": "experts elsewhere"}
+    stored, now, checked = raw("rows_to_experts_2xh200")["ms"], {}, 0
+    for row in rows(page, "Formats of the wire"):
+        where, _, transport = row[0].rpartition(", ")
+        if where in ways:
+            now = {name: times[0] for name, times in stored[ways[where]][transport].items()}
+        elif now and row[1] in ("int8", "int5", "int4", "int4:g128"):
+            steps, fused, wire = (now[f"{row[1]}, {way}"] for way in ("steps", "fused", "wire"))
+            ratios = f"{now['bf16'] / fused:.2f}", f"{now['bf16, wire'] / wire:.2f}"
+            assert row[2:] == [f"{steps:.3f}", f"{fused:.3f}", ratios[0], f"{wire:.3f}", ratios[1]]
+            checked += 1
+    assert checked == 16
+
+
+def test_serving_by_vllm_against_its_targets(page: str, raw: Raw) -> None:
+    stored, table = raw("vllm_first_tokens_2xh200")["time-1"]["rows"], rows(page, "Serving by vLLM")
+    for new in (row for row in stored if row["role"] == "converted" and "length" in row):
+        (row,) = [row for row in table if row[0] == str(new["length"]) and len(row) == 7]
+        for at, key in ((1, "mean_ms"), (4, "last_ms")):
+            shares = [f"{100 * new[f'{key}_of_bound']:.1f}", f"{100 * new[f'{key}_hidden']:.0f}"]
+            assert row[at : at + 3] == [f"{new[f'{key}_times_original']:.2f}", *shares]
+    loads = [row for row in table if len(row) == 7 and row[2] == "converted"]
+    for row, new in zip(loads, (r for r in stored if r["role"] == "converted" and "per_s" in r), strict=True):
+        for cell, key in zip(row[3:], ("first_p50", "first_p99", "step_p50", "step_p99"), strict=True):
+            assert cell.endswith(f"({new[f'{key}_times_original']:.2f}x)")
+
+
+def test_the_speed_of_the_code_before_is_compared_alike(page: str, raw: Raw) -> None:
+    before, after = (raw(f"step_{when}_4xh200")["measured"]["tokens_per_second"] for when in ("before", "after"))
+    told = " ".join(page.split())
+    assert f"waited for, {after / before:.3f}x" in told
+    assert f"**The target of 1.25x is missed by {100 * (1 - after / before / 1.25):.1f} %**" in told
+
+
+def test_how_many_runs_were_captured(page: str, models: Models) -> None:
+    captured = sum("train.graph=true" in line.get("set", []) for line in models.lines.values())
+    assert f"{captured} stored runs of the capability study were captured" in " ".join(page.split())
