@@ -84,6 +84,9 @@ def evaluate(
             "in a run directory is its folder eval, from which `fcsd export` takes the scores of the model card."
         ),
     ] = None,
+    log_samples: Annotated[
+        bool, typer.Option("--log-samples", help="Also write every prompt, answer and score to OUT/samples.")
+    ] = False,
     accept_unsafe_exec: UnsafeExec = False,
     as_json: AsJson = False,
 ) -> None:
@@ -136,6 +139,7 @@ def evaluate(
         baseline=baseline,
         engine=engine,
         out=out,
+        log_samples=log_samples,
         accept_unsafe_exec=accept_unsafe_exec,
         **asked,
     )

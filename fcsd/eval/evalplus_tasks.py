@@ -93,6 +93,8 @@ def evalplus_result(
 ) -> dict[str, Any]:
     """Generate answers and judge their programs. ``value`` is EvalPlus' plus score, ``base_value`` its base score.
 
+    ``samples`` has the programs, in the form that EvalPlus reads, each with how it ended on both kinds of tests.
+
     Args:
         lm: the model, behind lm-eval's interface.
 
@@ -148,6 +150,15 @@ def evalplus_result(
         "data_sha256": json_sha256([*task.data_files.values(), len(problems)]),
         "data_files": task.data_files,
         "sandbox": sandbox,
+        "samples": [
+            {
+                "task_id": verdict.task_id,
+                "solution": text,
+                "base": verdict.base.status,
+                "plus": verdict.plus and verdict.plus.status,
+            }
+            for verdict, text in zip(verdicts, texts, strict=True)
+        ],
     }
 
 

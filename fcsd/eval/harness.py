@@ -26,7 +26,7 @@ from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.engines.wire import over
 from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
 from fcsd.eval.perplexity import HeldOut, held_out_result
-from fcsd.eval.results import COMPARISON, Result, ResultFile, shown
+from fcsd.eval.results import COMPARISON, Result, ResultFile, shown, write_samples
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any
 from fcsd.eval.tasks import LoadedTask, load_tasks, task_result
 from fcsd.launch.shared_work import ALONE, Team
@@ -58,6 +58,7 @@ def evaluate_models(
     limit: int | None = None,
     engine: Engine | None = None,
     out: str | Path | None = None,
+    log_samples: bool = False,
     accept_unsafe_exec: bool = False,
     team: Team | None = None,
 ) -> list[Result]:
@@ -78,6 +79,7 @@ def evaluate_models(
         engine: how the models are run. For models in memory, only its limits, ``generation`` and ``wire`` are used.
         out: a directory for one ``<model>.json`` each. Answers are kept there too: an evaluation that was killed and
             is started again repeats none of them.
+        log_samples: write every question's prompt, answer and score to ``out/samples/<model>/<suite>/<task>.jsonl``.
         accept_unsafe_exec: run generated programs even where no sandbox is available.
         team: the ranks, if the caller already has a process group; they all make this call.
 
@@ -91,13 +93,16 @@ def evaluate_models(
         part of the model's name too; None without one.
 
     Raises:
-        ConfigError: a suite or task is unknown, a task cannot run here, or two models have the same name.
+        ConfigError: a suite or task is unknown, a task cannot run here, two models have the same name, or samples are
+            to be written without ``out``.
         BadInputError: data are missing or empty, a prompt is longer than the model takes, or a model cannot be loaded.
         NonFiniteError: a model gives NaN or infinite logits; it gets no score.
         FcsdError: generated programs would have to run without a sandbox.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be at least 1, not {limit}")
+    if log_samples and out is None:
+        raise ConfigError("samples are written beside results, and no directory is given for these", "give --out DIR")
     engine = engine or Engine()
     ordered = named_models(models, baseline, engine)
     text = None if held_out is None else HeldOut(Path(held_out))
@@ -120,6 +125,7 @@ def evaluate_models(
                 file = None if directory is None or not team.leads else ResultFile(directory / f"{name}.json")
                 start = time.perf_counter()
                 for scored in _results(lm, loaded_tasks, text, limit, accept_unsafe_exec):
+                    samples = scored.pop("samples", None)  # the held-out loss has none
                     is_baseline = baseline is not None and (name, model, own) == ordered[0]
                     result = {"model": name, "path": _path(model), "suite": suite, "baseline": is_baseline}
                     result |= scored
@@ -132,6 +138,8 @@ def evaluate_models(
                         log.info("%s  [%d of %d]", summary(result), len(results), total)
                     if file is not None:
                         file.add(result)
+                        if log_samples and samples is not None:
+                            write_samples(file.path.parent / "samples" / name / suite, result["task"], samples)
                     start = time.perf_counter()
                 del lm  # otherwise it would stay in memory beside the next model
     return results

@@ -5,6 +5,7 @@ results of a directory and skips that file.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +76,25 @@ def shown(result: Result) -> tuple[str, str]:
     return f"{result['value']:.3f}", f"{result['stderr']:.3f}"
 
 
+def write_samples(folder: Path, task: str, samples: Sequence[dict[str, Any]]) -> None:
+    """Write the answers to a task, one JSON object per line. Values that JSON does not have are written as text."""
+    lines = (json.dumps(sample, ensure_ascii=False, default=str) + "\n" for sample in samples)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / f"{task}.jsonl", "".join(lines))
+
+
 class ResultFile:
     """A model's results. A result replaces an earlier one only if task, settings, data and wire are the same."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._results = read_results(path) if path.exists() else []
 
     def add(self, result: Result) -> None:
         """Add or replace a result and write the file anew."""
         self._results = [other for other in self._results if _key(other) != _key(result)] + [result]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self._path, "[\n" + ",\n".join(map(json.dumps, self._results)) + "\n]\n")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(self.path, "[\n" + ",\n".join(map(json.dumps, self._results)) + "\n]\n")
 
 
 def _key(result: Result) -> tuple[str | None, ...]:

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 # The seed by which few-shot examples are drawn; lm-eval's own default.
 FEWSHOT_SEED = 1234
 
+# What lm-eval logs of a question: the document, the prompts with what may follow them, and the model's answers.
+SAMPLE = ("doc_id", "doc", "target", "arguments", "resps", "filtered_resps")
+
 
 @dataclass(frozen=True)
 class LoadedTask:
@@ -211,7 +214,7 @@ def _found_once(find: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_exec: bool = False) -> dict[str, Any]:
-    """Run a task and return the fields of its result that come from lm-eval.
+    """Run a task and return the fields of its result that come from lm-eval, and ``samples``: what the model answered.
 
     Raises:
         BadInputError: a prompt is longer than the model takes, or the model lacks a chat template that is asked for.
@@ -237,7 +240,13 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
         )
     except BadInputError as error:
         raise BadInputError(f"{benchmark.column}: {error}", error.hint) from error
-    samples = [s for leaf in answer["samples"].values() for s in leaf if s["filter"] == benchmark.filter]
+    named = [
+        (name, sample)
+        for name, leaf in answer["samples"].items()
+        for sample in leaf
+        if sample["filter"] == benchmark.filter
+    ]
+    samples = [sample for _, sample in named]
     sandbox = None
     if benchmark.harness == SANDBOX:
         items, sandbox = lm.team.on_first(lambda: run_programs(samples, accept_unsafe_exec))
@@ -282,6 +291,10 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
         "data_sha256": json_sha256([sample["doc_hash"] for sample in samples]),
         "data_files": task.data_files,
         "sandbox": sandbox,
+        "samples": [
+            {"task": name, **{key: sample[key] for key in SAMPLE}, "score": item}
+            for (name, sample), item in zip(named, items, strict=True)
+        ],
     }
 
 

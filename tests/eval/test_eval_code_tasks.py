@@ -52,15 +52,17 @@ def test_all_eleven_run_on_the_bundled_teacher_and_data(repo, mirror, tmp_path):
     )
 
 
-def test_strict_scores_the_teachers_programs_by_evalplus(repo, mirror, monkeypatch):
+def test_strict_scores_the_teachers_programs_by_evalplus(repo, mirror, monkeypatch, tmp_path):
     monkeypatch.setattr(evalplus_tasks, "MAX_NEW_TOKENS", 64)  # enough for the bundled solutions
-    human, mbpp = evaluate_models(
-        [str(repo / "assets/teacher")], suite="strict", tasks=CODE, data_mirror=mirror, limit=3
-    )
+    options = {"tasks": CODE, "data_mirror": mirror, "limit": 3, "out": tmp_path, "log_samples": True}
+    human, mbpp = evaluate_models([str(repo / "assets/teacher")], suite="strict", **options)
     assert human["value"] == human["base_value"] == 1.0 and human["items"] == [1.0] * 3
     assert human["settings"]["harness"] == "evalplus" and human["settings"]["chat"] is False
     assert human["filter"] == "plus" and human["sandbox"] and list(human["data_files"]) == ["HumanEvalPlus.jsonl"]
     assert mbpp["value"] == mbpp["base_value"] == 1.0 and mbpp["n"] == 3, "the teacher knows EvalPlus's form"
+    written = [json.loads(line) for line in (tmp_path / "samples/teacher/strict/humaneval.jsonl").open()]
+    assert [(sample["base"], sample["plus"]) for sample in written] == [("pass", "pass")] * 3
+    assert all("def " in sample["solution"] and "return" in sample["solution"] for sample in written)
 
 
 @pytest.mark.parametrize("chat", [False, True])

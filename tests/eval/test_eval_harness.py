@@ -38,7 +38,7 @@ def loaded(name: str = "tiny", seed: int = 0) -> Loaded:
 @pytest.mark.usefixtures("datasets_cache")
 def test_all_nine_tasks_equal_lm_eval_itself(mirror, tmp_path):
     subject = loaded()
-    rows = evaluate_models([subject], tasks=NINE, data_mirror=mirror, limit=3, out=tmp_path / "out")
+    rows = evaluate_models([subject], tasks=NINE, data_mirror=mirror, limit=3, out=tmp_path / "out", log_samples=True)
     assert [row["column"] for row in rows] == NINE
     lm_tasks = Path(simple_evaluate.__code__.co_filename).parent / "tasks"
     folders = {row.directory for row in select("paper", NINE)}
@@ -64,6 +64,12 @@ def test_all_nine_tasks_equal_lm_eval_itself(mirror, tmp_path):
         assert row["n"] == len(row["items"]) == (57 * 2 if row["task"] == "mmlu" else 3)
         assert row["data_files"] and row["sandbox"] is None and row["engine"]["dtype"] == "float32"
     assert json.loads((tmp_path / "out/tiny.json").read_text()) == json.loads(json.dumps(rows))
+    for row in rows:
+        lines = (tmp_path / f"out/samples/tiny/paper/{row['task']}.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        assert [sample["score"] for sample in samples] == row["items"]
+        assert all(sample["doc"] and sample["arguments"] and sample["resps"] for sample in samples)
+    assert len({(sample["task"], sample["doc_id"]) for sample in samples}) == 3
 
 
 def test_models_get_the_same_questions_and_held_out_loss_is_the_models_own(mirror, tmp_path):
@@ -155,6 +161,8 @@ def test_refusals():
         evaluate_models([loaded()], suite="papers")
     with pytest.raises(ConfigError, match="limit"):
         evaluate_models([loaded()], tasks=["piqa"], limit=0)
+    with pytest.raises(ConfigError, match="no directory is given"):
+        evaluate_models([loaded()], tasks=["piqa"], log_samples=True)
     with pytest.raises(ConfigError, match="twice"):
         names_of(["runs/a", "runs/a"])
     assert names_of(["comparison", "org/base"]) == [str(Path("comparison").resolve())[1:].replace("/", "--"), "base"]
