@@ -247,6 +247,12 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> N
         (["chat", "{model}", "--gpus", "1", "--device", "cpu"], "leave it out with --gpus"),
         (["bench", "infer", "tiny-dense", "--wirings", "standard,sideways"], "unknown wiring 'sideways'"),
         (["bench", "infer", "tiny-dense", "--engine", "vllm", "--compile"], "--compile is for --engine own"),
+        (
+            ["bench", "infer", "tiny-dense", "--engine", "vllm", "--attention", "split"],
+            "--attention is for --engine own",
+        ),
+        (["bench", "infer", "tiny-dense", "--attention", "flash"], "unknown attention 'flash'"),
+        (["bench", "infer", "tiny-dense", "--attention", "split", "--dtype", "float32"], "it is not on a GPU"),
         (["bench", "infer", "tiny-dense", "--bounds", "parallel"], "unknown wiring for a bound 'parallel'"),
         (["bench", "infer", "nothing"], "neither a shape nor a checkpoint"),
         (["bench", "infer", "tiny-dense", "--tp", "one"], "not a list of numbers"),

@@ -40,10 +40,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @torch.no_grad()
-def decode(model: Any, wiring: Wiring, compile_steps: bool) -> tuple[list[int], Tensor]:
+def decode(model: Any, wiring: Wiring, compile_steps: bool, attention: str = "grouped") -> tuple[list[int], Tensor]:
     """The first token of three prompts, and the logits ``[steps, prompts, vocab]`` of the steps after it."""
     wire_tensor_parallel(model, wiring, ALONE, "none", compile_steps=compile_steps)
-    stepper = Stepper(model, Slots(3, 64, model.device), graphs=False)
+    stepper = Stepper(model, Slots(3, 64, model.device), graphs=False, attention=attention)
     ids = tiny.tokens(batch=3, length=20).tolist()
     first = stepper.prefill([ids[0], ids[1][:7], ids[2][:13]], [0, 1, 2])
     return first, torch.stack([stepper._step() for _ in range(STEPS)])
@@ -60,9 +60,12 @@ def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(arch: str,
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(ALL)
 
 
-def test_inductors_code_gives_the_same_logits() -> None:
+@pytest.mark.parametrize("attention", ["grouped", "split"])
+def test_inductors_code_gives_the_same_logits(attention: str) -> None:
     model = tiny.model("llama", initializer_range=0.1)
-    (first, logits), (again, found) = (decode(model, Wiring("ladder", ALL), which) for which in (False, True))
+    (first, logits), (again, found) = (
+        decode(model, Wiring("ladder", ALL), which, attention) for which in (False, True)
+    )
     assert again == first
     torch.testing.assert_close(found, logits, rtol=0, atol=2e-5)
     assert not torch.equal(found, logits), "the compiled code adds up in another order"
