@@ -23,7 +23,6 @@ from torch.nn.functional import scaled_dot_product_attention
 _BLOCK_BYTES = 128  # bytes of one column of the keys that a program reads at once: 64 keys in bf16, 32 in fp32
 _MOST_PARTS = 128  # a program of the second kernel holds all parts of a head in registers
 _PROGRAMS = 4  # programs for each multiprocessor, if there are enough keys; not tuned, because no GPU has run this file
-_LEAST = 16  # the smallest side of a matrix that ``tl.dot`` takes
 
 
 def decode_attention_reference(query: Tensor, key: Tensor, value: Tensor, ranges: Tensor, scale: float) -> Tensor:
@@ -57,29 +56,19 @@ def decode_attention(
     (rows, heads, size), (_, shared, keys, value_size) = query.shape, value.shape
     pairs, group, block = rows * shared, heads // shared, _BLOCK_BYTES // key.element_size()
     if parts is None:
-        parts = _usual_parts(pairs, triton.cdiv(keys, block), query.device)
+        parts = _usual_parts(pairs, -(-keys // block), query.device)
     ranges = ranges.expand(rows, 2)
     maxima, sums = query.new_empty(2, rows, heads, parts, dtype=torch.float32)
     partial = query.new_empty(rows, heads, parts, value_size, dtype=torch.float32)
     out = query.new_empty(rows, heads, value_size)
-    columns = {"SIZE": size, "COLUMNS": max(_LEAST, triton.next_power_of_2(size))}
-    columns |= {"VALUE_SIZE": value_size, "VALUE_COLUMNS": max(_LEAST, triton.next_power_of_2(value_size))}
     strides = (*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], ranges.stride(0))
+    factor = scale * math.log2(math.e)  # the kernels compute powers of 2
+    given: tuple[Any, ...] = (query, key, value, ranges, maxima, sums, partial, *strides, shared, factor)
+    values: dict[str, Any] = {"VALUE_SIZE": value_size, "VALUE_COLUMNS": _padded(value_size)}
+    sizes = {"GROUP": group, "MEMBERS": _padded(group), "KEYS": block, "SIZE": size, "COLUMNS": _padded(size)}
     with torch.cuda.device_of(query):
-        _parts_kernel[(pairs, parts)](
-            query, key, value, ranges, maxima, sums, partial, *strides, shared, scale * math.log2(math.e),
-            GROUP=group, MEMBERS=max(_LEAST, triton.next_power_of_2(group)), KEYS=block, **columns, num_stages=2,
-        )  # fmt: skip
-        _sum_kernel[(rows * heads,)](
-            maxima,
-            sums,
-            partial,
-            out,
-            parts,
-            PARTS=triton.next_power_of_2(parts),
-            VALUE_SIZE=value_size,
-            VALUE_COLUMNS=columns["VALUE_COLUMNS"],
-        )
+        _parts_kernel[(pairs, parts)](*given, **sizes | values | {"num_stages": 2})
+        _sum_kernel[(rows * heads,)](maxima, sums, partial, out, parts, **values | {"PARTS": _padded(parts)})
     return out
 
 
@@ -107,7 +96,12 @@ def attend(
 def _usual_parts(pairs: int, blocks: int, device: torch.device) -> int:
     """As many parts as occupy all multiprocessors, but no more than there are blocks of keys."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return max(1, min(triton.cdiv(_PROGRAMS * processors, pairs), blocks, _MOST_PARTS))
+    return min(-(-_PROGRAMS * processors // pairs), blocks, _MOST_PARTS)
+
+
+def _padded(side: int) -> int:
+    """The side of a matrix that ``tl.dot`` takes: a power of two, and at least 16."""
+    return max(16, 1 << (side - 1).bit_length())
 
 
 @triton.jit
@@ -165,7 +159,7 @@ def _parts_kernel(
 @triton.jit
 def _sum_kernel(
     maxima, sums, partial, out, parts, PARTS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_COLUMNS: tl.constexpr
-):  # fmt: skip
+):
     head = tl.program_id(0).to(tl.int64)
     part, value_column = tl.arange(0, PARTS), tl.arange(0, VALUE_COLUMNS)
     top = tl.load(maxima + head * parts + part, mask=part < parts, other=float("-inf"))

@@ -87,6 +87,7 @@ class SlotLayer(CacheLayerMixin):
         self.keys, self.values = (
             new.new_zeros(rows, new.shape[1], self._slots.length, new.shape[3]) for new in (key_states, value_states)
         )
+        self._rows = torch.arange(rows, device=self.keys.device)
         self.is_initialized = True
 
     def update(
@@ -101,9 +102,9 @@ class SlotLayer(CacheLayerMixin):
             for store, new in ((self.keys, key_states), (self.values, value_states)):
                 store[rows, :, : new.shape[2]] = new
             return key_states, value_states
-        at = slots.positions.repeat(ranks)[:, None, None, None]
+        at = slots.positions.repeat(ranks)
         for store, new in ((self.keys, key_states), (self.values, value_states)):
-            store.scatter_(2, at.expand_as(new), new)
+            store[self._rows, :, at] = new[:, :, 0]  # torch.compile keeps this in place; it copied all for scatter_
         return self.keys[:, :, : slots.width], self.values[:, :, : slots.width]
 
     @property
