@@ -65,10 +65,12 @@ def decode_attention(
     factor = scale * math.log2(math.e)  # the kernels compute powers of 2
     given: tuple[Any, ...] = (query, key, value, ranges, maxima, sums, partial, *strides, shared, factor)
     values: dict[str, Any] = {"VALUE_SIZE": value_size, "VALUE_COLUMNS": _padded(value_size)}
-    sizes = {"GROUP": group, "MEMBERS": _padded(group), "KEYS": block, "SIZE": size, "COLUMNS": _padded(size)}
+    sizes = {"GROUP": group, "MEMBERS": _padded(group), "SIZE": size, "COLUMNS": _padded(size), **values}
+    blocks = {"KEYS": block, "num_stages": 2}  # a block is loaded while the one before it is computed
+    all_parts = {"PARTS": _padded(parts), **values}
     with torch.cuda.device_of(query):
-        _parts_kernel[(pairs, parts)](*given, **sizes | values | {"num_stages": 2})
-        _sum_kernel[(rows * heads,)](maxima, sums, partial, out, parts, **values | {"PARTS": _padded(parts)})
+        _parts_kernel[(pairs, parts)](*given, **sizes, **blocks)
+        _sum_kernel[(rows * heads,)](maxima, sums, partial, out, parts, **all_parts)
     return out
 
 
