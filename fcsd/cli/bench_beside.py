@@ -54,6 +54,14 @@ def infer(
     compile: Annotated[
         bool, typer.Option("--compile", help="Compile what fcsd's engine computes between two reductions of a step.")
     ] = False,
+    attention: Annotated[
+        str,
+        typer.Option(
+            metavar="grouped|split",
+            help="How fcsd's engine attends in a step: by torch's kernel, or by one that divides the keys of a slot "
+            "between programs and reads no others. No GPU has run split.",
+        ),
+    ] = "grouped",
     no_graphs: Annotated[
         bool, typer.Option("--no-graphs", help="Decode without CUDA graphs; vLLM does not compile then, either.")
     ] = False,
@@ -96,6 +104,7 @@ def infer(
         bounds=None if bounds is None else tuple(bounds.split(",")),
         engine=engine,
         compile=compile,
+        attention=attention,
     )
     found = bench(load, out)
     if as_json and first_rank():

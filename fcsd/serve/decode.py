@@ -9,6 +9,7 @@ answers that have ended, and puts the next prompts into their slots.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -17,7 +18,7 @@ from transformers.cache_utils import Cache
 from fcsd.foreign_errors import first_line
 from fcsd.launch.shared_work import ALONE
 from fcsd.serve.generate import CACHE_TOKENS
-from fcsd.serve.grouped_attention import grouped
+from fcsd.serve.grouped_attention import GROUPED, SPLIT, attention_of_step
 from fcsd.serve.logprobs import FORWARD_TOKENS, batches, decoder_of, head_logits
 from fcsd.serve.slots import Slots
 
@@ -128,6 +129,8 @@ class Stepper:
         slots: the slots, in which no answer is running.
         graphs: whether to capture the steps as CUDA graphs.
         cache: the keys and values of ``slots``, if another stepper of the same slots has made them.
+        attention: how a step attends, ``grouped`` or ``split``; see ``grouped_attention``. ``split`` is for models for
+            which ``why_not_split`` returns None.
 
     Attributes:
         ids: the last token id of every slot, ``[slots, 1]``.
@@ -135,13 +138,21 @@ class Stepper:
         graphs: the captured graphs by width; None if steps are not captured.
     """
 
-    def __init__(self, model: PreTrainedModel, slots: Slots, graphs: bool, cache: Cache | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        slots: Slots,
+        graphs: bool,
+        cache: Cache | None = None,
+        attention: str = GROUPED,
+    ) -> None:
         self.model = model
         self.slots = slots
         self.cache = cache or slots.cache(model.config.get_text_config().num_hidden_layers)
         self.ids = torch.zeros(slots.count, 1, dtype=torch.long, device=model.device)
         self.finite = torch.ones(slots.count, dtype=torch.bool, device=model.device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if graphs else None
+        self._attention = attention
 
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> list[int]:
         """Read prompts into slots and return the first new token id of each."""
@@ -176,8 +187,9 @@ class Stepper:
     def _step(self) -> torch.Tensor:
         """Compute one token for every slot without waiting for the device, and return the logits ``[slots, vocab]``."""
         slots = self.slots
-        masks = slots.masks(self.model.config.get_text_config(), self.model.dtype)
-        with grouped(self.model):
+        make = slots.ranges if self._attention == SPLIT else partial(slots.mask, self.model.dtype)
+        masks = slots.masks(self.model.config.get_text_config(), make)
+        with attention_of_step(self.model, self._attention):
             logits = self.model(
                 input_ids=self.ids,
                 attention_mask=masks,

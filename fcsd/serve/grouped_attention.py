@@ -1,9 +1,12 @@
-"""Attention of a decoding step without repeated keys: query heads that share keys are treated as several queries.
+"""Attention of a decoding step: without repeated keys, or by a kernel that reads only the keys of each slot.
 
 transformers 5.17 repeats keys and values for every query head where there is a mask, as in every step that decodes in
 slots. For Llama-3 70B it thereby writes and reads eight times the keys and values that the cache holds. A single query
 token needs no repetition: the query heads of one key-value head take the place of queries, ``[batch, key-value heads,
-query heads for each, head size]``. transformers 5.23 does the same by itself.
+query heads for each, head size]``. transformers 5.23 does the same by itself. torch's kernel for this reads all keys up
+to the width of the step, and one program reads all keys of a slot and key-value head.
+
+``split`` stands for the kernel of ``fcsd.kernels.decode_attention``, which divides the keys of a slot between programs.
 """
 
 from collections.abc import Iterator
@@ -15,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-NAME, ORDINARY = "fcsd_grouped", "sdpa"
+GROUPED, SPLIT = "grouped", "split"
+ORDINARY = "sdpa"
 
 
 def attend(
@@ -43,15 +47,32 @@ def attend(
     return found.reshape(batch, 1, heads, value.shape[-1]), None
 
 
+def why_not_split(model: PreTrainedModel) -> str | None:
+    """The reason why a model cannot use the attention ``split``; None if it can."""
+    attention = model.config.get_text_config()._attn_implementation
+    if attention != ORDINARY:
+        return f"its attention is {attention}"
+    return None if model.device.type == "cuda" else "it is not on a GPU"
+
+
 @contextmanager
-def grouped(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block, a model whose attention is ``sdpa`` uses ``attend``; every other model stays as it is."""
+def attention_of_step(model: PreTrainedModel, kind: str) -> Iterator[None]:
+    """Inside the block, a model whose attention is ``sdpa`` uses another one; every other model stays as it is.
+
+    Args:
+        kind: ``grouped`` for ``attend``, or ``split`` for ``decode_attention.attend``, which takes ranges as masks.
+    """
     config: Any = model.config.get_text_config()
     if config._attn_implementation != ORDINARY:
+        assert kind == GROUPED, "other attention does not take ranges"
         yield
         return
-    AttentionInterface.register(NAME, attend)
-    config._attn_implementation = NAME
+    function = attend
+    if kind == SPLIT:
+        from fcsd.kernels.decode_attention import attend as function  # Triton is imported only where its kernels run
+    name = f"fcsd_{kind}"
+    AttentionInterface.register(name, function)
+    config._attn_implementation = name
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from fcsd.bench.baselines import fp8_all_reduce
-from fcsd.kernels import adamw, copies, gated, rows, vocabulary
+from fcsd.kernels import adamw, copies, decode_attention, gated, rows, vocabulary
 from fcsd.kernels.all_reduce import launch, programs
 from fcsd.kernels.all_reduce.memory import Memory, Rooms, Shape, memory_of
 from fcsd.kernels.bit_split import Draws, Format, kernels
@@ -54,6 +54,7 @@ def compile_all(target: GPUTarget) -> list[str]:
     losses()
     token_rows()
     elementwise()
+    attention()
     records()
     sums()
     if target.backend == "cuda":
@@ -89,6 +90,14 @@ def elementwise() -> None:
     weight = torch.zeros(4096, dtype=torch.bfloat16)
     kept = adamw.Moments(*(torch.zeros(4096) for _ in range(3)))
     adamw.launch(weight, weight, kept, torch.ones(4), adamw.Rates(1e-3, 0.9, 0.95, 1e-8, 0.1))
+
+
+def attention() -> None:
+    ranges = torch.zeros(2, 2, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float32):
+        for heads, size in ((16, 128), (2, 192)):  # shared keys, and those of latent attention
+            query, key = torch.zeros(2, heads, size, dtype=dtype), torch.zeros(2, 2, 1536, size, dtype=dtype)
+            decode_attention.decode_attention(query, key, key[..., :128], ranges, 0.1, 24)
 
 
 def records() -> None:

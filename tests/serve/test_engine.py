@@ -247,13 +247,22 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> N
         (["chat", "{model}", "--gpus", "1", "--device", "cpu"], "leave it out with --gpus"),
         (["bench", "infer", "tiny-dense", "--wirings", "standard,sideways"], "unknown wiring 'sideways'"),
         (["bench", "infer", "tiny-dense", "--engine", "vllm", "--compile"], "--compile is for --engine own"),
+        (
+            ["bench", "infer", "tiny-dense", "--engine", "vllm", "--attention", "split"],
+            "--attention is for --engine own",
+        ),
+        (["bench", "infer", "tiny-dense", "--attention", "flash"], "unknown attention 'flash'"),
+        (
+            ["bench", "infer", "{gpt_oss}", "--attention", "split"],
+            "cannot use --attention split: its attention is eager",
+        ),
         (["bench", "infer", "tiny-dense", "--bounds", "parallel"], "unknown wiring for a bound 'parallel'"),
         (["bench", "infer", "nothing"], "neither a shape nor a checkpoint"),
         (["bench", "infer", "tiny-dense", "--tp", "one"], "not a list of numbers"),
     ],
 )
 def test_what_gives_wrong_results_is_refused(models: dict[str, Path], words: list[str], message: str) -> None:
-    done = CliRunner().invoke(app, [word.format(model=models["llama"]) for word in words])
+    done = CliRunner().invoke(app, [word.format(model=models["llama"], **models) for word in words])
     assert done.exit_code == 2 and message in done.stderr
 
 

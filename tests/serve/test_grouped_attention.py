@@ -1,5 +1,9 @@
-"""A decoding step attends without repeated keys, and finds what transformers finds with them."""
+"""Attention of a decoding step, without repeated keys or by the kernel that divides them, is that of transformers.
 
+The kernel is compiled on a GPU and runs in Triton's interpreter elsewhere.
+"""
+
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +13,17 @@ import torch
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fcsd.models.build import wire
+from fcsd.models.wiring import Wiring
+from fcsd.parallel.tensor.division import TensorGroup
+from fcsd.parallel.tensor.layer import wire_tensor_parallel
 from fcsd.serve import grouped_attention
 from fcsd.serve.decode import Stepper
 from fcsd.serve.slots import Slots
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
+WINDOW: dict[str, Any] = {"sliding_window": 8}
+ALL = (0, 1)
 
 
 @pytest.mark.parametrize(("shared", "queries", "masked"), [(4, 1, True), (4, 1, False), (1, 1, True), (4, 3, True)])
@@ -54,3 +66,65 @@ def test_a_step_uses_it_and_leaves_the_model_as_it_was(monkeypatch: pytest.Monke
         stepper.decode(1, [0, 1])
     assert {shape[:3] for shape in shapes} == {(2, heads, shared)}
     assert model.config._attn_implementation == "sdpa"
+
+
+@torch.no_grad()
+def answers(model: Any, attention: str, slots: int = 3, **options: Any) -> tuple[list[int], list[list[int]], Any]:
+    """The first tokens of prompts, the tokens after them, and the logits of one more step."""
+    stepper = Stepper(model, Slots(slots, 64, model.device), options.pop("graphs", False), attention=attention)
+    ids = tiny.tokens(batch=3, length=20).tolist()
+    first = stepper.prefill([ids[0], ids[1][:7], ids[2][:13]][:slots], range(slots))
+    return first, stepper.decode(2, list(range(slots))), stepper._step()
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        ("llama", {}),
+        ("mixtral", WINDOW),  # a window in all layers
+        ("qwen3", WINDOW | {"use_sliding_window": True, "max_window_layers": 1}),  # a window in one of two layers
+        ("deepseek_v3", {}),  # values have another size than keys
+        ("llama4_text", {}),  # chunks
+    ],
+)
+def test_split_keys_give_the_same_tokens(arch: str, changes: dict[str, Any]) -> None:
+    model: Any = tiny.model(arch, initializer_range=0.1, num_hidden_layers=2, **changes).to(DEVICE)
+    (first, tokens, logits), (again, found, split) = (answers(model, kind) for kind in ("grouped", "split"))
+    assert (again, found) == (first, tokens)
+    torch.testing.assert_close(split, logits, rtol=0, atol=2e-5)
+    assert not torch.equal(split, logits), "another kernel adds up in another order"
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_split_keys_under_desync(slots: int) -> None:
+    model: Any = tiny.model("llama", initializer_range=0.1, num_hidden_layers=2).to(DEVICE)
+    wire(model, Wiring("desync-2x", ALL, tp_degree=2))
+    (first, tokens, logits), (again, found, split) = (answers(model, kind, slots) for kind in ("grouped", "split"))
+    assert (again, found) == (first, tokens)
+    torch.testing.assert_close(split, logits, rtol=0, atol=2e-5)
+
+
+def test_ranges_end_where_a_step_stops_reading() -> None:
+    slots = Slots(3, 64, torch.device("cpu"))
+    slots.width = 32
+    slots.positions.copy_(torch.tensor([0, 20, 60]))  # the last answer has ended
+    assert slots.ranges().flatten(1).tolist() == [[0, 0], [0, 20], [0, 31]]
+    assert slots.ranges(8).flatten(1).tolist() == [[0, 0], [13, 20], [24, 31]]
+
+
+def test_other_attention_is_refused() -> None:
+    assert grouped_attention.why_not_split(tiny.model("gpt_oss")) == "its attention is eager"
+    assert grouped_attention.why_not_split(tiny.model("llama")) == "it is not on a GPU"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile_steps", [False, True])
+def test_a_gpu_captures_steps_with_split_keys(compile_steps: bool) -> None:
+    model: Any = tiny.model("mixtral", initializer_range=0.1, num_hidden_layers=2, **WINDOW).cuda()
+    wiring, alone = Wiring("ladder", ALL), TensorGroup(None, 1, 0)
+    assert grouped_attention.why_not_split(model) is None
+    wire_tensor_parallel(model, wiring, alone, "none")
+    first, tokens, _ = answers(model, "grouped")
+    wire_tensor_parallel(model, wiring, alone, "none", compile_steps=compile_steps)
+    assert answers(model, "split", graphs=True)[:2] == (first, tokens)

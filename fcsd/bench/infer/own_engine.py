@@ -39,6 +39,7 @@ from fcsd.parallel.tensor.layer import wire_tensor_parallel
 from fcsd.parallel.tensor.reduce import Kind, Reduction
 from fcsd.parallel.tensor.weights import load_tensor_parallel, random_tensor_parallel
 from fcsd.serve.decode import GRAIN, Stepper
+from fcsd.serve.grouped_attention import SPLIT, why_not_split
 from fcsd.serve.slots import Slots, why_no_slots
 
 _PATIENCE = timedelta(hours=2)  # how long ranks that a small degree does not need wait for the others
@@ -64,7 +65,8 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
         ``out_of_memory`` has no times.
 
     Raises:
-        ConfigError: a kind of reduction is unknown, or a wiring or a degree does not fit the model or the processes.
+        ConfigError: a kind of reduction is unknown, or a wiring, a degree or the attention does not fit the model, the
+            processes or the device.
         BadInputError: the checkpoint cannot be loaded.
     """
     world = join_world()
@@ -152,13 +154,15 @@ def _times(
     reason = why_no_slots(model, length)
     if reason is not None:
         raise ConfigError(f"a static cache of {length} tokens cannot hold this model's keys: {reason}")
+    if load.attention == SPLIT and (reason := why_not_split(model)):
+        raise ConfigError(f"this model cannot use --attention {SPLIT}: {reason}", hint="leave the option out")
     vocabulary = model.config.get_text_config().vocab_size
     prompts = load.prompts(batch, vocabulary)
     slots = Slots(batch, length, model.device)
     graphs = load.graphs and model.device.type == "cuda"
     wirings = {name: wiring_for(name, model.config, ranks.degree) for name, _ in variants}
     cache = Stepper(model, slots, graphs).cache
-    steppers = {key: Stepper(model, slots, graphs, cache) for key in variants}
+    steppers = {key: Stepper(model, slots, graphs, cache, load.attention) for key in variants}
     times: dict[Variant, Times] = {key: {"prefill": [], "decode": []} for key in variants}
 
     def turn(key: Variant) -> tuple[float, float]:

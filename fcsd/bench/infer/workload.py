@@ -14,6 +14,7 @@ from fcsd.models.build import check_desync, wiring_of
 from fcsd.models.wiring_block import DESYNC, NAMES, Wiring
 from fcsd.parallel.tensor.division import Experts
 from fcsd.parallel.tensor.reduce import WRONG_RESULTS, Kind, format_of
+from fcsd.serve.grouped_attention import GROUPED, SPLIT
 from fcsd.serve.vllm.reduction import read_settings
 
 ENGINES = ("own", "vllm")
@@ -44,6 +45,8 @@ class Workload:
         rounds: how often each variant is timed.
         engine: ``own`` or ``vllm``.
         compile: whether fcsd's engine compiles the parts of decoding steps, see ``parallel.tensor.compiled``.
+        attention: how decoding steps of fcsd's engine attend, ``grouped`` or ``split``; see
+            ``serve.grouped_attention``.
 
     Raises:
         ConfigError: a value is unknown or out of range.
@@ -64,6 +67,7 @@ class Workload:
     bounds: tuple[str, ...] | None = None
     engine: str = "own"
     compile: bool = False
+    attention: str = GROUPED
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -82,6 +86,10 @@ class Workload:
                 read_settings({"fcsd": {"reduce": kind}})
         if self.compile and self.engine != "own":
             raise ConfigError("--compile is for --engine own", hint="leave it out: vLLM compiles by itself")
+        if self.attention not in (GROUPED, SPLIT):
+            raise unknown_value("attention", self.attention, (GROUPED, SPLIT))
+        if self.attention != GROUPED and self.engine != "own":
+            raise ConfigError("--attention is for --engine own", hint="leave it out: vLLM chooses its own kernels")
         if self.experts not in ("sliced", "whole"):
             raise unknown_value("division of experts", self.experts, ("sliced", "whole"))
         if self.dtype not in ("float32", "bfloat16"):

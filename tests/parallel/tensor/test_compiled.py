@@ -1,5 +1,6 @@
 """Compiled parts of decoding steps give what the parts give, and all layers of a kind share one compiled function."""
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import tiny
 import torch
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 from fcsd.models.archs import ARCHS
 from fcsd.models.wiring import Wiring
@@ -40,10 +42,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @torch.no_grad()
-def decode(model: Any, wiring: Wiring, compile_steps: bool) -> tuple[list[int], Tensor]:
+def decode(model: Any, wiring: Wiring, compile_steps: bool, attention: str = "grouped") -> tuple[list[int], Tensor]:
     """The first token of three prompts, and the logits ``[steps, prompts, vocab]`` of the steps after it."""
     wire_tensor_parallel(model, wiring, ALONE, "none", compile_steps=compile_steps)
-    stepper = Stepper(model, Slots(3, 64, model.device), graphs=False)
+    stepper = Stepper(model, Slots(3, 64, model.device), graphs=False, attention=attention)
+    stepper.slots.width = 32
     ids = tiny.tokens(batch=3, length=20).tolist()
     first = stepper.prefill([ids[0], ids[1][:7], ids[2][:13]], [0, 1, 2])
     return first, torch.stack([stepper._step() for _ in range(STEPS)])
@@ -60,12 +63,18 @@ def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(arch: str,
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(ALL)
 
 
-def test_inductors_code_gives_the_same_logits() -> None:
+@pytest.mark.parametrize("attention", ["grouped", "split"])
+def test_inductors_code_gives_the_same_logits(attention: str) -> None:
     model = tiny.model("llama", initializer_range=0.1)
-    (first, logits), (again, found) = (decode(model, Wiring("ladder", ALL), which) for which in (False, True))
+    first, logits = decode(model, Wiring("ladder", ALL), False, attention)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        (again, found), code = run_and_get_code(decode, model, Wiring("ladder", ALL), True, attention)
     assert again == first
     torch.testing.assert_close(found, logits, rtol=0, atol=2e-5)
     assert not torch.equal(found, logits), "the compiled code adds up in another order"
+    made = re.findall(r"empty_strided_cpu\(\(([^)]*)\)", "".join(code))
+    assert "3, 64" in made, "a query is made"
+    assert not [shape for shape in made if shape.startswith(("3, 2, 64", "3, 2, 32"))], "keys are written in place"
 
 
 def test_what_has_no_fixed_shape_is_not_compiled(counted: list[int]) -> None:
