@@ -7,8 +7,8 @@
 #         ended, and no others.
 #   STUDY table-1, text (the kinds of text), recovery (over tokens), table-2, figure-3, early-stop, anneal,
 #         solved (start), progressive (conversion), chosen (layers), distance (of two sub-blocks), scratch (training
-#         from random weights), on-policy (text that the models wrote); for a dense TEACHER also table-4 (Ladder's) and
-#         desync (converted and healed)
+#         from random weights), on-policy (text that the models wrote), rates (why HumanEval+ falls); for a dense TEACHER
+#         also table-4 (Ladder's) and desync (converted and healed)
 # Every model and every sweep that ends adds a line to NEW. Append these to docs/results/capability.jsonl, which the
 # next piece reads: runs that are in either file are not repeated.
 # Environment: NEW=WORK/new.jsonl  MINUTES=9  UP_TO=1 (the largest share of the teacher's
@@ -24,7 +24,7 @@
 # It needs no network. scripts/capability/lease.sh carries what a machine without one lacks, and trains the other teachers.
 # It has run on four H200s, with six or seven models at a time on each GPU. Commands are forks of one process that has
 # imported the libraries. If a fork cannot use the GPU, the script says so and starts ordinary processes. The studies
-# distance, scratch, on-policy and desync have run on a CPU alone, for a few steps.
+# distance, scratch, on-policy, rates and desync have run on a CPU alone, for a few steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || { sed -n '4,23s/^# *//p' "$0" >&2; exit 2; }

@@ -83,7 +83,8 @@ collect() { # OUT
     local out
     out="$(cd "$1" && pwd)"
     (cd "$work" && tar -czf "$out/found.tar.gz.part" --exclude=mps --exclude='*/runs' --exclude='*/text' --exclude='*/cache' \
-        --ignore-failed-read $(ls -d ./*.log ./*.jsonl ./*/logs "${order[@]}" 2> /dev/null)) || true
+        --ignore-failed-read $(ls -d ./*.log ./*.jsonl ./*/logs \
+        ./*/eval/*/samples/*/strict/humaneval.jsonl "${order[@]}" 2> /dev/null)) || true
     mv "$out/found.tar.gz.part" "$out/found.tar.gz"
 }
 

@@ -9,6 +9,8 @@
 - ``desync``: a dense teacher converted to Desync at degrees of 2 and 4, healed, exported and evaluated, against ladder.
   The paper trains Desync from scratch; to convert a checkpoint is ours.
 - ``scratch``: training from random weights (scratch.py).
+- ``rates``: Table 1's KL on *same*, whose HumanEval+ falls, with one thing changed at a time: the learning rate, the
+  batch, or the hidden L2 term. The programs that the models write are kept beside their scores.
 - ``on-policy``: text that the teacher, or the untrained conversion, wrote itself (written.py), against the mixture. The
   conversion writes once, before the training, so its text is on-policy at the first step alone.
 
@@ -21,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from scripts.capability import runs
-from scripts.capability.runs import KL, PUBLISHED, SEEDS, SEQ_LEN, SFT, TABLE_2, WRITTEN, Run
+from scripts.capability.runs import KL, PUBLISHED, SEEDS, SEQ_LEN, SFT, TABLE_1, TABLE_2, WRITTEN, Run
 from scripts.capability.scratch import scratch_runs
 
 CHOICE = Path(__file__).resolve().parents[2] / "docs/results/chosen_layers.json"
 BUDGETS = (0.003, 0.01, 0.03)  # of the teacher's tokens
 SOLVES = ("norms", "linear")
 PROGRESSIVE_SHARE = 0.5
-# Three of them name layers of the bundled teacher, and two are about its architecture or have a model of their own.
-BUNDLED_ONLY = ("figure-3", "progressive", "chosen", "distance", "scratch")
+# They name layers of the bundled teacher or its results, are about its architecture, or have a model of their own.
+BUNDLED_ONLY = ("figure-3", "progressive", "chosen", "distance", "scratch", "rates")
 DENSE_ONLY = ("table-4", "desync")
 SIBLINGS = {"farskip": ("table-1",), "ladder": ("table-1", *DENSE_ONLY)}  # by wiring: what the siblings' pages have
 TABLE_4 = 0.02  # of the teacher's tokens: two epochs of a text of 1 %
@@ -53,6 +55,7 @@ def studies() -> dict[str, list[Run]]:
         "desync": [*originals, *_desync()],
         "scratch": scratch_runs(),
         "on-policy": [*originals, *_on_policy()],
+        "rates": [*originals, *_rates()],
     }
 
 
@@ -113,6 +116,21 @@ def _distance() -> list[Run]:
             for method, settings in rows.items()
             for seed in SEEDS
         ),
+    ]
+
+
+def _rates() -> list[Run]:
+    rows: dict[str, dict[str, Any]] = {
+        "KL": {},
+        "KL, half the rate": {"optim.lr": 1e-3},
+        "KL, a quarter of the rate": {"optim.lr": 5e-4},
+        "KL, a quarter of the batch": {"train.batch_tokens": 32768},
+        "KL + hidden L2": {"objective.hidden.weight": "hidden-same"},
+    }
+    return [
+        Run(method, "same", TABLE_1, seed, settings={**KL, **settings}, early_stop="best")
+        for seed in SEEDS
+        for method, settings in rows.items()
     ]
 
 

@@ -210,7 +210,7 @@ def do_run(study: Study, run: Run, gpu: int) -> None:
     out = study.work / "eval" / run.name
     words = ["eval", str(model), "--suite", "strict", "--data-mirror", MIRROR, "--held-out", HELD_OUT]
     words += ["--out", str(out), "--device", study.args.device, "--accept-unsafe-exec"]
-    words += ["--limit", str(study.args.limit)] if study.args.limit else []
+    words += ["--log-samples", *(["--limit", str(study.args.limit)] if study.args.limit else [])]
     study.fcsd(words, run.name, gpu)
     line["results"] = [packed(result) for result in read_directory(out)]
     study.store(line)

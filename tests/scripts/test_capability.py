@@ -19,7 +19,7 @@ from scripts.capability.runs import KL, STARTING_VALUES, Run, Subject, fitted, r
 from scripts.capability.scores import fit, scores_of, tokens_to
 from scripts.capability.scratch import CONFIGS, scratch_results, write_config
 from scripts.capability.studies import TABLE_4, chosen_half, sensitivity, studies
-from scripts.capability.wirings_report import scratch
+from scripts.capability.wirings_report import rates, scratch
 from scripts.capability.work import (
     FCSD,
     Study,
@@ -281,6 +281,17 @@ def test_losses_from_scratch_are_compared_within_a_seed(lines: dict[str, dict[st
         "3",
     ]
     assert sum(row.startswith("| llama-") for row in rows) == 10
+
+
+def test_rates_differ_from_table_1_in_one_setting(lines: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    runs = [run for run in studies()["rates"] if run.text and run.seed == 0]
+    chosen = {**CHOSEN, "kl-same": {"train.batch_tokens": 131072, "optim.lr": 2e-3}}
+    recipes = [recipe_of(run, chosen, 10**9, tmp_path, "cpu") for run in runs]
+    sections = ("optim", "objective", "train")
+    changed = [{key for key in sections if recipe[key] != recipes[0][key]} for recipe in recipes]
+    assert changed == [set(), {"optim"}, {"optim"}, {"train"}, {"objective"}]
+    table = rates(report.Models(lines)).splitlines()
+    assert [row.split("|")[1].strip() for row in table if row.startswith("| KL")] == [run.method for run in runs]
 
 
 def test_a_text_is_long_enough_and_runs_have_it_in_common(tmp_path: Path) -> None:
