@@ -73,12 +73,21 @@ def in_group(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
     return found
 
 
-def fcsd(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``fcsd ARGUMENTS`` and return its exit code and output."""
+def fcsd(
+    *arguments: object, cwd: Path | None = None, size: int | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``fcsd ARGUMENTS`` and return its exit code and output.
+
+    Args:
+        size: as how many ranks it runs, as if torchrun had started them; None for one process, which may call torchrun.
+            The exit code is then that of rank 0, and the output that of all ranks.
+    """
+    words = [str(argument) for argument in arguments]
     with tempfile.TemporaryDirectory() as told:
         out, err = Path(told, "out"), Path(told, "err")
-        words = [str(argument) for argument in arguments]
-        code = _end(start(_command, cwd or Path.cwd(), out, err, words, **environment))
+        worlds = _worlds(size) if size else [{}]
+        started = [start(_command, cwd or Path.cwd(), out, err, words, **environment, **world) for world in worlds]
+        code, *_ = [_end(process) for process in started]
         return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
 
 
@@ -147,6 +156,6 @@ def _command(cwd: Path, out: Path, err: Path, arguments: list[str]) -> None:
 
     os.chdir(cwd)
     for stream, file in ((1, out), (2, err)):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     sys.argv = ["fcsd", *arguments]
     main()
