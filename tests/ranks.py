@@ -19,13 +19,23 @@ from typing import Any
 from fcsd.cli.command import report_error
 
 _context = multiprocessing.get_context("forkserver")
+# Set by tests that look at curves.png. To draw it takes as long as to train a tiny model, so other runs do not.
+DRAW_CURVES = "DRAW_CURVES"
+
+_ARCHS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "llama", "llama4")
+_ARCHS += ("mixtral", "olmoe", "qwen2_moe", "qwen3", "qwen3_moe")
 _context.set_forkserver_preload(
     [
+        "deepspeed.module_inject.auto_ep",
+        "deepspeed.ops.op_builder.all_ops",
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "matplotlib.backends.backend_agg",
+        "matplotlib.figure",
+        "setuptools",
         "fcsd.distill.loop",
         "fcsd.eval.harness",
         "lm_eval.tasks",
+        *(f"transformers.models.{arch}.modeling_{arch}" for arch in _ARCHS),
     ]
 )
 
@@ -119,9 +129,13 @@ def _end(process: BaseProcess) -> int:
 
 
 def _enter(environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    from fcsd.distill.run import report
+
     gc.freeze()  # the collector need not visit the imported objects
     os.environ.clear()
     os.environ.update(environment)
+    if DRAW_CURVES not in environment:
+        report.draw_curves = lambda run: run / report.CURVES
     function(*arguments)
 
 
