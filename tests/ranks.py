@@ -19,13 +19,23 @@ from typing import Any
 from fcsd.cli.command import report_error
 
 _context = multiprocessing.get_context("forkserver")
+# Set by tests that look at curves.png. To draw it takes as long as to train a tiny model, so other runs do not.
+DRAW_CURVES = "DRAW_CURVES"
+
+_ARCHS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "llama", "llama4")
+_ARCHS += ("mixtral", "olmoe", "qwen2_moe", "qwen3", "qwen3_moe")
 _context.set_forkserver_preload(
     [
+        "deepspeed.module_inject.auto_ep",
+        "deepspeed.ops.op_builder.all_ops",
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "matplotlib.backends.backend_agg",
+        "matplotlib.figure",
+        "setuptools",
         "fcsd.distill.loop",
         "fcsd.eval.harness",
         "lm_eval.tasks",
+        *(f"transformers.models.{arch}.modeling_{arch}" for arch in _ARCHS),
     ]
 )
 
@@ -73,12 +83,21 @@ def in_group(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
     return found
 
 
-def fcsd(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``fcsd ARGUMENTS`` and return its exit code and output."""
+def fcsd(
+    *arguments: object, cwd: Path | None = None, size: int | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``fcsd ARGUMENTS`` and return its exit code and output.
+
+    Args:
+        size: as how many ranks it runs, as if torchrun had started them; None for one process, which may call torchrun.
+            The exit code is then that of rank 0, and the output that of all ranks.
+    """
+    words = [str(argument) for argument in arguments]
     with tempfile.TemporaryDirectory() as told:
         out, err = Path(told, "out"), Path(told, "err")
-        words = [str(argument) for argument in arguments]
-        code = _end(start(_command, cwd or Path.cwd(), out, err, words, **environment))
+        worlds = _worlds(size) if size else [{}]
+        started = [start(_command, cwd or Path.cwd(), out, err, words, **environment, **world) for world in worlds]
+        code, *_ = [_end(process) for process in started]
         return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
 
 
@@ -110,9 +129,13 @@ def _end(process: BaseProcess) -> int:
 
 
 def _enter(environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    from fcsd.distill.run import report
+
     gc.freeze()  # the collector need not visit the imported objects
     os.environ.clear()
     os.environ.update(environment)
+    if DRAW_CURVES not in environment:
+        report.draw_curves = lambda run: run / report.CURVES
     function(*arguments)
 
 
@@ -147,6 +170,6 @@ def _command(cwd: Path, out: Path, err: Path, arguments: list[str]) -> None:
 
     os.chdir(cwd)
     for stream, file in ((1, out), (2, err)):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     sys.argv = ["fcsd", *arguments]
     main()

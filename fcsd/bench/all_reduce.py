@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fcsd.bench import all_reduce_ways
 from fcsd.bench.all_reduce_ways import Way
-from fcsd.bench.interleaved import Timing, timings
+from fcsd.bench.timing import Timing, timings
 from fcsd.kernels.all_reduce.memory import BLOCKS
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.format import bits_on_the_wire

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fcsd.bench.timing import on_gpu
 from fcsd.kernels.bit_split import Draws, Format, kernels, reference
 from fcsd.launch.environment import snapshot
 
@@ -113,16 +114,13 @@ def differences(name: str, device: str, width: int = WIDTH) -> list[str]:
 
 def milliseconds(run: Callable[[], Any]) -> float:
     """Milliseconds of one run on the GPU: the median over repeats, each of which is the mean of ``RUNS`` runs."""
-    times = []
-    for _ in range(REPEATS + 1):  # the first repeat is a warm-up
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+
+    def several() -> None:
         for _ in range(RUNS):
             run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / RUNS)
-    return statistics.median(times[1:])
+
+    times = [on_gpu(several) for _ in range(REPEATS + 1)]
+    return statistics.median(times[1:]) / RUNS  # the first repeat is a warm-up
 
 
 def measure(name: str, rows: Tensor, copy: float, launch: kernels.Launch | None = None) -> dict[str, float]:

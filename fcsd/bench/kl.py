@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fcsd.bench.timing import on_gpu
 from fcsd.kernels.fused_kl import Tuning, kl_divergence
 from fcsd.kernels.vocabulary import Launch, divergence, log_sum_exp_parts
 
@@ -143,17 +144,7 @@ def product_rate() -> float:
 
 def clock(work: Callable[[], object], repeats: int) -> float:
     """Median milliseconds of ``work``, measured by CUDA events after two warm-up runs."""
-    times = []
-    for attempt in range(repeats + 2):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = work()
-        stop.record()
-        torch.cuda.synchronize()
-        del result
-        if attempt >= 2:
-            times.append(start.elapsed_time(stop))
-    return statistics.median(times)
+    return statistics.median([on_gpu(work) for _ in range(repeats + 2)][2:])
 
 
 def attempt(

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fcsd.bench.training.ceilings import milliseconds, now
+from fcsd.bench.timing import together
 from fcsd.disk import write_text
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
-from fcsd.launch.world import World, barrier, join_world
+from fcsd.launch.world import World, join_world
 from fcsd.parallel.cost import Line, fit, worst_error
 from fcsd.parallel.machine import Link, Machine
 from fcsd.parallel.transports.copies import CopiesTransport
@@ -80,7 +80,7 @@ def bench(node_size: int) -> Machine:
             }
             for name, points in times.items()
         } | {"chosen": best}
-    own = dict.fromkeys(("near", "far")) | {name: _link(line) for name, line in lines.items()}
+    own = dict.fromkeys(("near", "far")) | {name: Link.of(line) for name, line in lines.items()}
     gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     near = own["near"] or own["far"]  # a node of one GPU sends nothing inside
     assert near is not None
@@ -116,20 +116,8 @@ def _exchange(transport: Transport, rows: torch.Tensor, splits: Splits, group: A
 
 def _seconds(run: Callable[[], None], world: World) -> float:
     """The slowest rank's median time over the repeats, after two that do not count. All ranks start together."""
-    times = []
-    for _ in range(REPEATS + 2):
-        barrier()
-        start = now(world.device)
-        run()
-        end = now(world.device)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(milliseconds(start, end) / 1e3)
+    times = [together(run, world.device) / 1e3 for _ in range(REPEATS + 2)]
     return max(world.everywhere(lambda: statistics.median(times[2:])))
-
-
-def _link(line: Line) -> Link:
-    return Link(latency_us=line.alpha * 1e6, gb_per_s=1e-9 / line.beta if line.beta else 1e6)
 
 
 def write(machine: Machine, path: Path, rank: int) -> None:

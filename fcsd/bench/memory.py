@@ -20,6 +20,7 @@ from datasets import Dataset
 from transformers import PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
+from fcsd.bench.timing import finished
 from fcsd.config import Recipe, load_recipe
 from fcsd.distill import update
 from fcsd.distill.data.corpus import Corpus
@@ -227,7 +228,7 @@ class _Watched:
     """
 
     def __init__(self, engine: Any, world: World) -> None:
-        self._engine, self._on_cuda = engine, world.device.type == "cuda"
+        self._engine, self._device = engine, world.device
         self.peaks: dict[str, int] = {}
         self.updates: list[float] = []
 
@@ -243,19 +244,14 @@ class _Watched:
     def step(self) -> Any:
         if not self._engine.is_gradient_accumulation_boundary():  # only counts the micro-batch
             return self._after(STEP, self._engine.step)
-        began = self._now()
+        began = finished(self._device)
         result = self._after(STEP, self._engine.step)
-        self.updates.append(self._now() - began)
+        self.updates.append(finished(self._device) - began)
         return result
-
-    def _now(self) -> float:
-        if self._on_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
     def _after(self, part: str, run: Callable[[], Any]) -> Any:
         result = run()
-        if self._on_cuda:
+        if self._device.type == "cuda":
             self.peaks[part] = max(self.peaks.get(part, 0), torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
         return result

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcsd.bench import expert_rows
+from fcsd.bench.timing import together
 from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot
-from fcsd.launch.world import World, barrier, join_world, leave
+from fcsd.launch.world import World, join_world, leave
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.symmetric_memory import open_buffers
 from fcsd.parallel.transports.transport import Splits, Transport, all_to_all, splits_of
@@ -114,20 +115,6 @@ def on_a_stream(call: Callable[[], Any]) -> Callable[[], Any]:
     return exchange
 
 
-def milliseconds(run: Callable[[], Any]) -> float:
-    """Median time of ``run`` in milliseconds. All ranks start at the same time."""
-    times = []
-    for _ in range(REPEATS + 2):
-        barrier()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[2:])
-
-
 def measure(exchange: Callable[[], Any]) -> dict[str, float]:
     """Milliseconds of an exchange alone, of matrix products alone, and of both at once."""
     a = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
@@ -142,8 +129,10 @@ def measure(exchange: Callable[[], Any]) -> dict[str, float]:
         products()
         wait()
 
-    alone = milliseconds(lambda: exchange()())
-    return {"alone": alone, "products": milliseconds(products), "both": milliseconds(both)}
+    runs = {"alone": lambda: exchange()(), "products": products, "both": both}
+    return {
+        name: statistics.median([together(run, a.device) for _ in range(REPEATS + 2)][2:]) for name, run in runs.items()
+    }
 
 
 def time_rows_to_experts(formats: list[str], tokens: int, repeats: int, out: Path | None) -> NoReturn:

@@ -170,7 +170,7 @@ class Recipe(Section):
             raise ValueError(
                 "parallel.placement.every needs optim.offload none: the states of experts move between GPUs, not hosts"
             )
-        if (rows := self.schedule_steps * (self.train.batch_tokens // self.data.seq_len)) > MAX_ROWS:
+        if (rows := self.schedule_steps * self.rows_per_step) > MAX_ROWS:
             raise ValueError(
                 f"train.steps ({self.train.steps}) of the schedule's {self.schedule_steps} steps take {rows:,} rows of "
                 f"data.seq_len tokens; a run has at most {MAX_ROWS:,}"
@@ -235,3 +235,8 @@ class Recipe(Section):
     def schedule_steps(self) -> int:
         """The optimizer steps of the whole learning-rate schedule, of which the run takes the first `train.steps`."""
         return self.optim.horizon or self.train.steps
+
+    @property
+    def rows_per_step(self) -> int:
+        """The rows of an optimizer step over all processes."""
+        return self.train.batch_tokens // self.data.seq_len

@@ -46,7 +46,7 @@ class MicroBatch(NamedTuple):
 
 def rows_of_step(recipe: Recipe, world: World, step: int) -> list[range]:
     """The row numbers of this rank's micro-batches in a step, counted from 1. No two ranks have the same row."""
-    micro, whole = recipe.train.micro_batch_size, recipe.train.batch_tokens // recipe.data.seq_len
+    micro, whole = recipe.train.micro_batch_size, recipe.rows_per_step
     first = (step - 1) * whole + world.rank * micro
     return [range(start, start + micro) for start in range(first, step * whole, micro * world.size)]
 

@@ -1,4 +1,4 @@
-"""Names the phases of a step in traces, so that ``fcsd.bench.account`` can say where the time of a step goes."""
+"""What traces of a step record: its phases, from which ``fcsd.bench.account`` says where time goes, and all threads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

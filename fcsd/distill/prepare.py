@@ -185,7 +185,7 @@ def read_data(
 
 def training_rows(recipe: Recipe, corpora: list[Corpus]) -> Mixture:
     """The rows of the whole schedule, in their order. A run with fewer steps takes the first of these rows."""
-    whole = recipe.schedule_steps * (recipe.train.batch_tokens // recipe.data.seq_len)
+    whole = recipe.schedule_steps * recipe.rows_per_step
     packed = [Rows(corpus, recipe.data.seq_len, [recipe.seed, n]) for n, corpus in enumerate(corpora)]
     weights = [source.weight for source in recipe.data.sources]
     return Mixture(packed, weights, whole, recipe.seed, recipe.data.weight_by)

@@ -69,7 +69,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     lines = [
         f"student     {recipe.model}, {model.num_parameters():,} {start}parameters in {train.dtype}{wiring}",
         f"teacher     {teacher}",
-        f"batch       {train.batch_tokens:,} tokens = {train.batch_tokens // data.seq_len} rows of {data.seq_len}"
+        f"batch       {train.batch_tokens:,} tokens = {recipe.rows_per_step} rows of {data.seq_len}"
         f" = {train.micro_batch_size} rows * {world_size} processes * {micro_steps} micro-batches",
         f"run         {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens{asked}",
     ]

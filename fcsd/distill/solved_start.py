@@ -17,7 +17,7 @@ from fcsd.models.solved import solve_start
 
 def calibration_rows(recipe: Recipe) -> int:
     """How many of the run's first rows hold ``init.solve_tokens`` tokens; at most all rows of its schedule."""
-    whole = recipe.schedule_steps * (recipe.train.batch_tokens // recipe.data.seq_len)
+    whole = recipe.schedule_steps * recipe.rows_per_step
     return min(whole, -(-recipe.init.solve_tokens // recipe.data.seq_len))
 
 

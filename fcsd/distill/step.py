@@ -153,8 +153,8 @@ def launch_step(
             else:
                 engine.step()  # counts the micro-batch
     numbers = Readback({**dict(zip(weights, totals, strict=True)), "grad_norm": norm, "counted": counted})
-    whole = recipe.train.batch_tokens // recipe.data.seq_len
-    return LaunchedStep(step, settings, weights, numbers, range((step - 1) * whole, step * whole))
+    rows = range((step - 1) * recipe.rows_per_step, step * recipe.rows_per_step)
+    return LaunchedStep(step, settings, weights, numbers, rows)
 
 
 def train_step(

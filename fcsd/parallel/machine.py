@@ -31,6 +31,11 @@ class Link(_Part):
         """The time of a transfer over this link."""
         return Line(self.latency_us * 1e-6, 1e-9 / self.gb_per_s)
 
+    @classmethod
+    def of(cls, line: Line) -> "Link":
+        """The link with these times. 10^6 GB/s stand for a time that does not grow with the bytes."""
+        return cls(latency_us=line.alpha * 1e6, gb_per_s=1e-9 / line.beta if line.beta else 1e6)
+
 
 class Machine(_Part):
     """A cluster. Only the links and the number of GPUs of a node are required."""

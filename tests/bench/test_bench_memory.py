@@ -23,9 +23,9 @@ from fcsd.plan.setup import GIB, Setup
 
 
 def test_steps_of_a_random_model_on_two_ranks(tmp_path):
-    asked = ["bench", "memory", "tiny", "--layers", 2, "--seq", 64, "--gpus", 2, "--steps", 4]
+    asked = ["bench", "memory", "tiny", "--layers", 2, "--seq", 64, "--steps", 4]
     sets = ["--set", "objective.sft=1.0", "--set", "optim.lr=1e-2"]
-    done = fcsd(*asked, *sets, "--out", tmp_path / "found.json")
+    done = fcsd(*asked, *sets, "--out", tmp_path / "found.json", size=2)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("not measured") == 8 and "ZeRO-1, fp32, 256 tokens a step" in done.stderr
     written = (tmp_path / "found.json").read_text()

@@ -29,8 +29,8 @@ from fcsd.parallel.cost import expected_groups
 from fcsd.parallel.expert.levels import duplicates
 
 
-def bench(*options, command=("train", "tiny")):
-    return fcsd("bench", *command, "--layers", 2, "--micro-batch", 1, "--seq", 16, *options)
+def bench(*options, command=("train", "tiny"), size=None):
+    return fcsd("bench", *command, "--layers", 2, "--micro-batch", 1, "--seq", 16, *options, size=size)
 
 
 @pytest.mark.parametrize(("gpus", "fused"), [(True, 4), (False, 0)])
@@ -91,9 +91,9 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
     settings = {"NCCL_MAX_CTAS": "8", "TORCH_NCCL_HIGH_PRIORITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    options = ["--rounds", 1, "--steps", 2, "--gpus", 2, "--dedup", "rank", "--dedup", "off"]
+    options = ["--rounds", 1, "--steps", 2, "--dedup", "rank", "--dedup", "off"]
     wires = ["--wire", "int8:g16", "--wire", "dispatch=int4:g32"]
-    done = bench(*options, *wires, "--out", tmp_path, "--trace", "--json")
+    done = bench(*options, *wires, "--out", tmp_path, "--trace", "--json", size=2)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "train.json").read_text())
@@ -136,7 +136,7 @@ def test_some_variants_of_a_recomputed_pass_without_an_engine():
 
 
 def test_one_command_takes_a_step_and_reads_its_traces(tmp_path):
-    done = bench("--gpus", 2, "--out", tmp_path, command=("trace", "--run", "tiny"))
+    done = bench("--out", tmp_path, command=("trace", "--run", "tiny"), size=2)
     for rank in range(2):
         events = json.loads(gzip.decompress((tmp_path / f"rank-{rank}.json.gz").read_bytes()))["traceEvents"]
         ranges = {event["name"] for event in events if event["name"].startswith("fcsd::")}

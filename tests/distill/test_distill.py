@@ -88,7 +88,10 @@ def test_a_run_equals_plain_torch(folder: Path, tmp_path: Path, size: int, stage
     assert all(m["grad_norm"] > 0.5 for m in metrics)
 
 
-def test_a_run_leaves_what_the_next_command_needs(folder: Path, tmp_path: Path) -> None:
+def test_a_run_leaves_what_the_next_command_needs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ranks.DRAW_CURVES, "1")
     run = tmp_path / "run"
     metrics = train(folder, run, train__activation_checkpointing=True)
     assert metrics[-1]["held_out_kl"] > 0 and metrics[-1]["held_out_sft"] > 0

@@ -145,18 +145,18 @@ def test_a_model_in_zero_3_answers_as_on_one_rank():
         torch.testing.assert_close(torch.tensor(scores), torch.tensor(expected_scores), rtol=1e-5, atol=1e-5)
 
 
-def test_the_command_line_starts_ranks_and_a_second_run_repeats_no_answer(mirror, tmp_path):
+def test_the_command_divides_questions_over_ranks_and_a_second_run_repeats_no_answer(mirror, tmp_path):
     directory = tmp_path / "model"
     model().save_pretrained(directory)
     eval_data.tokenizer().save_pretrained(directory)
 
-    def run(*more: str) -> str:
+    def run(size: int | None = None) -> str:
         asked = ["eval", directory, "--tasks", "PIQA,ARC-E", "--device", "cpu", "--batch-size", "3"]
-        done = ranks.fcsd(*asked, "--data-mirror", mirror, "--out", tmp_path / "out", *more)
+        done = ranks.fcsd(*asked, "--data-mirror", mirror, "--out", tmp_path / "out", size=size)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    two = run("--gpus", "2")
+    two = run(size=2)
     assert two.count("PIQA") == 1, "one rank prints"
     rows = read_results(tmp_path / "out/model.json")
     assert {row["engine"]["ranks"] for row in rows} == {2}

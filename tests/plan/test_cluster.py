@@ -9,6 +9,7 @@ import pytest
 from ranks import fcsd
 from test_measured_runs import LISTED, RESULTS, from_file, meta, read
 
+from fcsd.bench.links import groups_of
 from fcsd.config import Parallel
 from fcsd.errors import ConfigError
 from fcsd.parallel.cost import Line, Links, Rows, expected_bytes, fit
@@ -195,7 +196,7 @@ def test_bad_input_of_a_prediction(cluster: Links, tmp_path: Path) -> None:
 def test_links_are_measured_and_the_plan_reads_them(tmp_path: Path) -> None:
     """Two imitated nodes of one process each: only the link between nodes exists."""
     path = tmp_path / "machine.json"
-    done = fcsd("bench", "links", "--gpus", 2, "--node-size", 1, "--out", path)
+    done = fcsd("bench", "links", "--node-size", 1, "--out", path, size=2)
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())
     assert found["gpus_per_node"] == 1 and found["far"]["gb_per_s"] > 0 and found["measured"]["far"]["chosen"] == "gloo"
@@ -204,5 +205,5 @@ def test_links_are_measured_and_the_plan_reads_them(tmp_path: Path) -> None:
     assert [one["nodes"] for one in told][::6] == [1, 2, 4, 8, 16, 32, 64, 128]
     chosen = fcsd("plan", "qwen3-30b-a3b", "--set", "parallel.dedup=auto", "--set", f"parallel.machine={path}")
     assert "parallel.dedup auto: under random routing it chooses" in chosen.stdout, chosen.stderr
-    refused = fcsd("bench", "links", "--gpus", 2, "--node-size", 3, "--out", path)
-    assert refused.returncode == 2 and "does not divide" in refused.stderr
+    with pytest.raises(ConfigError, match="--node-size 3 does not divide 2 GPUs"):
+        groups_of(2, 3)

@@ -73,7 +73,7 @@ def training(*, fp32_logits: bool) -> Side:
                 teacher_model=teacher,
                 args=settings,
                 data_collator=collate,
-                train_dataset=dataset(setting, setting.rows_per_step * watch.steps),
+                train_dataset=dataset(setting, setting.recipe.rows_per_step * watch.steps),
                 processing_class=tokenizer(),
                 callbacks=[_steps_of(watch)],
                 optimizers=(optimizer, None),  # pyright: ignore[reportArgumentType]: the trainer makes the missing scheduler

@@ -63,7 +63,7 @@ def looping(make: Callable[[], Divergence]) -> Side:
         on_cuda = device.type == "cuda"
         loader = iter(
             DataLoader(
-                TokenIds(setting.rows, setting.rows_per_step * watch.steps),
+                TokenIds(setting.rows, recipe.rows_per_step * watch.steps),
                 batch_size=recipe.train.micro_batch_size,
                 num_workers=workers(device),
                 pin_memory=on_cuda,

@@ -45,11 +45,6 @@ class Setting:
         """Micro-batches in an optimizer step."""
         return accumulation(self.recipe, self.world.size)
 
-    @property
-    def rows_per_step(self) -> int:
-        """Rows in an optimizer step."""
-        return self.recipe.train.batch_tokens // self.recipe.data.seq_len
-
     def new_student(self) -> PreTrainedModel:
         """A student with the weights of the teacher, on the device. They are the same on every call."""
         recipe = self.recipe

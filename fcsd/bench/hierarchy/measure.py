@@ -1,6 +1,5 @@
 """Measures one transport: the lines, the table of ways, the sweep, and what expert placement changes."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,7 +12,7 @@ from fcsd.bench.hierarchy import ways
 from fcsd.bench.hierarchy.block import block_of, exact_factors, exact_rows, exact_scores, without_moving
 from fcsd.bench.hierarchy.model import Model, Point, measure_links
 from fcsd.bench.hierarchy.routing import Routing
-from fcsd.bench.interleaved import timings
+from fcsd.bench.timing import timings
 from fcsd.launch.world import World
 from fcsd.parallel.expert.dispatcher import Wire
 from fcsd.parallel.expert.placement import Placement
@@ -185,10 +184,3 @@ def by_step(
         taken = bench.timed({name: runs[name] for name in every}, min(3, bench.sizes.repeats))
         total = {name: total[name] + taken[name] for name in every}
     return {name: seconds / len(placements) for name, seconds in total.items()}
-
-
-def clock(bench: Bench) -> float:
-    """The seconds of the host's clock when all work that was started on this rank's device is complete."""
-    if bench.world.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcsd.bench.hierarchy.ways import DEDUP_OF
-from fcsd.bench.interleaved import timings
+from fcsd.bench.timing import timings
 from fcsd.launch.world import World
 from fcsd.parallel.cost import Dedup, Line, Links, Sent, fit, seconds_of, worst_error
 from fcsd.parallel.expert.records import Layout
@@ -131,7 +131,7 @@ def machine_of(model: Model, gpu: str, measured: dict[str, Any]) -> Machine:
     """The machine file of what was measured; ``fixed`` counts a dispatch and a combine, of which each takes a half."""
     links = model.links
     fixed: dict[Dedup, float] = {DEDUP_OF[way]: model.fixed[way] / 2 * 1e6 for way in DEDUP_OF}
-    near, far, direct = (None if line is None else _link(line) for line in (links.near, links.far, links.direct))
+    near, far, direct = (None if line is None else Link.of(line) for line in (links.near, links.far, links.direct))
     assert near is not None
     rate = links.copy * 1e-12
     return Machine(
@@ -146,12 +146,8 @@ def machine_of(model: Model, gpu: str, measured: dict[str, Any]) -> Machine:
     )
 
 
-def _link(line: Line) -> Link:
-    return Link(latency_us=line.alpha * 1e6, gb_per_s=1e-9 / line.beta)
-
-
 def _line(points: list[tuple[float, float]]) -> Line:
-    """The fitted line; a time that does not grow with the bytes stands for 10^6 GB/s, as in ``fcsd.bench.links``."""
+    """The fitted line; a time that does not grow with the bytes stands for 10^6 GB/s, as in ``Link.of``."""
     found = fit(points)
     return Line(found.alpha, max(found.beta, 1e-15))
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fcsd.bench.hierarchy.measure import Bench, by_step, clock
+from fcsd.bench.hierarchy.measure import Bench, by_step
 from fcsd.bench.hierarchy.model import Model
 from fcsd.bench.hierarchy.routing import Routing
+from fcsd.bench.timing import finished
 from fcsd.launch.world import World, barrier
 from fcsd.parallel.cost import Links
 from fcsd.parallel.expert.placement import Placement
@@ -62,9 +63,9 @@ class Searcher:
         for step in range(sizes.steps):
             if step % period == 0:
                 chosen = self._bench.choose(self._routing, sizes.tokens, step)
-                start = clock(self._bench)
+                start = finished(chosen.device)
                 [placement], swaps = greedy([chosen], [placement], goal, together=self._ranks)
-                taken = clock(self._bench) - start
+                taken = finished(chosen.device) - start
                 self.seconds.append(max(self._hosts.everywhere(lambda taken=taken: taken)))
                 self.swaps.append(swaps)
             found[step + 1] = placement
@@ -141,8 +142,8 @@ def moves(bench: Bench, numbers: Mapping[str, int]) -> dict[str, Any]:
         taken = []
         for _ in range(4):  # the first one does not count
             barrier()
-            start = clock(bench)
+            start = finished(world.device)
             run()
-            taken.append(clock(bench) - start)
+            taken.append(finished(world.device) - start)
         found["seconds"][name] = max(world.everywhere(lambda taken=taken: sorted(taken[1:])[1]))
     return found

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from fcsd.bench.infer.table import draw, table
 from fcsd.bench.infer.workload import Times, Workload, compare, row, wiring_for
 from fcsd.bench.shapes import SHAPES
+from fcsd.bench.timing import finished
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
@@ -186,8 +187,6 @@ def _times(
 def _timed(work: Callable[[], Any], ranks: TensorGroup, world: World) -> float:
     """Milliseconds of ``work``, which starts on all ranks at once and ends by reading a result on the host."""
     dist.barrier(group=ranks.group)
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = finished(world.device)
     work()
     return (time.perf_counter() - start) * 1e3

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcsd.launch.world import barrier
+from fcsd.bench.timing import together
 from fcsd.models.wiring import LayerWiring
 from fcsd.parallel.overlap import Schedule
 from fcsd.parallel.transports.transport import Splits, Work, all_to_all
@@ -28,10 +28,10 @@ _RECOMPUTED = [*_ORDER[:2], ("dispatch", "recompute"), ("combine", "recompute"),
 
 _REPEATS = 3  # of an exchange that is timed alone
 
-Moment = Any  # a CUDA event, or seconds on a machine without CUDA
+_Moment = Any  # a CUDA event, or seconds on a machine without CUDA
 
 
-def now(device: torch.device) -> Moment:
+def _now(device: torch.device) -> _Moment:
     """Marks the current position of the current stream."""
     if device.type != "cuda":
         return time.perf_counter()
@@ -40,7 +40,7 @@ def now(device: torch.device) -> Moment:
     return event
 
 
-def milliseconds(start: Moment, end: Moment) -> float:
+def _milliseconds(start: _Moment, end: _Moment) -> float:
     """The time from ``start`` to ``end``; the device must have reached both."""
     return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
@@ -72,12 +72,12 @@ class _Call:
     width: int
     dtype: torch.dtype
     group: Any
-    launched: Moment
+    launched: _Moment
     device: torch.device
-    awaited: Moment = None
+    awaited: _Moment = None
 
     def wait(self) -> None:
-        self.awaited = now(self.device)
+        self.awaited = _now(self.device)
 
 
 class CoverMeter:
@@ -95,7 +95,7 @@ class CoverMeter:
 
     def _note(self, layer: int, rows: Tensor, splits: Splits, group: Any, keep: bool) -> tuple[Tensor, Work]:
         received, _ = self._no_wire(rows, splits, group, keep)
-        call = _Call(splits, rows.shape[1], rows.dtype, group, now(rows.device), rows.device)
+        call = _Call(splits, rows.shape[1], rows.dtype, group, _now(rows.device), rows.device)
         self._calls[layer].append(call)
         return received, call
 
@@ -109,7 +109,7 @@ class CoverMeter:
                 torch.cuda.synchronize()
             names = _ORDER if len(calls) == len(_ORDER) else _RECOMPUTED
             for (kind, passes), call in zip(names, calls, strict=True):
-                cover = milliseconds(call.launched, call.awaited)
+                cover = _milliseconds(call.launched, call.awaited)
                 windows.append(Window(kind, passes, layer, cover, _on_the_wire(call)))
         return windows
 
@@ -140,17 +140,12 @@ class Window:
 def _on_the_wire(call: _Call) -> float:
     """Median milliseconds of the exchange alone. All ranks start at the same time."""
     rows = torch.zeros(sum(call.splits.sends), call.width, dtype=call.dtype, device=call.device)
-    times = []
-    for _ in range(_REPEATS):
-        barrier()
-        start = now(call.device)
+
+    def exchange() -> None:
         _, work = all_to_all(rows, call.splits, call.group, True)
         work.wait()
-        end = now(call.device)
-        if call.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(milliseconds(start, end))
-    return statistics.median(times)
+
+    return statistics.median(together(exchange, call.device) for _ in range(_REPEATS))
 
 
 def ceiling(windows: list[Window], passes: str, *, without_last: bool = False) -> float:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fcsd.bench.shapes import SHAPES
+from fcsd.bench.timing import finished
 from fcsd.bench.training import ceilings, row_counts
 from fcsd.bench.training.ceilings import CoverMeter, Window
 from fcsd.bench.training.equality import loss_and_norms, worst_difference
@@ -199,18 +200,12 @@ def _time(
 
 def _timed_step(engine: Any, ids: Tensor, world: World) -> tuple[float, float]:
     """Milliseconds of forward and backward, and of the whole step."""
-
-    def moment() -> float:
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     barrier()
-    start = moment()
+    start = finished(world.device)
     engine.backward(engine(ids))
-    middle = moment()
+    middle = finished(world.device)
     engine.step()
-    return (middle - start) * 1e3, (moment() - start) * 1e3
+    return (middle - start) * 1e3, (finished(world.device) - start) * 1e3
 
 
 def _trace(engine: Any, ids: Tensor, choose: Callable[[], Any], out: Path, world: World) -> None:

@@ -20,7 +20,7 @@ class Skips:
 
     def __init__(self, recipe: Recipe, world: World, progress: dict[str, Any]) -> None:
         self._allowed, self._prints = recipe.faults.nonfinite_skip, world.rank == 0
-        self._rows = recipe.train.batch_tokens // recipe.data.seq_len
+        self._rows = recipe.rows_per_step
         self.total, self._in_a_row = progress.get("skipped", [0, 0])
 
     def judge(self, step: int, metrics: dict[str, float], checkpoint: Callable[[], Path | None]) -> bool:

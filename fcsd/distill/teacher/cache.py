@@ -76,7 +76,7 @@ def key_of(
 
 def rows_needed(recipe: Recipe) -> int:
     """The number of rows that the steps of a run take, starting with row 0."""
-    return recipe.train.steps * (recipe.train.batch_tokens // recipe.data.seq_len)
+    return recipe.train.steps * recipe.rows_per_step
 
 
 def plan(rows: int, seq_len: int, k: int, shard_bytes: int) -> list[Shard]:

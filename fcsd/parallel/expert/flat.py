@@ -76,7 +76,7 @@ class FlatDispatcher:
         if self._places is not None:
             self._places.find_order = partial(self._block.order, plan.counts, sum(plan.dispatch.receives))
         codecs = self._codecs.dispatch, self._codecs.dispatch_grad
-        exchange = self._exchange("dispatch", self._plan.dispatch, self._plan.combine, *codecs, kept=False)
+        exchange = self._exchange("dispatch", plan.dispatch, plan.combine, *codecs, kept=False)
         exchange.ready, exchange.side = self._packed_event, self._wire.side
         self._dispatch = self._send(self._packed, exchange, awaited_at)
         self._packed = None

@@ -138,7 +138,7 @@ def turns(out: Path) -> tuple[list[tuple[int, int]], dict[str, Any]]:
     def making(most: int) -> Any:
         def side(setting: Setting, watch: Watch) -> float:
             micro = setting.recipe.train.micro_batch_size
-            asked.append((micro, setting.rows_per_step))
+            asked.append((micro, setting.recipe.rows_per_step))
             if micro > most:
                 raise torch.OutOfMemoryError("too many rows")
             for step in range(1, watch.steps + 1):

@@ -102,7 +102,7 @@ def test_with_a_cache_no_teacher_is_loaded(folder: Path, written: Path, tmp_path
 def test_the_command_caches_a_teacher_whose_experts_are_divided(tmp_path: Path) -> None:
     runs.write_models(tmp_path, "qwen3_moe")
     recipe(tmp_path, tmp_path, top_k=VOCAB, parallel__ep_size=2)
-    done = ranks.fcsd("cache-teacher", tmp_path / "recipe.yaml", "--gpus", "2")
+    done = ranks.fcsd("cache-teacher", tmp_path / "recipe.yaml", size=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "cache")
     with pytest.raises(ConfigError, match="ep_size 2 does not divide the 1 processes"):

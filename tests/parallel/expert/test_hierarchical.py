@@ -104,7 +104,8 @@ def wrong_blocks(rank: int) -> list[str]:
                 for what, held in (("no dispatcher", expected), ("flat", flat)):
                     if distance(by_mode[0], held) > most:
                         problems.append(f"{case}: {distance(by_mode[0], held)} from {what}")
-                if dtype == torch.float32:
+                # Interpreted kernels are slow. One level of two ranks and two levels of four ranks use all of them.
+                if dtype == torch.float32 and levels.deduplicated and levels.depth == dist.get_world_size() // 2:
                     fused = taken(block, make, Wire(fused=True), dtype, tokens)
                     if distance(fused, by_mode[0]) > 1e-6:
                         problems.append(f"{case}, fused: {distance(fused, by_mode[0])}")

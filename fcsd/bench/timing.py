@@ -1,4 +1,4 @@
-"""Times several ways to do the same thing in turns, so that a drift of the machine affects all of them alike."""
+"""Times functions. Several ways to do the same thing run in turns, so that a drift of the machine affects all alike."""
 
 import statistics
 import time
@@ -42,7 +42,7 @@ def timings(
     for repeat in range(-_WARM_UPS, repeats):
         for number, run in enumerate(ways.values()):
             before()
-            milliseconds = _time(run, device)
+            milliseconds = together(run, device)
             if repeat >= 0:
                 taken[repeat, number] = milliseconds
     slowest = taken.to(device)
@@ -54,17 +54,29 @@ def timings(
     return found
 
 
-def _time(run: Callable[[], Any], device: torch.device) -> float:
-    if device.type != "cuda":
-        barrier()
-        start = time.perf_counter()
-        run()
-        return (time.perf_counter() - start) * 1e3
-    torch.cuda.synchronize(device)
+def together(run: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds of one run on this rank. All ranks call this and start at the same time."""
+    finished(device)
     barrier()
+    if device.type == "cuda":
+        return on_gpu(run)
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3
+
+
+def on_gpu(run: Callable[[], Any]) -> float:
+    """Milliseconds of one run on the current stream, measured between two CUDA events."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
     end.record()
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize()
     return start.elapsed_time(end)
+
+
+def finished(device: torch.device) -> float:
+    """The seconds of the host's clock when all work that was started on this process's device is complete."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
