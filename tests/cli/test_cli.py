@@ -439,6 +439,12 @@ def test_errors_in_a_real_process(tmp_path: Path) -> None:
     shell = f"{sys.executable} -m fcsd recipes list >&-; exec {sys.executable} -m fcsd --help > /dev/full"
     unprinted = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120, check=False)
     assert (unprinted.returncode, unprinted.stderr.splitlines()[0]) == (7, "error: the disk is full")
+    shell = f"exec {sys.executable} -m fcsd recipes copy tiny --out {tmp_path}/mine.yaml > /dev/full"
+    unprinted = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120, check=False)
+    assert (unprinted.returncode, (tmp_path / "mine.yaml").exists()) == (7, True)
+    assert unprinted.stderr.startswith(
+        "error: the result cannot be printed: No space left on device\nhint: The command's"
+    )
 
 
 @pytest.mark.parametrize("import_first", ["time", "torch"])
