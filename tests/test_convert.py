@@ -207,11 +207,11 @@ def test_force_replaces_what_fcsd_wrote(original: Path, tmp_path: Path) -> None:
         ({"wiring": "sideways"}, "has no wiring 'sideways'"),
         ({"wiring": "desync-2x", "tp_degree": 2}, "has no wiring 'desync-2x'"),
         ({"wiring": "parallel", "variant": "attn-only"}, "no variant"),
-        ({"wiring": "farskip", "tp_degree": 2}, "is Desync's"),
+        ({"wiring": "farskip", "tp_degree": 2}, "has no tp_degree: only desync has one"),
         ({"wiring": "parallel", "border": "partial"}, "has no partial border"),
         ({"border": "half"}, "border is 'full' or 'partial'"),
         ({"variant": "mlp-only", "border": "partial"}, "mlp-only has no border"),
-        ({"reduce": "2x"}, "belongs to desync"),
+        ({"reduce": "2x"}, "has no reduce: only desync has one"),
         ({"layers": "2-9"}, "the model has 4"),
         ({"layers": "some"}, "is not understood"),
     ],
@@ -230,6 +230,12 @@ def test_a_mistyped_wiring_is_guessed(original: Path, tmp_path: Path) -> None:
 
 def test_desync_is_tried_before_it_is_written(tmp_path: Path) -> None:
     tiny.model("llama").save_pretrained(tmp_path / "dense")
+    for options, message in (
+        ({}, "needs a tp_degree of 2 or more"),
+        ({"tp_degree": 2}, "reduce is 2x, 4x or .*; not ''"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            convert_checkpoint(str(tmp_path / "dense"), tmp_path / "out", wiring="desync", **options)
     with pytest.raises(ConfigError, match="tp_degree 3 does not divide"):
         convert_checkpoint(str(tmp_path / "dense"), tmp_path / "out", wiring="desync-2x", tp_degree=3)
     report = convert_checkpoint(str(tmp_path / "dense"), tmp_path / "out", wiring="desync-4x", tp_degree=2)
