@@ -113,7 +113,8 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
     config = read_config(source.path, trust_remote_code=trust_remote_code)
     layout = read_layout(source.path, strict=False, remote=remote_headers(source))
     if layout.problems and not layout.indexed:  # no tensor is left to describe
-        raise BadInputError(*layout.problems.values(), "If the file is damaged, download it again.")
+        [problem] = layout.problems.values()
+        raise BadInputError(problem, "If the file is damaged, download it again.")
     comparison = None if config.foreign or verify else compare_layers(layout, config)
     verified = comparison is None and not config.foreign
     if verified:
