@@ -43,11 +43,14 @@ _TABLE: list[tuple[str, str, type[FcsdError], str, str | None]] = [
      "the first error in the other ranks' output is the cause; NCCL_DEBUG=INFO says more"),
 ]  # fmt: skip
 
-_DISK = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "a file may not grow so large",
-    errno.EROFS: "the file system is read-only",
+_SPACE = "free some space, or choose another directory; HF_HOME names that of the caches"
+_ACCESS = "choose another directory, or change who may use it; HF_HOME names that of the caches"
+_DISK = {  # number of the error -> message, hint
+    errno.ENOSPC: ("the disk is full", _SPACE),
+    errno.EDQUOT: ("the disk quota is used up", _SPACE),
+    errno.EFBIG: ("a file may not grow so large", _SPACE),
+    errno.EROFS: ("the file system is read-only", _ACCESS),
+    errno.EACCES: ("the system refuses access", _ACCESS),
 }
 
 
@@ -88,9 +91,10 @@ def _width(error: BaseException) -> FcsdError | None:
 
 def _disk(error: BaseException) -> FcsdError | None:
     if isinstance(error, OSError) and error.errno in _DISK:
-        where = f": {error.filename}" if error.filename else ""
-        return DiskError(_DISK[error.errno] + where, "free some space, or choose another output directory")
-    for number, message in _DISK.items():
+        message, hint = _DISK[error.errno]
+        where = error.filename2 or error.filename  # of a failed copy, the second name is the file that was written
+        return DiskError(message + (f": {where}" if where else ""), hint)
+    for number, (message, hint) in _DISK.items():
         if os.strerror(number) in str(error):  # safetensors and torch keep the text of the error but not its number
-            return DiskError(f"{message}: {first_line(error)}")
+            return DiskError(f"{message}: {first_line(error)}", hint)
     return None

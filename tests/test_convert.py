@@ -207,11 +207,11 @@ def test_force_replaces_what_fcsd_wrote(original: Path, tmp_path: Path) -> None:
         ({"wiring": "sideways"}, "has no wiring 'sideways'"),
         ({"wiring": "desync-2x", "tp_degree": 2}, "has no wiring 'desync-2x'"),
         ({"wiring": "parallel", "variant": "attn-only"}, "no variant"),
-        ({"wiring": "farskip", "tp_degree": 2}, "is Desync's"),
+        ({"wiring": "farskip", "tp_degree": 2}, "has no tp_degree: only desync has one"),
         ({"wiring": "parallel", "border": "partial"}, "has no partial border"),
         ({"border": "half"}, "border is 'full' or 'partial'"),
         ({"variant": "mlp-only", "border": "partial"}, "mlp-only has no border"),
-        ({"reduce": "2x"}, "belongs to desync"),
+        ({"reduce": "2x"}, "has no reduce: only desync has one"),
         ({"layers": "2-9"}, "the model has 4"),
         ({"layers": "some"}, "is not understood"),
     ],
@@ -240,7 +240,12 @@ def test_desync_is_tried_before_it_is_written(tmp_path: Path) -> None:
 def test_a_reduce_pattern_is_tried_proven_and_exported(tmp_path: Path) -> None:
     tiny.model("llama").save_pretrained(tmp_path / "dense")
     how = {"wiring": "desync", "tp_degree": 2}
-    for degree, reduce, message in [(2, None, "desync needs it"), (2, "often", "reduce is"), (4, "-,m", "key-value")]:
+    for degree, reduce, message in [
+        (1, "-,m", "desync needs a tp_degree of 2 or more"),
+        (2, None, "reduce is 2x, 4x or"),
+        (2, "often", "reduce is"),
+        (4, "-,m", "key-value"),
+    ]:
         with pytest.raises(ConfigError, match=message):
             convert_checkpoint(
                 str(tmp_path / "dense"), tmp_path / "out", wiring="desync", tp_degree=degree, reduce=reduce

@@ -14,6 +14,7 @@ from fcsd.checkpoint.layout import Layout, read_layout
 from fcsd.checkpoint.location import SMALL_FILES, remote_headers, resolve
 from fcsd.checkpoint.rewired import GATED_ATTENTION, describe, has_gated_attention
 from fcsd.checkpoint.verify import Comparison, compare_tensors
+from fcsd.errors import BadInputError
 from fcsd.models.config_keys import expert_count
 
 _EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.")
@@ -105,11 +106,15 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
 
     Raises:
         BadInputError: the model is not a checkpoint, is malformed, or is of an unsupported type; with ``verify`` also
-            if transformers cannot build it. Missing and damaged shards and tensors are reported in the result instead.
+            if transformers cannot build it; or its only weights file is unusable. Missing tensors, and missing and
+            damaged shards of several, are reported in the result instead.
     """
     source = resolve(str(model), allow_patterns=SMALL_FILES)
     config = read_config(source.path, trust_remote_code=trust_remote_code)
     layout = read_layout(source.path, strict=False, remote=remote_headers(source))
+    if layout.problems and not layout.indexed:  # no tensor is left to describe
+        [problem] = layout.problems.values()
+        raise BadInputError(problem, "If the file is damaged, download it again.")
     comparison = None if config.foreign or verify else compare_layers(layout, config)
     verified = comparison is None and not config.foreign
     if verified:

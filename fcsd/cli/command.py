@@ -8,6 +8,7 @@ import contextvars
 import functools
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,7 @@ from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 
+from fcsd.errors import DiskError
 from fcsd.foreign_errors import first_line, translate
 
 VERBOSE = Parameter(
@@ -34,11 +36,23 @@ def emit(text: object, end: str = "\n") -> None:
     """Prints a command's result to stdout; anything else that is printed goes to stderr.
 
     A character that stdout's encoding does not have, as in a file name that is not UTF-8, is printed escaped.
+
+    Raises:
+        DiskError: stdout is a file that cannot be written.
+        BrokenPipeError: nobody reads stdout any more.
     """
     stream = _DATA.get()
     encoding = stream.encoding or "utf-8"
     printable = str(text).encode(encoding, "backslashreplace").decode(encoding)
-    print(printable, end=end, file=stream, flush=True)
+    try:
+        print(printable, end=end, file=stream, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise DiskError(
+            f"the result cannot be printed: {error.strerror}",
+            "The command's own files are complete. Only its standard output has to go elsewhere.",
+        ) from error
 
 
 def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -95,7 +109,9 @@ def report_error(error: BaseException) -> int:
     """Prints an error to stderr and returns the exit code that goes with it."""
     known = translate(error)
     if isinstance(error, KeyboardInterrupt):
-        message, hint, code = "interrupted", None, 130
+        message, hint, code = "interrupted", None, 128 + signal.SIGINT
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return code  # the command that started this process, or torchrun, reports it once for all
     elif known is not None:
         message, hint, code = str(known), known.hint, known.exit_code
     else:

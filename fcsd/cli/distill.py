@@ -44,6 +44,7 @@ def distill(
 ) -> None:
     """Heal a converted checkpoint by self-distillation. Prints the run directory, or the table of a sweep."""
     from fcsd.config import load_recipe
+    from fcsd.config.batch import accumulation
 
     named = one_recipe(recipe, recipe_name, sweep)
     flags = {"output_dir": output_dir, "seed": seed}
@@ -73,6 +74,9 @@ def distill(
         emit(several.node_commands(sys.argv[1:], nodes, rendezvous))
         return
     _require_inputs(named, resolved.recipe)
+    processes = (gpus or 1) * nodes
+    if "WORLD_SIZE" not in os.environ:
+        accumulation(resolved.recipe, processes)  # or every process would say that the batch cannot be divided
     if not dry_run:
         node = None if node_rank is None else several.node_of(nodes, node_rank, rendezvous)
         ensure_world(gpus, node, timeout=join_timeout, grace_seconds=resolved.recipe.faults.grace_seconds)
@@ -85,7 +89,6 @@ def distill(
 
     from fcsd.distill.loop import distill_model
 
-    processes = (gpus or 1) * nodes
     directory = distill_model(
         resolved, resume=resume, dry_run=dry_run, processes=processes, scorer=scorer, join_timeout=join_timeout
     )

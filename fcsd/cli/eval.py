@@ -199,7 +199,10 @@ def chat(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let MODEL answer prompts: those of a file, those you type, or a fixed few."""
+    """Let MODEL answer prompts: those of a file, those you type, or a fixed few.
+
+    With --json, the answers to each prompt are one line of JSON.
+    """
     import shutil
     from dataclasses import asdict
 

@@ -1,6 +1,7 @@
 """Starts the processes of a run, joins them to one group, and makes them succeed or fail together."""
 
 import atexit
+import logging
 import math
 import os
 import signal
@@ -135,10 +136,14 @@ def _torchrun(arguments: list[str]) -> NoReturn:
     from torch.distributed.run import parse_args, run
 
     sys.stdout.flush()
+    if not logging.getLogger("fcsd").isEnabledFor(logging.DEBUG):  # -v
+        logging.disable()  # what torchrun says about its processes, each of which reports its own error
     try:
         run(parse_args(arguments))
     except ChildFailedError as failed:
         rank, first = _cause(failed.failures)
+        if first.exitcode == 128 + signal.SIGINT:
+            raise KeyboardInterrupt from None
         if first.exitcode >= 0:
             sys.exit(first.exitcode)
         # A killed process prints nothing, so its parent reports it. The kernel kills processes when memory runs out.
@@ -146,6 +151,8 @@ def _torchrun(arguments: list[str]) -> NoReturn:
         print("hint: if nobody did that, the machine ran out of memory; `dmesg` says so", file=sys.stderr)
         sys.exit(PeerLostError.exit_code)
     except SignalException as caught:
+        if caught.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
         preempted = caught.sigval in (signal.SIGTERM, signal.SIGUSR1)
         sys.exit(PreemptedError.exit_code if preempted else 128 + caught.sigval)
     sys.exit(0)

@@ -66,13 +66,12 @@ class Wiring:
         if self.border == "partial" and self.name not in BORDERS:
             raise ValueError(f"wiring {self.name} has no partial border: its attention reads the full stream there")
         if self.distance < 1 or (self.distance > 1 and self.name not in HAVE_VARIANTS):
-            raise ValueError(f"wiring {self.name} has no distance {self.distance}")
+            raise ValueError(f"wiring {self.name} has no distance {self.distance}: use 1")
         if (self.name in DESYNC) != (self.tp_degree > 1):
-            raise ValueError(f"wiring {self.name} with tp_degree {self.tp_degree}: a degree of 2 or more is Desync's")
-        if (self.name == "desync") != bool(self.reduce):
-            raise ValueError(
-                f"wiring {self.name} with reduce {self.reduce!r}: it belongs to desync, and desync needs it"
-            )
+            rule = "needs a tp_degree of 2 or more" if self.name in DESYNC else "has no tp_degree: only desync has one"
+            raise ValueError(f"wiring {self.name} {rule}")
+        if self.reduce and self.name != "desync":
+            raise ValueError(f"wiring {self.name} has no reduce: only desync has one")
         if list(self.layers) != sorted(set(self.layers)) or any(i < 0 for i in self.layers):
             raise ValueError(f"layers must be ascending, distinct and not negative, not {list(self.layers)}")
         if self.name in DESYNC:

@@ -303,6 +303,14 @@ def test_inspecting_imports_no_torch(tmp_path):
     assert run.stdout.strip() == "set()"
 
 
+def test_a_truncated_single_file_is_named(tmp_path):
+    tiny.model("llama").save_pretrained(tmp_path)
+    with (tmp_path / "model.safetensors").open("rb+") as file:
+        file.truncate(50_000)
+    with pytest.raises(BadInputError, match=r"model.safetensors: is truncated"):
+        inspect_checkpoint(str(tmp_path))
+
+
 def test_what_config_leaves_out_is_asked_of_transformers(tmp_path):
     tiny.model("mixtral").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

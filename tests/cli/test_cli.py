@@ -142,6 +142,14 @@ def test_distill_checks_the_recipe_before_it_starts_processes(library) -> None:
     world.assert_not_called()
 
 
+def test_distill_checks_the_batch_before_it_starts_processes(library) -> None:
+    world = library("fcsd.launch.world", "ensure_world")
+    library("fcsd.distill.inputs", "require_inputs")
+    done = run("distill", "tiny", "--gpus", "3")
+    assert done.exit_code == 2 and "processes = 3072" in done.stderr
+    world.assert_not_called()
+
+
 @pytest.mark.parametrize("args", [["distill"], ["distill", "tiny", "--recipe", "tiny"], ["distill", "no-such-recipe"]])
 def test_distill_wants_one_recipe(args: list[str]) -> None:
     assert run(*args).exit_code == 2
@@ -392,6 +400,8 @@ def hub_error(name: str) -> BaseException:
         (OSError(errno.ENOSPC, "No space left on device", "x/y"), 7, "the disk is full: x/y"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 7, "quota"),
         (OSError(errno.EROFS, "Read-only file system", "x"), 7, "read-only: x"),
+        (OSError(errno.ENOSPC, "No space left on device", "read", None, "written"), 7, "the disk is full: written"),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), 7, "refuses access: x"),
         (RuntimeError("strides should be multiple of 16 bytes"), 2, "routed experts of these widths"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
@@ -439,6 +449,10 @@ def test_errors_in_a_real_process(tmp_path: Path) -> None:
     shell = f"{sys.executable} -m fcsd recipes list >&-; exec {sys.executable} -m fcsd --help > /dev/full"
     unprinted = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120, check=False)
     assert (unprinted.returncode, unprinted.stderr.splitlines()[0]) == (7, "error: the disk is full")
+    shell = f"exec {sys.executable} -m fcsd recipes copy tiny --out {tmp_path}/mine.yaml > /dev/full"
+    unprinted = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120, check=False)
+    assert (unprinted.returncode, (tmp_path / "mine.yaml").exists()) == (7, True)
+    assert unprinted.stderr.startswith("error: the result cannot be printed: No space left on device\nhint: ")
 
 
 @pytest.mark.parametrize("import_first", ["time", "torch"])

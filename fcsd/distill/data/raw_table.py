@@ -24,7 +24,7 @@ from fcsd.disk import file_sha256
 from fcsd.distill.data.files import data_files, is_saved_dataset
 from fcsd.distill.data.json_lines import COLUMN, read_json_lines
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.foreign_errors import first_line
+from fcsd.foreign_errors import first_line, translate
 
 _ENDINGS = {"jsonl": (".jsonl", ".ndjson", ".jsonl.gz"), "parquet": (".parquet",)}
 
@@ -61,6 +61,7 @@ def open_source(source: Source) -> RawTable:
     Raises:
         BadInputError: there is no such file, split or column, or a file is not in its format.
         ConfigError: the format cannot be told from the file's name.
+        DiskError: the cache of ``datasets`` cannot be written.
     """
     kind, files = _find(source)
     try:
@@ -71,8 +72,8 @@ def open_source(source: Source) -> RawTable:
             if source.streaming:
                 sha256 = {source.path: digest(list(sha256.values()))}
     except (DatasetGenerationError, pa.ArrowException, OSError, ValueError, RuntimeError) as error:
-        if isinstance(error.__cause__, BadInputError):
-            raise error.__cause__ from None
+        if (known := translate(error)) is not None:  # such as a cache that cannot be written
+            raise known from None
         cause = first_line(error.__cause__ or error)
         raise BadInputError(f"{source.path}: cannot be read as {kind}: {cause}") from error
     if source.max_rows is not None and source.max_rows < len(rows):
@@ -111,7 +112,10 @@ def _find(source: Source) -> tuple[str, list[Path]]:
         matching = [name for name in files if name.name.endswith(endings)]
         if matching:
             return kind, matching
-    raise ConfigError(f"{source.path}: the format cannot be told from the name", hint="Set `format:` beside its path.")
+    raise ConfigError(
+        f"{source.path}: the format cannot be told from the name",
+        "Set `format: jsonl` or `format: parquet` beside its path. Plain text has to be brought into one of them.",
+    )
 
 
 def _open(source: Source, kind: str, files: list[Path], sha256: dict[str, str]) -> datasets.Dataset:

@@ -137,6 +137,11 @@ def find(folder: Path, resume: str, report: Callable[[str], None]) -> Path | Non
             )
         return None
     asked = Path(resume)
+    if not asked.is_dir():
+        raise CheckpointError(
+            f"{resume}: there is no such checkpoint to resume from",
+            f"Give auto, never, or a directory such as {folder / 'step-100'}.",
+        )
     manifest.verify(asked)
     step = manifest.read_manifest(asked)["step"]
     if newer := [path.name for path in checkpoints(folder) if (manifest.step_of(path) or 0) > step]:

@@ -69,6 +69,11 @@ class HFAdapter(Adapter):
         self._longest = max_length
         self._backend = backend or {"name": "hf"}
         self._device = model.device
+        if self.prefix_token_id is None:
+            raise BadInputError(
+                f"{tokenizer.name_or_path}: its tokenizer has neither a BOS nor an EOS token",
+                "Set eos_token in its tokenizer_config.json.",
+            )
 
     @property
     def eot_token_id(self) -> int:

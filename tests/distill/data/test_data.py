@@ -1,5 +1,6 @@
 """Packed rows: nothing lost, the same from anywhere, boundaries respected; bad rows counted."""
 
+import errno
 import gzip
 from itertools import chain, groupby
 from pathlib import Path
@@ -17,7 +18,7 @@ from fcsd.distill.data.rows import Mixture, Rows, batch
 from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.distill.losses import IGNORE
 from fcsd.distill.teacher.original import final_hidden
-from fcsd.errors import BadInputError, ConfigError
+from fcsd.errors import BadInputError, ConfigError, DiskError
 
 TEXTS = [f"document {n}: " + "abc " * (n % 7) for n in range(40)]
 
@@ -202,6 +203,16 @@ def test_unreadable_sources_are_one_clear_line(tmp_path: Path) -> None:
         with pytest.raises(error, match=match) as caught:
             load_corpus(Source(**{**source, "path": str(tmp_path / source["path"])}), texts.tokenizer(), tiny.VOCAB)
         assert "\n" not in str(caught.value)
+
+
+def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_file(tmp_path: Path, monkeypatch) -> None:
+    def full(*_: object, **__: object) -> object:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "cache"))
+
+    monkeypatch.setattr("fcsd.distill.data.raw_table._open", full)
+    source = Source(path=str(texts.write_jsonl(tmp_path / "a.jsonl", ["text"])))
+    with pytest.raises(DiskError, match=r"the disk is full: .*cache"):
+        load_corpus(source, texts.tokenizer(), tiny.VOCAB)
 
 
 def test_a_stream_is_read_once_and_never_beyond_its_bound(tmp_path: Path, monkeypatch) -> None:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ranks
 import runs
@@ -217,3 +218,24 @@ def test_torchrun_passes_the_signal_on(folder: Path, repo: Path, tmp_path: Path,
     assert "error: preempted: step" in said
     (checkpoint,) = checkpoints.checkpoints(tmp_path / "run" / "checkpoints")
     assert checkpoint.name == f"step-{read_metrics(tmp_path / 'run')[-1]['step']}"
+
+
+def test_ctrl_c_ends_all_processes_with_one_line(folder: Path, repo: Path, tmp_path: Path) -> None:
+    """A terminal sends SIGINT to every process of the command."""
+    runs.resolved(folder, output_dir=str(tmp_path / "run"), train__steps=100_000)  # writes recipe.yaml
+    command = [sys.executable, "-m", "fcsd", "distill", str(folder / "recipe.yaml"), "--gpus", "2"]
+
+    def as_in_a_terminal() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+
+    with subprocess.Popen(
+        command, cwd=repo, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=as_in_a_terminal
+    ) as process:
+        assert process.stderr is not None
+        while not process.stderr.readline().startswith("step 3 "):
+            assert process.poll() is None
+        ranks_of_it = psutil.Process(process.pid).children()
+        os.killpg(process.pid, signal.SIGINT)
+        said = [line for line in process.stderr if not line.startswith("step ")]
+    assert (process.returncode, said) == (130, ["error: interrupted\n"])
+    assert len(ranks_of_it) == 2 and not any(rank.is_running() for rank in ranks_of_it)

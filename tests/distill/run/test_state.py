@@ -290,6 +290,9 @@ def test_never_does_not_replace_an_earlier_run(folder: Path, single: Path) -> No
     before = outcome(single)
     with pytest.raises(ConfigError, match="has checkpoints of an earlier run"):
         train(runs.resolved(folder, output_dir=str(single)), resume="never")
+    with pytest.raises(CheckpointError, match="atuo: there is no such checkpoint") as caught:
+        train(runs.resolved(folder, output_dir=str(single)), resume="atuo")
+    assert caught.value.hint is not None and caught.value.hint.startswith("Give auto, never, or")
     assert outcome(single) == before
 
 

@@ -1,5 +1,6 @@
 """The adapter answers as lm-eval's HFLM does, item by item, and refuses what HFLM lets through."""
 
+import copy
 import random
 from dataclasses import replace
 
@@ -149,6 +150,13 @@ def test_a_head_beyond_its_matrix_is_refused():
     network.register_forward_hook(lambda _module, _args, out: replace(out, logits=out.logits.tanh()))
     with pytest.raises(BadInputError, match="output embeddings"):
         HFAdapter(network, TOKENIZER)
+
+
+def test_a_tokenizer_without_bos_and_eos_is_refused():
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(BadInputError, match="neither a BOS nor an EOS token"):
+        HFAdapter(model(), tokenizer)
 
 
 def test_a_killed_evaluation_repeats_no_request(tmp_path):
