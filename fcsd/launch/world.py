@@ -136,7 +136,7 @@ def _torchrun(arguments: list[str]) -> NoReturn:
     from torch.distributed.run import parse_args, run
 
     sys.stdout.flush()
-    if not logging.getLogger("fcsd").isEnabledFor(logging.DEBUG):  # -v
+    if "--standalone" in arguments and not logging.getLogger("fcsd").isEnabledFor(logging.DEBUG):  # -v
         logging.disable()  # what torchrun says about its processes, each of which reports its own error
     try:
         run(parse_args(arguments))
