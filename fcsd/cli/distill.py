@@ -53,6 +53,9 @@ def distill(
     if resolved.recipe.sweep is not None and sweep is None:
         raise ConfigError(f"The recipe {named} is a sweep.", f"Start it with: fcsd distill --sweep {named}")
 
+    if rendezvous is not None and nodes == 1 and node_rank is None:
+        raise ConfigError("--rendezvous is for a run on several nodes, and this is one node", "Give --nodes N too.")
+
     from fcsd.launch import nodes as several
 
     if sweep is not None:

@@ -1,8 +1,9 @@
 """The whole recipe, with its smaller sections."""
 
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from fcsd.config.checkpoint import Checkpoint
 from fcsd.config.data import Data
@@ -100,10 +101,17 @@ class Sweep(Section):
     """`continue` starts the full run with the chosen values after the last stage; `stop` ends the sweep there."""
 
 
+def _run_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        letters = "at most 64 letters from a to z, digits, '.', '_' and '-'"
+        raise ValueError(f"should be a name of {letters} that begins with a letter or digit")
+    return name
+
+
 class Recipe(Section):
     """One distillation run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    name: Annotated[str, AfterValidator(_run_name)]
     """The name of the run in logs, model cards and trackers."""
     model: InputPath
     """The student: a converted checkpoint, as a directory or hub id. `init.wiring` allows an unconverted one."""

@@ -44,9 +44,11 @@ def node_of(count: int, rank: int, rendezvous: str | None) -> Node:
     """The node that ``--nodes``, ``--node-rank`` and ``--rendezvous HOST:PORT`` describe.
 
     Raises:
-        ConfigError: the rendezvous is not ``HOST:PORT``, or the rank is not below the number of nodes.
+        ConfigError: the rendezvous is missing or not ``HOST:PORT``, or the rank is not below the number of nodes.
     """
-    match = _ENDPOINT.fullmatch(rendezvous or "")
+    if rendezvous is None:
+        raise ConfigError("--node-rank needs --rendezvous HOST:PORT", "Give the address of node 0, as on all nodes.")
+    match = _ENDPOINT.fullmatch(rendezvous)
     if match is None or not 0 < int(match["port"]) < 65536:
         raise ConfigError(
             f"--rendezvous {rendezvous}: expected HOST:PORT",

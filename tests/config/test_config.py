@@ -278,7 +278,7 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         ("path: a.jsonl", "path: $(touch CANARY).jsonl", 6, "`$` is not expanded"),
         ("path: a.jsonl", r'path: "a\nb"', 6, "control character"),
         ("model: converted", "model: ''", 2, "at least 1 character"),
-        ("name: run", "name: a/b", 1, "should match pattern"),
+        ("name: run", "name: a/b", 1, "begins with a letter or digit"),
         ("name: run", "seed: -1", 1, "greater than or equal to 0"),
         ("name: run", "", 2, "'name' is missing"),
         ("    - path: a.jsonl\n      weight: 2.5\n    - path: b.parquet\n", "", 5, "should be a valid list"),

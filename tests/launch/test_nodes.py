@@ -41,6 +41,13 @@ def test_the_name_of_node_0_may_be_left_open() -> None:
     assert text.count("HOST_OF_NODE_0:29400") == 2 and "'my recipe.yaml'" in text and "--node-rank 1" in text
 
 
+def test_an_address_without_nodes_is_refused(tmp_path: Path) -> None:
+    runs.write_models(tmp_path)
+    runs.resolved(tmp_path)
+    done = fcsd("distill", tmp_path / "recipe.yaml", "--rendezvous", "host:29400")
+    assert done.returncode == 2 and "Give --nodes N too." in done.stderr and not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("rank", "rendezvous"),
     [(0, None), (0, "host"), (0, "host:0"), (0, "host:70000"), (0, "a b:29400"), (2, "host:29400")],
