@@ -100,12 +100,14 @@ def test_the_figures_of_the_first_table_follow_from_the_raw_files(readme, repo):
     memory = raw("memory_v2lite_4xh200")
     says("memory", *(f"{memory[of]['peak'] / 2**30:.{digits}f}" for of, digits in (("measured", 2), ("predicted", 1))))
     models = Models(read_lines([repo / "docs/results/capability.jsonl"]))
-    told = (
-        ("KL", "same", 0.1), ("KL", "same", 0.01), ("SFT", "same", 0.1), ("KL, annealed over 0.25", "same", 0.03),
-        ("KL", "same", 0.03), ("KL, annealed over 0.25", "same", 0.1), ("KL", "other", 0.1), ("SFT", "other", 0.1),
-    )  # fmt: skip
-    for method, text, share in told:
+    annealed = "KL, annealed over 0.25"
+    told = {
+        "capability": [("KL", "same", 0.1), ("KL", "same", 0.01), ("SFT", "same", 0.1)],
+        "capability on other text": [("KL", "other", 0.1), ("SFT", "other", 0.1)],
+        "annealed wiring": [(annealed, "same", 0.03), ("KL", "same", 0.03), (annealed, "same", 0.1)],
+    }
+    for row, method, text, share in [(row, *model) for row, trained in told.items() for model in trained]:
         lines = models.seeds(method, text, share, stop="best" if share == 0.1 else "")
         assert len(lines) == 3
-        says("capability", pm(models.scores(lines).of_teacher, 100))
+        says(row, pm(models.scores(lines).of_teacher, 100))
     says("capability", f"{pm(models.scores([models.untrained]).of_teacher, 100)} % untrained")
