@@ -27,6 +27,7 @@ from fcsd.models.wiring import Wiring
 
 ROWS, SEQ = 2, 16
 TERMS = ("kl", "sft", "hidden")
+KINDS = {"deepseek_v2": "farskip", "qwen3_moe": "farskip", "llama": "ladder"}  # of models, and their wiring here
 # The documents of the rows of three micro-batches. The third has more documents than there is room for.
 LENGTHS = ([[16], [16]], [[4, 12], [9, 7]], [[1] * 16, [2] * 8])
 
@@ -42,15 +43,15 @@ def micro_batch(lengths: list[list[int]], seed: int, device: str = "cpu") -> dic
     return {name: column.to(device) for name, column in columns.items()}
 
 
-def models(device: str, dtype: torch.dtype) -> tuple[Student, Any]:
+def models(device: str, dtype: torch.dtype, kind: str = "deepseek_v2") -> tuple[Student, Any]:
     """A wired student in training mode and its teacher, both with packed attention."""
     objective = Objective(kl=1.0, sft=0.5, hidden=Hidden(weight=0.1), chunk_tokens=8)
-    student, teacher = (tiny.model("deepseek_v2", seed=seed).to(device, dtype) for seed in (1, 2))
+    student, teacher = (tiny.model(kind, seed=seed).to(device, dtype) for seed in (1, 2))
     for model in (student, teacher):
         assert use_packed_attention(model)
         if dtype == torch.float64:
             model.set_experts_implementation("eager")  # grouped products have no fp64
-    wire(student, Wiring("farskip", tuple(range(student.config.num_hidden_layers))))
+    wire(student, Wiring(KINDS[kind], tuple(range(student.config.num_hidden_layers))))
     return Student(student, objective).train(), live_teacher(teacher.requires_grad_(False).eval(), objective)
 
 
@@ -74,11 +75,12 @@ def steps(student: Student, teacher: Any, device: str) -> list[Tensor]:
     return found
 
 
-def test_fixed_passes_give_the_terms_and_gradients_of_ordinary_ones() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_fixed_passes_give_the_terms_and_gradients_of_ordinary_ones(kind: str) -> None:
     """Three micro-batches are summed, so their gradients must not share memory; the number of documents varies."""
     results = []
     for fixed in (False, True):
-        student, teacher = models("cpu", torch.float64)
+        student, teacher = models("cpu", torch.float64, kind)
         student.fixed = FixedPasses(student, teacher, capture=False) if fixed else None
         results.append(steps(student, teacher, "cpu"))
     assert len(results[0]) == len(results[1]) > 18
@@ -114,14 +116,15 @@ def test_a_frozen_weight_gets_no_gradient_and_evaluation_takes_the_ordinary_way(
 
 
 @pytest.mark.gpu
-def test_captured_passes_are_those_on_fixed_buffers_bit_by_bit() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_passes_are_those_on_fixed_buffers_bit_by_bit(kind: str) -> None:
     """The gradients of all three micro-batches are summed, and the third makes the graphs anew.
 
     DeepSpeed's hooks keep the nodes of autograd that add to the gradients, and these belong to the default stream.
     """
     results = []
     for capture in (False, True):
-        student, teacher = models("cuda", torch.bfloat16)
+        student, teacher = models("cuda", torch.bfloat16, kind)
         nodes: list[Any] = [p.view_as(p).grad_fn for p in student.parameters()]
         student.fixed = FixedPasses(student, teacher, capture=capture)
         results.append(steps(student, teacher, "cuda"))
