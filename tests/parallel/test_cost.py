@@ -127,8 +127,13 @@ def test_a_damaged_machine_file_is_refused_in_one_line(text: str, said: str, tmp
     with pytest.raises(ConfigError, match=r"machine\.json") as caught:
         read_machine(path)
     assert said in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="cannot be read"):
+
+
+def test_a_machine_file_that_is_missing_or_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.json: no such file"):
         read_machine(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_machine(tmp_path)
 
 
 def test_a_machine_file_by_hand(tmp_path: Path) -> None:
