@@ -78,14 +78,16 @@ siblings() { # MINUTES
     done
 }
 
-# Copies to a folder what the work has found so far. One archive holds it all, as few files come back from some machines.
+# Copies to a folder what the work has found so far: few archives, because some machines give back few files.
 collect() { # OUT
-    local out
+    local out layout
     out="$(cd "$1" && pwd)"
-    (cd "$work" && tar -czf "$out/found.tar.gz.part" --exclude=mps --exclude='*/runs' --exclude='*/text' --exclude='*/cache' \
-        --ignore-failed-read $(ls -d ./*.log ./*.jsonl ./*/logs \
-        ./*/eval/*/samples/*/strict/humaneval.jsonl "${order[@]}" 2> /dev/null)) || true
+    (cd "$work" && tar -czf "$out/found.tar.gz.part" --ignore-failed-read \
+        $(ls -d ./*.log ./*.jsonl ./*/logs ./*/eval/*/samples/*/strict/humaneval.jsonl 2> /dev/null)) || true
     mv "$out/found.tar.gz.part" "$out/found.tar.gz"
+    for layout in "${order[@]}"; do
+        [ ! -e "$work/$layout/config.json" ] || tar -czf "$out/$layout.tar.gz" -C "$work" "$layout"
+    done
 }
 
 watch() { # SECONDS OUT
