@@ -6,8 +6,8 @@
 #   scripts/capability/lease.sh siblings FOLDER MINUTES   there: trains the llama and the qwen3_moe teacher for so many
 #                                                   minutes, each on a GPU of its own if there are two, and then does
 #                                                   their studies on all GPUs
-#   scripts/capability/lease.sh watch SECONDS OUT   there: copies results, teachers and the ends of logs to OUT until the
-#                                                   time is over or nothing runs, and prints how far the work is
+#   scripts/capability/lease.sh watch SECONDS OUT   there: waits until the time is over or nothing runs, copies
+#                                                   results, teachers and logs to OUT, and prints how far the work is
 # A command there may be shorter than the work, so start `study` and `siblings` in a session of their own, and watch:
 #   setsid scripts/capability/lease.sh siblings .carried 5 > /dev/null 2>&1 & scripts/capability/lease.sh watch 560 $OUT
 # Environment: WORK=/dev/shm/fcsd, and what scripts/reproduce_capability.sh takes, GPUS and PROCESSES among it.
