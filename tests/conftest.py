@@ -1,9 +1,7 @@
 """Makes every test run offline, on one thread, with caches that are deleted at the end of the session."""
 
 import os
-import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,14 +32,6 @@ settings.load_profile("any speed")
 def repo() -> Path:
     """The root of the checkout."""
     return Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(autouse=True)
-def no_process_group() -> Iterator[None]:
-    """No test leaves a process group in pytest's own process, which would then end with the next end of a command."""
-    yield
-    dist = sys.modules.get("torch.distributed")
-    assert dist is None or not dist.is_initialized(), "what joins a process group belongs into a process: see ranks.py"
 
 
 @pytest.fixture
