@@ -20,7 +20,7 @@ _LINES = b"".join(json.dumps({"text": f"document {n}"}).encode() + b"\n" for n i
         ("a.jsonl", b'{"txt": "a"}', "'text'"),
         ("a.jsonl", b'{"text": ""}', "has no text"),
         ("a.jsonl.gz", b"not gzip", "cannot be read"),
-        ("a.jsonl.gz", gzip.compress(_LINES)[:60], "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(_LINES, mtime=0)[:60], "cannot be read"),
         ("a.parquet", b"not parquet", "cannot be read"),
     ],
 )
