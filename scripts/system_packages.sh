@@ -4,7 +4,7 @@ missing=() # Debian's names
 command -v python3 > /dev/null || missing+=(python3)
 [ -x "${FCSD_VENV:-.venv}/bin/python" ] || python3 -c 'import ensurepip' 2> /dev/null || missing+=(python3-venv)
 command -v gcc > /dev/null || missing+=(gcc)
-echo '#include <stdio.h>' | gcc -E - > /dev/null 2>&1 || missing+=(libc6-dev)
+gcc -E - <<< '#include <stdio.h>' > /dev/null 2>&1 || missing+=(libc6-dev)
 command -v bwrap > /dev/null || missing+=(bubblewrap)
 if [ ${#missing[@]} -gt 0 ]; then
   if ! command -v apt-get > /dev/null; then

@@ -5,19 +5,20 @@
 #   scripts/capability/lease.sh study FOLDER STUDY...     there: scripts/reproduce_capability.sh until nothing is left
 #   scripts/capability/lease.sh siblings FOLDER MINUTES   there: trains the llama and the qwen3_moe teacher for so many
 #                                                   minutes, each on a GPU of its own if there are two, and then does
-#                                                   their studies on all GPUs
+#                                                   their studies on all GPUs. A teacher whose archive
+#                                                   (llama.tar.gz, from OUT below) lies in FOLDER is not trained again
 #   scripts/capability/lease.sh watch SECONDS OUT   there: waits until the time is over or nothing runs, copies
 #                                                   results, teachers and logs to OUT, and prints how far the work is
 # A command there may be shorter than the work, so start `study` and `siblings` in a session of their own, and watch:
 #   setsid scripts/capability/lease.sh siblings .carried 5 > /dev/null 2>&1 & scripts/capability/lease.sh watch 560 $OUT
 # Environment: WORK=/dev/shm/fcsd, and what scripts/reproduce_capability.sh takes, GPUS and PROCESSES among it.
-#   TRAIN=--compile (options of scripts/teacher/train.py)
+#   TRAIN=--compile (options of scripts/teacher/train.py)  LAYOUTS="llama qwen3_moe" (the siblings)
 # No GPU has run it. On a CPU, `siblings` trained both teachers for two steps and started the first study.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 work="${WORK:-/dev/shm/fcsd}" python="${PYTHON:-python3}" gpus="${GPUS:-1}"
 export GPUS="$gpus" TEACHER_TEXT="$work/teacher/train.jsonl" MINUTES="${MINUTES:-25}"
-order=(llama qwen3_moe)
+read -r -a order <<< "${LAYOUTS:-llama qwen3_moe}"
 declare -A wirings=([llama]=ladder [qwen3_moe]=farskip)
 declare -A studies=([llama]="table-1 table-4 desync" [qwen3_moe]="table-1")
 
@@ -48,7 +49,8 @@ unpack() {
     [ -e "$work/unpacked" ] && return
     mkdir -p "$work"
     "$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$work/site" "$1"/wheels/*.whl
-    tar -xzf "$1/teacher.tar.gz" -C "$work"
+    local archive
+    for archive in "$1"/*.tar.gz; do tar -xzf "$archive" -C "$work"; done # the text, and teachers trained before
     touch "$work/unpacked"
 }
 
@@ -62,6 +64,7 @@ train() { # LAYOUT GPU MINUTES
 siblings() { # MINUTES
     local number=0 layout tokens
     for layout in "${order[@]}"; do
+        [ ! -e "$work/$layout/config.json" ] || continue
         train "$layout" $((number % gpus)) "$1" &
         number=$((number + 1))
         [ $((number % gpus)) -ne 0 ] || wait
@@ -86,7 +89,7 @@ collect() { # OUT
         $(ls -d ./*.log ./*.jsonl ./*/logs ./*/eval/*/samples/*/strict/humaneval.jsonl 2> /dev/null)) || true
     mv "$out/found.tar.gz.part" "$out/found.tar.gz"
     for layout in "${order[@]}"; do
-        [ ! -e "$work/$layout/config.json" ] || tar -czf "$out/$layout.tar.gz" -C "$work" "$layout"
+        [ ! -e "$work/$layout/config.json" ] || tar -czf "$out/$layout.tar.gz" -C "$work" "$layout" "$layout.jsonl"
     done
 }
 
@@ -99,7 +102,7 @@ watch() { # SECONDS OUT
 }
 
 command="${1:-}"
-[ $# -gt 2 ] || [ "$command $#" = "pack 2" ] || { sed -n '2,14s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 2 ] || [ "$command $#" = "pack 2" ] || { sed -n '2,15s/^# *//p' "$0" >&2; exit 2; }
 shift
 case "$command" in
     pack) pack "$1" ;;
