@@ -77,7 +77,7 @@ siblings() { # MINUTES
         TEACHER="$work/$layout" TEACHER_TOKENS="$tokens" WIRING="${wirings[$layout]}" NEW="$work/capability_$layout.jsonl" \
             STORED="docs/results/capability_$layout.jsonl" \
             scripts/reproduce_capability.sh "$work/study_$layout" ${studies[$layout]} >> "$work/study_$layout.log" 2>&1 ||
-            echo "the study of $layout failed; study_$layout.log says why" >&2
+            echo "the study of $layout is not complete; study_$layout.log says what is left" >&2
     done
 }
 
