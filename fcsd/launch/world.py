@@ -136,10 +136,11 @@ def _torchrun(arguments: list[str]) -> NoReturn:
     from torch.distributed.run import parse_args, run
 
     sys.stdout.flush()
-    if "--standalone" in arguments and not logging.getLogger("fcsd").isEnabledFor(logging.DEBUG):  # -v
+    options = parse_args(arguments)
+    if options.standalone and not logging.getLogger("fcsd").isEnabledFor(logging.DEBUG):  # -v
         logging.disable()  # what torchrun says about its processes, each of which reports its own error
     try:
-        run(parse_args(arguments))
+        run(options)
     except ChildFailedError as failed:
         rank, first = _cause(failed.failures)
         if first.exitcode == 128 + signal.SIGINT:

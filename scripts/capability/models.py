@@ -32,6 +32,11 @@ class Models:
         return scores_of(lines, self.teacher, untrained or self.untrained)
 
 
+def settings_of(line: dict[str, Any]) -> str:
+    """The batch in tokens, the learning rate and the steps of a trained model."""
+    return f"{line['batch_tokens']:,}; {line['lr']:.2g}; {line['steps']}"
+
+
 def summary(scores: dict[str, Scores]) -> str:
     """A table with a row for each method: what it lost, and what training won back."""
     body = [

@@ -9,11 +9,10 @@ on questions or other budgets, are refused.
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs as a program, too
 
-from scripts.capability.models import Lines, Models, pm, summary
+from scripts.capability.models import Lines, Models, pm, settings_of, summary
 from scripts.capability.picture import PAPERS, draw
 from scripts.capability.results import read_lines
 from scripts.capability.runs import (
@@ -165,7 +164,7 @@ def recovery(models: Models, tokens: int, picture: Path) -> str:
         for name, found in scores.items()
     ]
     settings = [
-        [name, *(_settings(found[share][0]) if share in found else "-" for share in SHARES)]
+        [name, *(settings_of(found[share][0]) if share in found else "-" for share in SHARES)]
         for name, found in runs.items()
     ]
     lines = []
@@ -192,10 +191,6 @@ def recovery(models: Models, tokens: int, picture: Path) -> str:
 def _by_share(models: Models, method: str, text: str) -> dict[float, list[dict]]:
     found = {s: models.seeds(method, text, s, stop="best" if s == TABLE_1 else "") for s in SHARES}
     return {share: lines for share, lines in found.items() if lines}
-
-
-def _settings(line: dict[str, Any]) -> str:
-    return f"{line['batch_tokens']:,}; {line['lr']:.2g}; {line['steps']}"
 
 
 def table_2(models: Models) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import mean, stdev
 from typing import Any
 
-from scripts.capability.models import Models, pm, summary
+from scripts.capability.models import Models, pm, settings_of, summary
 from scripts.capability.runs import TABLE_1, WRITTEN
 from scripts.capability.scores import by_column
 from scripts.capability.scratch import AVERAGED, CONFIGS, DEGREE, DENSE, MOE, SHARE
@@ -44,7 +44,7 @@ def rates(models: Models) -> str:
     body = [
         [
             method,
-            f"{found[0]['batch_tokens']:,}; {found[0]['lr']:.2g}; {found[0]['steps']}",
+            settings_of(found[0]),
             ", ".join(f"{100 * by_column(line)['HEval+']['value']:.0f}" for line in found),
             pm(scores.of_teacher, 100),
             pm(scores.above_chance, 100),

@@ -258,7 +258,7 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> N
     ],
 )
 def test_what_gives_wrong_results_is_refused(models: dict[str, Path], words: list[str], message: str) -> None:
-    done = CliRunner().invoke(app, [word.format(model=models["llama"], **models) for word in words])
+    done = CliRunner().invoke(app, [word.format(model=models["llama"]) for word in words])
     assert done.exit_code == 2 and message in done.stderr
 
 
