@@ -7,13 +7,14 @@
 #         ended, and no others.
 #   STUDY table-1, text (the kinds of text), recovery (over tokens), table-2, figure-3, early-stop, anneal,
 #         solved (start), progressive (conversion), chosen (layers), distance (of two sub-blocks), scratch (training
-#         from random weights), on-policy (text that the models wrote), rates (why HumanEval+ falls); for a dense TEACHER
+#         from random weights), on-policy (text that the models wrote), tokens (the teacher's token ids); for a dense TEACHER
 #         also table-4 (Ladder's) and desync (converted and healed)
 # Every model and every sweep that ends adds a line to NEW. Append these to docs/results/capability.jsonl, which the
 # next piece reads: runs that are in either file are not repeated.
 # Environment: NEW=WORK/new.jsonl  MINUTES=9  UP_TO=1 (the largest share of the teacher's
 #   tokens of a run)  PROCESSES=8 (models at a time, on all GPUs)  GPUS=1  DEVICE=cuda  PYTHON=python3
-#   SET= (settings of all runs on at least 5 % of the tokens, for speed: train.graph=true)
+#   SET= (settings of all runs on at least SET_FROM of the tokens, for speed: train.graph=true)  SET_FROM=0.05
+#   TEXTS_ONLY= (1 writes the texts of the studies and trains nothing)
 #   LIMIT=all (questions of each benchmark; with fewer, the results are a trial, of which no page is made)
 #   SWEEP_STEPS=50 (optimizer steps of each trial of a sweep)
 #   TEACHER_TOKENS=1669595136 (both runs of the teacher's training)  TEACHER_TEXT=runs/teacher/train.jsonl
@@ -24,20 +25,21 @@
 # It needs no network. scripts/capability/lease.sh carries what a machine without one lacks, and trains the other teachers.
 # It has run on four H200s, with six or seven models at a time on each GPU. Commands are forks of one process that has
 # imported the libraries. If a fork cannot use the GPU, the script says so and starts ordinary processes. The studies
-# distance, scratch, on-policy, rates and desync have run on a CPU alone, for a few steps.
+# distance, scratch, on-policy, tokens and desync have run on a CPU alone, for a few steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || { sed -n '4,23s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '4,24s/^# *//p' "$0" >&2; exit 2; }
 python="${PYTHON:-python3}" stored="${STORED:-docs/results/capability.jsonl}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if [ "$1" = page ]; then
   exec "$python" scripts/capability/report.py --results "$stored" --page "${PAGE:-docs/CAPABILITY.md}"
 fi
-[ $# -gt 1 ] || { sed -n '4,23s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 1 ] || { sed -n '4,24s/^# *//p' "$0" >&2; exit 2; }
 work="$1"
 shift
 exec "$python" scripts/capability/work.py "$@" --work "$work" --new "${NEW:-$work/new.jsonl}" --results "$stored" \
   --minutes "${MINUTES:-9}" --up-to "${UP_TO:-1}" --processes "${PROCESSES:-8}" --gpus "${GPUS:-1}" --device "${DEVICE:-cuda}" \
   --teacher-tokens "${TEACHER_TOKENS:-1669595136}" ${TEACHER_TEXT:+--teacher-text "$TEACHER_TEXT"} \
   ${OTHER_TEXT:+--other-text "$OTHER_TEXT"} ${TEACHER:+--teacher "$TEACHER"} --wiring "${WIRING:-farskip}" \
-  ${LIMIT:+--limit "$LIMIT"} ${SWEEP_STEPS:+--sweep-steps "$SWEEP_STEPS"} $(for setting in ${SET:-}; do echo --set "$setting"; done)
+  ${LIMIT:+--limit "$LIMIT"} ${SWEEP_STEPS:+--sweep-steps "$SWEEP_STEPS"} --set-from "${SET_FROM:-0.05}" ${TEXTS_ONLY:+--texts-only} \
+  $(for setting in ${SET:-}; do echo --set "$setting"; done)

@@ -8,7 +8,7 @@ from fcsd.config.fields import Count, InputPath, Section
 
 
 class Source(Section):
-    """Text or chats to train or measure on: `column`, or `messages`, or `prompt` and `response`."""
+    """Documents to train or measure on: `column`, `token_ids`, `messages`, or `prompt` and `response`."""
 
     path: InputPath
     """A file, folder or glob on disk. For format `hf`: a folder of datasets, a dataset saved on disk, or a hub id.
@@ -27,6 +27,9 @@ class Source(Section):
     """The number of rows to read, from the first one on; null reads all rows."""
     column: str = "text"
     """The field or column that holds plain text. Every token of it counts in the loss."""
+    token_ids: str | None = None
+    """The field or column of documents that are tokenised already, as lists of token ids of the model's vocabulary. No
+    token is added to them. Every token counts in the loss."""
     messages: str | None = None
     """The field or column that holds a chat as a list of messages; the chat template turns it into text."""
     message_keys: Literal["role/content", "from/value"] = "role/content"
@@ -61,16 +64,19 @@ class Source(Section):
     @property
     def columns(self) -> tuple[str, ...]:
         """The fields that are read, in the order in which they are asked for."""
-        if self.messages is not None:
-            return (self.messages,)
+        if (only := self.messages or self.token_ids) is not None:
+            return (only,)
         return (self.column,) if self.prompt is None or self.response is None else (self.prompt, self.response)
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if (self.prompt is None) != (self.response is None):
             raise ValueError("prompt and response go together: give both or neither")
-        if [self.column != "text", self.messages is not None, self.prompt is not None].count(True) > 1:
-            raise ValueError("give one of column (plain text), messages (chats), and prompt with response (chats)")
+        given = (self.column != "text", *(f is not None for f in (self.token_ids, self.messages, self.prompt)))
+        if given.count(True) > 1:
+            raise ValueError(
+                "give one of column (plain text), token_ids, messages (chats), and prompt with response (chats)"
+            )
         if self.chat_template is not None and not self.chat:
             raise ValueError("chat_template is for chats: give messages, or prompt and response")
         if self.streaming and (self.format != "hf" or self.max_rows is None):

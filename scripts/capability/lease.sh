@@ -3,24 +3,25 @@
 #   scripts/capability/lease.sh pack FOLDER         where there is a network: the wheels that such a machine lacks and the
 #                                                   teacher's text, 23 MB, into FOLDER, which is carried to the machine
 #   scripts/capability/lease.sh study FOLDER STUDY...     there: scripts/reproduce_capability.sh until nothing is left
-#   scripts/capability/lease.sh siblings FOLDER MINUTES   there: trains the llama and the qwen3_moe teacher for so many
-#                                                   minutes, each on a GPU of its own if there are two, and then does
-#                                                   their studies on all GPUs. A teacher whose archive
-#                                                   (llama.tar.gz, from OUT below) lies in FOLDER is not trained again
+#   scripts/capability/lease.sh siblings FOLDER TOKENS   there: trains the llama and the qwen3_moe teacher on so many
+#                                                   tokens, and does the studies of each. If there are two GPUs or
+#                                                   more, the siblings share them out and work at the same time. A
+#                                                   teacher whose archive (llama.tar.gz, from OUT below) lies in FOLDER
+#                                                   is not trained again
 #   scripts/capability/lease.sh watch SECONDS OUT   there: waits until the time is over or nothing runs, copies
 #                                                   results, teachers and logs to OUT, and prints how far the work is
 # A command there may be shorter than the work, so start `study` and `siblings` in a session of their own, and watch:
-#   setsid scripts/capability/lease.sh siblings .carried 5 > /dev/null 2>&1 & scripts/capability/lease.sh watch 560 $OUT
+#   setsid scripts/capability/lease.sh siblings .carried 1e9 > /dev/null 2>&1 & scripts/capability/lease.sh watch 560 $OUT
 # Environment: WORK=/dev/shm/fcsd, and what scripts/reproduce_capability.sh takes, GPUS and PROCESSES among it.
 #   TRAIN=--compile (options of scripts/teacher/train.py)  LAYOUTS="llama qwen3_moe" (the siblings)
-# No GPU has run it. On a CPU, `siblings` trained both teachers for two steps and started the first study.
+# On two H200s, `siblings .carried 1000079360` trained both teachers in 450 s and most models of Table 1 in 1000 s more.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 work="${WORK:-/dev/shm/fcsd}" python="${PYTHON:-python3}" gpus="${GPUS:-1}"
 export GPUS="$gpus" TEACHER_TEXT="$work/teacher/train.jsonl" MINUTES="${MINUTES:-25}"
 read -r -a order <<< "${LAYOUTS:-llama qwen3_moe}"
 declare -A wirings=([llama]=ladder [qwen3_moe]=farskip)
-declare -A studies=([llama]="table-1 table-4 desync" [qwen3_moe]="table-1")
+declare -A studies=([llama]="table-1 tokens table-4 desync" [qwen3_moe]="table-1 tokens")
 
 pack() {
     local folder="$1" made
@@ -54,31 +55,53 @@ unpack() {
     touch "$work/unpacked"
 }
 
-# Trains a teacher on one GPU.
-train() { # LAYOUT GPU MINUTES
+# Trains a teacher on one GPU, unless there is one. A part of a training leaves none.
+train() { # LAYOUT TOKENS
+    [ ! -e "$work/$1/config.json" ] || return 0
     # shellcheck disable=SC2086 # the options are split into words on purpose
-    CUDA_VISIBLE_DEVICES="$2" "$python" scripts/teacher/train.py --layout "$1" --out "$work/$1" --minutes "$3" \
-        --text "$work/teacher" ${TRAIN---compile} > "$work/$1.jsonl" 2> "$work/$1.log"
+    CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES%%,*}" "$python" scripts/teacher/train.py --layout "$1" --tokens "$2" \
+        --out "$work/training_$1" --text "$work/teacher" ${TRAIN---compile} > "$work/$1.jsonl" 2> "$work/$1.log"
+    mv "$work/training_$1" "$work/$1"
 }
 
-siblings() { # MINUTES
-    local number=0 layout tokens
+# A part of the studies of one sibling. The siblings have their texts in common, which lie in $work/texts.
+study() { # LAYOUT TOKENS
+    STORED="docs/results/capability_$1.jsonl" NEW="$work/capability_$1.jsonl" TEACHER_TOKENS="$2" \
+        scripts/reproduce_capability.sh "$work/study_$1" "${@:3}" >> "$work/study_$1.log" 2>&1
+}
+
+sibling() { # LAYOUT TOKENS
+    local layout="$1" tokens
+    train "$layout" "$2"
+    while [ ! -e "$work/texts/ended" ]; do sleep 1; done
+    mkdir -p "$work/study_$layout"
+    ln -sfn "$work/texts/text" "$work/study_$layout/text"
+    ln -sfn "$work/texts/cache" "$work/study_$layout/cache"
+    tokens="$("$python" -c 'import json, sys; print(json.loads(sys.argv[1])["tokens"])' \
+        "$(grep '^{' "$work/$layout.jsonl" | tail -n 1)")" # other libraries print lines, too
+    # shellcheck disable=SC2086 # the studies are split into words on purpose
+    TEACHER="$work/$layout" WIRING="${wirings[$layout]}" study "$layout" "$tokens" ${studies[$layout]} ||
+        echo "the study of $layout is not complete; study_$layout.log says what is left" >&2
+}
+
+siblings() { # TOKENS
+    local at=0 each=$((gpus / ${#order[@]})) layout tokens
+    tokens="$(printf %.0f "$1")"
+    [ "$each" -gt 0 ] || each=$gpus
+    # The texts need no GPU and no teacher, so they are written while the teachers learn.
+    (
+        mkdir -p "$work/texts"
+        TEXTS_ONLY=1 DEVICE=cpu STORED=/dev/null NEW="$work/texts/none.jsonl" TEACHER_TOKENS="$tokens" \
+            scripts/reproduce_capability.sh "$work/texts" table-1 tokens > "$work/texts.log" 2>&1 || true
+        touch "$work/texts/ended"
+    ) &
     for layout in "${order[@]}"; do
-        [ ! -e "$work/$layout/config.json" ] || continue
-        train "$layout" $((number % gpus)) "$1" &
-        number=$((number + 1))
-        [ $((number % gpus)) -ne 0 ] || wait
+        [ $((at + each)) -le "$gpus" ] || { wait; at=0; }
+        CUDA_VISIBLE_DEVICES="$(seq -s , $at $((at + each - 1)))" GPUS="$each" PROCESSES=$((${PROCESSES:-8} * each / gpus)) \
+            sibling "$layout" "$tokens" &
+        at=$((at + each))
     done
     wait
-    for layout in "${order[@]}"; do
-        tokens="$("$python" -c 'import json, sys; print(json.loads(sys.argv[1])["tokens"])' \
-            "$(grep '^{' "$work/$layout.jsonl" | tail -n 1)")" # other libraries print lines, too
-        # shellcheck disable=SC2086 # the studies are split into words on purpose
-        TEACHER="$work/$layout" TEACHER_TOKENS="$tokens" WIRING="${wirings[$layout]}" NEW="$work/capability_$layout.jsonl" \
-            STORED="docs/results/capability_$layout.jsonl" \
-            scripts/reproduce_capability.sh "$work/study_$layout" ${studies[$layout]} >> "$work/study_$layout.log" 2>&1 ||
-            echo "the study of $layout is not complete; study_$layout.log says what is left" >&2
-    done
 }
 
 # Copies to a folder what the work has found so far: few archives, because some machines give back few files.
@@ -102,15 +125,21 @@ watch() { # SECONDS OUT
 }
 
 command="${1:-}"
-[ $# -gt 2 ] || [ "$command $#" = "pack 2" ] || { sed -n '2,15s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 2 ] || [ "$command $#" = "pack 2" ] || { sed -n '2,18s/^# *//p' "$0" >&2; exit 2; }
 shift
 case "$command" in
     pack) pack "$1" ;;
     watch) watch "$1" "$2" ;;
     study | siblings)
+        folder="$(realpath "$1")"
+        if [ "$PWD" != "$work/tree" ]; then # each command sends the checkout anew, which removes files for a moment
+            mkdir -p "$work/tree"
+            cp -r fcsd scripts assets docs "$work/tree"
+            exec "$work/tree/scripts/capability/lease.sh" "$command" "$folder" "${@:2}"
+        fi
         rm -f "$work/ended"
         trap 'touch "$work/ended"' EXIT
-        unpack "$1"
+        unpack "$folder"
         shift
         if [ "$command" = siblings ]; then siblings "$1"; else
             NEW="$work/capability.jsonl" scripts/reproduce_capability.sh "$work/study" "$@" > "$work/study.log" 2>&1

@@ -27,7 +27,7 @@ from scripts.capability.runs import (
 )
 from scripts.capability.scores import Scores, fit, tokens_to
 from scripts.capability.studies import DENSE_ONLY, SIBLINGS, TABLE_4, studies
-from scripts.capability.wirings_report import desync, distance, on_policy, rates, scratch
+from scripts.capability.wirings_report import desync, distance, on_policy, scratch, token_ids
 
 from fcsd.markdown import table
 
@@ -72,7 +72,7 @@ def page(lines: Lines, picture: Path) -> str:
     parts += [table_1(models), kinds(models)]
     parts += [recovery(models, tokens, picture), table_2(models), figure_3(models), early_stop(models)]
     parts += [equal_tokens(models, tokens, study, title) for study, title in AIDS.items()]
-    parts += [chosen_layers(models), rates(models), table_4(models)]
+    parts += [chosen_layers(models), token_ids(models), table_4(models)]
     parts += [distance(models), desync(models), scratch(models), on_policy(models), chosen(lines)]
     missing = {study: [run.name for run in studies()[study] if run.name not in models.lines] for study in due(models)}
     left = [f"- {study}: {len(names)} of {len(studies()[study])} runs" for study, names in missing.items() if names]

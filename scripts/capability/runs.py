@@ -35,7 +35,9 @@ TEXTS: dict[str, tuple[str, float]] = {  # name -> kind and share of wrong answe
     "other-10": ("other", 0.1),
     "other-20": ("other", 0.2),
     "none": ("none", 0.0),
+    "same-tokens": ("same", 0.0),
 }
+TOKEN_IDS = ("same-tokens",)  # texts whose lines are token ids: those that the teacher read, and none that a text hides
 WRITTEN = {
     "teacher-written": "teacher",
     "student-written": "untrained",
@@ -94,7 +96,7 @@ class Run:
         if not self.text or self.sweep == PUBLISHED:
             return ""
         # Text that a model wrote takes the values of the text that it continued, and real text those of "other".
-        kind = "same" if self.text in ("same", *WRITTEN) else "other"
+        kind = "same" if self.text in ("same", *TOKEN_IDS, *WRITTEN) else "other"
         return self.sweep or f"{'sft' if self.settings.get('objective.sft') else 'kl'}-{kind}"
 
     @property
@@ -131,7 +133,12 @@ def studies() -> dict[str, list[Run]]:
         for method, settings in losses
     ]
     table_1 += [replace(annealed, text="same", share=TABLE_1, seed=seed, early_stop="best") for seed in SEEDS]
-    kinds = [Run(method, text, SHARES[2], 0, settings=settings) for text in TEXTS for method, settings in losses]
+    kinds = [
+        Run(method, text, SHARES[2], 0, settings=settings)
+        for text in TEXTS
+        if text not in TOKEN_IDS
+        for method, settings in losses
+    ]
     kinds.append(replace(annealed, text="other", share=SHARES[2]))
     recovery = [
         Run(method, text, share, 0, settings=settings, early_stop="best" if share == TABLE_1 else "")
@@ -243,10 +250,10 @@ def recipe_of(
         settings["early_stop.data_mirror"] = "bundled:mirror"
         if run.early_stop == "collapse":
             settings |= {"optim.lr": 10 * settings["optim.lr"], "early_stop.limit": 40}
-    text, out = text_name(run.text, run.text_share), work / "runs" / run.name
+    out = work / "runs" / run.name
     if run.model:
         subject = replace(subject, teacher=str(config_folder(run.model, work)))
-    return _recipe(run.name, text, run.layers, run.seed, settings, out, work, device, subject)
+    return _recipe(run.name, run.text, run.text_share, run.layers, run.seed, settings, out, work, device, subject)
 
 
 def trial_recipe(
@@ -270,12 +277,13 @@ def trial_recipe(
     settings = {**start, **tried["settings"], **values, "train.steps": steps, "train.log_every": 1}
     words = "-".join(f"{key.rpartition('.')[2]}-{value:g}" for key, value in values.items())
     out = work / "sweeps" / name / words
-    return _recipe(f"{name}-{words}", text_name(tried["text"], 0), "all", 0, settings, out, work, device, subject)
+    return _recipe(f"{name}-{words}", tried["text"], 0, "all", 0, settings, out, work, device, subject)
 
 
 def _recipe(
     name: str,
-    text_folder: str,
+    text: str,
+    share: float,
     layers: str,
     seed: int,
     settings: dict[str, Any],
@@ -284,6 +292,9 @@ def _recipe(
     device: str,
     subject: Subject,
 ) -> dict[str, Any]:
+    source = {"path": str(work / "text" / text_name(text, share) / "train.jsonl")}
+    if text in TOKEN_IDS:
+        source["token_ids"] = "token_ids"
     recipe: dict[str, Any] = {
         "name": name[:64],
         "model": subject.teacher,
@@ -291,7 +302,7 @@ def _recipe(
         "output_dir": str(out),
         "seed": seed,
         "data": {
-            "sources": [{"path": str(work / "text" / text_folder / "train.jsonl")}],
+            "sources": [source],
             "held_out": {"path": "bundled:corpus/held_out.jsonl"},
             "seq_len": SEQ_LEN,
         },

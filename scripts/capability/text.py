@@ -3,6 +3,7 @@
     python scripts/capability/text.py --kind same  --tokens 100e6 --text runs/teacher/train.jsonl --out DIR
     python scripts/capability/text.py --kind other --tokens 100e6 --wrong 0.1 --out DIR
     python scripts/capability/text.py --kind none  --tokens 100e6 --out DIR
+    python scripts/capability/text.py --kind same  --tokens 100e6 --token-ids --text runs/teacher/train.jsonl --out DIR
 
 - ``same``: a quarter real text from ``--text`` (scripts/teacher/corpus.py writes it) and three quarters generated
   documents, as the teacher was trained on. The documents are new ones, from other seeds.
@@ -11,8 +12,12 @@
   data.
 - ``none``: the other real text alone.
 
+A line of DIR's train.jsonl is ``{"text": ...}``, or with ``--token-ids`` ``{"token_ids": [...]}``. The teacher was
+trained on token ids: a question and its answer were encoded separately, as lm-eval does. A text, which is encoded as a
+whole, often has one token where these had two, for example for the newline before the answer and the spaces after it.
+
 The other real text is, unless ``--text`` says otherwise, the sources and documents of the installed Python packages.
-The teacher has seen the standard library, which is not among them. DIR gets train.jsonl, a {"text": ...} per line, and
+The teacher has seen the standard library, which is not among them. DIR gets train.jsonl and
 text.json: what it was made from. Its tokens are counted on a sample; there are at least as many as asked for, up to two
 per cent.
 """
@@ -40,6 +45,7 @@ SAMPLE = 400  # documents whose tokens are counted to estimate those of all
 SUFFIXES = (".py", ".rst", ".md", ".txt")
 KINDS = ("same", "other", "none")
 PART = 5000  # documents that a process generates at once
+Pieces = list[str]  # the pieces of a document
 FIRST_SEED = 1_000_000  # of generated documents; the teacher's training used smaller ones
 
 
@@ -85,20 +91,34 @@ def generator(kind: str, wrong: float) -> Any:
     return module
 
 
-def generated(kind: str, wrong: float, seed: int, count: int) -> list[str]:
+def generated(kind: str, wrong: float, seed: int, count: int) -> list[Pieces]:
     """``count`` generated documents from the training split, the same for the same seed."""
     documents = generator(kind, wrong).documents("train", seed, count)
-    return ["".join(text for text, _ in pieces) for pieces in documents]
+    return [[text for text, _ in pieces] for pieces in documents]
 
 
-def generated_lines(kind: str, wrong: float, seed: int, count: int) -> bytes:
+def generated_lines(kind: str, wrong: float, seed: int, count: int, tokenizer: Path | None) -> bytes:
     """The documents of ``generated`` as JSON lines."""
-    return as_lines(generated(kind, wrong, seed, count))
+    return as_lines(generated(kind, wrong, seed, count), tokenizer)
 
 
-def as_lines(texts: Iterable[str]) -> bytes:
-    """Texts as JSON lines."""
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+def as_lines(documents: Iterable[Pieces], tokenizer: Path | None) -> bytes:
+    """Documents as JSON lines of text, or of the token ids of their pieces by a tokenizer."""
+    if tokenizer is None:
+        rows: Iterable[dict[str, Any]] = ({"text": "".join(pieces)} for pieces in documents)
+    else:
+        rows = ({"token_ids": ids} for ids in token_ids(documents, tokenizer))
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def token_ids(documents: Iterable[Pieces], tokenizer: Path) -> Iterator[list[int]]:
+    """The token ids of documents, between those of BOS and EOS, each piece encoded alone (scripts/teacher/train.py)."""
+    from transformers import PreTrainedTokenizerFast
+
+    encoder = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    for pieces in documents:
+        parts: Any = encoder(["<s>", *pieces, "</s>"], add_special_tokens=False)["input_ids"]
+        yield list(chain.from_iterable(parts))
 
 
 def real_text(source: Path, pool: ProcessPoolExecutor) -> list[str]:
@@ -138,21 +158,24 @@ def write(args: argparse.Namespace) -> dict[str, Any]:
         if not real:
             raise SystemExit(f"{args.text} has no text; name a .jsonl file or a folder with --text")
         rng.shuffle(real)
-        share = 1.0 if args.kind == "none" else REAL_SHARE
+        share, tokens_by = 1.0 if args.kind == "none" else REAL_SHARE, args.tokenizer if args.token_ids else None
         count = round(share * wanted / tokens_per_text(tokenizer, real, rng)) + 1
         made, parts = 0, list[int]()
         if args.kind != "none":
-            sample = generated(args.kind, args.wrong, args.seed, SAMPLE)
+            sample = ["".join(pieces) for pieces in generated(args.kind, args.wrong, args.seed, SAMPLE)]
             made = round((1 - share) * wanted / tokens_per_text(tokenizer, sample, rng)) + 1
             parts = [min(PART, made - first) for first in range(0, made, PART)]
         seeds = [FIRST_SEED * (1 + args.seed) + n for n in range(len(parts))]
-        documents = pool.map(generated_lines, repeat(args.kind), repeat(args.wrong), seeds, parts)
-        for lines in chain([as_lines(real[n % len(real)] for n in range(count))], documents):
+        drawn = ([[real[n % len(real)]] for n in range(at, min(at + PART, count))] for at in range(0, count, PART))
+        lines_of_real = pool.map(as_lines, drawn, repeat(tokens_by))
+        made_lines = pool.map(generated_lines, repeat(args.kind), repeat(args.wrong), seeds, parts, repeat(tokens_by))
+        for lines in chain(lines_of_real, made_lines):
             digest.update(lines)
             file.write(lines)
     about = {
         "kind": args.kind,
         "wrong": args.wrong,
+        "token_ids": args.token_ids,
         "tokens": round(args.tokens),
         "seed": args.seed,
         "real_text": str(args.text),
@@ -173,6 +196,7 @@ def main() -> None:
     parser.add_argument("--wrong", type=float, default=0.0, help="share of generated items with a wrong answer")
     parser.add_argument("--text", type=Path, help="real text: a .jsonl file or a folder")
     parser.add_argument("--tokenizer", type=Path, default=Path("assets/teacher"))
+    parser.add_argument("--token-ids", action="store_true", help="token ids of pieces that are encoded separately")
     parser.add_argument("--seed", type=int, default=0)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=int, default=cores, help="processes that generate; default: one per core")

@@ -1,12 +1,12 @@
-"""The page's later tables: other rates, distance 2, Desync, training from random weights, and text by the models."""
+"""The page's later tables: token ids, distance 2, Desync, training from random weights, and text by the models."""
 
 import math
 from collections.abc import Sequence
 from statistics import mean, stdev
 from typing import Any
 
-from scripts.capability.models import Models, pm, settings_of, summary
-from scripts.capability.runs import TABLE_1, WRITTEN
+from scripts.capability.models import Models, pm, summary
+from scripts.capability.runs import TABLE_1, TOKEN_IDS, WRITTEN
 from scripts.capability.scores import by_column
 from scripts.capability.scratch import AVERAGED, CONFIGS, DEGREE, DENSE, MOE, SHARE
 from scripts.capability.studies import DESYNC, DISTANCE_BUDGETS, ON_POLICY, studies
@@ -33,30 +33,29 @@ def distance(models: Models) -> str:
     return f"## Distance 2, *same*\n\n{note}\n\n{summary(found)}"
 
 
-def rates(models: Models) -> str:
-    """Table 1's KL with one setting changed at a time, and HumanEval+ by model."""
+def token_ids(models: Models) -> str:
+    """Table 1 on the teacher's token ids, beside the text, and HumanEval+ by model."""
     lines: dict[str, list[dict[str, Any]]] = {}
-    for run in studies()["rates"]:
+    for run in studies()["tokens"]:
         if run.name in models.lines and run.text:
-            lines.setdefault(run.method, []).append(models.lines[run.name])
-    if len(lines) < 2:  # plain KL alone, from Table 1
+            words = "as token ids" if run.text in TOKEN_IDS else "as text"
+            lines.setdefault(f"{run.method}, {words}", []).append(models.lines[run.name])
+    if not any("ids" in name for name in lines):
         return ""
     body = [
         [
-            method,
-            settings_of(found[0]),
+            name,
             ", ".join(f"{100 * by_column(line)['HEval+']['value']:.0f}" for line in found),
             pm(scores.of_teacher, 100),
             pm(scores.above_chance, 100),
         ]
-        for method, found in lines.items()
+        for name, found in lines.items()
         for scores in [models.scores(found)]
     ]
-    head = ["Method", "batch in tokens; rate; steps", "HumanEval+ of each model", "% of teacher", "above chance, %"]
-    note = (
-        "Plain KL is that of Table 1; each other row differs from it in one setting. The batch changes the steps, too."
-    )
-    return f"## HumanEval+ at {TABLE_1:.0%} of the tokens, *same*\n\n{note}\n\n{table(head, body)}"
+    head = ["Method, *same*", "HumanEval+ of each model", "% of teacher", "above chance, %"]
+    note = "Token ids are those that the teacher read: a prompt and its answer were encoded separately. A text is encoded as\n"
+    note += "a whole."
+    return f"## *Same* as token ids, at {TABLE_1:.0%} of the tokens\n\n{note}\n\n{table(head, body)}"
 
 
 def on_policy(models: Models) -> str:

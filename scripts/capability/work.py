@@ -35,6 +35,7 @@ from scripts.capability.runs import (
     SWEEP_STEPS,
     TABLE_2,
     TEXTS,
+    TOKEN_IDS,
     WRITTEN,
     WRITTEN_FROM,
     Run,
@@ -141,6 +142,7 @@ def write_text(study: Study, kind: str, share: float, gpu: int) -> None:
         what, wrong = TEXTS[kind]
         source = study.args.teacher_text if what == "same" else study.args.other_text
         command = [sys.executable, "scripts/capability/text.py", "--kind", what, "--wrong", str(wrong)]
+        command += ["--token-ids"] if kind in TOKEN_IDS else []
     command += ["--tokens", str(round(share * study.args.teacher_tokens)), "--out", str(out)]
     command += ["--text", str(source)] if source else []
     study.clock.run(command, study.work / "logs" / f"{log}.log", study.env | study.seen(gpu))
@@ -187,7 +189,7 @@ def do_run(study: Study, run: Run, gpu: int) -> None:
         recipe = recipe_of(run, study.chosen, args.teacher_tokens, study.work, args.device, study.subject)
         words = ["distill", str(_write_recipe(study, run.name, recipe))]
         words += ["--accept-unsafe-exec"] if run.early_stop else []
-        line["set"] = args.set if run.share >= TABLE_2 else []
+        line["set"] = args.set if run.share >= args.set_from else []
         study.fcsd([*words, *(word for setting in line["set"] for word in ("--set", setting))], run.name, gpu)
         out = Path(recipe["output_dir"])
         model, metrics = out / "final", read_metrics(out)
@@ -275,9 +277,9 @@ def texts_of(runs: list[Run], sweeps: list[str]) -> list[tuple[str, float]]:
     return list(dict.fromkeys([*needed, *((run.text, run.text_share) for run in runs if run.text)]))
 
 
-def jobs_of(study: Study, runs: list[Run], names: list[str]) -> list[Job]:
-    """Texts, the trials of the sweeps with these names, and runs, in the order in which they should start."""
-    jobs = [
+def text_jobs(study: Study, runs: list[Run], names: list[str]) -> list[Job]:
+    """The texts of runs and of the sweeps with these names."""
+    return [
         Job(
             text_name(kind, share),
             (text_name(WRITTEN_FROM, share),) if kind in WRITTEN else (),
@@ -285,6 +287,11 @@ def jobs_of(study: Study, runs: list[Run], names: list[str]) -> list[Job]:
         )
         for kind, share in texts_of(runs, names)
     ]
+
+
+def jobs_of(study: Study, runs: list[Run], names: list[str]) -> list[Job]:
+    """Texts, the trials of the sweeps with these names, and runs, in the order in which they should start."""
+    jobs = text_jobs(study, runs, names)
     for name in names:
         needs = (text_name(text_of_sweep(name), 0), *(("kl-same",) if name == "hidden-same" else ()))
         for stage, (_, values) in enumerate(sweeps()[name]["stages"]):
@@ -334,7 +341,7 @@ def main() -> int:
     for model in {run.model for run in runs if run.model}:
         write_config(model, study.work)
     with shared_gpus(study):
-        jobs = jobs_of(study, runs, sweeps)
+        jobs = (text_jobs if args.texts_only else jobs_of)(study, runs, sweeps)
         if args.forks:
             jobs = [Job("libraries", (), lambda _: study.import_libraries()), *jobs]
         else:
@@ -342,6 +349,9 @@ def main() -> int:
         done = together(jobs, args.processes, len(study.gpus))
     study.clock.stop()
     left, _ = missing(study, args.studies, args.up_to)
+    if args.texts_only:
+        print(f"{len(jobs) - args.forks} texts {'written' if done else 'wanted; not all are written'}")
+        return 0 if done else 1
     print(f"{len(runs) - len(left)} of {len(runs)} runs done; left: {', '.join(run.name for run in left) or 'none'}")
     return 0 if done else 1
 
@@ -368,8 +378,10 @@ def _arguments() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="setting of all runs on at least 5 %% of the tokens, for speed: train.graph=true; repeatable",
+        help="setting of all long runs, for speed: train.graph=true; repeatable",
     )
+    parser.add_argument("--set-from", type=float, default=TABLE_2, help="the share of the tokens from which a run is long")
+    parser.add_argument("--texts-only", action="store_true", help="write the texts of the studies, and train nothing")
     parser.add_argument("--up-to", type=float, default=1.0, help="largest share of the teacher's tokens of a run")
     parser.add_argument("--limit", type=int, help="questions of each benchmark; for trials of this script alone")
     return parser

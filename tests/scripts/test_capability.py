@@ -19,7 +19,7 @@ from scripts.capability.runs import KL, STARTING_VALUES, Run, Subject, fitted, r
 from scripts.capability.scores import fit, scores_of, tokens_to
 from scripts.capability.scratch import CONFIGS, scratch_results, write_config
 from scripts.capability.studies import TABLE_4, chosen_half, sensitivity, studies
-from scripts.capability.wirings_report import rates, scratch
+from scripts.capability.wirings_report import scratch, token_ids
 from scripts.capability.work import (
     FCSD,
     Study,
@@ -283,15 +283,16 @@ def test_losses_from_scratch_are_compared_within_a_seed(lines: dict[str, dict[st
     assert sum(row.startswith("| llama-") for row in rows) == 10
 
 
-def test_rates_differ_from_table_1_in_one_setting(lines: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    runs = [run for run in studies()["rates"] if run.text and run.seed == 0]
-    chosen = {**CHOSEN, "kl-same": {"train.batch_tokens": 131072, "optim.lr": 2e-3}}
-    recipes = [recipe_of(run, chosen, 10**9, tmp_path, "cpu") for run in runs]
-    sections = ("optim", "objective", "train")
-    changed = [{key for key in sections if recipe[key] != recipes[0][key]} for recipe in recipes]
-    assert changed == [set(), {"optim"}, {"optim"}, {"train"}, {"objective"}]
-    table = rates(report.Models(lines)).splitlines()
-    assert [row.split("|")[1].strip() for row in table if row.startswith("| KL")] == [run.method for run in runs]
+def test_token_ids_differ_from_text_in_the_data_alone(lines: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    runs = {run.text: run for run in studies()["tokens"] if run.method == "KL" and run.seed == 1}
+    one, other = (recipe_of(run, CHOSEN, TOKENS, tmp_path, "cpu") for run in runs.values())
+    assert {key for key in one if one[key] != other[key]} == {"name", "output_dir", "data"}
+    (source,) = other["data"]["sources"]
+    assert list(runs) == ["same", "same-tokens"] and source["token_ids"] == "token_ids"
+    assert Path(source["path"]).parent.name == "same-tokens-10pct"
+    rows = [row.split("|")[1:3] for row in token_ids(report.Models(lines)).splitlines() if row.startswith("| KL")]
+    assert [name.strip() for name, _ in rows] == ["KL, as text", "KL, as token ids"]
+    assert all(len(scores.split(",")) == 3 for _, scores in rows)
 
 
 def test_a_text_is_long_enough_and_runs_have_it_in_common(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import argparse
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -89,7 +91,7 @@ def test_a_file_has_the_tokens_that_were_asked_for(kind: str, tmp_path: Path, re
     (tmp_path / "real/a.md").write_text(source)
     args = argparse.Namespace(
         kind=kind, tokens=60e3, out=tmp_path, wrong=0.1, text=tmp_path / "real", seed=0, workers=1,
-        tokenizer=repo / "assets/teacher",
+        tokenizer=repo / "assets/teacher", token_ids=False,
     )  # fmt: skip
     about = text.write(args)
     assert about["documents"]["generated"] == 0 if kind == "none" else about["documents"]["generated"] > 100
@@ -97,6 +99,23 @@ def test_a_file_has_the_tokens_that_were_asked_for(kind: str, tmp_path: Path, re
     lines = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").open()]
     assert 57e3 < sum(len(ids) + 1 for ids in tokenizer(lines)["input_ids"]) < 72e3
     assert json.loads((tmp_path / "text.json").read_text()) == about
+
+
+def test_token_ids_are_those_that_the_teacher_was_trained_on(repo: Path, tmp_path: Path) -> None:
+    teacher = repo / "assets/teacher"
+    (tmp_path / "real.jsonl").write_text(json.dumps({"text": "def f():\n    return 1\n"}) + "\n")
+    given = {"kind": "same", "wrong": 0.0, "seed": 0, "workers": 1, "tokenizer": teacher, "token_ids": True}
+    about = text.write(argparse.Namespace(**given, tokens=20e3, out=tmp_path, text=tmp_path / "real.jsonl"))
+    rows = [json.loads(line)["token_ids"] for line in (tmp_path / "train.jsonl").open()]
+    real, made = rows[: about["documents"]["real"]], rows[about["documents"]["real"] :]
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    assert all(ids == tokenizer("<s>def f():\n    return 1\n</s>", add_special_tokens=False)["input_ids"] for ids in real)
+    code = "import sys; from train import encode; print(encode(sys.argv[1], *map(int, sys.argv[2:]))[0].tolist())"
+    command = [sys.executable, "-c", code, teacher / "tokenizer.json", text.FIRST_SEED, len(made)]
+    seen = subprocess.check_output(list(map(str, command)), cwd=repo / "scripts/teacher", text=True)
+    assert [token for ids in made for token in ids] == json.loads(seen.splitlines()[-1])
+    whole = [tokenizer(tokenizer.decode(ids[1:-1]), add_special_tokens=False)["input_ids"] for ids in made]
+    assert sum(ids[1:-1] != other for ids, other in zip(made, whole, strict=True)) > len(made) / 20
 
 
 def _take(stream: Iterator, count: int) -> list:

@@ -1,4 +1,4 @@
-"""Tokenises a source of text or chats into documents, and marks the tokens that count in the loss.
+"""Makes documents of token ids from a source, and marks the tokens that count in the loss.
 
 A source is tokenised once and memory-mapped from the cache of ``datasets``. A row that cannot be used is left out, and
 such rows are counted by reason. A source without a single usable row is an error.
@@ -23,7 +23,7 @@ from fcsd.checkpoint.tokenizer import load_tokenizer as any_tokenizer
 from fcsd.config import Source
 from fcsd.distill.data.chat_template import Rendering, read_template, render_chat
 from fcsd.distill.data.encode import Document, encode_rendering, encode_text
-from fcsd.distill.data.examples import Message, Skip, chat_of, row_of_line, text_of
+from fcsd.distill.data.examples import Message, Skip, chat_of, row_of_line, text_of, token_ids_of
 from fcsd.distill.data.json_lines import COLUMN
 from fcsd.distill.data.limited_process import LimitedProcess, LimitExceededError
 from fcsd.distill.data.raw_table import RawTable, cache_folder, digest, open_source
@@ -119,7 +119,8 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
         sha256["chat template"] = digest(template)
     columns = [COLUMN] if table.lines else list(source.columns)
     chats = (source.message_keys, source.train_on, source.earlier_reasoning)
-    fingerprint = digest([_VERSION, sha256, source.columns, chats, source.max_rows, table.lines, vocab_size])[:32]
+    read = [source.columns, chats, source.max_rows, table.lines, vocab_size, *(["ids"] if source.token_ids else [])]
+    fingerprint = digest([_VERSION, sha256, *read])[:32]
     cache_folder().mkdir(parents=True, exist_ok=True)
     encoded = table.rows.map(
         partial(_encode, source=source, lines=table.lines, tokenizer=tokenizer, template=template, limit=vocab_size),
@@ -178,7 +179,10 @@ def _encode(
                 row = (
                     row_of_line(values[0], source.columns) if lines else dict(zip(source.columns, values, strict=True))
                 )
-                if template is None:
+                if source.token_ids is not None:
+                    ids = token_ids_of(row, source.token_ids)
+                    documents = [Document(ids, [True] * len(ids))]
+                elif template is None:
                     documents = [encode_text(text_of(row, source), tokenizer)]
                 else:
                     renderings = _rendered(chat_of(row, source), limited, source)

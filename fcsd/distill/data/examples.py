@@ -1,8 +1,10 @@
-"""Reads the text or the chat in one row of a source, or finds the reason why the row cannot be used."""
+"""Reads the text, the token ids or the chat in one row of a source, or finds the reason why the row cannot be used."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from fcsd.config import Source
 from fcsd.distill.data.json_lines import LONGEST_LINE
@@ -63,6 +65,29 @@ def text_of(row: Mapping[str, Any], source: Source) -> str:
     if not text.strip():
         raise Skip("empty")
     return text
+
+
+def token_ids_of(row: Mapping[str, Any], column: str) -> list[int]:
+    """The token ids of a row.
+
+    Raises:
+        Skip: the row has no list of integers, or one of them is negative.
+    """
+    if not isinstance(row[column], list):
+        raise Skip("not a list of token ids")
+    if not row[column]:
+        raise Skip("empty")
+    if len(row[column]) > MAX_CHARACTERS:
+        raise too_long()
+    try:
+        ids = np.array(row[column])
+    except ValueError:  # lists of different lengths
+        raise Skip("not a list of token ids") from None
+    if ids.ndim != 1 or ids.dtype.kind != "i":
+        raise Skip("not a list of token ids")
+    if ids.min() < 0:
+        raise Skip("outside the vocabulary")
+    return row[column]
 
 
 def chat_of(row: Mapping[str, Any], source: Source) -> list[Message]:

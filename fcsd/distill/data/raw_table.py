@@ -95,7 +95,7 @@ def check_columns(path: str, wanted: Iterable[str], present: Iterable[str]) -> N
                 f"{path}: there is no column {name!r}; the columns are {', '.join(present)}",
                 hint=f"Did you mean {close[0]!r}?"
                 if close
-                else "Name a column by `column`, `messages`, or `prompt` and `response`.",
+                else "Name a column by `column`, `token_ids`, `messages`, or `prompt` and `response`.",
             )
 
 

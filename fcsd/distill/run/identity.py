@@ -64,6 +64,8 @@ def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[st
     for number, source in enumerate(recipe.data.sources):
         if not source.chat:
             own.pop(f"data.sources.{number}.earlier_reasoning", None)
+        if source.token_ids is None:
+            own.pop(f"data.sources.{number}.token_ids", None)
     made_of = {f"data.sources.{n}: {name}": sha for n, c in enumerate(corpora) for name, sha in c.sha256.items()}
     code = {"version of fcsd": __version__} | {f"version of {name}": version(name) for name in _CODE}
     own |= {"optim.accumulate_dtype": recipe.accumulate_dtype, "optim.reduce_dtype": recipe.reduce_dtype}

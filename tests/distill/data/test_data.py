@@ -163,6 +163,30 @@ def test_bad_rows_are_counted_and_left_out(tmp_path: Path) -> None:
     assert load_corpus(Source(path=str(path)), texts.tokenizer(), 82).skipped["outside the vocabulary"] == 1
 
 
+def test_token_ids_are_documents_as_they_are(tmp_path: Path) -> None:
+    lists = [[5, 6, 7], [8], list(range(40))]
+    table = datasets.Dataset.from_dict({"ids": lists}, datasets.Features(ids=datasets.List(datasets.Value("uint16"))))
+    table.to_parquet(tmp_path / "a.parquet")
+    texts.write_jsonl(tmp_path / "a.jsonl", list(lists), "ids")
+    for name in ("a.parquet", "a.jsonl"):
+        got = load_corpus(Source(path=str(tmp_path / name), token_ids="ids"), texts.tokenizer(), tiny.VOCAB)
+        assert [got.document(n)[0].tolist() for n in range(3)] == lists
+        assert got.counted() == got.tokens == 44
+    assert Rows(got, 11)[0][0].tolist() == [5, 6, 7, 8, *range(7)]  # a long document is split, as text is
+
+
+def test_what_is_no_list_of_token_ids_is_counted_and_left_out(tmp_path: Path) -> None:
+    bad = ["text", [], [1, "2"], [[1], [2]], [[1], [2, 3]], [1.5], [True], None, [-1], [tiny.VOCAB], [1 << 70]]
+    texts.write_jsonl(tmp_path / "a.jsonl", [[1, 2], *bad])
+    with pytest.raises(BadInputError, match="no usable row"):
+        load_corpus(Source(path=str(tmp_path / "a.jsonl"), token_ids="ids"), texts.tokenizer(), tiny.VOCAB)
+    got = load_corpus(Source(path=str(tmp_path / "a.jsonl"), token_ids="text"), texts.tokenizer(), tiny.VOCAB)
+    assert got.lengths.tolist() == [2, *[0] * len(bad)]
+    assert got.skipped == {"not a list of token ids": 8, "empty": 1, "outside the vocabulary": 2}
+    with pytest.raises(ValueError, match="give one of column"):
+        Source(path="a.jsonl", token_ids="ids", messages="chat")
+
+
 def test_a_source_without_a_usable_row_says_why(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="no usable row: 40 without 'body'"):
         corpus(tmp_path / "a.jsonl", column="body")
