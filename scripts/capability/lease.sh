@@ -125,7 +125,7 @@ watch() { # SECONDS OUT
 }
 
 command="${1:-}"
-[ $# -gt 2 ] || [ "$command $#" = "pack 2" ] || { sed -n '2,18s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 2 ] || [ "$command $#" = "pack 2" ] || { sed -n '2,17s/^# *//p' "$0" >&2; exit 2; }
 shift
 case "$command" in
     pack) pack "$1" ;;

@@ -35,7 +35,7 @@ REACHED = 0.99
 AIDS = {"anneal": "Annealed wiring", "solved": "Solved start", "progressive": "Progressive conversion"}
 HEAD = """# Capability: how far healing goes
 
-<!-- scripts/capability/report.py writes this page from docs/results/capability.jsonl; do not edit it. -->
+<!-- scripts/capability/report.py writes this page from docs/results/capability{suffix}.jsonl; do not edit it. -->
 
 FarSkip's claim is that a rewired model that learns from its own original keeps the original's capability, and that
 fine-tuning on the same text does not. These runs repeat its experiments on {subject} and its benchmarks,
@@ -44,12 +44,12 @@ under the suite `strict`, without a limit on questions. The items are about a sm
 
 `scripts/reproduce_capability.sh` does the runs; `scripts/capability/runs.py` has their recipes. Batch size and learning
 rate were chosen by the training loss of runs of {steps} steps, in two stages, for KL and SFT alike (FarSkip §5.1,
-scaled down). A budget of fewer than {least} steps takes a smaller batch, and a rate smaller by the square root, as
-[below](#recovery-over-tokens). The teacher was trained on {tokens:,.0f} M tokens. Device: {devices}.
-[RESULTS.md](RESULTS.md#capability-on-h200s) says what the tables for the bundled teacher show.
+scaled down). A budget of fewer than {least} steps takes a smaller batch, and a rate smaller by the square root.
+The teacher was trained on {tokens:,.0f} M tokens. Device: {devices}.
+[RESULTS.md](RESULTS.md#{section}) says what the tables show.
 
-- *same* is the teacher's own mixture. *other* is other real text, and questions of the same forms about other facts;
-  of *other-10* and *other-20*, 10 and 20 % have wrong answers. *none* is real text alone.
+- *same* is the teacher's own mixture, as text. *other* is other real text, and questions of the same forms about other
+  facts; of *other-10* and *other-20*, 10 and 20 % have wrong answers. *none* is real text alone.
 - Differences are in points from the teacher, paired by question. ± is one standard error: over questions and seeds, or
   over questions alone where there is one model.
 - *Above chance* is the mean over benchmarks of (score - chance) / (teacher - chance). *Won back* is that of (score -
@@ -68,6 +68,8 @@ def page(lines: Lines, picture: Path) -> str:
         raise ValueError("the results are of trials with a limit, or of different teachers, and make no page")
     tokens = budgets.pop()
     about = {"steps": SWEEP_STEPS, "least": LEAST_STEPS, "tokens": tokens / 1e6, "subject": subject_of(models)}
+    named = models.teacher.get("teacher", "teacher")
+    about |= {"suffix": "", "section": "capability-on-h200s"} if named == "teacher" else _of_sibling(named)
     parts = [HEAD.format(**about, devices=devices_of(models))]
     parts += [table_1(models), kinds(models)]
     parts += [recovery(models, tokens, picture), table_2(models), figure_3(models), early_stop(models)]
@@ -78,6 +80,10 @@ def page(lines: Lines, picture: Path) -> str:
     left = [f"- {study}: {len(names)} of {len(studies()[study])} runs" for study, names in missing.items() if names]
     parts.append("\n".join(["## Not run", "", *left]) if left else "")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _of_sibling(name: str) -> dict[str, str]:
+    return {"suffix": f"_{name}", "section": "capability-of-the-siblings"}
 
 
 def due(models: Models) -> list[str]:
@@ -96,11 +102,14 @@ def subject_of(models: Models) -> str:
 
 
 def devices_of(models: Models) -> str:
-    """The GPUs and the versions of the libraries."""
+    """The GPUs and the versions of the libraries, and where the models were scored that were scored elsewhere."""
     found = {
         (line["device"], *(f"{name} {v}" for name, v in line["versions"].items())) for line in models.lines.values()
     }
-    return "; ".join(sorted(", ".join(words) for words in found))
+    elsewhere = [
+        f"{line['name']} was scored on {on}" for line in models.lines.values() if (on := line.get("scored_on"))
+    ]
+    return "; ".join([*sorted(", ".join(words) for words in found), *elsewhere])
 
 
 def table_1(models: Models) -> str:

@@ -9,8 +9,8 @@
 - ``desync``: a dense teacher converted to Desync at degrees of 2 and 4, healed, exported and evaluated, against ladder.
   The paper trains Desync from scratch; to convert a checkpoint is ours.
 - ``scratch``: training from random weights (scratch.py).
-- ``tokens``: Table 1 on *same* as the token ids that the teacher read, instead of as text. HumanEval+ falls on the text,
-  which never has the tokens at the end of its prompts (docs/RESULTS.md).
+- ``tokens``: Table 1 on *same* as the token ids that the teacher read, instead of as text. Healing on the text makes
+  HumanEval+ fall, because the text never has the tokens at the end of its prompts (docs/RESULTS.md).
 - ``on-policy``: text that the teacher, or the untrained conversion, wrote itself (written.py), against the mixture. The
   conversion writes once, before the training, so its text is on-policy at the first step alone.
 
@@ -33,7 +33,10 @@ PROGRESSIVE_SHARE = 0.5
 # They name layers of the bundled teacher or its results, are about its architecture, or have a model of their own.
 BUNDLED_ONLY = ("figure-3", "progressive", "chosen", "distance", "scratch")
 DENSE_ONLY = ("table-4", "desync")
-SIBLINGS = {"farskip": ("table-1", "tokens"), "ladder": ("table-1", "tokens", *DENSE_ONLY)}  # by wiring: what the siblings' pages have
+SIBLINGS = {
+    "farskip": ("table-1", "tokens"),
+    "ladder": ("table-1", "tokens", *DENSE_ONLY),
+}  # by wiring: what the siblings' pages have
 TABLE_4 = 0.02  # of the teacher's tokens: two epochs of a text of 1 %
 LADDER_LAYERS = ("50%", "62.5%")  # Hybrid-Ladder-8B-16L and -20L: the last 16 and 20 of 32
 DISTANCE_BUDGETS = BUDGETS[:2]

@@ -380,7 +380,9 @@ def _arguments() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="setting of all long runs, for speed: train.graph=true; repeatable",
     )
-    parser.add_argument("--set-from", type=float, default=TABLE_2, help="the share of the tokens from which a run is long")
+    parser.add_argument(
+        "--set-from", type=float, default=TABLE_2, help="the share of the tokens from which a run is long"
+    )
     parser.add_argument("--texts-only", action="store_true", help="write the texts of the studies, and train nothing")
     parser.add_argument("--up-to", type=float, default=1.0, help="largest share of the teacher's tokens of a run")
     parser.add_argument("--limit", type=int, help="questions of each benchmark; for trials of this script alone")

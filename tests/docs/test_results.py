@@ -94,33 +94,40 @@ def test_the_aims_of_the_capability_study_are_judged_by_the_stored_answers(page:
         assert ends[0] < ends[1]  # Figure 3, for N from 2 to 7
 
 
-def test_what_is_known_of_humaneval(page: str, models: Models, repo: Path) -> None:
-    bullet = " ".join(page.split("**HumanEval+ falls")[1].split("*What is not known*")[0].split())
-    problems = (repo / "assets/mirror/evalplus/HumanEvalPlus.jsonl").read_text().splitlines()
-    kinds = [re.search(r"-> (\w+)", json.loads(line)["prompt"])[1] for line in problems]  # type: ignore[index]
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_the_siblings_keep_what_their_answers_say(name: str, page: str, repo: Path) -> None:
+    models = Models(read_lines([repo / f"docs/results/capability_{name}.jsonl"]))
+    found = {row[1]: row[2:] for row in rows(page, "Capability of the siblings") if row[0] == name}
+    kinds = [(method, text) for text in ("same", "other") for method in ("KL", "SFT")]
+    lines = {f"{method}, {text}": models.seeds(method, text, 0.1, stop="best") for method, text in kinds}
+    for words, of_row in {"untrained": [models.untrained], **lines}.items():
+        scores, others = models.scores(of_row), without_humaneval(models, of_row)
+        figures = [pm(scores.of_teacher, 100), pm(scores.above_chance, 100), f"{scores.tasks['HEval+']:.1f}"]
+        assert found[words] == [*figures, pm(others.of_teacher, 100), str(len(of_row))]
 
-    def failed(line: dict[str, Any]) -> set[int]:
+
+def test_why_humaneval_falls(page: str, models: Models, raw: Raw) -> None:
+    bullet = " ".join(page.split("**HumanEval+ falls")[1].split("\n- **")[0].split())
+
+    def solved(line: dict[str, Any]) -> int:
         (result,) = [result for result in line["results"] if result["column"] == "HEval+"]
-        return {n for n, right in enumerate(result["items"]) if right == "0"}
+        return result["items"].count("1")
 
-    least, middle, most = sorted((failed(line) for line in models.seeds("KL", "same", 0.1, stop="best")), key=len)
-    assert least < middle < most and not failed(models.teacher)
-    of_each = (
-        f"the {len(least)} of one are among the {len(middle)} of the second, and these among the {len(most)} of the"
-    )
-    assert of_each in bullet
-    for kind, words in (("int", "a number they fail"), ("List", "a list"), ("str", "a string")):
-        counts = [sum(kinds[n] == kind for n in run) for run in (least, middle, most)]
-        assert re.search(
-            f"the {kinds.count(kind)} (problems )?that return {words} {{}}, {{}} and {{}}".format(*counts), bullet
-        )
+    assert solved(models.teacher) == 160
     for share, stop in ((0.05, ""), (0.1, "best")):
-        solved = sorted(160 - len(failed(line)) for line in models.seeds("KL", "same", share, stop=stop))
-        assert "({:.0f}, {:.0f} and {:.0f})".format(*(n / 1.6 for n in solved)) in bullet
-    stopped = read_lines([repo / "docs/results/capability_stopped.jsonl"])
-    kept = [line for name, line in stopped.items() if name.startswith("kl-same")]
-    assert {line["metrics"]["best_step"] for line in kept} == {127, 254}
-    assert all(len(failed(line)) <= 1 for line in kept)
+        of_each = sorted(solved(line) for line in models.seeds("KL", "same", share, stop=stop))
+        assert "({:.0f}, {:.0f} and {:.0f})".format(*(n / 1.6 for n in of_each)) in bullet
+    border = raw("humaneval_border")
+    programs = [counts for name, counts in border["samples"].items() if name.startswith("study_qwen3_moe/kl")]
+    failed, quotes, nothing = (
+        sum(map(of, programs))
+        for of in (lambda c: 160 - c["pass"], lambda c: c["quotes again"], lambda c: c.get("nothing", 0))
+    )
+    assert f"Of the {failed} programs" in bullet and f"{quotes} write the quotes again" in bullet
+    assert f"and {nothing} write nothing" in bullet and len(programs) == 3
+    passed = [form["newline"]["pass"] for form in border["models"].values()]
+    assert "solve {}, {} and {} of the 160 problems solve all".format(*passed) in bullet
+    assert all(form["no newline"] == {"pass": 160} for form in border["models"].values())
 
 
 @pytest.mark.parametrize(

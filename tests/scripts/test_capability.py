@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts.capability import report
+from scripts.capability import border, report
 from scripts.capability.forks import COUNTS_WITHOUT_CUDA, ROOT, Forks
 from scripts.capability.jobs import Job, OutOfTimeError, together
 from scripts.capability.results import append, packed, read_lines, unpacked
@@ -35,6 +35,7 @@ from scripts.capability.work import (
 from transformers import AutoConfig
 
 from fcsd.config import load_recipe
+from fcsd.eval.code.problems import load_evalplus
 from fcsd.eval.suite import SUITES
 from fcsd.models.selection import select_layers
 
@@ -295,6 +296,16 @@ def test_token_ids_differ_from_text_in_the_data_alone(lines: dict[str, dict[str,
     assert all(len(scores.split(",")) == 3 for _, scores in rows)
 
 
+def test_programs_that_fail_are_sorted_by_what_was_added_to_the_prompt(repo: Path) -> None:
+    problems = load_evalplus(repo / "assets/mirror/evalplus/HumanEvalPlus.jsonl")[:4]
+    prompts = [problem.prefix.strip() + "\n" for problem in problems]
+    added = ["", '"""\n', "    return 1\n", "    return 2\n"]
+    programs = [prompt + text for prompt, text in zip(prompts, added, strict=True)]
+    counts = border.sorted_out(problems, programs, [False, False, False, True])
+    assert counts == {"nothing": 1, "quotes again": 1, "another program": 1, "pass": 1}
+    assert border.of_model(repo / "assets/teacher", problems, "cpu")["newline"] == {"pass": 4}
+
+
 def test_a_text_is_long_enough_and_runs_have_it_in_common(tmp_path: Path) -> None:
     runs = [Run("KL", "same", 0.01), Run("SFT", "same", 0.005), Run("KL", "same", 0.2), Run("teacher")]
     assert texts_of(runs, ["sft-other"]) == [("other", 0.01), ("same", 0.01), ("same", 0.1)]
@@ -375,7 +386,7 @@ def test_the_page_has_every_study(lines: dict[str, dict[str, Any]], tmp_path: Pa
 def test_the_page_says_what_was_not_run_and_refuses_trials(lines: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     few = {name: line for name, line in lines.items() if line["run"]["method"] in ("teacher", "untrained")}
     text = report.page(few, tmp_path / "none.png")
-    assert "Table 1" not in text.replace("of FarSkip Table 1", "") and "- table-1: 15 of 17 runs" in text
+    assert "Table 1" not in text.replace("of FarSkip Table 1", "") and "- table-1: 12 of 14 runs" in text
     assert not (tmp_path / "none.png").exists()
     with pytest.raises(ValueError, match="trials"):
         report.page(few | {"x": line_of(Run("KL", "same", 0.1), 0.5, limit=5)}, tmp_path / "none.png")
@@ -383,9 +394,10 @@ def test_the_page_says_what_was_not_run_and_refuses_trials(lines: dict[str, dict
         report.page(few | {"x": line_of(Run("KL", "same", 0.1), 0.5, teacher_tokens=7)}, tmp_path / "none.png")
 
 
-def test_the_stored_page_is_that_of_the_stored_results(repo: Path, tmp_path: Path) -> None:
-    text = report.page(read_lines([repo / "docs/results/capability.jsonl"]), tmp_path / "capability.png")
-    assert text == (repo / "docs/CAPABILITY.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("suffix", ["", "_llama", "_qwen3_moe"])
+def test_the_stored_page_is_that_of_the_stored_results(suffix: str, repo: Path, tmp_path: Path) -> None:
+    text = report.page(read_lines([repo / f"docs/results/capability{suffix}.jsonl"]), tmp_path / "capability.png")
+    assert text == (repo / f"docs/CAPABILITY{suffix.upper()}.md").read_text(encoding="utf-8")
 
 
 def test_the_search_gives_an_order_of_all_layers_and_a_half() -> None:
@@ -417,4 +429,4 @@ def test_the_page_of_a_sibling_names_it_and_its_own_studies(tmp_path: Path) -> N
     text = report.page(lines, tmp_path / "none.png")
     assert "on the teacher `llama`, with the wiring ladder, and its benchmarks" in " ".join(text.split())
     assert "## Ladder Table 4" in text and "| SFT, published values, layers 62.5% " in text
-    assert "- table-1: 6 of 17 runs" in text and "figure-3" not in text
+    assert "- table-1: 6 of 14 runs" in text and "figure-3" not in text

@@ -109,7 +109,9 @@ def test_token_ids_are_those_that_the_teacher_was_trained_on(repo: Path, tmp_pat
     rows = [json.loads(line)["token_ids"] for line in (tmp_path / "train.jsonl").open()]
     real, made = rows[: about["documents"]["real"]], rows[about["documents"]["real"] :]
     tokenizer = AutoTokenizer.from_pretrained(teacher)
-    assert all(ids == tokenizer("<s>def f():\n    return 1\n</s>", add_special_tokens=False)["input_ids"] for ids in real)
+    assert all(
+        ids == tokenizer("<s>def f():\n    return 1\n</s>", add_special_tokens=False)["input_ids"] for ids in real
+    )
     code = "import sys; from train import encode; print(encode(sys.argv[1], *map(int, sys.argv[2:]))[0].tolist())"
     command = [sys.executable, "-c", code, teacher / "tokenizer.json", text.FIRST_SEED, len(made)]
     seen = subprocess.check_output(list(map(str, command)), cwd=repo / "scripts/teacher", text=True)
