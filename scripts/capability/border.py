@@ -22,7 +22,7 @@ from fcsd.eval.code.judge import Problem, score
 from fcsd.eval.code.problems import load_evalplus
 
 PROBLEMS = Path("assets/mirror/evalplus/HumanEvalPlus.jsonl")
-NEW_TOKENS = 64  # the longest right program has 40
+NEW_TOKENS = 64  # the longest right answer has 38
 BATCH = 40
 STOPS = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\nassert ", "\nimport ", "\nfrom ")
 

@@ -17,9 +17,8 @@ trained on token ids: a question and its answer were encoded separately, as lm-e
 whole, often has one token where these had two, for example for the newline before the answer and the spaces after it.
 
 The other real text is, unless ``--text`` says otherwise, the sources and documents of the installed Python packages.
-The teacher has seen the standard library, which is not among them. DIR gets train.jsonl and
-text.json: what it was made from. Its tokens are counted on a sample; there are at least as many as asked for, up to two
-per cent.
+The teacher has seen the standard library, which is not among them. DIR gets train.jsonl and text.json: what
+it was made from. Its tokens are counted on a sample; there are at least as many as asked for, up to two per cent.
 """
 
 import argparse
