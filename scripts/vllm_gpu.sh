@@ -46,7 +46,7 @@ logs=$WORK/logs-$command
 # where vLLM asks for one or where a later one is known not to go with 0.24.0.
 wheels="annotated-types apache-tvm-ffi==0.1.15.post2 astor blake3 cachetools cbor2 compressed-tensors==0.17.0 depyf==0.20.0
     dill diskcache==5.6.3 distro docstring-parser fastapi==0.136.3 httptools httpx-sse ijson interegular jiter jmespath
-    jsonschema jsonschema-specifications lark==1.2.2 llguidance==1.7.6 lm-format-enforcer==0.11.3 mcp==1.30.0
+    jsonschema jsonschema-specifications lark==1.2.2 llguidance==1.7.6 loguru lm-format-enforcer==0.11.3 mcp==1.30.0
     model-hosting-container-standards==0.1.16 msgspec openai==2.54.0 openai-harmony==0.0.8 opentelemetry-api
     opentelemetry-sdk outlines_core==0.2.14 partial-json-parser prometheus-fastapi-instrumentator pybase64
     pydantic==2.14.3 pydantic-core==2.50.4 pydantic-extra-types pydantic-settings pyjwt python-json-logger

@@ -20,8 +20,11 @@ import argparse
 import gc
 import gzip
 import json
+import multiprocessing
 import os
 import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,17 @@ def engine(path: Path, dtype: str, **options: Any) -> Any:
         str(path), dtype=dtype, skip_tokenizer_init=True, enable_prefix_caching=False, gpu_memory_utilization=0.1,
         **options,
     )  # fmt: skip
+
+
+def in_a_fork(work: Callable[..., Row], *given: Any) -> Row:
+    """What ``work`` returns in a fork of this process.
+
+    A process that has touched a GPU cannot fork an engine. After an engine and its reference this process would have.
+    """
+    from vllm import LLM  # noqa: F401  # pyright: ignore[reportMissingImports] # imported here, and not in every fork
+
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(work, *given).result()
 
 
 def release() -> None:
@@ -287,7 +301,7 @@ def main() -> None:
             for role in ("converted", "original"):  # the former first, in case that the time ends
                 row = dict(case=case, role=role, dtype=dtype, mode=mode, ranks=given.tp, stages=given.pp)
                 row |= dict(experts=bool(experts))
-                rows.append(report(row, compare, given.folder, *row.values()))
+                rows.append(report(row, in_a_fork, compare, given.folder, *row.values()))
         elif given.part == "items":
             role = "original" if case.endswith(".base") else "converted"
             name = f"items-{case}.json.gz"

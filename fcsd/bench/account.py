@@ -10,6 +10,8 @@ At each moment, the timeline of the device is in exactly one of three states, an
 - ``exposed``: Only communication runs. The moment counts for the phase of the communication that began first.
 - ``idle``: Nothing runs. The moment counts for the phase of the event that runs next, because the device waits for the
   launch of that event.
+
+Communication may be exposed or run beside computation, which hides it. The account also has both for each phase.
 """
 
 from bisect import bisect_right
@@ -43,11 +45,14 @@ class Account:
     Attributes:
         total: time from the start of the first device event to the end of the last.
         phases: for each phase, in order of appearance, the ms in each of ``STATES``; all of them add up to ``total``.
+        communication: for each phase that communicates, the ms in which its communication runs, and how many of them
+            are hidden: something computes meanwhile, in whatever phase.
         synchronisations: for each phase, how often the host waited for the device, and for how many ms in all.
     """
 
     total: float
     phases: dict[str, dict[str, float]]
+    communication: dict[str, tuple[float, float]]
     synchronisations: dict[str, tuple[int, float]]
 
 
@@ -118,6 +123,7 @@ class _Ranges:
 def _partition(events: list[Event], waits: dict[str, tuple[int, float]]) -> Account:
     """Counts each interval between two neighbouring starts or ends of events for one phase and one state."""
     phases: dict[str, dict[str, float]] = {}
+    communication: dict[str, tuple[float, float]] = {}
 
     def count(name: str, state: str, microseconds: float) -> None:
         phases.setdefault(name, dict.fromkeys(STATES, 0.0))[state] += microseconds / 1e3
@@ -131,17 +137,24 @@ def _partition(events: list[Event], waits: dict[str, tuple[int, float]]) -> Acco
             upcoming += 1
         running = [event for event in running if event.end > start]
         computing = [event for event in running if not event.communication]
+        for name in {event.phase for event in running if event.communication}:
+            sent, hidden = communication.get(name, (0.0, 0.0))
+            ms = (end - start) / 1e3
+            communication[name] = sent + ms, hidden + (ms if computing else 0.0)
         if computing:
             count(computing[0].phase, "computing", end - start)
         elif running:
             count(running[0].phase, "exposed", end - start)
         else:
             count(events[upcoming].phase, "idle", end - start)
-    return Account((borders[-1] - borders[0]) / 1e3, phases, waits)
+    return Account((borders[-1] - borders[0]) / 1e3, phases, communication, waits)
 
 
 def to_text(account: Account) -> str:
-    """Formats the account as a table with a line for each phase and for their sum, and the host's waits below it."""
+    """Formats the account as a table with a line for each phase and for their sum.
+
+    Below it are the communication of each phase, and the host's waits.
+    """
     lines = [
         f"{'phase':20s} " + " ".join(f"{state + ' ms':>13s}" for state in STATES) + f" {'all ms':>9s} {'share':>7s}"
     ]
@@ -150,5 +163,10 @@ def to_text(account: Account) -> str:
         whole = sum(row.values())
         columns = " ".join(f"{row[state]:13.2f}" for state in STATES)
         lines.append(f"{name:20s} {columns} {whole:9.2f} {whole / account.total:7.1%}")
+    sent = ", ".join(
+        f"{name} {ms:.1f} ms ({hidden / ms:.0%} hidden)" for name, (ms, hidden) in account.communication.items()
+    )
     told = ", ".join(f"{name} {count} ({ms:.1f} ms)" for name, (count, ms) in account.synchronisations.items())
-    return "\n".join([*lines, f"the host waited for the device: {told or 'never'}"])
+    return "\n".join(
+        [*lines, f"communication: {sent or 'none'}", f"the host waited for the device: {told or 'never'}"]
+    )

@@ -14,6 +14,7 @@
 #   setsid scripts/capability/lease.sh siblings .carried 1e9 > /dev/null 2>&1 & scripts/capability/lease.sh watch 560 $OUT
 # Environment: WORK=/dev/shm/fcsd, and what scripts/reproduce_capability.sh takes, GPUS and PROCESSES among it.
 #   TRAIN=--compile (options of scripts/teacher/train.py)  LAYOUTS="llama qwen3_moe" (the siblings)
+#   STUDIES= (the studies of each sibling, instead of all)
 # On two H200s, `siblings .carried 1000079360` trained both teachers in 450 s and most models of Table 1 in 1000 s more.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -21,7 +22,7 @@ work="${WORK:-/dev/shm/fcsd}" python="${PYTHON:-python3}" gpus="${GPUS:-1}"
 export GPUS="$gpus" TEACHER_TEXT="$work/teacher/train.jsonl" MINUTES="${MINUTES:-25}"
 read -r -a order <<< "${LAYOUTS:-llama qwen3_moe}"
 declare -A wirings=([llama]=ladder [qwen3_moe]=farskip)
-declare -A studies=([llama]="table-1 tokens table-4 desync" [qwen3_moe]="table-1 tokens")
+declare -A studies=([llama]="${STUDIES:-table-1 tokens table-4 desync}" [qwen3_moe]="${STUDIES:-table-1 tokens}")
 
 pack() {
     local folder="$1" made
@@ -125,7 +126,7 @@ watch() { # SECONDS OUT
 }
 
 command="${1:-}"
-[ $# -gt 2 ] || [ "$command $#" = "pack 2" ] || { sed -n '2,17s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 2 ] || [ "$command $#" = "pack 2" ] || { sed -n '2,18s/^# *//p' "$0" >&2; exit 2; }
 shift
 case "$command" in
     pack) pack "$1" ;;

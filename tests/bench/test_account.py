@@ -66,6 +66,8 @@ def test_every_moment_counts_once(tmp_path: Path) -> None:
         BETWEEN: {"computing": 0.5, "exposed": 0.0, "idle": 0.0},
     }
     assert sum(row[state] for row in account.phases.values() for state in STATES) == account.total
+    assert account.communication == {"student": (2.5, 0.5), "backward": (3.0, 0.5)}
+    assert "student 2.5 ms (20% hidden), backward 3.0 ms (17% hidden)" in to_text(account)
     assert account.synchronisations == {"backward": (1, 15.0)}
     assert "backward 1 (15.0 ms)" in to_text(account)
 
