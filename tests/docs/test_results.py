@@ -98,8 +98,12 @@ def test_the_aims_of_the_capability_study_are_judged_by_the_stored_answers(page:
 def test_the_siblings_keep_what_their_answers_say(name: str, page: str, repo: Path) -> None:
     models = Models(read_lines([repo / f"docs/results/capability_{name}.jsonl"]))
     found = {row[1]: row[2:] for row in rows(page, "Capability of the siblings") if row[0] == name}
-    kinds = [(method, text) for text in ("same", "other") for method in ("KL", "SFT")]
-    lines = {f"{method}, {text}": models.seeds(method, text, 0.1, stop="best") for method, text in kinds}
+    texts = {"same": "same", "same-tokens": "same as token ids", "other": "other"}
+    lines = {
+        f"{method}, {words}": models.seeds(method, text, 0.1, stop="best")
+        for text, words in texts.items()
+        for method in ("KL", "SFT")
+    }
     for words, of_row in {"untrained": [models.untrained], **lines}.items():
         scores, others = models.scores(of_row), without_humaneval(models, of_row)
         figures = [pm(scores.of_teacher, 100), pm(scores.above_chance, 100), f"{scores.tasks['HEval+']:.1f}"]
@@ -216,6 +220,86 @@ def test_serving_by_vllm_against_its_targets(page: str, raw: Raw) -> None:
     for row, new in zip(loads, (r for r in stored if r["role"] == "converted" and "per_s" in r), strict=True):
         for cell, key in zip(row[3:], ("first_p50", "first_p99", "step_p50", "step_p99"), strict=True):
             assert cell.endswith(f"({new[f'{key}_times_original']:.2f}x)")
+
+
+def test_serving_by_vllm_in_the_later_lease(page: str, raw: Raw) -> None:
+    table = rows(page, "Serving by vLLM")
+    for shape, name in (("scout", "Scout"), ("v2lite", "V2-Lite")):
+        stored = raw(f"vllm_first_tokens_{shape}_2xh200")["time-1"]["rows"]
+        at = {row[1]: n for n, row in enumerate(table) if row[0] == name and len(row) == 12}
+        for new in (row for row in stored if "mean_ms" in row and "overlap" not in row["role"]):
+            role = new["role"]
+            row = table[at[str(new["length"])] + ("original", "converted", "bound, wrong results").index(role)]
+            assert row[2:5] == [
+                role,
+                f"{new['mean_ms']:.0f}",
+                "{:.0f} to {:.0f}".format(min(new["raw"]), max(new["raw"])),
+            ]
+            assert row[8] == f"{new['last_ms']:.0f}"
+            for key, cells in (("mean_ms", row[5:8]), ("last_ms", row[9:12])):
+                ratio = [f"{new[f'{key}_times_original']:.2f}"] if role != "original" else [""]
+                shares = ["", ""]
+                if role == "converted":
+                    shares = [f"{100 * new[f'{key}_of_bound']:.1f}", f"{100 * new[f'{key}_hidden']:.0f}"]
+                assert cells == [*ratio, *shares]
+    roles = ("original", "converted", "converted, overlap from 0", "bound, wrong results")
+    steps = {(row["batch"], row["role"]): row["step_ms"] for row in stored if "step_ms" in row}
+    for batch in (1, 64):
+        original, converted, always, bound = (steps[batch, role] for role in roles)
+        ms = [f"{t:.2f}" for t in (original, converted)]
+        row = [str(batch), *ms, f"{original / converted:.3f}", f"{always:.2f}", f"{bound:.2f}"]
+        assert row in table
+    for new in (row for row in stored if "per_s" in row and row["role"] != "original"):
+        keys = (("first_p50", 0), ("first_p99", 0), ("step_p50", 1), ("step_p99", 1))
+        cells = [f"{new[key]:.{digits}f} ({new[f'{key}_times_original']:.2f}x)" for key, digits in keys]
+        assert any(row[3:] == cells for row in table)
+
+
+def test_what_vllm_computes_on_gpus(page: str, raw: Raw) -> None:
+    table = [row for row in rows(page, "Serving by vLLM") if len(row) == 8]
+    stored = [
+        row for name in ("vllm_2xh200", "vllm_again_1xh200") for part in raw(name).values() for row in part["rows"]
+    ]
+    kept = {"float32": "eager", "bfloat16": "graph"}
+    for new in (row for row in stored if row.get("case") == "qwen2_moe-farskip"):
+        mode = kept[new["dtype"]]
+        if new["mode"] != mode or (mode == "eager" and new["ranks"] * new["stages"] == 1):
+            continue
+        figures = [new["largest"], new["rms"]]
+        if mode == "eager":
+            cells = [f"{x:.1e}".replace("e-0", "e-") for x in figures] + [""]
+        else:
+            cells = [f"{figures[0]:.3f}", *(f"{x:.4f}" for x in (figures[1], new["rms_transformers"]))]
+        assert new["right"] and [new["role"], *cells, "yes"] in [row[3:] for row in table]
+
+
+def test_steps_of_the_engine_on_one_gpu(page: str, raw: Raw) -> None:
+    table = rows(page, "fcsd's inference engine")
+    steps = {name: [row["decode_ms"] for row in of["rows"]] for name, of in raw("infer_steps_1xh200").items()}
+    for name, times in steps.items():
+        attention, compiled = name.split(",")[0], "yes" if "compiled" in name else "no"
+        cells = [
+            f"{x}"
+            for ms, first in zip(times, steps["grouped"], strict=True)
+            for x in (f"{ms:.3f}", f"{first / ms:.3f}")
+        ]
+        assert [attention, compiled, *cells] in table
+
+
+def test_how_much_communication_of_a_distillation_step_is_hidden(page: str, raw: Raw) -> None:
+    stored, told = raw("distill_v2lite_norm_2xh200"), " ".join(page.split())
+    for of in stored["variants"].values():
+        assert f"{1e3 * median(of['seconds']):.1f} ± " in told
+    table = rows(page, "The whole distillation step")
+    names = {
+        "teacher": "teacher",
+        "student": "student's forward pass",
+        "backward": "backward pass",
+        "optimizer": "optimizer",
+    }
+    for phase, name in names.items():
+        both = [stored["accounts"][variant]["communication"][phase] for variant in ("overlapped", "apart")]
+        assert [name, *(cell for ms, hidden in both for cell in (f"{ms:.1f}", f"{100 * hidden / ms:.0f}"))] in table
 
 
 def test_the_speed_of_the_code_before_is_compared_alike(page: str, raw: Raw) -> None:
