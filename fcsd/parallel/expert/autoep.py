@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from fcsd.errors import ConfigError
@@ -83,7 +84,15 @@ class AutoEPBlock:
 
     def run(self, rows: Tensor, counts: Tensor) -> Tensor:
         from deepspeed.module_inject.auto_ep_layer import permute_by_local_expert, unpermute_by_local_expert
+        from deepspeed.moe.ep_kernels import inverse_permutation, permute_rows_supported
 
+        if permute_rows_supported(rows):
+            # The same gathers as AutoEP's, but AutoEP computes the inverse of the order twice.
+            order = self.order(counts, len(rows))
+            places = inverse_permutation(order.source, order.received)
+            by_expert = Gather.apply(rows, order.source, places)
+            del rows  # freed while the experts run
+            return Gather.apply(self.run_ordered(by_expert, order), places, order.source)
         by_expert, indices, aligned, total = permute_by_local_expert(rows, counts)
         del rows  # freed while the experts run
         return unpermute_by_local_expert(self.layer.experts(by_expert, aligned), indices, total)
@@ -124,6 +133,27 @@ class AutoEPBlock:
         if self.layer.shared_experts_gate is not None:
             out = torch.sigmoid(self.layer.shared_experts_gate(x)) * out
         return out
+
+
+class Gather(torch.autograd.Function):
+    """``out[n] = rows[source[n]]``, or zeros where ``source[n]`` is -1; ``places`` is the inverse of ``source``.
+
+    Every row occurs at most once in ``source``, so its gradient is that of its place, and zeros if it has none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, source: Tensor, places: Tensor) -> Tensor:
+        from deepspeed.moe.ep_kernels import gather_rows
+
+        ctx.save_for_backward(places)
+        return gather_rows(rows, source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        from deepspeed.moe.ep_kernels import gather_rows
+
+        return gather_rows(grad, *ctx.saved_tensors), None, None
 
 
 def has_partitioned_parameters(model: nn.Module) -> bool:
@@ -172,6 +202,12 @@ def allow_string_keys() -> None:
     registry_type.get, registry_type.__setitem__ = get, put  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _choose_among_all(router: Any) -> None:
+    """Do not let a router choose groups of experts if it takes all groups: the choice would change nothing."""
+    if router.num_expert_groups is not None and router.num_limited_groups == router.num_expert_groups:
+        router.num_expert_groups = None
+
+
 def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
     """Replace every MoE block by an AutoEP layer that holds this rank's experts. No DeepSpeed engine is needed.
 
@@ -206,3 +242,4 @@ def shard_experts(model: PreTrainedModel, arch: Arch, ep_size: int) -> None:
     for module in model.modules():
         if adapt(module) is not None:
             module.set_deepspeed_parallelism(False)  # pyright: ignore[reportCallIssue]
+            _choose_among_all(module.router)

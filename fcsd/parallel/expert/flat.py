@@ -15,6 +15,7 @@ from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.counts import gather
 from fcsd.parallel.expert.dispatcher import Wire
 from fcsd.parallel.expert.moving import FromExperts, RowPlaces, ToExperts
+from fcsd.parallel.expert.sorting import stable_order
 from fcsd.parallel.transports.codec import Codec
 from fcsd.parallel.transports.transport import Splits, splits_of
 from fcsd.parallel.turns import yield_turn
@@ -47,7 +48,7 @@ class FlatDispatcher:
         tokens = x.reshape(-1, x.shape[-1])
         routing = block.route(tokens)
         # [tokens * top_k]: the (token, k) pair of each row, where rows are ordered by the position of their expert.
-        pairs = torch.argsort(self._placement.positions(routing.experts).view(-1), stable=True)
+        pairs = stable_order(self._placement.positions(routing.experts).view(-1), self._placement.experts)
         # The scores multiply the rows before the experts, or their outputs after them.
         before, self._after = (routing.scores, None) if block.prescaled else (None, routing.scores)
         self._places = _places_on_wire(pairs, block, wire)

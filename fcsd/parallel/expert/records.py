@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fcsd.kernels.copies_reference import Copies
+from fcsd.parallel.expert.sorting import stable_order
 from fcsd.parallel.transports.codec import Codec
 
 _TAIL_ALIGNMENT, _RECORD_ALIGNMENT = 16, 64  # bytes
@@ -134,7 +135,7 @@ def expert_order(experts: Tensor, slots: int) -> Tensor:
     Returns: ``[records, choices]``, int64, -1 where there is no expert.
     """
     slot = torch.where(experts < 0, slots, experts)
-    order = torch.argsort(slot.view(-1), stable=True)
+    order = stable_order(slot.view(-1), slots + 1)
     numbers = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return torch.where(experts < 0, -1, numbers.view(experts.shape))
 
