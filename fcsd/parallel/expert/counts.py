@@ -39,30 +39,26 @@ def gather(
         ranks: the size of ``group``.
         side: the CUDA stream for the exchange; None gathers at once and blocks.
     """
+    everyone = counts.new_empty(ranks, counts.numel())
     if side is None:
-        everyone = _all_gather(counts, group, ranks)
+        dist.all_gather_into_tensor(everyone.view(-1), counts, group=group)
         gathered = Gathered(everyone, summarise(everyone).tolist())
         return lambda: gathered
+    # The memory of ``counts`` and ``everyone`` belongs to the compute stream. Both live until that stream has waited
+    # for this one, so the allocator need not be told, which would query an event at every allocation.
     side.wait_stream(torch.cuda.current_stream())
-    counts.record_stream(side)
     with torch.cuda.stream(side):
-        everyone = _all_gather(counts, group, ranks)
+        dist.all_gather_into_tensor(everyone.view(-1), counts, group=group)
         summary = summarise(everyone)
         on_host = torch.empty(summary.shape, dtype=summary.dtype, pin_memory=True)
         on_host.copy_(summary, non_blocking=True)
         done = side.record_event()
 
+    used = counts, everyone  # ``wait`` keeps both
+
     def wait() -> Gathered:
-        compute = torch.cuda.current_stream()
-        compute.wait_event(done)
-        everyone.record_stream(compute)
+        torch.cuda.current_stream().wait_event(done)
         done.synchronize()
-        return Gathered(everyone, on_host.tolist())
+        return Gathered(used[1], on_host.tolist())
 
     return wait
-
-
-def _all_gather(counts: Tensor, group: Any, ranks: int) -> Tensor:
-    everyone = counts.new_empty(ranks * counts.numel())
-    dist.all_gather_into_tensor(everyone, counts, group=group)
-    return everyone.view(ranks, -1)
