@@ -80,6 +80,7 @@ def test_the_even_router_has_as_many_duplicates_as_a_random_one(experts, top_k, 
     monkeypatch.setattr(model, "expert_blocks", lambda _: {"mlp": block})
     with model.evenly_routed(router):
         _, chosen, counts = router(tokens)
+        assert router(tokens)[1] is chosen  # it is computed once
     assert chosen.flatten().bincount(minlength=experts).tolist() == counts.tolist()
     assert counts.max() - counts.min() <= top_k and all(len(set(token)) == top_k for token in chosen.tolist())
     for groups in (2, 4, 8):

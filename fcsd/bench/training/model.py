@@ -87,20 +87,27 @@ def evenly_routed(model: nn.Module) -> Iterator[None]:
 
     def in_turn(_module: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         scores, chosen, counts = output
-        (tokens, top_k), number = chosen.shape, len(counts)
+        key = len(counts), len(chosen)
+        if key not in choices:
+            choices[key] = choose(*key, chosen.shape[1], counts.dtype)
+        return scores, *choices[key]
+
+    def choose(number: int, tokens: int, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         order, shift = orders[number], shifts[number][:top_k]
-        experts = order[(torch.arange(tokens, device=chosen.device).unsqueeze(1) + shift) % number]
+        experts = order[(torch.arange(tokens, device=device).unsqueeze(1) + shift) % number]
         rounds, rest = divmod(tokens, number)
         # The counts follow from numbers that the host has. Counting on the device would make the host wait for it.
-        places = torch.arange(number, device=counts.device).unsqueeze(1)
+        places = torch.arange(number, device=device).unsqueeze(1)
         by_place = top_k * rounds + ((places - shift) % number < rest).sum(dim=1)
-        return scores, experts, by_place[order.argsort()].to(counts.dtype)
+        return experts, by_place[order.argsort()].to(dtype)
 
     blocks = expert_blocks(model).values()
     device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
     numbers = sorted({block.placement.experts for block in blocks})
     orders = {number: torch.randperm(number, generator=generator).to(device) for number in numbers}
     shifts = {number: torch.randperm(number, generator=generator).to(device) for number in numbers}
+    # By experts and tokens: every pass makes the same choice, and to compute it again would keep the host busy.
+    choices: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     hooks = [block.router.register_forward_hook(in_turn) for block in blocks]
     try:
         yield
