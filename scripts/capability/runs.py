@@ -37,7 +37,7 @@ TEXTS: dict[str, tuple[str, float]] = {  # name -> kind and share of wrong answe
     "none": ("none", 0.0),
     "same-tokens": ("same", 0.0),
 }
-TOKEN_IDS = ("same-tokens",)  # texts whose lines are token ids: those that the teacher read, and none that a text hides
+TOKEN_IDS = ("same-tokens",)  # texts whose lines are token ids: encoded as in the training of the teacher
 WRITTEN = {
     "teacher-written": "teacher",
     "student-written": "untrained",

@@ -9,8 +9,8 @@
 - ``desync``: a dense teacher converted to Desync at degrees of 2 and 4, healed, exported and evaluated, against ladder.
   The paper trains Desync from scratch; to convert a checkpoint is ours.
 - ``scratch``: training from random weights (scratch.py).
-- ``tokens``: Table 1 on *same* as the token ids that the teacher read, instead of as text. Healing on the text makes
-  HumanEval+ fall, because the text never has the tokens at the end of its prompts (docs/RESULTS.md).
+- ``tokens``: Table 1 on *same* as token ids, encoded as in the teacher's training, instead of as text. Healing on the
+  text makes HumanEval+ fall, because the text never has the tokens at the end of its prompts (docs/RESULTS.md).
 - ``on-policy``: text that the teacher, or the untrained conversion, wrote itself (written.py), against the mixture. The
   conversion writes once, before the training, so its text is on-policy at the first step alone.
 

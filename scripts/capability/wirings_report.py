@@ -53,8 +53,8 @@ def token_ids(models: Models) -> str:
         for scores in [models.scores(found)]
     ]
     head = ["Method, *same*", "HumanEval+ of each model", "% of teacher", "above chance, %"]
-    note = "Token ids are those that the teacher read: a prompt and its answer were encoded separately. A text is "
-    note += "encoded as a whole."
+    note = "The token ids are of new documents, encoded as in the teacher's training: a prompt and its answer apart. A "
+    note += "text is encoded as a whole."
     return f"## *Same* as token ids, at {TABLE_1:.0%} of the tokens\n\n{note}\n\n{table(head, body)}"
 
 

@@ -114,5 +114,5 @@ def test_the_figures_of_the_first_table_follow_from_the_raw_files(readme, repo):
         sibling = Models(read_lines([repo / f"docs/results/capability_{name}.jsonl"]))
         for method in ("KL", "SFT"):
             lines = sibling.seeds(method, "same-tokens", 0.1, stop="best")
-            says("capability on the original's own tokens", pm(sibling.scores(lines).of_teacher, 100))
+            says("capability on token ids", pm(sibling.scores(lines).of_teacher, 100))
     says("capability", f"{pm(models.scores([models.untrained]).of_teacher, 100)} % untrained")

@@ -300,6 +300,13 @@ def test_how_much_communication_of_a_distillation_step_is_hidden(page: str, raw:
     for phase, name in names.items():
         both = [stored["accounts"][variant]["communication"][phase] for variant in ("overlapped", "apart")]
         assert [name, *(cell for ms, hidden in both for cell in (f"{ms:.1f}", f"{100 * hidden / ms:.0f}"))] in table
+    exposed = raw("exposed_v2lite_2xh200")
+    for variant, words in (
+        ("overlapped", "{} of {} ms are exposed in turns"),
+        ("apart", "and {} of {} one after the other"),
+    ):
+        copies = [row for row in exposed[variant] if "PtoP" in row["kind"] and row["phase"] != "backward"]
+        assert words.format(*(f"{sum(row[key] for row in copies):.1f}" for key in ("exposed_ms", "ms"))) in told
 
 
 def test_the_speed_of_the_code_before_is_compared_alike(page: str, raw: Raw) -> None:

@@ -43,8 +43,8 @@ def test_a_router_that_takes_all_groups_does_not_choose_any() -> None:
     assert groups == 2  # it takes one of them
 
 
-def _experts(rank: int, gathers: bool) -> list[Tensor]:
-    """Outputs of a block's experts for rows of two ranks, and the gradients of the rows and of the weights."""
+def _experts(rank: int, gathers: bool) -> tuple[int, list[Tensor]]:
+    """How often a block's experts invert the order of rows of two ranks; outputs, and gradients of rows and weights."""
     from deepspeed.moe import ep_kernels
 
     model = tiny.model("qwen3_moe")
@@ -56,12 +56,15 @@ def _experts(rank: int, gathers: bool) -> list[Tensor]:
     if gathers:  # as on a GPU, where DeepSpeed has a kernel for this; the process ends with the test
         ep_kernels.permute_rows_supported = lambda rows: True
         ep_kernels.gather_rows = lambda rows, index: torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[index]
+    inverses, inverse = [], ep_kernels.inverse_permutation
+    ep_kernels.inverse_permutation = lambda *given: inverses.append(given) or inverse(*given)
     out = block.run(rows * 1, counts)
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
-    return [out, rows.grad, *(weight.grad for weight in block.experts.parameters())]
+    return len(inverses), [out, rows.grad, *(weight.grad for weight in block.experts.parameters())]
 
 
-def test_gathers_of_rows_equal_autoeps_own() -> None:
-    (expected,) = in_group(1, _experts, False)
-    (found,) = in_group(1, _experts, True)
-    assert all(map(torch.equal, found, expected)) and len(found) == 5
+def test_gathers_of_rows_equal_autoeps_own_and_invert_their_order_once() -> None:
+    ((_, expected),) = in_group(1, _experts, False)
+    ((inverses, found),) = in_group(1, _experts, True)
+    assert inverses == 1 and len(found) == 5
+    assert all(map(torch.equal, found, expected))
