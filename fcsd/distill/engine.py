@@ -21,7 +21,6 @@ from fcsd.distill.phases import phase
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.targets import Targets, captured, compared_layers
 from fcsd.distill.top_k import TopK, kl_from_top_k
-from fcsd.distill.update import clips_by_hook, judges_on_device
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.annealed import Annealing, anneal
@@ -164,7 +163,7 @@ def deepspeed_config(recipe: Recipe, world_size: int, alone: bool = False) -> di
     train, optim, zero_stage = recipe.train, recipe.optim, recipe.parallel.zero_stage
     if alone:
         zero_stage = 0
-    on_device = judges_on_device(recipe)
+    judged_on_device = zero_stage > 0 and optim.offload != "host"
     zero: dict[str, Any] = {"stage": zero_stage}
     if optim.offload == "host":
         # Gradients travel to the host and weights back. Only memory that is pinned is copied at the speed of the bus.
@@ -172,8 +171,8 @@ def deepspeed_config(recipe: Recipe, world_size: int, alone: bool = False) -> di
     config = {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "gradient_accumulation_steps": accumulation(recipe, world_size),
-        "gradient_clipping": optim.grad_clip if zero_stage and not clips_by_hook(recipe) else 0.0,
-        "bf16": {"enabled": train.dtype == "bf16" and not alone, "check_grad_overflow": not on_device},
+        "gradient_clipping": 0.0,  # `update` clips
+        "bf16": {"enabled": train.dtype == "bf16" and not alone, "check_grad_overflow": not judged_on_device},
         "zero_optimization": zero,
         # DeepSpeed refuses optimizers that it does not know, and on the host all but its own, unless it is told not to.
         "zero_allow_untested_optimizer": True,

@@ -11,7 +11,7 @@ ZeRO stage, weights    the norm is computed by                    a norm that is
 0, fp32                ``global_norm``                            on the device, by ``found_inf``
 0, bf16                ``global_norm``                            on the host: DeepSpeed's wrapper asks, too
 1 and 2, bf16          ``partitions_norm``                        on the device, by ``found_inf``
-1 and 2, fp32          DeepSpeed, over all partitions             on the host, by DeepSpeed
+1 and 2, fp32          ``partitions_norm``                        on the host, by DeepSpeed
 1 and 2, on the host   DeepSpeed, over all partitions             on the host, by DeepSpeed
 =====================  =========================================  ========================================
 
@@ -36,27 +36,18 @@ from fcsd.launch.world import World
 _EPSILON = 1e-6  # added to the norm before the division, as DeepSpeed and torch do
 
 
-def judges_on_device(recipe: Recipe) -> bool:
-    """Whether clipping and the check of the norm run on the device (``install``) instead of in DeepSpeed."""
-    return recipe.parallel.zero_stage > 0 and recipe.train.dtype == "bf16" and recipe.optim.offload != "host"
-
-
-def clips_by_hook(recipe: Recipe) -> bool:
-    """Whether a hook of ZeRO's inner optimizer clips the gradients (``install``) instead of DeepSpeed."""
-    return recipe.parallel.zero_stage > 0 and (judges_on_device(recipe) or recipe.optim.offload == "host")
-
-
 def install(engine: Any, recipe: Recipe) -> None:
     """Makes ZeRO's inner optimizer clip the gradients by a hook. Call this after a checkpoint is loaded.
 
     DeepSpeed's ``step`` would wait for the norm twice: once to decide whether to skip the step, and once to clip.
-    ``deepspeed_config`` turns both off, and the hook does both on the device. The norm is that of ``partitions_norm``,
-    because DeepSpeed waits for the device while it computes its own. On the host the norm is DeepSpeed's, and the hook
-    saves time in another way: DeepSpeed multiplies all gradients even if the factor is 1.
+    ``deepspeed_config`` turns clipping off and, for bf16 weights, the decision. The hook does both on the device. The
+    norm is that of ``partitions_norm``, because DeepSpeed waits for the device while it computes its own. On the host
+    the norm is DeepSpeed's, and the hook saves time in another way: DeepSpeed multiplies all gradients even if the
+    factor is 1.
     """
-    if not clips_by_hook(recipe) or isinstance(engine.optimizer, OneProcessAdamW):
+    if not recipe.parallel.zero_stage or isinstance(engine.optimizer, OneProcessAdamW):
         return
-    zero, limit, on_device = engine.optimizer, recipe.optim.grad_clip, judges_on_device(recipe)
+    zero, limit, on_device = engine.optimizer, recipe.optim.grad_clip, recipe.optim.offload != "host"
     zero.clip_grad = 0.0  # loading a checkpoint restores the stored value
     if on_device:
         dtype = torch.float32 if engine.device.type == "cuda" else torch.float64
@@ -140,7 +131,8 @@ def partitions_norm(zero: Any, dtype: torch.dtype) -> Tensor:
         zero: DeepSpeed's optimizer. Each rank has the gradients of its partitions in ``averaged_gradients``, a list for
             each group of parameters. No gradient is in the partitions of two ranks.
         dtype: the dtype of the sums over a tensor. With fp64, which needs a copy of the gradient, the result has the
-            bits of DeepSpeed's.
+            bits of DeepSpeed's norm for an optimizer on the host. For one beside the weights DeepSpeed takes the root
+            in fp32, whose last bit may differ.
     """
     squares = []
     for number in range(len(zero.bit16_groups)):
@@ -153,7 +145,8 @@ def partitions_norm(zero: Any, dtype: torch.dtype) -> Tensor:
             squares.append(torch.zeros((), device=zero.device))
     whole = torch.stack(squares)
     dist.all_reduce(whole, group=zero.dp_process_group)
-    return torch.linalg.vector_norm(whole.sqrt()).nan_to_num(nan=math.inf, posinf=math.inf)
+    norms = whole.double().sqrt().float()  # a root in fp32 may be wrong in its last bit on CPUs
+    return torch.linalg.vector_norm(norms).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def global_norm(engine: Any, recipe: Recipe, world: World) -> Tensor:

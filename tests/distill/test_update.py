@@ -14,21 +14,24 @@ from safetensors.torch import load_file
 from fcsd.distill import engine, loop, optimizer, update
 
 
-def on_the_host(resolved: Any) -> None:
-    """A run in which DeepSpeed itself clips and skips."""
-    engine.judges_on_device = update.judges_on_device = lambda recipe: False
+def by_deepspeed(resolved: Any) -> None:
+    """A run in which DeepSpeed itself clips and skips. Its optimizer is on the host, where its norm is exact."""
+    ours = engine.deepspeed_config
+    engine.deepspeed_config = lambda *arguments: {
+        **ours(*arguments),
+        "gradient_clipping": resolved.recipe.optim.grad_clip,
+    }
+    update.install = lambda *_: None
     loop.distill_model(resolved)
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_clipping_on_the_device_is_deepspeeds(folder: Path, tmp_path: Path, stage: int) -> None:
     changes = {"train__dtype": "bf16", "optim__grad_clip": 0.3, "parallel__zero_stage": stage}
-    assert (
-        ranks.on_ranks(2, on_the_host, runs.resolved(folder, output_dir=str(tmp_path / "host"), **changes))
-        == [None] * 2
-    )
+    theirs = runs.resolved(folder, output_dir=str(tmp_path / "deepspeed"), **changes, optim__offload="host")
+    assert ranks.on_ranks(2, by_deepspeed, theirs) == [None] * 2
     runs.train(runs.resolved(folder, output_dir=str(tmp_path / "device"), **changes), 2)
-    assert runs.outcome(tmp_path / "device") == runs.outcome(tmp_path / "host")
+    assert runs.outcome(tmp_path / "device") == runs.outcome(tmp_path / "deepspeed")
     losses, _ = runs.outcome(tmp_path / "device")
     assert all(float.fromhex(norm) > 0.3 for *_, norm in losses), "every step was clipped"
 
