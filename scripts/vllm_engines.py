@@ -26,7 +26,8 @@ def command(engine: str, given: argparse.Namespace) -> list[str]:
     """The call of ``fcsd bench infer`` for one engine, ``own`` or ``vllm``."""
     words = ["bench", "infer", given.shape, "--engine", engine, "--wirings", "standard", "--rounds", "3"]
     words += ["--reduce", given.reduce if engine == "own" else "vllm", "--out", str(given.out / engine)]
-    words += ["--compile"] if given.compile and engine == "own" else []
+    if engine == "own":
+        words += ["--attention", given.attention, *(["--compile"] if given.compile else [])]
     for name in ("layers", "tp", "batch", "prompt", "new", "dtype"):
         words += [f"--{name}", str(getattr(given, name))]
     return [sys.executable, "-m", "fcsd", *words]
@@ -67,10 +68,11 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=65)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--reduce", default="nccl", help="kinds of reduction of fcsd's engine, as nccl,symmetric")
+    parser.add_argument("--attention", default="grouped", help="of decoding steps of fcsd's engine: grouped or split")
     parser.add_argument("--compile", action="store_true", help="compile steps of fcsd's engine; vLLM always compiles")
     given = parser.parse_args()
     head: Row = dict(shape=given.shape, layers=given.layers, prompt=given.prompt, new=given.new, dtype=given.dtype)
-    head["compile"] = given.compile
+    head |= dict(attention=given.attention, compile=given.compile)
     begin(head)
     codes = {engine: subprocess.run(command(engine, given), cwd=ROOT).returncode for engine in ("own", "vllm")}
     for row in beside(*(rows_of(given.out / engine / "infer.json") for engine in codes)):

@@ -73,6 +73,18 @@ def test_the_aims_of_the_capability_study_are_judged_by_the_stored_answers(page:
     says("FCSD keeps 99 %", of(kl), of(half), of(scores("KL, 4x batch", 0.2)), of(rest[0]))
     says("and 97 %", above(kl), above(half))
     says("its worst task", pm((kl.tasks["HEval+"], kl.below["HEval+"][1])), f"{kl.tasks['WG']:.1f}")
+    ids = {method: scores(method, 0.1, "same-tokens") for method in ("KL", "SFT")}
+    says("FCSD keeps 99 %", f"As token ids (below) {of(ids['KL'])}")
+    says("and 97 %", f"as token ids {above(ids['KL'])}")
+    of_teacher = 100 * ids["KL"].tasks["WG"] / models.scores([models.teacher]).tasks["WG"]
+    says("its worst task", f"As token ids WinoGrande, {ids['KL'].tasks['WG']:.1f} of 94.3 ({of_teacher:.1f} %)")
+    told = " ".join(page.split())
+    assert f"KL keeps {of(ids['KL'])} % of the teacher's average and {above(ids['KL'])} % above chance" in told
+    assert f"SFT {of(ids['SFT'])} and {above(ids['SFT'])} %" in told
+    assert "{:.1f} and {:.1f}, where the teacher has 94.3".format(*(ids[m].tasks["WG"] for m in ("KL", "SFT"))) in told
+    two, one = (without_humaneval(models, line(method, 0.01)) for method in ("KL, distance 2", "KL"))
+    assert f"{above(two)} % above chance on the ten tasks without HumanEval+ after 1 %" in told
+    assert f"of the tokens, and {above(one)} % with one in flight" in told
     other = [scores(method, 0.1, "other") for method in ("KL", "SFT")]
     says("FCSD keeps 95 %", of(scores("KL", 0.01, "other")), of(other[0]))
     says("SFT on", f"{other[0].below['Avg'][0] - other[1].below['Avg'][0]:.1f} points", of(scores("SFT", 0.1)))
@@ -108,6 +120,34 @@ def test_the_siblings_keep_what_their_answers_say(name: str, page: str, repo: Pa
         scores, others = models.scores(of_row), without_humaneval(models, of_row)
         figures = [pm(scores.of_teacher, 100), pm(scores.above_chance, 100), f"{scores.tasks['HEval+']:.1f}"]
         assert found[words] == [*figures, pm(others.of_teacher, 100), str(len(of_row))]
+
+
+def test_ladder_table_4_and_desync_of_the_llama(page: str, repo: Path) -> None:
+    models = Models(read_lines([repo / "docs/results/capability_llama.jsonl"]))
+    told = " ".join(page.split())
+
+    def kept(method: str, text: str, share: float, layers: str = "all") -> str:
+        of_row = models.seeds(method, text, share, layers)
+        assert len(of_row) == (3 if text else 1)
+        return pm(models.scores(of_row).of_teacher, 100)
+
+    def kl(values: str, layers: str) -> str:
+        return kept(f"KL, {values} values", "other", 0.02, layers)
+
+    def sft(values: str) -> str:
+        return kept(f"SFT, {values} values", "other", 0.02, "50%")
+
+    def desync(times: int, degree: int) -> str:
+        return kept(f"KL, desync-{times}x at degree {degree}", "same", 0.01)
+
+    half = [kl(values, "50%") for values in ("published", "swept")]
+    more = [kl(values, "62.5%") for values in ("published", "swept")]
+    assert f"Before training the half keeps {kept('untrained', '', 0.0, '50%')} % of the teacher" in told
+    assert f"worse ({sft('published')} %)" in told and f"much worse ({sft('swept')} %)" in told
+    assert f"KL makes it better: {half[0]} % with the published values, {half[1]} % with the swept ones" in told
+    assert f"with 62.5 % of the layers {more[0].partition(' ±')[0]} and {more[1]} %" in told
+    assert f"desync-2x keeps {desync(2, 2)} and {desync(2, 4)} % of the teacher at degrees of 2 and 4" in told
+    assert f"desync-4x {desync(4, 2)} and {desync(4, 4)} %, and ladder {kept('KL', 'same', 0.01)} %" in told
 
 
 def test_why_humaneval_falls(page: str, models: Models, raw: Raw) -> None:
@@ -284,6 +324,36 @@ def test_steps_of_the_engine_on_one_gpu(page: str, raw: Raw) -> None:
             for x in (f"{ms:.3f}", f"{first / ms:.3f}")
         ]
         assert [attention, compiled, *cells] in table
+
+
+def test_the_engine_beside_vllm(page: str, raw: Raw) -> None:
+    table = rows(page, "fcsd's inference engine")
+    for row in raw("vllm_engines_1xh200")["engines"]["rows"]:
+        cells = []
+        for phase, form in (("prefill", ".1f" if row["batch"] == 1 else ".0f"), ("decode", ".3f")):
+            own, vllm = row[f"own_{phase}_ms"], row[f"vllm_{phase}_ms"]
+            cells += [format(own, form), format(vllm, form), f"{vllm / own:.3f}"]
+        assert [str(row["batch"]), *cells] in table
+
+
+def test_what_fewer_launches_gain(page: str, raw: Raw) -> None:
+    table = rows(page, "The whole distillation step")
+    steps = {"overlapped": "in turns", "apart": "one after the other", "blocking": "blocking"}
+    steps["comm-free"] = "no communication (bound)"
+
+    def milliseconds(when: str, variant: str) -> float:
+        calls = [raw(f"distill_v2lite_launches_{when}{again}_2xh200") for again in ("", "_again")]
+        return 1e3 * median(second for call in calls for second in call["variants"][variant]["seconds"])
+
+    for variant, name in steps.items():
+        before, after = (milliseconds(when, variant) for when in ("before", "after"))
+        shares = (
+            [f"{100 * milliseconds(when, 'comm-free') / ms:.1f}" for when, ms in (("before", before), ("after", after))]
+            if variant != "comm-free"
+            else ["100", "100"]
+        )
+        cells = [f"{before:.1f}", shares[0], f"{after:.1f}", shares[1], f"{before / after:.3f}"]
+        assert [name, *cells] in table
 
 
 def test_how_much_communication_of_a_distillation_step_is_hidden(page: str, raw: Raw) -> None:

@@ -50,12 +50,14 @@ def test_both_engines_get_the_same_workload(
         return subprocess.CompletedProcess(words, int(fails and out.name == "vllm"))
 
     monkeypatch.setattr(script.subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", ["x", str(tmp_path), "--tp", "2", "--reduce", "nccl,symmetric"])
+    monkeypatch.setattr(
+        sys, "argv", ["x", str(tmp_path), "--tp", "2", "--reduce", "nccl,symmetric", "--attention", "split"]
+    )
     with pytest.raises(SystemExit) as ended:
         script.main()
     assert ended.value.code == fails
     own, vllm = calls
-    differs = {"own", "vllm", "nccl,symmetric", str(tmp_path / "own"), str(tmp_path / "vllm")}
+    differs = {"own", "vllm", "nccl,symmetric", "--attention", "split", str(tmp_path / "own"), str(tmp_path / "vllm")}
     assert [word for word in own if word not in differs] == [word for word in vllm if word not in differs]
     assert own[:3] == ["bench", "infer", "llama3-70b"] and own[own.index("--reduce") + 1] == "nccl,symmetric"
     assert vllm[vllm.index("--engine") + 1] == "vllm" and vllm[vllm.index("--wirings") + 1] == "standard"
