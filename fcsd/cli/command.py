@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
@@ -28,6 +29,7 @@ VERBOSE = Parameter(
     annotation=Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks.")],
 )
 
+_FIRST_RANK_SPEAKS = 5  # seconds that the other processes of a machine wait before they print their error
 
 _DATA: contextvars.ContextVar[TextIO] = contextvars.ContextVar("stdout of the running command")
 
@@ -117,6 +119,10 @@ def report_error(error: BaseException) -> int:
     else:
         message, hint, code = f"{type(error).__name__}: {first_line(error)}", "-v shows the traceback", 1
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+        # An error that all processes find is said once: when the first process of a machine has failed, torchrun ends
+        # the others, which still wait here.
+        time.sleep(_FIRST_RANK_SPEAKS)
     print(f"{rank}error: {message}", file=sys.stderr)
     if hint:
         print(f"{rank}hint: {hint}", file=sys.stderr)

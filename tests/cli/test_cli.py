@@ -377,6 +377,20 @@ def test_interrupt_and_rank(library, monkeypatch) -> None:
     assert (done.exit_code, done.stderr) == (130, "[rank 3] error: interrupted\n")
 
 
+@pytest.mark.parametrize(("local_rank", "waits"), [("0", []), ("1", [command._FIRST_RANK_SPEAKS])])
+def test_only_the_first_process_of_a_machine_says_its_error_at_once(
+    library, monkeypatch, local_rank: str, waits: list[int]
+) -> None:
+    """torchrun ends the others while they wait, if the first one has failed, too."""
+    library("fcsd.checkpoint", "inspect_checkpoint", raises=ZeroDivisionError("first"))
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "9", "LOCAL_RANK": local_rank}.items():
+        monkeypatch.setenv(name, value)
+    waited: list[int] = []
+    monkeypatch.setattr(command.time, "sleep", waited.append)
+    assert run("inspect", "m").stderr.startswith("[rank 9] error: ZeroDivisionError: first\n")
+    assert waited == waits
+
+
 def hub_error(name: str) -> BaseException:
     cls = getattr(huggingface_hub.errors, name)
     return cls.__new__(cls, "the hub's words")
