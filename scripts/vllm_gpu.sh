@@ -203,7 +203,8 @@ small=qwen2_moe-farskip
 case $command in
 one)
     job float32 $serve {$small,qwen3_moe-farskip,teacher,glm4_moe-farskip}/float32/eager
-    job bfloat16 $serve $small/bfloat16/graph {$small,teacher}/bfloat16/default qwen3_moe-fp8/bfloat16/eager
+    job bfloat16 $serve $small/bfloat16/graph {$small,teacher}/bfloat16/default
+    job fp8 $serve qwen3_moe-fp8/bfloat16/eager
     job server python3 scripts/vllm_server.py "$models" --seconds $(($(left) - 8))
     ;;
 tasks)
