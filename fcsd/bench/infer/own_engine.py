@@ -37,6 +37,7 @@ from fcsd.launch.world import World, join_world
 from fcsd.models.wiring_block import DESYNC
 from fcsd.parallel.tensor.division import TensorGroup
 from fcsd.parallel.tensor.layer import wire_tensor_parallel
+from fcsd.parallel.tensor.merged import merge_projections
 from fcsd.parallel.tensor.reduce import Kind, Reduction
 from fcsd.parallel.tensor.weights import load_tensor_parallel, random_tensor_parallel
 from fcsd.serve.decode import GRAIN, Stepper
@@ -102,8 +103,11 @@ def _model(load: Workload, ranks: TensorGroup, world: World) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": getattr(torch, load.dtype), "device": world.device}
     options |= {"ranks": ranks, "experts": load.experts}
     if load.model in SHAPES:
-        return random_tensor_parallel(SHAPES[load.model](load.layers), **options)
-    return load_tensor_parallel(load.model, **options)
+        model = random_tensor_parallel(SHAPES[load.model](load.layers), **options)
+    else:
+        model = load_tensor_parallel(load.model, **options)
+    merge_projections(model)
+    return model
 
 
 def _if_it_fits(work: Callable[[], T], team: World) -> T | None:

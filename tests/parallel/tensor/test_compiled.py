@@ -16,6 +16,7 @@ from fcsd.models.wiring import Wiring
 from fcsd.parallel.tensor import compiled
 from fcsd.parallel.tensor.division import TensorGroup
 from fcsd.parallel.tensor.layer import wire_tensor_parallel
+from fcsd.parallel.tensor.merged import merge_projections
 from fcsd.serve.decode import Stepper
 from fcsd.serve.slots import Slots
 
@@ -52,9 +53,14 @@ def decode(model: Any, wiring: Wiring, compile_steps: bool, attention: str = "gr
     return first, torch.stack([stepper._step() for _ in range(STEPS)])
 
 
+@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "llama4"])
-def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(arch: str, counted: list[int]) -> None:
+def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(
+    arch: str, merged: bool, counted: list[int]
+) -> None:
     model: Any = tiny.model(arch, initializer_range=0.1)
+    if merged:
+        merge_projections(model)
     for wiring in (Wiring("farskip", ALL), Wiring("ladder", (1, 2))):
         first, logits = decode(model, wiring, compile_steps=False)
         again, found = decode(model, wiring, compile_steps=True)
@@ -67,6 +73,8 @@ def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(arch: str,
 def test_inductors_code_gives_the_same_logits(attention: str) -> None:
     model = tiny.model("llama", initializer_range=0.1)
     first, logits = decode(model, Wiring("ladder", ALL), False, attention)
+    if attention == "split":
+        merge_projections(model)
     with torch._inductor.config.patch(force_disable_caches=True):
         (again, found), code = run_and_get_code(decode, model, Wiring("ladder", ALL), True, attention)
     assert again == first
