@@ -19,9 +19,10 @@ class First(nn.Module):
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         super().__init__()
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        self.weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]), requires_grad=False)
-        self.bias = nn.Parameter(torch.cat(biases).detach(), requires_grad=False) if biases else None
+        weights = [layer.weight.detach() for layer in layers]
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        self.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         self.widths = [layer.out_features for layer in layers]
         self.others: list[Tensor] = []  # results that the other layers have not been asked for yet
 
