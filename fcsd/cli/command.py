@@ -19,7 +19,7 @@ from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 
-from fcsd.errors import DiskError
+from fcsd.errors import DiskError, PreemptedError
 from fcsd.foreign_errors import first_line, translate
 
 VERBOSE = Parameter(
@@ -119,7 +119,8 @@ def report_error(error: BaseException) -> int:
     else:
         message, hint, code = f"{type(error).__name__}: {first_line(error)}", "-v shows the traceback", 1
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+    later = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
+    if later and not isinstance(known, PreemptedError):  # who preempts a run does not wait
         # An error that all processes find is said once: when the first process of a machine has failed, torchrun ends
         # the others, which still wait here.
         time.sleep(_FIRST_RANK_SPEAKS)

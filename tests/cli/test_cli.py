@@ -377,17 +377,25 @@ def test_interrupt_and_rank(library, monkeypatch) -> None:
     assert (done.exit_code, done.stderr) == (130, "[rank 3] error: interrupted\n")
 
 
-@pytest.mark.parametrize(("local_rank", "waits"), [("0", []), ("1", [command._FIRST_RANK_SPEAKS])])
+@pytest.mark.parametrize(
+    ("local_rank", "error", "waits"),
+    [
+        ("0", ZeroDivisionError("first"), []),
+        ("1", ZeroDivisionError("first"), [command._FIRST_RANK_SPEAKS]),
+        ("1", errors.PreemptedError("first"), []),
+    ],
+)
 def test_only_the_first_process_of_a_machine_says_its_error_at_once(
-    library, monkeypatch, local_rank: str, waits: list[int]
+    library, monkeypatch, local_rank: str, error: Exception, waits: list[int]
 ) -> None:
-    """torchrun ends the others while they wait, if the first one has failed, too."""
-    library("fcsd.checkpoint", "inspect_checkpoint", raises=ZeroDivisionError("first"))
+    """torchrun ends the others while they wait, if the first one has failed, too. A preempted run has no time."""
+    library("fcsd.checkpoint", "inspect_checkpoint", raises=error)
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "9", "LOCAL_RANK": local_rank}.items():
         monkeypatch.setenv(name, value)
     waited: list[int] = []
     monkeypatch.setattr(command.time, "sleep", waited.append)
-    assert run("inspect", "m").stderr.startswith("[rank 9] error: ZeroDivisionError: first\n")
+    said = run("inspect", "m").stderr
+    assert said.startswith("[rank 9] error: ") and said.splitlines()[0].endswith("first")
     assert waited == waits
 
 

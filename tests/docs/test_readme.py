@@ -110,8 +110,8 @@ def test_the_figures_of_the_first_table_follow_from_the_raw_files(readme, repo):
         lines = models.seeds(method, text, share, stop="best" if share == 0.1 else "")
         assert len(lines) == 3
         says(row, pm(models.scores(lines).of_teacher, 100))
-    for name in ("llama", "qwen3_moe"):
-        sibling = Models(read_lines([repo / f"docs/results/capability_{name}.jsonl"]))
+    for name in ("", "_llama", "_qwen3_moe"):
+        sibling = Models(read_lines([repo / f"docs/results/capability{name}.jsonl"]))
         for method in ("KL", "SFT"):
             lines = sibling.seeds(method, "same-tokens", 0.1, stop="best")
             says("capability on token ids", pm(sibling.scores(lines).of_teacher, 100))

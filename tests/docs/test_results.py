@@ -82,6 +82,11 @@ def test_the_aims_of_the_capability_study_are_judged_by_the_stored_answers(page:
     assert f"KL keeps {of(ids['KL'])} % of the teacher's average and {above(ids['KL'])} % above chance" in told
     assert f"SFT {of(ids['SFT'])} and {above(ids['SFT'])} %" in told
     assert "{:.1f} and {:.1f}, where the teacher has 94.3".format(*(ids[m].tasks["WG"] for m in ("KL", "SFT"))) in told
+    assert all(of_ids.tasks["HEval+"] == 100 for of_ids in ids.values()), "all six solve all of HumanEval+"
+    plain, rewired = (
+        models.lines[f"from-scratch--{wiring}-same-1pct-all-seed-0"]["final_loss"] for wiring in ("standard", "farskip")
+    )
+    assert f"is {rewired - plain:.3f} nats above that of the standard wiring ({rewired:.3f} and {plain:.3f})" in told
     two, one = (without_humaneval(models, line(method, 0.01)) for method in ("KL, distance 2", "KL"))
     assert f"{above(two)} % above chance on the ten tasks without HumanEval+ after 1 %" in told
     assert f"of the tokens, and {above(one)} % with one in flight" in told
@@ -354,6 +359,18 @@ def test_what_fewer_launches_gain(page: str, raw: Raw) -> None:
         )
         cells = [f"{before:.1f}", shares[0], f"{after:.1f}", shares[1], f"{before / after:.3f}"]
         assert [name, *cells] in table
+    told, after = " ".join(page.split()), raw("distill_v2lite_launches_after_2xh200")
+    speed = after["batch_tokens"] / milliseconds("after", "overlapped") * 1e3
+    assert f"The MFU is {100 * speed / after['full_speed']:.1f} %" in told
+    hidden = {
+        (variant, phase): f"{100 * share / ms:.0f}"
+        for variant, account in after["accounts"].items()
+        for phase, (ms, share) in account["communication"].items()
+        if ms
+    }
+    turns, apart = ([hidden[variant, phase] for phase in ("teacher", "student")] for variant in ("overlapped", "apart"))
+    assert f"in turns, {turns[0]} % of the teacher's communication and {turns[1]} % of the student's are hidden" in told
+    assert f"one after the other it is {apart[0]} and {apart[1]} %" in told
 
 
 def test_how_much_communication_of_a_distillation_step_is_hidden(page: str, raw: Raw) -> None:

@@ -107,11 +107,13 @@ def _compiled(model: Any, world: Any) -> list[list[int]]:
 
 def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path) -> dict[str, Any]:
     from fcsd.launch.world import join_world
+    from fcsd.parallel.tensor.merged import First
     from fcsd.serve.engine import open_engine
 
     world, found = join_world(), {}
     for arch, path in models.items():
         model: Any = open_engine(path, world, dtype=torch.float32)
+        assert any(isinstance(module, First) for module in model.modules()), "projections are merged"
         found[arch] = {"greedy": _greedy(model), "steps": _step_by_step(model, tiny.tokens(length=30))}
         found[arch]["slots"] = _in_slots(model)
         if arch in COMPILED:
