@@ -28,8 +28,9 @@ class First(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` -> the result of the first layer, ``[..., its width]``."""
-        first, *self.others = functional.linear(x, self.weight, self.bias).split(self.widths, dim=-1)
-        return first
+        results = functional.linear(x, self.weight, self.bias).split(self.widths, dim=-1)
+        self.others = list(results[1:])  # a starred name would be a tuple in what torch 2.11 compiles
+        return results[0]
 
 
 class Next(nn.Module):
