@@ -197,7 +197,8 @@ class Stepper:
                 past_key_values=self.cache,
                 use_cache=True,
             ).logits[:, -1]
-        self.finite &= logits.isfinite().all(-1)
+        for extreme in torch.aminmax(logits, dim=-1):  # both are NaN if a logit is; reads the logits once
+            self.finite &= extreme.isfinite()
         self.ids.copy_(logits.argmax(-1, keepdim=True))
         slots.positions.add_(1).clamp_(max=slots.length - 1)  # writes of ended answers stay inside of their slots
         return logits

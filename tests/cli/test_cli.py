@@ -342,7 +342,7 @@ def test_env_keeps_secrets_and_paths(monkeypatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("NCCL_TOPO_FILE", "/home/someone/topology.xml")
     facts = json.loads(run("env", "--json").stdout)
-    assert facts["packages"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(facts["packages"]["torch"])  # some builds name CUDA in one of the two only
     assert facts["settings"]["NCCL_DEBUG"] == "INFO" and facts["settings"]["NCCL_TOPO_FILE"] == "(a path)"
     assert str(Path.home()) not in json.dumps(facts) and sys.executable not in json.dumps(facts)
     assert "secret" not in run("env").stdout + json.dumps(facts)

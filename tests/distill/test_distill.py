@@ -98,7 +98,8 @@ def test_a_run_leaves_what_the_next_command_needs(
     assert {"config.resolved.yaml", "env.json", "command.txt", "curves.png", "final"} <= {
         path.name for path in run.iterdir()
     }
-    assert json.loads((run / "env.json").read_text())["packages"]["torch"] == torch.__version__
+    versions = json.loads((run / "env.json").read_text())["packages"]
+    assert torch.__version__.startswith(versions["torch"])  # some builds name CUDA in one of the two only
     assert (
         runs.load_recipe(run / "config.resolved.yaml").recipe
         == runs.resolved(folder, output_dir=str(run), train__activation_checkpointing=True).recipe

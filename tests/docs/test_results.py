@@ -30,7 +30,7 @@ def rows(page: str, heading: str) -> list[list[str]]:
     """The cells of all table rows of a section, without links, emphasis and units."""
     (section,) = re.findall(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", page, re.MULTILINE | re.DOTALL)
     plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", section).replace("**", "").replace("`", "")
-    lines = [line for line in plain.splitlines() if line.startswith("|") and "--" not in line]
+    lines = [line for line in map(str.strip, plain.splitlines()) if line.startswith("|") and "--" not in line]
     return [[re.sub(r"(?<=\d)(x| %)$", "", cell.strip()) for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -333,12 +333,62 @@ def test_steps_of_the_engine_on_one_gpu(page: str, raw: Raw) -> None:
 
 def test_the_engine_beside_vllm(page: str, raw: Raw) -> None:
     table = rows(page, "fcsd's inference engine")
-    for row in raw("vllm_engines_1xh200")["engines"]["rows"]:
+    for row in (row for name in ("", "_split") for row in raw(f"vllm_engines{name}_1xh200")["engines"]["rows"]):
         cells = []
         for phase, form in (("prefill", ".1f" if row["batch"] == 1 else ".0f"), ("decode", ".3f")):
             own, vllm = row[f"own_{phase}_ms"], row[f"vllm_{phase}_ms"]
             cells += [format(own, form), format(vllm, form), f"{vllm / own:.3f}"]
         assert [str(row["batch"]), *cells] in table
+
+
+def test_what_merged_products_gain(page: str, raw: Raw) -> None:
+    table = rows(page, "fcsd's inference engine")
+    five, two = (
+        [row for row in raw(f"infer_merged_{when}_1xh200")["rows"] if row["reduce"] == "nccl"]
+        for when in ("before", "after")
+    )
+    for old, new in zip(five, two, strict=True):
+        cells = [str(old["batch"])]
+        for key, form in (("prefill_ms", ".1f" if old["batch"] == 1 else ".0f"), ("decode_ms", ".3f")):
+            cells += [format(old[key], form), format(new[key], form), f"{old[key] / new[key]:.3f}"]
+        assert cells in table
+
+
+def test_the_bundled_model_against_the_code_of_the_time_of_the_target(page: str, raw: Raw) -> None:
+    table = rows(page, "The whole distillation step")
+    runs = raw("distill_bundled_turns_1xh200")["runs"]
+    for name, code, micro_batch in (
+        ("before_8", "of that time", 8),
+        ("before_32", "of that time", 32),
+        ("after", "today's", 32),
+    ):
+        calls = [runs[f"{name}_{turn}"] for turn in (1, 2)]
+        (loss,) = {f"{run['log'][-1]['loss']:.3f}" for run in calls}
+        cells = [f"{run['tokens_per_second']:,.0f}".replace(",", " ") for run in calls]
+        assert [code, str(micro_batch), *cells, loss] in table
+        assert {run["micro_batch_size"] for run in calls} == {micro_batch}
+    ratios = [runs[f"after_{n}"]["tokens_per_second"] / runs[f"before_32_{n}"]["tokens_per_second"] for n in (1, 2)]
+    assert "**It is met**: {:.1f}x and {:.1f}x".format(*ratios) in " ".join(page.split())
+
+
+def test_dense_models_from_random_weights(page: str, raw: Raw) -> None:
+    table = rows(page, "Capability on H200s")
+    for model, losses in raw("capability_scratch_losses")["losses"].items():
+        cells = []
+        for wiring in ("parallel", "ladder", "desync-2x", "desync-4x"):
+            both = list(zip(losses[wiring], losses["standard"], strict=False))[-50:]
+            end = min(len(losses[wiring]), len(losses["standard"]))
+            cells.append(f"{sum(own - plain for own, plain in both) / 50:+.3f} ({end})")
+        assert [model.removeprefix("llama-"), *cells] in [[c.replace("step ", "") for c in row] for row in table]
+
+
+def test_weights_in_fp8_through_vllm(page: str, raw: Raw) -> None:
+    parts = raw("vllm_fp8_1xh200")
+    assert all(row["right"] for part in parts.values() for row in part["rows"])
+    converted, original = parts["fp8"]["rows"]
+    told = " ".join(page.split())
+    assert f"an RMS of {converted['rms']:.3f} nats (converted) and {original['rms']:.3f} (original)" in told
+    assert f"is allowed, {converted['tolerance']:.3f} and {original['tolerance']:.3f}" in told
 
 
 def test_what_fewer_launches_gain(page: str, raw: Raw) -> None:

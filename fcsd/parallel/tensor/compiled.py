@@ -1,4 +1,5 @@
-"""Compiles what a decoding step computes between two reductions: each part of a layer with the norm before it.
+"""Compiles what a decoding step computes between two reductions: each part of a layer with the norm before it, and with
+the sum of the residual stream and the outputs that this norm reads.
 
 ``torch.compile`` fuses the many small kernels of a norm, of the rotary embedding and of the activation. A reduction is
 never inside of what is compiled, so no compiler can move its start or its wait. All layers of a kind share one compiled
@@ -8,6 +9,7 @@ Attention and dense MLPs are compiled. Experts are not, because the number of ro
 the norm before them is compiled by itself.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -43,37 +45,39 @@ def possible(cache: Any, index: int) -> bool:
     return cache is not None and getattr(cache.layers[index], "fixed_shape", False)
 
 
-def attend(norm: nn.Module, attention: Any, x: Tensor, **kwargs: Any) -> Tensor:
-    """The output of an attention, compiled together with its norm.
+def attend(norm: nn.Module, attention: Any, x: Tensor, sums: Sequence[Tensor], **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """The residual stream with ``sums``, and the output of an attention, compiled together with its norm.
 
     Args:
         norm: the norm before the attention.
         attention: transformers' module.
         x: the residual stream ``[slots, 1, hidden]``.
+        sums: what is added to it before the norm, each with the shape of ``x``.
         kwargs: what transformers' loop over layers passes to the attention, ``past_key_values`` among it.
     """
     index = attention.layer_idx
     kwargs["past_key_values"] = OneLayer(kwargs["past_key_values"].layers[index])
     if any(isinstance(module, SplitNorm) for module in attention.modules()):  # it reduces, which is not compiled
-        return attention(hidden_states=compute(_normed, norm, x), **kwargs)[0]
+        x, read = compute(_normed, norm, x, sums)
+        return x, attention(hidden_states=read, **kwargs)[0]
     attention.layer_idx = 0
     try:
-        return compute(_attended, norm, attention, x, **kwargs)
+        return compute(_attended, norm, attention, x, sums, **kwargs)
     finally:
         attention.layer_idx = index
 
 
-def dense(norm: nn.Module, mlp: nn.Module, x: Tensor) -> Tensor:
-    """The output of a dense MLP, compiled with its norm. ``x`` is the residual stream ``[slots, 1, hidden]``."""
-    return compute(_dense, norm, mlp, x)
+def dense(norm: nn.Module, mlp: nn.Module, x: Tensor, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The stream with ``sums``, and the output of a dense MLP, compiled with its norm; shapes as for ``attend``."""
+    return compute(_dense, norm, mlp, x, sums)
 
 
-def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """The output of a compiled norm. ``x`` is the residual stream ``[slots, 1, hidden]``."""
-    return compute(_normed, norm, x)
+def normed(norm: nn.Module, x: Tensor, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The stream with ``sums``, and the output of a compiled norm; shapes as for ``attend``."""
+    return compute(_normed, norm, x, sums)
 
 
-def compute(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+def compute(function: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Call the compiled version of a function."""
     with torch._dynamo.config.patch(recompile_limit=_SHAPES):
         return _compiled(function)(*args, **kwargs)
@@ -84,13 +88,19 @@ def _compiled(function: Any) -> Any:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def _attended(norm: nn.Module, attention: nn.Module, x: Tensor, **kwargs: Any) -> Tensor:
-    return attention(hidden_states=norm(x), **kwargs)[0]
+def _attended(
+    norm: nn.Module, attention: nn.Module, x: Tensor, sums: Sequence[Tensor], **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    x, read = _normed(norm, x, sums)
+    return x, attention(hidden_states=read, **kwargs)[0]
 
 
-def _dense(norm: nn.Module, mlp: nn.Module, x: Tensor) -> Tensor:
-    return mlp(norm(x))
+def _dense(norm: nn.Module, mlp: nn.Module, x: Tensor, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    x, read = _normed(norm, x, sums)
+    return x, mlp(read)
 
 
-def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    return norm(x)
+def _normed(norm: nn.Module, x: Tensor, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    for value in sums:
+        x = x + value
+    return x, norm(x)

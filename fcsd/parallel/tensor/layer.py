@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import _active_collector
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.schedule import Output, Read, Reduction, kind_of, reductions
-from fcsd.models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, hf_parts, unwire_layers, wired_class
+from fcsd.models.wiring import DESYNC, LayerWiring, Parts, WiredLayer, Wiring, hf_parts, unwire_layers, wired_class
 from fcsd.parallel.tensor import compiled, reduce
 from fcsd.parallel.tensor.division import TensorGroup
 
@@ -85,16 +85,31 @@ class Stream:
             wait = partial(_given, started.wait())
         self._in_flight.append((reduction.awaited_by, wait))
 
-    def read(self, place: Read) -> Tensor:
-        """The stream ``[batch, seq, hidden]`` as ``place`` reads it; awaits the reductions that it needs first."""
+    def arrived(self, place: Read) -> tuple[Tensor, list[Tensor]]:
+        """The stream, and what ``place`` reads beside it; awaits the reductions that it needs.
+
+        All tensors are ``[batch, seq, hidden]``. The caller gives ``replace`` their sum.
+        """
         waiting, self._in_flight = self._in_flight, []
+        found: list[Tensor] = []
         for awaited_by, wait in waiting:
             if awaited_by != place:
                 self._in_flight.append((awaited_by, wait))
             elif self._schedule.desync:
                 self._x = wait()
             else:
-                self._x = self._x + wait()
+                found.append(wait())
+        return self._x, found
+
+    def replace(self, x: Tensor) -> None:
+        """Take a new value of the stream, ``[batch, seq, hidden]``."""
+        self._x = x
+
+    def read(self, place: Read) -> Tensor:
+        """The stream ``[batch, seq, hidden]`` as ``place`` reads it; awaits the reductions that it needs first."""
+        self._x, found = self.arrived(place)
+        for value in found:
+            self._x = self._x + value
         return self._x
 
 
@@ -125,23 +140,38 @@ class TensorParallelLayer(WiredLayer):
             raise ConfigError("a tensor-parallel model does not return the outputs of single layers")
         plan = self.fcsd
         stream = hidden_states if isinstance(hidden_states, Stream) else Stream(hidden_states, plan.schedule)
-        attn, shared, routed = plan.parts(self)
-        x, norm = stream.read(Read(plan.index, "attn")), self.input_layernorm
-        compile_parts = plan.schedule.compiled and compiled.possible(kwargs.get("past_key_values"), plan.index)
-        out = compiled.attend(norm, self.self_attn, x, **kwargs) if compile_parts else attn(norm(x), **kwargs)
-        stream.add(Output(plan.index, "attn"), out)
-        x, norm = stream.read(Read(plan.index, "mlp")), self.post_attention_layernorm
-        if compile_parts and routed is None:
-            assert isinstance(shared, nn.Module), "the only part of a dense MLP is its module"
-            stream.add(Output(plan.index, "shared"), compiled.dense(norm, shared, x))
+        parts = plan.parts(self)
+        if plan.schedule.compiled and compiled.possible(kwargs.get("past_key_values"), plan.index):
+            self._compiled_step(stream, parts, **kwargs)
         else:
-            x = compiled.normed(norm, x) if compile_parts else norm(x)
-            if shared is not None:
-                stream.add(Output(plan.index, "shared"), shared(x))
-            if routed is not None:
-                stream.add(Output(plan.index, "routed"), routed(x))
+            out = parts.attn(self.input_layernorm(stream.read(Read(plan.index, "attn"))), **kwargs)
+            stream.add(Output(plan.index, "attn"), out)
+            x = self.post_attention_layernorm(stream.read(Read(plan.index, "mlp")))
+            self._add_mlp(stream, x, parts)
         last = plan.schedule.last
         return stream.read(last) if plan.index + 1 == last.layer else stream
+
+    def _add_mlp(self, stream: Stream, x: Tensor, parts: Parts) -> None:
+        if parts.shared is not None:
+            stream.add(Output(self.fcsd.index, "shared"), parts.shared(x))
+        if parts.routed is not None:
+            stream.add(Output(self.fcsd.index, "routed"), parts.routed(x))
+
+    def _compiled_step(self, stream: Stream, parts: Parts, **kwargs: Any) -> None:
+        index, norm = self.fcsd.index, self.post_attention_layernorm
+        x, out = compiled.attend(self.input_layernorm, self.self_attn, *stream.arrived(Read(index, "attn")), **kwargs)
+        stream.replace(x)
+        stream.add(Output(index, "attn"), out)
+        x, sums = stream.arrived(Read(index, "mlp"))
+        if parts.routed is None:
+            assert isinstance(parts.shared, nn.Module), "the only part of a dense MLP is its module"
+            x, out = compiled.dense(norm, parts.shared, x, sums)
+            stream.replace(x)
+            stream.add(Output(index, "shared"), out)
+        else:
+            x, out = compiled.normed(norm, x, sums)
+            stream.replace(x)
+            self._add_mlp(stream, out, parts)
 
 
 def wire_tensor_parallel(

@@ -13,6 +13,9 @@ from torch.nn import functional
 # Names of linear layers that transformers calls one after the other, in this order, with the same input.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
+# Tokens up to which there is one product. Its results are not contiguous, and with many tokens that costs time.
+_FEW = 1024
+
 
 class First(nn.Module):
     """Stands for the first of several linear layers with one input. It computes the results of all of them."""
@@ -28,7 +31,12 @@ class First(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` -> the result of the first layer, ``[..., its width]``."""
-        results = functional.linear(x, self.weight, self.bias).split(self.widths, dim=-1)
+        if x.shape[:-1].numel() > _FEW:
+            weights = self.weight.split(self.widths)
+            biases = [None] * len(weights) if self.bias is None else self.bias.split(self.widths)
+            results = [functional.linear(x, *own) for own in zip(weights, biases, strict=True)]
+        else:
+            results = functional.linear(x, self.weight, self.bias).split(self.widths, dim=-1)
         self.others = list(results[1:])  # a starred name would be a tuple in what torch 2.11 compiles
         return results[0]
 

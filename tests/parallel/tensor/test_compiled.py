@@ -21,9 +21,6 @@ from fcsd.serve.decode import Stepper
 from fcsd.serve.slots import Slots
 
 ALONE, ALL, STEPS = TensorGroup(None, 1, 0), (0, 1, 2, 3), 4
-# Attention, and the norm before experts or a dense MLP; some models have both. Llama-4 has two kinds of attention.
-FUNCTIONS = dict.fromkeys(ARCHS, 2) | dict.fromkeys(("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"), 3)
-FUNCTIONS["llama4_text"] = 4
 
 
 @pytest.fixture
@@ -56,8 +53,16 @@ def decode(model: Any, wiring: Wiring, compile_steps: bool, attention: str = "gr
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "llama4"])
 def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(
-    arch: str, merged: bool, counted: list[int]
+    arch: str, merged: bool, counted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    different, compute = set(), compiled.compute
+
+    def noted(function: Any, *args: Any, **kwargs: Any) -> Any:
+        # Some layers of Llama-4 have no rotary embedding. A function is traced for each number of tensors to add, too.
+        different.add((function.__name__, getattr(args[1], "use_rope", None), len(args[-1])))
+        return compute(function, *args, **kwargs)
+
+    monkeypatch.setattr(compiled, "compute", noted)
     model: Any = tiny.model(arch, initializer_range=0.1)
     if merged:
         merge_projections(model)
@@ -65,7 +70,7 @@ def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(
         first, logits = decode(model, wiring, compile_steps=False)
         again, found = decode(model, wiring, compile_steps=True)
         assert again == first and torch.equal(found, logits)
-        assert len(counted) == FUNCTIONS[arch], "neither a layer, nor a step, nor a wiring is traced again"
+        assert len(counted) == len(different) <= 7, "neither a layer, nor a step, nor a wiring is traced again"
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(ALL)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fcsd.models.archs import ARCHS
+from fcsd.parallel.tensor import merged
 from fcsd.parallel.tensor.merged import TOGETHER, First, Next, merge_projections
 
 QUERY_KEY_VALUE, GATE_UP = TOGETHER
@@ -26,9 +27,9 @@ def test_every_architecture_asks_for_the_results_in_their_order(arch: str) -> No
         torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=2e-5)
     firsts = [module for module in model.modules() if isinstance(module, First)]
     assert firsts and all(first.others == [] for first in firsts), "every result was asked for once"
-    merged = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, First | Next)}
-    assert ({*QUERY_KEY_VALUE} <= merged) == (arch not in NO_QUERY)
-    assert ({*GATE_UP} <= merged) == (arch not in NO_GATE)
+    replaced = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, First | Next)}
+    assert ({*QUERY_KEY_VALUE} <= replaced) == (arch not in NO_QUERY)
+    assert ({*GATE_UP} <= replaced) == (arch not in NO_GATE)
 
 
 @torch.no_grad()
@@ -45,3 +46,18 @@ def test_biases_are_merged_and_layers_with_a_bias_beside_ones_without_are_left()
         assert isinstance(parent.gate_proj, First) == (biases[0] == biases[1])
         for found, wanted in zip((parent.gate_proj(x), parent.up_proj(x)), expected, strict=True):
             torch.testing.assert_close(found, wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+def test_many_tokens_are_multiplied_by_each_weight_by_itself(bias: bool) -> None:
+    torch.manual_seed(0)
+    parent = nn.Module()
+    parent.gate_proj, parent.up_proj = nn.Linear(6, 5, bias), nn.Linear(6, 3, bias)
+    x = torch.randn(1, merged._FEW + 1, 6)
+    expected = parent.gate_proj(x), parent.up_proj(x)
+    merge_projections(parent)
+    found = parent.gate_proj(x), parent.up_proj(x)
+    assert all(map(torch.equal, found, expected)) and all(part.is_contiguous() for part in found)
+    few = parent.gate_proj(x[:, 1:]), parent.up_proj(x[:, 1:])
+    assert not any(part.is_contiguous() for part in few), "one product has computed both"
