@@ -1,10 +1,11 @@
-"""Compares placements of the bundled teacher's experts that are found by different objectives.
+"""Compares placements of a model's experts that are found by different objectives.
 
-    python scripts/placement_study.py [--ranks 2 4] [--tokens 8192]
+    python scripts/placement_study.py [--ranks 2 4] [--tokens 8192] [--model DIR] [--routing FILE]
 
 The routing of the bundled held-out text is counted. Each search sees the first tokens only, and the table shows what
 its placement does to the second half of the text, which no search has seen. Documents are in a random order, so both
-parts are alike. The teacher has 8 experts, so an exhaustive search is possible, too. Numbers are means over the layers.
+parts are alike. The bundled teacher has 8 experts, so an exhaustive search is possible, too. Numbers are means over the
+layers. FILE keeps the routing, so that it can be studied where the model is not: it is read if it is there.
 
 Columns: the rows that the busiest rank receives for each token of the run, with deduplication; the same without it,
 which is proportional to the work of the busiest rank's experts; and the swaps in all layers together.
@@ -17,6 +18,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,15 +29,23 @@ from fcsd.parallel.placing.search import Balance, Level, Objective, greedy
 
 TEACHER, TEXT = Path("assets/teacher"), Path("assets/corpus/held_out.jsonl")
 WINDOW, BATCH = 256, 8  # tokens of a sequence, sequences of a batch
+FEW = 8  # experts: their placements can all be tried
 
 
 def main() -> None:
     """Prints a table for each number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], choices=[2, 4])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], choices=[2, 4, 8, 16, 32])
     parser.add_argument("--tokens", type=int, default=8192, help="tokens that a search sees; at most half of the text")
+    parser.add_argument("--model", type=Path, default=TEACHER, help="directory of a model in the teacher's layout")
+    parser.add_argument("--routing", type=Path, help=".npz file of counted routing; written if it is not there")
     args = parser.parse_args()
-    routing, experts = choices()
+    if args.routing and args.routing.exists():
+        routing, experts = read_routing(args.routing)
+    else:
+        routing, experts = choices(model=args.model)
+        if args.routing:
+            write_routing(args.routing, routing, experts)
     half = len(routing[0]) // 2
     seen, unseen = [chosen[: min(args.tokens, half)] for chosen in routing], [chosen[half:] for chosen in routing]
     print(
@@ -48,7 +58,8 @@ def main() -> None:
         for name, objective in objectives(ranks).items():
             found, swaps = greedy(seen, start, objective)
             print(line(name, found, unseen, swaps))
-        print(line("exhaustive search, smooth-max", [exhaustive(one, experts, ranks) for one in seen], unseen))
+        if experts <= FEW:
+            print(line("exhaustive search, smooth-max", [exhaustive(one, experts, ranks) for one in seen], unseen))
 
 
 def objectives(ranks: int) -> dict[str, Objective]:
@@ -59,25 +70,37 @@ def objectives(ranks: int) -> dict[str, Objective]:
     return raw | {name: Objective(levels, deduplicated=True, balance=name) for name in names}
 
 
-def choices(most: int | None = None) -> tuple[list[Tensor], int]:
+def write_routing(path: Path, routing: list[Tensor], experts: int) -> None:
+    """Keep the routing of ``choices`` as ``chosen``, uint8 ``[layers, tokens, top_k]``, and ``experts``."""
+    numpy.savez_compressed(path, chosen=torch.stack(routing).to(torch.uint8).numpy(), experts=experts)
+
+
+def read_routing(path: Path) -> tuple[list[Tensor], int]:
+    """What ``write_routing`` has kept."""
+    with numpy.load(path) as kept:
+        return list(torch.from_numpy(kept["chosen"]).long()), int(kept["experts"])
+
+
+def choices(most: int | None = None, model: Path = TEACHER) -> tuple[list[Tensor], int]:
     """The experts that tokens choose in each MoE layer, ``[tokens, top_k]`` each, and how many experts there are.
 
     Args:
         most: the largest number of tokens; None takes the whole text.
+        model: the directory of a model.
     """
-    model = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     documents = [json.loads(text)["text"] for text in TEXT.read_text().splitlines()]
     random.Random(0).shuffle(documents)
     text = "\n".join(documents)[: None if most is None else 8 * most]  # a token has fewer than eight characters
-    ids = AutoTokenizer.from_pretrained(TEACHER)(text, return_tensors="pt").input_ids[0][:most]
+    ids = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt").input_ids[0][:most]
     found: dict[str, list[Tensor]] = {}
-    for name, module in model.named_modules():
+    for name, module in loaded.named_modules():
         if name.endswith("mlp.experts"):
             module.register_forward_pre_hook(lambda _, given, name=name: found.setdefault(name, []).append(given[1]))
     with torch.no_grad():
         for batch in ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW).split(BATCH):
-            model.model(batch)
-    return [torch.cat(parts) for parts in found.values()], model.config.n_routed_experts
+            loaded.model(batch)
+    return [torch.cat(parts) for parts in found.values()], loaded.config.n_routed_experts
 
 
 def exhaustive(chosen: Tensor, experts: int, ranks: int) -> Placement:

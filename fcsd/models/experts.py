@@ -20,7 +20,6 @@ class FusedExperts(nn.Module):
     """Routed experts whose rows kernels move; a mixin that precedes transformers' own class."""
 
     unfused: type[nn.Module]  # transformers' class, which ``fuse_experts(fused=False)`` restores
-    num_experts: int
     gate_up_proj: Tensor
     down_proj: Tensor
 
@@ -33,17 +32,29 @@ class FusedExperts(nn.Module):
         """
         if torch.compiler.is_compiling():  # a compiler fuses transformers' own code
             return self.unfused.forward(self, hidden_states, top_k_index, top_k_weights)
-        from fcsd.kernels.gated import gated_silu_halves  # Triton is imported only where its kernels run
-        from fcsd.kernels.rows import permute, row_numbers, unpermute
+        return fused_experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
 
-        chosen, order = torch.sort(top_k_index.flatten())
-        row_of = row_numbers(order, top_k_index.shape[1])
-        # The first row behind those of each expert. The host does not wait for it.
-        experts = torch.arange(self.num_experts, device=chosen.device)
-        ends = torch.searchsorted(chosen, experts, right=True, out_int32=True)
-        rows = permute(hidden_states, None, row_of)
-        inner = gated_silu_halves(_grouped_product(rows, self.gate_up_proj, ends))
-        return unpermute(_grouped_product(inner, self.down_proj, ends), top_k_weights, row_of)
+
+def fused_experts(hidden: Tensor, chosen: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The weighted sum of each token's experts, ``[tokens, hidden]`` to the same shape, on a GPU.
+
+    Args:
+        chosen: int64 ``[tokens, top_k]``, the experts of each token.
+        scores: ``[tokens, top_k]``, their weights.
+        gate_up: ``[experts, 2 * inner, hidden]``, gates first.
+        down: ``[experts, hidden, inner]``.
+    """
+    from fcsd.kernels.gated import gated_silu_halves  # Triton is imported only where its kernels run
+    from fcsd.kernels.rows import permute, row_numbers, unpermute
+
+    expert_of_row, order = torch.sort(chosen.flatten())
+    row_of = row_numbers(order, chosen.shape[1])
+    # The first row behind those of each expert. The host does not wait for it.
+    experts = torch.arange(len(gate_up), device=chosen.device)
+    ends = torch.searchsorted(expert_of_row, experts, right=True, out_int32=True)
+    rows = permute(hidden, None, row_of)
+    inner = gated_silu_halves(_grouped_product(rows, gate_up, ends))
+    return unpermute(_grouped_product(inner, down, ends), scores, row_of)
 
 
 def _grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

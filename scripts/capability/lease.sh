@@ -7,7 +7,8 @@
 #                                                   tokens, and does the studies of each. If there are two GPUs or
 #                                                   more, the siblings share them out and work at the same time. A
 #                                                   teacher whose archive (llama.tar.gz, from OUT below) lies in FOLDER
-#                                                   is not trained again
+#                                                   is not trained again. LAYOUTS=moe_64 TRAIN="--rows 64 --lr 1e-3"
+#                                                   trains and studies a larger model instead
 #   scripts/capability/lease.sh watch SECONDS OUT   there: waits until the time is over or nothing runs, copies
 #                                                   results, teachers and logs to OUT, and prints how far the work is
 # A command there may be shorter than the work, so start `study` and `siblings` in a session of their own, and watch:
@@ -21,8 +22,11 @@ cd "$(dirname "$0")/../.."
 work="${WORK:-/dev/shm/fcsd}" python="${PYTHON:-python3}" gpus="${GPUS:-1}"
 export GPUS="$gpus" TEACHER_TEXT="$work/teacher/train.jsonl" MINUTES="${MINUTES:-25}"
 read -r -a order <<< "${LAYOUTS:-llama qwen3_moe}"
-declare -A wirings=([llama]=ladder [qwen3_moe]=farskip)
-declare -A studies=([llama]="${STUDIES:-table-1 tokens table-4 desync}" [qwen3_moe]="${STUDIES:-table-1 tokens}")
+declare -A wirings=([llama]=ladder [qwen3_moe]=farskip [moe_64]=farskip)
+texts="table-1 tokens" # the studies whose texts are written while the teachers learn
+[ "${order[*]}" != moe_64 ] || texts=larger
+declare -A studies=([llama]="${STUDIES:-table-1 tokens table-4 desync}" [qwen3_moe]="${STUDIES:-table-1 tokens}"
+    [moe_64]="${STUDIES:-larger}")
 
 pack() {
     local folder="$1" made
@@ -92,8 +96,9 @@ siblings() { # TOKENS
     # The texts need no GPU and no teacher, so they are written while the teachers learn.
     (
         mkdir -p "$work/texts"
+        # shellcheck disable=SC2086 # the studies are split into words on purpose
         TEXTS_ONLY=1 DEVICE=cpu STORED=/dev/null NEW="$work/texts/none.jsonl" TEACHER_TOKENS="$tokens" \
-            scripts/reproduce_capability.sh "$work/texts" table-1 tokens > "$work/texts.log" 2>&1 || true
+            scripts/reproduce_capability.sh "$work/texts" $texts > "$work/texts.log" 2>&1 || true
         touch "$work/texts/ended"
     ) &
     for layout in "${order[@]}"; do
@@ -126,7 +131,7 @@ watch() { # SECONDS OUT
 }
 
 command="${1:-}"
-[ $# -gt 2 ] || [ "$command $#" = "pack 2" ] || { sed -n '2,18s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 2 ] || [ "$command $#" = "pack 2" ] || { sed -n '2,19s/^# *//p' "$0" >&2; exit 2; }
 shift
 case "$command" in
     pack) pack "$1" ;;

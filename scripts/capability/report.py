@@ -89,9 +89,11 @@ def _of_sibling(name: str) -> dict[str, str]:
 def due(models: Models) -> list[str]:
     """The studies that the page should have: of the bundled teacher all but those of a dense one; few of a sibling."""
     about = models.teacher
+    if about.get("teacher") == "moe_64":
+        return ["larger"]
     if about.get("teacher", "teacher") != "teacher":
         return list(SIBLINGS[about["wiring"]])
-    return [study for study in studies() if study not in DENSE_ONLY]
+    return [study for study in studies() if study not in (*DENSE_ONLY, "larger")]
 
 
 def subject_of(models: Models) -> str:

@@ -11,6 +11,9 @@
 - ``scratch``: training from random weights (scratch.py).
 - ``tokens``: Table 1 on *same* as token ids, encoded as in the teacher's training, instead of as text. Healing on the
   text makes HumanEval+ fall, because the text never has the tokens at the end of its prompts (docs/RESULTS.md).
+- ``larger``: a teacher of 129 M parameters with 64 experts (``moe_64`` in scripts/teacher/layouts.py), healed on 10 %
+  of its token ids. It has no sweep: the batch is what the bundled teacher's students would have with so few tokens, and
+  the rate is half of theirs, as in the training of the teachers.
 - ``on-policy``: text that the teacher, or the untrained conversion, wrote itself (written.py), against the mixture. The
   conversion writes once, before the training, so its text is on-policy at the first step alone.
 
@@ -42,6 +45,7 @@ LADDER_LAYERS = ("50%", "62.5%")  # Hybrid-Ladder-8B-16L and -20L: the last 16 a
 DISTANCE_BUDGETS = BUDGETS[:2]
 ON_POLICY = 0.01  # of the teacher's tokens
 DESYNC = 0.01  # of the teacher's tokens
+LARGER = {"train.batch_tokens": 32 * SEQ_LEN, "train.micro_batch_size": 32, "optim.lr": 5e-4}
 DESYNC_WIRINGS, DEGREES = ("desync-2x", "desync-4x"), (2, 4)
 LADDER = {"train.batch_tokens": 32 * SEQ_LEN, "optim.lr": 5e-6, "optim.warmup_steps": 200}  # Ladder §4.2
 
@@ -59,6 +63,7 @@ def studies() -> dict[str, list[Run]]:
         "scratch": scratch_runs(),
         "on-policy": [*originals, *_on_policy()],
         "tokens": [*originals, *_tokens()],
+        "larger": [*originals, *_larger()],
     }
 
 
@@ -128,6 +133,14 @@ def _tokens() -> list[Run]:
         for text in ("same", *TOKEN_IDS)
         for method, settings in (("KL", KL), ("SFT", SFT))
         for seed in SEEDS
+    ]
+
+
+def _larger() -> list[Run]:
+    return [
+        Run(method, TOKEN_IDS[0], TABLE_1, seed, settings={**settings, **LARGER}, sweep=PUBLISHED)
+        for seed in SEEDS
+        for method, settings in (("KL", KL), ("SFT", SFT))
     ]
 
 

@@ -12,6 +12,7 @@ what it reached.
 import argparse
 import json
 import math
+import sys
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
@@ -19,9 +20,12 @@ from pathlib import Path
 
 import numpy
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # layouts.py takes kernels of fcsd
+
 from items import documents
 from knowledge import LETTERS
-from layouts import LAYOUTS, balance_loss, build, config, record_routing, with_dense_experts
+from layouts import LAYOUTS, balance_loss, build, config, record_routing, with_fast_experts
 from probe import Probe
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -145,7 +149,7 @@ def main() -> None:
         torch.manual_seed(args.seed)
         torch.set_float32_matmul_precision("high")
         if args.start:
-            model = with_dense_experts(AutoModelForCausalLM.from_pretrained(args.start, dtype=torch.float32))
+            model = with_fast_experts(AutoModelForCausalLM.from_pretrained(args.start, dtype=torch.float32))
         else:
             model = build(config(args.layout, tokenizer))
         model.to(args.device)
