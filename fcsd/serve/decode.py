@@ -7,6 +7,7 @@ answers that have ended, and puts the next prompts into their slots.
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -197,8 +198,8 @@ class Stepper:
                 past_key_values=self.cache,
                 use_cache=True,
             ).logits[:, -1]
-        for extreme in torch.aminmax(logits, dim=-1):  # both are NaN if a logit is; reads the logits once
-            self.finite &= extreme.isfinite()
+        lowest, highest = torch.aminmax(logits, dim=-1)  # both are NaN if a logit is; reads the logits once
+        self.finite &= (lowest > -math.inf) & (highest < math.inf)
         self.ids.copy_(logits.argmax(-1, keepdim=True))
         slots.positions.add_(1).clamp_(max=slots.length - 1)  # writes of ended answers stay inside of their slots
         return logits

@@ -24,6 +24,7 @@ from scripts.capability.runs import (
     TABLE_1,
     TABLE_2,
     TEXTS,
+    TOKEN_IDS,
 )
 from scripts.capability.scores import Scores, fit, tokens_to
 from scripts.capability.studies import DENSE_ONLY, SIBLINGS, TABLE_4, studies
@@ -32,6 +33,7 @@ from scripts.capability.wirings_report import desync, distance, on_policy, scrat
 from fcsd.markdown import table
 
 REACHED = 0.99
+LARGER_TEACHER = "moe_64"  # of the study ``larger``
 AIDS = {"anneal": "Annealed wiring", "solved": "Solved start", "progressive": "Progressive conversion"}
 HEAD = """# Capability: how far healing goes
 
@@ -42,9 +44,7 @@ fine-tuning on the same text does not. These runs repeat its experiments on {sub
 under the suite `strict`, without a limit on questions. The items are about a small closed world
 ([assets/README.md](../assets/README.md)), so the scores say how well the methods heal, and nothing about knowledge.
 
-`scripts/reproduce_capability.sh` does the runs; `scripts/capability/runs.py` has their recipes. Batch size and learning
-rate were chosen by the training loss of runs of {steps} steps, in two stages, for KL and SFT alike (FarSkip §5.1,
-scaled down). A budget of fewer than {least} steps takes a smaller batch, and a rate smaller by the square root.
+`scripts/reproduce_capability.sh` does the runs; `scripts/capability/runs.py` has their recipes. {values}
 The teacher was trained on {tokens:,.0f} M tokens. Device: {devices}.
 [RESULTS.md](RESULTS.md#{section}) says what the tables show.
 
@@ -54,6 +54,12 @@ The teacher was trained on {tokens:,.0f} M tokens. Device: {devices}.
   over questions alone where there is one model.
 - *Above chance* is the mean over benchmarks of (score - chance) / (teacher - chance). *Won back* is that of (score -
   untrained) / (teacher - untrained), and *loss won back* the same of the held-out loss."""
+SWEPT = """Batch size and learning
+rate were chosen by the training loss of runs of {steps} steps, in two stages, for KL and SFT alike (FarSkip §5.1,
+scaled down). A budget of fewer than {least} steps takes a smaller batch, and a rate smaller by the square root."""
+NOT_SWEPT = """Batch size and learning
+rate were not chosen by short runs: the batch is what the bundled teacher's students have with about as few tokens, and
+the rate is half of theirs, as in the training of the teachers."""
 
 
 def page(lines: Lines, picture: Path) -> str:
@@ -67,11 +73,12 @@ def page(lines: Lines, picture: Path) -> str:
     if len(budgets) != 1 or any(line["limit"] for line in models.lines.values()):
         raise ValueError("the results are of trials with a limit, or of different teachers, and make no page")
     tokens = budgets.pop()
-    about = {"steps": SWEEP_STEPS, "least": LEAST_STEPS, "tokens": tokens / 1e6, "subject": subject_of(models)}
     named = models.teacher.get("teacher", "teacher")
+    values = NOT_SWEPT if named == LARGER_TEACHER else SWEPT.format(steps=SWEEP_STEPS, least=LEAST_STEPS)
+    about = {"values": values, "tokens": tokens / 1e6, "subject": subject_of(models)}
     about |= {"suffix": "", "section": "capability-on-h200s"} if named == "teacher" else _of_sibling(named)
     parts = [HEAD.format(**about, devices=devices_of(models))]
-    parts += [table_1(models), kinds(models)]
+    parts += [table_1(models), larger(models), kinds(models)]
     parts += [recovery(models, tokens, picture), table_2(models), figure_3(models), early_stop(models)]
     parts += [equal_tokens(models, tokens, study, title) for study, title in AIDS.items()]
     parts += [chosen_layers(models), token_ids(models), table_4(models)]
@@ -83,13 +90,14 @@ def page(lines: Lines, picture: Path) -> str:
 
 
 def _of_sibling(name: str) -> dict[str, str]:
-    return {"suffix": f"_{name}", "section": "capability-of-the-siblings"}
+    section = "a-larger-model" if name == LARGER_TEACHER else "capability-of-the-siblings"
+    return {"suffix": f"_{name}", "section": section}
 
 
 def due(models: Models) -> list[str]:
     """The studies that the page should have: of the bundled teacher all but those of a dense one; few of a sibling."""
     about = models.teacher
-    if about.get("teacher") == "moe_64":
+    if about.get("teacher") == LARGER_TEACHER:
         return ["larger"]
     if about.get("teacher", "teacher") != "teacher":
         return list(SIBLINGS[about["wiring"]])
@@ -123,7 +131,17 @@ def table_1(models: Models) -> str:
                 rows[f"{method}, {text}"] = found
     if len(rows) == 2:
         return ""
-    scores = {name: models.scores(found) for name, found in rows.items()}
+    return "\n\n".join(
+        [
+            f"## Table 1: {TABLE_1:.0%} of the teacher's tokens",
+            "MBPP+ is scored five times in a run, and the best checkpoint is kept, for KL and SFT alike.",
+            _by_benchmark({name: models.scores(found) for name, found in rows.items()}),
+        ]
+    )
+
+
+def _by_benchmark(scores: dict[str, Scores]) -> str:
+    """The scores of models, the teacher first, their differences from it, and what training won back."""
     first = scores["teacher"]
     body = [
         [name, *(f"{s.tasks[c]:.1f}" for c in first.tasks), f"{sum(s.tasks.values()) / len(s.tasks):.1f}"]
@@ -132,14 +150,26 @@ def table_1(models: Models) -> str:
     differences = [[c, *(pm(s.below[c], sign=True) for s in list(scores.values())[1:])] for c in first.below]
     return "\n\n".join(
         [
-            f"## Table 1: {TABLE_1:.0%} of the teacher's tokens",
-            "MBPP+ is scored five times in a run, and the best checkpoint is kept, for KL and SFT alike.",
             table(["Model", *first.tasks, "Avg"], body),
             "Differences from the teacher:",
             table(["Benchmark", *list(scores)[1:]], differences),
             summary(scores),
         ]
     )
+
+
+def larger(models: Models) -> str:
+    """The larger teacher and its students."""
+    rows = {"teacher": [models.teacher], "untrained": [models.untrained]}
+    for method in ("KL", "SFT"):
+        if found := models.seeds(method, TOKEN_IDS[0], TABLE_1):
+            rows[method] = found
+    if len(rows) == 2:
+        return ""
+    note = "The students are healed on token ids of new documents, encoded as in the teacher's training. The batch in "
+    note += f"tokens, the learning rate and the steps are {settings_of(rows['KL'][0])}."
+    scores = {name: models.scores(found) for name, found in rows.items()}
+    return f"## Healing on {TABLE_1:.0%} of the teacher's tokens\n\n{note}\n\n{_by_benchmark(scores)}"
 
 
 def kinds(models: Models) -> str:

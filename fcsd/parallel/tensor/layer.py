@@ -112,6 +112,13 @@ class Stream:
             self._x = self._x + value
         return self._x
 
+    def before_norm(self, place: Read) -> tuple[Tensor, list[Tensor]]:
+        """The stream, and what the compiled norm at ``place`` adds to it; shapes as for ``arrived``.
+
+        With one slot a kernel of its own adds, because steps whose norms added took longer (docs/RESULTS.md).
+        """
+        return (self.read(place), []) if len(self._x) == 1 else self.arrived(place)
+
 
 def _given(x: Tensor) -> Tensor:
     return x
@@ -159,10 +166,11 @@ class TensorParallelLayer(WiredLayer):
 
     def _compiled_step(self, stream: Stream, parts: Parts, **kwargs: Any) -> None:
         index, norm = self.fcsd.index, self.post_attention_layernorm
-        x, out = compiled.attend(self.input_layernorm, self.self_attn, *stream.arrived(Read(index, "attn")), **kwargs)
+        read = stream.before_norm(Read(index, "attn"))
+        x, out = compiled.attend(self.input_layernorm, self.self_attn, *read, **kwargs)
         stream.replace(x)
         stream.add(Output(index, "attn"), out)
-        x, sums = stream.arrived(Read(index, "mlp"))
+        x, sums = stream.before_norm(Read(index, "mlp"))
         if parts.routed is None:
             assert isinstance(parts.shared, nn.Module), "the only part of a dense MLP is its module"
             x, out = compiled.dense(norm, parts.shared, x, sums)

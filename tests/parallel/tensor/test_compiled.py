@@ -40,13 +40,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @torch.no_grad()
-def decode(model: Any, wiring: Wiring, compile_steps: bool, attention: str = "grouped") -> tuple[list[int], Tensor]:
-    """The first token of three prompts, and the logits ``[steps, prompts, vocab]`` of the steps after it."""
+def decode(
+    model: Any, wiring: Wiring, compile_steps: bool, attention: str = "grouped", slots: int = 3
+) -> tuple[list[int], Tensor]:
+    """The first token of up to three prompts, and the logits ``[steps, prompts, vocab]`` of the steps after it."""
     wire_tensor_parallel(model, wiring, ALONE, "none", compile_steps=compile_steps)
-    stepper = Stepper(model, Slots(3, 64, model.device), graphs=False, attention=attention)
+    stepper = Stepper(model, Slots(slots, 64, model.device), graphs=False, attention=attention)
     stepper.slots.width = 32
     ids = tiny.tokens(batch=3, length=20).tolist()
-    first = stepper.prefill([ids[0], ids[1][:7], ids[2][:13]], [0, 1, 2])
+    first = stepper.prefill([ids[0], ids[1][:7], ids[2][:13]][:slots], list(range(slots)))
     return first, torch.stack([stepper._step() for _ in range(STEPS)])
 
 
@@ -72,6 +74,24 @@ def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(
         assert again == first and torch.equal(found, logits)
         assert len(counted) == len(different) <= 7, "neither a layer, nor a step, nor a wiring is traced again"
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(ALL)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_compiled_norm_adds_unless_there_is_one_slot(
+    slots: int, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added, compute = [], compiled.compute
+
+    def noted(function: Any, *args: Any, **kwargs: Any) -> Any:
+        added.append(len(args[-1]))
+        return compute(function, *args, **kwargs)
+
+    monkeypatch.setattr(compiled, "compute", noted)
+    model: Any = tiny.model("llama", initializer_range=0.1)
+    expected = decode(model, Wiring("ladder", ALL), False, slots=slots)
+    first, found = decode(model, Wiring("ladder", ALL), True, slots=slots)
+    assert (first, True) == (expected[0], torch.equal(found, expected[1]))
+    assert max(added) == (0 if slots == 1 else 1)
 
 
 @pytest.mark.parametrize("attention", ["grouped", "split"])
