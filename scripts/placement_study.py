@@ -29,6 +29,7 @@ from fcsd.parallel.placing.search import Balance, Level, Objective, greedy
 
 TEACHER, TEXT = Path("assets/teacher"), Path("assets/corpus/held_out.jsonl")
 WINDOW, BATCH = 256, 8  # tokens of a sequence, sequences of a batch
+WORK = (0.3, 1.0, 3.0)  # times of an expert's work for a row, where the row's way takes 1
 FEW = 8  # experts: their placements can all be tried
 
 
@@ -66,8 +67,9 @@ def objectives(ranks: int) -> dict[str, Objective]:
     """The objectives of the table by name; moves are free."""
     names: tuple[Balance, ...] = ("max", "log-sum-exp", "smooth-max")
     levels = (Level(ranks, 1.0),)
-    raw = {"pairs of tokens and experts (SmartMoE)": Objective(levels, deduplicated=False)}
-    return raw | {name: Objective(levels, deduplicated=True, balance=name) for name in names}
+    pairs = Level(ranks, 1.0, deduplicated=False)
+    found = {"pairs of tokens and experts (SmartMoE)": Objective((pairs,))} | {n: Objective(levels, n) for n in names}
+    return found | {f"smooth-max, work {w:g}": Objective((*levels, pairs._replace(weight=w))) for w in WORK}
 
 
 def write_routing(path: Path, routing: list[Tensor], experts: int) -> None:

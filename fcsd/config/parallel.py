@@ -77,6 +77,9 @@ class Placement(Section):
     """What is made smaller: the rows of the busiest process, or a smooth function of the rows of all."""
     far_cost: Annotated[float, Field(gt=0)] = 8.0
     """With `dedup: node`: how many times as long a byte takes between nodes as inside a node."""
+    work_cost: Annotated[float, Field(ge=0)] = 1.0
+    """How many times as long an expert computes for a row as the row takes to arrive from a process of the same node.
+    Above 0 the search also makes the work of the busiest process smaller. 0 counts rows alone, as HierMoE does."""
 
 
 class Parallel(Section):

@@ -149,7 +149,6 @@ def objective_of(recipe: Recipe, processes: int, block: ExpertBlock, width: int)
     step = _bytes_of_row(recipe, width, weights[0].itemsize) / groups
     return Objective(
         levels=levels_of(parallel, deduplicated),
-        deduplicated=deduplicated,
         balance=placement.balance,
         move=(stored + states) / (step * placement.every),
         far=placement.far_cost,
@@ -157,13 +156,18 @@ def objective_of(recipe: Recipe, processes: int, block: ExpertBlock, width: int)
 
 
 def levels_of(parallel: Parallel, deduplicated: bool) -> tuple[Level, ...]:
-    """The levels of dispatch. The ranks of a node share the rows that arrive at the node."""
-    ranks = Level(parallel.ep_size, 1.0)
-    if parallel.dedup != "node" or not deduplicated:
-        return (ranks,)
-    assert parallel.node_size is not None, "the recipe's checks require a node size"
-    nodes = parallel.ep_size // parallel.node_size
-    return Level(nodes, parallel.placement.far_cost / parallel.node_size), ranks
+    """What a search counts: the levels of dispatch, and the work of ranks where it has a cost.
+
+    The ranks of a node share the rows that arrive at the node.
+    """
+    placement, found = parallel.placement, [Level(parallel.ep_size, 1.0, deduplicated)]
+    if parallel.dedup == "node" and deduplicated:
+        assert parallel.node_size is not None, "the recipe's checks require a node size"
+        nodes = parallel.ep_size // parallel.node_size
+        found.insert(0, Level(nodes, placement.far_cost / parallel.node_size))
+    if placement.work_cost:
+        found.append(Level(parallel.ep_size, placement.work_cost, deduplicated=False))
+    return tuple(found)
 
 
 def _bytes_of_row(recipe: Recipe, width: int, itemsize: int) -> int:

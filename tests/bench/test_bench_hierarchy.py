@@ -47,7 +47,7 @@ def _rank(rank: int, machine: Path) -> tuple[dict[str, Any], int]:
     world = World(rank, 4, torch.device("cpu"))
     found = run(world, 2, SIZES, ["table", "sweep", "moves", "placement"], written.append, machine)
 
-    bench, asked, goal = benches(world, 2, SIZES)["near"], Asked(8, 3), Objective((Level(4, 1.0),), deduplicated=True)
+    bench, asked, goal = benches(world, 2, SIZES)["near"], Asked(8, 3), Objective((Level(4, 1.0),))
     placements = Searcher(bench, world, asked).placements(goal, period=1)
     before = torch.cat([asked.choose(SIZES.tokens, sender, 0, world.device) for sender in range(4)])
     assert placements[1] == greedy([before], [Placement(8, 4)], goal)[0][0], "step 1 has what step 0 has shown"

@@ -13,12 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fcsd.config import ResolvedRecipe
+from fcsd.config.parallel import Parallel
 from fcsd.distill import loop
 from fcsd.distill.expert_states import expert_shares
-from fcsd.distill.expert_swaps import FILE
+from fcsd.distill.expert_swaps import FILE, levels_of
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import ConfigError
 from fcsd.parallel.expert.lookup import expert_blocks
+from fcsd.parallel.placing.pair_counts import Level
 
 SWAPS = {"parallel__placement": {"every": 2}}
 EXPERTS = 8
@@ -141,3 +143,14 @@ def test_recipes_that_cannot_swap_are_refused(tmp_path: Path) -> None:
         runs.resolved(tmp_path, **SWAPS)
     with pytest.raises(ConfigError, match=r"needs optim\.offload none"):
         runs.resolved(tmp_path, **SWAPS, parallel__ep_size=2, optim__offload="host")
+
+
+def test_what_a_search_counts() -> None:
+    def levels(deduplicated: bool, placement: dict[str, float], **fields: Any) -> tuple[Level, ...]:
+        return levels_of(Parallel.model_validate({"ep_size": 8, "placement": placement, **fields}), deduplicated)
+
+    nodes = {"dedup": "node", "node_size": 4}
+    assert levels(True, {"far_cost": 6, "work_cost": 0}, **nodes) == (Level(2, 1.5), Level(8, 1.0))
+    assert levels(True, {"work_cost": 0.5}, **nodes)[2:] == (Level(8, 0.5, deduplicated=False),)
+    pairs = Level(8, 1.0, deduplicated=False)
+    assert levels(False, {}, **nodes) == (pairs, pairs), "without deduplication a row is a pair, and by default as long"

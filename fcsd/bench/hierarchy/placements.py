@@ -35,8 +35,8 @@ def objectives(links: Links, ranks: int) -> dict[str, Objective]:
     assert links.far is not None, "there are several nodes"
     between = Level(ranks // links.per_node, links.far.beta / links.near.beta / links.per_node)
     levels = between, Level(ranks, 1.0)
-    found = {name: Objective(levels, deduplicated=True, balance=name) for name in BALANCES}
-    return {**found, "pairs (SmartMoE)": Objective(levels[1:], deduplicated=False)}
+    found = {name: Objective(levels, name) for name in BALANCES}
+    return {**found, "pairs (SmartMoE)": Objective((Level(ranks, 1.0, deduplicated=False),))}
 
 
 class Searcher:

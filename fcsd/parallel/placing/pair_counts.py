@@ -15,6 +15,21 @@ from fcsd.parallel.expert.placement import Placement
 _CHUNK = 2**14  # tokens that are counted at a time, so that the memory does not grow with the batch
 
 
+class Level(NamedTuple):
+    """What a search counts on a level of the hierarchy.
+
+    Attributes:
+        groups: the number of groups of ranks.
+        weight: the time that a row of the busiest group takes, in units of the time that a rank needs to receive a row
+            from a rank of its own node.
+        deduplicated: whether a group has one row for each token, or one for each pair of token and expert.
+    """
+
+    groups: int
+    weight: float
+    deduplicated: bool = True
+
+
 class LevelCounts(NamedTuple):
     """The rows of the groups of one level, and how swaps change them. All are integers.
 
@@ -28,21 +43,20 @@ class LevelCounts(NamedTuple):
     change: Tensor
 
 
-def count(chosen: Tensor, placement: Placement, groups: Sequence[int], deduplicated: bool) -> Tensor:
+def count(chosen: Tensor, placement: Placement, levels: Sequence[Level]) -> Tensor:
     """The counts of every level as one vector of integers, so that ranks can sum theirs; ``split`` parts it again.
 
     Args:
         chosen: ``[tokens, top_k]``, the numbers of the experts that each token chose.
         placement: where the experts are.
-        groups: the number of groups of each level; each divides ``placement.experts``.
-        deduplicated: whether a group receives one row for each token, or one for each pair of token and expert.
+        levels: what is counted; the number of groups of each divides ``placement.experts``.
 
     Returns: int32 ``[sum of groups + levels * experts * experts]``, on the device of ``chosen``.
     """
     experts = placement.experts
     position = placement.positions(torch.arange(experts, device=chosen.device))
     found = []
-    for number in groups:
+    for number, _, deduplicated in levels:
         group = position // (experts // number)
         rows = torch.zeros(number, device=chosen.device, dtype=torch.int32)
         change = torch.zeros(experts, experts, device=chosen.device, dtype=torch.int32)
@@ -56,9 +70,9 @@ def count(chosen: Tensor, placement: Placement, groups: Sequence[int], deduplica
     return torch.cat(found)
 
 
-def split(counts: Tensor, experts: int, groups: Sequence[int]) -> list[LevelCounts]:
+def split(counts: Tensor, experts: int, levels: Sequence[Level]) -> list[LevelCounts]:
     """The vector of ``count`` parted into levels."""
-    parts = counts.split([size for number in groups for size in (number, experts * experts)])
+    parts = counts.split([size for level in levels for size in (level.groups, experts * experts)])
     return [
         LevelCounts(rows, change.view(experts, experts)) for rows, change in zip(parts[::2], parts[1::2], strict=True)
     ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fcsd.parallel.expert.placement import Placement
-from fcsd.parallel.placing.pair_counts import LevelCounts, count, split
+from fcsd.parallel.placing.pair_counts import Level, LevelCounts, count, split
 
 Balance = Literal["smooth-max", "max", "log-sum-exp"]
 
@@ -36,41 +36,23 @@ def busiest(rows: Tensor, balance: Balance) -> Tensor:
     return most.squeeze(-1) * (rows / most).pow(_GAMMA).sum(dim=-1).pow(1 / _GAMMA)
 
 
-class Level(NamedTuple):
-    """A level of the hierarchy.
-
-    Attributes:
-        groups: the number of groups of ranks.
-        weight: the time that a row of the busiest group takes, in units of the time that a rank needs to receive a row
-            from a rank of its own node.
-    """
-
-    groups: int
-    weight: float
-
-
 @dataclass(frozen=True)
 class Objective:
     """What a placement costs. The unit is a row that a rank receives from another rank of its node.
 
     Attributes:
-        levels: the levels of the hierarchy, from the outermost to the innermost.
-        deduplicated: see ``count``.
+        levels: what is counted, from the outermost groups to the innermost. After the rows that ranks receive there
+            can be the pairs of tokens and experts of each rank, to which the work of its experts is proportional.
         balance: the function that stands for the maximum over groups.
         move: the cost of moving an expert between two ranks of a node.
-        far: how many times as much it costs between nodes, which are the groups of the first of several levels.
+        far: how many times as much it costs between nodes, which are the groups of the first level if they are fewer
+            than the ranks.
     """
 
     levels: tuple[Level, ...]
-    deduplicated: bool
     balance: Balance = "smooth-max"
     move: float = 0.0
     far: float = 1.0
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """The number of groups of each level."""
-        return tuple(level.groups for level in self.levels)
 
     def cost(self, rows: Sequence[Tensor]) -> Tensor:
         """The cost of dispatch: the sum over levels of HierMoE eq. (3), without the constants.
@@ -112,8 +94,9 @@ def best_swap(counts: Sequence[LevelCounts], placement: Placement, objective: Ob
         swapped.scatter_add_(1, group[other].unsqueeze(1), change[one, other].unsqueeze(1))
         swapped.scatter_add_(1, group[one].unsqueeze(1), change[other, one].unsqueeze(1))
         after.append(swapped)
-    outermost = position // (experts // objective.levels[0].groups)
-    far = (outermost[one] != outermost[other]) & (len(objective.levels) > 1)
+    nodes = objective.levels[0].groups
+    outermost = position // (experts // nodes)
+    far = (outermost[one] != outermost[other]) & (nodes < placement.ranks)
     move = torch.where(far, objective.far, 1.0).double() * objective.move
     saved = objective.cost([rows for rows, _ in counts]) - objective.cost(after) - move
     best = int(saved.numpy().argmax())
@@ -158,7 +141,7 @@ def greedy(
     """
     placements, left, total = list(placements), list(range(len(chosen))), 0
     for _ in range(most) if most is not None else itertools.count():
-        own = [count(chosen[k], placements[k], objective.groups, objective.deduplicated) for k in left]
+        own = [count(chosen[k], placements[k], objective.levels) for k in left]
         if not own:
             break
         parts = together.sum(torch.cat(own)).split([len(counts) for counts in own])
@@ -179,6 +162,6 @@ def _best_swaps(
 ) -> list[Swap | None]:
     """``best_swap`` of some layers, each given by its counts and its index."""
     return [
-        best_swap(split(counts.cpu(), placements[k].experts, objective.groups), placements[k], objective)
+        best_swap(split(counts.cpu(), placements[k].experts, objective.levels), placements[k], objective)
         for counts, k in layers
     ]

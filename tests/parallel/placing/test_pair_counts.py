@@ -10,7 +10,7 @@ from torch import Tensor
 from fcsd.parallel.expert.levels import tokens_by_group
 from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.placing import pair_counts
-from fcsd.parallel.placing.pair_counts import count, split
+from fcsd.parallel.placing.pair_counts import Level, count, split
 
 EXPERTS, RANKS, GROUPS = 8, 4, (2, 4)
 
@@ -34,9 +34,9 @@ def rows_of(chosen: Tensor, placement: Placement, groups: int, deduplicated: boo
 @pytest.mark.parametrize("top_k", [1, 2, 5])
 def test_counts_of_every_swap(monkeypatch: pytest.MonkeyPatch, top_k: int, deduplicated: bool) -> None:
     monkeypatch.setattr(pair_counts, "_CHUNK", 50)  # so that several chunks are summed
-    chosen = choices(120, top_k)
+    chosen, levels = choices(120, top_k), [Level(groups, 1.0, deduplicated) for groups in GROUPS]
     for placement in (Placement(EXPERTS, RANKS), interleaved(EXPERTS, RANKS)):
-        counts = split(count(chosen.to(torch.int16), placement, GROUPS, deduplicated), EXPERTS, GROUPS)
+        counts = split(count(chosen.to(torch.int16), placement, levels), EXPERTS, levels)
         for groups, (rows, change) in zip(GROUPS, counts, strict=True):
             assert rows.tolist() == rows_of(chosen, placement, groups, deduplicated)
             of = [placement.position(expert) // (EXPERTS // groups) for expert in range(EXPERTS)]
@@ -50,5 +50,6 @@ def test_counts_of_every_swap(monkeypatch: pytest.MonkeyPatch, top_k: int, dedup
 
 def test_ranks_can_sum_their_counts() -> None:
     chosen, placement = choices(90, 3), Placement(EXPERTS, RANKS)
-    parts = [count(part, placement, GROUPS, True) for part in chosen.split(40)]
-    assert torch.equal(torch.stack(parts).sum(dim=0), count(chosen, placement, GROUPS, True))
+    levels = [Level(2, 1.0), Level(RANKS, 1.0, deduplicated=False)]
+    parts = [count(part, placement, levels) for part in chosen.split(40)]
+    assert torch.equal(torch.stack(parts).sum(dim=0), count(chosen, placement, levels))

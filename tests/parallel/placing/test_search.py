@@ -43,7 +43,12 @@ def routing(study: Any, repo: Path) -> list[Tensor]:
 def cost(objective: Objective, chosen: Tensor, placement: Placement) -> float:
     """The cost of a placement, counted token by token: the slow reference."""
     positions = placement.positions(chosen.long())
-    rows = [tokens_by_group(positions, EXPERTS, groups) for groups in objective.groups]
+    rows = [
+        tokens_by_group(positions, EXPERTS, level.groups)
+        if level.deduplicated
+        else (positions // (EXPERTS // level.groups)).flatten().bincount(minlength=level.groups)
+        for level in objective.levels
+    ]
     return float(objective.cost(rows))
 
 
@@ -64,22 +69,26 @@ def test_greedy_reaches_the_exhaustive_reduction_on_other_tokens(study: Any, rou
 
 
 TWO_LEVELS = (Level(2, 4.0), Level(4, 1.0))
+WORK = Level(4, 0.7, deduplicated=False)
 
 
-@pytest.mark.parametrize("levels", [(Level(4, 1.0),), TWO_LEVELS], ids=["ranks", "nodes"])
+@pytest.mark.parametrize(
+    "levels",
+    [(Level(4, 1.0),), TWO_LEVELS, (Level(4, 1.0), WORK), (*TWO_LEVELS, WORK)],
+    ids=["ranks", "nodes", "ranks and work", "nodes and work"],
+)
 @pytest.mark.parametrize("balance", ["smooth-max", "max", "log-sum-exp"])
 def test_the_best_swap_is_the_best_of_all(routing: list[Tensor], levels: Any, balance: Any) -> None:
     far, move = 3.0, 40.0
-    objective = Objective(levels, deduplicated=True, balance=balance, move=move, far=far)
+    objective = Objective(levels, balance, move, far)
     chosen, placement = routing[4][:1000], Placement(EXPERTS, 4, (5, 0, 1, 2, 7, 3, 6, 4))
     before, saved = cost(objective, chosen, placement), {}
     for one, other in itertools.combinations(range(EXPERTS), 2):
         if placement.rank(one) != placement.rank(other):
-            between_nodes = len(levels) > 1 and placement.rank(one) // 2 != placement.rank(other) // 2
+            between_nodes = levels[0].groups == 2 and placement.rank(one) // 2 != placement.rank(other) // 2
             after = cost(objective, chosen, placement.swapped(one, other))
             saved[one, other] = before - after - move * (far if between_nodes else 1)
-    groups = objective.groups
-    swap = best_swap(split(count(chosen, placement, groups, True), EXPERTS, groups), placement, objective)
+    swap = best_swap(split(count(chosen, placement, levels), EXPERTS, levels), placement, objective)
     best = max(saved.values())
     assert (swap is None) == (best <= 0)
     if swap is not None:
@@ -88,18 +97,18 @@ def test_the_best_swap_is_the_best_of_all(routing: list[Tensor], levels: Any, ba
 
 def test_swaps_end_where_the_move_costs_more(routing: list[Tensor]) -> None:
     chosen, start = [one[:4096] for one in routing], [Placement(EXPERTS, 4)] * len(routing)
-    free, dear = (Objective((Level(4, 1.0),), deduplicated=True, move=move) for move in (0.0, 60.0))
+    free, dear = (Objective((Level(4, 1.0),), move=move) for move in (0.0, 60.0))
     found, swaps = greedy(chosen, start, dear)
     assert 0 < swaps < greedy(chosen, start, free)[1]
     for one, before, after in zip(chosen, start, found, strict=True):
         changed = sum(a != b for a, b in zip(before.numbers, after.numbers, strict=True))
         assert cost(free, one, before) - cost(free, one, after) >= changed / 2 * 60.0
-    assert greedy(chosen, start, Objective((Level(4, 1.0),), True, move=math.inf)) == (start, 0)
+    assert greedy(chosen, start, Objective((Level(4, 1.0),), move=math.inf)) == (start, 0)
     assert greedy(chosen, start, free, most=1)[1] <= len(chosen)  # the paper's mode: one swap in each layer
 
 
 def test_two_ranks_find_what_one_finds(routing: list[Tensor]) -> None:
-    objective, start = Objective(TWO_LEVELS, deduplicated=True), [Placement(EXPERTS, 4)] * 3
+    objective, start = Objective(TWO_LEVELS), [Placement(EXPERTS, 4)] * 3
     one, other = [chosen[:1500] for chosen in routing[:3]], [chosen[1500:4000] for chosen in routing[:3]]
     alone = greedy([torch.cat(parts) for parts in zip(one, other, strict=True)], start, objective)
     barrier, answers = threading.Barrier(2, timeout=60), [None, None]
