@@ -27,7 +27,8 @@ from fcsd.parallel.expert.levels import tokens_by_group
 from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.placing.search import Balance, Level, Objective, greedy
 
-TEACHER, TEXT = Path("assets/teacher"), Path("assets/corpus/held_out.jsonl")
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+TEACHER, TEXT = ASSETS / "teacher", ASSETS / "corpus/held_out.jsonl"
 WINDOW, BATCH = 256, 8  # tokens of a sequence, sequences of a batch
 WORK = (0.3, 1.0, 3.0)  # times of an expert's work for a row, where the row's way takes 1
 FEW = 8  # experts: their placements can all be tried
@@ -47,6 +48,8 @@ def main() -> None:
         routing, experts = choices(model=args.model)
         if args.routing:
             write_routing(args.routing, routing, experts)
+    if wrong := [ranks for ranks in args.ranks if experts % ranks]:
+        parser.error(f"--ranks {wrong[0]}: the model has {experts} experts, which so many ranks cannot divide evenly")
     half = len(routing[0]) // 2
     seen, unseen = [chosen[: min(args.tokens, half)] for chosen in routing], [chosen[half:] for chosen in routing]
     print(

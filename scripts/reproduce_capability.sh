@@ -8,7 +8,8 @@
 #   STUDY table-1, annealed (its rows of annealed wiring), text (the kinds of text), recovery (over tokens), table-2,
 #         figure-3, early-stop, anneal, solved (start), progressive (conversion), chosen (layers), distance (of two
 #         sub-blocks), scratch (training from random weights), on-policy (text that the models wrote), tokens (the
-#         teacher's token ids); for a dense TEACHER also table-4 (Ladder's) and desync (converted and healed)
+#         teacher's token ids); for a dense TEACHER also table-4 (Ladder's) and desync (converted and healed); larger
+#         (for the TEACHER moe_64)
 # Every model and every sweep that ends adds a line to NEW. Append these to docs/results/capability.jsonl, which the
 # next piece reads: runs that are in either file are not repeated.
 # Environment: NEW=WORK/new.jsonl  MINUTES=9  UP_TO=1 (the largest share of the teacher's
@@ -24,17 +25,17 @@
 #   PAGE=docs/CAPABILITY.md from STORED
 # It needs no network. scripts/capability/lease.sh carries what a machine without one lacks, and trains the other teachers.
 # It has run on four H200s, with six or seven models at a time on each GPU. Commands are forks of one process that has
-# imported the libraries. If a fork cannot use the GPU, the script says so and starts ordinary processes. The studies
-# distance, scratch, on-policy and desync have run on a CPU alone, for a few steps.
+# imported the libraries. If a fork cannot use the GPU, the script says so and starts ordinary processes. The study
+# on-policy has run on a CPU alone, for a few steps; an H200 wrote a quarter of its text in 120 s.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || { sed -n '4,24s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '4,25s/^# *//p' "$0" >&2; exit 2; }
 python="${PYTHON:-python3}" stored="${STORED:-docs/results/capability.jsonl}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if [ "$1" = page ]; then
   exec "$python" scripts/capability/report.py --results "$stored" --page "${PAGE:-docs/CAPABILITY.md}"
 fi
-[ $# -gt 1 ] || { sed -n '4,24s/^# *//p' "$0" >&2; exit 2; }
+[ $# -gt 1 ] || { sed -n '4,25s/^# *//p' "$0" >&2; exit 2; }
 work="$1"
 shift
 exec "$python" scripts/capability/work.py "$@" --work "$work" --new "${NEW:-$work/new.jsonl}" --results "$stored" \

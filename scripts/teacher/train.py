@@ -152,6 +152,8 @@ def main() -> None:
             model = with_fast_experts(AutoModelForCausalLM.from_pretrained(args.start, dtype=torch.float32))
         else:
             model = build(config(args.layout, tokenizer))
+        if args.compile and model.config._experts_implementation == "routed":
+            raise SystemExit("--compile: a model whose experts are routed is trained as it is; leave --compile out")
         model.to(args.device)
         print(f"parameters: {sum(p.numel() for p in model.parameters())}", flush=True)
         train(model, tokenizer, streams, args)

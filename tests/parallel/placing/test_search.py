@@ -31,11 +31,9 @@ def study(repo: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def routing(study: Any, repo: Path) -> list[Tensor]:
+def routing(study: Any) -> list[Tensor]:
     """What 16384 held-out tokens choose in each layer of the bundled teacher, ``[tokens, 2]`` each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(repo)
-        found, experts = study.choices(16384)
+    found, experts = study.choices(16384)
     assert experts == EXPERTS and len(found) == 9
     return found
 
