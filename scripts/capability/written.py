@@ -5,7 +5,7 @@
 Tokens are sampled at temperature 1, so the text is a draw from the model's own distribution. Enough documents are taken
 at random that the originals have the tokens that are asked for. A written document ends where the model ends it, and at
 the latest at about twice the length of the original. DIR gets train.jsonl, a {"text": ...} per line, and text.json:
-what it was made from, and its tokens.
+what it was made from, and its tokens. The same command continues a text that was not finished.
 """
 
 import argparse
@@ -68,24 +68,32 @@ def write(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     import fcsd
+    from fcsd.disk import write_json
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     model = fcsd.load_model(args.model, dtype=dtype, device=args.device).eval()
-    torch.manual_seed(args.seed)
     texts = [json.loads(line)["text"] for line in args.text.open()]
     documents = [ids[:LONGEST] for ids in tokenizer(texts)["input_ids"]]
     args.out.mkdir(parents=True, exist_ok=True)
-    tokens = written = 0
-    with (args.out / "train.jsonl").open("w") as file:
-        for batch in batches(documents, args.tokens, args.batch, random.Random(args.seed)):
+    path, progress = args.out / "train.jsonl", args.out / "progress.json"
+    ended = json.loads(progress.read_text()) if progress.exists() else []  # what is known of each batch
+    with path.open("a") as file:
+        file.truncate(ended[-1]["size"] if ended else 0)  # a batch that was being written is written again
+        chosen = batches(documents, args.tokens, args.batch, random.Random(args.seed))
+        for number, batch in list(enumerate(chosen))[len(ended) :]:
+            torch.manual_seed(args.seed + number)
             found = continued(model, tokenizer, batch)
-            tokens, written = tokens + sum(len(ids) + 1 for ids in found), written + len(found)
             texts = tokenizer.batch_decode(found, skip_special_tokens=True)
             file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+            file.flush()
+            about = {"documents": len(found), "tokens": sum(len(ids) + 1 for ids in found)}
+            ended.append(about | {"size": path.stat().st_size})
+            write_json(progress, ended)
     about = {"model": str(args.model), "text": str(args.text), "seed": args.seed}
-    about |= {"tokens": tokens, "documents": written}
+    about |= {key: sum(batch[key] for batch in ended) for key in ("tokens", "documents")}
     (args.out / "text.json").write_text(json.dumps(about, indent=1) + "\n")
+    progress.unlink()
     return about
 
 

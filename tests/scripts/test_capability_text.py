@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from scripts.capability import text, written
@@ -124,12 +125,43 @@ def _take(stream: Iterator, count: int) -> list:
     return [next(stream) for _ in range(count)]
 
 
-def test_a_model_continues_the_first_third_of_each_document(repo: Path, tmp_path: Path) -> None:
+def beginnings(repo: Path, folder: Path, documents: int) -> tuple[list[str], dict[str, Any]]:
+    """The beginnings of some documents, and the arguments with which the teacher continues them."""
     lines = (repo / "assets/corpus/held_out.jsonl").read_text().splitlines()
-    short = [json.loads(line)["text"][: 60 + 20 * n] for n, line in enumerate(lines[:3])]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in short))
-    given = {"model": repo / "assets/teacher", "text": tmp_path / "text.jsonl", "device": "cpu", "batch": 2, "seed": 0}
-    about = written.write(argparse.Namespace(**given, tokens=1e6, out=tmp_path))
+    short = [json.loads(line)["text"][: 60 + 20 * n] for n, line in enumerate(lines[:documents])]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in short))
+    given = {"model": repo / "assets/teacher", "text": folder / "text.jsonl", "device": "cpu", "batch": 2, "seed": 0}
+    return short, given | {"tokens": 1e6}
+
+
+def test_a_text_by_a_model_is_continued_where_it_was_stopped(
+    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, given = beginnings(repo, tmp_path, 5)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    about = written.write(argparse.Namespace(**given, out=whole))
+    batches, continued = [], written.continued
+
+    def stopped(model: Any, tokenizer: Any, documents: Any) -> Any:
+        batches.append(documents)
+        if len(batches) == 2:
+            with (parts / "train.jsonl").open("a") as file:
+                file.write('{"text": "a part of a batch')
+            raise KeyboardInterrupt
+        return continued(model, tokenizer, documents)
+
+    monkeypatch.setattr(written, "continued", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        written.write(argparse.Namespace(**given, out=parts))
+    assert written.write(argparse.Namespace(**given, out=parts)) == about
+    assert len(batches) == 4, "the first of three batches is not written again"
+    assert (parts / "train.jsonl").read_bytes() == (whole / "train.jsonl").read_bytes()
+    assert sorted(path.name for path in parts.iterdir()) == ["text.json", "train.jsonl"]
+
+
+def test_a_model_continues_the_first_third_of_each_document(repo: Path, tmp_path: Path) -> None:
+    short, given = beginnings(repo, tmp_path, 3)
+    about = written.write(argparse.Namespace(**given, out=tmp_path))
     texts = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert about["documents"] == len(texts) == 3 and about["tokens"] > 3
     tokenizer = AutoTokenizer.from_pretrained(given["model"])
