@@ -12,7 +12,7 @@ from ranks import in_group
 from torch import Tensor
 
 from fcsd.bench.hierarchy import tables, ways
-from fcsd.bench.hierarchy.__main__ import SMALL, benches, run
+from fcsd.bench.hierarchy.__main__ import SMALL, benches, run, wrong_nodes
 from fcsd.bench.hierarchy.block import exact_factors, exact_rows, exact_scores, without_moving
 from fcsd.bench.hierarchy.measure import by_step
 from fcsd.bench.hierarchy.model import Model, Point
@@ -30,6 +30,13 @@ ROUTING = Routing(8, 3, topical=True)
 SIZES = replace(
     SMALL, table=(Routing(8, 3),), sweep=(ROUTING,), sweep_tokens=(8,), lines=(8, 32), placed=(ROUTING,), repeats=1
 )
+
+
+def test_ranks_that_are_not_several_nodes_are_refused() -> None:
+    assert wrong_nodes(4, 2) is None and wrong_nodes(4, 1) is None
+    assert wrong_nodes(4, 0) == "--node-size must be at least 1"
+    for ranks, node_size in ((1, 2), (2, 2), (6, 4)):
+        assert f"start torchrun with --nproc-per-node {2 * node_size}" in (wrong_nodes(ranks, node_size) or "")
 
 
 class Asked(Routing):

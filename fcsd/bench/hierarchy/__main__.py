@@ -131,6 +131,18 @@ def run(
     return found
 
 
+def wrong_nodes(ranks: int, node_size: int) -> str | None:
+    """Why so many ranks are not two or more nodes of this size; None if they are."""
+    if node_size < 1:
+        return "--node-size must be at least 1"
+    if ranks % node_size == 0 and ranks > node_size:
+        return None
+    return (
+        f"--node-size {node_size} needs a multiple of {node_size} ranks, at least {2 * node_size}, and there are "
+        f"{ranks}; start torchrun with --nproc-per-node {2 * node_size}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--node-size", type=int, default=2)
@@ -138,8 +150,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--machine", type=Path, help="write a machine file, for parallel.machine and fcsd plan")
     arguments = parser.parse_args()
+    for path in (arguments.out, arguments.machine):
+        if path is not None and not path.absolute().parent.is_dir():
+            parser.error(f"the directory of {path} does not exist; create it first")
     process_settings.set_defaults(os.environ)
     world = join_world()
+    if problem := wrong_nodes(world.size, arguments.node_size):
+        if world.rank == 0:
+            print(f"error: {problem}", file=sys.stderr)
+        leave(SystemExit(2))
     sizes = measure.Sizes() if world.device.type == "cuda" else SMALL
 
     def write(found: Any) -> None:
