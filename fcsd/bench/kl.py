@@ -284,6 +284,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200, help="start no new shape after this")
     parser.add_argument("--liger-seconds", type=float, default=140, help="leave Liger out after this (it compiles)")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("fcsd.bench.kl compares kernels on a GPU, and this machine has none")
     began = time.monotonic()
     rate = product_rate()
     rows = tune(rate) if options.tune else compare(rate, began, options)

@@ -159,6 +159,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20, help="for --wire")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("fcsd.bench.transports times exchanges between GPUs, and this machine has none")
     if arguments.wire:
         time_rows_to_experts(arguments.wire, arguments.tokens, arguments.repeats, arguments.out)
     if arguments.symmetric_kernel:
