@@ -8,7 +8,7 @@
 #                                                   more, the siblings share them out and work at the same time. A
 #                                                   teacher whose archive (llama.tar.gz, from OUT below) lies in FOLDER
 #                                                   is not trained again. LAYOUTS=moe_64 TRAIN="--rows 64 --lr 1e-3"
-#                                                   trains and studies a larger model instead
+#                                                   trains and studies a larger model instead (257 MB, not in OUT)
 #   scripts/capability/lease.sh watch SECONDS OUT   there: waits until the time is over or nothing runs, copies
 #                                                   results, teachers and logs to OUT, and prints how far the work is
 # A command there may be shorter than the work, so start `study` and `siblings` in a session of their own, and watch:
@@ -118,7 +118,9 @@ collect() { # OUT
         $(ls -d ./*.log ./*.jsonl ./*/logs ./*/eval/*/samples/*/strict/humaneval.jsonl 2> /dev/null)) || true
     mv "$out/found.tar.gz.part" "$out/found.tar.gz"
     for layout in "${order[@]}"; do
-        [ ! -e "$work/$layout/config.json" ] || tar -czf "$out/$layout.tar.gz" -C "$work" "$layout" "$layout.jsonl"
+        if [ "$layout" != moe_64 ] && [ -e "$work/$layout/config.json" ]; then
+            tar -czf "$out/$layout.tar.gz" -C "$work" "$layout" "$layout.jsonl"
+        fi
     done
 }
 
