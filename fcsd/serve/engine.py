@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from fcsd.errors import ConfigError
 from fcsd.parallel import process_settings
 from fcsd.parallel.tensor.division import Experts, TensorGroup
+from fcsd.parallel.tensor.fused import fuse
 from fcsd.parallel.tensor.layer import wire_tensor_parallel
-from fcsd.parallel.tensor.merged import merge_projections
 from fcsd.parallel.tensor.placements import read_orders
 from fcsd.parallel.tensor.reduce import WRONG_RESULTS, Kind, Reduction
 from fcsd.parallel.tensor.weights import load_tensor_parallel
@@ -65,7 +65,7 @@ def open_engine(
     orders = None if placement is None else read_orders(placement)
     experts = experts if placement is None else "whole"
     model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks, experts=experts, orders=orders)
-    merge_projections(model)
+    fuse(model, world.device.type == "cuda")
     wire_tensor_parallel(model, wiring_of(model.config), ranks, reduce)
     return model
 

@@ -36,8 +36,8 @@ from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
 from fcsd.models.wiring_block import DESYNC
 from fcsd.parallel.tensor.division import TensorGroup
+from fcsd.parallel.tensor.fused import fuse
 from fcsd.parallel.tensor.layer import wire_tensor_parallel
-from fcsd.parallel.tensor.merged import merge_projections
 from fcsd.parallel.tensor.reduce import Kind, Reduction
 from fcsd.parallel.tensor.weights import load_tensor_parallel, random_tensor_parallel
 from fcsd.serve.decode import GRAIN, Stepper
@@ -106,7 +106,7 @@ def _model(load: Workload, ranks: TensorGroup, world: World) -> PreTrainedModel:
         model = random_tensor_parallel(SHAPES[load.model](load.layers), **options)
     else:
         model = load_tensor_parallel(load.model, **options)
-    merge_projections(model)
+    fuse(model, world.device.type == "cuda")
     return model
 
 

@@ -70,7 +70,8 @@ class SplitNorm(nn.Module):
 
 @cache
 def _split_norm_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Split{cls.__name__}", (SplitNorm, cls), {"__module__": cls.__module__})
+    # The name does not end as those of norms do, so that ``fuse_norms`` leaves the class alone.
+    return type(f"{cls.__name__}OfRanks", (SplitNorm, cls), {"__module__": cls.__module__})
 
 
 def replace_modules(

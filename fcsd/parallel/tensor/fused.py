@@ -1,0 +1,24 @@
+"""Lets fewer kernels compute a model that serves, with the same results up to rounding."""
+
+from transformers import PreTrainedModel
+
+from fcsd.models.build import arch_of
+from fcsd.models.mlps import fuse_mlps
+from fcsd.models.norms import fuse_norms
+from fcsd.parallel.tensor.merged import merge_projections
+
+
+def fuse(model: PreTrainedModel, kernels: bool) -> None:
+    """Merge projections, and let one kernel compute each norm and one the product inside each gated MLP.
+
+    Experts stay as they are, because a rank may hold only some of them. The names of the weights change, so the model
+    cannot be saved afterwards.
+
+    Args:
+        model: a transformers model, changed in place.
+        kernels: whether the model is on a GPU. If not, only projections are merged.
+    """
+    merge_projections(model)
+    if kernels:
+        fuse_norms(model, arch_of(model.config))
+        fuse_mlps(model)
