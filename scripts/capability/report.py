@@ -58,8 +58,8 @@ SWEPT = """Batch size and learning
 rate were chosen by the training loss of runs of {steps} steps, in two stages, for KL and SFT alike (FarSkip §5.1,
 scaled down). A budget of fewer than {least} steps takes a smaller batch, and a rate smaller by the square root."""
 NOT_SWEPT = """Batch size and learning
-rate were not chosen by short runs: the batch is what the bundled teacher's students have with about as few tokens, and
-the rate is half of theirs, as in the training of the teachers."""
+rate were not chosen by short runs: the batch is twice what the bundled teacher's students have with about as few
+tokens, and the rate is half of what they would have at this batch, as in the training of the teachers."""
 
 
 def page(lines: Lines, picture: Path) -> str:

@@ -12,8 +12,8 @@
 - ``tokens``: Table 1 on *same* as token ids, encoded as in the teacher's training, instead of as text. Healing on the
   text makes HumanEval+ fall, because the text never has the tokens at the end of its prompts (docs/RESULTS.md).
 - ``larger``: a teacher of 129 M parameters with 64 experts (``moe_64`` in scripts/teacher/layouts.py), healed on 10 %
-  of its token ids. It has no sweep: the batch is what the bundled teacher's students would have with so few tokens, and
-  the rate is half of theirs, as in the training of the teachers.
+  of its token ids. It has no sweep: the rate is half of what the bundled teacher's students would have at this batch,
+  as in the training of the teachers.
 - ``on-policy``: text that the teacher, or the untrained conversion, wrote itself (written.py), against the mixture. The
   conversion writes once, before the training, so its text is on-policy at the first step alone.
 

@@ -12,13 +12,13 @@ from ranks import in_group
 from torch import Tensor
 
 from fcsd.bench.hierarchy import tables, ways
-from fcsd.bench.hierarchy.__main__ import SMALL, benches, run, wrong_nodes
+from fcsd.bench.hierarchy.__main__ import SMALL, benches, run
 from fcsd.bench.hierarchy.block import exact_factors, exact_rows, exact_scores, without_moving
 from fcsd.bench.hierarchy.measure import by_step
 from fcsd.bench.hierarchy.model import Model, Point
 from fcsd.bench.hierarchy.placements import Searcher
 from fcsd.bench.hierarchy.routing import Routing
-from fcsd.errors import FcsdError
+from fcsd.errors import ConfigError, FcsdError
 from fcsd.launch.world import World
 from fcsd.parallel.cost import Dedup, Line, Links, Rows, Sent
 from fcsd.parallel.expert.choice import options
@@ -32,11 +32,11 @@ SIZES = replace(
 )
 
 
-def test_ranks_that_are_not_several_nodes_are_refused() -> None:
-    assert wrong_nodes(4, 2) is None and wrong_nodes(4, 1) is None
-    assert wrong_nodes(4, 0) == "--node-size must be at least 1"
-    for ranks, node_size in ((1, 2), (2, 2), (6, 4)):
-        assert f"start torchrun with --nproc-per-node {2 * node_size}" in (wrong_nodes(ranks, node_size) or "")
+@pytest.mark.parametrize(("ranks", "node_size"), [(1, 2), (2, 2), (6, 4), (4, 0)])
+def test_ranks_that_are_not_several_nodes_are_refused(ranks: int, node_size: int) -> None:
+    world = World(0, ranks, torch.device("cpu"), None)
+    with pytest.raises(ConfigError, match=f"{ranks} ranks are not two or more nodes of {node_size}"):
+        run(world, node_size, SIZES, ["table"], print)
 
 
 class Asked(Routing):

@@ -343,13 +343,14 @@ def test_the_engine_beside_vllm(page: str, raw: Raw) -> None:
         assert [str(row["batch"]), *cells] in table
 
 
-def test_what_merged_products_gain(page: str, raw: Raw) -> None:
+@pytest.mark.parametrize("change", ["merged", "added"])
+def test_what_changes_of_the_engine_gain(page: str, raw: Raw, change: str) -> None:
     table = rows(page, "fcsd's inference engine")
-    five, two = (
-        [row for row in raw(f"infer_merged_{when}_1xh200")["rows"] if row["reduce"] == "nccl"]
+    before, after = (
+        [row for row in raw(f"infer_{change}_{when}_1xh200")["rows"] if row["reduce"] == "nccl"]
         for when in ("before", "after")
     )
-    for old, new in zip(five, two, strict=True):
+    for old, new in zip(before, after, strict=True):
         cells = [str(old["batch"])]
         for key, form in (("prefill_ms", ".1f" if old["batch"] == 1 else ".0f"), ("decode_ms", ".3f")):
             cells += [format(old[key], form), format(new[key], form), f"{old[key] / new[key]:.3f}"]
@@ -443,19 +444,6 @@ def test_what_a_placement_saves_a_larger_model(repo: Path) -> None:
     found, _ = greedy([chosen[:8192] for chosen in routing], start, goal)
     rows_of, work = placement_study.line("", found, [chosen[half:] for chosen in routing]).strip("| ").split(" | ")
     assert f"| `smooth-max`, `work_cost: 1` (the default) | {rows_of} | {work} |" in page
-
-
-def test_what_adding_in_the_norms_kernel_gains(page: str, raw: Raw) -> None:
-    table = rows(page, "fcsd's inference engine")
-    before, after = (
-        [row for row in raw(f"infer_added_{when}_1xh200")["rows"] if row["reduce"] == "nccl"]
-        for when in ("before", "after")
-    )
-    for old, new in zip(before, after, strict=True):
-        cells = [str(old["batch"])]
-        for key, form in (("prefill_ms", ".1f" if old["batch"] == 1 else ".0f"), ("decode_ms", ".3f")):
-            cells += [format(old[key], form), format(new[key], form), f"{old[key] / new[key]:.3f}"]
-        assert cells in table
 
 
 def test_weights_in_fp8_through_vllm(page: str, raw: Raw) -> None:

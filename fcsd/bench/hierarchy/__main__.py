@@ -31,6 +31,7 @@ from fcsd.bench.hierarchy import measure, placements, tables
 from fcsd.bench.hierarchy.model import Model, machine_of
 from fcsd.bench.hierarchy.routing import Routing
 from fcsd.disk import write_text
+from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world, leave
 from fcsd.parallel import process_settings
@@ -88,7 +89,15 @@ def run(
     Args:
         machine: the file to which rank 0 writes the links and the fixed times of the slow transport, if they are
             measured.
+
+    Raises:
+        ConfigError: the ranks are not two or more nodes of this size.
     """
+    if node_size < 1 or world.size % node_size or world.size == node_size:
+        raise ConfigError(
+            f"{world.size} ranks are not two or more nodes of {node_size}",
+            hint=f"start torchrun with --nproc-per-node {2 * max(1, node_size)} --node-size {max(1, node_size)}",
+        )
     group: Any = dist.new_group(backend="gloo")
     hosts = World(world.rank, world.size, torch.device("cpu"), group)
     made = benches(world, node_size, sizes)
@@ -131,18 +140,6 @@ def run(
     return found
 
 
-def wrong_nodes(ranks: int, node_size: int) -> str | None:
-    """Why so many ranks are not two or more nodes of this size; None if they are."""
-    if node_size < 1:
-        return "--node-size must be at least 1"
-    if ranks % node_size == 0 and ranks > node_size:
-        return None
-    return (
-        f"--node-size {node_size} needs a multiple of {node_size} ranks, at least {2 * node_size}, and there are "
-        f"{ranks}; start torchrun with --nproc-per-node {2 * node_size}"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--node-size", type=int, default=2)
@@ -155,10 +152,6 @@ def main() -> None:
             parser.error(f"the directory of {path} does not exist; create it first")
     process_settings.set_defaults(os.environ)
     world = join_world()
-    if problem := wrong_nodes(world.size, arguments.node_size):
-        if world.rank == 0:
-            print(f"error: {problem}", file=sys.stderr)
-        leave(SystemExit(2))
     sizes = measure.Sizes() if world.device.type == "cuda" else SMALL
 
     def write(found: Any) -> None:
@@ -167,6 +160,10 @@ def main() -> None:
 
     try:
         run(world, arguments.node_size, sizes, arguments.parts, write, arguments.machine)
+    except ConfigError as error:
+        if world.rank == 0:
+            print(f"error: {error}; {error.hint}", file=sys.stderr)
+        leave(SystemExit(error.exit_code))
     except Exception:
         traceback.print_exc()
         leave(SystemExit(1))
