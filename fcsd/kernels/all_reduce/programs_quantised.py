@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from fcsd.kernels.all_reduce.programs import await_signals, data_of, place_of, signal
-from fcsd.kernels.bit_split.arithmetic import beside
 from fcsd.kernels.bit_split.programs import store_rows
 from fcsd.kernels.bit_split.values import eighths, encode_values, load_values, store_record, words_of, zeros
 
@@ -52,7 +51,7 @@ def _push(
         tile = ((turn * tl.num_programs(0) + block) * SHARES + owner) * TILES + number % TILES
         at = tile * ROW.width + column
         values = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-        coded = encode_values(values, column % ROW.group, None, ROW, EXACT)
+        coded = encode_values(values, None, ROW, EXACT)
         for step in range(RECEIVERS):
             receiver = owner
             if ONE_SHOT:
@@ -99,7 +98,7 @@ def _collect(
             share = 0
         tile = ((turn * tl.num_programs(0) + block) * SHARES + share) * TILES + number % TILES
         place = place_of(1, block, first + turn, owner, MEMORY)
-        sums, broken = load_values(
+        sums = load_values(
             _record(own, place, number % TILES, ROW, MEMORY),
             word,
             group,
@@ -107,7 +106,7 @@ def _collect(
             ROW,
         )
         at = tile * ROW.width + column
-        store_rows(x + at, sums, beside(broken), at < n)
+        store_rows(x + at, sums, at < n)
 
 
 @triton.jit(do_not_specialize=["me"])
@@ -147,9 +146,8 @@ def sum_kernel(
                 total = zeros(ROW)
                 for rank in range(MEMORY.ranks):
                     place = place_of(0, block, first + turn, rank, MEMORY)
-                    values, broken = load_values(_record(own, place, number, ROW, MEMORY), word, group, inside, ROW)
-                    total += tl.where(beside(broken), float("nan"), values)
-                coded = encode_values(total, column % ROW.group, None, ROW, False)
+                    total += load_values(_record(own, place, number, ROW, MEMORY), word, group, inside, ROW)
+                coded = encode_values(total, None, ROW, False)
                 place = place_of(1, block, first + turn, me, MEMORY)
                 for step in range(SHARES):  # to this rank alone, or to all ranks
                     store_record(

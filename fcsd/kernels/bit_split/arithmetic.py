@@ -7,6 +7,9 @@ approximates.
 import triton
 import triton.language as tl
 
+# Triton's interpreter drops the lowest bits of a number that it casts to bf16. A GPU rounds it, in one instruction.
+_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+
 
 @triton.jit
 def _mantissa(j):
@@ -48,9 +51,12 @@ def step_of(code):
 
 @triton.jit
 def to_bf16(x):
-    """The bits of ``x``, fp32 and not NaN, in bf16: rounded to nearest, ties to even. int32."""
-    bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    """The bits of ``x``, fp32, in bf16: rounded to nearest, ties to even. uint16. NaN stays NaN, with any payload."""
+    if _COMPILED:
+        return x.to(tl.bfloat16).to(tl.uint16, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
 
 
 @triton.jit
@@ -65,14 +71,25 @@ def nearest(x):
 
 
 @triton.jit
+def least_in_thread(x):
+    """The least value of each group in each lane: ``[parts, groups, lanes, 8] -> [groups, lanes]``."""
+    return tl.min(tl.min(x, 3), 0)
+
+
+@triton.jit
+def greatest_in_thread(x):
+    return tl.max(tl.max(x, 3), 0)
+
+
+@triton.jit
 def least(x):
     """The least value of each group: ``[parts, groups, lanes, 8] -> [groups]``."""
-    return tl.min(tl.min(tl.min(x, 3), 0), 1)
+    return tl.min(least_in_thread(x), 1)
 
 
 @triton.jit
 def greatest(x):
-    return tl.max(tl.max(tl.max(x, 3), 0), 1)
+    return tl.max(greatest_in_thread(x), 1)
 
 
 @triton.jit
@@ -93,12 +110,24 @@ def beside(x):
 
 
 @triton.jit
-def whole(x, noise):
-    """``x`` rounded to the nearest whole number; with noise from [0, 1), ``x + noise`` rounded down."""
-    if noise is None:
-        return nearest(x)
-    else:
-        return tl.floor(x + noise)
+def not_finite(x):
+    return (tl.abs(x) < float("inf")) == 0  # NaN is not less than infinity
+
+
+@triton.jit
+def in_order(x):
+    """Whole numbers, int32, in the order of ``x``, which are fp32 numbers that bf16 can hold, without -0.
+
+    The lowest 16 bits are zero, so that a place in a group can be added. NaN comes before or after all numbers.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFF0000)
+
+
+@triton.jit
+def from_order(number):
+    """The ``x`` for which ``in_order`` returned ``number``."""
+    return (number ^ ((number >> 31) & 0x7FFF0000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

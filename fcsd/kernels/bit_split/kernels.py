@@ -1,9 +1,8 @@
 """Encodes and decodes records by Triton kernels, which equal ``reference`` bit for bit.
 
 This holds for compiled kernels and for Triton's interpreter. The arithmetic is chosen so that every backend computes
-the same bits: divisions are correctly rounded, and there is no fused multiply-add, no logarithm and no atomic
-operation. Numbers are rounded to bf16 by integer arithmetic, because a cast to bf16 in the interpreter drops bits
-instead of rounding.
+the same bits, but for the payload of a NaN: divisions are correctly rounded, and there is no fused multiply-add, no
+logarithm and no atomic operation.
 
 The kernels also move rows, as ``moves`` describes: ``encode`` reads a row once and writes its records to all their
 places, ``decode`` reads each record from its place, and ``decode_sum`` adds the records of a row. Without places, row i
@@ -40,15 +39,17 @@ _DOTS = Launch(parts=1, warps=1)
 
 
 def launch_of_encode(format: Format) -> Launch:
-    """The fastest way to encode on an H200, as far as it was measured (docs/RESULTS.md, "Formats of the wire")."""
-    return Launch(parts=1) if format.meta == "int" and format.group < 128 else Launch()
+    """The fastest way to encode on an H200 (docs/RESULTS.md, "Formats of the wire")."""
+    if format.spikes:
+        return Launch(2048, 4, 2)
+    return Launch(4096, 4, 2) if format.bits < 8 and format.group >= 128 else Launch(1024, 1, 1)
 
 
 def launch_of_decode(format: Format) -> Launch:
-    """The same for decoding: large groups of a single plane are slow if a thread holds four words of a group."""
-    if len(format.planes) > 1 or format.group < 128:
-        return Launch()
-    return Launch(1024, 2, 2) if format.bits == 8 else Launch(parts=1)
+    """The same for decoding."""
+    if format.spikes or format.group < 128:
+        return Launch(4096, 4, 4)
+    return Launch(1024, 1, 2) if format.bits == 8 else Launch(2048, 1, 1)
 
 
 def encode(

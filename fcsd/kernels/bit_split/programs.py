@@ -9,7 +9,7 @@
 import triton
 import triton.language as tl
 
-from fcsd.kernels.bit_split.arithmetic import beside, from_bf16, to_bf16, uniform
+from fcsd.kernels.bit_split.arithmetic import from_bf16, to_bf16, uniform
 from fcsd.kernels.bit_split.values import eighths, encode_values, load_values, store_record, words_of, zeros
 
 
@@ -32,14 +32,13 @@ def encode_kernel(
     inside = group < ROW.width // ROW.group
     word = words_of(group, ROW)
     column = tl.expand_dims(word, 3) * 8 + eighths()
-    place = column % ROW.group
     rest = ROW.padding + tl.arange(0, 16)
     x = tl.load(rows + row * ROW.width + column, mask=column < ROW.width, other=0.0).to(tl.float32)
     noise = None
     if pair is not None:
         noise = uniform(seed, word, tl.load(pair + row), step_number, lane, eighths())
     if weight is None:  # once for all places
-        coded = encode_values(x, place, noise, ROW, EXACT)
+        coded = encode_values(x, noise, ROW, EXACT)
     for k in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
         at = row
         if places is not None:
@@ -47,8 +46,8 @@ def encode_kernel(
         if weight is not None:
             y = x * tl.load(weight + row * TOP_K + k).to(tl.float32)
             if EXACT:
-                y = tl.where(y == y, from_bf16(to_bf16(y)), y)
-            coded = encode_values(y, place, noise, ROW, EXACT)
+                y = from_bf16(to_bf16(y))
+            coded = encode_values(y, noise, ROW, EXACT)
         record = records + at * ROW.bytes
         store_record(record, coded, word, group, inside & (at >= 0), ROW)
         if ROW.padding < ROW.bytes and tl.program_id(1) == 0:
@@ -56,13 +55,12 @@ def encode_kernel(
 
 
 @triton.jit
-def store_rows(out, x, broken, inside):
-    """Store values, bf16 or fp32; those of broken groups are NaN."""
+def store_rows(out, x, inside):
+    """Store values in the dtype of ``out``, bf16 or fp32."""
     if out.dtype.element_ty == tl.bfloat16:
-        bits = tl.where(broken, 0x7FC0, to_bf16(x)).to(tl.uint16)
-        tl.store(out.to(tl.pointer_type(tl.uint16)), bits, mask=inside)
+        tl.store(out.to(tl.pointer_type(tl.uint16)), to_bf16(x), mask=inside)
     else:
-        tl.store(out, tl.where(broken, float("nan"), x), mask=inside)
+        tl.store(out, x, mask=inside)
 
 
 @triton.jit
@@ -76,11 +74,8 @@ def decode_kernel(rows, records, places, ROW: tl.constexpr):
     if places is not None:
         at = tl.load(places + row).to(tl.int64)
         inside = inside & (at >= 0)
-    x, broken = load_values(records + at * ROW.bytes, word, group, inside, ROW)
-    if places is not None:
-        x = tl.where(at >= 0, x, 0.0)
-        broken = broken & (at >= 0)
-    store_rows(rows + row * ROW.width + column, x, beside(broken), column < ROW.width)
+    x = load_values(records + at * ROW.bytes, word, group, inside, ROW)
+    store_rows(rows + row * ROW.width + column, x, column < ROW.width)
 
 
 @triton.jit
@@ -93,14 +88,13 @@ def sum_kernel(rows, records, weight, places, ROW: tl.constexpr, TOP_K: tl.const
     for k in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
         at = tl.load(places + row * TOP_K + k)
         inside = (group < ROW.width // ROW.group) & (at >= 0)
-        x, broken = load_values(records + at * ROW.bytes, word, group, inside, ROW)
-        x = tl.where(beside(broken & inside), float("nan"), x)
+        x = load_values(records + at * ROW.bytes, word, group, inside, ROW)
         if rows.dtype.element_ty == tl.bfloat16:  # a row that is decoded alone has this dtype
-            x = tl.where(x == x, from_bf16(to_bf16(x)), x)
+            x = from_bf16(to_bf16(x))
         if weight is not None:
-            x = x * tl.load(weight + row * TOP_K + k).to(tl.float32)
-        total += tl.where(at >= 0, x, 0.0)
-    store_rows(rows + row * ROW.width + column, total, total != total, column < ROW.width)
+            x = x * tl.load(weight + row * TOP_K + k, mask=at >= 0, other=0.0).to(tl.float32)
+        total += x
+    store_rows(rows + row * ROW.width + column, total, column < ROW.width)
 
 
 @triton.jit
@@ -109,12 +103,10 @@ def encode_sum_kernel(records, sums, ROW: tl.constexpr, RANKS: tl.constexpr):
     group = tl.program_id(1) * ROW.block + tl.arange(0, ROW.block)
     inside = group < ROW.width // ROW.group
     word = words_of(group, ROW)
-    place = (tl.expand_dims(word, 3) * 8 + eighths()) % ROW.group
     total = zeros(ROW)
     for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]
-        x, broken = load_values(records + (rank * rows + row) * ROW.bytes, word, group, inside, ROW)
-        total += tl.where(beside(broken), float("nan"), x)
-    coded = encode_values(total, place, None, ROW, False)
+        total += load_values(records + (rank * rows + row) * ROW.bytes, word, group, inside, ROW)
+    coded = encode_values(total, None, ROW, False)
     record = sums + row * ROW.bytes
     store_record(record, coded, word, group, inside, ROW)
     if ROW.padding < ROW.bytes and tl.program_id(1) == 0:
@@ -133,10 +125,9 @@ def dots_kernel(rows, records, places, dots, ROW: tl.constexpr, TOP_K: tl.conste
         inside = (group < ROW.width // ROW.group) & (at >= 0)
         word = words_of(group, ROW)
         column = tl.expand_dims(word, 3) * 8 + eighths()
-        y, broken = load_values(records + at * ROW.bytes, word, group, inside, ROW)
-        y = tl.where(beside(broken & inside), float("nan"), y)
+        y = load_values(records + at * ROW.bytes, word, group, inside, ROW)
         if rows.dtype.element_ty == tl.bfloat16:
-            y = tl.where(y == y, from_bf16(to_bf16(y)), y)
+            y = from_bf16(to_bf16(y))
         x = tl.load(rows + row * ROW.width + column, mask=(column < ROW.width) & (at >= 0), other=0.0).to(tl.float32)
         total += tl.sum(tl.sum(tl.sum(x * y, 3), 0), 1)
     tl.store(dots + pair, tl.sum(total, 0))

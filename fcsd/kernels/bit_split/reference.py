@@ -30,7 +30,7 @@ def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
     if format.spikes:
         ends, places = _spikes(x)
         x = x.scatter(2, places, 0.0)
-        ends = ends.to(torch.bfloat16)
+        ends, places = (part.masked_fill(broken.unsqueeze(2), 0) for part in (ends.to(torch.bfloat16), places))
         index = torch.uint8 if format.meta == "int" else torch.int16
         parts = [_bytes(ends.transpose(1, 2)), _bytes(places.transpose(1, 2).to(index))]
     low, high = x.amin(2) * format.clip, x.amax(2) * format.clip
@@ -110,8 +110,8 @@ def _encode_integer(
     inverse = scale.step_of(code).reciprocal()
     zero = ((0 - low) * inverse).round().clamp(max=format.levels)
     codes = (_whole(x * inverse.unsqueeze(2), noise) + zero.unsqueeze(2)).clamp(0, format.levels)
-    code = code.masked_fill(broken, scale.BROKEN)
-    return codes.int(), code.to(torch.uint8), zero.to(torch.uint8)
+    codes, zero = codes.masked_fill(broken.unsqueeze(2), 0), zero.masked_fill(broken, 0)
+    return codes.int(), code.masked_fill(broken, scale.BROKEN).to(torch.uint8), zero.to(torch.uint8)
 
 
 def _encode_bf16(

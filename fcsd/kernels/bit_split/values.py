@@ -18,14 +18,18 @@ from fcsd.kernels.bit_split.arithmetic import (
     beside,
     code_of,
     from_bf16,
+    from_order,
     greatest,
+    greatest_in_thread,
     greatest_or_nan,
+    in_order,
     least,
+    least_in_thread,
     nearest,
+    not_finite,
     numbers,
     step_of,
     to_bf16,
-    whole,
 )
 
 
@@ -75,6 +79,26 @@ def eighths():
 
 
 @triton.jit
+def in_thread(ROW: tl.constexpr):
+    """What a value's place in its group has in the first lane, ``[ROW.parts, 1, 1, 8]``; ``of_lane`` is the rest."""
+    LANES: tl.constexpr = ROW.group // (8 * ROW.parts)  # pyright: ignore[reportOperatorIssue]
+    return tl.arange(0, ROW.parts)[:, None, None, None] * (8 * LANES) + eighths()
+
+
+@triton.jit
+def of_lane(ROW: tl.constexpr):
+    """The place of each lane's first value in its group, ``[1, LANES]``."""
+    LANES: tl.constexpr = ROW.group // (8 * ROW.parts)  # pyright: ignore[reportOperatorIssue]
+    return tl.arange(0, LANES)[None, :] * 8
+
+
+@triton.jit
+def is_at(at, ROW: tl.constexpr):
+    """Which values have the place ``at [groups]`` in their group, compared with a constant in each thread."""
+    return in_thread(ROW) == tl.expand_dims(tl.expand_dims(at[:, None] - of_lane(ROW), 0), 3)
+
+
+@triton.jit
 def zeros(ROW: tl.constexpr):
     """Zeros in the shape of a program's values, fp32."""
     PARTS: tl.constexpr = ROW.parts
@@ -84,11 +108,10 @@ def zeros(ROW: tl.constexpr):
 
 
 @triton.jit
-def encode_values(x, place, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
+def encode_values(x, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
     """Encode values ``x``, fp32.
 
     Args:
-        place: the place of each value in its group.
         noise: random numbers in the shape of ``x``, or None.
         EXACT: whether the values come from bf16, so that the zero of a group is exactly its least value.
 
@@ -97,27 +120,38 @@ def encode_values(x, place, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
     """
     LEVELS: tl.constexpr = (1 << ROW.bits) - 1  # pyright: ignore[reportOperatorIssue]
     plain: tl.constexpr = not ROW.spikes and not ROW.integer and noise is None  # pyright: ignore[reportAssignmentType]
-    if plain:  # the general case below computes the same, with more instructions for each value
+    least_bits, greatest_bits, least_at, greatest_at = 0, 0, 0, 0
+    if plain:  # the last case below computes the same, with more instructions for each value
         low, high = least(x), greatest_or_nan(x)
         low = tl.where(tl.abs(low) < 1.1754943508222875e-38, 0.0, low)
         high = tl.where(tl.abs(high) < 1.1754943508222875e-38, 0.0, high)
-        finite = (tl.abs(low) < float("inf")) & (tl.abs(high) < float("inf"))  # not true for NaN
-        broken = tl.where(finite, 0, 1) != 0
+        broken = not_finite(low) | not_finite(high)
         low, high = tl.where(broken, 0.0, low), tl.where(broken, 0.0, high)
+    elif ROW.spikes and EXACT:
+        x = tl.where(tl.abs(x) < 1.1754943508222875e-38, 0.0, x)
+        least_key = least_in_thread(in_order(x) + in_thread(ROW)) + of_lane(ROW)
+        greatest_key = greatest_in_thread(in_order(x) - in_thread(ROW)) - of_lane(ROW)
+        least_key, greatest_key = tl.min(least_key, 1), tl.max(greatest_key, 1)
+        least_at, greatest_at = least_key & 0xFF, (0 - greatest_key) & 0xFF
+        low, high = from_order(least_key - least_at), from_order(greatest_key + greatest_at)
+        broken = not_finite(low) | not_finite(high)
     else:
         exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
         broken = greatest((exponent == 0x7F800000).to(tl.int32)) != 0
         x = tl.where((exponent == 0x7F800000) | (exponent == 0), 0.0, x)
         low, high = least(x), greatest(x)
+        if ROW.spikes:
+            place = in_thread(ROW) + of_lane(ROW)[None, :, :, None]
+            least_at = least(tl.where(x == beside(low), place, ROW.group))
+            greatest_at = least(tl.where(x == beside(high), place, ROW.group))
 
-    least_bits, greatest_bits, least_at, greatest_at = 0, 0, 0, 0
     if ROW.spikes:
-        least_at = least(tl.where(x == beside(low), place, ROW.group))
-        greatest_at = least(tl.where(x == beside(high), place, ROW.group))
-        x = tl.where((place == beside(least_at)) | (place == beside(greatest_at)), 0.0, x)
-        least_bits, greatest_bits = to_bf16(low), to_bf16(high)
+        x = tl.where(is_at(least_at, ROW) | is_at(greatest_at, ROW), 0.0, x)
+        least_at, greatest_at = tl.where(broken, 0, least_at), tl.where(broken, 0, greatest_at)
+        least_bits, greatest_bits = to_bf16(tl.where(broken, 0.0, low)), to_bf16(tl.where(broken, 0.0, high))
         low, high = least(x) * ROW.clip, greatest(x) * ROW.clip
 
+    # An fp32 number from 1.5 * 2^23 on has no fraction bits, and its lowest bits are the whole number that was added.
     ones = tl.full(low.shape, 1.0, tl.float32)
     ROUNDING: tl.constexpr = ROW.rounding
     if ROW.integer:
@@ -127,9 +161,13 @@ def encode_values(x, place, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
         scale = tl.minimum(tl.maximum(scale, 0), 254)
         inverse = tl.div_rn(ones, step_of(scale))
         zero = tl.minimum(nearest((0.0 - low) * inverse), LEVELS)
-        x = whole(x * beside(inverse), noise) + beside(zero)
-        codes = tl.minimum(tl.maximum(x, 0.0), LEVELS).to(tl.int32)
-        scale, zero = tl.where(broken, 255, scale), zero.to(tl.int32)
+        x = x * beside(inverse)
+        if noise is None:
+            x = (x + 12582912.0) + beside(zero)
+        else:
+            x = tl.floor(x + noise) + beside(zero + 12582912.0)
+        x = tl.minimum(tl.maximum(x, 12582912.0), 12582912.0 + LEVELS)
+        scale, zero = tl.where(broken, 255, scale), tl.where(broken, 0.0, zero).to(tl.int32)
     else:
         zero = to_bf16(low)
         low = from_bf16(zero)
@@ -141,9 +179,9 @@ def encode_values(x, place, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
         x = tl.minimum(x, LEVELS)
         if noise is not None:
             x = tl.floor(x + noise)
-        # An fp32 number near 1.5 * 2^23 has no fraction bits, and its lowest bits are the whole number that was added.
-        codes = (x + 12582912.0).to(tl.int32, bitcast=True) & beside(tl.where(broken, 0, LEVELS))
-        scale, zero = tl.where(broken, 0x7FC0, scale), tl.where(broken, 0, zero)
+        x += 12582912.0
+        scale, zero = tl.where(broken, 0x7FC0, scale.to(tl.int32)), tl.where(broken, 0, zero.to(tl.int32))
+    codes = x.to(tl.int32, bitcast=True) & beside(tl.where(broken, 0, LEVELS))
     return codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at
 
 
@@ -215,7 +253,7 @@ def store_record(record, coded, word, group, inside, ROW: tl.constexpr):
 
 @triton.jit
 def load_values(record, word, group, inside, ROW: tl.constexpr):
-    """Decode the groups ``group`` of a record: values, fp32, and which groups are to be NaN; see ``store_record``."""
+    """Decode the groups ``group`` of a record: values, fp32, NaN in broken groups, 0 where not ``inside``."""
     COUNT: tl.constexpr = ROW.width // ROW.group  # pyright: ignore[reportOperatorIssue]
     words_inside = inside[None, :, None] & (word >= 0)
     step = tl.load(numbers(record + ROW.scales, ROW.integer) + group, mask=inside, other=0).to(tl.int32)
@@ -236,20 +274,19 @@ def load_values(record, word, group, inside, ROW: tl.constexpr):
     if ROW.bits & 1:
         codes = codes | _load_plane(plane, word, words_inside, 1, 0)
 
+    x = (codes | 0x4B000000).to(tl.float32, bitcast=True)  # the code + 2^23, without a conversion
     if ROW.integer:
         broken = step == 255
-        x = (codes - beside(zero)).to(tl.float32) * beside(step_of(step))
+        scale = tl.where(broken, float("nan"), step_of(step))
+        x = (x - beside(8388608.0 + zero.to(tl.float32))) * beside(scale)
     else:
-        broken = (step & 0x7FFF) > 0x7F80  # NaN
-        whole_codes = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0  # without a conversion
-        x = whole_codes * beside(from_bf16(step)) + beside(from_bf16(zero))
+        scale = from_bf16(step)
+        broken = scale != scale
+        x = (x - 8388608.0) * beside(scale) + beside(from_bf16(zero))
     if ROW.spikes:
-        LANES: tl.constexpr = ROW.group // (8 * ROW.parts)  # pyright: ignore[reportOperatorIssue]
-        in_group = tl.arange(0, ROW.parts)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
-        place = tl.expand_dims(in_group, 3) * 8 + eighths()
         ends, indices = numbers(record + ROW.ends, False), numbers(record + ROW.indices, ROW.integer)
         for end in tl.static_range(2):
             value = from_bf16(tl.load(ends + end * COUNT + group, mask=inside, other=0))
             at = tl.load(indices + end * COUNT + group, mask=inside, other=0).to(tl.int32)
-            x = tl.where(place == beside(at), beside(value), x)
-    return x, broken
+            x = tl.where(is_at(at, ROW), beside(tl.where(broken, scale, value)), x)
+    return x
