@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from fcsd.bench.baselines import fp8_all_reduce
 from fcsd.kernels import adamw, copies, decode_attention, gated, rows, vocabulary
 from fcsd.kernels.all_reduce import launch, programs
-from fcsd.kernels.all_reduce.memory import Memory, Rooms, Shape, memory_of
+from fcsd.kernels.all_reduce.memory import Memory, Shape, memory_of, rooms_of
 from fcsd.kernels.bit_split import Draws, Format, kernels
 
 
@@ -122,7 +122,9 @@ def sums() -> None:
         x = torch.zeros(number, dtype=torch.bfloat16)
         launch.all_reduce(x, MEMORY, Shape(one_shot))
         launch.all_reduce_quantised(x.view(-1, 1024), MEMORY, Shape(one_shot), Format.parse("int5"))
-    launch.all_reduce_large(x, MEMORY, Rooms(torch.zeros(4, dtype=torch.int64), 2**22), 32)
+    rooms = rooms_of([0, 0, 0, 0], 2**22, torch.device("cpu"))
+    launch.all_reduce_large(x, MEMORY, rooms, 32)
+    launch.all_reduce_quantised_large(x, MEMORY, rooms, Format.parse("int5"))
     programs.share_kernel[(1,)](x, x.view(4, -1), x, len(x) // 4, len(x) // 4, 0, RANKS=4, TILE=4096)  # type: ignore[arg-type]
 
 

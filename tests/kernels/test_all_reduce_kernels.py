@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,9 @@ from torch import Tensor
 from fcsd.bench.baselines import fp8_all_reduce
 from fcsd.errors import ConfigError
 from fcsd.kernels.all_reduce import launch, shares
-from fcsd.kernels.all_reduce.memory import SLOTS, Rooms, Shape, memory_of, slot_bytes, total_bytes
+from fcsd.kernels.all_reduce.memory import SLOTS, Shape, memory_of, room_bytes, rooms_of, slot_bytes, total_bytes
 from fcsd.kernels.bit_split import Format
+from fcsd.kernels.bit_split.kernels import Launch
 from fcsd.parallel.tensor.copies import Copies, capacity
 from fcsd.parallel.tensor.simulated import simulate_all_reduce
 
@@ -46,6 +48,12 @@ QUANTISED = [
     ("int8", (9, 128), torch.float32, Shape(one_shot=True, blocks=1, record=256)),
     ("int5", (11, 128), torch.float32, Shape(one_shot=False, blocks=1, record=256)),
     ("int3:g32:sr", (5, 64), torch.float32, Shape(one_shot=False, blocks=2, record=256)),
+]
+# The same for large messages, with the number of blocks. The first takes two calls.
+LARGE = [
+    ("int8", (130, 128), torch.float32, 7),
+    ("int5", (13, 128), torch.bfloat16, 2),
+    ("int3:g32:sr", (7, 64), torch.float32, 9),
 ]
 
 
@@ -79,24 +87,35 @@ def _found(rank: int, folder: str) -> dict[str, list[Any]]:
         return lambda x: launch.all_reduce(x, memory, shape)
 
     sums = [case for case in SUMS + SUMS[1:3] if wrong(*case[:2], summed(case[2]))]
-    files += [torch.from_file(f"{folder}/room{peer}", shared=True, size=2 * ROOM, dtype=torch.uint8) for peer in ranks]
-    rooms = Rooms(torch.tensor([file.data_ptr() for file in files[RANKS:]]), ROOM)
+    size = room_bytes(RANKS, ROOM)
+    files += [torch.from_file(f"{folder}/room{peer}", shared=True, size=size, dtype=torch.uint8) for peer in ranks]
+    rooms = rooms_of([file.data_ptr() for file in files[RANKS:]], ROOM, torch.device("cpu"))
 
     def read(blocks: int) -> Callable[[Tensor], None]:
         return lambda x: launch.all_reduce_large(x, memory, rooms, blocks, tile=512)
 
     pulled = [case for case in PULLED if wrong(*case[:2], read(case[2]))]
+
+    def quantise(shape: Shape, x: Tensor, format: Format) -> None:
+        launch.all_reduce_quantised(x, memory, shape, format)
+
+    def quantise_large(blocks: int, x: Tensor, format: Format) -> None:
+        launch.all_reduce_quantised_large(x, memory, rooms, format, blocks, Launch(256, 1, 1))
+
     quantised = []
     launch.__dict__.update(_SMALLEST=64)  # of this process alone: large messages would take too long here
-    for text, size, dtype, shape in QUANTISED:
+    reductions = [(*case, partial(quantise, shape)) for *case, shape in QUANTISED]
+    reductions += [(*case, partial(quantise_large, blocks)) for *case, blocks in LARGE]
+    for text, size, dtype, reduce in reductions:
         every = torch.stack([one.view(size) for one in _drawn(size[0] * size[1], dtype, next(calls))])
         every[0, 0, 5] = 300.0
         every[1, -1, 3] = float("nan")
         x = every[rank].clone()
-        launch.all_reduce_quantised(x, memory, shape, Format.parse(text))
+        reduce(x, Format.parse(text))
         expected = simulate_all_reduce(every, Format.parse(text))
-        if not expected.isnan().any() or not torch.equal(x.view(torch.int32), expected.view(torch.int32)):
-            quantised.append((text, size, shape))
+        same = torch.equal(x.isnan(), expected.isnan()) and torch.equal(x.nan_to_num(), expected.nan_to_num())
+        if not expected.isnan().any() or not same:
+            quantised.append((text, size, reduce.args))
     copies = Copies(opener(f"{folder}/copies")(None, capacity(4096, RANKS)), piece=4096)
     copied = [case for case in SUMS if wrong(*case[:2], lambda x: copies(x).wait())]
     every = _drawn(20_000, torch.float32)
@@ -121,7 +140,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Any]]
     folder = tmp_path_factory.mktemp("memory")
     (folder / "copies").mkdir()
     for rank in range(RANKS):
-        for name, size in ((str(rank), total_bytes(RANKS)), (f"room{rank}", 2 * ROOM)):
+        for name, size in ((str(rank), total_bytes(RANKS)), (f"room{rank}", room_bytes(RANKS, ROOM))):
             with (folder / name).open("wb") as file:
                 file.truncate(size)
     return in_group(RANKS, _found, str(folder))

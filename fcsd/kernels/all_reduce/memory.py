@@ -30,6 +30,7 @@ from torch import Tensor
 from fcsd.errors import ConfigError
 
 BLOCKS = 64  # the most blocks of a kernel
+BLOCKS_OF_ROOMS = 4096  # the most blocks of the quantised kernel for large messages
 SLOTS = 4
 MOST_RANKS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of the values that are not quantised
@@ -75,19 +76,29 @@ class Memory:
 
 
 class Rooms(NamedTuple):
-    """Memory for large messages: each rank has a room that holds its values, and behind them its sums.
+    """Memory for large messages: each rank has a room with two halves, one for values and one for sums.
 
-    A rank writes into its own room, and reads those of the others. It has awaited the sums of all blocks of all ranks
-    when a call ends, and they were written after its values were read. It overwrites its sums when it has awaited the
-    values of the next call, which the others wrote after they had read its sums.
+    In ``pull_kernel`` a rank writes into its own room, and reads those of the others. In ``large_kernel`` it writes its
+    records into the rooms of the others, and reads its own. In both, a call ends when the rank has awaited the sums of
+    all blocks of all ranks, which were written after the values were read. In the next call, sums are written when the
+    values of all ranks were awaited, which they sent after they had read the sums of the call before.
 
     Attributes:
         bases: the addresses of the rooms of all ranks in this process, int64 ``[ranks]``, on the device.
-        size: the bytes of the values of one call, a multiple of 16; a room has twice as many.
+        size: the bytes of a half, a multiple of 16.
+        flags: the addresses of the flags behind the rooms, int64 ``[ranks]``, on the device.
+        turns: how many calls each block of ``large_kernel`` has made, int32 ``[BLOCKS_OF_ROOMS]``, on the device.
     """
 
     bases: Tensor
     size: int
+    flags: Tensor
+    turns: Tensor
+
+    @property
+    def layout(self) -> Places:
+        """Where the flags lie: there is one for each stage, block and rank."""
+        return Places(len(self.bases), slot=0, data=0, blocks=BLOCKS_OF_ROOMS, slots=1)
 
 
 class Shape(NamedTuple):
@@ -111,6 +122,20 @@ def memory_of(rank: int, addresses: Sequence[int], device: torch.device) -> Memo
     """
     bases = torch.tensor(addresses, dtype=torch.int64, device=device)
     return Memory(rank, len(addresses), bases, torch.zeros(BLOCKS, dtype=torch.int32, device=device))
+
+
+def rooms_of(addresses: Sequence[int], size: int, device: torch.device) -> Rooms:
+    """The rooms of ranks that begin at ``addresses``, with halves of ``size`` bytes.
+
+    Every address is a multiple of 16. A room has ``room_bytes`` bytes, which were set to zero.
+    """
+    bases = torch.tensor(addresses, dtype=torch.int64, device=device)
+    return Rooms(bases, size, bases + 2 * size, torch.zeros(BLOCKS_OF_ROOMS, dtype=torch.int32, device=device))
+
+
+def room_bytes(ranks: int, size: int) -> int:
+    """The size of a room with halves of ``size`` bytes, and of its flags."""
+    return 2 * size + 4 * _STAGES * BLOCKS_OF_ROOMS * ranks
 
 
 def require_dtype(x: Tensor) -> None:

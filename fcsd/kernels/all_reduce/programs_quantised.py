@@ -1,4 +1,7 @@
-"""The Triton kernel of a quantised all-reduce: encoding, wire and sum are pipelined in one launch.
+"""The Triton kernels of a quantised all-reduce: encoding, wire and sum in one launch.
+
+``sum_kernel`` pipelines turns of a few records. In ``large_kernel`` a block encodes all its records, then sums all of
+them, then decodes all of them. Many small blocks keep the SMs busy, as some compute while others wait.
 
 A tile of ``width`` values is one record of ``bit_split``. Groups are encoded independently of each other, so it changes
 no bit of the result how values are divided into tiles. Every value is decoded from a record, this rank's own too, and
@@ -129,7 +132,6 @@ def sum_kernel(
     SHARES: tl.constexpr = 1 if ONE_SHOT else MEMORY.ranks  # pyright: ignore[reportAssignmentType]
     group = tl.arange(0, ROW.block)
     word = words_of(group, ROW)
-    column = tl.expand_dims(word, 3) * 8 + eighths()
     count = tl.cdiv(n, tl.num_programs(0) * SHARES * TILES * ROW.width)
     for ahead in range(count + 1):
         if ahead < count:
@@ -168,3 +170,65 @@ def sum_kernel(
     if not ONE_SHOT:
         _collect(x, n, bases, me, block, first, count - 1, ROW, MEMORY, ONE_SHOT, TILES)
     tl.store(turns + block, first + count)
+
+
+@triton.jit
+def _in_half(base, of, number, count, ROW: tl.constexpr):
+    """The record ``number`` of the ``count`` of rank ``of``, in a half of a room that begins at ``base``."""
+    pointer = (base + (of * count + number) * ROW.bytes).to(tl.pointer_type(tl.uint8))
+    return tl.multiple_of(pointer, 16)
+
+
+@triton.jit(do_not_specialize=["me"])
+def large_kernel(
+    x,
+    n,
+    rooms,
+    flags,
+    turns,
+    me,
+    ROW: tl.constexpr,
+    EXACT: tl.constexpr,
+    MEMORY: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """The same in two shots of a single turn, through rooms; a block waits twice, however many values it has."""
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    first = tl.load(turns + block)
+    own = tl.load(rooms + me)
+    group = tl.arange(0, ROW.block)
+    word = words_of(group, ROW)
+    column = tl.expand_dims(word, 3) * 8 + eighths()
+    groups = n // ROW.group
+    count = tl.cdiv(n, MEMORY.ranks * ROW.width)  # records of a share
+    for step in range(1, MEMORY.ranks + 1):
+        owner = (me + step) % MEMORY.ranks
+        there = tl.load(rooms + owner)
+        for number in range(block, count, blocks):
+            tile = owner * count + number
+            at = tile * ROW.width + column
+            coded = encode_values(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32), None, ROW, EXACT)
+            record = _in_half(there, me, number, count, ROW)
+            store_record(record, coded, word, group, tile * ROW.block + group < groups, ROW)
+    signal(flags, me, 0, block, first, MEMORY)
+    await_signals(flags, me, 0, block, first, MEMORY)
+    for number in range(block, count, blocks):
+        inside = (me * count + number) * ROW.block + group < groups
+        total = zeros(ROW)
+        for rank in range(MEMORY.ranks):
+            total += load_values(_in_half(own, rank, number, count, ROW), word, group, inside, ROW)
+        coded = encode_values(total, None, ROW, False)
+        for step in range(1, MEMORY.ranks + 1):
+            there = tl.load(rooms + (me + step) % MEMORY.ranks)
+            store_record(_in_half(there + HALF, me, number, count, ROW), coded, word, group, inside, ROW)
+    signal(flags, me, 1, block, first, MEMORY)
+    await_signals(flags, me, 1, block, first, MEMORY)
+    for step in range(1, MEMORY.ranks + 1):
+        owner = (me + step) % MEMORY.ranks
+        for number in range(block, count, blocks):
+            tile = owner * count + number
+            at = tile * ROW.width + column
+            record = _in_half(own + HALF, owner, number, count, ROW)
+            sums = load_values(record, word, group, tile * ROW.block + group < groups, ROW)
+            store_rows(x + at, sums, at < n)
+    tl.store(turns + block, first + 1)

@@ -6,9 +6,10 @@ approximates.
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 # Triton's interpreter drops the lowest bits of a number that it casts to bf16. A GPU rounds it, in one instruction.
-_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+_COMPILED = tl.constexpr(not knobs.runtime.interpret)
 
 
 @triton.jit

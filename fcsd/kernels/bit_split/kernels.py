@@ -35,20 +35,23 @@ class Launch(NamedTuple):
     warps: int = 4
 
 
-_DOTS = Launch(parts=1, warps=1)
+# The fastest launches on an H200, as ``python -m fcsd.bench.formats --sweep`` found them (docs/RESULTS.md, "Formats of
+# the wire").
+_SUM = Launch(2048, 4, 2)
+_DOTS = Launch(1024, 4, 1)
 
 
 def launch_of_encode(format: Format) -> Launch:
-    """The fastest way to encode on an H200 (docs/RESULTS.md, "Formats of the wire")."""
+    """The fastest way to encode."""
     if format.spikes:
-        return Launch(2048, 4, 2)
+        return Launch(2048, 1, 1)
     return Launch(4096, 4, 2) if format.bits < 8 and format.group >= 128 else Launch(1024, 1, 1)
 
 
 def launch_of_decode(format: Format) -> Launch:
-    """The same for decoding."""
-    if format.spikes or format.group < 128:
-        return Launch(4096, 4, 4)
+    """The fastest way to decode."""
+    if format.group < 128:
+        return Launch(1024, 2, 1) if format.spikes else Launch(4096, 4, 4)
     return Launch(1024, 1, 2) if format.bits == 8 else Launch(2048, 1, 1)
 
 
@@ -127,11 +130,11 @@ def decode_sum(
     dtype: torch.dtype,
     weight: Tensor | None,
     places: Tensor,
-    launch: Launch | None = None,
+    launch: Launch = _SUM,
 ) -> Tensor:
     """Decode records and sum those of each row: ``[n, width]`` of ``dtype``; see ``moves.decode_sum``."""
     rows = records.new_empty(len(places), width, dtype=dtype)
-    plan = plan_of(format, width, launch or launch_of_decode(format))
+    plan = plan_of(format, width, launch)
     tensors = [rows, records.contiguous(), _plain(weight), _plain(places)]
     _start(programs.sum_kernel, (len(rows), plan.programs), tensors, plan, TOP_K=places.shape[1])
     return rows

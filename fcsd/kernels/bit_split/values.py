@@ -119,33 +119,30 @@ def encode_values(x, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
         places. Without spikes the last four mean nothing.
     """
     LEVELS: tl.constexpr = (1 << ROW.bits) - 1  # pyright: ignore[reportOperatorIssue]
-    plain: tl.constexpr = not ROW.spikes and not ROW.integer and noise is None  # pyright: ignore[reportAssignmentType]
     least_bits, greatest_bits, least_at, greatest_at = 0, 0, 0, 0
-    if plain:  # the last case below computes the same, with more instructions for each value
+    if not ROW.spikes:
         low, high = least(x), greatest_or_nan(x)
         low = tl.where(tl.abs(low) < 1.1754943508222875e-38, 0.0, low)
         high = tl.where(tl.abs(high) < 1.1754943508222875e-38, 0.0, high)
         broken = not_finite(low) | not_finite(high)
         low, high = tl.where(broken, 0.0, low), tl.where(broken, 0.0, high)
-    elif ROW.spikes and EXACT:
-        x = tl.where(tl.abs(x) < 1.1754943508222875e-38, 0.0, x)
-        least_key = least_in_thread(in_order(x) + in_thread(ROW)) + of_lane(ROW)
-        greatest_key = greatest_in_thread(in_order(x) - in_thread(ROW)) - of_lane(ROW)
-        least_key, greatest_key = tl.min(least_key, 1), tl.max(greatest_key, 1)
-        least_at, greatest_at = least_key & 0xFF, (0 - greatest_key) & 0xFF
-        low, high = from_order(least_key - least_at), from_order(greatest_key + greatest_at)
-        broken = not_finite(low) | not_finite(high)
     else:
-        exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
-        broken = greatest((exponent == 0x7F800000).to(tl.int32)) != 0
-        x = tl.where((exponent == 0x7F800000) | (exponent == 0), 0.0, x)
-        low, high = least(x), greatest(x)
-        if ROW.spikes:
+        if EXACT:  # a place fits into the bits that bf16 does not have
+            x = tl.where(tl.abs(x) < 1.1754943508222875e-38, 0.0, x)
+            least_key = least_in_thread(in_order(x) + in_thread(ROW)) + of_lane(ROW)
+            greatest_key = greatest_in_thread(in_order(x) - in_thread(ROW)) - of_lane(ROW)
+            least_key, greatest_key = tl.min(least_key, 1), tl.max(greatest_key, 1)
+            least_at, greatest_at = least_key & 0xFF, (0 - greatest_key) & 0xFF
+            low, high = from_order(least_key - least_at), from_order(greatest_key + greatest_at)
+            broken = not_finite(low) | not_finite(high)
+        else:
+            exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
+            broken = greatest((exponent == 0x7F800000).to(tl.int32)) != 0
+            x = tl.where((exponent == 0x7F800000) | (exponent == 0), 0.0, x)
+            low, high = least(x), greatest(x)
             place = in_thread(ROW) + of_lane(ROW)[None, :, :, None]
             least_at = least(tl.where(x == beside(low), place, ROW.group))
             greatest_at = least(tl.where(x == beside(high), place, ROW.group))
-
-    if ROW.spikes:
         x = tl.where(is_at(least_at, ROW) | is_at(greatest_at, ROW), 0.0, x)
         least_at, greatest_at = tl.where(broken, 0, least_at), tl.where(broken, 0, greatest_at)
         least_bits, greatest_bits = to_bf16(tl.where(broken, 0.0, low)), to_bf16(tl.where(broken, 0.0, high))
@@ -162,11 +159,9 @@ def encode_values(x, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
         inverse = tl.div_rn(ones, step_of(scale))
         zero = tl.minimum(nearest((0.0 - low) * inverse), LEVELS)
         x = x * beside(inverse)
-        if noise is None:
-            x = (x + 12582912.0) + beside(zero)
-        else:
-            x = tl.floor(x + noise) + beside(zero + 12582912.0)
-        x = tl.minimum(tl.maximum(x, 12582912.0), 12582912.0 + LEVELS)
+        if noise is not None:
+            x = tl.floor(x + noise)
+        x = tl.minimum(tl.maximum((x + 12582912.0) + beside(zero), 12582912.0), 12582912.0 + LEVELS)
         scale, zero = tl.where(broken, 255, scale), tl.where(broken, 0.0, zero).to(tl.int32)
     else:
         zero = to_bf16(low)
@@ -174,7 +169,7 @@ def encode_values(x, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
         scale = to_bf16(tl.maximum((high - low) * (1.0 / LEVELS), 7.888609052210118e-31))  # 2^-100
         broken = broken | ((scale & 0x7F80) == 0x7F80) | ((zero & 0x7F80) == 0x7F80)
         x = (x - beside(low)) * beside(tl.div_rn(ones, from_bf16(scale)))
-        if not EXACT or not plain:
+        if not EXACT or ROW.spikes:
             x = tl.maximum(x, 0.0)
         x = tl.minimum(x, LEVELS)
         if noise is not None:

@@ -92,7 +92,7 @@ def all_reduce(x: Tensor, format: Format, topology: Topology) -> Work:
         window = try_window(topology.whole)
         if window is not None:
             format.row_bytes(x.shape[-1])  # refuses a format before anything is sent
-            return symmetric.all_reduce_quantised(x.detach(), format, window)
+            return symmetric.all_reduce_quantised(x.detach(), format, window, topology.whole)
     ranks = dist.get_world_size(topology.whole)
     near = None if topology.near is None else dist.get_world_size(topology.near)
     rows = cut(x.detach(), format, ranks if near is None else near)  # refuses a format before anything is sent

@@ -49,7 +49,7 @@ def all_reduce(x: Tensor, group: Any) -> Work:
     return OnStream(window.stream, x, lambda: launch.all_reduce(x, window.memory, shape))
 
 
-def all_reduce_quantised(x: Tensor, format: Format, window: Window) -> Work:
+def all_reduce_quantised(x: Tensor, format: Format, window: Window, group: Any) -> Work:
     """The same with values that are quantised on the wire; ``x`` is bf16 or fp32 ``[..., width]``.
 
     Raises:
@@ -57,6 +57,10 @@ def all_reduce_quantised(x: Tensor, format: Format, window: Window) -> Work:
     """
     from fcsd.kernels.all_reduce import launch
 
+    rooms = window.rooms(group) if x.nbytes > LARGE else None
+    if rooms is not None:
+        large = launch.all_reduce_quantised_large
+        return OnStream(window.stream, x, lambda: large(x, window.memory, rooms, format))
     # Encoding and decoding keep the SMs busy, so more blocks are faster from 256 KiB on.
     shape = shape_of(x, window.memory.size)._replace(blocks=BLOCKS)
     return OnStream(window.stream, x, lambda: launch.all_reduce_quantised(x, window.memory, shape, format))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcsd.errors import ConfigError
-from fcsd.kernels.all_reduce.memory import MOST_RANKS, Memory, Rooms, memory_of, total_bytes
+from fcsd.kernels.all_reduce.memory import MOST_RANKS, Memory, Rooms, memory_of, room_bytes, rooms_of, total_bytes
 from fcsd.parallel.transports.copies import PeerBuffers
 from fcsd.parallel.transports.symmetric_memory import open_buffers
 
@@ -44,9 +44,9 @@ class Window:
             ConfigError: the memory does not suffice.
         """
         if self._rooms is None and not torch.cuda.is_current_stream_capturing():
-            peers = required_buffers(group, 2 * _ROOM)
-            bases = [buffer.data_ptr() for buffer in peers.buffers]
-            self._rooms = Rooms(torch.tensor(bases, device=self.memory.bases.device), _ROOM), peers
+            peers = required_buffers(group, room_bytes(self.memory.size, _ROOM))
+            addresses = _cleared(peers, group)
+            self._rooms = rooms_of(addresses, _ROOM, self.memory.bases.device), peers
             torch.cuda.synchronize()
         return None if self._rooms is None else self._rooms[0]
 
@@ -88,13 +88,19 @@ def try_window(group: Any) -> Window | None:
     peers = open_buffers(group, total_bytes(ranks))
     if peers is None:
         return None
+    device = peers.buffers[peers.rank].device
+    memory = memory_of(peers.rank, _cleared(peers, group), device)
+    torch.cuda.synchronize()
+    return Window(memory, peers)
+
+
+def _cleared(peers: PeerBuffers, group: Any) -> list[int]:
+    """Set the buffers of all ranks to zero, the flags in them too; returns their addresses in this process."""
     own = peers.buffers[peers.rank]
     own.zero_()
     torch.cuda.synchronize()
     dist.barrier(group, device_ids=[own.device.index])  # no rank writes before all flags are zero
-    memory = memory_of(peers.rank, [buffer.data_ptr() for buffer in peers.buffers], own.device)
-    torch.cuda.synchronize()
-    return Window(memory, peers)
+    return [buffer.data_ptr() for buffer in peers.buffers]
 
 
 class OnStream:
