@@ -1,11 +1,12 @@
 """The formats of the wire on a GPU: are kernels and reference equal in every bit, and how fast are the kernels?
 
-    python -m fcsd.bench.formats [--sweep] [--out FILE]
+    python -m fcsd.bench.formats [--sweep] [--moves] [--out FILE]
 
 The speed of encode and decode is the number of bytes that they read and write per second, as a share of what a copy
 within the GPU reaches on the same rows. The benchmark prints a table, and ``--out`` writes all figures as JSON. The
 exit code is 1 if any bit differs. ``--sweep`` also times the kernels with other numbers of values, words and warps per
-program than the default, for the formats in ``SWEPT``.
+program than the default, for the formats in ``SWEPT``. ``--moves`` times the kernels at both ends of an exchange, which
+also move rows, beside those that move bf16.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fcsd.bench.timing import on_gpu
+from fcsd.kernels import rows as token_rows
 from fcsd.kernels.bit_split import Draws, Format, kernels, reference
 from fcsd.launch.environment import snapshot
 
@@ -50,17 +52,15 @@ TIMED = (
     "int2:g128:sr:clip0.6",
 )
 
-SWEPT = ("int8", "int5", "int4")
-LAUNCHES = (
-    kernels.Launch(1024, 4, 1),
-    kernels.Launch(2048, 4, 2),
-    kernels.Launch(2048, 4, 1),
-    kernels.Launch(4096, 4, 4),
-    kernels.Launch(4096, 4, 2),
-    kernels.Launch(1024, 2, 2),
-    kernels.Launch(2048, 2, 4),
-    kernels.Launch(2048, 1, 4),
-)
+SWEPT = ("int8", "int6", "int5", "int4", "int4:g128", "int2:g32:sr", "int5:g128:sr", "int3:g128:sr")
+LAUNCHES = [
+    kernels.Launch(values, parts, warps)
+    for values, parts, warps in product((1024, 2048, 4096), (1, 2, 4, 8), (1, 2, 4))
+    if values // warps <= 2048
+]
+
+MOVED = ("int8", "int6", "int5", "int4", "int4:g128")
+TOKENS, TOKEN_WIDTH, TOP_K = 16384, 2048, 6  # 384 MiB of bf16 rows
 
 
 def all_formats() -> list[str]:
@@ -148,6 +148,39 @@ def measure(name: str, rows: Tensor, copy: float, launch: kernels.Launch | None 
     }
 
 
+def moves(name: str | None, tokens: int = TOKENS) -> dict[str, Callable[[], Any]]:
+    """The kernels that move the rows of ``tokens`` tokens in format ``name``, or None for bf16.
+
+    ``pack`` writes the rows of tokens in the order in which they are sent, ``pack weighted`` multiplies them by their
+    weights, ``order`` puts rows in the order of experts, ``sum`` adds the weighted rows of each token, and ``dots``
+    computes the gradients of the weights.
+    """
+    generator = torch.Generator().manual_seed(0)
+    count = tokens * TOP_K
+    x = torch.randn(tokens, TOKEN_WIDTH, generator=generator).to("cuda", torch.bfloat16)
+    weight = torch.rand(tokens, TOP_K, generator=generator).cuda()
+    source = torch.randperm(count, generator=generator).cuda()  # of each row
+    places = source.argsort().view(tokens, TOP_K)
+    if name is None:
+        sent, out, sums = x.new_zeros(count, TOKEN_WIDTH), x.new_empty(count, TOKEN_WIDTH), torch.empty_like(x)
+        return {
+            "pack": lambda: token_rows.spread(x, None, places, sent),
+            "pack weighted": lambda: token_rows.spread(x, weight, places, sent),
+            "order": lambda: token_rows.spread(sent, None, places.view(-1, 1), out),
+            "sum": lambda: token_rows.collect(sent, weight, places, sums),
+            "dots": lambda: token_rows.dots(x, sent, places),
+        }
+    format = Format.parse(name)
+    records = kernels.encode(x, format, places=places, count=count)
+    return {
+        "pack": lambda: kernels.encode(x, format, places=places, count=count),
+        "pack weighted": lambda: kernels.encode(x, format, weight=weight, places=places, count=count),
+        "order": lambda: kernels.decode(records, format, TOKEN_WIDTH, x.dtype, source),
+        "sum": lambda: kernels.decode_sum(records, format, TOKEN_WIDTH, x.dtype, weight, places),
+        "dots": lambda: kernels.decode_dots(records, format, x, places),
+    }
+
+
 def compile_for(name: str, launch: kernels.Launch) -> None:
     """Compile the kernels that ``measure`` times, so that this process and others find them in Triton's cache."""
     rows, format = torch.zeros(1, WIDTH, device="cuda", dtype=torch.bfloat16), Format.parse(name)
@@ -158,6 +191,7 @@ def compile_for(name: str, launch: kernels.Launch) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sweep", action="store_true", help="also time other launch parameters than the default")
+    parser.add_argument("--moves", action="store_true", help="also time the kernels that move rows")
     parser.add_argument("--out", type=Path, help="JSON file to write the figures to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -175,6 +209,10 @@ def main() -> None:
     copy = 2 * rows.nbytes / milliseconds(lambda: target.copy_(rows))  # bytes per millisecond
     speeds = {name: measure(name, rows, copy) for name in TIMED}
     sweep = [{"format": name, **launch._asdict(), **measure(name, rows, copy, launch)} for name, launch in swept]
+    moving = [None, *MOVED] if arguments.moves else []
+    moved = [
+        {"format": name or "bf16", **{way: milliseconds(run) for way, run in moves(name).items()}} for name in moving
+    ]
     result = {
         "environment": snapshot(),
         "rows": ROWS,
@@ -184,6 +222,7 @@ def main() -> None:
         "copy_gb_per_s": copy / 1e6,
         "formats": speeds,
         "sweep": sweep,
+        "moves_ms": moved,
     }
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=1))
@@ -204,6 +243,8 @@ def main() -> None:
             f"encode {at['encode_ms']:.3f} ms ({at['encode_share']:.0%}), "
             f"decode {at['decode_ms']:.3f} ms ({at['decode_share']:.0%})"
         )
+    for name, each in moved.items():
+        print(f"{name:10}" + "  ".join(f"{way} {at:.3f} ms" for way, at in each.items()))
     if wrong:
         raise SystemExit(f"kernels and reference differ in {len(wrong)} of {len(names)} formats")
 

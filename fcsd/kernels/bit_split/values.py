@@ -115,8 +115,8 @@ def encode_values(x, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
         noise: random numbers in the shape of ``x``, or None.
         EXACT: whether the values come from bf16, so that the zero of a group is exactly its least value.
 
-    Returns: codes, int32 in the shape of ``x``; and for each group its scale, its zero, its spikes in bf16, and their
-        places. Without spikes the last four mean nothing.
+    Returns: codes + 0x4B400000, int32 in the shape of ``x``; and for each group -1, or 0 if it has no codes, its scale,
+        its zero, its spikes in bf16, and their places. Without spikes the last four mean nothing.
     """
     LEVELS: tl.constexpr = (1 << ROW.bits) - 1  # pyright: ignore[reportOperatorIssue]
     least_bits, greatest_bits, least_at, greatest_at = 0, 0, 0, 0
@@ -176,18 +176,26 @@ def encode_values(x, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
             x = tl.floor(x + noise)
         x += 12582912.0
         scale, zero = tl.where(broken, 0x7FC0, scale.to(tl.int32)), tl.where(broken, 0, zero.to(tl.int32))
-    codes = x.to(tl.int32, bitcast=True) & beside(tl.where(broken, 0, LEVELS))
-    return codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at
+    codes = x.to(tl.int32, bitcast=True)
+    return codes, tl.where(broken, 0, -1), scale, zero, least_bits, greatest_bits, least_at, greatest_at
 
 
 @triton.jit
-def _store_plane(plane, word, codes, inside, BITS: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr):
-    """Store ``BITS`` bits of each code, from bit ``SHIFT`` on; ``word`` numbers the blocks of eight values in a row."""
+def _store_plane(plane, word, codes, keep, inside, BITS: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr):
+    """Store ``BITS`` bits of each code, from bit ``SHIFT`` on; ``word`` numbers the blocks of eight values in a row.
+
+    The bits above those of a code need no mask for each value in its highest plane: in four bits their sum is known,
+    and in two they lie above the word.
+    """
     MASK: tl.constexpr = (1 << BITS) - 1  # pyright: ignore[reportOperatorIssue]
     fields = codes >> SHIFT
     if not TOP:
         fields = fields & MASK
     words = tl.sum(fields.to(tl.uint32) << (eighths() * BITS).to(tl.uint32), 3)
+    if BITS == 4:
+        ABOVE: tl.constexpr = (0x4B400000 >> SHIFT) * 0x11111111 & 0xFFFFFFFF  # pyright: ignore[reportOperatorIssue]
+        words -= ABOVE
+    words = words & keep[None, :, None].to(tl.uint32)
     if BITS == 4:
         tl.store(plane.to(tl.pointer_type(tl.uint32)) + word, words, mask=inside)
     elif BITS == 2:
@@ -220,7 +228,7 @@ def store_record(record, coded, word, group, inside, ROW: tl.constexpr):
         group: the numbers of the groups.
         inside: which of the groups the row has.
     """
-    codes, scale, zero, least_bits, greatest_bits, least_at, greatest_at = coded
+    codes, keep, scale, zero, least_bits, greatest_bits, least_at, greatest_at = coded
     COUNT: tl.constexpr = ROW.width // ROW.group  # pyright: ignore[reportOperatorIssue]
     scales, zeros = numbers(record + ROW.scales, ROW.integer), numbers(record + ROW.zeros, ROW.integer)
     tl.store(scales + group, scale.to(scales.dtype.element_ty), mask=inside)
@@ -235,15 +243,17 @@ def store_record(record, coded, word, group, inside, ROW: tl.constexpr):
     plane = record
     if ROW.bits == 8:
         column = tl.expand_dims(word, 3) * 8 + eighths()
-        tl.store(plane + column, codes.to(tl.uint8), mask=tl.expand_dims(words_inside, 3) & (column >= 0))
+        tl.store(
+            plane + column, (codes & beside(keep)).to(tl.uint8), mask=tl.expand_dims(words_inside, 3) & (column >= 0)
+        )
     if ROW.bits < 8 and ROW.bits & 4:
-        _store_plane(plane, word, codes, words_inside, 4, ROW.bits & 3, True)
+        _store_plane(plane, word, codes, keep, words_inside, 4, ROW.bits & 3, True)
         plane += ROW.width // 2
     if ROW.bits & 2:
-        _store_plane(plane, word, codes, words_inside, 2, ROW.bits & 1, ROW.bits < 4)
+        _store_plane(plane, word, codes, keep, words_inside, 2, ROW.bits & 1, ROW.bits < 4)
         plane += ROW.width // 4
     if ROW.bits & 1:
-        _store_plane(plane, word, codes, words_inside, 1, 0, False)
+        _store_plane(plane, word, codes, keep, words_inside, 1, 0, False)
 
 
 @triton.jit
