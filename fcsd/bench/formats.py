@@ -210,9 +210,7 @@ def main() -> None:
     speeds = {name: measure(name, rows, copy) for name in TIMED}
     sweep = [{"format": name, **launch._asdict(), **measure(name, rows, copy, launch)} for name, launch in swept]
     moving = [None, *MOVED] if arguments.moves else []
-    moved = [
-        {"format": name or "bf16", **{way: milliseconds(run) for way, run in moves(name).items()}} for name in moving
-    ]
+    moved = {name or "bf16": {way: milliseconds(run) for way, run in moves(name).items()} for name in moving}
     result = {
         "environment": snapshot(),
         "rows": ROWS,

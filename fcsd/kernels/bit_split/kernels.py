@@ -46,7 +46,7 @@ def launch_of_encode(format: Format) -> Launch:
     if format.spikes:
         return Launch(2048, 1, 1)
     if format.meta == "int":
-        return Launch(2048, 4, 2)
+        return Launch(1024, 4, 1)
     return Launch(4096, 4, 2) if format.bits < 8 and format.group >= 128 else Launch(1024, 1, 1)
 
 
