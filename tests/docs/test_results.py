@@ -239,6 +239,35 @@ def test_steps_beside_those_of_public_trainers(page: str, raw: Raw) -> None:
             assert row[5] == f"{100 * stored['batch_tokens'] / seconds / stored['bound']:.1f}"
 
 
+def test_the_speed_of_formats(page: str, raw: Raw) -> None:
+    table, (now, before) = rows(page, "Formats of the wire"), map(raw, ("formats_launches_h200", "formats_h200"))
+    shares, checked = now["formats"], 0
+    assert not now["different"] and len(now["checked"]) == 94
+    for cells in (row for row in table if row[0] in shares and len(row) == 6):
+        old, new = before["formats"][cells[0]], shares[cells[0]]
+        each = [at[f"{way}_share"] for way in ("encode", "decode") for at in (old, new)]
+        assert cells[1:] == [f"{100 * share:.0f}" for share in [*each, new["share"]]]
+        checked += 1
+    assert checked == 14
+    assert all(at["share"] >= 0.8 for name, at in shares.items() if ":sr" not in name and ":int" not in name)
+    moved = {"bf16": [now["moves_ms"]["bf16"]]}
+    moved |= {name: [now["moves_before_ms"][name], now["moves_ms"][name]] for name in now["moves_before_ms"]}
+    written = [row[2:] for row in table if len(row) == 7 and row[1] in ("", "before", "now") and row[2][0].isdigit()]
+    assert written == [[f"{time:.3f}" for time in each.values()] for both in moved.values() for each in both]
+
+
+def test_the_all_reduce_between_two_ranks_on_one_gpu(page: str, raw: Raw) -> None:
+    found, table = raw("all_reduce_on_one_gpu_h200")["found"], rows(page, "Formats of the wire")
+    for name in ("int8", "int5", "int4"):
+        cells = [name]
+        for mib in (256, 64, 16):
+            times = {each["way"]: each["ms"] for each in found if each["format"] == name and each["mib"] == mib}
+            turns = times["turns, 64 blocks"]
+            large = next(time for way, time in times.items() if way.startswith("large, (1024, 4, 1)"))
+            cells += [f"{turns:.3f}", f"{large:.3f}", f"{turns / large:.2f}"]
+        assert cells in table
+
+
 def test_rows_to_experts_in_a_format(page: str, raw: Raw) -> None:
     ways = {"any expert": "any expert", "elsewhere": "experts elsewhere"}
     stored, now, checked = raw("rows_to_experts_2xh200")["ms"], {}, 0
@@ -334,7 +363,9 @@ def test_steps_of_the_engine_on_one_gpu(page: str, raw: Raw) -> None:
 def test_the_engine_beside_vllm(page: str, raw: Raw) -> None:
     table = rows(page, "fcsd's inference engine")
     for row in (
-        row for name in ("", "_split", "_added") for row in raw(f"vllm_engines{name}_1xh200")["engines"]["rows"]
+        row
+        for name in ("", "_split", "_added", "_fused")
+        for row in raw(f"vllm_engines{name}_1xh200")["engines"]["rows"]
     ):
         cells = []
         for phase, form in (("prefill", ".1f" if row["batch"] == 1 else ".0f"), ("decode", ".3f")):
@@ -355,6 +386,20 @@ def test_what_changes_of_the_engine_gain(page: str, raw: Raw, change: str) -> No
         for key, form in (("prefill_ms", ".1f" if old["batch"] == 1 else ".0f"), ("decode_ms", ".3f")):
             cells += [format(old[key], form), format(new[key], form), f"{old[key] / new[key]:.3f}"]
         assert cells in table
+
+
+def test_three_engines_in_turns(page: str, raw: Raw) -> None:
+    table, runs = rows(page, "fcsd's inference engine"), raw("infer_turns_1xh200")["runs"]
+    for code, name in (("old", "before the three changes"), ("adds", "with them"), ("new", "today's")):
+        turns = [{row["batch"]: row for row in runs[f"{code}_{turn}"] if row["reduce"] == "nccl"} for turn in (1, 2)]
+        cells = [
+            ", ".join(
+                format(turn[batch][key], ".0f" if batch == 64 and key == "prefill_ms" else form) for turn in turns
+            )
+            for key, form in (("prefill_ms", ".1f"), ("decode_ms", ".3f"))
+            for batch in (1, 4, 64)
+        ]
+        assert [name, *cells] in table
 
 
 def test_the_bundled_model_against_the_code_of_the_time_of_the_target(page: str, raw: Raw) -> None:
