@@ -51,7 +51,7 @@ QUANTISED = [
 ]
 # The same for large messages, with the number of blocks. The first takes two calls.
 LARGE = [
-    ("int8", (130, 128), torch.float32, 7),
+    ("int8", (31, 128), torch.float32, 2),
     ("int5", (13, 128), torch.bfloat16, 2),
     ("int3:g32:sr", (7, 64), torch.float32, 9),
 ]
@@ -100,7 +100,7 @@ def _found(rank: int, folder: str) -> dict[str, list[Any]]:
         launch.all_reduce_quantised(x, memory, shape, format)
 
     def quantise_large(blocks: int, x: Tensor, format: Format) -> None:
-        launch.all_reduce_quantised_large(x, memory, rooms, format, blocks, Launch(256, 1, 1))
+        launch.all_reduce_quantised_large(x, memory, rooms._replace(size=ROOM // 4), format, blocks, Launch(256, 1, 1))
 
     quantised = []
     launch.__dict__.update(_SMALLEST=64)  # of this process alone: large messages would take too long here

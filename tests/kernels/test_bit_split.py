@@ -72,8 +72,8 @@ def test_the_ends_of_each_group_are_kept(name):
     rows[:, 7], rows[:, 9] = 300, -500
     groups = rows.view(8, -1, Format.parse(name).group)
     back = there_and_back(rows, name).view_as(groups)
-    for place in (groups.argmin(2, keepdim=True), groups.argmax(2, keepdim=True)):  # the first, if several are equal
-        assert torch.equal(back.gather(2, place), groups.gather(2, place))
+    for end in (groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)):
+        assert ((groups == end) & (back == end)).any(2).all()  # one of them, if several are equal
 
 
 @pytest.mark.parametrize("name", ["int8", "int4:g128", "int4:g32:int", "int3:g32:sr", "int2:g32:sr:bf16"])

@@ -78,11 +78,6 @@ def least_in_thread(x):
 
 
 @triton.jit
-def greatest_in_thread(x):
-    return tl.max(tl.max(x, 3), 0)
-
-
-@triton.jit
 def least(x):
     """The least value of each group: ``[parts, groups, lanes, 8] -> [groups]``."""
     return tl.min(least_in_thread(x), 1)
@@ -90,7 +85,7 @@ def least(x):
 
 @triton.jit
 def greatest(x):
-    return tl.max(greatest_in_thread(x), 1)
+    return tl.max(tl.max(tl.max(x, 3), 0), 1)
 
 
 @triton.jit
@@ -99,9 +94,20 @@ def _greater_or_nan(a, b):
 
 
 @triton.jit
+def greatest_or_nan_in_thread(x):
+    """The greatest value of each group in each lane, or NaN if any value is NaN."""
+    return tl.reduce(tl.reduce(x, 3, _greater_or_nan), 0, _greater_or_nan)
+
+
+@triton.jit
+def greatest_or_nan_of_lanes(x):
+    return tl.reduce(x, 1, _greater_or_nan)
+
+
+@triton.jit
 def greatest_or_nan(x):
     """The greatest value of each group, or NaN if any value is NaN."""
-    return tl.reduce(tl.reduce(tl.reduce(x, 3, _greater_or_nan), 0, _greater_or_nan), 1, _greater_or_nan)
+    return greatest_or_nan_of_lanes(greatest_or_nan_in_thread(x))
 
 
 @triton.jit
@@ -111,24 +117,14 @@ def beside(x):
 
 
 @triton.jit
+def flushed(x):
+    """``x``, in which subnormal numbers and -0 have become 0."""
+    return tl.where(tl.abs(x) < 1.1754943508222875e-38, 0.0, x)
+
+
+@triton.jit
 def not_finite(x):
     return (tl.abs(x) < float("inf")) == 0  # NaN is not less than infinity
-
-
-@triton.jit
-def in_order(x):
-    """Whole numbers, int32, in the order of ``x``, which are fp32 numbers that bf16 can hold, without -0.
-
-    The lowest 16 bits are zero, so that a place in a group can be added. NaN comes before or after all numbers.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFF0000)
-
-
-@triton.jit
-def from_order(number):
-    """The ``x`` for which ``in_order`` returned ``number``."""
-    return (number ^ ((number >> 31) & 0x7FFF0000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

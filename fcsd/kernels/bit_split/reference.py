@@ -8,7 +8,6 @@ from fcsd.kernels.bit_split import scale
 from fcsd.kernels.bit_split.draws import Draws
 from fcsd.kernels.bit_split.format import Format
 
-_EXPONENT = 0x7F800000  # the exponent bits of fp32: all set in infinities and NaN, none in zero and subnormal numbers
 _LEAST_STEP = 2.0**-100  # the step of a constant group; large enough that values divided by it stay finite
 
 
@@ -22,17 +21,18 @@ def encode(rows: Tensor, format: Format, draws: Draws | None = None) -> Tensor:
         ConfigError: the format's groups do not divide the row.
     """
     size = format.row_bytes(rows.shape[1])
-    x = rows.float().contiguous().view(len(rows), rows.shape[1] // format.group, format.group)
-    exponent = x.view(torch.int32) & _EXPONENT
-    broken = (exponent == _EXPONENT).any(2)  # [n, groups]
-    x = x.masked_fill((exponent == _EXPONENT) | (exponent == 0), 0.0)
+    x = (rows.bfloat16() if format.spikes else rows).float()
+    x = x.contiguous().view(len(rows), rows.shape[1] // format.group, format.group)
+    broken = ~x.isfinite().all(2)  # [n, groups]
+    x = x.masked_fill(~x.isfinite(), 0.0)
     parts = []
     if format.spikes:
         ends, places = _spikes(x)
         x = x.scatter(2, places, 0.0)
-        ends, places = (part.masked_fill(broken.unsqueeze(2), 0) for part in (ends.to(torch.bfloat16), places))
+        ends, places = (part.masked_fill(broken.unsqueeze(2), 0) for part in (_flushed(ends).bfloat16(), places))
         index = torch.uint8 if format.meta == "int" else torch.int16
         parts = [_bytes(ends.transpose(1, 2)), _bytes(places.transpose(1, 2).to(index))]
+    x = _flushed(x)
     low, high = x.amin(2) * format.clip, x.amax(2) * format.clip
     noise = None if draws is None else draws.uniform(rows.shape[1]).view_as(x)
     encode_groups = _encode_integer if format.meta == "int" else _encode_bf16
@@ -91,12 +91,19 @@ def join(records: Tensor, format: Format, width: int) -> Tensor:
     return codes
 
 
+def _flushed(x: Tensor) -> Tensor:
+    """``x``, in which subnormal numbers and -0 have become 0."""
+    return x.masked_fill(x.abs() < torch.finfo(torch.float32).tiny, 0.0)
+
+
 def _spikes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the greatest value of each group, and the first place of each: two tensors ``[n, groups, 2]``."""
-    ends = torch.stack([x.amin(2), x.amax(2)], dim=2)
-    places = torch.arange(x.shape[2], device=x.device)
-    first = [torch.where(x == ends[:, :, end, None], places, x.shape[2]).amin(2) for end in (0, 1)]
-    return ends, torch.stack(first, dim=2)
+    """The least and the greatest value of each group, and their places: two tensors ``[n, groups, 2]``.
+
+    A place lies in the 16 bits that the values, which bf16 can hold, leave free. It decides between equal values.
+    """
+    marked = (x.view(torch.int32) | torch.arange(x.shape[2], dtype=torch.int32, device=x.device)).view(torch.float32)
+    bits = torch.stack([marked.amin(2), marked.amax(2)], dim=2).view(torch.int32)
+    return (bits & ~0xFFFF).view(torch.float32), (bits & 0xFF).long()
 
 
 def _encode_integer(

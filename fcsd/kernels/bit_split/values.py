@@ -17,12 +17,12 @@ import triton.language as tl
 from fcsd.kernels.bit_split.arithmetic import (
     beside,
     code_of,
+    flushed,
     from_bf16,
-    from_order,
     greatest,
-    greatest_in_thread,
     greatest_or_nan,
-    in_order,
+    greatest_or_nan_in_thread,
+    greatest_or_nan_of_lanes,
     least,
     least_in_thread,
     nearest,
@@ -122,31 +122,23 @@ def encode_values(x, noise, ROW: tl.constexpr, EXACT: tl.constexpr):
     least_bits, greatest_bits, least_at, greatest_at = 0, 0, 0, 0
     if not ROW.spikes:
         low, high = least(x), greatest_or_nan(x)
-        low = tl.where(tl.abs(low) < 1.1754943508222875e-38, 0.0, low)
-        high = tl.where(tl.abs(high) < 1.1754943508222875e-38, 0.0, high)
         broken = not_finite(low) | not_finite(high)
-        low, high = tl.where(broken, 0.0, low), tl.where(broken, 0.0, high)
+        low, high = tl.where(broken, 0.0, flushed(low)), tl.where(broken, 0.0, flushed(high))
     else:
-        if EXACT:  # a place fits into the bits that bf16 does not have
-            x = tl.where(tl.abs(x) < 1.1754943508222875e-38, 0.0, x)
-            least_key = least_in_thread(in_order(x) + in_thread(ROW)) + of_lane(ROW)
-            greatest_key = greatest_in_thread(in_order(x) - in_thread(ROW)) - of_lane(ROW)
-            least_key, greatest_key = tl.min(least_key, 1), tl.max(greatest_key, 1)
-            least_at, greatest_at = least_key & 0xFF, (0 - greatest_key) & 0xFF
-            low, high = from_order(least_key - least_at), from_order(greatest_key + greatest_at)
-            broken = not_finite(low) | not_finite(high)
-        else:
-            exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
-            broken = greatest((exponent == 0x7F800000).to(tl.int32)) != 0
-            x = tl.where((exponent == 0x7F800000) | (exponent == 0), 0.0, x)
-            low, high = least(x), greatest(x)
-            place = in_thread(ROW) + of_lane(ROW)[None, :, :, None]
-            least_at = least(tl.where(x == beside(low), place, ROW.group))
-            greatest_at = least(tl.where(x == beside(high), place, ROW.group))
+        if not EXACT:
+            x = from_bf16(to_bf16(x))
+        marked = (x.to(tl.int32, bitcast=True) | in_thread(ROW)).to(tl.float32, bitcast=True)
+        least_bits = least_in_thread(marked).to(tl.int32, bitcast=True) | of_lane(ROW)
+        greatest_bits = greatest_or_nan_in_thread(marked).to(tl.int32, bitcast=True) | of_lane(ROW)
+        least_bits = tl.min(least_bits.to(tl.float32, bitcast=True), 1).to(tl.int32, bitcast=True)
+        greatest_bits = greatest_or_nan_of_lanes(greatest_bits.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+        least_at, greatest_at = least_bits & 0xFF, greatest_bits & 0xFF
+        low, high = flushed(from_bf16(least_bits >> 16)), flushed(from_bf16(greatest_bits >> 16))
+        broken = not_finite(low) | not_finite(high)
         x = tl.where(is_at(least_at, ROW) | is_at(greatest_at, ROW), 0.0, x)
         least_at, greatest_at = tl.where(broken, 0, least_at), tl.where(broken, 0, greatest_at)
         least_bits, greatest_bits = to_bf16(tl.where(broken, 0.0, low)), to_bf16(tl.where(broken, 0.0, high))
-        low, high = least(x) * ROW.clip, greatest(x) * ROW.clip
+        low, high = flushed(least(x)) * ROW.clip, flushed(greatest(x)) * ROW.clip
 
     # An fp32 number from 1.5 * 2^23 on has no fraction bits, and its lowest bits are the whole number that was added.
     ones = tl.full(low.shape, 1.0, tl.float32)
