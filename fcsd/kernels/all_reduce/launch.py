@@ -95,7 +95,7 @@ def all_reduce_quantised_large(
         memory: the memory of the ranks.
         rooms: their memory for large messages.
         format: the format of the wire.
-        blocks: the most blocks, at most ``BLOCKS_OF_ROOMS``; the same on all ranks.
+        blocks: the most blocks, at most ``LARGE_BLOCKS``; the same on all ranks.
         launch: the number of values of a record, and how they are divided among threads.
 
     Raises:

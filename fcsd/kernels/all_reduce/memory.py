@@ -30,7 +30,7 @@ from torch import Tensor
 from fcsd.errors import ConfigError
 
 BLOCKS = 64  # the most blocks of a kernel
-BLOCKS_OF_ROOMS = 4096  # the most blocks of the quantised kernel for large messages
+LARGE_BLOCKS = 4096  # the most blocks of the quantised kernel for large messages
 SLOTS = 4
 MOST_RANKS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of the values that are not quantised
@@ -87,7 +87,7 @@ class Rooms(NamedTuple):
         bases: the addresses of the rooms of all ranks in this process, int64 ``[ranks]``, on the device.
         size: the bytes of a half, a multiple of 16.
         flags: the addresses of the flags behind the rooms, int64 ``[ranks]``, on the device.
-        turns: how many calls each block of ``large_kernel`` has made, int32 ``[BLOCKS_OF_ROOMS]``, on the device.
+        turns: how many calls each block of ``large_kernel`` has made, int32 ``[LARGE_BLOCKS]``, on the device.
     """
 
     bases: Tensor
@@ -98,7 +98,7 @@ class Rooms(NamedTuple):
     @property
     def layout(self) -> Places:
         """Where the flags lie: there is one for each stage, block and rank."""
-        return Places(len(self.bases), slot=0, data=0, blocks=BLOCKS_OF_ROOMS, slots=1)
+        return Places(len(self.bases), slot=0, data=0, blocks=LARGE_BLOCKS, slots=1)
 
 
 class Shape(NamedTuple):
@@ -130,12 +130,12 @@ def rooms_of(addresses: Sequence[int], size: int, device: torch.device) -> Rooms
     Every address is a multiple of 16. A room has ``room_bytes`` bytes, which were set to zero.
     """
     bases = torch.tensor(addresses, dtype=torch.int64, device=device)
-    return Rooms(bases, size, bases + 2 * size, torch.zeros(BLOCKS_OF_ROOMS, dtype=torch.int32, device=device))
+    return Rooms(bases, size, bases + 2 * size, torch.zeros(LARGE_BLOCKS, dtype=torch.int32, device=device))
 
 
 def room_bytes(ranks: int, size: int) -> int:
     """The size of a room with halves of ``size`` bytes, and of its flags."""
-    return 2 * size + 4 * _STAGES * BLOCKS_OF_ROOMS * ranks
+    return 2 * size + 4 * _STAGES * LARGE_BLOCKS * ranks
 
 
 def require_dtype(x: Tensor) -> None:
