@@ -13,17 +13,17 @@ _COMPILED = tl.constexpr(not knobs.runtime.interpret)
 
 
 @triton.jit
-def _mantissa(j):
-    """``scale.MANTISSAS[j]``."""
-    m = tl.where(j >= 1, 602079, 0)
-    m = tl.where(j >= 2, 1247372, m)
-    m = tl.where(j >= 3, 1938980, m)
-    m = tl.where(j >= 4, 2680227, m)
-    m = tl.where(j >= 5, 3474675, m)
-    m = tl.where(j >= 6, 4326144, m)
-    m = tl.where(j >= 7, 5238726, m)
-    m = tl.where(j >= 8, 6216807, m)
-    return tl.where(j >= 9, 7265088, m)
+def _mantissa(j, UNIT: tl.constexpr):
+    """``scale.MANTISSAS[j // UNIT]``."""
+    m = tl.where(j >= 1 * UNIT, 602079, 0)
+    m = tl.where(j >= 2 * UNIT, 1247372, m)
+    m = tl.where(j >= 3 * UNIT, 1938980, m)
+    m = tl.where(j >= 4 * UNIT, 2680227, m)
+    m = tl.where(j >= 5 * UNIT, 3474675, m)
+    m = tl.where(j >= 6 * UNIT, 4326144, m)
+    m = tl.where(j >= 7 * UNIT, 5238726, m)
+    m = tl.where(j >= 8 * UNIT, 6216807, m)
+    return tl.where(j >= 9 * UNIT, 7265088, m)
 
 
 @triton.jit
@@ -39,16 +39,17 @@ def code_of(step, ROUNDING: tl.constexpr):
         code += 1
     mantissa = bits & 0x7FFFFF
     for j in tl.static_range(1, 10):  # pyright: ignore[reportGeneralTypeIssues]
-        code += (mantissa >= _mantissa(j)).to(tl.int32)
+        code += (mantissa >= _mantissa(j, 1)).to(tl.int32)
     return code
 
 
 @triton.jit
 def step_of(code):
     """``scale.step_of``."""
-    tens = code + 2
-    tenth = (tens * 6554) >> 16  # The compiler computes tens // 10 in 16 bits, where ptxas 12.8 adds 0 instead of 2.
-    return (((tenth + 114) << 23) | _mantissa(tens - 10 * tenth)).to(tl.float32, bitcast=True)
+    # The upper 16 bits of the product are (code + 2) // 10, the lower ones 6554 * ((code + 2) % 10) plus at most 100.
+    # With // and % the compiler adds in packed 16 bits, which ptxas 12.8 gets wrong.
+    tenths = (code + 2) * 6554
+    return ((((tenths >> 16) + 114) << 23) | _mantissa(tenths & 0xFFFF, 6554)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
