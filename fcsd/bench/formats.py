@@ -107,7 +107,7 @@ def differences(name: str, device: str, width: int = WIDTH) -> list[str]:
             if not torch.equal(kernels.encode(rows, format, draws), reference.encode(rows, format, draws)):
                 found.append(f"encode {dtype} with draws".replace("torch.", ""))
         decoded = [part.decode(records, format, width, dtype) for part in (kernels, reference)]
-        decoded = [torch.where(rows.isnan(), 0.0, rows).view(bits) for rows in decoded]
+        decoded = [torch.where(rows.isnan(), torch.nan, rows).view(bits) for rows in decoded]
         if not torch.equal(*decoded):
             found.append(f"decode {dtype}".replace("torch.", ""))
     return found

@@ -91,7 +91,7 @@ def all_reduce_quantised_large(
     """The same for large messages, which are divided into calls whose records fit into a half of a room.
 
     Args:
-        x: bf16 or fp32 ``[..., width]``, contiguous.
+        x: bf16 or fp32 ``[..., width]``, contiguous and not empty.
         memory: the memory of the ranks.
         rooms: their memory for large messages.
         format: the format of the wire.
@@ -106,9 +106,9 @@ def all_reduce_quantised_large(
     values = memory.size * plan.row.width  # one record of each share
     most = rooms.size // (memory.size * plan.row.bytes)  # records of a share in a call
     records = -(-x.numel() // values)
-    a_call = -(-records // max(1, -(-records // most)))  # calls of equal size
+    a_call = -(-records // -(-records // most))  # calls of equal size
     kernel: Any = programs_quantised.large_kernel
-    for part in x.view(-1).split(values * max(1, a_call)):
+    for part in x.view(-1).split(values * a_call):
         grid = (min(blocks, -(-len(part) // values)),)
         options = {"EXACT": x.dtype == torch.bfloat16, "HALF": rooms.size, "MEMORY": rooms.layout, **plan.options}
         with torch.cuda.device_of(part):

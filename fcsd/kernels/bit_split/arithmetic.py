@@ -1,7 +1,7 @@
 """Functions of the Triton kernels in ``kernels``: scale bytes, bf16 as integers, rounding, reductions over groups.
 
-Every backend computes the same bits, because nothing here depends on how a device or the interpreter casts, fuses or
-approximates.
+Every backend computes the same bits, because nothing here depends on how a device or the interpreter fuses or
+approximates, and ``to_bf16`` rounds alike in both.
 """
 
 import triton
