@@ -135,8 +135,9 @@ def _launch(kernel: Any, tokens: Tensor, weight: Tensor | None, rows: Tensor, ro
     tokens, rows = (x if x.stride(1) == 1 else x.contiguous() for x in (tokens, rows))
     strides = {"token_stride": tokens.stride(0), "row_stride": rows.stride(0)}
     block = min(_MOST_COLUMNS, triton.next_power_of_2(width))
+    options = {"TOP_K": row_of.shape[1], "BLOCK": block, "enable_fp_fusion": False}  # products are rounded, as in torch
     with torch.cuda.device_of(tokens):
-        kernel[(count,)](tokens, weight, rows, row_of, width, **strides, TOP_K=row_of.shape[1], BLOCK=block)
+        kernel[(count,)](tokens, weight, rows, row_of, width, **strides, **options)
 
 
 @triton.jit

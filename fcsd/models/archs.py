@@ -23,6 +23,8 @@ class Arch:
         no_ep: why the type cannot be expert-parallel although it has experts.
         packs: whether transformers' code keeps attention inside documents where position ids restart.
         norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon.
+        rotates_halves: whether rotary embeddings rotate the first half of a head's dimensions against the second, by
+            angles that are given twice. Others rotate pairs of neighbours, or give every angle once.
     """
 
     model_type: str
@@ -35,6 +37,7 @@ class Arch:
     no_ep: str | None = None
     packs: bool = True
     norm_epsilon: str = "variance_epsilon"
+    rotates_halves: bool = False
 
     @property
     def wirings(self) -> tuple[str, ...]:
@@ -67,18 +70,19 @@ _LLAMA4_VISION = ("Llama4ForConditionalGeneration", "language_model.model")
 _SHARED_EXPERTS = Blocks(shared="shared_experts")
 
 _ROWS = (
-    _row("llama", "Llama", dense=True),
-    _row("qwen3", "Qwen3", dense=True),
-    _row("qwen3_moe", "Qwen3Moe", autoep={"preset_model": "qwen3_moe"}),
+    _row("llama", "Llama", dense=True, rotates_halves=True),
+    _row("qwen3", "Qwen3", dense=True, rotates_halves=True),
+    _row("qwen3_moe", "Qwen3Moe", autoep={"preset_model": "qwen3_moe"}, rotates_halves=True),
     _row(
         "qwen2_moe",
         "Qwen2Moe",
         blocks=Blocks(shared="shared_expert", shared_gate="shared_expert_gate", flattens=True),
         autoep={"preset_model": "qwen3_moe"},
+        rotates_halves=True,
     ),
-    _row("mixtral", "Mixtral", autoep={"preset_model": "mixtral"}),
-    _row("olmoe", "Olmoe", autoep={"preset_model": "qwen3_moe"}),
-    _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v3"}),
+    _row("mixtral", "Mixtral", autoep={"preset_model": "mixtral"}, rotates_halves=True),
+    _row("olmoe", "Olmoe", autoep={"preset_model": "qwen3_moe"}, rotates_halves=True),
+    _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v3"}, rotates_halves=True),
     _row("deepseek_v2", "DeepseekV2", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v2"}),
     _row("deepseek_v3", "DeepseekV3", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v3"}),
     _row(

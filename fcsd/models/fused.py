@@ -1,6 +1,7 @@
-"""Lets single kernels compute parts of a model whose experts are not divided: norms, gated MLPs and routed experts.
+"""Lets single kernels compute parts of a model whose experts are not divided.
 
-Every part computes the same function as transformers' code, up to rounding.
+The parts are norms, rotary embeddings, gated MLPs and routed experts. Every part computes the same function as
+transformers' code, up to rounding.
 """
 
 from torch import nn
@@ -9,6 +10,7 @@ from .archs import Arch
 from .experts import fuse_experts
 from .mlps import fuse_mlps
 from .norms import fuse_norms
+from .rotary import fuse_rotary
 
 
 def fuse_parts(model: nn.Module, arch: Arch, fused: bool) -> None:
@@ -20,5 +22,6 @@ def fuse_parts(model: nn.Module, arch: Arch, fused: bool) -> None:
         fused: whether the kernels are used.
     """
     fuse_norms(model, arch, fused)
+    fuse_rotary(model, arch, fused)
     fuse_mlps(model, fused)
     fuse_experts(model, fused)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.norms import fuse_norms
+from fcsd.models.rotary import fuse_rotary
 from fcsd.models.wiring import Blocks, Parts, Wiring, wire_layers
 from fcsd.parallel.expert.dispatcher import MakeDispatcher, Wire
 from fcsd.parallel.expert.flat import FlatDispatcher
@@ -57,8 +58,8 @@ def wire_parallel(
     """Wire a model whose experts are divided. Every layer is taken apart, so that all layers use the same parts.
 
     Args:
-        fused: whether one CUDA kernel computes each RMSNorm and each move of rows between tokens and experts. The
-            results then differ in the last digit.
+        fused: whether one CUDA kernel computes each RMSNorm, each rotation of queries or keys, and each move of rows
+            between tokens and experts. The results then differ in the last digit.
         dispatcher: makes the dispatcher, which sends rows to the experts and back.
         quantiser: rounds the rows to the formats of the wire; None sends them as they are.
         traffic: counts the bytes that are sent; None does not count.
@@ -68,3 +69,4 @@ def wire_parallel(
     parts = partial(blocking_parts, arch.blocks, wire=wire, dispatcher=dispatcher)
     wire_layers(decoder_layers(model), wiring, parts, every=True)
     fuse_norms(model, arch, fused)
+    fuse_rotary(model, arch, fused)

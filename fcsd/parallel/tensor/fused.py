@@ -5,11 +5,12 @@ from transformers import PreTrainedModel
 from fcsd.models.build import arch_of
 from fcsd.models.mlps import fuse_mlps
 from fcsd.models.norms import fuse_norms
+from fcsd.models.rotary import fuse_rotary
 from fcsd.parallel.tensor.merged import merge_projections
 
 
 def fuse(model: PreTrainedModel, kernels: bool) -> None:
-    """Merge projections, and let one kernel compute each norm and one the product inside each gated MLP.
+    """Merge projections, and let one kernel each compute norms, rotations, and the products inside gated MLPs.
 
     Experts stay as they are, because a rank may hold only some of them. The names of the weights change, so the model
     cannot be saved afterwards.
@@ -20,5 +21,7 @@ def fuse(model: PreTrainedModel, kernels: bool) -> None:
     """
     merge_projections(model)
     if kernels:
-        fuse_norms(model, arch_of(model.config))
+        arch = arch_of(model.config)
+        fuse_norms(model, arch)
+        fuse_rotary(model, arch)
         fuse_mlps(model)

@@ -1,4 +1,4 @@
-"""A model that serves computes the same with merged projections and with the kernels of its norms and MLPs."""
+"""A model that serves computes the same with merged projections and with kernels for its norms, rotations and MLPs."""
 
 import os
 from typing import Any
@@ -13,6 +13,7 @@ from fcsd.launch.world import World
 from fcsd.models.archs import ARCHS
 from fcsd.models.mlps import FusedMLP
 from fcsd.models.norms import FusedNorm
+from fcsd.models.rotary import FusedRotary
 from fcsd.parallel.tensor.division import TensorGroup
 from fcsd.parallel.tensor.fused import fuse
 from fcsd.parallel.tensor.merged import First
@@ -37,6 +38,7 @@ def test_a_fused_model_computes_the_same(arch: str) -> None:
     torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=2e-5)
     assert parts(model, First) and parts(model, FusedNorm)
     assert (parts(model, FusedMLP) > 0) == (arch not in NO_MLP)
+    assert (parts(model, FusedRotary) > 0) == ARCHS[arch].rotates_halves
 
 
 def test_a_norm_over_the_heads_of_all_ranks_is_left_alone() -> None:
