@@ -1,14 +1,14 @@
 """Applies rotary position embeddings to the heads of queries or keys by one Triton kernel in each direction.
 
-transformers' ``apply_rotary_pos_emb`` starts five kernels forward and more backward, most of which copy a tensor. Here
-one kernel reads every head once and writes it once. All is computed in fp32 and rounded once. ``rotate_reference``
-computes the same in torch.
+transformers' code starts at least five kernels forward and more backward, most of which copy a tensor. Here one kernel
+reads every head once and writes it once. All is computed in fp32 and rounded once. ``rotate_reference`` computes the
+same in torch.
 
-A head's first half is rotated against its second: dimensions i and i + half, by the angle of the token and of i. If the
-angles have fewer dimensions than a head, the other dimensions are copied.
+Some dimensions of a head form pairs, and each pair is rotated by an angle of the token. The other dimensions are
+copied. A pair is either dimensions i and i + half, or two neighbours.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,57 +16,81 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_MOST_PAIRS = 2048  # the largest number of pairs of dimensions that one program holds at once
+_MOST_DIMENSIONS = 4096  # the largest number of dimensions, of several heads, that one program holds at once
 
 
-def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+class Pairs(NamedTuple):
+    """Where the pairs of a head are.
+
+    Attributes:
+        start: the first dimension that is rotated.
+        neighbours: whether neighbours form a pair in the input.
+        to_neighbours: whether neighbours form a pair in the output.
+    """
+
+    start: int = 0
+    neighbours: bool = False
+    to_neighbours: bool = False
+
+
+HALVES = Pairs()  # a head's first half is rotated against its second
+
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = HALVES) -> Tensor:
     """``rotate`` in torch; arguments and result are those of ``rotate``."""
-    wide, half = torch.promote_types(x.dtype, torch.float32), cos.shape[-1] // 2
-    c, s = (angles[:, None, :, :half].to(wide) for angles in (cos, sin))
-    first, second, rest = x.to(wide).split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1).to(x.dtype)
+    wide, half = torch.promote_types(x.dtype, torch.float32), cos.shape[-1]
+    c, s = (angles.unsqueeze(1).to(wide) for angles in (cos, sin))
+    before, rotated, after = x.to(wide).split([pairs.start, 2 * half, x.shape[-1] - pairs.start - 2 * half], dim=-1)
+    first, second = rotated.unflatten(-1, (half, 2)).unbind(-1) if pairs.neighbours else rotated.chunk(2, dim=-1)
+    first, second = first * c - second * s, second * c + first * s
+    rotated = torch.stack((first, second), -1).flatten(-2) if pairs.to_neighbours else torch.cat((first, second), -1)
+    return torch.cat((before, rotated, after), dim=-1).to(x.dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = HALVES) -> Tensor:
     """Rotate the heads ``x [batch, heads, seq, dim]`` of queries or keys, on a GPU. Differentiable in ``x``.
 
     Args:
         x: fp32, bf16 or fp16.
-        cos, sin: of the angles, ``[batch or 1, seq, 2 * half]``, 2 * half <= dim. The second half repeats the first.
+        cos, sin: of the angle of each pair, ``[batch or 1, seq, half]``.
+        pairs: which dimensions form pairs.
 
     Returns: a tensor of the shape and dtype of ``x``, in the same order in memory if ``x`` is dense.
     """
-    return _Rotate.apply(x, cos, sin)  # type: ignore[return-value]
+    return _Rotate.apply(x, cos, sin, pairs)  # type: ignore[return-value]
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _launch(x, cos, sin, backward=False)
+        ctx.back = Pairs(pairs.start, pairs.to_neighbours, pairs.neighbours)
+        return _launch(_rotate_kernel, x, cos, sin, pairs, backward=False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        return _launch(upstream, *ctx.saved_tensors, backward=True), None, None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _launch(_rotate_kernel, upstream, cos, sin, ctx.back, backward=True), None, None, None
 
 
-def _launch(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
-    """Rotate by the angles, or back, with a program for each token and up to ``_MOST_PAIRS`` pairs of dimensions."""
+def _launch(kernel: Any, x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs, backward: bool) -> Tensor:
+    """Rotate by the angles, or back, with a program for each token and some of its heads."""
     x = x if x.stride(3) == 1 else x.contiguous()
-    cos, sin = cos.contiguous(), sin.contiguous()
+    if cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty_like(x)
     batch, heads, seq, dim = x.shape
-    half = cos.shape[2] // 2
-    pairs = triton.next_power_of_2(half)
-    block = min(triton.next_power_of_2(heads), max(1, _MOST_PAIRS // pairs))
-    angles = seq * 2 * half if len(cos) > 1 else 0  # of one row of the batch to the next
+    width = triton.next_power_of_2(dim)
+    block = min(triton.next_power_of_2(heads), max(1, _MOST_DIMENSIONS // width))
+    angles = (cos.stride(0) if len(cos) > 1 else 0, *cos.stride()[1:])
     if x.numel():
         with torch.cuda.device_of(x):
-            _rotate_kernel[(batch * seq, triton.cdiv(heads, block))](
-                x, cos, sin, out, heads, seq, angles, *x.stride()[:3], *out.stride()[:3],
-                HALF=half, REST=dim - 2 * half, PAIRS=pairs, BLOCK=block, BACKWARD=backward,
-                TAIL=triton.next_power_of_2(max(1, dim - 2 * half)), num_warps=max(1, min(4, block * pairs // 256)),
+            kernel[(batch * seq, triton.cdiv(heads, block))](
+                x, cos, sin, out, heads, seq, *angles, *x.stride()[:3], *out.stride()[:3],
+                DIM=dim, START=pairs.start, HALF=cos.shape[2], FROM=pairs.neighbours, TO=pairs.to_neighbours,
+                BACKWARD=backward, PAIRS=triton.next_power_of_2(cos.shape[2]), WIDTH=width, BLOCK=block,
+                num_warps=max(1, min(4, block * width // 512)),
             )  # fmt: skip
     return out
 
@@ -79,36 +103,47 @@ def _rotate_kernel(
     out,
     heads,
     seq,
-    angles,
+    angle_batch,
+    angle_token,
+    angle_pair,
     x_batch,
     x_head,
     x_token,
     out_batch,
     out_head,
     out_token,
+    DIM: tl.constexpr,
+    START: tl.constexpr,
     HALF: tl.constexpr,
-    REST: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TAIL: tl.constexpr,
+    FROM: tl.constexpr,
+    TO: tl.constexpr,
     BACKWARD: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     batch, token = (tl.program_id(0) // seq).to(tl.int64), (tl.program_id(0) % seq).to(tl.int64)
     head, pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK).to(tl.int64), tl.arange(0, PAIRS)
-    at = batch * angles + token * 2 * HALF + pair
-    c = tl.load(cos + at, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + at, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+    angle = batch * angle_batch + token * angle_token + pair * angle_pair
+    c = tl.load(cos + angle, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + angle, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
     if BACKWARD:
         s = -s
     inside = (head < heads)[:, None] & (pair < HALF)[None, :]
     source = x + batch * x_batch + token * x_token + head[:, None] * x_head
     target = out + batch * out_batch + token * out_token + head[:, None] * out_head
-    first = tl.load(source + pair[None, :], mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF + pair[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(target + pair[None, :], (first * c - second * s).to(out.dtype.element_ty), mask=inside)
-    tl.store(target + HALF + pair[None, :], (second * c + first * s).to(out.dtype.element_ty), mask=inside)
-    if REST > 0:
-        tail = tl.arange(0, TAIL)
-        inside = (head < heads)[:, None] & (tail < REST)[None, :]
-        rest = tl.load(source + 2 * HALF + tail[None, :], mask=inside, other=0.0)
-        tl.store(target + 2 * HALF + tail[None, :], rest, mask=inside)
+    pair = pair[None, :]
+    first_from, second_from = START + pair, START + HALF + pair
+    if FROM:
+        first_from, second_from = START + 2 * pair, START + 2 * pair + 1
+    first_to, second_to = START + pair, START + HALF + pair
+    if TO:
+        first_to, second_to = START + 2 * pair, START + 2 * pair + 1
+    first = tl.load(source + first_from, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + second_from, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target + first_to, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
+    tl.store(target + second_to, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
+    if DIM > 2 * HALF:
+        other = tl.arange(0, WIDTH)[None, :]
+        inside = (head < heads)[:, None] & (other < DIM) & ((other < START) | (other >= START + 2 * HALF))
+        tl.store(target + other, tl.load(source + other, mask=inside), mask=inside)

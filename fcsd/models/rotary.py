@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .archs import Arch
 from .class_swap import swap_classes
+from .latent import FusedLatentAttention, is_latent
 
 _NAME = "apply_rotary_pos_emb"
 
@@ -45,16 +46,18 @@ def _with_kernel(forward: Any) -> Callable[..., Any]:
 
 
 def _rotate_both(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """``apply_rotary_pos_emb``: ``[batch, heads, seq, dim]``, by the angles of ``[batch or 1, seq, dim or less]``."""
+    """As ``apply_rotary_pos_emb``: ``[batch, heads, seq, dim]``, by angles ``[batch or 1, seq, dim or less]``."""
     from fcsd.kernels.rotary import rotate  # Triton is imported only where its kernels run
 
+    cos, sin = (angles[..., : angles.shape[-1] // 2] for angles in (cos, sin))  # they are given twice
     return rotate(queries, cos, sin), rotate(keys, cos, sin)
 
 
 def fuse_rotary(model: nn.Module, arch: Arch, fused: bool = True) -> None:
     """Let kernels rotate the queries and keys of every attention, or restore transformers' code.
 
-    The call can be repeated. It changes nothing if the architecture rotates in another way than by halves.
+    In latent attention they also put queries and keys together. The call can be repeated. It changes nothing if the
+    architecture rotates in another way.
 
     Args:
         model: changed in place.
@@ -62,6 +65,7 @@ def fuse_rotary(model: nn.Module, arch: Arch, fused: bool = True) -> None:
         fused: whether the kernels are used.
     """
     swap_classes(model, FusedRotary, _rotates, fused and arch.rotates_halves)
+    swap_classes(model, FusedLatentAttention, is_latent, fused)
 
 
 def _rotates(module: nn.Module) -> bool:

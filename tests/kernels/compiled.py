@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from fcsd.bench.baselines import fp8_all_reduce
-from fcsd.kernels import adamw, copies, decode_attention, gated, rotary, rows, vocabulary
+from fcsd.kernels import adamw, copies, decode_attention, gated, latent, rotary, rows, vocabulary
 from fcsd.kernels.all_reduce import launch, programs
 from fcsd.kernels.all_reduce.memory import Memory, Shape, memory_of, rooms_of
 from fcsd.kernels.bit_split import Draws, Format, kernels
@@ -87,8 +87,11 @@ def token_rows() -> None:
 def elementwise() -> None:
     both = torch.zeros(4, 2048, dtype=torch.bfloat16).requires_grad_()
     gated.gated_silu_halves(both).sum().backward()
-    for dim in (64, 128):
-        rotary.rotate(both.view(1, 4, 16, 128), *torch.zeros(2, 1, 16, dim, dtype=torch.bfloat16)).sum().backward()
+    for pairs, half in ((rotary.Pairs(), 64), (rotary.Pairs(64, True, True), 32), (rotary.Pairs(64, True), 32)):
+        angles = torch.zeros(2, 1, 16, half, dtype=torch.bfloat16)
+        rotary.rotate(both.view(1, 4, 16, 128), *angles, pairs).sum().backward()
+    keys, values = latent.expand(both.view(1, 4, 8, 256), torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16), 128)
+    (keys.sum() + values.sum()).backward()
     weight = torch.zeros(4096, dtype=torch.bfloat16)
     kept = adamw.Moments(*(torch.zeros(4096) for _ in range(3)))
     adamw.launch(weight, weight, kept, torch.ones(4), adamw.Rates(1e-3, 0.9, 0.95, 1e-8, 0.1))

@@ -44,7 +44,7 @@ _DOTS = Launch(1024, 4, 1)
 def launch_of_encode(format: Format) -> Launch:
     """The fastest way to encode."""
     if format.spikes:
-        return Launch(2048, 2, 1) if format.group >= 128 else Launch(2048, 1, 2)
+        return Launch(2048, 2 if format.group >= 128 else 1, 2 if format.group == 32 else 1)
     return Launch(4096, 4, 2) if format.bits < 8 and format.group >= 128 else Launch(1024, 1, 1)
 
 

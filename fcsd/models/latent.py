@@ -1,0 +1,78 @@
+"""Lets kernels make the queries and keys of multi-head latent attention (MLA), which DeepSeek-V2 and -V3 have.
+
+transformers rotates a part of each query and of the shared key by several kernels, and copies the parts of queries and
+keys into new tensors. Here one kernel writes all queries, and one all keys. Both compute the same function. The
+products, norms and the attention function are those of transformers' module, in its order.
+"""
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+class FusedLatentAttention(nn.Module):
+    """Latent attention whose queries and keys kernels make; a mixin that precedes transformers' own class."""
+
+    unfused: type[nn.Module]  # transformers' class, which ``fuse_rotary(fused=False)`` restores
+
+    def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As transformers' own class: ``[batch, seq, hidden]`` to the same shape, and the attention's weights or None.
+
+        Args:
+            kwargs: what transformers passes, ``position_embeddings`` among it.
+        """
+        if torch.compiler.is_compiling():  # a compiler fuses transformers' own code
+            return self.unfused.forward(self, hidden_states, **kwargs)
+        return _attend(self, hidden_states, **kwargs)
+
+
+def _attend(
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: Tensor | tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    from fcsd.kernels.latent import expand  # Triton is imported only where its kernels run
+    from fcsd.kernels.rotary import Pairs, rotate
+
+    batch, seq, _ = hidden_states.shape
+    own, rotated = module.qk_nope_head_dim, module.qk_rope_head_dim
+    if isinstance(position_embeddings, Tensor):  # DeepSeek-V2: complex numbers, one for each pair
+        cos, sin = torch.view_as_real(position_embeddings).unbind(-1)
+        pairs = Pairs(neighbours=True, to_neighbours=True)
+    else:
+        cos, sin = (angles[..., : rotated // 2] for angles in position_embeddings)
+        pairs = Pairs(neighbours=module.config.rope_interleave)
+    turn = partial(rotate, cos=cos, sin=sin)
+
+    if module.q_lora_rank is None:
+        queries = module.q_proj(hidden_states)
+    else:
+        queries = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
+    queries = queries.view(batch, seq, -1, own + rotated).transpose(1, 2)
+    latent, shared = module.kv_a_proj_with_mqa(hidden_states).split([module.kv_lora_rank, rotated], dim=-1)
+    latent = module.kv_a_layernorm(latent).unsqueeze(1)
+    queries, shared = turn(queries, pairs=pairs._replace(start=own)), turn(shared.unsqueeze(1), pairs=pairs)
+    if past_key_values is not None:  # it keeps latents
+        latent, shared = past_key_values.update(latent, shared, module.layer_idx)
+    projected = module.kv_b_proj(latent).view(batch, latent.shape[2], -1, own + module.v_head_dim)
+    keys, values = expand(projected, shared, own)
+
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
+    dropout = module.attention_dropout if module.training else 0.0
+    out, weights = attend(
+        module, queries, keys, values, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs
+    )
+    return module.o_proj(out.reshape(batch, seq, -1).contiguous()), weights
+
+
+def is_latent(module: nn.Module) -> bool:
+    """Whether a module is a latent attention."""
+    return {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"} <= {name for name, _ in module.named_children()}
