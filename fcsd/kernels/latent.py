@@ -7,7 +7,11 @@ gradient of the shared part is a sum over heads, in fp32 and rounded once. ``exp
 torch.
 """
 
-from typing import Any
+# pyright: reportAttributeAccessIssue=false
+# Triton gives the attributes of the tuple FORM, which pyright does not know of.
+
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -44,60 +48,75 @@ class _Keys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, projected: Tensor, shared: Tensor, own: int) -> tuple[Tensor, Tensor]:
         projected, shared = projected.contiguous(), shared.contiguous()
-        batch, seq, heads, _ = projected.shape
-        ctx.shape, ctx.own, ctx.rotated = projected.shape, own, shared.shape[3]
-        keys = projected.new_empty(batch, seq, heads, own + ctx.rotated)
-        _launch(_keys_kernel, (projected, shared, keys), ctx, heads)
+        batch, seq, heads, dim = projected.shape
+        ctx.form, ctx.shape = _form(heads, own, shared.shape[3], dim - own), projected.shape
+        keys = projected.new_empty(batch, seq, heads, own + shared.shape[3])
+        _launch(_keys_kernel, (projected, shared, keys), ctx)
         return keys.transpose(1, 2), projected[..., own:].transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_keys: Tensor, to_values: Tensor) -> tuple[Tensor, Tensor, None]:
         to_keys, to_values = (x if x.stride(3) == 1 else x.contiguous() for x in (to_keys, to_values))
-        batch, seq, heads, _ = ctx.shape
-        to_projected, to_shared = to_keys.new_empty(ctx.shape), to_keys.new_empty(batch, 1, seq, ctx.rotated)
+        batch, seq = ctx.shape[:2]
+        to_projected, to_shared = to_keys.new_empty(ctx.shape), to_keys.new_empty(batch, 1, seq, ctx.form.rotated)
         strides = (*to_keys.stride()[:3], *to_values.stride()[:3])
-        _launch(_gradient_kernel, (to_keys, to_values, to_projected, to_shared), ctx, heads, seq, *strides)
+        _launch(_gradient_kernel, (to_keys, to_values, to_projected, to_shared), ctx, seq, *strides)
         return to_projected, to_shared, None
+
+
+class _Form(NamedTuple):
+    """Keys and values, as the kernels need to know them.
+
+    Attributes:
+        heads: their number.
+        own, rotated, values: the dimensions of the own part of a key, of the shared part, and of a value.
+        own_block, rotated_block, values_block: the powers of two that hold them.
+        block: how many heads a program holds at once.
+    """
+
+    heads: int
+    own: int
+    rotated: int
+    values: int
+    own_block: int
+    rotated_block: int
+    values_block: int
+    block: int
+
+
+@cache  # a small tensor takes less time than these lines
+def _form(heads: int, own: int, rotated: int, values: int) -> _Form:
+    own_block, rotated_block, values_block = (1 << (width - 1).bit_length() for width in (own, rotated, values))
+    most = max(1, _MOST_DIMENSIONS // max(own_block, rotated_block, values_block))
+    block = min(1 << (heads - 1).bit_length(), most)
+    return _Form(heads, own, rotated, values, own_block, rotated_block, values_block, block)
 
 
 def _launch(kernel: Any, tensors: tuple[Tensor, ...], ctx: Any, *numbers: int) -> None:
     """Starts a kernel with one program for each token."""
-    batch, seq, heads, dim = ctx.shape
-    widths = [triton.next_power_of_2(width) for width in (ctx.own, ctx.rotated, dim - ctx.own)]
-    sizes = {"OWN": ctx.own, "SHARED": ctx.rotated, "VALUE": dim - ctx.own}
-    blocks = dict(zip(("OWN_BLOCK", "SHARED_BLOCK", "VALUE_BLOCK"), widths, strict=True))
-    block = min(triton.next_power_of_2(heads), max(1, _MOST_DIMENSIONS // max(widths)))
-    if batch * seq:
+    tokens = ctx.shape[0] * ctx.shape[1]
+    if tokens:
         with torch.cuda.device_of(tensors[0]):
-            kernel[(batch * seq,)](*tensors, *numbers, **sizes, **blocks, BLOCK=block)
+            kernel[(tokens,)](*tensors, *numbers, FORM=ctx.form)
 
 
 @triton.jit
-def _keys_kernel(
-    projected,
-    shared,
-    keys,
-    heads,
-    OWN: tl.constexpr,
-    SHARED: tl.constexpr,
-    VALUE: tl.constexpr,
-    OWN_BLOCK: tl.constexpr,
-    SHARED_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _keys_kernel(projected, shared, keys, FORM: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
-    column, rotated = tl.arange(0, OWN_BLOCK)[None, :], tl.arange(0, SHARED_BLOCK)[None, :]
-    same = tl.load(shared + token * SHARED + rotated, mask=rotated < SHARED)
-    for start in range(0, heads, BLOCK):
-        head = start + tl.arange(0, BLOCK)[:, None]
-        row = token * heads + head
-        inside = (head < heads) & (column < OWN)
-        x = tl.load(projected + row * (OWN + VALUE) + column, mask=inside)
-        tl.store(keys + row * (OWN + SHARED) + column, x, mask=inside)
-        inside = (head < heads) & (rotated < SHARED)
-        tl.store(keys + row * (OWN + SHARED) + OWN + rotated, tl.broadcast_to(same, (BLOCK, SHARED_BLOCK)), mask=inside)
+    column, rotated = tl.arange(0, FORM.own_block)[None, :], tl.arange(0, FORM.rotated_block)[None, :]
+    same = tl.load(shared + token * FORM.rotated + rotated, mask=rotated < FORM.rotated)
+    BLOCK: tl.constexpr = FORM.block
+    ROTATED: tl.constexpr = FORM.rotated_block
+    same = tl.broadcast_to(same, (BLOCK, ROTATED))
+    for start in range(0, FORM.heads, FORM.block):
+        head = start + tl.arange(0, FORM.block)[:, None]
+        row = token * FORM.heads + head
+        target = keys + row * (FORM.own + FORM.rotated)
+        inside = (head < FORM.heads) & (column < FORM.own)
+        x = tl.load(projected + row * (FORM.own + FORM.values) + column, mask=inside)
+        tl.store(target + column, x, mask=inside)
+        tl.store(target + FORM.own + rotated, same, mask=(head < FORM.heads) & (rotated < FORM.rotated))
 
 
 @triton.jit
@@ -106,7 +125,6 @@ def _gradient_kernel(
     to_values,
     to_projected,
     to_shared,
-    heads,
     seq,
     key_batch,
     key_head,
@@ -114,29 +132,26 @@ def _gradient_kernel(
     value_batch,
     value_head,
     value_token,
-    OWN: tl.constexpr,
-    SHARED: tl.constexpr,
-    VALUE: tl.constexpr,
-    OWN_BLOCK: tl.constexpr,
-    SHARED_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    number = tl.program_id(0).to(tl.int64)
-    batch, token = number // seq, number % seq
+    row = tl.program_id(0).to(tl.int64)
+    batch, token = row // seq, row % seq
     of_keys = to_keys + batch * key_batch + token * key_token
     of_values = to_values + batch * value_batch + token * value_token
-    column, rotated = tl.arange(0, OWN_BLOCK)[None, :], tl.arange(0, SHARED_BLOCK)[None, :]
-    value = tl.arange(0, VALUE_BLOCK)[None, :]
-    total = tl.zeros([1, SHARED_BLOCK], tl.float32)
-    for start in range(0, heads, BLOCK):
-        head = (start + tl.arange(0, BLOCK)[:, None]).to(tl.int64)
-        target = to_projected + (number * heads + head) * (OWN + VALUE)
-        inside = (head < heads) & (column < OWN)
+    column, rotated = tl.arange(0, FORM.own_block)[None, :], tl.arange(0, FORM.rotated_block)[None, :]
+    value = tl.arange(0, FORM.values_block)[None, :]
+    ROTATED: tl.constexpr = FORM.rotated_block
+    total = tl.zeros([1, ROTATED], tl.float32)
+    for start in range(0, FORM.heads, FORM.block):
+        head = (start + tl.arange(0, FORM.block)[:, None]).to(tl.int64)
+        target = to_projected + (row * FORM.heads + head) * (FORM.own + FORM.values)
+        inside = (head < FORM.heads) & (column < FORM.own)
         tl.store(target + column, tl.load(of_keys + head * key_head + column, mask=inside), mask=inside)
-        inside = (head < heads) & (value < VALUE)
-        tl.store(target + OWN + value, tl.load(of_values + head * value_head + value, mask=inside), mask=inside)
-        inside = (head < heads) & (rotated < SHARED)
-        part = tl.load(of_keys + head * key_head + OWN + rotated, mask=inside, other=0.0)
+        inside = (head < FORM.heads) & (value < FORM.values)
+        tl.store(target + FORM.own + value, tl.load(of_values + head * value_head + value, mask=inside), mask=inside)
+        inside = (head < FORM.heads) & (rotated < FORM.rotated)
+        part = tl.load(of_keys + head * key_head + FORM.own + rotated, mask=inside, other=0.0)
         total += tl.sum(part.to(tl.float32), 0, keep_dims=True)
-    tl.store(to_shared + number * SHARED + rotated, total.to(to_shared.dtype.element_ty), mask=rotated < SHARED)
+    tl.store(
+        to_shared + row * FORM.rotated + rotated, total.to(to_shared.dtype.element_ty), mask=rotated < FORM.rotated
+    )

@@ -1,6 +1,6 @@
-"""Applies rotary position embeddings to the heads of queries or keys by one Triton kernel in each direction.
+"""Applies rotary position embeddings to queries and keys by one Triton kernel in each direction.
 
-transformers' code starts at least five kernels forward and more backward, most of which copy a tensor. Here one kernel
+transformers' code starts at least ten kernels forward and more backward, most of which copy a tensor. Here one kernel
 reads every head once and writes it once. All is computed in fp32 and rounded once. ``rotate_reference`` computes the
 same in torch.
 
@@ -8,6 +8,10 @@ Some dimensions of a head form pairs, and each pair is rotated by an angle of th
 copied. A pair is either dimensions i and i + half, or two neighbours.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# Triton gives the attributes of the tuples QUERIES, KEYS and ANGLES, which pyright does not know of.
+
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +41,7 @@ HALVES = Pairs()  # a head's first half is rotated against its second
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = HALVES) -> Tensor:
-    """``rotate`` in torch; arguments and result are those of ``rotate``."""
+    """``rotate`` of queries alone or keys alone, in torch; the arguments are those of ``rotate``."""
     wide, half = torch.promote_types(x.dtype, torch.float32), cos.shape[-1]
     c, s = (angles.unsqueeze(1).to(wide) for angles in (cos, sin))
     before, rotated, after = x.to(wide).split([pairs.start, 2 * half, x.shape[-1] - pairs.start - 2 * half], dim=-1)
@@ -47,103 +51,171 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = HALVES)
     return torch.cat((before, rotated, after), dim=-1).to(x.dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = HALVES) -> Tensor:
-    """Rotate the heads ``x [batch, heads, seq, dim]`` of queries or keys, on a GPU. Differentiable in ``x``.
+def rotate(
+    queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = HALVES, of_keys: Pairs | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys, ``[batch, heads, seq, dim]`` each, on a GPU. Differentiable in both.
 
     Args:
-        x: fp32, bf16 or fp16.
+        queries, keys: fp32, bf16 or fp16. They may have different numbers of heads and of dimensions.
         cos, sin: of the angle of each pair, ``[batch or 1, seq, half]``.
-        pairs: which dimensions form pairs.
+        pairs: which dimensions form pairs in queries.
+        of_keys: which do in keys; None for the same.
 
-    Returns: a tensor of the shape and dtype of ``x``, in the same order in memory if ``x`` is dense.
+    Returns: tensors of the same shapes and dtypes, which lie in memory as ``[batch, seq, heads, dim]``.
     """
-    return _Rotate.apply(x, cos, sin, pairs)  # type: ignore[return-value]
+    return _Rotate.apply(queries, keys, cos, sin, pairs, of_keys or pairs)  # type: ignore[return-value]
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
+    def forward(
+        ctx: Any, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs, of_keys: Pairs
+    ) -> tuple[Tensor, Tensor]:
+        half, seq = cos.shape[2], cos.shape[1]
+        if cos.stride() != sin.stride() or (len(cos) > 1 and cos.stride(0) != seq * cos.stride(1)):
+            cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
-        ctx.back = Pairs(pairs.start, pairs.to_neighbours, pairs.neighbours)
-        return _launch(_rotate_kernel, x, cos, sin, pairs, backward=False)
+        ctx.back = [Pairs(each.start, each.to_neighbours, each.neighbours) for each in (pairs, of_keys)]
+        ctx.angles = _Angles(len(cos) > 1, cos.stride(1), cos.stride(2), half, 1 << (half - 1).bit_length())
+        return _launch(_rotate_kernel, queries, keys, cos, sin, [pairs, of_keys], ctx.angles, False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, to_queries: Tensor, to_keys: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _launch(_rotate_kernel, upstream, cos, sin, ctx.back, backward=True), None, None, None
+        gradients = _launch(_rotate_kernel, to_queries, to_keys, cos, sin, ctx.back, ctx.angles, True)
+        return (*gradients, None, None, None, None)
 
 
-def _launch(kernel: Any, x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs, backward: bool) -> Tensor:
+class _Angles(NamedTuple):
+    """The angles of a token, as the kernel needs to know them.
+
+    Attributes:
+        each: whether every row of the batch has its own.
+        token: the distance in memory between two tokens.
+        pair: the distance between two pairs.
+        half: the number of pairs.
+        block: the power of two that holds them.
+    """
+
+    each: bool
+    token: int
+    pair: int
+    half: int
+    block: int
+
+
+class _Heads(NamedTuple):
+    """The heads of queries or keys, as the kernel needs to know them.
+
+    Attributes:
+        heads: their number.
+        dim: the dimensions of a head.
+        start, neighbours, to_neighbours: see ``Pairs``.
+        width: the power of two that holds a head.
+        block: how many heads a program holds.
+        programs: how many programs share a token.
+    """
+
+    heads: int
+    dim: int
+    start: int
+    neighbours: bool
+    to_neighbours: bool
+    width: int
+    block: int
+    programs: int
+
+
+@cache  # a small tensor takes less time than these lines
+def _heads(heads: int, dim: int, pairs: Pairs) -> _Heads:
+    width = 1 << (dim - 1).bit_length()
+    block = min(1 << (heads - 1).bit_length(), max(1, _MOST_DIMENSIONS // width))
+    return _Heads(heads, dim, *pairs, width, block, -(-heads // block))
+
+
+def _launch(
+    kernel: Any,
+    queries: Tensor,
+    keys: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pairs: list[Pairs],
+    angles: _Angles,
+    back: bool,
+) -> tuple[Tensor, Tensor]:
     """Rotate by the angles, or back, with a program for each token and some of its heads."""
-    x = x if x.stride(3) == 1 else x.contiguous()
-    if cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
-    out = torch.empty_like(x)
-    batch, heads, seq, dim = x.shape
-    width = triton.next_power_of_2(dim)
-    block = min(triton.next_power_of_2(heads), max(1, _MOST_DIMENSIONS // width))
-    angles = (cos.stride(0) if len(cos) > 1 else 0, *cos.stride()[1:])
-    if x.numel():
-        with torch.cuda.device_of(x):
-            kernel[(batch * seq, triton.cdiv(heads, block))](
-                x, cos, sin, out, heads, seq, *angles, *x.stride()[:3], *out.stride()[:3],
-                DIM=dim, START=pairs.start, HALF=cos.shape[2], FROM=pairs.neighbours, TO=pairs.to_neighbours,
-                BACKWARD=backward, PAIRS=triton.next_power_of_2(cos.shape[2]), WIDTH=width, BLOCK=block,
-                num_warps=max(1, min(4, block * width // 512)),
+    queries, keys = (x if x.stride(3) == 1 else x.contiguous() for x in (queries, keys))
+    batch, _, seq, _ = queries.shape
+    q, k = (_heads(x.shape[1], x.shape[3], each) for x, each in zip((queries, keys), pairs, strict=True))
+    rotated = [x.new_empty(batch, seq, of.heads, of.dim) for x, of in ((queries, q), (keys, k))]
+    if batch * seq:
+        with torch.cuda.device_of(queries):
+            kernel[(batch * seq, q.programs + k.programs)](
+                queries, keys, cos, sin, *rotated, seq, *queries.stride()[:3], *keys.stride()[:3],
+                QUERIES=q, KEYS=k, ANGLES=angles, BACK=back,
+                num_warps=max(1, min(4, q.block * q.width // 512)),
             )  # fmt: skip
-    return out
+    return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
 
 
 @triton.jit
 def _rotate_kernel(
-    x,
+    queries,
+    keys,
     cos,
     sin,
-    out,
-    heads,
+    to_queries,
+    to_keys,
     seq,
-    angle_batch,
-    angle_token,
-    angle_pair,
-    x_batch,
-    x_head,
-    x_token,
-    out_batch,
-    out_head,
-    out_token,
-    DIM: tl.constexpr,
-    START: tl.constexpr,
-    HALF: tl.constexpr,
-    FROM: tl.constexpr,
-    TO: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    query_batch,
+    query_head,
+    query_token,
+    key_batch,
+    key_head,
+    key_token,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    ANGLES: tl.constexpr,
+    BACK: tl.constexpr,
 ):
-    batch, token = (tl.program_id(0) // seq).to(tl.int64), (tl.program_id(0) % seq).to(tl.int64)
-    head, pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK).to(tl.int64), tl.arange(0, PAIRS)
-    angle = batch * angle_batch + token * angle_token + pair * angle_pair
-    c = tl.load(cos + angle, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + angle, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-    if BACKWARD:
+    row = tl.program_id(0).to(tl.int64)
+    batch, token = row // seq, row % seq
+    pair = tl.arange(0, ANGLES.block)
+    angle = (row if ANGLES.each else token) * ANGLES.token + pair * ANGLES.pair
+    c = tl.load(cos + angle, mask=pair < ANGLES.half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + angle, mask=pair < ANGLES.half, other=0.0).to(tl.float32)[None, :]
+    if BACK:
         s = -s
-    inside = (head < heads)[:, None] & (pair < HALF)[None, :]
-    source = x + batch * x_batch + token * x_token + head[:, None] * x_head
-    target = out + batch * out_batch + token * out_token + head[:, None] * out_head
-    pair = pair[None, :]
-    first_from, second_from = START + pair, START + HALF + pair
-    if FROM:
-        first_from, second_from = START + 2 * pair, START + 2 * pair + 1
-    first_to, second_to = START + pair, START + HALF + pair
-    if TO:
-        first_to, second_to = START + 2 * pair, START + 2 * pair + 1
+    block = tl.program_id(1)
+    if block < QUERIES.programs:
+        source = queries + batch * query_batch + token * query_token
+        _rotate_heads(source, to_queries, row, query_head, block, c, s, pair[None, :], QUERIES, ANGLES.half)
+    else:
+        source = keys + batch * key_batch + token * key_token
+        _rotate_heads(source, to_keys, row, key_head, block - QUERIES.programs, c, s, pair[None, :], KEYS, ANGLES.half)
+
+
+@triton.jit
+def _rotate_heads(source, out, row, head_stride, block, c, s, pair, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """Rotate a block of heads of one token."""
+    head = (block * HEADS.block + tl.arange(0, HEADS.block)).to(tl.int64)[:, None]
+    source += head * head_stride
+    target = out + (row * HEADS.heads + head) * HEADS.dim
+    first_from, second_from = HEADS.start + pair, HEADS.start + HALF + pair
+    if HEADS.neighbours:
+        first_from, second_from = HEADS.start + 2 * pair, HEADS.start + 2 * pair + 1
+    first_to, second_to = HEADS.start + pair, HEADS.start + HALF + pair
+    if HEADS.to_neighbours:
+        first_to, second_to = HEADS.start + 2 * pair, HEADS.start + 2 * pair + 1
+    inside = (head < HEADS.heads) & (pair < HALF)
     first = tl.load(source + first_from, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + second_from, mask=inside, other=0.0).to(tl.float32)
     tl.store(target + first_to, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
     tl.store(target + second_to, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
-    if DIM > 2 * HALF:
-        other = tl.arange(0, WIDTH)[None, :]
-        inside = (head < heads)[:, None] & (other < DIM) & ((other < START) | (other >= START + 2 * HALF))
+    if HEADS.dim > 2 * HALF:
+        other = tl.arange(0, HEADS.width)[None, :]
+        inside = (head < HEADS.heads) & (other < HEADS.dim)
+        inside = inside & ((other < HEADS.start) | (other >= HEADS.start + 2 * HALF))
         tl.store(target + other, tl.load(source + other, mask=inside), mask=inside)

@@ -6,7 +6,6 @@ products, norms and the attention function are those of transformers' module, in
 """
 
 import sys
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +48,6 @@ def _attend(
     else:
         cos, sin = (angles[..., : rotated // 2] for angles in position_embeddings)
         pairs = Pairs(neighbours=module.config.rope_interleave)
-    turn = partial(rotate, cos=cos, sin=sin)
 
     if module.q_lora_rank is None:
         queries = module.q_proj(hidden_states)
@@ -58,7 +56,7 @@ def _attend(
     queries = queries.view(batch, seq, -1, own + rotated).transpose(1, 2)
     latent, shared = module.kv_a_proj_with_mqa(hidden_states).split([module.kv_lora_rank, rotated], dim=-1)
     latent = module.kv_a_layernorm(latent).unsqueeze(1)
-    queries, shared = turn(queries, pairs=pairs._replace(start=own)), turn(shared.unsqueeze(1), pairs=pairs)
+    queries, shared = rotate(queries, shared.unsqueeze(1), cos, sin, pairs._replace(start=own), pairs)
     if past_key_values is not None:  # it keeps latents
         latent, shared = past_key_values.update(latent, shared, module.layer_idx)
     projected = module.kv_b_proj(latent).view(batch, latent.shape[2], -1, own + module.v_head_dim)

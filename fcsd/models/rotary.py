@@ -1,4 +1,4 @@
-"""Lets one kernel rotate queries and one rotate keys by the angles of their positions.
+"""Lets one kernel rotate queries and keys by the angles of their positions.
 
 transformers' attention modules call the function ``apply_rotary_pos_emb`` of their own file. It starts ten kernels. The
 forward pass here is transformers' own code, with another function under this name. Both compute the same function.
@@ -21,7 +21,7 @@ _NAME = "apply_rotary_pos_emb"
 
 
 class FusedRotary(nn.Module):
-    """An attention whose queries and keys kernels rotate; a mixin that precedes transformers' own class."""
+    """An attention whose queries and keys a kernel rotates; a mixin that precedes transformers' own class."""
 
     unfused: type[nn.Module]  # transformers' class, which ``fuse_rotary(fused=False)`` restores
 
@@ -50,13 +50,13 @@ def _rotate_both(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tup
     from fcsd.kernels.rotary import rotate  # Triton is imported only where its kernels run
 
     cos, sin = (angles[..., : angles.shape[-1] // 2] for angles in (cos, sin))  # they are given twice
-    return rotate(queries, cos, sin), rotate(keys, cos, sin)
+    return rotate(queries, keys, cos, sin)
 
 
 def fuse_rotary(model: nn.Module, arch: Arch, fused: bool = True) -> None:
-    """Let kernels rotate the queries and keys of every attention, or restore transformers' code.
+    """Let a kernel rotate the queries and keys of every attention, or restore transformers' code.
 
-    In latent attention they also put queries and keys together. The call can be repeated. It changes nothing if the
+    In latent attention, kernels also put queries and keys together. The call can be repeated. It changes nothing if the
     architecture rotates in another way.
 
     Args:

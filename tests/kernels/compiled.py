@@ -87,9 +87,10 @@ def token_rows() -> None:
 def elementwise() -> None:
     both = torch.zeros(4, 2048, dtype=torch.bfloat16).requires_grad_()
     gated.gated_silu_halves(both).sum().backward()
-    for pairs, half in ((rotary.Pairs(), 64), (rotary.Pairs(64, True, True), 32), (rotary.Pairs(64, True), 32)):
-        angles = torch.zeros(2, 1, 16, half, dtype=torch.bfloat16)
-        rotary.rotate(both.view(1, 4, 16, 128), *angles, pairs).sum().backward()
+    heads = both.view(1, 4, 16, 128)
+    for pairs, half in ((rotary.HALVES, 64), (rotary.Pairs(64, True, True), 32), (rotary.Pairs(64, True), 32)):
+        turned = rotary.rotate(heads, heads[:, :1], *torch.zeros(2, 1, 16, half, dtype=torch.bfloat16), pairs)
+        sum(x.sum() for x in turned).backward()
     keys, values = latent.expand(both.view(1, 4, 8, 256), torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16), 128)
     (keys.sum() + values.sum()).backward()
     weight = torch.zeros(4096, dtype=torch.bfloat16)

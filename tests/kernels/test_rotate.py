@@ -4,6 +4,7 @@ The kernel is compiled on a GPU and runs in Triton's interpreter elsewhere.
 """
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -27,29 +28,39 @@ def draw(batch: int, heads: int, seq: int, dim: int, rotated: int, rows: int) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "shape",
+    ("heads", "key_heads", "shape"),
     [
-        (2, 3, 5, 16, 16, 2),  # three heads in a program of four, each row with angles of its own
-        (2, 2, 3, 24, 12, 1),  # part of a head, whose half is no power of two; the same angles in all rows
-        (1, 40, 2, 256, 256, 1),  # more heads than a program holds
-        (2, 4, 0, 16, 16, 1),  # no tokens
+        (3, 1, (5, 16, 16, 2)),  # three heads in a program of four, each row with angles of its own
+        (2, 2, (3, 24, 12, 1)),  # part of a head, whose half is no power of two; the same angles in both rows
+        (20, 4, (2, 256, 256, 1)),  # more heads than a program holds
+        (4, 4, (0, 16, 16, 1)),  # no tokens
     ],
 )
 @pytest.mark.parametrize("neighbours", [(False, False), (True, True), (True, False)])
 def test_heads_and_gradients_are_those_of_torch(
-    shape: tuple[int, ...], dtype: torch.dtype, neighbours: tuple[bool, bool]
+    heads: int, key_heads: int, shape: tuple[int, int, int, int], dtype: torch.dtype, neighbours: tuple[bool, bool]
 ) -> None:
-    x, cos, sin = draw(*shape)
-    pairs = Pairs((shape[3] - shape[4]) // 2, *neighbours)
-    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    queries, cos, sin = draw(2, heads, *shape)
+    _, dim, rotated, _ = shape
+    keys = queries[:, :key_heads, :, : rotated + 2].clone()  # the kernel takes any order in memory, and another width
+    pairs = Pairs((dim - rotated) // 2, *neighbours), Pairs(0, *neighbours)
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(x.shape, generator=generator) for x in (queries, keys)]
+
+    def both(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+        return [rotate_reference(x, cos, sin, each) for x, each in zip((queries, keys), pairs, strict=True)]
+
     results: list[list[Tensor]] = []
-    for function, device, each in ((rotate_reference, "cpu", torch.float64), (rotate, DEVICE, dtype)):
+    for function, device, each in (
+        (both, "cpu", torch.float64),
+        (partial(rotate, pairs=pairs[0], of_keys=pairs[1]), DEVICE, dtype),
+    ):
         # The exact values are those of inputs that are rounded to ``dtype``.
-        inputs, *rest = (t.to(dtype).to(device, each) for t in (x, cos, sin, upstream))
-        inputs.requires_grad_()
-        out = function(inputs, *rest[:2], pairs)
-        assert out.stride() == inputs.stride() or device == "cpu"
-        results.append([t.detach().cpu().double() for t in (out, *torch.autograd.grad(out, inputs, rest[2]))])
+        inputs = [x.to(dtype).to(device, each).requires_grad_() for x in (queries, keys)]
+        out = function(*inputs, *(x.to(dtype).to(device, each) for x in (cos, sin)))
+        gradients = torch.autograd.grad(out, inputs, [x.to(dtype).to(device, each) for x in upstream])
+        results.append([x.detach().cpu().double() for x in (*out, *gradients)])
+    assert all(x.transpose(1, 2).is_contiguous() for x in out)
     rounding = 2**-7 if dtype == torch.bfloat16 else 1e-5  # bf16 has 8 bits, and Triton's interpreter truncates
     for exact, found in zip(*results, strict=True):
         torch.testing.assert_close(found, exact, rtol=rounding, atol=rounding)
@@ -71,10 +82,9 @@ def test_the_reference_is_the_functions_of_transformers() -> None:
 def test_heads_that_are_part_of_a_tensor_and_gradients_in_another_order() -> None:
     x, cos, sin = (t.to(DEVICE) for t in draw(2, 4, 3, 32, 16, 1))
     part = x[..., 8:24].detach().requires_grad_()
-    out = rotate(part, cos, sin)
-    torch.testing.assert_close(out, rotate_reference(part, cos, sin))
-    upstream = torch.randn(2, 16, 3, 4, device=DEVICE).permute(
-        0, 3, 2, 1
-    )  # neighbours in a head are not neighbours here
-    found, expected = (torch.autograd.grad(f(part, cos, sin), part, upstream)[0] for f in (rotate, rotate_reference))
-    torch.testing.assert_close(found, expected)
+    upstream = torch.randn(2, 16, 3, 4, device=DEVICE).permute(0, 3, 2, 1)  # a head's dimensions are not neighbours
+    found, expected = rotate(part, part, cos, sin), rotate_reference(part, cos, sin)
+    for each in found:
+        torch.testing.assert_close(each, expected)
+    (gradient,) = torch.autograd.grad(found, part, (upstream, upstream))
+    torch.testing.assert_close(gradient, 2 * torch.autograd.grad(expected, part, upstream)[0])

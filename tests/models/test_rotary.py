@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from test_norms import DEVICE, run
+from torch import Tensor
 
 from fcsd.kernels import rotary as kernel
 from fcsd.models.archs import ARCHS
@@ -55,15 +56,18 @@ def test_latent_attention_reads_its_cache(arch: str, changes: dict[str, Any]) ->
 
 def test_the_kernel_rotates_and_a_compiler_sees_the_code_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model("glm4_moe").to(DEVICE)
-    calls: list[int] = []
-    monkeypatch.setattr(
-        kernel, "rotate", lambda x, cos, sin: calls.append(x.shape[1]) or kernel.rotate_reference(x, cos, sin)
-    )
+    calls: list[tuple[int, int]] = []
+
+    def counted(queries: Tensor, keys: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
+        calls.append((queries.shape[1], keys.shape[1]))
+        return tuple(kernel.rotate_reference(x, *angles) for x in (queries, keys))
+
+    monkeypatch.setattr(kernel, "rotate", counted)
     fuse_rotary(model, arch_of(model.config))
     ids = tiny.tokens().to(DEVICE)
     model(ids)
     config = model.config
-    assert calls == [config.num_attention_heads, config.num_key_value_heads] * config.num_hidden_layers
+    assert calls == [(config.num_attention_heads, config.num_key_value_heads)] * config.num_hidden_layers
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     model(ids)
-    assert len(calls) == 2 * config.num_hidden_layers
+    assert len(calls) == config.num_hidden_layers
