@@ -101,9 +101,9 @@ class Parallel(Section):
     """The formats of the rows that processes exchange. By default all rows are bf16. With `ep_size: 1` nothing is sent,
     but rows are rounded in the same way, so the effect on training can be studied on one GPU."""
     fused: bool = True
-    """On GPUs: compute each norm in one kernel, and move rows to and from experts by one kernel in each direction. With
-    `ep_size: 1` the product inside each gated MLP and each routed expert is one kernel, too. This is faster and takes
-    less memory, and results differ from the unfused ones by rounding."""
+    """On GPUs: compute each norm in one kernel, rotate queries and keys by one, and move rows to and from experts by
+    one kernel in each direction. With `ep_size: 1` the product inside each gated MLP and each routed expert is one
+    kernel, too. This is faster and takes less memory, and results differ from the unfused ones by rounding."""
     dedup: Literal["off", "rank", "node", "auto"] = "off"
     """With `ep_size` above 1: how often the row of a token is sent if several of its experts are in one place. `off`
     sends it once for each expert, `rank` once to each process that holds any of them, and `node` once to each node,

@@ -26,11 +26,11 @@ PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s of an H200 without sparsity, fr
 # Share of the peak that forward and backward passes reach: (experts are divided, dtype) -> share. The shares in bf16
 # were fitted: with divided experts to nine runs of three models on two and four H200s, without them to eight runs of
 # a dense model and a mixture of experts on one H200. The shares in fp32 are assumed.
-SHARE = {(True, "bf16"): 0.435, (False, "bf16"): 0.486, (True, "fp32"): 0.35, (False, "fp32"): 0.50}
+SHARE = {(True, "bf16"): 0.432, (False, "bf16"): 0.510, (True, "fp32"): 0.35, (False, "fp32"): 0.50}
 
 # Seconds of the device for each micro-batch, with any number of tokens: by how much a step of eight micro-batches of
 # one row is longer than a step of one with eight rows, in a dense model and in a mixture of experts.
-MICRO_BATCH = 12.3e-3
+MICRO_BATCH = 10.7e-3
 
 # Time of attention with a mask, divided by the time of causal attention over the whole row without a mask. It was
 # fitted to two pairs of runs with a mask and without; they say 2.9 and 5.1.
@@ -40,23 +40,23 @@ MASKED_ATTENTION = 3.9
 # passes. The value does not depend on the number of tokens. No run of a dense model was limited by the host; its value
 # is the shortest time that any pass took, and therefore an upper bound. The other two were fitted to runs of one model
 # each. The host varies: the same code took up to twice as long beside other work.
-LAUNCH = {"dense": 1.14e-3, "experts": 2.7e-3, "divided experts": 5.6e-3}
+LAUNCH = {"dense": 1.05e-3, "experts": 1.64e-3, "divided experts": 5.6e-3}
 
 # The same with ``train.graph``: the whole step of the bundled model, which the device limits at least in part. It is
 # therefore an upper bound.
-GRAPH = 0.664e-3
+GRAPH = 0.624e-3
 
 # Seconds of the device for each value of the residual stream that passes through a layer, a backward pass counted as
 # two. Small models are limited by this, because they do little arithmetic for each value. Fitted to a run of the
 # bundled model, with a width of 128.
-TRAFFIC = 1.05e-10
+TRAFFIC = 1.01e-10
 
 # Seconds for each parameter that a GPU updates: its gradient is reduced, AdamW runs, and the weights are gathered.
 # The runs computed the norm of the gradients as DeepSpeed does, which takes longer than today's.
 UPDATE = 33e-12
 
 # The same for one process that updates its weights without ZeRO: the kernel of the update in two traced steps.
-UPDATE_ALONE = 7.1e-12
+UPDATE_ALONE = 6.92e-12
 
 # Seconds in addition for each parameter with bf16 moments, which are converted to fp32, rounded and stored. It was
 # measured in one run.

@@ -239,6 +239,65 @@ def test_steps_beside_those_of_public_trainers(page: str, raw: Raw) -> None:
             assert row[5] == f"{100 * stored['batch_tokens'] / seconds / stored['bound']:.1f}"
 
 
+def test_steps_with_rotations_in_one_kernel(page: str, raw: Raw) -> None:
+    table = rows(page, "Rotations in one kernel")
+    steps: dict[str, float] = {}
+    for shape, code, file in (
+        ("dense-1.5b", "before", "dense_rotated_before"),
+        ("dense-1.5b", "two kernels", "dense_rotated"),
+        ("dense-1.5b", "today's, another call", "dense_one_launch"),
+        ("five layers of V2-Lite", "before", "moe_rotated_before"),
+        ("five layers of V2-Lite", "today's", "moe_one_launch"),
+    ):
+        stored = raw(f"baselines_{file}_1xh200")
+        seconds = {
+            side: median(turn["seconds"] for turn in stored["turns"] if turn["side"] == side)
+            for side in ("fcsd", "loop-liger")
+        }
+        ours, peak = seconds["fcsd"], max(turn["peak"] for turn in stored["turns"] if turn["side"] == "fcsd")
+        before = "" if "another" in code else "1" if code == "before" else f"{steps[shape] / ours:.3f}"
+        steps.setdefault(shape, ours)
+        speed = f"{stored['batch_tokens'] / ours:,.0f}".replace(",", " ")
+        ratio, above = seconds["loop-liger"] / ours, (peak - stored["held"]) / GIB
+        assert [shape, code, f"{1000 * ours:.1f}", speed, before, f"{ratio:.3f}", f"{above:.1f}"] in table
+    for file, gain in (("dense_rotated", "1.26x"), ("moe_rotated", "1.49x")):
+        turns = raw(f"baselines_{file}_1xh200")["turns"]
+        ours, plain = (
+            median(turn["seconds"] for turn in turns if turn["side"] == side) for side in ("fcsd", "fcsd-plain")
+        )
+        assert f"{plain / ours:.2f}x" == gain and f"{1000 * plain:.1f} ms" in page
+
+
+def test_the_bundled_model_compiled_and_with_rotations_in_one_kernel(page: str, raw: Raw) -> None:
+    table, stored = rows(page, "The whole distillation step"), raw("distill_bundled_rotated_1xh200")
+
+    def speed(run: Any) -> str:
+        return f"{run['tokens_per_second']:,.0f}".replace(",", " ")
+
+    for name, run in (("graph", "train.graph: true"), ("compile", "train.compile: true"), ("graphcompile", "both")):
+        found = stored["compiled"][name]
+        assert max(found["waited_for_data"].values()) <= 0.0003 and len(found["waited_for_data"]) == 21
+        assert [run, "131 072", speed(found), f"{found['loss']:.4f}", f"{found['peak_memory_gib']:.1f}"] in table
+    for name, run in (("plain", "without graph"), ("graph", "train.graph: true")):
+        old, new = stored["before"][name], stored["now"][name]
+        gain = f"{new['tokens_per_second'] / old['tokens_per_second']:.2f}"
+        losses = [f"{one['loss']:.4f}" for one in (old, new)]
+        assert [run, "32 768", speed(old), speed(new), gain, *losses] in table
+
+
+def test_prefill_with_rotations_in_one_kernel(page: str, raw: Raw) -> None:
+    table, calls = rows(page, "fcsd's inference engine"), raw("infer_rotated_1xh200")
+    for shape, name in (("llama", "Llama-3 70B"), ("v2lite", "V2-Lite")):
+        for at, batch in enumerate((1, 64)):
+            cells = [name, str(batch)]
+            for call in ("third call", "fourth call"):
+                was, now = (calls[call][f"{shape}_{code}"]["rows"][at] for code in ("was", "now"))
+                form = ".0f" if was["prefill_ms"] > 1000 else ".1f"
+                cells += [format(one["prefill_ms"], form) for one in (was, now)]
+                cells.append(f"{was['prefill_ms'] / now['prefill_ms']:.3f}")
+            assert cells in table
+
+
 def test_the_speed_of_formats(page: str, raw: Raw) -> None:
     table, (now, before) = rows(page, "Formats of the wire"), map(raw, ("formats_launches_h200", "formats_h200"))
     shares, checked = now["formats"], 0
@@ -254,6 +313,25 @@ def test_the_speed_of_formats(page: str, raw: Raw) -> None:
     moved |= {name: [now["moves_before_ms"][name], now["moves_ms"][name]] for name in now["moves_before_ms"]}
     written = [row[2:] for row in table if len(row) == 7 and row[1] in ("", "before", "now") and row[2][0].isdigit()]
     assert written == [[f"{time:.3f}" for time in each.values()] for both in moved.values() for each in both]
+
+
+def test_the_speed_of_formats_with_spikes_and_integer_scales(page: str, raw: Raw) -> None:
+    table = rows(page, "Spikes and integer scales again")
+    now, before = (raw(name)["formats"] for name in ("formats_places_h200", "formats_places_before_h200"))
+    assert not raw("formats_places_h200")["different"]
+    for name, at in now.items():
+        shares = before[name]["share"], at["encode_share"], at["decode_share"], at["share"]
+        assert [name, *(f"{100 * share:.0f}" for share in shares)] in table
+        assert (at["share"] >= 0.8) == (":sr" not in name)
+    sweep = raw("formats_registers_h200")
+    found = [dict(zip(sweep["columns"], one, strict=True)) for one in sweep["found"]]
+    for kernel in {(one["format"], one["way"]) for one in found}:
+        best = {limit: 0.0 for limit in (False, True)}
+        for one in found:
+            if (one["format"], one["way"]) == kernel:
+                limit = one["maxnreg"] is not None
+                best[limit] = max(best[limit], one["share"])
+        assert best[True] <= best[False], kernel
 
 
 def test_the_all_reduce_between_two_ranks_on_one_gpu(page: str, raw: Raw) -> None:

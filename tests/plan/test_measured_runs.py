@@ -251,7 +251,7 @@ def test_constants_of_the_update_are_measured() -> None:
     assert 8 * updated / (seconds["moments"] - seconds["fp32"]) == pytest.approx(BUS, rel=0.02)
 
     alone = []
-    for name in ("baselines_dense_1xh200", "baselines_moe_1xh200"):
+    for name in ("baselines_dense_one_launch_1xh200", "baselines_moe_one_launch_1xh200"):
         traced = next(turn for turn in read(name)["turns"] if turn["side"] == "fcsd" and turn["kernels"])
         kernel = sum(milliseconds for kernel, _, milliseconds in traced["kernels"] if kernel == "_update_kernel")
         alone.append(kernel / 1e3 / from_file(name).updated)
