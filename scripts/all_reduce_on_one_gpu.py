@@ -14,12 +14,12 @@ import json
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fcsd.bench.out_file import out_file
 from fcsd.bench.timing import on_gpu
 from fcsd.kernels.all_reduce import launch, programs_quantised
 from fcsd.kernels.all_reduce.memory import Shape, memory_of, room_bytes, rooms_of, total_bytes
@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--formats", nargs="+", default=["int8", "int5", "int4"])
     parser.add_argument("--mib", type=float, nargs="+", default=[256, 64, 16])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=out_file)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("all_reduce_on_one_gpu.py times kernels on a GPU, and this machine has none")

@@ -17,7 +17,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from fcsd.bench import all_reduce_ways
 from fcsd.bench.all_reduce_ways import Way
+from fcsd.bench.out_file import out_file
 from fcsd.bench.timing import Timing, timings
 from fcsd.kernels.all_reduce.memory import BLOCKS
 from fcsd.kernels.bit_split import Format
@@ -161,7 +161,7 @@ def main() -> None:
     )
     parser.add_argument("--plain", action="store_true", help="leave out quantised reductions in steps")
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--out", type=Path, help="JSON file, which is written again after each size")
+    parser.add_argument("--out", type=out_file, help="JSON file, which is written again after each size")
     arguments = parser.parse_args()
     world = join_world()
     given = {name: value for name, value in vars(arguments).items() if name not in ("mib", "out")}

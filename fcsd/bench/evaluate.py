@@ -23,6 +23,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
+from fcsd.bench.out_file import out_file
 from fcsd.eval.engines.adapter import HFAdapter
 
 # task -> (choices, tokens of the context, tokens of a choice). A choice of one token is a letter. A negative number
@@ -214,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=128, help="per generation task")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--share", type=float, default=0.1, help="of the items that are compared in fp32")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=out_file)
     options = parser.parse_args(arguments)
 
     torch.manual_seed(0)

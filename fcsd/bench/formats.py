@@ -17,12 +17,12 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fcsd.bench.out_file import out_file
 from fcsd.bench.timing import on_gpu
 from fcsd.kernels import rows as token_rows
 from fcsd.kernels.bit_split import Draws, Format, kernels, reference
@@ -205,7 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sweep", action="store_true", help="also time other launch parameters than the default")
     parser.add_argument("--moves", action="store_true", help="also time the kernels that move rows")
-    parser.add_argument("--out", type=Path, help="JSON file to write the figures to")
+    parser.add_argument("--out", type=out_file, help="JSON file to write the figures to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("fcsd.bench.formats compares kernels on a GPU, and this machine has none")

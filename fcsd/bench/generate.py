@@ -18,6 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 from fcsd.bench.evaluate import HFLM_BATCH, PROMPTS, Items, answers, build, flips, lm_eval_model, prompt_items, words_of
+from fcsd.bench.out_file import out_file
 from fcsd.eval.engines.adapter import BATCHES, GRAPHS, SLOTS, HFAdapter
 
 SHORT = next(iter(PROMPTS))
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=128, help="per task")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=60.0, help="after which nothing more is started")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=out_file)
     options = parser.parse_args(arguments)
 
     clock = Clock(options.seconds)

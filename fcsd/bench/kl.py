@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fcsd.bench.out_file import out_file
 from fcsd.bench.timing import on_gpu
 from fcsd.kernels.fused_kl import Tuning, kl_divergence
 from fcsd.kernels.vocabulary import Launch, divergence, log_sum_exp_parts
@@ -280,7 +280,7 @@ def line(row: Timing) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tune", action="store_true", help="time chunk sizes and launches instead of comparing")
-    parser.add_argument("--out", type=Path, help="write all rows as JSON")
+    parser.add_argument("--out", type=out_file, help="write all rows as JSON")
     parser.add_argument("--seconds", type=float, default=200, help="start no new shape after this")
     parser.add_argument("--liger-seconds", type=float, default=140, help="leave Liger out after this (it compiles)")
     options = parser.parse_args()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fcsd.bench.out_file import out_file
 from fcsd.plan.setup import GIB
 
 SIZES = ("peak", "gpu", "host")
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the files of runs, prints the table, and writes the comparison as JSON."""
     parser = argparse.ArgumentParser(description="Compare runs of `fcsd bench memory` by the optimizer's setting.")
     parser.add_argument("files", nargs="+", type=Path, help="JSON files that `fcsd bench memory --out` wrote")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--out", type=out_file, required=True, help="JSON file to write")
     options = parser.parse_args(arguments)
     settings = compare(options.files)
     options.out.write_text(json.dumps(settings, indent=1) + "\n")

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcsd.bench import expert_rows
+from fcsd.bench.out_file import out_file
 from fcsd.bench.timing import together
 from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot
@@ -157,7 +158,7 @@ def main() -> None:
     parser.add_argument("--wire", nargs="+", metavar="FORMAT", help="time rows to experts in these formats")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of each rank, for --wire")
     parser.add_argument("--repeats", type=int, default=20, help="for --wire")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=out_file)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("fcsd.bench.transports times exchanges between GPUs, and this machine has none")

@@ -70,4 +70,5 @@ def fuse_rotary(model: nn.Module, arch: Arch, fused: bool = True) -> None:
 
 def _rotates(module: nn.Module) -> bool:
     """Whether a module calls ``apply_rotary_pos_emb`` in its forward pass."""
-    return _NAME in getattr(type(module).forward, "__code__", _rotates.__code__).co_names
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and _NAME in code.co_names

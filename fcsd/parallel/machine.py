@@ -61,8 +61,8 @@ class Machine(_Part):
     for NCCL, on four H200s."""
     copy_tb_per_s: _Above = 4.26
     """The rate at which a kernel of the GPU reads and writes memory, in 10^12 bytes per second for both together."""
-    codec: Annotated[float, Field(gt=0, le=1)] = 0.54
-    """The share of that rate that the kernels reach which encode and decode rows."""
+    codec: Annotated[float, Field(gt=0, le=1)] = 0.88
+    """The share of that rate that the kernels reach which encode and decode rows: that of INT8 on an H200."""
     measured: dict[str, Any] | None = None
     """What `fcsd bench links` measured, and where. A prediction does not read it."""
 

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from fcsd.bench.hierarchy import measure, placements, tables
 from fcsd.bench.hierarchy.model import Model, machine_of
 from fcsd.bench.hierarchy.routing import Routing
+from fcsd.bench.out_file import out_file
 from fcsd.disk import write_text
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
@@ -144,12 +145,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--node-size", type=int, default=2)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--machine", type=Path, help="write a machine file, for parallel.machine and fcsd plan")
+    parser.add_argument("--out", type=out_file)
+    parser.add_argument("--machine", type=out_file, help="write a machine file, for parallel.machine and fcsd plan")
     arguments = parser.parse_args()
-    for path in (arguments.out, arguments.machine):
-        if path is not None and not path.absolute().parent.is_dir():
-            parser.error(f"the directory of {path} does not exist; create it first")
     process_settings.set_defaults(os.environ)
     world = join_world()
     sizes = measure.Sizes() if world.device.type == "cuda" else SMALL

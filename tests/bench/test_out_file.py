@@ -1,0 +1,35 @@
+"""A benchmark that cannot write its figures says so before it measures."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = [
+    "all_reduce",
+    "evaluate",
+    "formats",
+    "generate",
+    "hierarchy.__main__",
+    "kl",
+    "memory_settings",
+    "transports",
+]
+
+
+@pytest.mark.parametrize("module", [*(f"fcsd.bench.{name}" for name in BENCHMARKS), "scripts.all_reduce_on_one_gpu"])
+def test_a_file_that_cannot_be_written_is_refused_at_once(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = importlib.import_module(module).main
+    for path, message in (
+        (tmp_path / "missing" / "out.json", "does not exist; create it first"),
+        (tmp_path, "is a directory; name a file in it"),
+    ):
+        monkeypatch.setattr(sys, "argv", [module, "--out", str(path)])
+        with pytest.raises(SystemExit) as refused:
+            main()
+        said = capsys.readouterr().err
+        assert refused.value.code == 2 and message in said and str(path) in said
+    assert not any(tmp_path.iterdir())
