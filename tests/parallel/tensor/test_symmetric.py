@@ -10,8 +10,9 @@ from ranks import on_ranks
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from fcsd.kernels.all_reduce import launch
 from fcsd.kernels.bit_split import Format
-from fcsd.parallel.tensor import choice
+from fcsd.parallel.tensor import choice, symmetric
 from fcsd.parallel.tensor.reduce import Kind, reduce
 from fcsd.parallel.tensor.simulated import simulate_all_reduce
 from fcsd.parallel.tensor.symmetric import shape_of
@@ -95,3 +96,23 @@ def test_auto_takes_what_was_measured_as_the_fastest_and_nccl_elsewhere(monkeypa
     assert [chosen(size) for size in (8192, 2**21, 2**21 + 1)] == ["symmetric", "symmetric", "nccl"]
     # A dtype that the kernels do not sum, GPUs that were not measured, and GPUs that cannot access each other's memory.
     assert {chosen(8192, torch.float64), chosen(8192, ranks=4), chosen(8192, window=None)} == {"nccl"}
+
+
+@pytest.mark.parametrize("has_rooms", [True, False])
+def test_messages_above_4_mib_take_the_kernels_whose_blocks_wait_twice(
+    has_rooms: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU is a double: its stream, its memory and the launches."""
+    called: list[str] = []
+    for name in ("all_reduce", "all_reduce_large", "all_reduce_quantised", "all_reduce_quantised_large"):
+        monkeypatch.setattr(launch, name, lambda *_, name=name: called.append(name))
+    memory, rooms = SimpleNamespace(size=2), "rooms" if has_rooms else None
+    window: Any = SimpleNamespace(stream=None, memory=memory, rooms=lambda group: rooms)
+    monkeypatch.setattr(symmetric, "OnStream", lambda stream, tensor, start: start())
+    monkeypatch.setattr(symmetric, "window_of", lambda group: window)
+    for number in (2**21, 2**21 + 1):  # bf16 values: 4 MiB, and one more
+        x = torch.empty(number, 1, dtype=torch.bfloat16)
+        symmetric.all_reduce(x, None)
+        symmetric.all_reduce_quantised(x, Format.parse("int8"), window, None)
+    large = "_large" if has_rooms else ""
+    assert called == ["all_reduce", "all_reduce_quantised", f"all_reduce{large}", f"all_reduce_quantised{large}"]
