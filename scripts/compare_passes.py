@@ -17,12 +17,12 @@ import argparse
 import json
 import statistics
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fcsd.bench.out_file import out_file
 from fcsd.config import Objective
 from fcsd.distill.engine import Student
 from fcsd.distill.graphs import FixedPasses
@@ -106,7 +106,7 @@ def compared(left: list[dict[str, Tensor]], right: list[dict[str, Tensor]]) -> l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=out_file)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--seq", type=int, default=128)

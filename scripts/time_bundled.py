@@ -20,20 +20,21 @@ from typing import Any
 import torch
 
 from fcsd import convert_checkpoint, load_recipe
+from fcsd.bench.out_file import out_file
 from fcsd.distill.loop import distill_model
 from fcsd.launch.environment import snapshot
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=out_file)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("runs", nargs="+", metavar="NAME[:SETTING,...]")
     options = parser.parse_args()
-    results: dict[str, Any] = {"environment": snapshot(), "options": vars(options) | {"out": str(options.out)}}
+    results: dict[str, Any] = {"environment": snapshot(), "options": vars(options) | {"out": options.out.name}}
     with tempfile.TemporaryDirectory() as folder:
         student = Path(folder, "student")
         convert_checkpoint("assets/teacher", student, wiring="farskip")

@@ -52,7 +52,21 @@ TIMED = (
     "int2:g128:sr:clip0.6",
 )
 
-SWEPT = ("int8", "int6", "int5", "int4", "int4:g128", "int2:g32:sr", "int5:g128:sr", "int3:g128:sr")
+SWEPT = (
+    "int8",
+    "int8:int",
+    "int6",
+    "int6:int",
+    "int5",
+    "int5:g128:sr",
+    "int4",
+    "int4:g128",
+    "int4:g32:int",
+    "int4:g128:sr",
+    "int3:g128:sr",
+    "int2:g32:sr",
+    "int2:g128:sr:clip0.6",
+)
 LAUNCHES = [
     kernels.Launch(values, parts, warps)
     for values, parts, warps in product((1024, 2048, 4096), (1, 2, 4, 8), (1, 2, 4))

@@ -13,6 +13,7 @@ from scripts.capability.models import Models, pm
 from scripts.capability.results import read_lines
 from scripts.capability.scores import Scores, scores_of
 
+from fcsd.kernels.bit_split import Format, kernels
 from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.placing.search import greedy
 
@@ -332,6 +333,12 @@ def test_the_speed_of_formats_with_spikes_and_integer_scales(page: str, raw: Raw
                 limit = one["maxnreg"] is not None
                 best[limit] = max(best[limit], one["share"])
         assert best[True] <= best[False], kernel
+    for one in found:
+        format = Format.parse(one["format"])
+        taken = (kernels.launch_of_encode if one["way"] == "encode" else kernels.launch_of_decode)(format)
+        if (one["values"], one["parts"], one["warps"], one["maxnreg"]) == (*taken, None):
+            same = [each for each in found if (each["format"], each["way"]) == (one["format"], one["way"])]
+            assert one["share"] >= max(each["share"] for each in same) - 0.04
 
 
 def test_the_all_reduce_between_two_ranks_on_one_gpu(page: str, raw: Raw) -> None:

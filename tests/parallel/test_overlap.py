@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fcsd.errors import ConfigError
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, decoder_layers, unwired, wire
+from fcsd.models.latent import FusedLatentAttention
 from fcsd.models.wiring import WiredLayer, Wiring
 from fcsd.parallel.deferred import Exchange
 from fcsd.parallel.expert.autoep import allow_string_keys, expert_parallel_config, shard_experts
@@ -155,6 +156,10 @@ def _fused(rank: int) -> list[str]:
         results = []
         for fused in (False, True):
             overlap(model, FARSKIP, fused=fused)
+            if (arch == "deepseek_v2" and fused) != any(
+                isinstance(part, FusedLatentAttention) for part in model.modules()
+            ):
+                problems.append(f"{arch}, fused {fused}: the kernels of latent attention")
             results.append(_run(model, [ids]))
         for wiring in (WIRINGS[-1], FARSKIP):
             _compare(model, wiring, [ids], f"{arch} fused", problems, fused=True)
