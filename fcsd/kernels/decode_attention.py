@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 _BLOCK_BYTES = 128  # bytes of one column of the keys that a program reads at once: 64 keys in bf16, 32 in fp32
 _MOST_PARTS = 128  # a program of the second kernel holds all parts of a head in registers
+_MOST_COLUMNS = 128  # of the values, in a program of the second kernel
 _PROGRAMS = 4  # programs for each multiprocessor, if there are enough keys; not tuned
 
 
@@ -56,7 +57,7 @@ def decode_attention(
     (rows, heads, size), (_, shared, keys, value_size) = query.shape, value.shape
     pairs, group, block = rows * shared, heads // shared, _BLOCK_BYTES // key.element_size()
     if parts is None:
-        parts = _usual_parts(pairs, -(-keys // block), query.device)
+        parts = usual_parts(pairs, -(-keys // block), query.device)
     ranges = ranges.expand(rows, 2)
     maxima, sums = query.new_empty(2, rows, heads, parts, dtype=torch.float32)
     partial = query.new_empty(rows, heads, parts, value_size, dtype=torch.float32)
@@ -64,13 +65,12 @@ def decode_attention(
     strides = (*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], ranges.stride(0))
     factor = scale * math.log2(math.e)  # the kernels compute powers of 2
     given: tuple[Any, ...] = (query, key, value, ranges, maxima, sums, partial, *strides, shared, factor)
-    values: dict[str, Any] = {"VALUE_SIZE": value_size, "VALUE_COLUMNS": _padded(value_size)}
-    sizes = {"GROUP": group, "MEMBERS": _padded(group), "SIZE": size, "COLUMNS": _padded(size), **values}
+    values: dict[str, Any] = {"VALUE_SIZE": value_size, "VALUE_COLUMNS": padded(value_size)}
+    sizes = {"GROUP": group, "MEMBERS": padded(group), "SIZE": size, "COLUMNS": padded(size), **values}
     blocks = {"KEYS": block, "num_stages": 2}  # a block is loaded while the one before it is computed
-    all_parts = {"PARTS": _padded(parts), **values}
     with torch.cuda.device_of(query):
         _parts_kernel[(pairs, parts)](*given, **sizes, **blocks)
-        _sum_kernel[(rows * heads,)](maxima, sums, partial, out, parts, **all_parts)
+    combine(maxima, sums, partial, out)
     return out
 
 
@@ -95,13 +95,33 @@ def attend(
     return decode_attention(query[:, :, 0], key, value, attention_mask[:, 0, 0], options["scaling"])[:, None], None
 
 
-def _usual_parts(pairs: int, blocks: int, device: torch.device) -> int:
-    """As many parts as occupy all multiprocessors, but no more than there are blocks of keys."""
+def usual_parts(pairs: int, blocks: int, device: torch.device) -> int:
+    """As many parts as occupy all multiprocessors, but no more than there are blocks of keys.
+
+    Args:
+        pairs: how many programs each part has.
+        blocks: how many blocks of keys a row has.
+    """
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return min(-(-_PROGRAMS * processors // pairs), blocks, _MOST_PARTS)
 
 
-def _padded(side: int) -> int:
+def combine(maxima: Tensor, sums: Tensor, partial: Tensor, out: Tensor) -> None:
+    """Write the attention of each head, from that to each part of the keys, into ``out [rows, heads, value size]``.
+
+    Args:
+        maxima: the highest score of each part as a power of 2, ``[rows, heads, parts]`` in fp32; -inf without keys.
+        sums: the sums of the weights relative to it, ``[rows, heads, parts]`` in fp32.
+        partial: the sums of the weighted values, ``[rows, heads, parts, value size]`` in fp32.
+    """
+    (rows, heads, parts), value_size = sums.shape, out.shape[2]
+    columns = min(padded(value_size), _MOST_COLUMNS)
+    sizes: dict[str, Any] = {"PARTS": padded(parts), "VALUE_SIZE": value_size, "VALUE_COLUMNS": columns}
+    with torch.cuda.device_of(out):
+        _sum_kernel[(rows * heads, -(-value_size // columns))](maxima, sums, partial, out, parts, **sizes)
+
+
+def padded(side: int) -> int:
     """The side of a matrix that ``tl.dot`` takes: a power of two, and at least 16."""
     return max(16, 1 << (side - 1).bit_length())
 
@@ -163,7 +183,7 @@ def _sum_kernel(
     maxima, sums, partial, out, parts, PARTS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_COLUMNS: tl.constexpr
 ):
     head = tl.program_id(0).to(tl.int64)
-    part, value_column = tl.arange(0, PARTS), tl.arange(0, VALUE_COLUMNS)
+    part, value_column = tl.arange(0, PARTS), tl.program_id(1) * VALUE_COLUMNS + tl.arange(0, VALUE_COLUMNS)
     top = tl.load(maxima + head * parts + part, mask=part < parts, other=float("-inf"))
     weight = tl.exp2(top - tl.max(top, 0))
     total = tl.sum(weight * tl.load(sums + head * parts + part, mask=part < parts, other=0.0), 0)

@@ -15,6 +15,9 @@ from transformers.integrations import moe
 
 from .class_swap import swap_classes
 
+# Pairs of tokens and experts up to which kernels read each weight once; at most ``few_experts.MOST_PAIRS``.
+_FEW = 1024
+
 
 class FusedExperts(nn.Module):
     """Routed experts whose rows kernels move; a mixin that precedes transformers' own class."""
@@ -30,8 +33,13 @@ class FusedExperts(nn.Module):
             top_k_index: int64 ``[tokens, top_k]``, the experts of each token.
             top_k_weights: ``[tokens, top_k]``, their weights.
         """
-        if torch.compiler.is_compiling():  # a compiler fuses transformers' own code
-            return self.unfused.forward(self, hidden_states, top_k_index, top_k_weights)
+        if not torch.is_grad_enabled() and top_k_index.numel() <= _FEW:
+            from fcsd.kernels.few_experts import few_experts  # Triton is imported only where its kernels run
+
+            return few_experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
+        # A compiler fuses transformers' own code, and only that knows of experts on other ranks.
+        if torch.compiler.is_compiling() or getattr(self, "_is_expert_parallel", False):
+            return super().forward(hidden_states, top_k_index, top_k_weights)
         return fused_experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
 
 

@@ -25,8 +25,20 @@ class FusedLatentAttention(nn.Module):
             kwargs: what transformers passes, ``position_embeddings`` among it.
         """
         if torch.compiler.is_compiling():  # a compiler fuses transformers' own code
-            return self.unfused.forward(self, hidden_states, **kwargs)
+            return super().forward(hidden_states, **kwargs)
         return _attend(self, hidden_states, **kwargs)
+
+    def expand_kv(self: Any, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """As transformers' own class: latents and shared parts of keys ``[batch, 1, seq, dimensions]`` to keys and values
+        of every head, ``[batch, heads, seq, dimensions]``.
+        """
+        if torch.compiler.is_compiling():
+            return super().expand_kv(latent, shared)  # pyright: ignore[reportAttributeAccessIssue]
+        from fcsd.kernels.latent import expand  # Triton is imported only where its kernels run
+
+        own = self.qk_nope_head_dim
+        projected = self.kv_b_proj(latent).view(latent.shape[0], latent.shape[2], -1, own + self.v_head_dim)
+        return expand(projected, shared, own)
 
 
 def _attend(
@@ -37,7 +49,6 @@ def _attend(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    from fcsd.kernels.latent import expand  # Triton is imported only where its kernels run
     from fcsd.kernels.rotary import Pairs, rotate
 
     batch, seq, _ = hidden_states.shape
@@ -59,8 +70,7 @@ def _attend(
     queries, shared = rotate(queries, shared.unsqueeze(1), cos, sin, pairs._replace(start=own), pairs)
     if past_key_values is not None:  # it keeps latents
         latent, shared = past_key_values.update(latent, shared, module.layer_idx)
-    projected = module.kv_b_proj(latent).view(batch, latent.shape[2], -1, own + module.v_head_dim)
-    keys, values = expand(projected, shared, own)
+    keys, values = module.expand_kv(latent, shared)
 
     eager = sys.modules[type(module).__module__].eager_attention_forward
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)

@@ -6,7 +6,8 @@ token needs no repetition: the query heads of one key-value head take the place 
 query heads for each, head size]``. transformers 5.23 does the same by itself. torch's kernel for this reads all keys up
 to the width of the step, and one program reads all keys of a slot and key-value head.
 
-``split`` stands for the kernel of ``fcsd.kernels.decode_attention``, which divides the keys of a slot between programs.
+``split`` stands for the kernel of ``fcsd.kernels.decode_attention``, which divides the keys of a slot between programs,
+and for ``latent_steps`` in models with latent attention.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fcsd.models.build import decoder_layers
+from fcsd.serve.latent_steps import attend_to_latents, keep_latents
 
 GROUPED, SPLIT = "grouped", "split"
 ORDINARY = "sdpa"
@@ -60,20 +64,24 @@ def attention_of_step(model: PreTrainedModel, kind: str) -> Iterator[None]:
     """Inside the block, a model whose attention is ``sdpa`` uses another one; every other model stays as it is.
 
     Args:
-        kind: ``grouped`` for ``attend``, or ``split`` for ``decode_attention.attend``, which takes ranges as masks.
+        kind: ``grouped`` for ``attend``, or ``split`` for ``decode_attention.attend`` and ``attend_to_latents``, which
+            take ranges as masks.
     """
     config: Any = model.config.get_text_config()
     if config._attn_implementation != ORDINARY:
         assert kind == GROUPED, "other attention does not take ranges"
         yield
         return
-    function = attend
+    name, function, layers = f"fcsd_{kind}", attend, ()
     if kind == SPLIT:
         from fcsd.kernels.decode_attention import attend as function  # Triton is imported only where its kernels run
-    name = f"fcsd_{kind}"
+
+        layers = decoder_layers(model)
+        function = attend_to_latents if keep_latents(layers) else function
     AttentionInterface.register(name, function)
     config._attn_implementation = name
     try:
         yield
     finally:
         config._attn_implementation = ORDINARY
+        keep_latents(layers, kept=False)

@@ -5,8 +5,8 @@ the sum of the residual stream and the outputs that this norm reads.
 never inside of what is compiled, so no compiler can move its start or its wait. All layers of a kind share one compiled
 function: the modules are its arguments.
 
-Attention and dense MLPs are compiled. Experts are not, because the number of rows of each is known on the device alone;
-the norm before them is compiled by itself.
+Attention, dense MLPs and routers are compiled. Experts are not, because the number of rows of each is known on the device
+alone; the norm before them is compiled by itself.
 """
 
 from collections.abc import Sequence
@@ -77,6 +77,16 @@ def normed(norm: nn.Module, x: Tensor, sums: Sequence[Tensor]) -> tuple[Tensor, 
     return compute(_normed, norm, x, sums)
 
 
+def route(router: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights and the numbers of each token's experts, each ``[tokens, top_k]``, by a compiled router.
+
+    Args:
+        router: a router of transformers whose experts weight their outputs.
+        x: ``[tokens, hidden]``.
+    """
+    return compute(_routed, router, x)
+
+
 def compute(function: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Call the compiled version of a function."""
     with torch._dynamo.config.patch(recompile_limit=_SHAPES):
@@ -98,6 +108,11 @@ def _attended(
 def _dense(norm: nn.Module, mlp: nn.Module, x: Tensor, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     x, read = _normed(norm, x, sums)
     return x, mlp(read)
+
+
+def _routed(router: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    _, weights, chosen = router(x)
+    return weights, chosen
 
 
 def _normed(norm: nn.Module, x: Tensor, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

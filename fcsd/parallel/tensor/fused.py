@@ -3,6 +3,7 @@
 from transformers import PreTrainedModel
 
 from fcsd.models.build import arch_of
+from fcsd.models.experts import fuse_experts
 from fcsd.models.mlps import fuse_mlps
 from fcsd.models.norms import fuse_norms
 from fcsd.models.rotary import fuse_rotary
@@ -12,8 +13,8 @@ from fcsd.parallel.tensor.merged import merge_projections
 def fuse(model: PreTrainedModel, kernels: bool) -> None:
     """Merge projections, and let one kernel each compute norms, rotations, and the products inside gated MLPs.
 
-    Experts stay as they are, because a rank may hold only some of them. The names of the weights change, so the model
-    cannot be saved afterwards.
+    Kernels also move the rows of routed experts, and compute those of few tokens. The names of the weights change, so
+    the model cannot be saved afterwards.
 
     Args:
         model: a transformers model, changed in place.
@@ -25,3 +26,4 @@ def fuse(model: PreTrainedModel, kernels: bool) -> None:
         fuse_norms(model, arch)
         fuse_rotary(model, arch)
         fuse_mlps(model)
+        fuse_experts(model)

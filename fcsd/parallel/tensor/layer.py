@@ -22,7 +22,17 @@ from transformers.utils.output_capturing import _active_collector
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.schedule import Output, Read, Reduction, kind_of, reductions
-from fcsd.models.wiring import DESYNC, LayerWiring, Parts, WiredLayer, Wiring, hf_parts, unwire_layers, wired_class
+from fcsd.models.wiring import (
+    DESYNC,
+    Blocks,
+    LayerWiring,
+    Parts,
+    WiredLayer,
+    Wiring,
+    hf_parts,
+    unwire_layers,
+    wired_class,
+)
 from fcsd.parallel.tensor import compiled, reduce
 from fcsd.parallel.tensor.division import TensorGroup
 
@@ -131,10 +141,12 @@ class LayerReductions(LayerWiring):
     Attributes:
         index: 0-based index of the decoder layer.
         schedule: the schedule of the whole model.
+        blocks: the names of the layer's children.
     """
 
     index: int
     schedule: Schedule
+    blocks: Blocks
 
 
 class TensorParallelLayer(WiredLayer):
@@ -179,7 +191,22 @@ class TensorParallelLayer(WiredLayer):
         else:
             x, out = compiled.normed(norm, x, sums)
             stream.replace(x)
-            self._add_mlp(stream, out, parts)
+            self._add_mlp(stream, out, parts._replace(routed=self._routed_step(parts.routed)))
+
+    def _routed_step(self, routed: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """The routed experts of a step, whose router is compiled unless it does more than transformers' own."""
+        blocks = self.fcsd.blocks
+        mlp: Any = self.get_submodule(blocks.mlp)
+        router = mlp.get_submodule(blocks.router)
+        if blocks.prescaled or router._forward_hooks:
+            return routed
+
+        def step(x: Tensor) -> Tensor:
+            tokens = x.flatten(0, -2)
+            weights, chosen = compiled.route(router, tokens)
+            return mlp.experts(tokens, chosen, weights).view_as(x)
+
+        return step
 
 
 def wire_tensor_parallel(
@@ -210,7 +237,8 @@ def wire_tensor_parallel(
         )
     layers: Any = decoder_layers(model)
     unwire_layers(layers)
-    parts = partial(hf_parts, arch_of(model.config).blocks)
+    blocks = arch_of(model.config).blocks
+    parts = partial(hf_parts, blocks)
     try:
         found = reductions(wiring, [kind_of(parts(layer)) for layer in layers])
     except ValueError as error:
@@ -219,4 +247,4 @@ def wire_tensor_parallel(
     schedule = Schedule(starts, Read(len(layers), "norm"), ranks, kind, eager, wiring.name in DESYNC, compile_steps)
     for index, layer in enumerate(layers):
         layer.__class__ = wired_class(TensorParallelLayer, type(layer))
-        layer.fcsd = LayerReductions(0, 0, 1, False, parts, index, schedule)
+        layer.fcsd = LayerReductions(0, 0, 1, False, parts, index, schedule, blocks)
