@@ -27,7 +27,10 @@ def command(engine: str, given: argparse.Namespace) -> list[str]:
     words = ["bench", "infer", given.shape, "--engine", engine, "--wirings", "standard"]
     words += ["--reduce", given.reduce if engine == "own" else "vllm", "--out", str(given.out / engine)]
     if engine == "own":
-        words += ["--attention", given.attention, *(["--compile"] if given.compile else [])]
+        words += [
+            *(["--attention", given.attention] if given.attention else []),
+            *(["--compile"] if given.compile else []),
+        ]
     for name in ("layers", "tp", "batch", "prompt", "new", "dtype", "rounds"):
         words += [f"--{name}", str(getattr(given, name))]
     return [sys.executable, "-m", "fcsd", *words]
@@ -69,7 +72,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3, help="a time is the median of so many")
     parser.add_argument("--reduce", default="nccl", help="kinds of reduction of fcsd's engine, as nccl,symmetric")
-    parser.add_argument("--attention", default="grouped", help="of decoding steps of fcsd's engine: grouped or split")
+    parser.add_argument("--attention", help="of decoding steps of fcsd's engine: grouped or split")
     parser.add_argument("--compile", action="store_true", help="compile steps of fcsd's engine; vLLM always compiles")
     given = parser.parse_args()
     head: Row = dict(shape=given.shape, layers=given.layers, prompt=given.prompt, new=given.new, dtype=given.dtype)

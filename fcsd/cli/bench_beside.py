@@ -55,13 +55,13 @@ def infer(
         bool, typer.Option("--compile", help="Compile what fcsd's engine computes between two reductions of a step.")
     ] = False,
     attention: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="grouped|split",
-            help="How fcsd's engine attends in a step: by torch's kernel, or by one that divides the keys of a slot "
-            "between programs and reads no others.",
+            help="How fcsd's engine attends in a step: by torch's kernel, or by kernels that divide the keys of a slot "
+            "between programs and read no others; default: split on a GPU, except for gpt-oss.",
         ),
-    ] = "grouped",
+    ] = None,
     no_graphs: Annotated[
         bool, typer.Option("--no-graphs", help="Decode without CUDA graphs; vLLM does not compile then, either.")
     ] = False,

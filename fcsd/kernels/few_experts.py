@@ -1,10 +1,10 @@
-"""Computes the routed experts of few tokens, as in a decoding step, by three Triton kernels that read each weight once.
+"""Computes the routed experts of few tokens, as in a decoding step, by Triton kernels that read each weight once.
 
 With few tokens, the time is that of reading the weights of the chosen experts. Grouped matrix products read them more
-slowly, and ordering the rows for them takes several kernels. Here a program computes some columns of one expert for
-all tokens that chose it. It finds these tokens by itself, so that nothing is sorted, and a program whose expert nobody
-chose ends at once. The first kernel computes ``silu(gate) * up``, the second one the outputs of each (token, k) pair,
-and the third one sums the weighted outputs of each token.
+slowly, and ordering the rows for them takes several kernels. Here the first kernel lists the (token, k) pairs of each
+expert. A program of the second one computes some columns of ``silu(gate) * up`` for all pairs of one expert, and ends
+at once if there are none. The third one computes the outputs of each pair in the same way, and the last one sums the
+weighted outputs of each token.
 
 Products and sums are fp32, and each of the three results is rounded once. There are no atomic additions, so the results
 of two runs are equal. ``few_experts_reference`` computes the same in torch.
@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-MOST_PAIRS = 1024  # of tokens and experts; every program looks at all of them
-_ROWS = 16  # tokens that a program computes at once, the fewest that ``tl.dot`` takes
+MOST_PAIRS = 1024  # of tokens and experts; a program of the first kernel looks at all of them
+# Pairs that a program computes at once: the fewest that ``tl.dot`` takes, or more for an expert that many tokens chose.
+_FEW_ROWS, _MANY_ROWS = 16, 32
 # Within 8 % of the fastest of 20 launches on an H200, for 1 to 64 tokens of DeepSeek-V2-Lite and Qwen3-30B-A3B.
 _COLUMNS = 64  # of a product, in each program
 _DEPTH_BYTES = 128  # bytes of a row of weights that a program reads at once
@@ -45,7 +46,7 @@ def few_experts(tokens: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor
 
     Args:
         tokens: fp32, bf16 or fp16.
-        chosen: int64 ``[tokens, top_k]``, the experts of each token, with at most ``MOST_PAIRS`` elements. A number that
+        chosen: int64 ``[tokens, top_k]``, the different experts of each token, at most ``MOST_PAIRS`` numbers. One that
             no expert has stands for an expert on another rank, which adds nothing.
         weights: ``[tokens, top_k]``, the weights of the experts.
         gate_up: ``[experts, 2 * inner, hidden]`` in the dtype of the tokens, gates first.
@@ -57,37 +58,39 @@ def few_experts(tokens: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor
     pairs = chosen.numel()
     inner, outputs = tokens.new_empty(pairs, width), tokens.new_empty(pairs, hidden)
     out = torch.empty_like(tokens)
-    _product(tokens, chosen, gate_up, inner, gated=True, repeats=top_k)
-    _product(inner, chosen, down, outputs, gated=False, repeats=1)
+    counts = torch.empty(experts, dtype=torch.int32, device=tokens.device)
+    pairs_of = torch.empty(experts, count, dtype=torch.int32, device=tokens.device)
+    listed: dict[str, Any] = {"PAIRS": triton.next_power_of_2(pairs)}
     summed: dict[str, Any] = {"TOP_K": top_k, "BLOCK": min(_SUMMED, triton.next_power_of_2(hidden))}
     with torch.cuda.device_of(tokens):
+        _list_kernel[(experts,)](chosen, counts, pairs_of, pairs, count, **listed)
+        _product(tokens, counts, pairs_of, gate_up, inner, gated=True, repeats=top_k)
+        _product(inner, counts, pairs_of, down, outputs, gated=False, repeats=1)
         _sum_kernel[(count, triton.cdiv(hidden, summed["BLOCK"]))](
             outputs, chosen, weights, out, experts, hidden, **summed
         )
     return out
 
 
-def _product(x: Tensor, chosen: Tensor, matrices: Tensor, out: Tensor, *, gated: bool, repeats: int) -> None:
+def _product(
+    x: Tensor, counts: Tensor, pairs_of: Tensor, matrices: Tensor, out: Tensor, *, gated: bool, repeats: int
+) -> None:
     """Write each pair's product with the matrix of its expert into ``out [pairs, width]``.
 
     Args:
         x: ``[pairs / repeats, depth]``, each row for so many neighbouring pairs.
+        counts: how many pairs each expert has, int32 ``[experts]``.
+        pairs_of: their numbers, int32 ``[experts, tokens]``.
         matrices: ``[experts, width, depth]``; ``[experts, 2 * width, depth]`` if ``gated``, whose halves are multiplied
             as ``silu(gate) * up``.
     """
-    pairs, width = out.shape
-    sizes: dict[str, Any] = {
-        "GATED": gated,
-        "REPEATS": repeats,
-        "PAIRS": max(16, triton.next_power_of_2(pairs)),
-        "ROWS": _ROWS,
-        "COLUMNS": _COLUMNS,
-    }
+    (experts, tokens), width = pairs_of.shape, out.shape[1]
+    many = _MANY_ROWS if tokens > _FEW_ROWS else _FEW_ROWS
+    sizes: dict[str, Any] = {"GATED": gated, "REPEATS": repeats, "FEW": _FEW_ROWS, "MANY": many, "COLUMNS": _COLUMNS}
     sizes |= {"DEPTH": _DEPTH_BYTES // x.element_size(), "num_stages": _STAGES}
-    with torch.cuda.device_of(x):
-        _product_kernel[(len(matrices), triton.cdiv(width, _COLUMNS))](
-            x, chosen, matrices, out, pairs, x.shape[1], width, **sizes
-        )
+    _product_kernel[(experts, triton.cdiv(width, _COLUMNS))](
+        x, counts, pairs_of, matrices, out, tokens, x.shape[1], width, **sizes
+    )
 
 
 @few_experts.register_fake
@@ -96,40 +99,57 @@ def _(tokens: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Te
 
 
 @triton.jit
-def _product_kernel(
-    rows, chosen, matrices, out, pairs, depth, width,
-    GATED: tl.constexpr, REPEATS: tl.constexpr,
-    PAIRS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+def _list_kernel(chosen, counts, pairs_of, pairs, tokens, PAIRS: tl.constexpr):
     expert = tl.program_id(0)
     pair = tl.arange(0, PAIRS)
-    own = (tl.load(chosen + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
-    number = tl.cumsum(own, 0)  # the first pair of this expert has number 1
+    own = tl.load(chosen + pair, mask=pair < pairs, other=-1) == expert
+    number = tl.cumsum(own.to(tl.int32), 0)  # the first pair of this expert has number 1
+    tl.store(pairs_of + expert * tokens + number - 1, pair, mask=own)
+    tl.store(counts + expert, tl.sum(own.to(tl.int32), 0))
+
+
+@triton.jit
+def _product_kernel(
+    x, counts, pairs_of, matrices, out, tokens, depth, width,
+    GATED: tl.constexpr, REPEATS: tl.constexpr,
+    FEW: tl.constexpr, MANY: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0)
+    count = tl.load(counts + expert)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    HALVES: tl.constexpr = 2 if GATED else 1
+    HALVES: tl.constexpr = 2 if GATED else 1  # pyright: ignore[reportAssignmentType]
     matrix = matrices + (expert.to(tl.int64) * HALVES * width + column[:, None]) * depth
+    own = pairs_of + expert * tokens
+    if count > FEW:
+        for start in range(0, count, MANY):
+            _tile(x, own, matrix, out, start, count, depth, width, column, GATED, REPEATS, MANY, COLUMNS, DEPTH)
+    elif count > 0:
+        _tile(x, own, matrix, out, 0, count, depth, width, column, GATED, REPEATS, FEW, COLUMNS, DEPTH)
+
+
+@triton.jit
+def _tile(
+    x, own, matrix, out, start, count, depth, width, column,
+    GATED: tl.constexpr, REPEATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    row = start + tl.arange(0, ROWS)
+    pair = tl.load(own + row, mask=row < count, other=0).to(tl.int64)[:, None]
+    known, wanted = (row < count)[:, None], column < width
+    source = x + pair // REPEATS * depth
     at = tl.arange(0, DEPTH)[None, :]
-    for start in range(0, tl.sum(own, 0), ROWS):
-        row = start + tl.arange(0, ROWS)
-        here = (own[None, :] == 1) & (number[None, :] == row[:, None] + 1)
-        mine = tl.sum(tl.where(here, pair[None, :], 0), 1)
-        known = tl.sum(here.to(tl.int32), 1)[:, None] == 1
-        source = rows + (mine // REPEATS).to(tl.int64)[:, None] * depth
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        up = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for first in range(0, depth, DEPTH):
-            inside = first + at < depth
-            mask = (column < width)[:, None] & inside
-            x = tl.load(source + first + at, mask=known & inside, other=0.0)
-            w = tl.load(matrix + first + at, mask=mask, other=0.0)
-            total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
-            if GATED:
-                w = tl.load(matrix + width * depth + first + at, mask=mask, other=0.0)
-                up = tl.dot(x, tl.trans(w), up, input_precision="ieee")
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, depth, DEPTH):
+        inside = first + at < depth
+        values = tl.load(source + first + at, mask=known & inside, other=0.0)
+        weights = tl.load(matrix + first + at, mask=wanted[:, None] & inside, other=0.0)
+        total = tl.dot(values, tl.trans(weights), total, input_precision="ieee")
         if GATED:
-            total = total * tl.sigmoid(total) * up
-        to = out + mine.to(tl.int64)[:, None] * width + column[None, :]
-        tl.store(to, total.to(out.dtype.element_ty), mask=known & (column < width)[None, :])
+            weights = tl.load(matrix + width * depth + first + at, mask=wanted[:, None] & inside, other=0.0)
+            up = tl.dot(values, tl.trans(weights), up, input_precision="ieee")
+    if GATED:
+        total = total * tl.sigmoid(total) * up
+    tl.store(out + pair * width + column[None, :], total.to(out.dtype.element_ty), mask=known & wanted[None, :])
 
 
 @triton.jit

@@ -29,8 +29,9 @@ class FusedLatentAttention(nn.Module):
         return _attend(self, hidden_states, **kwargs)
 
     def expand_kv(self: Any, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """As transformers' own class: latents and shared parts of keys ``[batch, 1, seq, dimensions]`` to keys and values
-        of every head, ``[batch, heads, seq, dimensions]``.
+        """As transformers' own class: latents and the shared parts of keys to the keys and values of every head.
+
+        Arguments are ``[batch, 1, seq, dimensions]``, results ``[batch, heads, seq, dimensions]``.
         """
         if torch.compiler.is_compiling():
             return super().expand_kv(latent, shared)  # pyright: ignore[reportAttributeAccessIssue]

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from fcsd.foreign_errors import first_line
 from fcsd.launch.shared_work import ALONE
 from fcsd.serve.generate import CACHE_TOKENS
-from fcsd.serve.grouped_attention import GROUPED, SPLIT, attention_of_step
+from fcsd.serve.grouped_attention import SPLIT, attention_of_step, usual_attention
 from fcsd.serve.logprobs import FORWARD_TOKENS, batches, decoder_of, head_logits
 from fcsd.serve.slots import Slots
 
@@ -131,7 +131,7 @@ class Stepper:
         graphs: whether to capture the steps as CUDA graphs.
         cache: the keys and values of ``slots``, if another stepper of the same slots has made them.
         attention: how a step attends, ``grouped`` or ``split``; see ``grouped_attention``. ``split`` is for models for
-            which ``why_not_split`` returns None.
+            which ``why_not_split`` returns None. None chooses by ``usual_attention``.
 
     Attributes:
         ids: the last token id of every slot, ``[slots, 1]``.
@@ -145,7 +145,7 @@ class Stepper:
         slots: Slots,
         graphs: bool,
         cache: Cache | None = None,
-        attention: str = GROUPED,
+        attention: str | None = None,
     ) -> None:
         self.model = model
         self.slots = slots
@@ -153,7 +153,7 @@ class Stepper:
         self.ids = torch.zeros(slots.count, 1, dtype=torch.long, device=model.device)
         self.finite = torch.ones(slots.count, dtype=torch.bool, device=model.device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if graphs else None
-        self._attention = attention
+        self._attention = attention or usual_attention(model)
 
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> list[int]:
         """Read prompts into slots and return the first new token id of each."""

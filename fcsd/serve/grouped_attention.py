@@ -59,6 +59,11 @@ def why_not_split(model: PreTrainedModel) -> str | None:
     return None if model.device.type == "cuda" else "it is not on a GPU"
 
 
+def usual_attention(model: PreTrainedModel) -> str:
+    """How the decoding steps of a model attend if nobody says otherwise: by ``split``, which is faster, if they can."""
+    return GROUPED if why_not_split(model) else SPLIT
+
+
 @contextmanager
 def attention_of_step(model: PreTrainedModel, kind: str) -> Iterator[None]:
     """Inside the block, a model whose attention is ``sdpa`` uses another one; every other model stays as it is.

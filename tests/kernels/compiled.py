@@ -18,7 +18,18 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from fcsd.bench.baselines import fp8_all_reduce
-from fcsd.kernels import adamw, copies, decode_attention, gated, latent, rotary, rows, vocabulary
+from fcsd.kernels import (
+    adamw,
+    copies,
+    decode_attention,
+    few_experts,
+    gated,
+    latent,
+    latent_attention,
+    rotary,
+    rows,
+    vocabulary,
+)
 from fcsd.kernels.all_reduce import launch, programs
 from fcsd.kernels.all_reduce.memory import Memory, Shape, memory_of, rooms_of
 from fcsd.kernels.bit_split import Draws, Format, kernels
@@ -78,6 +89,11 @@ def token_rows() -> None:
         rows.spread(tokens, each, row_of, out)
         rows.collect(out, each, row_of, tokens)
     rows.dots(tokens, out, row_of)
+    gate_up, down = torch.zeros(4, 2816, 2048, dtype=torch.bfloat16), torch.zeros(4, 2048, 1408, dtype=torch.bfloat16)
+    for count in (1, 64):
+        few_experts.few_experts(
+            tokens.repeat(8, 1)[:count], row_of.repeat(8, 1)[:count], weight.repeat(8, 1)[:count], gate_up, down
+        )
     records = torch.zeros(16, 64, dtype=torch.bfloat16)
     weights, experts = records.view(torch.float32)[:, :6], records.view(torch.int16)[:, 20:26]
     for chosen in (row_of, torch.zeros(8, 64, dtype=torch.int16)[:, 1:7]):
@@ -104,6 +120,9 @@ def attention() -> None:
         for heads, size in ((16, 128), (2, 192)):  # shared keys, and those of latent attention
             query, key = torch.zeros(2, heads, size, dtype=dtype), torch.zeros(2, 2, 1536, size, dtype=dtype)
             decode_attention.decode_attention(query, key, key[..., :128], ranges, 0.1, 24)
+        query, rotated = torch.zeros(2, 16, 512, dtype=dtype), torch.zeros(2, 16, 64, dtype=dtype)
+        keys, shared = torch.zeros(2, 1536, 512, dtype=dtype), torch.zeros(2, 1536, 64, dtype=dtype)
+        latent_attention.latent_attention(query, rotated, keys, shared, ranges, 0.1, 24)
 
 
 def records() -> None:

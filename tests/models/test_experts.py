@@ -6,6 +6,7 @@ import torch
 from test_norms import DEVICE
 from torch import Tensor
 
+from fcsd.models import experts as module
 from fcsd.models.build import converted_config, model_classes, unwired, wire
 from fcsd.models.experts import FusedExperts, fuse_experts
 from fcsd.models.wiring import Wiring
@@ -99,6 +100,25 @@ def test_in_bf16_fused_experts_err_no_more_than_transformers(spread: bool) -> No
         # Triton's interpreter cuts bf16 off, where a GPU rounds.
         assert errors[0] <= (3 if DEVICE == "cpu" else 1.2) * errors[1] + 1e-6, (name, errors)
         assert errors[0] < 0.02
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("few", [True, False])
+def test_experts_of_other_ranks_add_nothing(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FEW", 12 if few else 11)
+    model = tiny.model("qwen3_moe").to(DEVICE)
+    fuse_experts(model)
+    experts = fused_experts(model)[0]
+    experts._is_expert_parallel = True
+    count = len(experts.gate_up_proj)
+    chosen = torch.tensor([[0, 1], [count, 2], [3, count], [count, count], [0, 3], [2, 1]], device=DEVICE)
+    given = torch.randn(6, 64, device=DEVICE), chosen, torch.rand(6, 2, device=DEVICE).masked_fill(chosen == count, 0)
+    found = experts(*given)
+    fuse_experts(model, False)
+    expected = experts(*given)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(found, expected) is not few, "many are left to transformers, which knows of other ranks"
+    assert not found[3].any()
 
 
 def test_a_compiler_sees_the_code_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ The kernel is compiled on a GPU and runs in Triton's interpreter elsewhere.
 """
 
 import os
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fcsd.models.build import wire
 from fcsd.models.wiring import Wiring
+from fcsd.parallel.tensor import compiled
 from fcsd.parallel.tensor.division import TensorGroup
+from fcsd.parallel.tensor.fused import fuse
 from fcsd.parallel.tensor.layer import wire_tensor_parallel
 from fcsd.serve import grouped_attention
 from fcsd.serve.decode import Stepper
@@ -83,6 +86,7 @@ def answers(model: Any, attention: str, slots: int = 3, **options: Any) -> tuple
         ("llama", {}),
         ("mixtral", WINDOW),  # a window in all layers
         ("qwen3", WINDOW | {"use_sliding_window": True, "max_window_layers": 1}),  # a window in one of two layers
+        ("deepseek_v2", {"q_lora_rank": None}),  # latents, and queries of full rank
         ("deepseek_v3", {}),  # values have another size than keys
         ("llama4_text", {}),  # chunks
     ],
@@ -103,6 +107,38 @@ def test_split_keys_under_desync(slots: int) -> None:
     (first, tokens, logits), (again, found, split) = (answers(model, kind, slots) for kind in ("grouped", "split"))
     assert (again, found) == (first, tokens)
     torch.testing.assert_close(split, logits, rtol=0, atol=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compile_steps", [False, True])
+def test_split_steps_leave_latents_as_they_are(compile_steps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny.model("deepseek_v2", initializer_range=0.1, num_hidden_layers=2).to(DEVICE)
+    fuse(model, kernels=True)
+    monkeypatch.setattr(compiled, "_compiled", cache(partial(torch.compile, backend="eager", fullgraph=True)))
+    wire_tensor_parallel(model, Wiring("standard", ()), TensorGroup(None, 1, 0), "none", compile_steps=compile_steps)
+    classes = [type(module) for module in model.modules()]
+    expected = answers(model, "grouped")
+    expanded: list[int] = []
+
+    def noted(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        expanded.append(inputs[0].shape[2])
+
+    if not compile_steps:
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj.register_forward_pre_hook(noted)
+    first, tokens, logits = answers(model, "split")
+    assert (first, tokens) == expected[:2]
+    torch.testing.assert_close(logits, expected[2], rtol=0, atol=2e-5)
+    assert compile_steps or expanded == [20, 20], "a prefill expands the latents of its own tokens, and a step none"
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_a_step_attends_by_the_faster_kernel_if_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny.model("llama")
+    assert grouped_attention.usual_attention(model) == ("grouped" if model.device.type == "cpu" else "split")
+    monkeypatch.setattr(grouped_attention, "why_not_split", lambda model: None)
+    assert grouped_attention.usual_attention(model) == "split"
+    assert Stepper(model, Slots(1, 64, model.device), graphs=False)._attention == "split"
 
 
 def test_ranges_end_where_a_step_stops_reading() -> None:

@@ -41,7 +41,7 @@ from fcsd.parallel.tensor.layer import wire_tensor_parallel
 from fcsd.parallel.tensor.reduce import Kind, Reduction
 from fcsd.parallel.tensor.weights import load_tensor_parallel, random_tensor_parallel
 from fcsd.serve.decode import GRAIN, Stepper
-from fcsd.serve.grouped_attention import SPLIT, why_not_split
+from fcsd.serve.grouped_attention import SPLIT, usual_attention, why_not_split
 from fcsd.serve.slots import Slots, why_no_slots
 
 _PATIENCE = timedelta(hours=2)  # how long ranks that a small degree does not need wait for the others
@@ -85,6 +85,8 @@ def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
         if world.rank < degree:
             ranks, team = TensorGroup(group, degree, world.rank), replace(world, size=degree, group=talk)
             model = _if_it_fits(lambda ranks=ranks: _model(load, ranks, world), team)
+            if model is not None:
+                workload["attention"] = load.attention or usual_attention(model)
             for batch in load.batches:
                 result["rows"] += _rows(model, load, ranks, batch, team)
                 if out is not None and world.rank == 0:

@@ -46,7 +46,7 @@ class Workload:
         engine: ``own`` or ``vllm``.
         compile: whether fcsd's engine compiles the parts of decoding steps, see ``parallel.tensor.compiled``.
         attention: how decoding steps of fcsd's engine attend, ``grouped`` or ``split``; see
-            ``serve.grouped_attention``.
+            ``serve.grouped_attention``. None chooses by the model and its device.
 
     Raises:
         ConfigError: a value is unknown or out of range.
@@ -67,7 +67,7 @@ class Workload:
     bounds: tuple[str, ...] | None = None
     engine: str = "own"
     compile: bool = False
-    attention: str = GROUPED
+    attention: str | None = None
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -86,9 +86,9 @@ class Workload:
                 read_settings({"fcsd": {"reduce": kind}})
         if self.compile and self.engine != "own":
             raise ConfigError("--compile is for --engine own", hint="leave it out: vLLM compiles by itself")
-        if self.attention not in (GROUPED, SPLIT):
+        if self.attention not in (GROUPED, SPLIT, None):
             raise unknown_value("attention", self.attention, (GROUPED, SPLIT))
-        if self.attention != GROUPED and self.engine != "own":
+        if self.attention is not None and self.engine != "own":
             raise ConfigError("--attention is for --engine own", hint="leave it out: vLLM chooses its own kernels")
         if self.experts not in ("sliced", "whole"):
             raise unknown_value("division of experts", self.experts, ("sliced", "whole"))

@@ -5,8 +5,8 @@ the sum of the residual stream and the outputs that this norm reads.
 never inside of what is compiled, so no compiler can move its start or its wait. All layers of a kind share one compiled
 function: the modules are its arguments.
 
-Attention, dense MLPs and routers are compiled. Experts are not, because the number of rows of each is known on the device
-alone; the norm before them is compiled by itself.
+Attention, dense MLPs and routers are compiled. Experts are not, because the number of rows of each is known on the
+device alone; the norm before them is compiled by itself.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A model that serves computes the same with merged projections and with kernels for its norms, rotations and MLPs."""
+"""A model that serves computes the same with merged projections, and with kernels for norms, rotations and MLPs."""
 
 import os
 from typing import Any
@@ -10,7 +10,9 @@ import torch
 from fcsd.bench.infer import own_engine
 from fcsd.bench.infer.workload import Workload
 from fcsd.launch.world import World
+from fcsd.models import experts
 from fcsd.models.archs import ARCHS
+from fcsd.models.experts import FusedExperts
 from fcsd.models.mlps import FusedMLP
 from fcsd.models.norms import FusedNorm
 from fcsd.models.rotary import FusedRotary
@@ -22,6 +24,8 @@ from fcsd.parallel.tensor.modules import SplitNorm, _split_norm_class
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 # All their MLPs are experts, and llama4's have another name for the activation.
 NO_MLP = {"mixtral", "olmoe", "gpt_oss", "llama4_text"}
+# Two have none, one has experts with biases, and one experts whose inputs are weighted.
+NO_EXPERTS = {"llama", "qwen3", "gpt_oss", "llama4_text"}
 
 
 def parts(model: Any, kind: type) -> int:
@@ -30,12 +34,16 @@ def parts(model: Any, kind: type) -> int:
 
 @torch.no_grad()
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "llama4"])
-def test_a_fused_model_computes_the_same(arch: str) -> None:
+def test_a_fused_model_computes_the_same(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny.model(arch, initializer_range=0.1).to(DEVICE)
     ids = tiny.tokens(batch=2, length=9).to(DEVICE)
     expected = model(ids, use_cache=False).logits
     fuse(model, kernels=True)
     torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=2e-5)
+    assert (parts(model, FusedExperts) > 0) == (arch not in NO_EXPERTS)
+    if parts(model, FusedExperts):
+        monkeypatch.setattr(experts, "_FEW", 0)  # as for many tokens
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=2e-5)
     assert parts(model, First) and parts(model, FusedNorm)
     assert (parts(model, FusedMLP) > 0) == (arch not in NO_MLP)
     assert (parts(model, FusedRotary) > 0) == ARCHS[arch].rotates_halves
