@@ -155,6 +155,7 @@ class Stepper:
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if graphs else None
         self._attention = attention or usual_attention(model)
 
+    @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> list[int]:
         """Read prompts into slots and return the first new token id of each."""
         width = max(map(len, prompts))
@@ -176,6 +177,7 @@ class Stepper:
         self.finite[filling] = True
         return first.tolist()
 
+    @torch.no_grad()
     def decode(self, steps: int, running: list[int]) -> list[list[int]]:
         """The next token ids ``[slots][steps]``; those of slots without an answer have no meaning."""
         tokens = []

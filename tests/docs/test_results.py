@@ -299,6 +299,69 @@ def test_prefill_with_rotations_in_one_kernel(page: str, raw: Raw) -> None:
             assert cells in table
 
 
+def test_one_prompt_and_four_with_rotations_in_one_kernel(page: str, raw: Raw) -> None:
+    table, runs = rows(page, "fcsd's inference engine"), raw("infer_one_prompt_1xh200")
+    for at, prompts in enumerate((1, 4)):
+        times = [
+            runs[f"{code} {turn}"]["rows"][at]["prefill_ms"] for turn in (1, 2) for code in ("before", "rotations")
+        ]
+        gains = ", ".join(f"{times[turn] / times[turn + 1]:.3f}" for turn in (0, 2))
+        assert [str(prompts), *(f"{ms:.2f}" for ms in times), gains] in table
+
+
+def test_moe_models_beside_vllm(page: str, raw: Raw) -> None:
+    table, calls = rows(page, "fcsd's inference engine"), raw("infer_moe_1xh200")
+    for model, name in (("deepseek-v2-lite", "V2-Lite"), ("qwen3-30b-a3b", "Qwen3-30B")):
+        runs = calls["first call"][model]
+        for before, own, vllm in zip(*(runs[each]["rows"] for each in ("before", "own", "vllm")), strict=True):
+            cells = [name, str(own["batch"])]
+            for key, form in (("prefill_ms", ".1f" if own["batch"] == 1 else ".0f"), ("decode_ms", ".3f")):
+                was, ms, other = (one[key] for one in (before, own, vllm))
+                cells += [
+                    format(was, form),
+                    format(ms, form),
+                    f"{was / ms:.3f}",
+                    format(other, form),
+                    f"{other / ms:.3f}",
+                ]
+            assert cells in table
+            assert own["batch"] > 1 or own["decode_ms"] < vllm["decode_ms"], "no slower at batch 1"
+
+
+def test_kernels_of_a_decoding_step(page: str, raw: Raw) -> None:
+    table = rows(page, "fcsd's inference engine")
+    launched = {"columns": 64, "depth": 128, "stages": 5, "warps": 4, "tile": 16}
+    for shape, name in (("v2", "V2-Lite"), ("q3", "Qwen3-30B")):
+        for tokens in (1, 4, 16, 64):
+            found = [
+                one
+                for one in raw("decode_kernels_1xh200")["found"]
+                if (one.get("shape"), one.get("tokens")) == (shape, tokens)
+            ]
+            (grouped,) = (one for one in found if one["columns"] == "grouped_mm")
+            (few,) = (one for one in found if launched.items() <= one.items())
+            assert len(found) == 21 and few["us"] <= 1.08 * min(one["us"] for one in found)
+            cells = [f"{one['us']:.1f}" for one in (grouped, few)]
+            assert [name, str(tokens), *cells, f"{grouped['us'] / few['us']:.2f}", f"{grouped['bound']:.1f}"] in table
+    steps = raw("decode_steps_1xh200")["steps"]
+    for shape, name in (("deepseek-v2-lite", "V2-Lite"), ("qwen3-30b-a3b", "Qwen3-30B")):
+        for batch in (1, 64):
+            compiled, plain = (
+                one["ms"]
+                for one in steps
+                if (one["shape"], one["batch"], one["rows"], one["depth_bytes"], one["stages"])
+                == (shape, batch, 64, 128, 5)
+            )
+            assert [name, str(batch), f"{compiled:.3f}", f"{plain:.3f}", f"{plain / compiled:.3f}"] in table
+
+
+def test_steps_after_long_prompts(page: str, raw: Raw) -> None:
+    table, runs = rows(page, "fcsd's inference engine"), raw("infer_long_prompts_1xh200")
+    for grouped, split in zip(*(runs[kind]["rows"] for kind in ("grouped", "split")), strict=True):
+        cells = [f"{one['decode_ms']:.3f}" for one in (grouped, split)]
+        assert [str(split["batch"]), *cells, f"{grouped['decode_ms'] / split['decode_ms']:.3f}"] in table
+
+
 def test_the_speed_of_formats(page: str, raw: Raw) -> None:
     table, (now, before) = rows(page, "Formats of the wire"), map(raw, ("formats_launches_h200", "formats_h200"))
     shares, checked = now["formats"], 0

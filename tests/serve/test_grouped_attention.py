@@ -71,6 +71,17 @@ def test_a_step_uses_it_and_leaves_the_model_as_it_was(monkeypatch: pytest.Monke
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_stepper_needs_no_gradients() -> None:
+    """Kernels without a backward pass, such as that of the experts of few tokens, are not used where one may follow."""
+    model: Any = tiny.model("llama")
+    stepper = Stepper(model, Slots(2, 64, model.device), graphs=False)
+    modes: list[bool] = []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: modes.append(torch.is_grad_enabled()))
+    stepper.prefill([[5, 6, 7], [8, 9]], [0, 1])
+    stepper.decode(1, [0, 1])
+    assert torch.is_grad_enabled() and modes == [False, False]
+
+
 @torch.no_grad()
 def answers(model: Any, attention: str, slots: int = 3, **options: Any) -> tuple[list[int], list[list[int]], Any]:
     """The first tokens of prompts, the tokens after them, and the logits of one more step."""
@@ -155,12 +166,14 @@ def test_other_attention_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("arch", "changes"), [("mixtral", WINDOW), ("deepseek_v2", {})])
 @pytest.mark.parametrize("compile_steps", [False, True])
-def test_a_gpu_captures_steps_with_split_keys(compile_steps: bool) -> None:
-    model: Any = tiny.model("mixtral", initializer_range=0.1, num_hidden_layers=2, **WINDOW).cuda()
+def test_a_gpu_captures_steps_with_split_keys(arch: str, changes: dict[str, Any], compile_steps: bool) -> None:
+    model: Any = tiny.model(arch, initializer_range=0.1, num_hidden_layers=2, **changes).cuda()
     wiring, alone = Wiring("ladder", ALL), TensorGroup(None, 1, 0)
     assert grouped_attention.why_not_split(model) is None
     wire_tensor_parallel(model, wiring, alone, "none")
     first, tokens, _ = answers(model, "grouped")
+    fuse(model, kernels=True)
     wire_tensor_parallel(model, wiring, alone, "none", compile_steps=compile_steps)
     assert answers(model, "split", graphs=True)[:2] == (first, tokens)
