@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from fcsd.kernels.shared_memory import shared_memory
+
 _BLOCK_BYTES = 128  # bytes of one column of the keys that a program reads at once: 64 keys in bf16, 32 in fp32
 _MOST_PARTS = 128  # a program of the second kernel holds all parts of a head in registers
 _MOST_COLUMNS = 128  # of the values, in a program of the second kernel
@@ -55,7 +57,8 @@ def decode_attention(
     """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     (rows, heads, size), (_, shared, keys, value_size) = query.shape, value.shape
-    pairs, group, block = rows * shared, heads // shared, _BLOCK_BYTES // key.element_size()
+    pairs, group = rows * shared, heads // shared
+    block = keys_at_once(query, padded(group), padded(size), padded(value_size))
     if parts is None:
         parts = usual_parts(pairs, -(-keys // block), query.device)
     ranges = ranges.expand(rows, 2)
@@ -93,6 +96,22 @@ def attend(
     Returns: ``[rows, 1, heads, value size]``, and None for the weights.
     """
     return decode_attention(query[:, :, 0], key, value, attention_mask[:, 0, 0], options["scaling"])[:, None], None
+
+
+def keys_at_once(query: Tensor, members: int, columns: int, others: int) -> int:
+    """How many keys a program reads at once: 128 bytes of each column, or fewer if shared memory does not suffice.
+
+    Args:
+        query: the queries, for their dtype and device.
+        members: how many heads a program computes.
+        columns: how many numbers of a key it multiplies with the queries that it holds.
+        others: how many other numbers it reads for each key.
+    """
+    keys, size = _BLOCK_BYTES // query.element_size(), query.element_size()
+    room = shared_memory(query.device)
+    while keys > 16 and (keys * (columns + others) + members * (columns + keys)) * size > room:
+        keys //= 2
+    return keys
 
 
 def usual_parts(pairs: int, blocks: int, device: torch.device) -> int:

@@ -18,13 +18,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from fcsd.kernels.shared_memory import shared_memory
+
 MOST_PAIRS = 1024  # of tokens and experts; a program of the first kernel looks at all of them
 # Pairs that a program computes at once: the fewest that ``tl.dot`` takes, or more for an expert that many tokens chose.
 _FEW_ROWS, _MANY_ROWS = 16, 32
 # Within 8 % of the fastest of 20 launches on an H200, for 1 to 64 tokens of DeepSeek-V2-Lite and Qwen3-30B-A3B.
 _COLUMNS = 64  # of a product, in each program
 _DEPTH_BYTES = 128  # bytes of a row of weights that a program reads at once
-_STAGES = 5  # blocks that are loaded at once
+_STAGES = 5  # one more than the blocks that are loaded at once; fewer if shared memory does not suffice
 _SUMMED = 1024  # columns of a token that a program sums at once
 
 
@@ -87,7 +89,9 @@ def _product(
     (experts, tokens), width = pairs_of.shape, out.shape[1]
     many = _MANY_ROWS if tokens > _FEW_ROWS else _FEW_ROWS
     sizes: dict[str, Any] = {"GATED": gated, "REPEATS": repeats, "FEW": _FEW_ROWS, "MANY": many, "COLUMNS": _COLUMNS}
-    sizes |= {"DEPTH": _DEPTH_BYTES // x.element_size(), "num_stages": _STAGES}
+    loaded = (many + (2 if gated else 1) * _COLUMNS) * _DEPTH_BYTES  # bytes of a block
+    sizes |= {"DEPTH": _DEPTH_BYTES // x.element_size()}
+    sizes |= {"num_stages": min(_STAGES, 1 + shared_memory(x.device) // loaded)}
     _product_kernel[(experts, triton.cdiv(width, _COLUMNS))](
         x, counts, pairs_of, matrices, out, tokens, x.shape[1], width, **sizes
     )

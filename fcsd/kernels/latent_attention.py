@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fcsd.kernels.decode_attention import combine, padded, usual_parts
+from fcsd.kernels.decode_attention import combine, keys_at_once, padded, usual_parts
 
-_BLOCK_BYTES = 128  # bytes of one column of the latents that a program reads at once: 64 keys in bf16, 32 in fp32
 _MEMBERS = 16  # heads of one program, the fewest that ``tl.dot`` takes
 
 
@@ -66,7 +65,8 @@ def latent_attention(
         x if x.stride(-1) == 1 else x.contiguous() for x in (query, rotated, latent, shared)
     )
     (rows, heads, rank), (_, keys, width) = query.shape, shared.shape
-    block, groups = _BLOCK_BYTES // latent.element_size(), -(-heads // _MEMBERS)
+    columns, width_columns, groups = padded(rank), padded(width), -(-heads // _MEMBERS)
+    block = keys_at_once(query, _MEMBERS, columns + width_columns, 0)
     if parts is None:
         parts = usual_parts(rows * groups, -(-keys // block), query.device)
     ranges = ranges.expand(rows, 2)
@@ -76,7 +76,7 @@ def latent_attention(
     strides = (*query.stride()[:2], *rotated.stride()[:2], *latent.stride()[:2], *shared.stride()[:2], ranges.stride(0))
     factor = scale * math.log2(math.e)  # the kernel computes powers of 2
     given: tuple[Any, ...] = (query, rotated, latent, shared, ranges, maxima, sums, partial, *strides, heads, factor)
-    sizes = {"RANK": rank, "COLUMNS": padded(rank), "WIDTH": width, "WIDTH_COLUMNS": padded(width)}
+    sizes = {"RANK": rank, "COLUMNS": columns, "WIDTH": width, "WIDTH_COLUMNS": width_columns}
     blocks = {"MEMBERS": _MEMBERS, "KEYS": block, "num_stages": 2}  # a block is loaded while another one is computed
     with torch.cuda.device_of(query):
         _latents_kernel[(rows * groups, parts)](*given, **sizes, **blocks)

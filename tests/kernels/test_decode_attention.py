@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from fcsd.kernels import decode_attention as module
 from fcsd.kernels.decode_attention import decode_attention, decode_attention_reference
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
@@ -84,6 +85,15 @@ def test_one_range_stands_for_all_rows() -> None:
     query, key, value, ranges = draw(2, 16, 16)
     found = decode_attention(query, key, value, ranges[3:], 0.1)
     torch.testing.assert_close(found, decode_attention_reference(query, key, value, ranges[3:], 0.1))
+
+
+def test_fewer_keys_are_read_at_once_if_shared_memory_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for room, expected in ((232448, (64, 64, 32)), (101376, (64, 64, 16)), (65536, (64, 32, 16))):
+        monkeypatch.setattr(module, "shared_memory", lambda device, room=room: room)
+        half, single = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
+        heads_of_128, latents = (16, 128, 128), (16, 512 + 64, 0)
+        found = module.keys_at_once(half, *heads_of_128), *(module.keys_at_once(x, *latents) for x in (half, single))
+        assert found == expected
 
 
 @pytest.mark.gpu
