@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from fcsd.kernels.shared_memory import shared_memory
 
-MOST_PAIRS = 1024  # of tokens and experts; a program of the first kernel looks at all of them
 # Pairs that a program computes at once: the fewest that ``tl.dot`` takes, or more for an expert that many tokens chose.
 _FEW_ROWS, _MANY_ROWS = 16, 32
 # Within 8 % of the fastest of 20 launches on an H200, for 1 to 64 tokens of DeepSeek-V2-Lite and Qwen3-30B-A3B.
@@ -48,8 +47,8 @@ def few_experts(tokens: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor
 
     Args:
         tokens: fp32, bf16 or fp16.
-        chosen: int64 ``[tokens, top_k]``, the different experts of each token, at most ``MOST_PAIRS`` numbers. One that
-            no expert has stands for an expert on another rank, which adds nothing.
+        chosen: int64 ``[tokens, top_k]``, the different experts of each token. A number that no expert has stands for
+            an expert on another rank, which adds nothing. One program holds all numbers, so there should be few.
         weights: ``[tokens, top_k]``, the weights of the experts.
         gate_up: ``[experts, 2 * inner, hidden]`` in the dtype of the tokens, gates first.
         down: ``[experts, hidden, inner]``, likewise.

@@ -15,7 +15,7 @@ from transformers.integrations import moe
 
 from .class_swap import swap_classes
 
-# Pairs of tokens and experts up to which kernels read each weight once; at most ``few_experts.MOST_PAIRS``.
+# Pairs of a token and an expert up to which ``few_experts`` computes.
 _FEW = 1024
 
 

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fcsd.models.build import decoder_layers
-from fcsd.serve.latent_steps import attend_to_latents, keep_latents
+from fcsd.serve.latent_steps import KeptLatents, attend_to_latents, keep_latents
 
 GROUPED, SPLIT = "grouped", "split"
 ORDINARY = "sdpa"
@@ -51,6 +51,13 @@ def attend(
     return found.reshape(batch, 1, heads, value.shape[-1]), None
 
 
+def attend_split(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, None]:
+    """The attention function of ``split``, which takes ranges in the place of masks."""
+    from fcsd.kernels.decode_attention import attend as attend_to_keys  # Triton is imported only where its kernels run
+
+    return (attend_to_latents if isinstance(module, KeptLatents) else attend_to_keys)(module, *states, **options)
+
+
 def why_not_split(model: PreTrainedModel) -> str | None:
     """The reason why a model cannot use the attention ``split``; None if it can."""
     attention = model.config.get_text_config()._attn_implementation
@@ -69,21 +76,16 @@ def attention_of_step(model: PreTrainedModel, kind: str) -> Iterator[None]:
     """Inside the block, a model whose attention is ``sdpa`` uses another one; every other model stays as it is.
 
     Args:
-        kind: ``grouped`` for ``attend``, or ``split`` for ``decode_attention.attend`` and ``attend_to_latents``, which
-            take ranges as masks.
+        kind: ``grouped`` for ``attend``, or ``split`` for ``attend_split``.
     """
     config: Any = model.config.get_text_config()
     if config._attn_implementation != ORDINARY:
         assert kind == GROUPED, "other attention does not take ranges"
         yield
         return
-    name, function, layers = f"fcsd_{kind}", attend, ()
-    if kind == SPLIT:
-        from fcsd.kernels.decode_attention import attend as function  # Triton is imported only where its kernels run
-
-        layers = decoder_layers(model)
-        function = attend_to_latents if keep_latents(layers) else function
-    AttentionInterface.register(name, function)
+    name, layers = f"fcsd_{kind}", decoder_layers(model)
+    AttentionInterface.register(name, attend_split if kind == SPLIT else attend)
+    keep_latents(layers, kind == SPLIT)
     config._attn_implementation = name
     try:
         yield

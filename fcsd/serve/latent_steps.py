@@ -25,14 +25,12 @@ class KeptLatents(nn.Module):
         return latent, shared
 
 
-def keep_latents(layers: Iterable[Any], kept: bool = True) -> bool:
-    """Let the latent attentions of layers keep latents, or restore their classes; returns whether there are any.
+def keep_latents(layers: Iterable[Any], kept: bool = True) -> None:
+    """Let the latent attentions of layers keep latents, or restore their classes.
 
-    The layers of a model either all have latent attention, or none has.
+    A projection of latents that is no plain matrix, because it is quantised for example, still expands them.
     """
-    attentions = nn.ModuleList(layer.self_attn for layer in layers)
-    swap_classes(attentions, KeptLatents, _is_plain, kept)
-    return any(isinstance(attention, KeptLatents) for attention in attentions)
+    swap_classes(nn.ModuleList(layer.self_attn for layer in layers), KeptLatents, _is_plain, kept)
 
 
 def _is_plain(module: Any) -> bool:
