@@ -1,6 +1,6 @@
 """How fast are the kernels of a decoding step, beside what they replace and the time of reading their input?
 
-    python -m fcsd.bench.decode_kernels [SHAPE...] [--tokens 1,4,16,64] [--keys 1024] [--out FILE]
+    python -m fcsd.bench.decode_kernels [SHAPE...] [--tokens 1 4 16 64] [--keys 1024] [--out FILE]
 
 ``experts`` are the routed experts of one layer by ``kernels.few_experts``, beside grouped products. ``latents`` are the
 attention of one token of each row to latents (MLA) without expanding them, beside the attention to expanded ones. Both
@@ -139,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     known = [name for name, make in SHAPES.items() if getattr(make(1), "moe_intermediate_size", None)]
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"from {', '.join(known)}")
-    parser.add_argument("--tokens", default="1,4,16,64", help="numbers of tokens, as 1,64; up to 1024 / top_k")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64], help="up to 1024 / top_k")
     parser.add_argument("--keys", type=int, default=1024, help="latents of each row")
     parser.add_argument("--out", type=out_file, help="write all figures as JSON")
     given = parser.parse_args()
@@ -153,7 +153,7 @@ def main() -> None:
     result: dict[str, Any] = {"environment": snapshot(), "copies_bytes_per_s": copies, "keys": given.keys, "rows": []}
     print(f"{'shape':20s} {'kernel':8s} tokens  kernels us  replaced us      x   bound us")
     for name in shapes:
-        for tokens in map(int, given.tokens.split(",")):
+        for tokens in given.tokens:
             found = cases(SHAPES[name](1), tokens, given.keys, device=torch.device("cuda"), dtype=torch.bfloat16)
             for kernel, case in found.items():
                 row = measure(*case, copies)

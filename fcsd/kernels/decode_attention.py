@@ -146,6 +146,15 @@ def padded(side: int) -> int:
 
 
 @triton.jit
+def keys_of_part(range, part, parts, KEYS: tl.constexpr):
+    """The first key of a part of a row's range, and the key behind its last one."""
+    first, last = tl.load(range).to(tl.int32), tl.load(range + 1).to(tl.int32)
+    length = tl.cdiv(tl.cdiv(last - first + 1, parts), KEYS) * KEYS
+    start = first + part * length
+    return start, tl.minimum(start + length, last + 1)
+
+
+@triton.jit
 def _parts_kernel(
     query, key, value, ranges, maxima, sums, partial,
     query_row, query_head, key_row, key_head, key_token, value_row, value_head, value_token, range_row,
@@ -155,11 +164,7 @@ def _parts_kernel(
 ):  # fmt: skip
     pair, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row, head = (pair // shared).to(tl.int64), (pair % shared).to(tl.int64)
-    first = tl.load(ranges + row * range_row).to(tl.int32)
-    last = tl.load(ranges + row * range_row + 1).to(tl.int32)
-    length = tl.cdiv(tl.cdiv(last - first + 1, parts), KEYS) * KEYS
-    start = first + part * length
-    end = tl.minimum(start + length, last + 1)
+    start, end = keys_of_part(ranges + row * range_row, part, parts, KEYS)
 
     member, column, value_column = tl.arange(0, MEMBERS), tl.arange(0, COLUMNS), tl.arange(0, VALUE_COLUMNS)
     heads = (head * GROUP + member)[:, None] * query_head

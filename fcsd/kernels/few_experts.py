@@ -67,7 +67,7 @@ def few_experts(tokens: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor
         _list_kernel[(experts,)](chosen, counts, pairs_of, pairs, count, **listed)
         _product(tokens, counts, pairs_of, gate_up, inner, gated=True, repeats=top_k)
         _product(inner, counts, pairs_of, down, outputs, gated=False, repeats=1)
-        _sum_kernel[(count, triton.cdiv(hidden, summed["BLOCK"]))](
+        _weighted_sum_kernel[(count, triton.cdiv(hidden, summed["BLOCK"]))](
             outputs, chosen, weights, out, experts, hidden, **summed
         )
     return out
@@ -89,15 +89,17 @@ def _product(
     many = _MANY_ROWS if tokens > _FEW_ROWS else _FEW_ROWS
     sizes: dict[str, Any] = {"GATED": gated, "REPEATS": repeats, "FEW": _FEW_ROWS, "MANY": many, "COLUMNS": _COLUMNS}
     loaded = (many + (2 if gated else 1) * _COLUMNS) * _DEPTH_BYTES  # bytes of a block
-    sizes |= {"DEPTH": _DEPTH_BYTES // x.element_size()}
-    sizes |= {"num_stages": min(_STAGES, 1 + shared_memory(x.device) // loaded)}
+    sizes |= {
+        "DEPTH": _DEPTH_BYTES // x.element_size(),
+        "num_stages": min(_STAGES, 1 + shared_memory(x.device) // loaded),
+    }
     _product_kernel[(experts, triton.cdiv(width, _COLUMNS))](
         x, counts, pairs_of, matrices, out, tokens, x.shape[1], width, **sizes
     )
 
 
 @few_experts.register_fake
-def _(tokens: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _(tokens: Tensor, *others: Any) -> Tensor:
     return tokens.new_empty(tokens.shape)
 
 
@@ -156,7 +158,7 @@ def _tile(
 
 
 @triton.jit
-def _sum_kernel(outputs, chosen, weights, out, experts, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _weighted_sum_kernel(outputs, chosen, weights, out, experts, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

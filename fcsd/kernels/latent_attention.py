@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fcsd.kernels.decode_attention import combine, keys_at_once, padded, usual_parts
+from fcsd.kernels.decode_attention import (
+    combine,
+    decode_attention_reference,
+    keys_at_once,
+    keys_of_part,
+    padded,
+    usual_parts,
+)
 
 _MEMBERS = 16  # heads of one program, the fewest that ``tl.dot`` takes
 
@@ -28,12 +35,9 @@ _MEMBERS = 16  # heads of one program, the fewest that ``tl.dot`` takes
 def latent_attention_reference(
     query: Tensor, rotated: Tensor, latent: Tensor, shared: Tensor, ranges: Tensor, scale: float
 ) -> Tensor:
-    """``latent_attention`` in torch, on any device and in any dtype."""
-    places = torch.arange(latent.shape[1], device=latent.device)
-    seen = (places >= ranges[:, :1]) & (places <= ranges[:, 1:])
-    scores = query.float() @ latent.float().mT + rotated.float() @ shared.float().mT
-    weights = (scores * scale).masked_fill(~seen[:, None], -math.inf).softmax(-1)
-    return (weights @ latent.float()).to(query.dtype)
+    """``latent_attention`` in torch, on any device and in any dtype: all heads share one key and one value."""
+    keys = torch.cat([latent, shared], -1)[:, None]
+    return decode_attention_reference(torch.cat([query, rotated], -1), keys, latent[:, None], ranges, scale)
 
 
 # An operator of torch is one node for torch.compile, which does not look inside.
@@ -85,15 +89,7 @@ def latent_attention(
 
 
 @latent_attention.register_fake
-def _(
-    query: Tensor,
-    rotated: Tensor,
-    latent: Tensor,
-    shared: Tensor,
-    ranges: Tensor,
-    scale: float,
-    parts: int | None = None,
-) -> Tensor:
+def _(query: Tensor, *others: Any) -> Tensor:
     return query.new_empty(query.shape)
 
 
@@ -109,11 +105,7 @@ def _latents_kernel(
     groups = tl.cdiv(heads, MEMBERS)
     row = (group // groups).to(tl.int64)
     head = (group % groups) * MEMBERS + tl.arange(0, MEMBERS)
-    first = tl.load(ranges + row * range_row).to(tl.int32)
-    last = tl.load(ranges + row * range_row + 1).to(tl.int32)
-    length = tl.cdiv(tl.cdiv(last - first + 1, parts), KEYS) * KEYS
-    start = first + part * length
-    end = tl.minimum(start + length, last + 1)
+    start, end = keys_of_part(ranges + row * range_row, part, parts, KEYS)
 
     column, width = tl.arange(0, COLUMNS), tl.arange(0, WIDTH_COLUMNS)
     known = (head < heads)[:, None]

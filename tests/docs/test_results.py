@@ -343,7 +343,9 @@ def test_kernels_of_a_decoding_step(page: str, raw: Raw) -> None:
             assert len(found) == 21 and few["us"] <= 1.08 * min(one["us"] for one in found)
             cells = [f"{one['us']:.1f}" for one in (grouped, few)]
             assert [name, str(tokens), *cells, f"{grouped['us'] / few['us']:.2f}", f"{grouped['bound']:.1f}"] in table
-    steps = raw("decode_steps_1xh200")["steps"]
+    steps, kernels = raw("decode_steps_1xh200")["steps"], raw("decode_steps_1xh200")["kernels"]
+    products, whole = (kernels[name][0] / 1e3 for name in ("_product_kernel", "all"))
+    assert f"products of experts take {products:.2f} of {whole:.2f} ms" in page
     for shape, name in (("deepseek-v2-lite", "V2-Lite"), ("qwen3-30b-a3b", "Qwen3-30B")):
         for batch in (1, 64):
             compiled, plain = (

@@ -183,7 +183,8 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
     assert len(list((tmp_path / "out" / "answers").glob("*.jsonl"))) >= 1
 
     rows, without_weights = ranks[0]["bench"]
-    assert json.loads((tmp_path / "out" / "infer.json").read_text())["rows"] == rows
+    written = json.loads((tmp_path / "out" / "infer.json").read_text())
+    assert written["rows"] == rows and written["workload"]["attention"] == "grouped"
     assert (tmp_path / "out" / "infer.png").stat().st_size > 1000
     assert [(row["tp"], row["batch"], row["wiring"], row["reduce"]) for row in rows] == [
         (tp, batch, wiring, kind)
