@@ -164,7 +164,7 @@ def _parts_kernel(
 ):  # fmt: skip
     pair, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row, head = (pair // shared).to(tl.int64), (pair % shared).to(tl.int64)
-    start, end = keys_of_part(ranges + row * range_row, part, parts, KEYS)
+    start, end = keys_of_part(ranges + row * range_row, part, parts, KEYS)  # pyright: ignore[reportGeneralTypeIssues]
 
     member, column, value_column = tl.arange(0, MEMBERS), tl.arange(0, COLUMNS), tl.arange(0, VALUE_COLUMNS)
     heads = (head * GROUP + member)[:, None] * query_head
