@@ -25,7 +25,7 @@ from fcsd.kernels.shared_memory import shared_memory
 _BLOCK_BYTES = 128  # bytes of one column of the keys that a program reads at once: 64 keys in bf16, 32 in fp32
 _MOST_PARTS = 128  # a program of the second kernel holds all parts of a head in registers
 _MOST_COLUMNS = 128  # of the values, in a program of the second kernel
-_PROGRAMS = 4  # programs for each multiprocessor, if there are enough keys; not tuned
+_PROGRAMS = 4  # programs that a multiprocessor runs at once
 
 
 def decode_attention_reference(query: Tensor, key: Tensor, value: Tensor, ranges: Tensor, scale: float) -> Tensor:
@@ -60,7 +60,7 @@ def decode_attention(
     pairs, group = rows * shared, heads // shared
     block = keys_at_once(query, padded(group), padded(size), padded(value_size))
     if parts is None:
-        parts = usual_parts(pairs, -(-keys // block), query.device)
+        parts = usual_parts(pairs, -(-keys // block), _PROGRAMS, query.device)
     ranges = ranges.expand(rows, 2)
     maxima, sums = query.new_empty(2, rows, heads, parts, dtype=torch.float32)
     partial = query.new_empty(rows, heads, parts, value_size, dtype=torch.float32)
@@ -114,15 +114,16 @@ def keys_at_once(query: Tensor, members: int, columns: int, others: int) -> int:
     return keys
 
 
-def usual_parts(pairs: int, blocks: int, device: torch.device) -> int:
-    """As many parts as occupy all multiprocessors, but no more than there are blocks of keys.
+def usual_parts(pairs: int, blocks: int, programs: int, device: torch.device) -> int:
+    """As many parts as all multiprocessors compute at once, but no more than there are blocks of keys.
 
     Args:
         pairs: how many programs each part has.
         blocks: how many blocks of keys a row has.
+        programs: how many programs a multiprocessor runs at once.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return min(-(-_PROGRAMS * processors // pairs), blocks, _MOST_PARTS)
+    return max(1, min(programs * processors // pairs, blocks, _MOST_PARTS))
 
 
 def combine(maxima: Tensor, sums: Tensor, partial: Tensor, out: Tensor) -> None:

@@ -30,6 +30,7 @@ from fcsd.kernels.decode_attention import (
 )
 
 _MEMBERS = 16  # heads of one program, the fewest that ``tl.dot`` takes
+_PROGRAMS = 2  # for each multiprocessor, if there are enough keys; more have to write and combine more parts
 
 
 def latent_attention_reference(
@@ -72,7 +73,7 @@ def latent_attention(
     columns, width_columns, groups = padded(rank), padded(width), -(-heads // _MEMBERS)
     block = keys_at_once(query, _MEMBERS, columns + width_columns, 0)
     if parts is None:
-        parts = usual_parts(rows * groups, -(-keys // block), query.device)
+        parts = usual_parts(rows * groups, -(-keys // block), _PROGRAMS, query.device)
     ranges = ranges.expand(rows, 2)
     maxima, sums = query.new_empty(2, rows, heads, parts, dtype=torch.float32)
     partial = query.new_empty(rows, heads, parts, rank, dtype=torch.float32)
