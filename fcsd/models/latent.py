@@ -3,6 +3,8 @@
 transformers rotates a part of each query and of the shared key by several kernels, and copies the parts of queries and
 keys into new tensors. Here one kernel writes all queries, and one all keys. Both compute the same function. The
 products, norms and the attention function are those of transformers' module, in its order.
+
+A compiler gets the rotation in real numbers instead of the kernels. It cannot fuse the complex ones of DeepSeek-V2.
 """
 
 import sys
@@ -24,8 +26,6 @@ class FusedLatentAttention(nn.Module):
         Args:
             kwargs: what transformers passes, ``position_embeddings`` among it.
         """
-        if torch.compiler.is_compiling():  # a compiler fuses transformers' own code
-            return super().forward(hidden_states, **kwargs)
         return _attend(self, hidden_states, **kwargs)
 
     def expand_kv(self: Any, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ class FusedLatentAttention(nn.Module):
 
         Arguments are ``[batch, 1, seq, dimensions]``, results ``[batch, heads, seq, dimensions]``.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # a compiler fuses transformers' own code
             return super().expand_kv(latent, shared)  # pyright: ignore[reportAttributeAccessIssue]
         from fcsd.kernels.latent import expand  # Triton is imported only where its kernels run
 
@@ -50,7 +50,7 @@ def _attend(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    from fcsd.kernels.rotary import Pairs, rotate
+    from fcsd.kernels.rotary import Pairs, rotate, rotate_reference  # Triton is imported only where its kernels run
 
     batch, seq, _ = hidden_states.shape
     own, rotated = module.qk_nope_head_dim, module.qk_rope_head_dim
@@ -68,7 +68,11 @@ def _attend(
     queries = queries.view(batch, seq, -1, own + rotated).transpose(1, 2)
     latent, shared = module.kv_a_proj_with_mqa(hidden_states).split([module.kv_lora_rank, rotated], dim=-1)
     latent = module.kv_a_layernorm(latent).unsqueeze(1)
-    queries, shared = rotate(queries, shared.unsqueeze(1), cos, sin, pairs._replace(start=own), pairs)
+    shared, of_queries = shared.unsqueeze(1), pairs._replace(start=own)
+    if torch.compiler.is_compiling():
+        queries, shared = rotate_reference(queries, cos, sin, of_queries), rotate_reference(shared, cos, sin, pairs)
+    else:
+        queries, shared = rotate(queries, shared, cos, sin, of_queries, pairs)
     if past_key_values is not None:  # it keeps latents
         latent, shared = past_key_values.update(latent, shared, module.layer_idx)
     keys, values = module.expand_kv(latent, shared)

@@ -5,16 +5,17 @@ the sum of the residual stream and the outputs that this norm reads.
 never inside of what is compiled, so no compiler can move its start or its wait. All layers of a kind share one compiled
 function: the modules are its arguments.
 
-Attention, dense MLPs and routers are compiled. Experts are not, because the number of rows of each is known on the
-device alone; the norm before them is compiled by itself.
+Attention, dense MLPs, shared experts and routers are compiled. Routed experts are not, because the number of rows of
+each is known on the device alone.
 """
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fcsd.parallel.tensor.modules import SplitNorm
 
@@ -72,22 +73,44 @@ def dense(norm: nn.Module, mlp: nn.Module, x: Tensor, sums: Sequence[Tensor]) ->
     return compute(_dense, norm, mlp, x, sums)
 
 
-def normed(norm: nn.Module, x: Tensor, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The stream with ``sums``, and the output of a compiled norm; shapes as for ``attend``."""
-    return compute(_normed, norm, x, sums)
+class Sparse(NamedTuple):
+    """What a sparse MLP computes before its routed experts: the modules, each None if the MLP lacks it.
 
-
-def route(router: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights and the numbers of each token's experts, each ``[tokens, top_k]``, by a compiled router.
-
-    Args:
+    Attributes:
         router: a router of transformers whose experts weight their outputs.
-        x: ``[tokens, hidden]``.
+        shared: the shared experts.
+        gate: the linear layer whose sigmoid scales their output.
     """
-    return compute(_routed, router, x)
+
+    router: nn.Module | None
+    shared: nn.Module | None
+    gate: nn.Module | None
 
 
-def compute(function: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+class BeforeExperts(NamedTuple):
+    """What a sparse MLP has computed when its routed experts start.
+
+    Attributes:
+        x: the residual stream with the sums, ``[slots, 1, hidden]``.
+        read: the input of the MLP, with the same shape.
+        shared: the output of shared experts, with the same shape; None without them.
+        weights: of the experts of each token, ``[slots, top_k]``; None without a router, and so is ``chosen``.
+        chosen: their numbers.
+    """
+
+    x: Tensor
+    read: Tensor
+    shared: Tensor | None
+    weights: Tensor | None
+    chosen: Tensor | None
+
+
+def before_experts(norm: nn.Module, sparse: Sparse, x: Tensor, sums: Sequence[Tensor]) -> BeforeExperts:
+    """The norm, the shared experts and the router of a sparse MLP, compiled; arguments as for ``attend``."""
+    return BeforeExperts(*compute(_before_experts, norm, *sparse, x, sums))
+
+
+def compute(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the compiled version of a function."""
     with torch._dynamo.config.patch(recompile_limit=_SHAPES):
         return _compiled(function)(*args, **kwargs)
@@ -110,9 +133,42 @@ def _dense(norm: nn.Module, mlp: nn.Module, x: Tensor, sums: Sequence[Tensor]) -
     return x, mlp(read)
 
 
-def _routed(router: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    _, weights, chosen = router(x)
-    return weights, chosen
+def _before_experts(
+    norm: nn.Module,
+    router: nn.Module | None,
+    shared: nn.Module | None,
+    gate: nn.Module | None,
+    x: Tensor,
+    sums: Sequence[Tensor],
+) -> tuple[Tensor | None, ...]:
+    x, read = _normed(norm, x, sums)
+    tokens = read.flatten(0, -2)
+    output = weights = chosen = None
+    if shared is not None:
+        output = shared(tokens)
+        if gate is not None:
+            output = torch.sigmoid(gate(tokens)) * output
+        output = output.view_as(read)
+    if router is not None:
+        with _SortedTopK():
+            _, weights, chosen = router(tokens)
+    return x, read, output, weights, chosen
+
+
+class _SortedTopK(TorchFunctionMode):
+    """Inside the block, ``topk`` is the beginning of a sort.
+
+    A compiler for GPUs fuses a sort of few numbers with what stands around it. ``topk`` starts kernels of its own.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_sorted_topk if func in (torch.topk, Tensor.topk) else func)(*args, **(kwargs or {}))
+
+
+def _sorted_topk(x: Tensor, k: int, dim: int = -1, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """The highest numbers and their places; without ``largest=False``, which no router uses."""
+    values, places = torch.sort(x, dim=dim, descending=True)
+    return values.narrow(dim, 0, k), places.narrow(dim, 0, k)
 
 
 def _normed(norm: nn.Module, x: Tensor, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ Under Desync every rank adds its own outputs to its own residual. A kept reducti
 over the ranks (Ladder-Residual §5), and its result replaces the residual.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -189,24 +189,27 @@ class TensorParallelLayer(WiredLayer):
             stream.replace(x)
             stream.add(Output(index, "shared"), out)
         else:
-            x, out = compiled.normed(norm, x, sums)
-            stream.replace(x)
-            self._add_mlp(stream, out, parts._replace(routed=self._routed_step(parts.routed)))
+            self._sparse_step(stream, parts.routed, x, sums)
 
-    def _routed_step(self, routed: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """The routed experts of a step, whose router is compiled unless it does more than transformers' own."""
-        blocks = self.fcsd.blocks
+    def _sparse_step(
+        self, stream: Stream, routed: Callable[[Tensor], Tensor], x: Tensor, sums: Sequence[Tensor]
+    ) -> None:
+        index, blocks = self.fcsd.index, self.fcsd.blocks
         mlp: Any = self.get_submodule(blocks.mlp)
-        router = mlp.get_submodule(blocks.router)
-        if blocks.prescaled or router._forward_hooks:
-            return routed
-
-        def step(x: Tensor) -> Tensor:
-            tokens = x.flatten(0, -2)
-            weights, chosen = compiled.route(router, tokens)
-            return mlp.experts(tokens, chosen, weights).view_as(x)
-
-        return step
+        router, shared, gate = (
+            mlp.get_submodule(name) if name else None for name in (blocks.router, blocks.shared, blocks.shared_gate)
+        )
+        if blocks.prescaled or router._forward_hooks:  # a router that does more than transformers' own
+            router = None
+        found = compiled.before_experts(self.post_attention_layernorm, compiled.Sparse(router, shared, gate), x, sums)
+        stream.replace(found.x)
+        if found.shared is not None:
+            stream.add(Output(index, "shared"), found.shared)
+        if router is None:
+            out = routed(found.read)
+        else:
+            out = mlp.experts(found.read.flatten(0, -2), found.chosen, found.weights).view_as(x)
+        stream.add(Output(index, "routed"), out)
 
 
 def wire_tensor_parallel(

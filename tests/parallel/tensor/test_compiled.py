@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from fcsd.models.archs import ARCHS
+from fcsd.models.rotary import fuse_rotary
 from fcsd.models.wiring import Wiring
 from fcsd.parallel.tensor import compiled
 from fcsd.parallel.tensor.division import TensorGroup
@@ -24,12 +25,12 @@ ALONE, ALL, STEPS = TensorGroup(None, 1, 0), (0, 1, 2, 3), 4
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """What ``torch.compile`` traces: the number of operators of each function, which run as they are."""
-    found: list[int] = []
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What ``torch.compile`` traces: the operators of each function, which run as they are."""
+    found: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        found.append(len(graph.graph.nodes))
+        found.append(" ".join(str(node.target) for node in graph.graph.nodes))
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
@@ -55,7 +56,7 @@ def decode(
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "llama4"])
 def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(
-    arch: str, merged: bool, counted: list[int], monkeypatch: pytest.MonkeyPatch
+    arch: str, merged: bool, counted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     different, compute = set(), compiled.compute
 
@@ -73,13 +74,25 @@ def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(
         again, found = decode(model, wiring, compile_steps=True)
         assert again == first and torch.equal(found, logits)
         assert len(counted) == len(different) <= 7, "neither a layer, nor a step, nor a wiring is traced again"
-        assert ("_routed" in {name for name, *_ in different}) == (arch not in ("llama", "qwen3", "llama4_text"))
+        assert ("_before_experts" in {name for name, *_ in different}) == (arch not in ("llama", "qwen3"))
+        assert "topk" not in " ".join(counted)
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(ALL)
+
+
+@pytest.mark.parametrize("arch", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_is_compiled_with_rotations_in_real_numbers(arch: str, counted: list[str]) -> None:
+    model: Any = tiny.model(arch, initializer_range=0.1)
+    first, logits = decode(model, Wiring("ladder", ALL), False)
+    fuse_rotary(model, ARCHS[arch])
+    again, found = decode(model, Wiring("ladder", ALL), True)
+    assert again == first
+    torch.testing.assert_close(found, logits, rtol=0, atol=2e-5)
+    assert "complex" not in " ".join(counted)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_compiled_norm_adds_unless_there_is_one_slot(
-    slots: int, counted: list[int], monkeypatch: pytest.MonkeyPatch
+    slots: int, counted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     added, compute = [], compiled.compute
 
@@ -111,7 +124,7 @@ def test_inductors_code_gives_the_same_logits(attention: str) -> None:
     assert not [shape for shape in made if shape.startswith(("3, 2, 64", "3, 2, 32"))], "keys are written in place"
 
 
-def test_what_has_no_fixed_shape_is_not_compiled(counted: list[int]) -> None:
+def test_what_has_no_fixed_shape_is_not_compiled(counted: list[str]) -> None:
     model: Any = tiny.model("llama")
     wire_tensor_parallel(model, Wiring("ladder", ALL), ALONE, "none", compile_steps=True)
     with torch.no_grad():
