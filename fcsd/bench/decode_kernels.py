@@ -2,9 +2,10 @@
 
     python -m fcsd.bench.decode_kernels [SHAPE...] [--tokens 1 4 16 64] [--keys 1024] [--out FILE]
 
-``experts`` are the routed experts of one layer by ``kernels.few_experts``, beside grouped products. ``latents`` are the
-attention of one token of each row to latents (MLA) without expanding them, beside the attention to expanded ones. Both
-have the dimensions of a SHAPE in ``fcsd.bench.shapes``, random values in bf16, and experts that are chosen at random.
+``experts`` are the routed experts of one layer by ``kernels.decode.experts``, beside grouped products. ``latents`` are
+the attention of one token of each row to latents (MLA) without expanding them, beside the attention to expanded ones.
+Both have the dimensions of a SHAPE in ``fcsd.bench.shapes``, random values in bf16, and experts that are chosen at
+random.
 
 The ways run in turns, as CUDA graphs of several calls with different weights or latents, most of which do not fit into
 the GPU's cache. The bound is the time of reading the weights of the chosen experts, or the latents, at the speed of a
@@ -26,8 +27,8 @@ from transformers import PretrainedConfig
 from fcsd.bench.out_file import out_file
 from fcsd.bench.shapes import SHAPES
 from fcsd.bench.timing import on_gpu
-from fcsd.kernels.decode_attention import decode_attention
-from fcsd.kernels.few_experts import few_experts
+from fcsd.kernels.decode.attention import decode_attention
+from fcsd.kernels.decode.experts import few_experts
 from fcsd.kernels.latent import expand
 from fcsd.launch.environment import snapshot
 from fcsd.models.build import experts_of

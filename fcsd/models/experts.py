@@ -34,7 +34,7 @@ class FusedExperts(nn.Module):
             top_k_weights: ``[tokens, top_k]``, their weights.
         """
         if not torch.is_grad_enabled() and top_k_index.numel() <= _FEW:
-            from fcsd.kernels.few_experts import few_experts  # Triton is imported only where its kernels run
+            from fcsd.kernels.decode.experts import few_experts  # Triton is imported only where its kernels run
 
             return few_experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
         # A compiler fuses transformers' own code, and only that knows of experts on other ranks.

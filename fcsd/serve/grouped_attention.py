@@ -6,7 +6,7 @@ token needs no repetition: the query heads of one key-value head take the place 
 query heads for each, head size]``. transformers 5.23 does the same by itself. torch's kernel for this reads all keys up
 to the width of the step, and one program reads all keys of a slot and key-value head.
 
-``split`` stands for the kernel of ``fcsd.kernels.decode_attention``, which divides the keys of a slot between programs,
+``split`` stands for the kernel of ``fcsd.kernels.decode.attention``, which divides the keys of a slot between programs,
 and for ``latent_steps`` in models with latent attention.
 """
 
@@ -53,7 +53,7 @@ def attend(
 
 def attend_split(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, None]:
     """The attention function of ``split``, which takes ranges in the place of masks."""
-    from fcsd.kernels.decode_attention import attend as attend_to_keys  # Triton is imported only where its kernels run
+    from fcsd.kernels.decode.attention import attend as attend_to_keys  # Triton is imported only where its kernels run
 
     return (attend_to_latents if isinstance(module, KeptLatents) else attend_to_keys)(module, *states, **options)
 

@@ -2,7 +2,7 @@
 
 transformers' modules expand the latents of all tokens to the keys and values of every head, in every step. In a step,
 an attention with the mixin of this module hands the latents themselves to its attention function. That function
-projects the queries instead, and the sums of the latents, as ``fcsd.kernels.latent_attention`` describes.
+projects the queries instead, and the sums of the latents, as ``fcsd.kernels.decode.latents`` describes.
 """
 
 from collections.abc import Iterable
@@ -53,7 +53,7 @@ def attend_to_latents(
 
     Returns: ``[rows, 1, heads, value size]``, and None for the weights.
     """
-    from fcsd.kernels.latent_attention import latent_attention  # Triton is imported only where its kernels run
+    from fcsd.kernels.decode.latents import latent_attention  # Triton is imported only where its kernels run
 
     own, rank = module.qk_nope_head_dim, module.kv_lora_rank
     projections = module.kv_b_proj.weight.view(-1, own + module.v_head_dim, rank)  # one for each head

@@ -18,21 +18,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from fcsd.bench.baselines import fp8_all_reduce
-from fcsd.kernels import (
-    adamw,
-    copies,
-    decode_attention,
-    few_experts,
-    gated,
-    latent,
-    latent_attention,
-    rotary,
-    rows,
-    vocabulary,
-)
+from fcsd.kernels import adamw, copies, gated, latent, rotary, rows, vocabulary
 from fcsd.kernels.all_reduce import launch, programs
 from fcsd.kernels.all_reduce.memory import Memory, Shape, memory_of, rooms_of
 from fcsd.kernels.bit_split import Draws, Format, kernels
+from fcsd.kernels.decode import attention as decode_attention
+from fcsd.kernels.decode import experts as few_experts
+from fcsd.kernels.decode import latents
 
 
 class Driver:
@@ -127,7 +119,7 @@ def attention() -> None:
             decode_attention.decode_attention(query, key, key[..., :128], ranges, 0.1, 24)
         query, rotated = torch.zeros(2, 16, 512, dtype=dtype), torch.zeros(2, 16, 64, dtype=dtype)
         keys, shared = torch.zeros(2, 1536, 512, dtype=dtype), torch.zeros(2, 1536, 64, dtype=dtype)
-        latent_attention.latent_attention(query, rotated, keys, shared, ranges, 0.1, 24)
+        latents.latent_attention(query, rotated, keys, shared, ranges, 0.1, 24)
 
 
 def records() -> None:

@@ -12,8 +12,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fcsd.kernels import decode_attention as module
-from fcsd.kernels.decode_attention import decode_attention, decode_attention_reference
+from fcsd.kernels.decode import attention as module
+from fcsd.kernels.decode.attention import decode_attention, decode_attention_reference
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 KEYS, PLACES = 200, 256

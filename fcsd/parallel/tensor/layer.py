@@ -196,9 +196,8 @@ class TensorParallelLayer(WiredLayer):
     ) -> None:
         index, blocks = self.fcsd.index, self.fcsd.blocks
         mlp: Any = self.get_submodule(blocks.mlp)
-        router, shared, gate = (
-            mlp.get_submodule(name) if name else None for name in (blocks.router, blocks.shared, blocks.shared_gate)
-        )
+        router = mlp.get_submodule(blocks.router)
+        shared, gate = (mlp.get_submodule(name) if name else None for name in (blocks.shared, blocks.shared_gate))
         if blocks.prescaled or router._forward_hooks:  # a router that does more than transformers' own
             router = None
         found = compiled.before_experts(self.post_attention_layernorm, compiled.Sparse(router, shared, gate), x, sums)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from fcsd.kernels.shared_memory import shared_memory
+from fcsd.kernels.decode.shared_memory import shared_memory
 
 # Pairs that a program computes at once: the fewest that ``tl.dot`` takes, or more for an expert that many tokens chose.
 _FEW_ROWS, _MANY_ROWS = 16, 32

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fcsd.kernels.few_experts import few_experts, few_experts_reference
+from fcsd.kernels.decode.experts import few_experts, few_experts_reference
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 

@@ -6,7 +6,7 @@ itself, and a weighted sum of projected latents is the projection of their weigh
 latents as they lie in the cache, and each latent is read once for its key and its value. Source: DeepSeek-V2
 (arXiv 2405.04434), section 2.1.2, where the projections are absorbed.
 
-The keys are divided into parts and ranges are on the device, as in ``decode_attention.py``, which combines the parts.
+The keys are divided into parts and ranges are on the device, as in ``attention.py``, which combines the parts.
 ``latent_attention_reference`` computes the same in torch.
 
 Scores and sums are fp32. The weights are rounded to the dtype of the latents before the product with them.
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fcsd.kernels.decode_attention import (
+from fcsd.kernels.decode.attention import (
     combine,
     decode_attention_reference,
     keys_at_once,

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from fcsd.kernels.shared_memory import shared_memory
+from fcsd.kernels.decode.shared_memory import shared_memory
 
 _BLOCK_BYTES = 128  # bytes of one column of the keys that a program reads at once: 64 keys in bf16, 32 in fp32
 _MOST_PARTS = 128  # a program of the second kernel holds all parts of a head in registers

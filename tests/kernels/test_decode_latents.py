@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fcsd.kernels.decode_attention import decode_attention_reference
-from fcsd.kernels.latent_attention import latent_attention, latent_attention_reference
+from fcsd.kernels.decode.attention import decode_attention_reference
+from fcsd.kernels.decode.latents import latent_attention, latent_attention_reference
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 KEYS, PLACES = 100, 128
