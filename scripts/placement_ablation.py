@@ -31,6 +31,7 @@ from fcsd.bench.hierarchy.model import Model, Point
 from fcsd.bench.hierarchy.placements import PERIODS, objectives
 from fcsd.bench.hierarchy.routing import Routing
 from fcsd.bench.hierarchy.ways import counted, levels_of
+from fcsd.bench.out_file import out_file
 from fcsd.markdown import table
 from fcsd.parallel.cost import Level, Line, Links, Rows, best_depth, paper_seconds
 from fcsd.parallel.expert.levels import all_groups, pairs_by_group, row_matrices, tokens_by_group
@@ -130,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", choices=CLUSTERS, default="imitated")
     parser.add_argument("--paper", action="store_true", help="one pair after every step, and padded messages")
-    parser.add_argument("--out", type=Path, help="write the numbers as JSON")
+    parser.add_argument("--out", type=out_file, help="write the numbers as JSON")
     args = parser.parse_args()
     cluster = CLUSTERS[args.cluster]()
     found = study_of_paper(cluster) if args.paper else study(cluster)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from fcsd.bench.out_file import out_file
 from fcsd.disk import write_text
 from fcsd.eval.perplexity import read_texts
 from fcsd.eval.statistics import estimate, paired_difference
@@ -102,7 +103,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=Path("assets/corpus/held_out.jsonl"))
     parser.add_argument("--tokens", type=int, default=16384, help="of each text")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=out_file, required=True)
     args = parser.parse_args()
     write_text(args.out, json.dumps(measure(args), indent=1) + "\n")
 

@@ -8,6 +8,7 @@ import pytest
 
 BENCHMARKS = [
     "all_reduce",
+    "decode_kernels",
     "evaluate",
     "formats",
     "generate",
@@ -16,9 +17,12 @@ BENCHMARKS = [
     "memory_settings",
     "transports",
 ]
+SCRIPTS = ["all_reduce_on_one_gpu", "compare_passes", "placement_ablation", "solved_start", "time_bundled"]
 
 
-@pytest.mark.parametrize("module", [*(f"fcsd.bench.{name}" for name in BENCHMARKS), "scripts.all_reduce_on_one_gpu"])
+@pytest.mark.parametrize(
+    "module", [*(f"fcsd.bench.{name}" for name in BENCHMARKS), *(f"scripts.{name}" for name in SCRIPTS)]
+)
 def test_a_file_that_cannot_be_written_is_refused_at_once(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -194,11 +194,12 @@ class TensorParallelLayer(WiredLayer):
     def _sparse_step(
         self, stream: Stream, routed: Callable[[Tensor], Tensor], x: Tensor, sums: Sequence[Tensor]
     ) -> None:
+        """The step of a sparse MLP. A router that does more than transformers' own is left to ``routed``."""
         index, blocks = self.fcsd.index, self.fcsd.blocks
         mlp: Any = self.get_submodule(blocks.mlp)
         router = mlp.get_submodule(blocks.router)
         shared, gate = (mlp.get_submodule(name) if name else None for name in (blocks.shared, blocks.shared_gate))
-        if blocks.prescaled or router._forward_hooks:  # a router that does more than transformers' own
+        if blocks.prescaled or router._forward_hooks:
             router = None
         found = compiled.before_experts(self.post_attention_layernorm, compiled.Sparse(router, shared, gate), x, sums)
         stream.replace(found.x)
