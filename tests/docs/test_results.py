@@ -342,6 +342,10 @@ def test_moe_models_with_kernels_for_few_tokens_beside_vllm(page: str, raw: Raw)
         name = names[one["shape"]] + (", a906cdf" if one["call"] == 4 else "")
         assert [name, str(batch), *cells] in table
     assert len(compared) == 8
+    (qwen,) = (one["decode_ms"] for one in compared if "vllm from, to" in one["decode_ms"])
+    fastest, slowest = qwen["vllm from, to"]
+    assert f"varied from {fastest} to {slowest} ms" in page
+    assert f"takes {fastest / qwen['own']:.2f} times as long" in page
 
 
 def test_kernels_of_a_decoding_step(page: str, raw: Raw) -> None:
@@ -356,6 +360,14 @@ def test_kernels_of_a_decoding_step(page: str, raw: Raw) -> None:
         before, now, topk = (one[code] for code in ("before", "now", "topk"))
         cells = [f"{before:.3f}", f"{now:.3f}", f"{before / now:.3f}", f"{topk:.3f}"]
         assert [names[one["shape"]], str(one["batch"]), *cells] in table
+    parts = noted["parts"]
+    before, after = parts["keys"]["qwen3-30b-a3b, 64 rows"]
+    assert f"{before / after:.2f}x as fast ({before} to {after} microseconds)" in page
+    gains = [before / after for before, after in parts["latents"].values()]
+    assert f"that of latents {min(gains):.2f}x to {max(gains):.2f}x" in page
+    for vocabulary, unit in ((102400, " microseconds"), (151936, "")):
+        before, after = parts["most likely of the logits, by vocabulary and rows"][f"{vocabulary}, 1"]
+        assert f"{before} to {after}{unit} for one row of" in page
     worse = [
         ms / noted["tiles"][shape]["used"] - 1
         for shape in names

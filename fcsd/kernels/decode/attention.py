@@ -156,6 +156,17 @@ def keys_of_part(range, part, parts, KEYS: tl.constexpr):
 
 
 @triton.jit
+def add_keys(score, value, top, total, found):
+    """The highest score, the sum of weights and the weighted sum of values, each with another block of keys."""
+    higher = tl.maximum(top, tl.max(score, 1))
+    kept = tl.exp2(top - higher)
+    weight = tl.exp2(score - higher[:, None])
+    total = total * kept + tl.sum(weight, 1)
+    found = found * kept[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+    return higher, total, found
+
+
+@triton.jit
 def _parts_kernel(
     query, key, value, ranges, maxima, sums, partial,
     query_row, query_head, key_row, key_head, key_token, value_row, value_head, value_token, range_row,
@@ -189,12 +200,7 @@ def _parts_kernel(
             other=0.0,
         )
         score = tl.where(inside, tl.dot(q, tl.trans(k), input_precision="ieee") * factor, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        kept = tl.exp2(top - higher)
-        weight = tl.exp2(score - higher[:, None])
-        total = total * kept + tl.sum(weight, 1)
-        found = found * kept[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-        top = higher
+        top, total, found = add_keys(score, v, top, total, found)  # pyright: ignore[reportGeneralTypeIssues]
 
     # A part without keys has the maximum -inf and the sum 0.
     to = (pair.to(tl.int64) * GROUP + member) * parts + part

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fcsd.kernels.decode.attention import (
+    add_keys,
     combine,
     decode_attention_reference,
     keys_at_once,
@@ -128,12 +129,7 @@ def _latents_kernel(
         score = tl.dot(q, tl.trans(c), input_precision="ieee")
         score = tl.dot(turned, tl.trans(k), score, input_precision="ieee")
         score = tl.where(inside, score * factor, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        kept = tl.exp2(top - higher)
-        weight = tl.exp2(score - higher[:, None])
-        total = total * kept + tl.sum(weight, 1)
-        found = found * kept[:, None] + tl.dot(weight.to(c.dtype), c, input_precision="ieee")
-        top = higher
+        top, total, found = add_keys(score, c, top, total, found)
 
     # A part without keys has the maximum -inf and the sum 0.
     to = (row * heads + head) * parts + part
