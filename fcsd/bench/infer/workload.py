@@ -9,12 +9,12 @@ import torch
 from transformers import PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
+from fcsd.engine.grouped_attention import GROUPED, SPLIT
+from fcsd.engine.tp_plan import Experts
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.build import check_desync, wiring_of
 from fcsd.models.wiring_block import DESYNC, NAMES, Wiring
-from fcsd.parallel.tensor.division import Experts
-from fcsd.parallel.tensor.reduce import WRONG_RESULTS, Kind, format_of
-from fcsd.serve.grouped_attention import GROUPED, SPLIT
+from fcsd.parallel.all_reduce.reduce import WRONG_RESULTS, Kind, format_of
 from fcsd.serve.vllm.reduction import read_settings
 
 ENGINES = ("own", "vllm")

@@ -21,7 +21,7 @@ from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.serve.vllm.support import RIGHT_RESULTS, installed_version, require_vllm
 
 if TYPE_CHECKING:
-    from fcsd.parallel.tensor.reduce import Kind
+    from fcsd.parallel.all_reduce.reduce import Kind
 
 HF, VLLM, OWN = "hf", "vllm", "own"
 
@@ -87,7 +87,7 @@ class Engine:
             raise ConfigError("--device auto uses all GPUs in one process; leave --gpus out")
 
     def _check_own(self, ranks: int) -> None:
-        from fcsd.serve.engine import require_right
+        from fcsd.engine.open import require_right
 
         require_right(self.reduce)
         if self.device == "auto" or self.ep_size > 1:
@@ -170,8 +170,8 @@ def _in_transformers(
     kind = getattr(torch, dtype)
     generation, backend = engine.generation, None
     if engine.backend == OWN:
+        from fcsd.engine.open import open_engine
         from fcsd.launch.world import join_world
-        from fcsd.serve.engine import open_engine
 
         network = open_engine(path, join_world(), dtype=kind, reduce=engine.reduce)
         generation = generation or SLOTS

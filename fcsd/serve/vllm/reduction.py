@@ -191,7 +191,7 @@ def _start(x: Tensor, group: str, kind: Kind, overlap_from: int) -> Tensor:
 
 def _start_of_fcsd(x: Tensor, group: Any, kind: Kind, overlap_from: int) -> Tensor:
     """The same by fcsd's own kinds, which sum in place."""
-    from fcsd.parallel.tensor.reduce import reduce
+    from fcsd.parallel.all_reduce.reduce import reduce
 
     y = x.clone()
     reduction = reduce(y, group, kind)
