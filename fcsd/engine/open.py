@@ -1,7 +1,7 @@
 """Opens a model in fcsd's own inference engine: divided by tensor parallelism, with its reductions in flight.
 
-The engine is transformers' model with narrower weights (``parallel/tensor/weights.py``), whose layers start and await
-reductions as the wiring allows (``parallel/tensor/layer.py``). It is called as every other causal LM, and
+The engine is transformers' model with narrower weights (``engine/weights.py``), whose layers start and await
+reductions as the wiring allows (``engine/layer.py``). It is called as every other causal LM, and
 ``decode.py``, ``generate.py`` and ``logprobs.py`` run it. All ranks must make the same calls with the same inputs;
 each of them gets the whole logits.
 """

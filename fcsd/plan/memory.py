@@ -6,7 +6,7 @@ largest of several moments, each of which is the sum of its parts. The figures a
 ``torch.cuda.max_memory_allocated`` counts from the second step on. ``Memory.context`` and ``Memory.slack`` are added to
 them.
 
-ZeRO works as in DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``) with the configuration of ``fcsd.distill.step.engine``:
+ZeRO works as in DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``) with the configuration of ``distill.step.engine``:
 dense parameters are partitioned over all processes, and routed experts over the ``world / ep_size`` processes that hold
 the same experts.
 """

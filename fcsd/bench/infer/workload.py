@@ -35,7 +35,7 @@ class Workload:
         prompt: tokens of a prompt.
         new: tokens that are decoded after each prompt, the first of which comes from the prefill.
         wirings: names of wirings, each applied to every layer; ``own`` is the wiring of the checkpoint.
-        reduce: kinds of reduction, see ``parallel.tensor.reduce``, and ``serve.vllm.reduction`` for vLLM. None stands
+        reduce: kinds of reduction, see ``parallel.all_reduce.reduce``, and ``serve.vllm.reduction``. None stands
             for the engine's entry in ``REDUCE``.
         bounds: the wirings that are also timed by the kinds with wrong results; None for all of them.
         experts: how ranks share the experts, see ``load_tensor_parallel``.
@@ -44,7 +44,7 @@ class Workload:
             compile either.
         rounds: how often each variant is timed.
         engine: ``own`` or ``vllm``.
-        compile: whether fcsd's engine compiles the parts of decoding steps, see ``parallel.tensor.compiled``.
+        compile: whether fcsd's engine compiles the parts of decoding steps, see ``engine.compiled``.
         attention: how decoding steps of fcsd's engine attend, ``grouped`` or ``split``; see
             ``serve.grouped_attention``. None chooses by the model and its device.
 

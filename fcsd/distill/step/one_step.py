@@ -106,7 +106,7 @@ def launch_step(
     """Launches a step. The host does not wait until the device has taken it, except in two places.
 
     With divided experts, each MoE layer needs the splits of its all-to-alls on the host, to size buffers and
-    collectives. In some cases of the table in ``fcsd.distill.optim.update``, the host decides whether the step is taken, and
+    collectives. In some cases of the table in ``distill.optim.update``, the host decides whether the step is taken, and
     ``update`` then waits for the gradient norm.
 
     The loss is that of the global batch before the weights change. If the loss or a gradient is not finite on any rank,
@@ -166,7 +166,7 @@ def train_step(
     step: int,
     cache: Teacher | None = None,
 ) -> dict[str, float]:
-    """Takes a step in one thread and waits for it. This is the reference of ``launch_step`` with ``fcsd.distill.step.feed``.
+    """Takes a step in one thread and waits for it. This is the reference of ``launch_step`` with ``distill.step.feed``.
 
     Args:
         step: the number of the step, counted from 1.

@@ -31,7 +31,7 @@ class Engine:
     """The settings by which models are run. They are the same for all models of a comparison.
 
     Attributes:
-        backend: ``hf`` for transformers, ``vllm``, ``own`` for fcsd's engine (``serve/engine.py``).
+        backend: ``hf`` for transformers, ``vllm``, ``own`` for fcsd's engine (``engine/open.py``).
         device: ``cuda``, ``cpu``, or ``auto`` to let accelerate spread each model over the GPUs, host memory and the
             disk, in this order. None for ``cuda`` where there is one, else ``cpu``.
         dtype: the data type of the weights, one of ``fcsd.models.load_options.DTYPES``. None for float32 on the CPU and
@@ -41,7 +41,7 @@ class Engine:
         generation: one of ``adapter.GENERATION``; None for the fastest that the device supports.
         ep_size: the expert-parallel size, the number of ranks that divide the experts of every layer.
         gpus: the tensor-parallel degree under vLLM and in fcsd's engine.
-        reduce: how the ranks of fcsd's engine reduce; see ``parallel.tensor.reduce.Kind``.
+        reduce: how the ranks of fcsd's engine reduce; see ``parallel.all_reduce.reduce.Kind``.
         wire: the quantised wire that is simulated; None for none.
     """
 

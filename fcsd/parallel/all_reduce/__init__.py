@@ -1,1 +1,1 @@
-"""Tensor parallelism: sums over ranks for row-parallel products, which may be in flight."""
+"""All-reduces of a tensor-parallel model, each started and awaited apart: NCCL, symmetric memory, quantised."""

@@ -1,1 +1,1 @@
-"""What a model computes if its communication is quantised, simulated in one process for studies of quality."""
+"""Quantised communication: rows in fewer bits, and models that compute in one process what it delivers."""

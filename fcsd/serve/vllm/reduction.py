@@ -31,7 +31,7 @@ from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
 
 # ``vllm`` is vLLM's own choice of all-reduce, and ``auto`` is ``vllm`` today. The other kinds are those of
-# ``parallel.tensor.reduce``. ``none`` sends nothing, so its results are wrong, and its time is a lower bound.
+# ``parallel.all_reduce.reduce``. ``none`` sends nothing, so its results are wrong, and its time is a lower bound.
 Kind = str
 KINDS = ("auto", "vllm", "symmetric", "copies", "quantised:FORMAT", "none")
 OF_VLLM = ("auto", "vllm")
