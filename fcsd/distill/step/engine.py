@@ -3,7 +3,6 @@
 import logging
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,7 +27,6 @@ from fcsd.models.staged import Stages, stage_layers
 from fcsd.parallel.expert.dispatcher import MakeDispatcher
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.turns import in_turns
 
 # (micro-batch, denominator, names of the terms) -> the loss terms by name; see ``fcsd.distill.step.graphs``
 FixedLosses = Callable[[dict[str, Tensor], Tensor, tuple[str, ...]], dict[str, Tensor]]
@@ -56,12 +54,11 @@ class Student(nn.Module):
         self.annealing: Annealing | None = None  # how far the wiring of the model is annealed; None if it is not
         self.stages = stages
         self.fixed: FixedLosses | None = None  # runs the training passes, teacher included, if it is installed
-        self._beside = ThreadPoolExecutor(1, "teacher")  # the thread starts when a teacher first runs in turns
 
     def forward(
         self,
         batch: dict[str, Tensor],
-        targets: Targets | Callable[[], Targets] | None,
+        targets: Targets | None,
         denominator: Tensor,
         terms: tuple[str, ...],
     ) -> dict[str, Tensor]:
@@ -71,9 +68,7 @@ class Student(nn.Module):
             batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``. It may also have ``kept``, the
                 positions in the flattened batch whose logits are computed, if the host knows them: those with a label,
                 or all.
-            targets: the teacher's output, which ``kl`` and ``hidden`` need, or a function that computes it. The
-                function runs in turns with the student's forward pass (``fcsd.parallel.turns``). With ``fixed`` it is
-                None in training.
+            targets: the teacher's output, which ``kl`` and ``hidden`` need. With ``fixed`` it is None in training.
             denominator: the number by which the sums over tokens are divided.
             terms: the names of the loss terms to compute.
         """
@@ -84,19 +79,14 @@ class Student(nn.Module):
     def losses(
         self,
         batch: dict[str, Tensor],
-        targets: Targets | Callable[[], Targets] | None,
+        targets: Targets | None,
         denominator: Tensor,
         terms: tuple[str, ...],
     ) -> dict[str, Tensor]:
         """What ``forward`` returns, computed by torch's operations one after the other."""
         compared = compared_layers(self.model, self.objective) if targets is not None and "hidden" in terms else ()
         with captured(self.model, compared) as streams:
-            if callable(targets):
-                with in_turns(targets, self._beside) as pending:
-                    hidden = final_hidden(self.model, batch)
-                targets = pending.value
-            else:
-                hidden = final_hidden(self.model, batch)
+            hidden = final_hidden(self.model, batch)
         with phase("loss"):
             head, labels = output_head(self.model), batch["labels"]
             chunk = self.objective.chunk(len(head))

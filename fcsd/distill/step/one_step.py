@@ -1,10 +1,8 @@
 """Takes one optimizer step over all ranks, and measures the loss on held-out text."""
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +133,7 @@ def launch_step(
     for micro in micros:
         with _numbered(engine, micro, recipe, step):
             # With fixed passes the student's forward pass includes the teacher's.
-            targets = None if engine.module.fixed else _targets(micro, teacher, recipe, world)
+            targets = None if engine.module.fixed else _targets(micro, teacher, world)
             terms = engine(micro.columns, targets, denominator, tuple(weights))
             totals += torch.stack([terms[name].detach() for name in weights])
             loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
@@ -189,23 +187,13 @@ def _numbered(engine: Any, micro: MicroBatch, recipe: Recipe, step: int) -> Abst
     return quantiser.training_step(step, torch.arange(*numbers, device=micro.counted.device))
 
 
-def _targets(
-    micro: MicroBatch, teacher: Teacher | None, recipe: Recipe, world: World
-) -> Targets | Callable[[], Targets] | None:
-    """The targets of the student on a micro-batch, or a function that computes them, or None without a teacher.
-
-    A teacher whose experts are divided runs in turns with the student: one computes while the all-to-alls of the other
-    are in flight. In this case a function is returned.
-    """
+def _targets(micro: MicroBatch, teacher: Teacher | None, world: World) -> Targets | None:
+    """The targets of the student on a micro-batch; None without a teacher."""
     if micro.targets is not None:
         assert isinstance(micro.targets.output, TopK)
         kept = TopK(*(column.to(world.device, non_blocking=True) for column in micro.targets.output))
         return micro.targets._replace(output=kept)
-    if teacher is None:
-        return None
-    in_turns = recipe.parallel.teacher_ep_size > 1 and recipe.parallel.overlap == "on"
-    run = partial(teacher, micro.columns, micro.rows)
-    return run if in_turns else run()
+    return None if teacher is None else teacher(micro.columns, micro.rows)
 
 
 @torch.no_grad()
