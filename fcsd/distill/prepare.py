@@ -23,7 +23,6 @@ from fcsd.distill.inputs import student_source
 from fcsd.distill.optim import update
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
-from fcsd.distill.solved_start import solve_student
 from fcsd.distill.step import graphs
 from fcsd.distill.step.engine import build_engine, import_deepspeed
 from fcsd.distill.student import load_student, student_config
@@ -132,8 +131,6 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     student = load_student(
         recipe, dtype=DTYPES[recipe.train.dtype], device=world.device, config=config, trained=trained, orders=orders
     )
-    if checkpoint is None and recipe.init.solve != "none":
-        solve_student(student, source.path, recipe, rows, world)
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
     teacher = load_teacher(recipe, student, world, traffic, dispatcher) if needs_teacher(recipe) else None

@@ -13,7 +13,6 @@ from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.run import run_dir
-from fcsd.distill.solved_start import calibration_rows
 from fcsd.distill.student import meta_student
 from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_name
 from fcsd.models.build import wiring_of
@@ -88,9 +87,6 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
 def _conversion_lines(recipe: Recipe, model: PreTrainedModel) -> list[str]:
     """The lines about settings that bring the student from the original to its wiring step by step."""
     train, lines = recipe.train, []
-    if recipe.init.solve != "none":
-        tokens = calibration_rows(recipe) * recipe.data.seq_len
-        lines.append(f"solve       {recipe.init.solve}, on the first {tokens:,} tokens, before the first step")
     if train.progressive_share:
         depth = model.config.get_text_config().num_hidden_layers
         groups = conversion_groups(wiring_of(model.config), depth, train.progressive_order)

@@ -16,7 +16,6 @@ def uncounted(recipe: Recipe, hardware: Hardware) -> list[str]:
         "train.anneal_share: annealed steps read additional streams": train.anneal_share > 0,
         "train.progressive_share: steps before the last layers are converted": train.progressive_share > 0,
         "train.trace_every: steps that are profiled": train.trace_every > 0,
-        "init.solve: the pass before the first step that corrects the weights": recipe.init.solve != "none",
         "init.wiring: all-to-alls that the standard wiring exposes": divided and recipe.init.wiring == "standard",
         "deterministic: slower kernels": recipe.deterministic,
         "objective.hidden: the overlap that the compared layers lose": divided and recipe.objective.hidden.weight > 0,

@@ -34,7 +34,7 @@ from fcsd.markdown import table
 
 REACHED = 0.99
 LARGER_TEACHER = "moe_64"  # of the study ``larger``
-AIDS = {"anneal": "Annealed wiring", "solved": "Solved start", "progressive": "Progressive conversion"}
+AIDS = {"anneal": "Annealed wiring", "progressive": "Progressive conversion"}
 HEAD = """# Capability: how far healing goes
 
 <!-- scripts/capability/report.py writes this page from docs/results/capability{suffix}.jsonl; do not edit it. -->

@@ -1,6 +1,5 @@
 """All studies: those of the papers' own experiments (runs.py), and those of what may heal better or in fewer tokens.
 
-- ``solved``: a start whose weights were corrected by least squares, against the plain start.
 - ``progressive``: layers that are converted one by one, against all of them from the first step.
 - ``chosen``: the half of the layers that `fcsd choose-layers` chose, against the last half.
 - ``table-4``: Ladder Table 4, for a dense teacher. The published values (batch 32, 5e-6, 200 warm-up steps, two epochs)
@@ -17,7 +16,7 @@
 - ``on-policy``: text that the teacher, or the untrained conversion, wrote itself (written.py), against the mixture. The
   conversion writes once, before the training, so its text is on-policy at the first step alone.
 
-The unit of the first two is the tokens to 99 % of the teacher above chance; their budgets are those of ``anneal``.
+The unit of the first is the tokens to 99 % of the teacher above chance; its budgets are those of ``anneal``.
 """
 
 import json
@@ -31,7 +30,6 @@ from scripts.capability.scratch import scratch_runs
 
 CHOICE = Path(__file__).resolve().parents[2] / "docs/results/chosen_layers.json"
 BUDGETS = (0.003, 0.01, 0.03)  # of the teacher's tokens
-SOLVES = ("norms", "linear")
 PROGRESSIVE_SHARE = 0.5
 # They name layers of the bundled teacher or its results, are about its architecture, or have a model of their own.
 BUNDLED_ONLY = ("figure-3", "progressive", "chosen", "distance", "scratch")
@@ -54,7 +52,6 @@ def studies() -> dict[str, list[Run]]:
     """Study -> its runs."""
     originals = [Run("teacher"), Run("untrained")]
     return runs.studies() | {
-        "solved": [*originals, *_against_plain({f"KL, {how} solved": {"init.solve": how} for how in SOLVES})],
         "progressive": [*originals, *_against_plain(_progressive())],
         "chosen": [*originals, *_chosen()],
         "table-4": [*originals, *_table_4()],

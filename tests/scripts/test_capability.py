@@ -365,7 +365,7 @@ def test_the_page_has_every_study(lines: dict[str, dict[str, Any]], tmp_path: Pa
     text = report.page(lines | sweep, tmp_path / "capability.png")
     assert (tmp_path / "capability.png").stat().st_size > 10_000
     studied = ("Table 1", "The text", "Recovery over", "Table 2", "Figure 3", "Early stopping", "Annealed wiring")
-    studied += ("Solved start", "Progressive conversion", "Chosen layers", "Ladder Table 4", "Chosen values")
+    studied += ("Progressive conversion", "Chosen layers", "Ladder Table 4", "Chosen values")
     studied += ("Distance 2", "Desync from", "From scratch", "Text of the models")
     for heading in studied:
         assert f"\n## {heading}" in text
