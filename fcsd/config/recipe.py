@@ -181,15 +181,6 @@ class Recipe(Section):
             raise ValueError("train.compile cannot be combined with parallel.wire: layers that round rows stay eager")
         if self.train.graph and (why := self._not_captured()):
             raise ValueError(f"train.graph cannot be combined with {why}")
-        if self.train.progressive_share and (self.parallel.ep_size > 1 or self.parallel.wire.any):
-            raise ValueError(
-                "train.progressive_share needs parallel.ep_size 1 and no parallel.wire: layers that dispatch rows "
-                "cannot be converted progressively"
-            )
-        if self.train.progressive_order is not None and not self.train.progressive_share:
-            raise ValueError("train.progressive_order is set, but train.progressive_share is 0, so it has no effect")
-        if self.train.progressive_share and self.train.anneal_share:
-            raise ValueError("train.progressive_share and train.anneal_share cannot be combined; set one of them to 0")
         if self.train.eval_every and self.data.held_out is None:
             raise ValueError("train.eval_every needs data.held_out, the text to measure on")
         if self.early_stop.metric == HELD_OUT and self.data.held_out is None:
@@ -202,7 +193,6 @@ class Recipe(Section):
         found = {
             "divided experts: the host sizes their all-to-alls in each pass": divided,
             "parallel.wire: the rounding depends on the step": self.parallel.wire.any,
-            "train.progressive_share: the wiring depends on the step": self.train.progressive_share > 0,
             "train.activation_checkpointing: it saves the state of random generators": (
                 self.train.activation_checkpointing
             ),

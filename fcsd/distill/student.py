@@ -22,7 +22,6 @@ from fcsd.models.annealed import require_in_flight
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, converted_config, register, wiring_of
 from fcsd.models.export_template import CODE_FILES
-from fcsd.models.staged import conversion_groups
 
 if TYPE_CHECKING:
     from fcsd.parallel.weights.saving import OwnPart
@@ -34,16 +33,11 @@ def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
     Raises:
         BadInputError: the architecture is not supported; the recipe names a wiring, but the checkpoint is rewired
             already; or the weights are random, but the config is quantised.
-        ConfigError: the wiring does not fit the architecture, or it cannot be annealed or converted progressively
-            although the recipe asks for it.
+        ConfigError: the wiring does not fit the architecture, or it cannot be annealed although the recipe asks for it.
     """
     config = _rewired_config(recipe, source)
-    wiring = wiring_of(config)
     if recipe.train.anneal_share:
-        require_in_flight(wiring)
-    if recipe.train.progressive_share:
-        depth = config.get_text_config().num_hidden_layers
-        conversion_groups(wiring, depth, recipe.train.progressive_order)
+        require_in_flight(wiring_of(config))
     return config
 
 

@@ -14,7 +14,6 @@ def uncounted(recipe: Recipe, hardware: Hardware) -> list[str]:
         "train.compile: compiled layers start fewer kernels, and compiling takes minutes": train.compile,
         "train.graph: the memory that captured passes keep reserved": train.graph,
         "train.anneal_share: annealed steps read additional streams": train.anneal_share > 0,
-        "train.progressive_share: steps before the last layers are converted": train.progressive_share > 0,
         "train.trace_every: steps that are profiled": train.trace_every > 0,
         "init.wiring: all-to-alls that the standard wiring exposes": divided and recipe.init.wiring == "standard",
         "deterministic: slower kernels": recipe.deterministic,

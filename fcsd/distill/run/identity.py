@@ -85,7 +85,6 @@ def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:
         "train.compile": train.compile,
         "train.graph": train.graph,
         "train.anneal_share": train.anneal_share > 0,
-        "train.progressive_": train.progressive_share > 0,
         "optim.moments": optim.moments != "fp32",
         "optim.offload": optim.offload != "none",
         "parallel.dedup": parallel.dedup != "off",

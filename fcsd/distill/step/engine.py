@@ -23,7 +23,6 @@ from fcsd.distill.teacher.targets import Targets, captured, compared_layers
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.annealed import Annealing, anneal
-from fcsd.models.staged import Stages, stage_layers
 from fcsd.parallel.expert.dispatcher import MakeDispatcher
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
@@ -37,22 +36,14 @@ class Student(nn.Module):
 
     Args:
         quantiser: rounds the rows of dispatch and combine; None if they are sent as they are.
-        stages: the stages of a progressive conversion; None if all layers are converted from the start.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        objective: Objective,
-        quantiser: Quantiser | None = None,
-        stages: Stages | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, objective: Objective, quantiser: Quantiser | None = None) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
         self.quantiser = quantiser
         self.annealing: Annealing | None = None  # how far the wiring of the model is annealed; None if it is not
-        self.stages = stages
         self.fixed: FixedLosses | None = None  # runs the training passes, teacher included, if it is installed
 
     def forward(
@@ -203,8 +194,7 @@ def build_engine(
     pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    stages = stage_layers(model, recipe.train.progressive_order) if recipe.train.progressive_share else None
-    student = Student(model, recipe.objective, quantiser_of(recipe), stages).train()
+    student = Student(model, recipe.objective, quantiser_of(recipe)).train()
     engine, *_ = deepspeed.initialize(
         model=student,
         model_parameters=parameter_groups(student, recipe),

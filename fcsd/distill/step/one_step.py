@@ -51,24 +51,13 @@ def anneal_weight(recipe: Recipe, step: int) -> float:
     return min(1.0, (step - 1) / steps) if steps else 1.0
 
 
-def groups_converted(recipe: Recipe, step: int, groups: int) -> int:
-    """How many of the groups of a progressive conversion are converted in a step, counted from 1.
-
-    The first group is converted from step 1 on. The others follow at equal distances, and all are converted after
-    ``train.progressive_share`` of the schedule.
-    """
-    steps = round(recipe.train.progressive_share * recipe.schedule_steps)
-    return min(groups, 1 + (step - 1) * (groups - 1) // steps) if steps else groups
-
-
 @dataclass(frozen=True)
 class LaunchedStep:
     """A step that was launched, which the device may not have finished yet.
 
     Attributes:
         number: the number of the step, counted from 1.
-        settings: ``lr``, the learning rate of the step; ``anneal``, its λ, if the wiring is annealed; and
-            ``converted``, the number of converted groups, if the conversion is progressive.
+        settings: ``lr``, the learning rate of the step; and ``anneal``, its λ, if the wiring is annealed.
         weights: the weights of the loss terms.
         numbers: the copy to the host of the loss terms, ``grad_norm``, and ``counted``, the number of positions with a
             label.
@@ -123,9 +112,6 @@ def launch_step(
     settings: dict[str, Any] = {"lr": rate}
     if (annealing := engine.module.annealing) is not None:
         annealing.weight = settings["anneal"] = anneal_weight(recipe, step)
-    if (stages := engine.module.stages) is not None:
-        settings["converted"] = groups_converted(recipe, step, len(stages.groups))
-        stages.convert(settings["converted"])
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     totals = torch.zeros(len(weights), device=world.device)
