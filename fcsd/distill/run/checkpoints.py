@@ -17,7 +17,7 @@ from typing import Any
 
 from fcsd.disk import sync, sync_directories
 from fcsd.distill.run import manifest, snapshot
-from fcsd.distill.run.identity import current_names, differences
+from fcsd.distill.run.identity import differences
 from fcsd.distill.run.snapshot import OPTIMIZER, Snapshot, write_states
 from fcsd.errors import CheckpointError, ConfigError
 from fcsd.launch.world import World
@@ -77,7 +77,7 @@ def load(checkpoint: Path, world: World, engine: Any, identity: dict[str, Any]) 
         CheckpointError: the checkpoint belongs to another run; the message names what differs.
     """
     content = world.everywhere(lambda: manifest.read_manifest(checkpoint))[0]
-    if changed := differences(current_names(content["identity"]), identity):
+    if changed := differences(content["identity"], identity):
         raise _of_another_run(checkpoint, changed)
     if content["version"] == 1:  # DeepSpeed's own layout, with a second copy of all weights
         engine.load_checkpoint(str(checkpoint), tag="engine")
@@ -100,7 +100,7 @@ def require_model(checkpoint: Path, fields: dict[str, Any]) -> None:
     def of_model(facts: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in facts.items() if key == "model" or key.startswith("init.")}
 
-    then = of_model(current_names(manifest.read_manifest(checkpoint)["identity"]))
+    then = of_model(manifest.read_manifest(checkpoint)["identity"])
     now = {key: value for key, value in of_model(fields).items() if key in then}
     if changed := differences({key: then[key] for key in now}, now):
         raise _of_another_run(checkpoint, changed)

@@ -10,7 +10,6 @@ import pytest
 import ranks
 import runs
 import torch
-from old_keys import flat_before
 from runs import outcome, train
 from safetensors.torch import load_file
 
@@ -136,28 +135,6 @@ def test_free_fields_may_change_and_a_path_may_be_given(folder: Path, single: Pa
     train(recipe, resume=str(single / "checkpoints" / "step-2"))
     assert outcome(tmp_path / "run")[1] == outcome(single)[1]
     assert [path.name for path in checkpoints.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-4"]
-
-
-def test_a_run_from_before_keys_were_renamed_goes_on(folder: Path, single: Path, tmp_path: Path) -> None:
-    run = cut_short(single, tmp_path / "run")
-    checkpoint = run / "checkpoints" / "step-2"
-    content = json.loads((checkpoint / manifest.MANIFEST).read_text())
-    del content["seal"]
-    identity_then = flat_before(content["identity"])
-    identity_then["train.schedule_steps"] = identity_then.pop("optim.horizon (or train.steps)")
-    for later in (
-        "optim.accumulate_dtype",
-        "optim.reduce_dtype",
-        "optim.decay_norms",
-    ):  # fields that came with the names
-        del identity_then[later]
-    assert {"train.lr", "train.betas.1", "train.expert_parallel", "train.schedule_steps"} <= identity_then.keys()
-    assert not any(key.startswith(("optim.", "parallel.")) for key in identity_then)
-    manifest.write_manifest(checkpoint, {**content, "identity": identity_then})
-    with pytest.raises(CheckpointError, match=r"optim\.lr was 0\.001 and is now 0\.002; "):
-        train(runs.resolved(folder, output_dir=str(run), optim__lr=0.002, optim__min_lr=1e-9))
-    train(runs.resolved(folder, output_dir=str(run)))
-    assert outcome(run) == outcome(single)
 
 
 @pytest.mark.parametrize(
