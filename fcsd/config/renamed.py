@@ -1,4 +1,4 @@
-"""The only table of recipe keys that were renamed or moved to another section: an old key is an error with the new one."""
+"""The only table of recipe keys that were renamed or moved: a recipe with an old key is refused with the new name."""
 
 import re
 from collections.abc import Mapping

@@ -126,8 +126,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     tokenizer, vocab_size = load_tokenizer(source.path), config.get_text_config().vocab_size
     corpora, rows, held_out = read_data(recipe, tokenizer, vocab_size, world)
     trained = checkpoint / manifest.MODEL if checkpoint else None
-    written = manifest.read_manifest(checkpoint) if checkpoint else None
-    orders = orders_of(written["progress"]) if written else None
+    orders = orders_of(manifest.read_manifest(checkpoint)["progress"]) if checkpoint else None
     student = load_student(
         recipe, dtype=DTYPES[recipe.train.dtype], device=world.device, config=config, trained=trained, orders=orders
     )
@@ -139,9 +138,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     if settings := recipe.objective.teacher_cache:
         cache, hashes = read_teacher_cache(recipe, settings, identity, vocab_size, world)
     identity |= hashes
-    # DeepSpeed reads its own layout of version 1 only into the optimizer that wrote it.
-    by_zero = written is not None and written["version"] == 1
-    engine = build_engine(student, recipe, world, traffic, dispatcher, by_zero)
+    engine = build_engine(student, recipe, world, traffic, dispatcher)
     progress = checkpoints.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     update.install(engine, recipe)
     graphs.install(engine.module, live, recipe, [model for model in (student, teacher) if model is not None])

@@ -185,8 +185,7 @@ def build_engine(
     Args:
         traffic: counts the bytes that dispatch and combine send; None does not count.
         dispatcher: see ``wire_sharded``.
-        by_zero: whether DeepSpeed's ZeRO updates the weights also on one process: to compare with it, or to continue a
-            checkpoint in its own layout.
+        by_zero: whether DeepSpeed's ZeRO updates the weights also on one process, to compare with it.
     """
     alone = updates_alone(recipe, world.size) and not by_zero
     deepspeed = import_deepspeed()
