@@ -6,8 +6,8 @@
 #   WORK  keeps texts, runs and evaluations between pieces. A piece that finds no WORK repeats the runs that had not
 #         ended, and no others.
 #   STUDY table-1, annealed (its rows of annealed wiring), text (the kinds of text), recovery (over tokens), table-2,
-#         figure-3, early-stop, anneal, solved (start), progressive (conversion), chosen (layers), distance (of two
-#         sub-blocks), scratch (training from random weights), on-policy (text that the models wrote), tokens (the
+#         figure-3, early-stop, anneal, chosen (layers), distance (of two sub-blocks),
+#         scratch (training from random weights), on-policy (text that the models wrote), tokens (the
 #         teacher's token ids); for a dense TEACHER also table-4 (Ladder's) and desync (converted and healed); larger
 #         (for the TEACHER moe_64)
 # Every model and every sweep that ends adds a line to NEW. Append these to docs/results/capability.jsonl, which the

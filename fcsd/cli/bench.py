@@ -164,7 +164,7 @@ def distill(
     router: Annotated[str, typer.Option(help="initialised, or uniform: as many tokens for every expert.")] = "uniform",
     variants: Annotated[
         str, typer.Option(help="Some of these, separated by commas.")
-    ] = "overlapped,apart,masked,blocking,comm-free",
+    ] = "overlapped,masked,blocking,comm-free",
     wires: Wires = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(min=1, help="How often the variants take turns.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a variant in each round.")] = 3,

@@ -1,4 +1,4 @@
-"""The `fcsd recipes` commands, which list, show and copy packaged recipes and migrate recipes of earlier versions."""
+"""The `fcsd recipes` commands, which list, show and copy packaged recipes."""
 
 import json
 from pathlib import Path
@@ -46,18 +46,4 @@ def recipes_copy(
     from fcsd import recipes
 
     written = recipes.copy(name, out)
-    emit(json.dumps({"file": str(written)}) if as_json else written)
-
-
-@command(app, "migrate")
-def recipes_migrate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recipe with keys of an earlier version.")],
-    out: Annotated[Path | None, typer.Option(help="File or directory to write; default: FILE itself.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Rewrite a recipe of an earlier version with today's keys. Keeps values and comments; prints the path."""
-    from fcsd import config
-
-    written = config.migrate(file, out, force=force)
     emit(json.dumps({"file": str(written)}) if as_json else written)

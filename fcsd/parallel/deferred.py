@@ -22,7 +22,6 @@ from fcsd.parallel import order
 from fcsd.parallel.transports.codec import Codec
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.transports.transport import Splits, Transport, Work, all_to_all
-from fcsd.parallel.turns import yield_turn
 
 
 @dataclass
@@ -95,7 +94,6 @@ class Exchange:
     def land(self) -> Tensor:
         """Wait for the received rows ``[received, hidden]``. Afterwards the exchange refers to no buffer."""
         assert self.in_flight is not None, f"{self.name} of layer {self.layer} has not been launched"
-        yield_turn()
         work, received, _ = self.in_flight
         self.in_flight = None
         work.wait()

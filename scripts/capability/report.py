@@ -34,7 +34,6 @@ from fcsd.markdown import table
 
 REACHED = 0.99
 LARGER_TEACHER = "moe_64"  # of the study ``larger``
-AIDS = {"anneal": "Annealed wiring", "solved": "Solved start", "progressive": "Progressive conversion"}
 HEAD = """# Capability: how far healing goes
 
 <!-- scripts/capability/report.py writes this page from docs/results/capability{suffix}.jsonl; do not edit it. -->
@@ -80,7 +79,7 @@ def page(lines: Lines, picture: Path) -> str:
     parts = [HEAD.format(**about, devices=devices_of(models))]
     parts += [table_1(models), larger(models), kinds(models)]
     parts += [recovery(models, tokens, picture), table_2(models), figure_3(models), early_stop(models)]
-    parts += [equal_tokens(models, tokens, study, title) for study, title in AIDS.items()]
+    parts += [equal_tokens(models, tokens, "anneal", "Annealed wiring")]
     parts += [chosen_layers(models), token_ids(models), table_4(models)]
     parts += [distance(models), desync(models), scratch(models), on_policy(models), chosen(lines)]
     missing = {study: [run.name for run in studies()[study] if run.name not in models.lines] for study in due(models)}

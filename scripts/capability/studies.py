@@ -1,7 +1,5 @@
 """All studies: those of the papers' own experiments (runs.py), and those of what may heal better or in fewer tokens.
 
-- ``solved``: a start whose weights were corrected by least squares, against the plain start.
-- ``progressive``: layers that are converted one by one, against all of them from the first step.
 - ``chosen``: the half of the layers that `fcsd choose-layers` chose, against the last half.
 - ``table-4``: Ladder Table 4, for a dense teacher. The published values (batch 32, 5e-6, 200 warm-up steps, two epochs)
   belong to a model of 8 B parameters, so KL and SFT are also run with the values that the sweeps choose.
@@ -16,8 +14,6 @@
   as in the training of the teachers.
 - ``on-policy``: text that the teacher, or the untrained conversion, wrote itself (written.py), against the mixture. The
   conversion writes once, before the training, so its text is on-policy at the first step alone.
-
-The unit of the first two is the tokens to 99 % of the teacher above chance; their budgets are those of ``anneal``.
 """
 
 import json
@@ -30,11 +26,8 @@ from scripts.capability.runs import KL, PUBLISHED, SEEDS, SEQ_LEN, SFT, TABLE_1,
 from scripts.capability.scratch import scratch_runs
 
 CHOICE = Path(__file__).resolve().parents[2] / "docs/results/chosen_layers.json"
-BUDGETS = (0.003, 0.01, 0.03)  # of the teacher's tokens
-SOLVES = ("norms", "linear")
-PROGRESSIVE_SHARE = 0.5
 # They name layers of the bundled teacher or its results, are about its architecture, or have a model of their own.
-BUNDLED_ONLY = ("figure-3", "progressive", "chosen", "distance", "scratch")
+BUNDLED_ONLY = ("figure-3", "chosen", "distance", "scratch")
 DENSE_ONLY = ("table-4", "desync")
 SIBLINGS = {
     "farskip": ("table-1", "tokens"),
@@ -42,7 +35,7 @@ SIBLINGS = {
 }  # by wiring: what the siblings' pages have
 TABLE_4 = 0.02  # of the teacher's tokens: two epochs of a text of 1 %
 LADDER_LAYERS = ("50%", "62.5%")  # Hybrid-Ladder-8B-16L and -20L: the last 16 and 20 of 32
-DISTANCE_BUDGETS = BUDGETS[:2]
+DISTANCE_BUDGETS = (0.003, 0.01)  # of the teacher's tokens
 ON_POLICY = 0.01  # of the teacher's tokens
 DESYNC = 0.01  # of the teacher's tokens
 LARGER = {"train.batch_tokens": 32 * SEQ_LEN, "train.micro_batch_size": 32, "optim.lr": 5e-4}
@@ -54,8 +47,6 @@ def studies() -> dict[str, list[Run]]:
     """Study -> its runs."""
     originals = [Run("teacher"), Run("untrained")]
     return runs.studies() | {
-        "solved": [*originals, *_against_plain({f"KL, {how} solved": {"init.solve": how} for how in SOLVES})],
-        "progressive": [*originals, *_against_plain(_progressive())],
         "chosen": [*originals, *_chosen()],
         "table-4": [*originals, *_table_4()],
         "distance": [*originals, *_distance()],
@@ -64,25 +55,6 @@ def studies() -> dict[str, list[Run]]:
         "on-policy": [*originals, *_on_policy()],
         "tokens": [*originals, *_tokens()],
         "larger": [*originals, *_larger()],
-    }
-
-
-def _against_plain(methods: dict[str, dict[str, Any]]) -> list[Run]:
-    """Plain KL, and KL with the settings of each method, at equal tokens."""
-    rows: dict[str, dict[str, Any]] = {"KL": {}, **methods}
-    return [
-        Run(method, "same", tokens, seed, settings={**KL, **settings})
-        for tokens in BUDGETS
-        for method, settings in rows.items()
-        for seed in SEEDS
-    ]
-
-
-def _progressive() -> dict[str, dict[str, Any]]:
-    share = {"train.progressive_share": PROGRESSIVE_SHARE}
-    return {
-        "KL, last layers first": share,
-        "KL, least sensitive layers first": {**share, "train.progressive_order": sensitivity()},
     }
 
 
@@ -173,11 +145,3 @@ def _choice() -> dict[str, Any]:
 def chosen_half() -> str:
     """The half of the bundled teacher's layers that the search chose, as ``fcsd convert --layers`` takes it."""
     return next(choice["spec"] for choice in _choice()["choices"] if 2 * choice["n"] == _choice()["depth"])
-
-
-def sensitivity() -> list[int]:
-    """The layers of the bundled teacher in the order in which the search added them: the least sensitive one first."""
-    order: list[int] = []
-    for step in _choice()["path"]:
-        order += [layer for layer in step["layers"] if layer not in order]
-    return [*order, *(layer for layer in range(_choice()["depth"]) if layer not in order)]

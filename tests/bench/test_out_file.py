@@ -17,7 +17,7 @@ BENCHMARKS = [
     "memory_settings",
     "transports",
 ]
-SCRIPTS = ["all_reduce_on_one_gpu", "compare_passes", "placement_ablation", "solved_start", "time_bundled"]
+SCRIPTS = ["all_reduce_on_one_gpu", "compare_passes", "placement_ablation", "time_bundled"]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from fcsd.cli.main import app
 from fcsd.foreign_errors import _TABLE, translate
 
 COMMANDS = ["inspect", "convert", "distill", "eval", "export", "push", "env"]
-RECIPES = [["recipes", "list"], ["recipes", "show"], ["recipes", "copy"], ["recipes", "migrate"]]
+RECIPES = [["recipes", "list"], ["recipes", "show"], ["recipes", "copy"]]
 
 
 def run(*args: str) -> Result:
@@ -300,19 +300,6 @@ def test_export_and_push(library) -> None:
     push = library("fcsd.export.push", "push_model", "address")
     assert run("push", "final", "org/name", "--create-pr", "--revision", "b").stdout == "address\n"
     push.assert_called_once_with(Path("final"), "org/name", private=False, create_pr=True, revision="b")
-
-
-def test_an_old_recipe_is_migrated(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
-    old.write_text("name: x\nmodel: m\noutput_dir: o\ndata: {sources: [{path: a}]}\ntrain:\n  lr: 1e-3 # high\n")
-    refused = run("recipes", "show", str(old))
-    assert refused.exit_code == 2 and f"{old}:6: train.lr is now optim.lr" in refused.stderr
-    assert f"hint: `fcsd recipes migrate {old} --force` rewrites the recipe" in refused.stderr
-    assert run("recipes", "migrate", str(old)).exit_code == 2
-    assert run("recipes", "migrate", str(old), "--out", str(new)).stdout == f"{new}\n"
-    assert run("recipes", "migrate", str(old), "--force").stdout == f"{old}\n"
-    assert old.read_text() == new.read_text() and "optim:\n  lr: 1e-3 # high\n" in old.read_text()
-    assert run("recipes", "show", str(old)).exit_code == 0
 
 
 def test_recipes(tmp_path: Path) -> None:

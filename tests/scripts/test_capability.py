@@ -18,7 +18,7 @@ from scripts.capability.results import append, packed, read_lines, unpacked
 from scripts.capability.runs import KL, STARTING_VALUES, Run, Subject, fitted, recipe_of, sweeps, trial_recipe
 from scripts.capability.scores import fit, scores_of, tokens_to
 from scripts.capability.scratch import CONFIGS, scratch_results, write_config
-from scripts.capability.studies import TABLE_4, chosen_half, sensitivity, studies
+from scripts.capability.studies import TABLE_4, chosen_half, studies
 from scripts.capability.wirings_report import scratch, token_ids
 from scripts.capability.work import (
     FCSD,
@@ -365,7 +365,7 @@ def test_the_page_has_every_study(lines: dict[str, dict[str, Any]], tmp_path: Pa
     text = report.page(lines | sweep, tmp_path / "capability.png")
     assert (tmp_path / "capability.png").stat().st_size > 10_000
     studied = ("Table 1", "The text", "Recovery over", "Table 2", "Figure 3", "Early stopping", "Annealed wiring")
-    studied += ("Solved start", "Progressive conversion", "Chosen layers", "Ladder Table 4", "Chosen values")
+    studied += ("Chosen layers", "Ladder Table 4", "Chosen values")
     studied += ("Distance 2", "Desync from", "From scratch", "Text of the models")
     for heading in studied:
         assert f"\n## {heading}" in text
@@ -400,9 +400,8 @@ def test_the_stored_page_is_that_of_the_stored_results(suffix: str, repo: Path, 
     assert text == (repo / f"docs/CAPABILITY{suffix.upper()}.md").read_text(encoding="utf-8")
 
 
-def test_the_search_gives_an_order_of_all_layers_and_a_half() -> None:
-    assert sorted(sensitivity()) == list(range(10))
-    assert set(select_layers(chosen_half(), 10)) == set(sensitivity()[:5])
+def test_the_search_chose_half_of_the_layers() -> None:
+    assert len(set(select_layers(chosen_half(), 10))) == 5
 
 
 def test_another_teacher_and_wiring_are_in_every_recipe(tmp_path: Path) -> None:

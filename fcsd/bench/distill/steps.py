@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fcsd.bench.distill.workload import APART, BLOCKING, BOUND, MASKED, OVERLAPPED
+from fcsd.bench.distill.workload import BLOCKING, MASKED, OVERLAPPED
 from fcsd.bench.memory import random_corpus
 from fcsd.bench.training.ceilings import NoWire
 from fcsd.config import Recipe
@@ -36,7 +36,7 @@ class Steps:
     """One student and one teacher, with functions to choose a variant and to run steps of it."""
 
     def __init__(self, recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConfig, world: World) -> None:
-        self.recipe, self._chosen, self._world, self._taken = recipe, recipe, world, 0
+        self.recipe, self._world, self._taken = recipe, world, 0
         draw: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
         student = randomise(rewired, recipe.parallel.ep_size, **draw, dispatched=recipe.parallel.wire.any)
         self.models: list[PreTrainedModel] = [student]
@@ -57,9 +57,6 @@ class Steps:
         variant, _, wire = variant.partition("+")
         quantiser = Quantiser(WireFormats.parse(wire), self.recipe.seed) if wire else quantiser_of(self.recipe)
         self._engine.module.quantiser = quantiser
-        apart = self.recipe.model_copy(update={"parallel": parallel.model_copy(update={"overlap": "off"})})
-        # The recipe decides whether the passes of teacher and student run in turns.
-        self._chosen = self.recipe if variant in (OVERLAPPED, BOUND) else apart
         on_cuda = self._world.device.type == "cuda"
         for model, ep_size, own in zip(
             self.models, (parallel.ep_size, parallel.teacher_ep_size), (quantiser, None), strict=False
@@ -68,7 +65,7 @@ class Steps:
             model.set_attn_implementation("sdpa")
             if variant != MASKED:
                 pack_attention(model, self.recipe)
-            if variant in (OVERLAPPED, APART, MASKED) or ep_size == 1:
+            if variant in (OVERLAPPED, MASKED) or ep_size == 1:
                 wire_sharded(model, ep_size, parallel, own)
             elif variant == BLOCKING:
                 dispatcher = dispatcher_for(parallel, ep_size)
@@ -81,7 +78,7 @@ class Steps:
     def one(self) -> None:
         """Runs one step and waits until it is complete."""
         self._taken += 1
-        train_step(self._engine, self._teacher, self._rows, self._chosen, self._world, self._taken)
+        train_step(self._engine, self._teacher, self._rows, self.recipe, self._world, self._taken)
 
     def several(self, count: int) -> dict[str, float]:
         """Runs one step that is not timed, then ``count`` timed steps in the way of ``fcsd distill``.
@@ -96,7 +93,7 @@ class Steps:
         metrics: dict[str, float] = {}
         with feeding(self._rows, self.recipe, self._world, first, last) as feed:
             for step in range(first, last + 1):
-                launched = launch_step(self._engine, self._teacher, feed.take(), self._chosen, self._world, step)
+                launched = launch_step(self._engine, self._teacher, feed.take(), self.recipe, self._world, step)
                 if step in (first, last):
                     metrics = launched.metrics()
                     wait()

@@ -9,8 +9,8 @@ from fcsd.bench.shapes import SHAPES
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.parallel.quantised.rows import WireFormats
 
-OVERLAPPED, APART, MASKED, BLOCKING, BOUND = "overlapped", "apart", "masked", "blocking", "comm-free"
-VARIANTS = (OVERLAPPED, APART, MASKED, BLOCKING, BOUND)
+OVERLAPPED, MASKED, BLOCKING, BOUND = "overlapped", "masked", "blocking", "comm-free"
+VARIANTS = (OVERLAPPED, MASKED, BLOCKING, BOUND)
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ class Load:
         router: ``initialised`` keeps the random router; ``uniform`` sends equally many tokens to every expert.
         variants: which variants are timed:
             ``overlapped`` is the step of ``fcsd distill``;
-            ``apart`` runs the teacher's pass before the student's instead of in turns with it;
-            ``masked`` is ``apart`` with a mask instead of packed attention;
+            ``masked`` is the same with a mask instead of packed attention;
             ``blocking`` awaits every collective where it starts;
             ``comm-free`` sends no rows and is the bound.
         wires: formats of the student's rows, as ``WireFormats.parse`` reads them. Each of them is timed as a variant

@@ -16,14 +16,13 @@ from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_pro
 from torch._C._profiler import RecordScope
 from torch.autograd import _add_metadata_json, profiler  # pyright: ignore[reportPrivateImportUsage]
 
-from fcsd.distill.step.phases import all_threads
 from fcsd.launch.world import World
 
 
 def record(run: Callable[[], Any], path: Path, world: World) -> None:
     """Calls ``run``, and writes the gzipped trace of this rank's device to ``path``."""
     device = world.device.type if world.device.type == "cuda" else None
-    settings = profiler.profile(use_device=device, use_kineto=True, experimental_config=all_threads())
+    settings = profiler.profile(use_device=device, use_kineto=True)
     _prepare_profiler(settings.config(), settings.kineto_activities)
     enable: Any = _enable_profiler  # torch's type annotation lacks the third argument
     enable(settings.config(), settings.kineto_activities, {RecordScope.USER_SCOPE})

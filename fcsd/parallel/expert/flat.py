@@ -19,7 +19,6 @@ from fcsd.parallel.expert.sorting import stable_order
 from fcsd.parallel.quantised.rows import Codecs, WireFormats, simulate
 from fcsd.parallel.transports.codec import Codec
 from fcsd.parallel.transports.transport import Splits, splits_of
-from fcsd.parallel.turns import yield_turn
 
 _Move = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -72,7 +71,6 @@ class FlatDispatcher:
         """See ``Dispatcher``: the first call starts dispatch, later calls do nothing."""
         if self._packed is None:
             return
-        yield_turn()
         self._plan = plan = self._wait_for_plan()
         if self._places is not None:
             self._places.find_order = partial(self._block.order, plan.counts, sum(plan.dispatch.receives))

@@ -40,7 +40,6 @@ from fcsd.parallel.expert.records import Layout, RecordCodec, copies_by_choice, 
 from fcsd.parallel.quantised.rows import Codecs
 from fcsd.parallel.transports.codec import Codec
 from fcsd.parallel.transports.transport import Splits, splits_of
-from fcsd.parallel.turns import yield_turn
 
 
 class ByLayer:
@@ -172,7 +171,6 @@ class HierarchicalDispatcher:
 
     def _start(self, awaited_at: int | None) -> None:
         """Launch the first level of dispatch."""
-        yield_turn()
         self._plan = self._wait_for_plan()
         written = self._written[0][: sum(self._plan.dispatch[0].sends)]
         self._written.clear()
