@@ -201,7 +201,7 @@ def distill(
     from fcsd.launch.world import ensure_world
 
     if against is not None:
-        from fcsd.bench.baselines.compare import bench as compare
+        from benchmarks.distill.baselines.compare import bench as compare
 
         if gpus not in (None, 1):
             raise ConfigError("--against compares the steps of one process", hint="leave --gpus out")
@@ -252,7 +252,7 @@ def trace(
 
     traces = [tracing.read(path) for path in tracing.files(files or [])]
     if picture is not None:
-        from fcsd.bench.training.trace_picture import draw
+        from benchmarks.train.trace_picture import draw
 
         draw(traces[0], picture, layer)
     emit(json.dumps(tracing.to_json(traces), indent=2) if as_json else tracing.to_text(traces))
@@ -268,7 +268,7 @@ def scaling(
     as_json: AsJson = False,
 ) -> None:
     """Compare the speed-up of several world sizes at one global batch. FarSkip Figure 5."""
-    from fcsd.bench.training import scaling as sizes
+    from benchmarks.train import scaling as sizes
 
     conditions, points = sizes.read(files)
     emit(json.dumps(sizes.to_json(conditions, points), indent=2) if as_json else sizes.to_text(conditions, points))

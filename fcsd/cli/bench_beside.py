@@ -80,13 +80,13 @@ def infer(
             os.environ["NCCL_P2P_DISABLE"] = "1"  # NCCL reads it when the processes start
         ensure_world(max(degrees))
 
-        from fcsd.bench.infer.own_engine import bench
+        from benchmarks.infer.own_engine import bench
     else:
         if no_nvlink:
             raise ConfigError("--no-nvlink needs --engine own: vLLM's own all-reduces use NVLink without NCCL")
-        from fcsd.bench.infer.vllm_engine import bench  # vLLM starts its own processes
+        from benchmarks.infer.vllm_engine import bench  # vLLM starts its own processes
 
-    from fcsd.bench.infer.workload import Workload
+    from benchmarks.infer.workload import Workload
 
     load = Workload(
         located(model),
@@ -162,9 +162,9 @@ def wires(
 ) -> None:
     """Measure what each format of the wire costs MODEL, by direction. FlashCommunication V2's tables of quality."""
     import torch
+    from studies.wires import study, tables
+    from studies.wires.plan import TASKS
 
-    from fcsd.bench.wires import study, tables
-    from fcsd.bench.wires.plan import TASKS
     from fcsd.models.load_options import check_device, check_dtype, default_dtype
 
     check_dtype(dtype)

@@ -4,7 +4,7 @@ The step is computation, whose time comes from ``fcsd.plan.speed``, and what the
 gradients leave exposed, whose times come from a machine file and ``fcsd.parallel.cost``. The standard wiring awaits
 every all-to-all at once. Under farskip each of them has a cover (FarSkip Figure 10), which is estimated from FLOPs.
 
-``tests/plan/test_cluster.py`` compares predictions for one node with the runs in ``docs/results``. No prediction for
+``tests/plan/test_cluster.py`` compares predictions for one node with the runs in ``benchmarks/results``. No prediction for
 several nodes has been compared with a run.
 """
 

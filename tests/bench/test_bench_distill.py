@@ -14,7 +14,7 @@ from fcsd.bench.distill.workload import VARIANTS, Load
 from fcsd.cli.main import app
 from fcsd.errors import ConfigError
 
-RESULTS = Path(__file__).parents[2] / "docs/results"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 LOAD = Load("tiny", 2, 1, 32, rounds=2, steps=1, wires=("int8:g16",))
@@ -64,7 +64,7 @@ def test_the_table_divides_a_stored_run_as_its_account_does() -> None:
         "GiB",
     ]
     columns = {line.split()[0]: line.split()[1:] for line in lines}
-    # docs/RESULTS.md: 349.0 ms, 95.2 % of the bound; of the traced 349.8 ms, 29.0 ms were exposed and 12.3 ms idle.
+    # benchmarks/results/RESULTS.md: 349.0 ms, 95.2 % of the bound; of the traced 349.8 ms, 29.0 ms were exposed and 12.3 ms idle.
     assert columns["overlapped"] == ["349.0", "1.3", "187,779", "95.2%", "36.3%", "0.0%", "8.3%", "3.5%", "41.1"]
     assert columns["comm-free"][3] == "100.0%" and columns["comm-free"][6:8] == ["-", "-"]  # the bound is not traced
 

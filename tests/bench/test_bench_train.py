@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import typer
+from benchmarks.infer import workload as infer
+from benchmarks.train import scaling
+from benchmarks.train.ceilings import Window, ceiling
 from ranks import fcsd
 from torch import nn
 from typer.testing import CliRunner
 
-from fcsd.bench.infer import workload as infer
-from fcsd.bench.training import model, scaling
-from fcsd.bench.training.ceilings import Window, ceiling
+from fcsd.bench.training import model
 from fcsd.bench.training.table import headline
 from fcsd.bench.training.workload import FUSED, Workload, usual_variants
 from fcsd.cli import bench as cli
@@ -199,7 +200,7 @@ def test_the_script_of_all_cases_gives_commands_that_are_taken(tmp_path):
     stand_in.write_text('#!/bin/sh\nshift 4\necho "$@"\n')
     stand_in.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
-    script = Path(__file__).parents[2] / "scripts/h200_overlap.sh"
+    script = Path(__file__).parents[2] / "benchmarks/train/overlap.sh"
     said = subprocess.run([script, "4"], env=environment, capture_output=True, text=True, check=True).stdout
     train = typer.main.get_group(cli.app).commands["train"]
     for line in said.splitlines():
@@ -218,7 +219,7 @@ def test_the_script_of_wires_gives_commands_that_are_taken(tmp_path):
     stand_in.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
     root = Path(__file__).parents[2]
-    done = subprocess.run([root / "scripts/h200_wires.sh", "4"], env=environment, capture_output=True, text=True)
+    done = subprocess.run([root / "benchmarks/comm/quantised.sh", "4"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     commands = typer.main.get_group(cli.app).commands
     modules = []
@@ -247,5 +248,7 @@ def test_the_script_of_wires_gives_commands_that_are_taken(tmp_path):
         assert (tmp_path / f"swaps_{link}.jsonl").exists()
         recipe = load_recipe(str(tmp_path / f"{link}.yaml")).recipe
         assert recipe.parallel.placement.every == 10 and recipe.objective.kl == 0
-    asked = subprocess.run([root / "scripts/h200_wires.sh", "4", "nothing"], env=environment, capture_output=True)
+    asked = subprocess.run(
+        [root / "benchmarks/comm/quantised.sh", "4", "nothing"], env=environment, capture_output=True
+    )
     assert asked.returncode == 2

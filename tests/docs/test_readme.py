@@ -9,8 +9,8 @@ from statistics import median
 
 import pytest
 import ranks
-from scripts.capability.models import Models, pm
-from scripts.capability.results import read_lines
+from studies.capability.models import Models, pm
+from studies.capability.results import read_lines
 
 from fcsd import recipes
 from fcsd.models.archs import ARCHS
@@ -69,7 +69,7 @@ def test_the_figures_of_the_first_table_follow_from_the_raw_files(readme, repo):
     rows = {line.split(" | ")[0].strip("| "): line for line in readme.splitlines() if line.startswith("| ")}
 
     def raw(name):
-        return json.loads((repo / f"docs/results/{name}.json").read_text())
+        return json.loads((repo / f"benchmarks/results/{name}.json").read_text())
 
     def says(row, *figures):
         assert [figure for figure in figures if figure not in rows[row]] == [], rows[row]
@@ -100,7 +100,7 @@ def test_the_figures_of_the_first_table_follow_from_the_raw_files(readme, repo):
     says("distillation on one GPU", f"becomes {turns('baselines_dense_before_1xh200', 'trl') / dense['fcsd']:.2f}x")
     memory = raw("memory_v2lite_4xh200")
     says("memory", *(f"{memory[of]['peak'] / 2**30:.{digits}f}" for of, digits in (("measured", 2), ("predicted", 1))))
-    models = Models(read_lines([repo / "docs/results/capability.jsonl"]))
+    models = Models(read_lines([repo / "benchmarks/results/capability.jsonl"]))
     annealed = "KL, annealed over 0.25"
     told = {
         "capability": [("KL", "same", 0.1), ("KL", "same", 0.01), ("SFT", "same", 0.1)],
@@ -112,7 +112,7 @@ def test_the_figures_of_the_first_table_follow_from_the_raw_files(readme, repo):
         assert len(lines) == 3
         says(row, pm(models.scores(lines).of_teacher, 100))
     for name in ("", "_llama", "_qwen3_moe"):
-        sibling = Models(read_lines([repo / f"docs/results/capability{name}.jsonl"]))
+        sibling = Models(read_lines([repo / f"benchmarks/results/capability{name}.jsonl"]))
         for method in ("KL", "SFT"):
             lines = sibling.seeds(method, "same-tokens", 0.1, stop="best")
             says("capability on token ids", pm(sibling.scores(lines).of_teacher, 100))

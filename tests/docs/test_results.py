@@ -1,4 +1,4 @@
-"""docs/RESULTS.md is true where a target is judged: its figures follow from the raw files in docs/results."""
+"""benchmarks/results/RESULTS.md is true where a target is judged: its figures follow from the raw files in benchmarks/results."""
 
 import json
 import re
@@ -8,10 +8,10 @@ from statistics import median
 from typing import Any
 
 import pytest
-from scripts import placement_study
-from scripts.capability.models import Models, pm
-from scripts.capability.results import read_lines
-from scripts.capability.scores import Scores, scores_of
+from studies.capability.models import Models, pm
+from studies.capability.results import read_lines
+from studies.capability.scores import Scores, scores_of
+from studies.placement import study as placement_study
 
 from fcsd.kernels.bit_split import Format, kernels
 from fcsd.parallel.placement.placement import Placement
@@ -23,12 +23,12 @@ GIB = 2**30
 
 @pytest.fixture(scope="module")
 def page(repo: Path) -> str:
-    return (repo / "docs/RESULTS.md").read_text()
+    return (repo / "benchmarks/results/RESULTS.md").read_text()
 
 
 @pytest.fixture(scope="module")
 def raw(repo: Path) -> Raw:
-    return lambda name: json.loads((repo / f"docs/results/{name}.json").read_text())
+    return lambda name: json.loads((repo / f"benchmarks/results/{name}.json").read_text())
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
@@ -41,7 +41,7 @@ def rows(page: str, heading: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def models(repo: Path) -> Models:
-    return Models(read_lines([repo / "docs/results/capability.jsonl"]))
+    return Models(read_lines([repo / "benchmarks/results/capability.jsonl"]))
 
 
 def without_humaneval(models: Models, lines: list[dict[str, Any]]) -> Scores:
@@ -114,7 +114,7 @@ def test_the_aims_of_the_capability_study_are_judged_by_the_stored_answers(page:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_the_siblings_keep_what_their_answers_say(name: str, page: str, repo: Path) -> None:
-    models = Models(read_lines([repo / f"docs/results/capability_{name}.jsonl"]))
+    models = Models(read_lines([repo / f"benchmarks/results/capability_{name}.jsonl"]))
     found = {row[1]: row[2:] for row in rows(page, "Capability of the siblings") if row[0] == name}
     texts = {"same": "same", "same-tokens": "same as token ids", "other": "other"}
     lines = {
@@ -129,7 +129,7 @@ def test_the_siblings_keep_what_their_answers_say(name: str, page: str, repo: Pa
 
 
 def test_ladder_table_4_and_desync_of_the_llama(page: str, repo: Path) -> None:
-    models = Models(read_lines([repo / "docs/results/capability_llama.jsonl"]))
+    models = Models(read_lines([repo / "benchmarks/results/capability_llama.jsonl"]))
     told = " ".join(page.split())
 
     def kept(method: str, text: str, share: float, layers: str = "all") -> str:
@@ -633,7 +633,7 @@ def test_models_from_random_weights(page: str, models: Models) -> None:
 
 
 def test_a_larger_model(page: str, repo: Path) -> None:
-    larger = Models(read_lines([repo / "docs/results/capability_moe_64.jsonl"]))
+    larger = Models(read_lines([repo / "benchmarks/results/capability_moe_64.jsonl"]))
     table = rows(page, "A larger model")
     for method, text in (("untrained", ""), ("KL", "same-tokens"), ("SFT", "same-tokens")):
         scores = larger.scores(larger.seeds(method, text, 0.1 if text else 0.0))
@@ -646,7 +646,7 @@ def test_a_larger_model(page: str, repo: Path) -> None:
 
 
 def test_what_wires_cost_a_larger_model(repo: Path, raw: Raw) -> None:
-    page = (repo / "docs/WIRES_QUALITY.md").read_text()
+    page = (repo / "studies/wires/WIRES_QUALITY.md").read_text()
     table = rows(page, "A model with 64 experts")
     losses = [
         {(row["direction"], row["format"]): row for row in raw(name)["losses"]}
@@ -666,7 +666,7 @@ def test_what_wires_cost_a_larger_model(repo: Path, raw: Raw) -> None:
 
 def test_what_a_placement_saves_a_larger_model(repo: Path) -> None:
     page = (repo / "docs/placement.md").read_text()
-    routing, experts = placement_study.read_routing(repo / "docs/results/routing_moe_64.npz")
+    routing, experts = placement_study.read_routing(repo / "benchmarks/results/routing_moe_64.npz")
     half = len(routing[0]) // 2
     cells = []
     for ranks in (2, 4, 8):

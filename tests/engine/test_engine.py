@@ -11,10 +11,10 @@ import eval_data
 import pytest
 import tiny
 import torch
+from benchmarks.infer.table import table
 from ranks import fcsd, on_ranks
 from typer.testing import CliRunner
 
-from fcsd.bench.infer.table import table
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.engine.decode import generate_in_slots, plan_slots
@@ -127,7 +127,7 @@ def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path)
 
 def _bench(rank: int, out: Path) -> list[list[dict[str, Any]]]:
     """Rows of two runs. In the first one, ladder with two prompts does not fit; in the second one, the weights."""
-    from fcsd.bench.infer import own_engine as infer
+    from benchmarks.infer import own_engine as infer
 
     wired = [""]
     wire, prefill, weights = infer.wire_tensor_parallel, infer.Stepper.prefill, infer.random_tensor_parallel

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from benchmarks.infer import own_engine
+from benchmarks.infer.workload import Workload
 
-from fcsd.bench.infer import own_engine
-from fcsd.bench.infer.workload import Workload
 from fcsd.engine.fused import fuse
 from fcsd.engine.merged import First
 from fcsd.engine.sharded_modules import SplitNorm, _split_norm_class

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import triton
+from benchmarks.distill.baselines import fp8_all_reduce
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from fcsd.bench.baselines import fp8_all_reduce
 from fcsd.kernels import adamw, copies, gated, latent, rotary, rows, vocabulary
 from fcsd.kernels.all_reduce import launch, programs
 from fcsd.kernels.all_reduce.memory import Memory, Shape, memory_of, rooms_of

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.distill.baselines import fp8_all_reduce
 from file_buffers import opener
 from ranks import in_group
 from torch import Tensor
 
-from fcsd.bench.baselines import fp8_all_reduce
 from fcsd.errors import ConfigError
 from fcsd.kernels.all_reduce import launch, shares
 from fcsd.kernels.all_reduce.memory import SLOTS, Shape, memory_of, room_bytes, rooms_of, slot_bytes, total_bytes
@@ -202,6 +202,6 @@ def test_what_cannot_be_summed_is_refused() -> None:
 @pytest.mark.multi_gpu
 def test_gpus_sum_as_the_references() -> None:
     # The command compares every way to reduce with its reference before it times any.
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "fcsd.bench.all_reduce"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "benchmarks.comm.all_reduce"]
     sizes = ["--mib", "0.0625", "8", "--formats", "int8", "int5", "int3:g32:sr", "--blocks", "1", "32"]
     subprocess.run([*command, *sizes, "--repeats", "1"], check=True, timeout=300, cwd=Path(__file__).parents[2])

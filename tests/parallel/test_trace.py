@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.train.trace_picture import draw
 
-from fcsd.bench.training.trace_picture import draw
 from fcsd.errors import BadInputError
 from fcsd.parallel import trace
 
@@ -45,7 +45,7 @@ def write(path, events, rank=0):
     return path
 
 
-# Traces that scripts/store_trace.py cut, and what HolisticTraceAnalysis says of them, in per cent.
+# Traces that benchmarks/train/store_trace.py cut, and what HolisticTraceAnalysis says of them, in per cent.
 STORED = Path(__file__).parents[1] / "data"
 HTA = json.loads((STORED / "hta.json").read_text())
 

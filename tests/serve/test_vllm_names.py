@@ -14,7 +14,7 @@ VERSIONS = json.loads((Path(__file__).parent / "vllm_names.json").read_text())
 
 @pytest.fixture(scope="module")
 def script(repo: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("vllm_names", repo / "scripts/vllm_names.py")
+    spec = importlib.util.spec_from_file_location("vllm_names", repo / "benchmarks/vllm/vllm_names.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -25,7 +25,7 @@ def script(repo: Path) -> Any:
 def test_names_exist(version: str, script: Any) -> None:
     assert why_unsupported(version) is None
     missing = script.used() - set(VERSIONS[version])
-    assert not missing, "see scripts/vllm_names.py"
+    assert not missing, "see benchmarks/vllm/vllm_names.py"
 
 
 def test_every_supported_minor_version_is_listed() -> None:

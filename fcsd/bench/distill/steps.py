@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from benchmarks.train.ceilings import NoWire
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.bench.distill.workload import BLOCKING, MASKED, OVERLAPPED
 from fcsd.bench.memory import random_corpus
-from fcsd.bench.training.ceilings import NoWire
 from fcsd.config import Recipe
 from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import dispatcher_for, quantiser_of, randomise, wire_sharded

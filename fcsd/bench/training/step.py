@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.train import ceilings
+from benchmarks.train.ceilings import CoverMeter, Window
 from torch import Tensor
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.bench.timing import finished
-from fcsd.bench.training import ceilings, row_counts
-from fcsd.bench.training.ceilings import CoverMeter, Window
+from fcsd.bench.training import row_counts
 from fcsd.bench.training.equality import loss_and_norms, worst_difference
 from fcsd.bench.training.model import evenly_routed, make_engine
 from fcsd.bench.training.record import record

@@ -5,9 +5,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from benchmarks.train.ceilings import NoWire
 from transformers import PreTrainedModel
 
-from fcsd.bench.training.ceilings import NoWire
 from fcsd.bench.training.workload import (
     BOUND,
     COPIES,

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.comm import all_reduce
 from ranks import in_group
 from torch import Tensor
 
-from fcsd.bench import all_reduce
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel.all_reduce import quantised
