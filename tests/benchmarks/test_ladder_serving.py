@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-_FILE = Path(__file__).parents[2] / "scripts" / "ladder_serving.py"
+_FILE = Path(__file__).parents[2] / "benchmarks/infer/ladder_serving.py"
 _SPEC = importlib.util.spec_from_file_location("ladder_serving", _FILE)
 assert _SPEC is not None and _SPEC.loader is not None
 ladder = importlib.util.module_from_spec(_SPEC)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = str(Path(__file__).parents[2] / "scripts")
+SCRIPTS = str(Path(__file__).parents[2] / "benchmarks/vllm")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 # In place of vLLM: a part that finds one row, starts a process of its own as an engine does, and does not end.
 PART = """
 import os, subprocess, sys, time
-sys.path.insert(0, "scripts")
+sys.path.insert(0, "benchmarks/vllm")
 from vllm_report import begin, report
 report(dict(part=1), lambda: dict(right=True))
 begin(dict(part=2))

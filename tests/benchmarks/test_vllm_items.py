@@ -8,7 +8,7 @@ from pathlib import Path
 import eval_data
 import tiny
 
-_FILE = Path(__file__).parents[2] / "scripts" / "vllm_items.py"
+_FILE = Path(__file__).parents[2] / "benchmarks/vllm" / "vllm_items.py"
 _SPEC = importlib.util.spec_from_file_location("vllm_items", _FILE)
 assert _SPEC is not None and _SPEC.loader is not None
 items = importlib.util.module_from_spec(_SPEC)

@@ -6,7 +6,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "vllm_report.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks/vllm" / "vllm_report.py"
 BEGUN = dict(case="tiny", role="original", dtype="float32", mode="eager", ranks=1, experts=False)
 FAILURE = """\
 (EngineCore pid=7) ERROR 11-22 02:46:00 [core.py:9] Traceback (most recent call last):

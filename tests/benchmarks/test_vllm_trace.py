@@ -8,7 +8,7 @@ import pytest
 
 from fcsd.models.wiring_block import Wiring
 
-SCRIPTS = str(Path(__file__).parents[2] / "scripts")
+SCRIPTS = str(Path(__file__).parents[2] / "benchmarks/vllm")
 MAIN, SIDE = 7, 20
 
 
