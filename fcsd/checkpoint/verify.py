@@ -114,8 +114,7 @@ def refuse_inflated(held: int, config: CheckpointConfig, where: Path) -> None:
     if layers > held:
         raise BadInputError(f"{where}: config.json says {layers} layers, but the files hold only {held} tensors")
     per_layer = max(config.text.get(key) or 0 for key in EXPERT_COUNTS)
-    row = ARCHS.get(config.model_type)
-    if not (row and row.stacked_experts) and layers * per_layer > 10 * held + 100_000:
+    if layers * per_layer > 10 * held + 100_000:
         raise BadInputError(
             f"{where}: config.json says {per_layer} experts in {layers} layers, but the files hold only {held} tensors"
         )

@@ -175,7 +175,7 @@ class _ShardedModel:
                 tensors[name].copy_(self._own(value, name))
 
     def _place(self, target: Tensor, source: _Source) -> tuple[Tensor, Sharding] | None:
-        """The part of ``target`` that a source fills, and what the rank has of the source; None if it has nothing of it."""
+        """The part of ``target`` that a source fills, and what this rank has of the source; None if it has nothing."""
         sharding = self._shardings[source.name]
         if source.expert is not None:
             sharding, local = of_one_expert(sharding), source.expert

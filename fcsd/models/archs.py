@@ -57,9 +57,8 @@ class Arch:
         tp_plan: how tensor-parallel ranks shard what the ``base_model_tp_plan`` of the config class leaves out or says
             in another way: name or pattern of a module or tensor inside a decoder layer -> one of transformers' styles.
             ``fcsd.engine.tp_plan`` explains the styles.
-        norms_over_heads: the paths inside a layer of norms that normalise over all heads at once. Their mean needs a sum
-            over the tensor-parallel ranks.
-        stacked_experts: whether one tensor of a checkpoint holds all experts of a layer.
+        norms_over_heads: the paths inside a layer of norms that normalise over all heads at once, so that
+            tensor-parallel ranks must sum their means.
         later_layers: whether checkpoints may have layers after the last one, which predict further tokens. transformers
             does not load them.
     """
@@ -78,7 +77,6 @@ class Arch:
     rotates_halves: bool = True
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     norms_over_heads: tuple[str, ...] = ()
-    stacked_experts: bool = False
     later_layers: bool = False
 
     @property
@@ -136,7 +134,6 @@ _LLAMA4: Mapping[str, Any] = {
     "blocks": Blocks(mlp="feed_forward", router="router", shared="shared_expert", flattens=True, prescaled=True),
     "norm_epsilon": "eps",
     "rotates_halves": False,
-    "stacked_experts": True,
 }
 _LLAMA4_AUTOEP = {
     "router_pattern": "router",
@@ -215,7 +212,6 @@ _ROWS = (
             "mlp.experts.down_proj": "colwise",
             "mlp.experts.down_proj_bias": "rowwise",
         },
-        stacked_experts=True,
         vllm={"attn": "attn", "hidden_first": True},
     ),
     _row(

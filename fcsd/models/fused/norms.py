@@ -22,7 +22,7 @@ class FusedNorm(nn.Module):
     weight: Tensor
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[..., width]``, normalised over the width in fp32 and multiplied by the weight ``[width]``, or by one more."""
+        """``[..., width]``, normalised over the width in fp32 and multiplied by ``offset + weight``, ``[width]``."""
         epsilon = getattr(self, self.epsilon)
         if not self.offset:
             return functional.rms_norm(hidden_states, self.weight.shape, self.weight, epsilon)

@@ -56,8 +56,8 @@ class WiredLayer(nn.Module):
         """Run the layer.
 
         Args:
-            args: positions and ``hidden`` in the order that the row says, then ``residual``, then what vLLM's loop adds for
-                the attention.
+            args: positions and ``hidden`` in the order of ``VllmNames``, then ``residual``, then what vLLM's loop adds
+                for the attention.
         """
         positions, hidden = (args[1], args[0]) if self.fcsd.names.hidden_first else (args[0], args[1])
         flight, plan = _enter(hidden, args[2]), self.fcsd.plan

@@ -1,6 +1,7 @@
 """The model classes that vLLM loads: its own class of each architecture, rewired after it is built.
 
-vLLM finds a class by the name under which it was registered (``Arch.wired_causal_lm``). A class is made when it is asked for.
+vLLM finds a class by the name under which it was registered (``Arch.wired_causal_lm``). A class is made when it is
+asked for.
 """
 
 import logging
