@@ -70,13 +70,12 @@ def test_what_the_rows_add_to_the_plans_of_transformers() -> None:
     ],
 )
 def test_a_tensor_without_a_style_is_refused(styles: dict[str, str], name: str, message: str) -> None:
-    class Config(PretrainedConfig):
-        base_model_tp_plan = {f"layers.*.{path}": style for path, style in styles.items()}
-
+    plan = {f"layers.*.{path}": style for path, style in styles.items()}
+    config = type("Config", (PretrainedConfig,), {"base_model_tp_plan": plan})()
     with pytest.raises(BadInputError, match=message):
-        layer_sharding(tp_plan_of(ARCHS["llama"], Config()), name, 2)
+        layer_sharding(tp_plan_of(ARCHS["llama"], config), name, 2)
     row = replace(ARCHS["llama"], tp_plan={name: "colwise"})
-    assert layer_sharding(tp_plan_of(row, Config()), name, 2) == Shard(0, kv="k_proj" in name)
+    assert layer_sharding(tp_plan_of(row, config), name, 2) == Shard(0, kv="k_proj" in name)
 
 
 def test_a_plan_in_config_json_is_not_read() -> None:
