@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.cli.command import report_error
+from fcsd.models.archs import ARCHS
 
 _context = multiprocessing.get_context("forkserver")
 # Set by tests that look at curves.png. To draw it takes as long as to train a tiny model, so other runs do not.
 DRAW_CURVES = "DRAW_CURVES"
 
-_ARCHS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "llama", "llama4")
-_ARCHS += ("mixtral", "olmoe", "qwen2_moe", "qwen3", "qwen3_moe")
+_FOLDERS = {model_type.removesuffix("_text") for model_type in ARCHS}  # of transformers' modeling files
 _context.set_forkserver_preload(
     [
         "deepspeed.module_inject.auto_ep",
@@ -35,7 +35,7 @@ _context.set_forkserver_preload(
         "fcsd.distill.loop",
         "fcsd.eval.harness",
         "lm_eval.tasks",
-        *(f"transformers.models.{arch}.modeling_{arch}" for arch in _ARCHS),
+        *(f"transformers.models.{folder}.modeling_{folder}" for folder in sorted(_FOLDERS)),
     ]
 )
 

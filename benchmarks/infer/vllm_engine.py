@@ -38,7 +38,6 @@ from fcsd.models.build import arch_of, experts_of, register_configs
 from fcsd.models.config_keys import PREFIX
 from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.serve.vllm.config import base_config
-from fcsd.serve.vllm.rows import base_name, names
 from fcsd.serve.vllm.support import require_vllm
 
 NOTE = (
@@ -129,10 +128,10 @@ def _directory(load: Workload, config: PretrainedConfig, wiring: Wiring, path: P
     source = path if load.model in SHAPES else Path(load.model)
     fields = json.loads((source / "config.json").read_text())
     converted = base_config(fields, source)
-    fields, model_type = fields if converted is None else converted[0], arch_of(config).model_type
-    fields["architectures"] = [base_name(model_type)]
+    fields, arch = fields if converted is None else converted[0], arch_of(config)
+    fields["architectures"] = [arch.causal_lm]
     if wiring.layers:
-        fields |= {"model_type": PREFIX + model_type, "architectures": [names()[model_type]]}
+        fields |= {"model_type": PREFIX + arch.model_type, "architectures": [arch.wired_causal_lm]}
         fields["fcsd"] = wiring.to_block()
     (path / "config.json").write_text(json.dumps(fields))
     return path

@@ -1,9 +1,10 @@
-"""Lists which of the names that fcsd's plugin uses exist in versions of vLLM, from their sources.
+"""Lists which of the names that fcsd's plugin uses, or could use, exist in versions of vLLM, from their sources.
 
     python benchmarks/vllm/vllm_names.py 0.24.0=SITE-PACKAGES ... > tests/serve/vllm_names.json
 
 ``SITE-PACKAGES`` is a folder that holds vLLM's Python files in ``vllm/``: an installation, or an unpacked wheel.
-``tests/serve/test_vllm_names.py`` compares the list with what the plugin uses now.
+The list has the children of the decoder layers of every causal LM that transformers has, too, so that a family can be
+added without vLLM at hand. ``tests/serve/test_vllm_names.py`` compares the list with what the plugin uses now.
 """
 
 import ast
@@ -11,9 +12,12 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 
-from fcsd.serve.vllm.rows import ROWS, base_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from fcsd.models.archs import ARCHS, Arch
 
 PLUGIN = Path(__file__).parents[2] / "fcsd" / "serve" / "vllm"
 # What the plugin takes from objects of vLLM, by the module that defines their class.
@@ -61,14 +65,26 @@ def used() -> set[str]:
     """Every name that the plugin uses: ``module:name``, and for a row of the table ``class.attribute``."""
     names = {f"{module}:{name}" for module, name in imported()}
     names |= {f"{module}:{name}" for module, attributes in ATTRIBUTES.items() for name in attributes}
-    for model_type, row in ROWS.items():
-        model = base_name(model_type)
-        names.add(model)
-        if "." not in row.decoder:  # the multimodal class holds the language model, whose row has the same layers
-            names |= {f"{model}.{name}" for name in (row.attn, row.mlp, row.shared, "o_proj") if name}
+    for arch in ARCHS.values():
+        names.add(arch.causal_lm)
+        if "." not in arch.vllm.decoder:  # the multimodal class holds the language model, whose row has the same layers
+            names |= {f"{arch.causal_lm}.{name}" for name in children(arch)}
     return names
 
 
+def children(arch: Arch) -> set[str]:
+    """What the plugin takes from a decoder layer of this architecture and from its parts."""
+    return {name for name in (arch.vllm.attn, arch.vllm.mlp, arch.vllm.shared, "o_proj") if name}
+
+
+def possible() -> set[str]:
+    """What ``used`` would contain if every causal LM of transformers were in the table, with any row's children."""
+    inner = set().union(*map(children, ARCHS.values()))
+    models = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return used() | {name for model in models for name in (model, *(f"{model}.{child}" for child in inner))}
+
+
+@cache
 def text_of(site: Path, module: str) -> str:
     """The source of a module; empty if there is none."""
     stem = site / module.replace(".", "/")
@@ -97,16 +113,24 @@ def files_of(site: Path, model: str) -> Iterator[str]:
     if entry:
         text = text_of(site, f"vllm.model_executor.models.{entry[1]}")
         yield text
-        for relative in re.findall(r"^from \.(\w+) import", text, re.MULTILINE):
-            yield text_of(site, f"vllm.model_executor.models.{relative}")
+        for other in re.findall(r"^\s*from (?:\.|vllm\.model_executor\.models\.)(\w+) import", text, re.MULTILINE):
+            yield text_of(site, f"vllm.model_executor.models.{other}")
 
 
 def main() -> None:
     """Print version -> the names that exist."""
     sites = dict(word.split("=", 1) for word in sys.argv[1:])
-    found = {v: sorted(name for name in used() if exists(Path(site), name)) for v, site in sites.items()}
-    json.dump(found, sys.stdout, indent=1)
+    json.dump({version: listed(Path(site)) for version, site in sites.items()}, sys.stdout, indent=1)
     print()
+
+
+def listed(site: Path) -> dict[str, str]:
+    """The names that exist: module or class -> its names, divided by spaces."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(filter(partial(exists, site), possible())):
+        owner, _, inner = name.partition(":" if ":" in name else ".")
+        found.setdefault(owner, []).extend([inner] if inner else [])
+    return {owner: " ".join(names) for owner, names in found.items()}
 
 
 if __name__ == "__main__":

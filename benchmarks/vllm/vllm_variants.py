@@ -36,7 +36,7 @@ def make(folder: Path, shape: str, layers: int, wiring: str, fp8: bool = False) 
     from fcsd.models.wiring_block import Wiring
 
     config = SHAPES[shape](layers)
-    base = ARCHS[config.model_type].classes["AutoModelForCausalLM"][0]
+    base = ARCHS[config.model_type].causal_lm
     name = f"{shape}-{layers}{'-fp8' * fp8}"
     original, converted = folder / f"{name}.base", folder / f"{name}-{wiring}"
     config.architectures = [base]

@@ -34,7 +34,7 @@ def arch_of(config: PretrainedConfig) -> Arch:
     """
     model_type = config.model_type.removeprefix(PREFIX)
     if model_type not in ARCHS:
-        hint = f"Supported: {', '.join(ARCHS)}. CONTRIBUTING.md says how to add one."
+        hint = f"Supported: {', '.join(ARCHS)}. docs/adding_an_architecture.md says how to add one."
         raise BadInputError(f"model_type {model_type!r} is not supported", hint)
     return ARCHS[model_type]
 
@@ -161,7 +161,7 @@ def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     arch = arch_of(config)
     if config.model_type.startswith(PREFIX):
         return model_classes(arch.model_type)["AutoModelForCausalLM"]
-    return getattr(transformers, arch.classes["AutoModelForCausalLM"][0])
+    return getattr(transformers, arch.causal_lm)
 
 
 def register() -> None:

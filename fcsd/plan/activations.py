@@ -24,8 +24,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fcsd.models.archs import Arch
 from fcsd.models.fused.experts import is_grouped
 from fcsd.models.fused.mlps import is_gated_mlp
+from fcsd.models.fused.norms import is_norm
 
 
 @dataclass(frozen=True)
@@ -171,13 +173,13 @@ class _FusedNorm(nn.Module):
         return _Norm.apply(hidden, self.weight)  # type: ignore[return-value]
 
 
-def fuse_norms(model: nn.Module) -> None:
+def fuse_norms(model: nn.Module, arch: Arch) -> None:
     """Makes every RMSNorm of a model on the meta device keep what ``fcsd.models.fused.norms`` keeps on a GPU.
 
     On the meta device, torch splits its own ``rms_norm`` into small operations, which keep more than one kernel does.
     """
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
+        if is_norm(arch, module):
             module.__class__ = _FusedNorm
 
 

@@ -175,7 +175,7 @@ class MetaModel:
     def _measure(self, setup: Setup) -> dict[int, LayerBytes]:
         model, calls, _ = self._run(setup.seq_len, setup.masked)
         if setup.fused:
-            fuse_norms(model)
+            fuse_norms(model, arch_of(self.config))
             if setup.ep_size == 1:
                 fuse_mlps(model)
                 fuse_experts(model)

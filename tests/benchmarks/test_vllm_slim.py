@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-_SPEC = importlib.util.spec_from_file_location("vllm_slim", Path(__file__).parents[2] / "benchmarks/carried/vllm_slim.py")
+_SPEC = importlib.util.spec_from_file_location(
+    "vllm_slim", Path(__file__).parents[2] / "benchmarks/carried/vllm_slim.py"
+)
 assert _SPEC is not None and _SPEC.loader is not None
 slim = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(slim)

@@ -1,4 +1,4 @@
-"""The README is true: its tour runs as printed, its table lists what there is, its two commands are what CI runs."""
+"""The README is true: its tour runs as printed, its two commands are what CI runs."""
 
 import json
 import re
@@ -13,7 +13,6 @@ from studies.capability.models import Models, pm
 from studies.capability.results import read_lines
 
 from fcsd import recipes
-from fcsd.models.archs import ARCHS
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +39,6 @@ def test_the_two_commands_are_what_ci_runs(readme, repo):
     ci = (repo / ".ci/run").read_text().splitlines()
     for command in commands:
         assert command in ci and (repo / command).stat().st_mode & 0o111
-
-
-def test_the_table_lists_every_architecture_and_its_wirings(readme):
-    rows = {}
-    for line in readme.splitlines():
-        cells = [re.findall(r"`([\w-]+)`", cell) for cell in line.split("|")]
-        if len(cells) == 6:
-            rows |= dict.fromkeys(cells[1], cells[3])
-    rows.pop("model_type")
-    assert {name: tuple(wirings) for name, wirings in rows.items()} == {n: a.wirings for n, a in ARCHS.items()}
 
 
 def test_the_large_runs_name_recipes_that_exist(readme):

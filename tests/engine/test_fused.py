@@ -24,8 +24,8 @@ from fcsd.models.fused.rotary import FusedRotary
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 # All their MLPs are experts, and llama4's have another name for the activation.
 NO_MLP = {"mixtral", "olmoe", "gpt_oss", "llama4_text"}
-# Two have none, one has experts with biases, and one experts whose inputs are weighted.
-NO_EXPERTS = {"llama", "qwen3", "gpt_oss", "llama4_text"}
+# One has experts with biases, and one experts whose inputs are weighted.
+OTHER_EXPERTS = {"gpt_oss", "llama4_text"}
 
 
 def parts(model: Any, kind: type) -> int:
@@ -40,7 +40,7 @@ def test_a_fused_model_computes_the_same(arch: str, monkeypatch: pytest.MonkeyPa
     expected = model(ids, use_cache=False).logits
     fuse(model, kernels=True)
     torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=2e-5)
-    assert (parts(model, FusedExperts) > 0) == (arch not in NO_EXPERTS)
+    assert (parts(model, FusedExperts) > 0) == (not ARCHS[arch].dense and arch not in OTHER_EXPERTS)
     if parts(model, FusedExperts):
         monkeypatch.setattr(experts, "_FEW", 0)  # as for many tokens
         torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=2e-5)

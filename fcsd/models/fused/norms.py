@@ -4,6 +4,8 @@ Both compute the same function. torch rounds the result once, whereas transforme
 before the weight multiplies it.
 """
 
+from functools import partial
+
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,11 +18,16 @@ class FusedNorm(nn.Module):
 
     unfused: type[nn.Module]  # transformers' class, which ``fuse_norms(fused=False)`` restores
     epsilon: str  # the name of the attribute that holds epsilon
+    offset: int  # what is added to the weight
     weight: Tensor
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[..., width]``, normalised over the width in fp32 and multiplied by the weight ``[width]``."""
-        return functional.rms_norm(hidden_states, self.weight.shape, self.weight, getattr(self, self.epsilon))
+        """``[..., width]``, normalised over the width in fp32 and multiplied by ``offset + weight``, ``[width]``."""
+        epsilon = getattr(self, self.epsilon)
+        if not self.offset:
+            return functional.rms_norm(hidden_states, self.weight.shape, self.weight, epsilon)
+        scale = self.offset + self.weight.float()  # bf16 would round it
+        return functional.rms_norm(hidden_states.float(), scale.shape, scale, epsilon).to(hidden_states.dtype)
 
 
 def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:
@@ -31,8 +38,17 @@ def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:
         arch: the architecture's row.
         fused: whether torch's kernel is used.
     """
-    swap_classes(model, FusedNorm, _is_rms_norm, fused, epsilon=arch.norm_epsilon)
+    concerns = partial(is_norm, arch)
+    swap_classes(model, FusedNorm, concerns, fused, epsilon=arch.norm_epsilon, offset=arch.norm_offset)
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("RMSNorm")
+def is_norm(arch: Arch, module: nn.Module) -> bool:
+    """Whether a module is an RMSNorm that transformers' code computes.
+
+    It has the epsilon that the row names, and one parameter: its weight ``[width]``.
+    """
+    return (
+        hasattr(module, arch.norm_epsilon)
+        and type(module).forward.__module__.startswith("transformers.")
+        and [(name, parameter.ndim) for name, parameter in module.named_parameters()] == [("weight", 1)]
+    )

@@ -1,5 +1,6 @@
 """Attention whose heads kernels rotate is transformers' own up to rounding, and its classes come back."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,16 @@ def test_a_model_with_fused_rotations_computes_the_same_and_becomes_itself_again
     wire(model.to("cpu"), unwired())
     assert [type(module) for module in model.modules()] == classes
     assert all(torch.equal(again, own) for again, own in zip(run(model), expected, strict=True))
+
+
+@pytest.mark.parametrize("arch", [a for a in tiny.CONFIGS if not ARCHS[a].rotates_halves and a not in LATENT])
+def test_a_family_without_the_kernel_could_not_have_it(arch: str) -> None:
+    """A row that says so by mistake would lose the kernel without a message."""
+    model = tiny.model(arch)
+    expected = run(model)[0]
+    fuse_rotary(model.to(DEVICE), replace(ARCHS[arch], rotates_halves=True))
+    fused = any(isinstance(module, FusedRotary) for module in model.modules())
+    assert not fused or not torch.allclose(run(model)[0].to("cpu"), expected, atol=1e-3)
 
 
 @pytest.mark.parametrize(
