@@ -25,7 +25,7 @@ from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.annealed import Annealing, anneal
 from fcsd.models.staged import Stages, stage_layers
-from fcsd.parallel.expert.dispatcher import MakeDispatcher
+from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.turns import in_turns
 from fcsd.parallel.wire import Quantiser
@@ -196,7 +196,7 @@ def build_engine(
     recipe: Recipe,
     world: World,
     traffic: Traffic | None = None,
-    dispatcher: MakeDispatcher | None = None,
+    dispatcher: Dispatcher | None = None,
     by_zero: bool = False,
 ) -> Any:
     """A DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.

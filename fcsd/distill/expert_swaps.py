@@ -22,8 +22,7 @@ from fcsd.distill.expert_states import expert_shares
 from fcsd.distill.routing_record import RoutingRecord
 from fcsd.kernels.bit_split import Format
 from fcsd.launch.world import World
-from fcsd.parallel.expert.block import ExpertBlock
-from fcsd.parallel.expert.lookup import expert_blocks
+from fcsd.parallel.expert.block import ExpertBlock, expert_blocks
 from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.placing.moving import move, plan
 from fcsd.parallel.placing.search import Level, Objective, Ranks, greedy

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Draws, Format, decode, encode
-from fcsd.parallel.transports.codec import Codec
+from fcsd.parallel.deferred import Codec
 
 Direction = Literal["dispatch", "combine", "dispatch_grad", "combine_grad"]
 Stochastic = Literal["off", "gradients", "all"]

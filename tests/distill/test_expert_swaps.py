@@ -19,7 +19,7 @@ from fcsd.distill.expert_states import expert_shares
 from fcsd.distill.expert_swaps import FILE, levels_of
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import ConfigError
-from fcsd.parallel.expert.lookup import expert_blocks
+from fcsd.parallel.expert.block import expert_blocks
 from fcsd.parallel.placing.pair_counts import Level
 
 SWAPS = {"parallel__placement": {"every": 2}}

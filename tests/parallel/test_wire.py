@@ -18,8 +18,8 @@ from torch import Tensor
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format, decode, encode
 from fcsd.models.wiring import Wiring
-from fcsd.parallel.expert.dispatcher import MakeDispatcher, Mode, Wire
-from fcsd.parallel.expert.flat import FlatDispatcher
+from fcsd.parallel.expert.dispatcher import Dispatcher, Mode, Wire
+from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.hierarchical import hierarchical
 from fcsd.parallel.expert.levels import one_level
 from fcsd.parallel.expert.placement import Placement
@@ -44,7 +44,7 @@ class Case(NamedTuple):
     recompute: bool = False
     copies: bool = False
     wiring: Wiring = FARSKIP
-    dispatcher: MakeDispatcher = FlatDispatcher
+    dispatcher: Dispatcher = flat
     fused: bool = False
 
 
