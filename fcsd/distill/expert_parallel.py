@@ -23,11 +23,10 @@ from fcsd.launch.world import first_rank
 from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
 from fcsd.models.fused import fuse_parts
 from fcsd.models.wiring import DESYNC
-from fcsd.parallel.expert.dispatcher import Dispatcher
-from fcsd.parallel.expert.formats import check_formats, formats_of
+from fcsd.parallel.expert.dispatcher import Dispatcher, check_formats
 from fcsd.parallel.machine import read_machine, require_far
 from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.wire import Quantiser
+from fcsd.parallel.wire import Quantiser, formats_of
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_na
 from fcsd.models.build import wiring_of
 from fcsd.models.selection import layers_text
 from fcsd.models.staged import conversion_groups
-from fcsd.parallel.expert.formats import formats_of
+from fcsd.parallel.wire import formats_of
 from fcsd.plan import plan_run
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import present

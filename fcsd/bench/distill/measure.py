@@ -32,7 +32,7 @@ from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, barrier, join_world
 from fcsd.models.build import converted_config, register
 from fcsd.models.wiring import Wiring
-from fcsd.parallel.expert.formats import check_formats
+from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.wire import WireFormats
 
 

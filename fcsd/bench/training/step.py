@@ -40,7 +40,7 @@ from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, barrier, join_world
 from fcsd.models.wiring import Wiring
 from fcsd.parallel import trace
-from fcsd.parallel.expert.formats import check_formats
+from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.expert.hierarchical import dispatcher_of
 from fcsd.parallel.overlap import overlap
 from fcsd.parallel.transports.traffic import Traffic

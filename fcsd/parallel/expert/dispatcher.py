@@ -15,12 +15,16 @@ from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
+from fcsd.errors import ConfigError
+from fcsd.models.build import arch_of
 from fcsd.parallel.deferred import Deferred, Exchange, exchange_now, launch
+from fcsd.parallel.expert.autoep import expert_parallel_config
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.transports.transport import Splits, Transport, all_to_all
-from fcsd.parallel.wire import Quantiser
+from fcsd.parallel.wire import Quantiser, WireFormats
 
 Mode = Literal["on", "eager-sync", "off"]
 
@@ -116,3 +120,21 @@ class Dispatcher(Protocol):
             wire: how the rows travel.
         """
         ...
+
+
+def check_formats(formats: WireFormats, model: PretrainedConfig, name: str) -> None:
+    """Check that the rows of a model can be rounded.
+
+    Args:
+        model: the configuration of the model.
+        name: its name, for the message.
+
+    Raises:
+        ConfigError: the model has no experts, or has experts that no dispatcher can reach, or the groups of a format do
+            not divide its rows.
+    """
+    try:
+        expert_parallel_config(arch_of(model), ep_size=1)
+        formats.check_width(model.get_text_config().hidden_size)
+    except ConfigError as error:
+        raise ConfigError(f"parallel.wire: {name}: {error}", error.hint or "remove parallel.wire") from error
