@@ -31,7 +31,7 @@ from fcsd.parallel.attention import Around, after_projections, join_attention, s
 from fcsd.parallel.expert.autoep import has_partitioned_parameters
 from fcsd.parallel.expert.block import ExpertBlock, expert_block
 from fcsd.parallel.expert.blocking import wire_parallel
-from fcsd.parallel.expert.dispatcher import Combined, Dispatched, Dispatcher, Mode, Packed, Wire
+from fcsd.parallel.expert.dispatcher import Combined, Dispatched, Dispatcher, Mode, Packed, Transfer
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.traffic import Traffic
@@ -82,14 +82,14 @@ class LayerOverlap(LayerWiring):
         index: 0-based index of the decoder layer.
         schedule: when its collectives start, and what hides them.
         block: its MoE block; None for a dense layer.
-        wire: how its rows travel.
+        transfer: how its rows travel.
         accumulations: autograd's nodes that accumulate the gradients of its experts.
     """
 
     index: int
     schedule: Schedule
     block: ExpertBlock | None
-    wire: Wire
+    transfer: Transfer
     accumulations: list[Any]
 
 
@@ -172,10 +172,10 @@ class _Mlp:
         self.x = self.layer.post_attention_layernorm(stream)
         plan = self.plan
         if plan.block is not None:
-            self.packed = plan.schedule.dispatcher(plan.block, plan.index, self.x, plan.wire)
+            self.packed = plan.schedule.dispatcher(plan.block, plan.index, self.x, plan.transfer)
             if self.dispatch_awaited_at is None:
                 self.dispatch_awaited_at = order.mark()
-            if plan.wire.side is None:
+            if plan.transfer.side is None:
                 self.advance()
 
     def advance(self) -> None:
@@ -254,7 +254,7 @@ def overlap(
         fused: see ``wire_parallel``.
         transport: how the rows travel; ``choose`` may replace it for a layer.
         dispatcher: what carries the rows to the experts and back; ``choose`` may replace it for a layer.
-        quantiser: rounds the rows to the formats of the wire; None sends them as they are.
+        quantiser: rounds the rows to the formats of quantised communication; None sends them as they are.
         traffic: counts the bytes that are sent; None does not count.
 
     Raises:
@@ -290,13 +290,16 @@ def overlap(
         if plan.mlp == 0 and schedule.start != "after_attn":
             raise ConfigError(f"layer {index}: its MLP reads its own attention and cannot start {schedule.start}")
         schedule = replace(schedule, eager=schedule.eager or mode == "eager-sync")
+        running: Mode = "eager-sync" if schedule.eager else "on"
         block = expert_block(layer.get_submodule(mlp))
         layer.fcsd = LayerOverlap(
             **{f.name: getattr(plan, f.name) for f in fields(plan)},
             index=index,
             schedule=schedule,
             block=block,
-            wire=Wire(schedule.transport, "eager-sync" if schedule.eager else "on", side, fused, quantiser, traffic),
+            transfer=Transfer(
+                schedule.transport, "eager-sync" if schedule.eager else "on", side, fused, quantiser, traffic
+            ),
             accumulations=[] if block is None else order.accumulations(block.experts),
         )
         layer.__class__ = wired_class(OverlappedLayer, layer.unwired)

@@ -1,6 +1,6 @@
 """Rounds the rows of dispatch and combine, and their gradients, to the formats of ``fcsd.kernels.bit_split``.
 
-``WireFormats`` names a format for each of the four directions. A ``RowCodec`` packs the rows of one direction into
+``Formats`` names a format for each of the four directions. A ``RowCodec`` packs the rows of one direction into
 records, which any transport sends unchanged (FlashCommunication V2, section 3). ``simulate`` computes in one process
 what an exchange between ranks would deliver: for training with all experts on one rank, and for evaluations.
 
@@ -30,7 +30,7 @@ _TAIL = 16  # the bytes behind a record for the number of its row: 8, and 8 zero
 
 
 @dataclass(frozen=True)
-class WireFormats:
+class Formats:
     """The format of the rows in each direction; None sends the rows as they are.
 
     Args:
@@ -62,7 +62,7 @@ class WireFormats:
                 )
 
     @classmethod
-    def parse(cls, text: str, stochastic: Stochastic = "off") -> "WireFormats":
+    def parse(cls, text: str, stochastic: Stochastic = "off") -> "Formats":
         """Read one format for all directions, ``int8``, or one for each, ``dispatch=int8,combine_grad=int5``.
 
         Raises:
@@ -97,7 +97,7 @@ class WireFormats:
             format.layout(width)
 
 
-def formats_of(wire: Wire) -> WireFormats | None:
+def formats_of(wire: Wire) -> Formats | None:
     """The formats of a recipe's ``parallel.wire``; None if no direction has one.
 
     Raises:
@@ -105,7 +105,7 @@ def formats_of(wire: Wire) -> WireFormats | None:
     """
     named = {direction: name for direction in DIRECTIONS if (name := getattr(wire, direction)) is not None}
     formats = {direction: Format.parse(name) for direction, name in named.items()}
-    return WireFormats(**formats, stochastic=wire.stochastic) if formats else None
+    return Formats(**formats, stochastic=wire.stochastic) if formats else None
 
 
 class RowCodec:
@@ -173,7 +173,7 @@ class Quantiser:
         seed: the seed of the run, on which stochastic rounding depends.
     """
 
-    def __init__(self, formats: WireFormats, seed: int = 0) -> None:
+    def __init__(self, formats: Formats, seed: int = 0) -> None:
         self.formats = formats
         self._seed = seed
         self._step: tuple[int, Tensor] | None = None
@@ -205,7 +205,7 @@ class Quantiser:
         finally:
             self._paused = before
 
-    def formats_to_nearest(self) -> WireFormats | None:
+    def formats_to_nearest(self) -> Formats | None:
         """The formats, if all rows are rounded to the nearest code now; None if some are random, or none is rounded."""
         random = self._step is not None and any(map(self.formats.rounds_at_random, DIRECTIONS))
         return None if self._paused or random else self.formats

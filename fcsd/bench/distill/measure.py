@@ -33,7 +33,7 @@ from fcsd.launch.world import World, barrier, join_world
 from fcsd.models.build import converted_config, register
 from fcsd.models.wiring import Wiring
 from fcsd.parallel.expert.dispatcher import check_formats
-from fcsd.parallel.wire import WireFormats
+from fcsd.parallel.wire import Formats
 
 
 def bench(load: Load, out: Path | None = None, *, traced: bool = False) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def bench(load: Load, out: Path | None = None, *, traced: bool = False) -> dict[
         if load.wires and recipe.parallel.ep_size == 1:
             raise ConfigError("--wire needs experts that are divided among several processes", hint="add --gpus 2")
         for wire in load.wires:
-            check_formats(WireFormats.parse(wire), rewired, load.shape)
+            check_formats(Formats.parse(wire), rewired, load.shape)
         full = _full_speed(recipe, world)
     with ExitStack() as held:
         steps = Steps(recipe, rewired, original, world)

@@ -28,7 +28,7 @@ from fcsd.launch.world import World, barrier
 from fcsd.models.build import wiring_of
 from fcsd.parallel.attention import join_attention
 from fcsd.parallel.overlap import overlap
-from fcsd.parallel.wire import Quantiser, WireFormats
+from fcsd.parallel.wire import Formats, Quantiser
 
 
 class Steps:
@@ -54,7 +54,7 @@ class Steps:
         """Wires both models for a variant."""
         parallel = self.recipe.parallel
         variant, _, wire = variant.partition("+")
-        quantiser = Quantiser(WireFormats.parse(wire), self.recipe.seed) if wire else quantiser_of(self.recipe)
+        quantiser = Quantiser(Formats.parse(wire), self.recipe.seed) if wire else quantiser_of(self.recipe)
         self._engine.module.quantiser = quantiser
         apart = self.recipe.model_copy(update={"parallel": parallel.model_copy(update={"overlap": "off"})})
         # The recipe decides whether the passes of teacher and student run in turns.

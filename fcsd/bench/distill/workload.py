@@ -7,7 +7,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.errors import ConfigError, unknown_value
-from fcsd.parallel.wire import WireFormats
+from fcsd.parallel.wire import Formats
 
 OVERLAPPED, APART, MASKED, BLOCKING, BOUND = "overlapped", "apart", "masked", "blocking", "comm-free"
 VARIANTS = (OVERLAPPED, APART, MASKED, BLOCKING, BOUND)
@@ -30,7 +30,7 @@ class Load:
             ``masked`` is ``apart`` with a mask instead of packed attention;
             ``blocking`` awaits every collective where it starts;
             ``comm-free`` sends no rows and is the bound.
-        wires: formats of the student's rows, as ``WireFormats.parse`` reads them. Each of them is timed as a variant
+        wires: formats of the student's rows, as ``Formats.parse`` reads them. Each of them is timed as a variant
             ``overlapped+FORMAT``.
         sets: ``--set`` assignments to the recipe. By default the recipe has KL from a teacher, ZeRO-1, and experts
             spread over all processes.
@@ -52,7 +52,7 @@ class Load:
 
     def __post_init__(self) -> None:
         for wire in self.wires:
-            WireFormats.parse(wire)
+            Formats.parse(wire)
         known = {"router": ("initialised", "uniform"), "variant": VARIANTS}
         for what, given in (("router", (self.router,)), ("variant", self.variants)):
             for name in given:

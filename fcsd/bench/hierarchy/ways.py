@@ -18,7 +18,7 @@ from fcsd.launch.world import World
 from fcsd.parallel.cost import Dedup
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.choice import busiest
-from fcsd.parallel.expert.dispatcher import Dispatcher, Wire
+from fcsd.parallel.expert.dispatcher import Dispatcher, Transfer
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.hierarchical import hierarchical
 from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matrices, two_levels
@@ -45,9 +45,9 @@ def maker(name: str, levels: Levels) -> Dispatcher:
 
 
 @torch.no_grad()
-def there_and_back(dispatcher: Dispatcher, block: ExpertBlock, x: Tensor, wire: Wire) -> Tensor:
+def there_and_back(dispatcher: Dispatcher, block: ExpertBlock, x: Tensor, transfer: Transfer) -> Tensor:
     """Dispatch and combine of the forward pass, each awaited at once: ``[1, tokens, width] -> [1, tokens, width]``."""
-    return dispatcher(block, 0, x, wire).dispatch(None).combine(None).land()
+    return dispatcher(block, 0, x, transfer).dispatch(None).combine(None).land()
 
 
 def check(found: Tensor, expected: Tensor, name: str) -> None:

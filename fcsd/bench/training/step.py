@@ -44,7 +44,7 @@ from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.expert.hierarchical import dispatcher_of
 from fcsd.parallel.overlap import overlap
 from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.wire import Quantiser, WireFormats
+from fcsd.parallel.wire import Formats, Quantiser
 
 
 def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
         raise ConfigError("only GPUs copy rows into each other's memory", hint="leave out the variants named copies")
     dispatchers = {dedup: dispatcher_of(dedup, world.size, load.node_size) for dedup in (load.dedup, *load.more_dedups)}
     config = SHAPES[load.shape](load.layers)
-    quantisers = {formats: Quantiser(WireFormats.parse(formats)) for formats in load.wires}
+    quantisers = {formats: Quantiser(Formats.parse(formats)) for formats in load.wires}
     for quantiser in quantisers.values():
         check_formats(quantiser.formats, config, load.shape)
     engine = make_engine(config, load.micro_batch, world, recompute=load.recompute, optimizer=load.optimizer)
@@ -132,7 +132,7 @@ def _under_one_router(
     measured = _time(engine, ids, timed, traffic, load, world)
     _say(world, table(measured))
     for formats in load.wires:
-        _say(world, f"{formats}: {WireFormats.parse(formats)}")
+        _say(world, f"{formats}: {Formats.parse(formats)}")
     return {
         "rows": rows,
         "windows": [asdict(window) for window in windows],

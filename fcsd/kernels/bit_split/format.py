@@ -16,7 +16,7 @@ Meta = Literal["bf16", "int"]
 Rounding = Literal["floor", "nearest", "ceil"]
 
 _HINT = "write for example int8, int4:g32, int3:g128:sr or int2:g64:sr:clip0.7; docs/wires.md explains the parts"
-# Unicode has more digits, which ``\\d`` and ``int`` accept.
+# Unicode has more digits, which a ``\d`` and ``int`` accept.
 _OPTION = re.compile(r"(?P<group>g[0-9]+)|(?P<spikes>sr)|(?P<meta>bf16|int)|(?P<clip>clip[0-9]+(\.[0-9]+)?)")
 _REDUCTION = "quantised"
 

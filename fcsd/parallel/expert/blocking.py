@@ -14,19 +14,19 @@ from fcsd.models.norms import fuse_norms
 from fcsd.models.rotary import fuse_rotary
 from fcsd.models.wiring import Blocks, Parts, Wiring, wire_layers
 from fcsd.parallel.expert.block import expert_block
-from fcsd.parallel.expert.dispatcher import Dispatcher, Wire
+from fcsd.parallel.expert.dispatcher import Dispatcher, Transfer
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.wire import Quantiser
 
 
-def blocking_parts(blocks: Blocks, layer: Any, wire: Wire, dispatcher: Dispatcher) -> Parts:
+def blocking_parts(blocks: Blocks, layer: Any, transfer: Transfer, dispatcher: Dispatcher) -> Parts:
     """The parts of a decoder layer. A layer whose experts are not divided uses transformers' own MLP.
 
     Args:
         blocks: the names of the layer's children.
         layer: transformers' decoder layer.
-        wire: how rows travel; its mode is ``off``.
+        transfer: how rows travel; its mode is ``off``.
         dispatcher: sends rows to the experts and back.
     """
     mlp = layer.get_submodule(blocks.mlp)
@@ -39,7 +39,7 @@ def blocking_parts(blocks: Blocks, layer: Any, wire: Wire, dispatcher: Dispatche
         return Parts(attn, mlp, None)
 
     def routed(x: Tensor) -> Tensor:
-        packed = dispatcher(block, layer.self_attn.layer_idx, x, wire)
+        packed = dispatcher(block, layer.self_attn.layer_idx, x, transfer)
         return packed.dispatch(None).combine(None).land()
 
     return Parts(attn, block.shared, routed)
@@ -59,12 +59,12 @@ def wire_parallel(
         fused: whether one CUDA kernel computes each RMSNorm, each rotation of queries or keys, and each move of rows
             between tokens and experts. The results then differ in the last digit.
         dispatcher: sends rows to the experts and back.
-        quantiser: rounds the rows to the formats of the wire; None sends them as they are.
+        quantiser: rounds the rows to the formats of quantised communication; None sends them as they are.
         traffic: counts the bytes that are sent; None does not count.
     """
     arch = arch_of(model.config)
-    wire = Wire(mode="off", fused=fused, quantiser=quantiser, traffic=traffic)
-    parts = partial(blocking_parts, arch.blocks, wire=wire, dispatcher=dispatcher)
+    transfer = Transfer(mode="off", fused=fused, quantiser=quantiser, traffic=traffic)
+    parts = partial(blocking_parts, arch.blocks, transfer=transfer, dispatcher=dispatcher)
     wire_layers(decoder_layers(model), wiring, parts, every=True)
     fuse_norms(model, arch, fused)
     fuse_rotary(model, arch, fused)

@@ -4,10 +4,10 @@ Each step returns what the next one takes, so nothing of a pass is kept anywhere
 ``hierarchical.py`` are the two ways. The schedule in ``overlap.py`` and the blocking reference in ``blocking.py`` call
 the steps:
 
-    packed = dispatcher(block, layer, x, wire)    routes and packs the rows
-    handle = packed.dispatch(...)                 sends them
-    combined = handle.combine(...)                runs the experts, and sends their outputs back
-    combined.land()                               the weighted sums of the tokens
+    packed = dispatcher(block, layer, x, transfer)   routes and packs the rows
+    handle = packed.dispatch(...)                    sends them
+    combined = handle.combine(...)                   runs the experts, and sends their outputs back
+    combined.land()                                  the weighted sums of the tokens
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ from fcsd.parallel.expert.autoep import expert_parallel_config
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.transports.transport import Splits, Transport, all_to_all
-from fcsd.parallel.wire import Quantiser, WireFormats
+from fcsd.parallel.wire import Formats, Quantiser
 
 Mode = Literal["on", "eager-sync", "off"]
 
 
 @dataclass(frozen=True)
-class Wire:
+class Transfer:
     """How the rows of a layer travel.
 
     Args:
@@ -110,19 +110,19 @@ class Packed(Protocol):
 class Dispatcher(Protocol):
     """Routes the tokens of one pass through a MoE block, starts to exchange the counts, and packs the rows."""
 
-    def __call__(self, block: ExpertBlock, layer: int, x: Tensor, wire: Wire, /) -> Packed:
+    def __call__(self, block: ExpertBlock, layer: int, x: Tensor, transfer: Transfer, /) -> Packed:
         """Pack the rows.
 
         Args:
             block: the MoE block.
             layer: 0-based index of the decoder layer.
             x: normalised input ``[batch, seq, hidden]``.
-            wire: how the rows travel.
+            transfer: how the rows travel.
         """
         ...
 
 
-def check_formats(formats: WireFormats, model: PretrainedConfig, name: str) -> None:
+def check_formats(formats: Formats, model: PretrainedConfig, name: str) -> None:
     """Check that the rows of a model can be rounded.
 
     Args:

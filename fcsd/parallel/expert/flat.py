@@ -13,7 +13,7 @@ from fcsd.parallel import order
 from fcsd.parallel.deferred import Codec, Deferred
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.counts import gather
-from fcsd.parallel.expert.dispatcher import Packed, Wire
+from fcsd.parallel.expert.dispatcher import Packed, Transfer
 from fcsd.parallel.expert.permute import FusedPermute, Permute, RowPermute, stable_order
 from fcsd.parallel.transports.transport import Splits, splits_of
 from fcsd.parallel.turns import yield_turn
@@ -28,27 +28,30 @@ class _Plan(NamedTuple):
     counts: Tensor  # [ranks, slots]: how many rows come from each rank for each expert of this rank
 
 
-def flat(block: ExpertBlock, layer: int, x: Tensor, wire: Wire, /) -> Packed:
+def flat(block: ExpertBlock, layer: int, x: Tensor, transfer: Transfer, /) -> Packed:
     """See ``Dispatcher``: one exchange in each direction, whose buffers exist from its launch to their first use."""
     tokens = x.reshape(-1, x.shape[-1])
     routing = block.route(tokens)
     # [tokens * top_k]: the (token, k) pair of each row, where rows are ordered by the position of their expert.
     pairs = stable_order(block.placement.positions(routing.experts).view(-1), block.placement.experts)
-    plan = cache(_start_plan(block, layer, wire.side, block.placement.by_position(routing.counts), len(pairs)))
-    quantiser, codecs = wire.quantiser, Codecs()
-    formats = quantiser.formats_to_nearest() if quantiser is not None and wire.fused and not block.prescaled else None
-    if formats is not None:
-        permute = FusedPermute(
-            pairs, routing.scores, formats, lambda: block.order(plan().counts, sum(plan().dispatch.receives))
-        )
-        codecs = permute.codecs
-    else:
-        if quantiser is not None:
-            codecs = quantiser.codecs(layer, pairs, block.top_k)
-        permute = RowPermute(pairs, routing.scores, block.prescaled, wire.fused)
+    plan = cache(_start_plan(block, layer, transfer.side, block.placement.by_position(routing.counts), len(pairs)))
+    permute, codecs = _permute_and_codecs(block, layer, transfer, pairs, routing.scores, plan)
     rows = permute.pack(tokens)
-    ready = None if wire.side is None else torch.cuda.current_stream().record_event()
-    return _Packed(_Pass(block, layer, wire, x.shape, plan, permute, codecs), rows, ready)
+    ready = None if transfer.side is None else torch.cuda.current_stream().record_event()
+    return _Packed(_Pass(block, layer, transfer, x.shape, plan, permute, codecs), rows, ready)
+
+
+def _permute_and_codecs(
+    block: ExpertBlock, layer: int, transfer: Transfer, pairs: Tensor, scores: Tensor, plan: Callable[[], _Plan]
+) -> tuple[Permute, Codecs]:
+    """The order of the rows and their codecs: the fused pair where its kernels compute both."""
+    quantiser = transfer.quantiser
+    formats = None if quantiser is None else quantiser.formats_to_nearest()
+    if formats is not None and transfer.fused and not block.prescaled:
+        fused = FusedPermute(pairs, scores, formats, lambda: block.order(plan().counts, sum(plan().dispatch.receives)))
+        return fused, fused.codecs
+    codecs = Codecs() if quantiser is None else quantiser.codecs(layer, pairs, block.top_k)
+    return RowPermute(pairs, scores, block.prescaled, transfer.fused), codecs
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class _Pass:
 
     block: ExpertBlock
     layer: int
-    wire: Wire
+    transfer: Transfer
     shape: torch.Size
     plan: Callable[[], _Plan]
     permute: Permute
@@ -77,10 +80,10 @@ class _Pass:
         there, back = self.plan().dispatch, self.plan().combine
         if name == "combine":
             there, back = back, there
-        exchange = self.wire.exchange(name, self.layer, self.block.group, there, back, kept=name == "combine")
+        exchange = self.transfer.exchange(name, self.layer, self.block.group, there, back, kept=name == "combine")
         exchange.codec, exchange.back_codec = codecs
-        exchange.ready, exchange.side = ready, self.wire.side
-        return self.wire.send(rows, exchange, awaited_at)
+        exchange.ready, exchange.side = ready, self.transfer.side
+        return self.transfer.send(rows, exchange, awaited_at)
 
 
 @dataclass(frozen=True)

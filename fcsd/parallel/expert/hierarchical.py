@@ -34,7 +34,7 @@ from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.choice import arrangements
 from fcsd.parallel.expert.counts import gather
 from fcsd.parallel.expert.deduplicated import Collect, Moves, Open, Pack, Relay, moves_by, write
-from fcsd.parallel.expert.dispatcher import Dispatcher, Packed, Wire
+from fcsd.parallel.expert.dispatcher import Dispatcher, Packed, Transfer
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matrices, two_levels
 from fcsd.parallel.expert.records import Layout, RecordCodec, copies_by_choice, expert_order
@@ -57,10 +57,10 @@ class ByLayer:
         self.chosen: dict[int, Dedup] = {}
         self._ways = {dedup: dispatcher_of(dedup, ranks, node_size) for dedup in self.offered}
 
-    def __call__(self, block: ExpertBlock, layer: int, x: Tensor, wire: Wire, /) -> Packed:
+    def __call__(self, block: ExpertBlock, layer: int, x: Tensor, transfer: Transfer, /) -> Packed:
         """See ``Dispatcher``."""
         dedup = self.chosen.get(layer, next(reversed(self.offered)))
-        return self._ways[dedup](block, layer, x, wire)
+        return self._ways[dedup](block, layer, x, transfer)
 
 
 def dispatcher_of(dedup: Dedup, ranks: int, node_size: int | None) -> Dispatcher:
@@ -90,10 +90,10 @@ def hierarchical(levels: Levels) -> Dispatcher:
     Such a block takes the flat dispatcher. ``levels`` without deduplication are a baseline for benchmarks (2DH).
     """
 
-    def dispatcher(block: ExpertBlock, layer: int, x: Tensor, wire: Wire, /) -> Packed:
+    def dispatcher(block: ExpertBlock, layer: int, x: Tensor, transfer: Transfer, /) -> Packed:
         if block.top_k == 1 or block.placement.ranks == 1:
-            return flat(block, layer, x, wire)
-        return _pack(block, layer, x, wire, levels)
+            return flat(block, layer, x, transfer)
+        return _pack(block, layer, x, transfer, levels)
 
     return dispatcher
 
@@ -107,24 +107,24 @@ class _Plan(NamedTuple):
     counts: Tensor  # [1, slots]: the same for each expert
 
 
-def _pack(block: ExpertBlock, layer: int, x: Tensor, wire: Wire, levels: Levels) -> "_Packed":
+def _pack(block: ExpertBlock, layer: int, x: Tensor, transfer: Transfer, levels: Levels) -> "_Packed":
     placement = block.placement
     layouts = [
         Layout(x.shape[-1], levels.choices(level, placement.experts, block.top_k), x.dtype)
         for level in range(levels.depth)
     ]
-    codecs = Codecs() if wire.quantiser is None else wire.quantiser.nearest()
+    codecs = Codecs() if transfer.quantiser is None else transfer.quantiser.nearest()
     tokens = x.reshape(-1, x.shape[-1])
     routing = block.route(tokens)
     weights = routing.scores.to(layouts[0].weight_dtype)
-    common = _Pass(block, layer, wire, levels, x.shape, layouts, codecs, moves_by(wire.fused))
+    common = _Pass(block, layer, transfer, levels, x.shape, layouts, codecs, moves_by(transfer.fused))
     with torch.no_grad():
         positions = placement.positions(routing.experts)
         wait_for_plan = common.start_plan(placement.by_position(routing.counts), positions)
         # The host does not know yet how many records there are, so the buffer holds the largest number.
         copies = common.copies_of(positions, level=0)
         written = write(tokens, weights, copies, layouts[0], copies.row_of.numel(), common.moves)
-    ready = None if wire.side is None else torch.cuda.current_stream().record_event()
+    ready = None if transfer.side is None else torch.cuda.current_stream().record_event()
     return _Packed(common, wait_for_plan, tokens, weights, copies, written, ready)
 
 
@@ -134,7 +134,7 @@ class _Pass:
 
     block: ExpertBlock
     layer: int
-    wire: Wire
+    transfer: Transfer
     levels: Levels
     shape: torch.Size
     layouts: list[Layout]  # by level
@@ -153,17 +153,17 @@ class _Pass:
         # If weights multiply the experts' inputs, their gradient needs the records that arrive at the last level.
         kept = self.block.prescaled and level == self.levels.depth - 1
         group, there, back = self.block.group, plan.dispatch[level], plan.combine[level]
-        return self.wire.exchange("dispatch", self.layer, group, there, back, kept)
+        return self.transfer.exchange("dispatch", self.layer, group, there, back, kept)
 
     def send_back(self, plan: _Plan, level: int, rows: Tensor, awaited_at: int | None) -> Deferred:
         """Start a level of combine."""
         group, there, back = self.block.group, plan.combine[level], plan.dispatch[level]
-        exchange = self.wire.exchange("combine", self.layer, group, there, back, kept=False)
+        exchange = self.transfer.exchange("combine", self.layer, group, there, back, kept=False)
         if level == 0:
             exchange.codec, exchange.back_codec = self.codecs.combine, self.codecs.combine_grad
         # The computation that hides combine's gradient hides that of the outermost level, whose links are the slowest.
         # The gradients of the other levels are awaited as soon as they are sent.
-        return self.wire.send(rows, exchange, awaited_at if level == 0 else None)
+        return self.transfer.send(rows, exchange, awaited_at if level == 0 else None)
 
     def start_plan(self, counts: Tensor, positions: Tensor) -> Callable[[], _Plan]:
         """Start to exchange ``counts [experts]`` and the numbers of tokens by group, in the order of positions."""
@@ -173,7 +173,7 @@ class _Pass:
         with record_function(f"fcsd::plan.{passes}.L{self.layer}"):
             told = torch.cat([counts.long(), all_groups(positions, experts, levels)])
             summarise = partial(_summary, experts=experts, levels=levels)
-            wait = gather(told, summarise, self.block.group, levels.ranks, self.wire.side)
+            wait = gather(told, summarise, self.block.group, levels.ranks, self.transfer.side)
 
         def wait_for_plan() -> _Plan:
             everyone, summary = wait()
@@ -218,8 +218,8 @@ class _Packed:
             exchange.codec = RecordCodec(common.codecs.dispatch, layout)
         if common.codecs.dispatch_grad is not None:
             exchange.back_codec = RecordCodec(common.codecs.dispatch_grad, layout)
-        exchange.ready, exchange.side = self.ready, common.wire.side
-        return _Dispatched(common, plan, (self.copies,), common.wire.send(records, exchange, awaited_at))
+        exchange.ready, exchange.side = self.ready, common.transfer.side
+        return _Dispatched(common, plan, (self.copies,), common.transfer.send(records, exchange, awaited_at))
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class _Dispatched:
         copies = common.copies_of(layout.experts(records), level)
         count = sum(self.plan.dispatch[level].sends)
         copied = Relay.apply(records, layout, copies, next_layout, count, common.moves)
-        in_flight = common.wire.send(copied, common.dispatch_exchange(self.plan, level), None)
+        in_flight = common.transfer.send(copied, common.dispatch_exchange(self.plan, level), None)
         return type(self)(common, self.plan, (*self.copies, copies), in_flight)
 
     def combine(self, awaited_at: int | None) -> "_Combined":

@@ -27,7 +27,7 @@ from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.moves import decode_dots, decode_from, decode_sum, encode_at
 from fcsd.parallel.deferred import Deferred
 from fcsd.parallel.expert.block import ExpertBlock, ExpertOrder
-from fcsd.parallel.wire import Codecs, WireFormats
+from fcsd.parallel.wire import Codecs, Formats
 
 
 def stable_order(numbers: Tensor, count: int) -> Tensor:
@@ -117,9 +117,7 @@ class FusedPermute:
         find_order: returns the order of this rank's experts; called once, when the rows of dispatch have arrived.
     """
 
-    def __init__(
-        self, pairs: Tensor, scores: Tensor, formats: WireFormats, find_order: Callable[[], ExpertOrder]
-    ) -> None:
+    def __init__(self, pairs: Tensor, scores: Tensor, formats: Formats, find_order: Callable[[], ExpertOrder]) -> None:
         numbers = torch.arange(len(pairs), device=pairs.device)
         row_of = torch.empty_like(pairs).scatter_(0, pairs, numbers).view(-1, scores.shape[1])
         self._orders, self._scores = _Orders(row_of, find_order), scores

@@ -14,7 +14,7 @@ from torch import Tensor
 from fcsd.models.build import arch_of
 from fcsd.models.wiring import Wiring
 from fcsd.parallel.expert.autoep import shard_experts
-from fcsd.parallel.expert.dispatcher import Mode, Wire
+from fcsd.parallel.expert.dispatcher import Mode, Transfer
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.overlap import overlap
@@ -23,8 +23,8 @@ EXPERTS = 6
 MOE_LAYERS = (0, 1, 3)  # of the tiny Qwen3
 
 
-def through(x: Tensor, block: Block, wire: Wire) -> Tensor:
-    handle = flat(block, 0, x, wire).dispatch(None)
+def through(x: Tensor, block: Block, transfer: Transfer) -> Tensor:
+    handle = flat(block, 0, x, transfer).dispatch(None)
     # At later places of the schedule nothing is left to start.
     return handle.forward().combine(None).forward().land()
 
@@ -37,16 +37,16 @@ def wrong_cases(rank: int) -> list[str]:
         for prescaled in (False, True):
             block = Block(placement, dist.group.WORLD, rank, prescaled, gate, scale)
             results = []
-            for wire in (None, Wire(mode="off"), Wire(), Wire(mode="eager-sync"), Wire(fused=True)):
+            for transfer in (None, Transfer(mode="off"), Transfer(), Transfer(mode="eager-sync"), Transfer(fused=True)):
                 x = torch.randn(2, 3 + rank, 8, generator=torch.Generator().manual_seed(rank)).requires_grad_()
-                y = block.without_moving(x) if wire is None else through(x, block, wire)
+                y = block.without_moving(x) if transfer is None else through(x, block, transfer)
                 y.square().sum().backward()
-                results.append((wire, y.detach(), x.grad))
-            for wire, y, grad in results[1:]:
+                results.append((transfer, y.detach(), x.grad))
+            for transfer, y, grad in results[1:]:
                 try:
                     torch.testing.assert_close((y, grad), results[0][1:], rtol=1e-5, atol=1e-6)
                 except AssertionError as error:
-                    problems.append(f"{placement} prescaled {prescaled} {wire}: {error}")
+                    problems.append(f"{placement} prescaled {prescaled} {transfer}: {error}")
     return problems
 
 
@@ -73,8 +73,8 @@ def calls(rank: int) -> dict[str, list[str]]:
 
             return call
 
-    def noted(block: Any, layer: int, x: Tensor, wire: Wire, /) -> Any:
-        return Noted(flat(block, layer, x, wire), layer)
+    def noted(block: Any, layer: int, x: Tensor, transfer: Transfer, /) -> Any:
+        return Noted(flat(block, layer, x, transfer), layer)
 
     model = tiny.model("qwen3_moe")
     shard_experts(model, arch_of(model.config), dist.get_world_size())
