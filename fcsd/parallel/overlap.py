@@ -297,9 +297,7 @@ def overlap(
             index=index,
             schedule=schedule,
             block=block,
-            transfer=Transfer(
-                schedule.transport, "eager-sync" if schedule.eager else "on", side, fused, quantiser, traffic
-            ),
+            transfer=Transfer(schedule.transport, running, side, fused, quantiser, traffic),
             accumulations=[] if block is None else order.accumulations(block.experts),
         )
         layer.__class__ = wired_class(OverlappedLayer, layer.unwired)
