@@ -43,8 +43,8 @@ from fcsd.parallel import trace
 from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.expert.hierarchical import dispatcher_of
 from fcsd.parallel.overlap import overlap
+from fcsd.parallel.quantised.rows import Formats, Quantiser
 from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.wire import Formats, Quantiser
 
 
 def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> dict[str, Any]:

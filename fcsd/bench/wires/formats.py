@@ -6,8 +6,8 @@ from typing import NamedTuple
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.baselines import hadamard, logfmt
-from fcsd.parallel.tensor.simulated import rounding_of
-from fcsd.parallel.wire import Rounding
+from fcsd.parallel.quantised.rows import Rounding
+from fcsd.parallel.quantised.simulated_all_reduce import rounding_of
 
 _BASELINES = {"hadamard": hadamard, "logfmt": logfmt}
 

@@ -22,9 +22,9 @@ from fcsd.models.build import arch_of
 from fcsd.parallel.deferred import Deferred, Exchange, exchange_now, launch
 from fcsd.parallel.expert.autoep import expert_parallel_config
 from fcsd.parallel.expert.block import ExpertBlock
+from fcsd.parallel.quantised.rows import Formats, Quantiser
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.transports.transport import Splits, Transport, all_to_all
-from fcsd.parallel.wire import Formats, Quantiser
 
 Mode = Literal["on", "eager-sync", "off"]
 

@@ -24,11 +24,11 @@ from fcsd.parallel.expert.dispatcher import Dispatcher, Mode, Transfer
 from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.hierarchical import hierarchical
 from fcsd.parallel.expert.levels import Levels, one_level, two_levels
-from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.overlap import overlap
+from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.quantised.rows import Formats, Quantiser
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.transport import Transport, all_to_all
-from fcsd.parallel.wire import Formats, Quantiser
 
 EXPERTS, TOP_K, HIDDEN = 8, 3, 10
 FARSKIP = Wiring("farskip", (0, 1, 2, 3))
