@@ -36,7 +36,7 @@ from fcsd.distill.teacher.original import (
 )
 from fcsd.distill.teacher.targets import Teacher, expect_comparable, live_teacher
 from fcsd.launch.world import World
-from fcsd.parallel.expert.dispatcher import MakeDispatcher
+from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.transports.traffic import Traffic
 
 
@@ -72,7 +72,7 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     engine: Any
     traffic: Traffic | None
-    dispatcher: MakeDispatcher
+    dispatcher: Dispatcher
     rows: Mixture
     held_out: Rows | None
     identity: dict[str, Any]
@@ -192,7 +192,7 @@ def load_teacher(
     student: PreTrainedModel,
     world: World,
     traffic: Traffic | None = None,
-    dispatcher: MakeDispatcher | None = None,
+    dispatcher: Dispatcher | None = None,
 ) -> PreTrainedModel:
     """Loads the frozen teacher. Its experts are divided as ``parallel.teacher_placement`` says.
 

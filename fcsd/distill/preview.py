@@ -15,7 +15,7 @@ from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.run import run_dir
 from fcsd.distill.student import meta_student
 from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_name
-from fcsd.parallel.expert.formats import formats_of
+from fcsd.parallel.quantised.rows import formats_of
 from fcsd.plan import plan_run
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import present

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from fcsd.config import Recipe, ResolvedRecipe, accumulation, vary
 from fcsd.errors import ConfigError, DoesNotFitError
-from fcsd.parallel.expert.formats import check_formats, formats_of
+from fcsd.parallel.expert.dispatcher import check_formats
+from fcsd.parallel.quantised.rows import formats_of
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
 from fcsd.plan.model import MetaModel, ModelNumbers
 from fcsd.plan.search import assignments, changes, cheapest, larger_micro_batches

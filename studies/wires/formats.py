@@ -1,13 +1,13 @@
 """The formats that the study compares, by name: those of the wire, and two baselines of other works."""
 
-import re
 from functools import partial
 from typing import NamedTuple
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.baselines import hadamard, logfmt
-from fcsd.parallel.quantised.simulated_all_reduce import Rounding, rounding_of
+from fcsd.parallel.quantised.rows import Rounding
+from fcsd.parallel.quantised.simulated_all_reduce import rounding_of
 
 _BASELINES = {"hadamard": hadamard, "logfmt": logfmt}
 
@@ -32,12 +32,10 @@ def studied(name: str) -> Studied:
     Raises:
         ConfigError: there is no such format.
     """
-    baseline = re.fullmatch(r"(hadamard|logfmt)(\d):g(\d+)", name)
+    baseline = next(filter(name.startswith, _BASELINES), None)
+    format = Format.parse(name if baseline is None else name.replace(baseline, "int", 1))
     if baseline is None:
-        if name.startswith(tuple(_BASELINES)):
-            raise ConfigError(f'"{name}" is not a baseline', hint="write for example hadamard4:g32 or logfmt4:g32")
-        format = Format.parse(name)
         return Studied(format.bits_per_value, rounding_of(format))
-    bits, group = int(baseline[2]), int(baseline[3])
-    like = Format(bits, group)  # refuses other widths and groups
-    return Studied(like.bits_per_value, partial(_BASELINES[baseline[1]], bits=bits, group=group))
+    if name != f"{baseline}{format.bits}:g{format.group}":
+        raise ConfigError(f'"{name}" is not a baseline', hint="write for example hadamard4:g32 or logfmt4:g32")
+    return Studied(format.bits_per_value, partial(_BASELINES[baseline], bits=format.bits, group=format.group))

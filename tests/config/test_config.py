@@ -238,7 +238,7 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         ("optim:", "parallel:\n  dedup: host\noptim:", 10, "'off', 'rank', 'node' or 'auto'"),
         ("optim:", "parallel:\n  ep_size: 2\n  machine: ~/m.json\noptim:", 11, "`~` is not expanded"),
         ("optim:", "parallel:\n  dedup: rank\noptim:", 10, "dedup rank needs parallel.ep_size above 1"),
-        ("optim:", "parallel:\n  wire:\n    dispatch: fp8\noptim:", 11, '"fp8" is not a format of the wire'),
+        ("optim:", "parallel:\n  wire:\n    dispatch: fp8\noptim:", 11, '"fp8" is not a format'),
         ("optim:", "parallel:\n  wire:\n    combine: int9\noptim:", 11, "2 to 8 bits, not 9"),
         ("optim:", "parallel:\n  wire:\n    forward: int8\noptim:", 11, "unknown key 'parallel.wire.forward'"),
         ("optim:", "parallel:\n  ep_size: 4\n  dedup: node\noptim:", 11, "dedup node needs parallel.node_size"),

@@ -23,8 +23,8 @@ from fcsd.models.fused.latent import FusedLatentAttention
 from fcsd.models.wiring import WiredLayer, Wiring
 from fcsd.parallel.deferred import Exchange
 from fcsd.parallel.expert.autoep import allow_string_keys, expert_parallel_config, shard_experts
-from fcsd.parallel.expert.dispatcher import MakeDispatcher
-from fcsd.parallel.expert.flat import FlatDispatcher
+from fcsd.parallel.expert.dispatcher import Dispatcher
+from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.hierarchical import hierarchical
 from fcsd.parallel.expert.levels import one_level
 from fcsd.parallel.overlap import Schedule, overlap
@@ -239,7 +239,7 @@ def _between(events: list[str], first: str, last: str) -> list[str]:
     return events[start : events.index(last, start + 1) + 1]
 
 
-def _alive_buffers(rank: int, recompute: bool, dispatcher: MakeDispatcher = FlatDispatcher) -> list[str]:
+def _alive_buffers(rank: int, recompute: bool, dispatcher: Dispatcher = flat) -> list[str]:
     """Buffers that outlive their use: still alive at the second launch after they landed, or after the pass."""
     model = _sharded("deepseek_v2")
     if recompute:

@@ -105,9 +105,9 @@ FARSKIP, DESYNC = Wiring("farskip", (1, 2)), Wiring("desync-2x", (1, 2), tp_degr
         (settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}), "reduce none gives wrong results"),
         (
             settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised:fp4"}}),
-            '"fp4" is not a format of the wire',
+            '"fp4" is not a format',
         ),
-        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised"}}), "is not a format of the wire"),
+        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised"}}), "is not a format"),
         (settings(FARSKIP, additional_config={"fcsd": {"reduce": "fast"}}), "unknown kind of reduction 'fast'"),
         (settings(FARSKIP, additional_config={"fcsd": {"kind": "vllm"}}), 'the keys "reduce" and "overlap_from"'),
         (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": -1}}), "overlap_from is a number of tokens"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fcsd.bench.timing import timings
 from fcsd.launch.world import World
-from fcsd.parallel.expert.dispatcher import Wire
+from fcsd.parallel.expert.dispatcher import Transfer
 from fcsd.parallel.expert.records import Layout
 from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.transports.transport import Transport
@@ -74,9 +74,9 @@ class Bench:
     sizes: Sizes
 
     @property
-    def wire(self) -> Wire:
+    def transfer(self) -> Transfer:
         """How rows travel, with the kernels that training uses."""
-        return Wire(self.transport, side=self.side, fused=self.world.device.type == "cuda")
+        return Transfer(self.transport, side=self.side, fused=self.world.device.type == "cuda")
 
     def choose(self, routing: Routing, tokens: int, step: int = 0) -> Tensor:
         """The experts of this rank's tokens, ``[tokens, top_k]``."""
@@ -96,10 +96,10 @@ class Bench:
             factors = exact_factors(placement.experts, self.world.device)
             exact = block_of(chosen, scores, placement, self.world.rank, factors)
             expected = without_moving(x, chosen, factors)
-            found = {name: ways.there_and_back(make, exact, x, self.wire) for name, make in makes.items()}
+            found = {name: ways.there_and_back(make, exact, x, self.transfer) for name, make in makes.items()}
             self.world.everywhere(lambda: [ways.check(one, expected, name) for name, one in found.items()])
         block = block_of(chosen, scores, placement, self.world.rank, None)
-        return {name: partial(ways.there_and_back, make, block, x, self.wire) for name, make in makes.items()}
+        return {name: partial(ways.there_and_back, make, block, x, self.transfer) for name, make in makes.items()}
 
     def matrices(self, chosen: Tensor, placement: Placement) -> dict[str, Tensor]:
         """For each way the rows that ranks send to each other, as in ``ways.matrices_of``."""

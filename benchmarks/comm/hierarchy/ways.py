@@ -18,8 +18,8 @@ from fcsd.launch.world import World
 from fcsd.parallel.cost import Dedup
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.choice import busiest
-from fcsd.parallel.expert.dispatcher import MakeDispatcher, Wire
-from fcsd.parallel.expert.flat import FlatDispatcher
+from fcsd.parallel.expert.dispatcher import Dispatcher, Transfer
+from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.hierarchical import hierarchical
 from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matrices, two_levels
 from fcsd.parallel.expert.records import Layout
@@ -39,18 +39,15 @@ def levels_of(ranks: int, node_size: int) -> dict[str, Levels]:
     }
 
 
-def maker(name: str, levels: Levels) -> MakeDispatcher:
-    """Makes the dispatchers of a way."""
-    return FlatDispatcher if name == "flat" else hierarchical(levels)
+def maker(name: str, levels: Levels) -> Dispatcher:
+    """The dispatcher of a way."""
+    return flat if name == "flat" else hierarchical(levels)
 
 
 @torch.no_grad()
-def there_and_back(make: MakeDispatcher, block: ExpertBlock, x: Tensor, wire: Wire) -> Tensor:
+def there_and_back(dispatcher: Dispatcher, block: ExpertBlock, x: Tensor, transfer: Transfer) -> Tensor:
     """Dispatch and combine of the forward pass, each awaited at once: ``[1, tokens, width] -> [1, tokens, width]``."""
-    one = make(block, 0, x, wire)
-    one.advance(None)
-    one.run_experts(None)
-    return one.land()
+    return dispatcher(block, 0, x, transfer).dispatch(None).combine(None).land()
 
 
 def check(found: Tensor, expected: Tensor, name: str) -> None:

@@ -32,8 +32,8 @@ from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, barrier, join_world
 from fcsd.models.build import converted_config, register
 from fcsd.models.wiring import Wiring
-from fcsd.parallel.expert.formats import check_formats
-from fcsd.parallel.quantised.rows import WireFormats
+from fcsd.parallel.expert.dispatcher import check_formats
+from fcsd.parallel.quantised.rows import Formats
 
 
 def bench(load: Load, out: Path | None = None, *, traced: bool = False) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def bench(load: Load, out: Path | None = None, *, traced: bool = False) -> dict[
         if load.wires and recipe.parallel.ep_size == 1:
             raise ConfigError("--wire needs experts that are divided among several processes", hint="add --gpus 2")
         for wire in load.wires:
-            check_formats(WireFormats.parse(wire), rewired, load.shape)
+            check_formats(Formats.parse(wire), rewired, load.shape)
         full = _full_speed(recipe, world)
     with ExitStack() as held:
         steps = Steps(recipe, rewired, original, world)

@@ -29,7 +29,7 @@ from fcsd.launch.world import World, barrier
 from fcsd.models.build import wiring_of
 from fcsd.parallel.attention import join_attention
 from fcsd.parallel.overlap import overlap
-from fcsd.parallel.quantised.rows import Quantiser, WireFormats
+from fcsd.parallel.quantised.rows import Formats, Quantiser
 
 
 class Steps:
@@ -55,7 +55,7 @@ class Steps:
         """Wires both models for a variant."""
         parallel = self.recipe.parallel
         variant, _, wire = variant.partition("+")
-        quantiser = Quantiser(WireFormats.parse(wire), self.recipe.seed) if wire else quantiser_of(self.recipe)
+        quantiser = Quantiser(Formats.parse(wire), self.recipe.seed) if wire else quantiser_of(self.recipe)
         self._engine.module.quantiser = quantiser
         on_cuda = self._world.device.type == "cuda"
         for model, ep_size, own in zip(

@@ -7,7 +7,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.errors import ConfigError, unknown_value
-from fcsd.parallel.quantised.rows import WireFormats
+from fcsd.parallel.quantised.rows import Formats
 
 OVERLAPPED, MASKED, BLOCKING, BOUND = "overlapped", "masked", "blocking", "comm-free"
 VARIANTS = (OVERLAPPED, MASKED, BLOCKING, BOUND)
@@ -29,7 +29,7 @@ class Load:
             ``masked`` is the same with a mask instead of packed attention;
             ``blocking`` awaits every collective where it starts;
             ``comm-free`` sends no rows and is the bound.
-        wires: formats of the student's rows, as ``WireFormats.parse`` reads them. Each of them is timed as a variant
+        wires: formats of the student's rows, as ``Formats.parse`` reads them. Each of them is timed as a variant
             ``overlapped+FORMAT``.
         sets: ``--set`` assignments to the recipe. By default the recipe has KL from a teacher, ZeRO-1, and experts
             spread over all processes.
@@ -51,7 +51,7 @@ class Load:
 
     def __post_init__(self) -> None:
         for wire in self.wires:
-            WireFormats.parse(wire)
+            Formats.parse(wire)
         known = {"router": ("initialised", "uniform"), "variant": VARIANTS}
         for what, given in (("router", (self.router,)), ("variant", self.variants)):
             for name in given:

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fcsd.distill.loss.losses import cross_entropy
 from fcsd.distill.step.engine import import_deepspeed
 from fcsd.launch.world import World
-from fcsd.parallel.expert.lookup import expert_blocks
+from fcsd.parallel.expert.block import expert_blocks
 from fcsd.parallel.weights.random_init import random_expert_parallel
 
 

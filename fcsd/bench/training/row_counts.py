@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcsd.parallel.expert.block import ExpertBlock
+from fcsd.parallel.expert.block import ExpertBlock, expert_blocks
 from fcsd.parallel.expert.levels import Levels, one_level, pairs_sent, rows_sent, two_levels
-from fcsd.parallel.expert.lookup import expert_blocks
 
 
 def measure(engine: Any, ids: Tensor, node_size: int | None) -> dict[str, list[float]]:

@@ -41,10 +41,10 @@ from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, barrier, join_world
 from fcsd.models.wiring import Wiring
 from fcsd.parallel import trace
-from fcsd.parallel.expert.formats import check_formats
+from fcsd.parallel.expert.dispatcher import check_formats
 from fcsd.parallel.expert.hierarchical import dispatcher_of
 from fcsd.parallel.overlap import overlap
-from fcsd.parallel.quantised.rows import Quantiser, WireFormats
+from fcsd.parallel.quantised.rows import Formats, Quantiser
 from fcsd.parallel.transports.traffic import Traffic
 
 
@@ -69,7 +69,7 @@ def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> d
         raise ConfigError("only GPUs copy rows into each other's memory", hint="leave out the variants named copies")
     dispatchers = {dedup: dispatcher_of(dedup, world.size, load.node_size) for dedup in (load.dedup, *load.more_dedups)}
     config = SHAPES[load.shape](load.layers)
-    quantisers = {formats: Quantiser(WireFormats.parse(formats)) for formats in load.wires}
+    quantisers = {formats: Quantiser(Formats.parse(formats)) for formats in load.wires}
     for quantiser in quantisers.values():
         check_formats(quantiser.formats, config, load.shape)
     engine = make_engine(config, load.micro_batch, world, recompute=load.recompute, optimizer=load.optimizer)
@@ -133,7 +133,7 @@ def _under_one_router(
     measured = _time(engine, ids, timed, traffic, load, world)
     _say(world, table(measured))
     for formats in load.wires:
-        _say(world, f"{formats}: {WireFormats.parse(formats)}")
+        _say(world, f"{formats}: {Formats.parse(formats)}")
     return {
         "rows": rows,
         "windows": [asdict(window) for window in windows],

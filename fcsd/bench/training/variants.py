@@ -22,7 +22,7 @@ from fcsd.bench.training.workload import (
 )
 from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import LayerWiring, Wiring
-from fcsd.parallel.expert.dispatcher import MakeDispatcher
+from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.overlap import Schedule, overlap
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.symmetric_memory import open_buffers
@@ -38,9 +38,7 @@ def eager_name(name: str) -> str:
     return EAGER + (FUSED if base.endswith(FUSED) else "") + plus + changes
 
 
-def variants(
-    model: PreTrainedModel, load: Workload, dispatcher: MakeDispatcher, traffic: Traffic | None = None
-) -> Choices:
+def variants(model: PreTrainedModel, load: Workload, dispatcher: Dispatcher, traffic: Traffic | None = None) -> Choices:
     """For the name of every variant, a function that wires the model for it.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, get_args
 
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.parallel.cost import Dedup
-from fcsd.parallel.quantised.rows import WireFormats
+from fcsd.parallel.quantised.rows import Formats
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
 # Variants that copy rows into the peers' memory: overlapped, and under the standard wiring with blocking collectives.
@@ -63,7 +63,7 @@ class Workload:
         node_size: neighbouring ranks that form a node, for ``node``. With it, the variants named copies copy rows only
             inside a node, and NCCL sends rows between nodes. If ``NCCL_P2P_DISABLE`` makes NCCL slow, the nodes of one
             host are imitations of real ones.
-        wires: formats of the wire, as ``WireFormats.parse`` reads them. Each overlapped variant is also timed with each
+        wires: formats, as ``Formats.parse`` reads them. Each overlapped variant is also timed with each
             of them.
         more_dedups: other values of ``dedup``. Each overlapped variant is also timed with each of them, alone and with
             each of ``wires``.
@@ -103,7 +103,7 @@ class Workload:
         if "node" in (self.dedup, *self.more_dedups) and self.node_size is None:
             raise ConfigError("dedup node needs the number of ranks of a node", hint="--node-size")
         for wire in self.wires:
-            WireFormats.parse(wire)
+            Formats.parse(wire)
         if self.wires and not self.overlapped:
             raise ConfigError("--wire needs a variant that overlaps", hint="--variants overlapped,...")
         if self.more_dedups and not self.overlapped:

@@ -23,7 +23,7 @@ from fcsd.distill.teacher.targets import Targets, captured, compared_layers
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.annealed import Annealing, anneal
-from fcsd.parallel.expert.dispatcher import MakeDispatcher
+from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
 
@@ -177,7 +177,7 @@ def build_engine(
     recipe: Recipe,
     world: World,
     traffic: Traffic | None = None,
-    dispatcher: MakeDispatcher | None = None,
+    dispatcher: Dispatcher | None = None,
     by_zero: bool = False,
 ) -> Any:
     """A DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.

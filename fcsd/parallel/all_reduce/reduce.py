@@ -25,6 +25,7 @@ from torch.profiler import record_function
 
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.kernels.bit_split import Format
+from fcsd.kernels.bit_split.format import format_of_reduction
 from fcsd.parallel import order
 from fcsd.parallel.all_reduce import choice, copies, quantised, symmetric, window
 from fcsd.parallel.all_reduce.quantised import Topology
@@ -96,11 +97,10 @@ def format_of(kind: Kind) -> Format | None:
     Raises:
         ConfigError: there is no such kind, or no such format.
     """
-    if kind.startswith(_QUANTISED):
-        return Format.parse(kind.removeprefix(_QUANTISED))
-    if kind not in KINDS:
+    format = format_of_reduction(kind)
+    if format is None and kind not in KINDS:
         raise unknown_value("kind of reduction", kind, KINDS)
-    return None
+    return format
 
 
 def reduce(x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0) -> Reduction:

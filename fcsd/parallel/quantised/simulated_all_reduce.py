@@ -3,15 +3,11 @@
 The functions follow the definition of the collective, and share no code with it but the formats themselves.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from fcsd.kernels.bit_split import Format, decode, encode
-
-# What the wire makes of rows ``[n, width]``: the values that arrive, fp32 ``[n, width]``.
-Rounding = Callable[[Tensor], Tensor]
+from fcsd.parallel.quantised.rows import Rounding
 
 
 def rounding_of(format: Format) -> Rounding:
