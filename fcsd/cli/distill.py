@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fcsd.cli.command import emit
-from fcsd.cli.options import AsJson, DryRun, Gpus, PlannedGpus, Recipe, RecipeOption, Sets, UnsafeExec, one_recipe
+from fcsd.cli.options import (
+    AsJson,
+    DryRun,
+    Gpus,
+    PlannedGpus,
+    Recipe,
+    RecipeOption,
+    Sets,
+    UnsafeExec,
+    gpu_memory,
+    one_recipe,
+)
 from fcsd.errors import ConfigError
 from fcsd.launch.world import first_rank
 
@@ -155,9 +166,9 @@ def plan(
     gpus: PlannedGpus = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     gpu_mem: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            min=1, metavar="GIB", help="Memory of a GPU, as sold; the default is that of this machine's GPUs, else 141."
+            metavar="80|80GB", help="Memory of a GPU, as sold; the default is that of this machine's GPUs, else 141 GB."
         ),
     ] = None,
     price: Annotated[float | None, typer.Option(min=0, help="The price of one GPU for an hour.")] = None,
@@ -180,6 +191,7 @@ def plan(
 
     named = one_recipe(recipe, recipe_name)
     read = load_recipe(named, sets).recipe
+    memory = None if gpu_mem is None else gpu_memory(gpu_mem)
     _require_model(named, read)
     gpus = gpus or math.ceil(read.parallel.ep_size / nodes)
 
@@ -194,9 +206,9 @@ def plan(
     described = None if machine is None else read_machine(machine)
     links = None if described is None else described.links
     hardware = present(gpus, nodes, price)
-    if gpu_mem is not None:
-        source = f"GPUs of {gpu_mem:g} GiB, as --gpu-mem says; hours assume the arithmetic of an H200"
-        hardware = Hardware(gpus, nodes, gpu_mem, price, source)
+    if memory is not None:
+        source = f"GPUs of {memory:g} GiB, as --gpu-mem says; hours assume the arithmetic of an H200"
+        hardware = Hardware(gpus, nodes, memory, price, source)
     planned = plan_run(read, hardware, mfu)
     predictions = [] if links is None else cluster.predict(planned.numbers, planned.setup, links, wire)
     options = []

@@ -488,7 +488,12 @@ def test_the_first_line_of_a_plan_says_which_gpus_it_assumes(tmp_path, monkeypat
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert first_line().startswith("hardware     no GPU is present here, so the plan assumes H200s of 141 GiB")
-    assert first_line("--gpu-mem", "80").startswith("hardware     GPUs of 80 GiB, as --gpu-mem says")
+    for written in ("80", "80.0", "80GB", "80GiB", "80G", "80 gb"):
+        assert first_line("--gpu-mem", written).startswith("hardware     GPUs of 80 GiB, as --gpu-mem says")
+    for written in ("80MB", "0", "-80", "eighty", "80GBs", "nan", "1e9999", ""):
+        refused = CliRunner().invoke(app, ["plan", recipe, f"--gpu-mem={written}"])
+        line = f"error: --gpu-mem {written}: expected a number of GiB, at least 1: 80, 80GB, 80GiB or 80G\n"
+        assert (refused.exit_code, refused.stderr) == (2, line)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     properties = SimpleNamespace(name="NVIDIA A100-SXM4-80GB", total_memory=79 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
