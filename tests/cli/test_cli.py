@@ -78,6 +78,25 @@ def test_help_loads_no_heavy_library(args: list[str]) -> None:
     assert done.stdout.endswith("LOADED []\n")
 
 
+def test_the_shell_completes_commands_and_options_without_a_heavy_library() -> None:
+    assert {"--install-completion", "--show-completion"} <= set(run("--help").stdout.split())
+    code = (
+        "import sys; import fcsd.cli.main as cli\n"
+        "sys.argv[0], cli.leave = 'fcsd', lambda end: None\n"
+        "cli.main(); print('LOADED', sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+
+    def completed(line: str) -> list[str]:
+        env = {**os.environ, "_FCSD_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+        *found, loaded = done.stdout.splitlines()
+        assert loaded == "LOADED []", done.stderr
+        return found
+
+    assert completed("fcsd ex") == ["export"] and completed("fcsd recipes s")[0] == "show"
+    assert completed("fcsd plan --gpu") == ["--gpus", "--gpu-mem"]
+
+
 def test_help_has_examples_and_exit_codes() -> None:
     text = run("--help").stdout
     assert "fcsd convert org/model model-farskip --wiring farskip --layers all" in text
