@@ -47,7 +47,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     epilog=EXAMPLES,
 )
-app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes; migrate old ones.")
+app.add_typer(
+    recipes_app, name="recipes", help="List, show or copy the packaged recipes; migrate old ones; print their schema."
+)
 app.add_typer(
     bench_app, name="bench", help="Measure training steps, their memory, inference, links and quantised wires."
 )

@@ -1,4 +1,4 @@
-"""The `fcsd recipes` commands, which list, show and copy packaged recipes and migrate recipes of earlier versions."""
+"""The `fcsd recipes` commands, which list, show and copy packaged recipes, migrate earlier ones, and print the schema."""
 
 import json
 from pathlib import Path
@@ -34,6 +34,14 @@ def recipes_show(
 
     resolved = load_recipe(name, sets)
     emit(resolved.recipe.model_dump_json(indent=2) if as_json else resolved.to_yaml(), end="")
+
+
+@command(app, "schema")
+def recipes_schema(as_json: AsJson = False) -> None:
+    """Print the JSON Schema of recipes, for editors. With --json, on one line."""
+    from fcsd.config.schema import recipe_schema
+
+    emit(json.dumps(recipe_schema(), indent=None if as_json else 2))
 
 
 @command(app, "copy")
