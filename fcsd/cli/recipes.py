@@ -50,10 +50,10 @@ def recipes_copy(
     out: Annotated[Path, typer.Option(help="File or directory to write.")] = Path("."),
     as_json: AsJson = False,
 ) -> None:
-    """Write a packaged recipe to a file. Prints its path."""
-    from fcsd import recipes
+    """Write a packaged recipe, complete with what it takes from its base, to a file. Prints its path."""
+    from fcsd.recipes.copying import copy_recipe
 
-    written = recipes.copy(name, out)
+    written = copy_recipe(name, out)
     emit(json.dumps({"file": str(written)}) if as_json else written)
 
 
