@@ -10,6 +10,7 @@ from fcsd.errors import ConfigError
 # In a wheel the YAML lies beside this file; in a checkout, at the root of the repository.
 _PACKAGED = Path(__file__).parent / "_data"
 _FOLDER = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[2] / "recipes"
+_HARDWARE = re.compile(r"^# Hardware: ((?:planned for|run on) [^.:\n]+)", re.MULTILINE)
 _FIRST = re.compile(r"^#.*\bFirst: (fcsd convert \S+ (\S+).*)$", re.MULTILINE)
 
 
@@ -69,5 +70,8 @@ def conversion(text: str, model: str) -> str | None:
 
 
 def summary(name: str) -> str:
-    """The first comment line of a packaged recipe, which says what the recipe is for."""
-    return read(name).partition("\n")[0].removeprefix("# ")
+    """What the comments of a packaged recipe say it is for, and on which hardware it was run or for which it is planned."""
+    text = read(name)
+    [hardware] = _HARDWARE.findall(text)
+    first = text.partition("\n")[0].removeprefix("# ")
+    return f"{first} {hardware[0].upper()}{hardware[1:]}."

@@ -1,5 +1,6 @@
 """Every packaged recipe loads, says what it is for, and stays where it was found."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,11 @@ def test_recipe_loads_and_says_what_it_is_for(name: str) -> None:
     recipe = load_recipe(name).recipe
     assert recipe.name == name
     assert recipes.read(name).startswith("# ")
-    assert "# Hardware: " in recipes.read(name)
-    assert recipes.summary(name).endswith(".")
+    ran = name.startswith("tiny")
+    assert ("\n# Hardware: run on " if ran else "\n# Hardware: planned for ") in recipes.read(name)
+    what, _, hardware = recipes.summary(name).removesuffix(".").rpartition(". ")
+    assert what == recipes.read(name).partition("\n")[0].removeprefix("# ").removesuffix(".")
+    assert hardware == "Run on two CPU cores" if ran else re.fullmatch(r"Planned for (\w+) GPUs of \d+ GB.*", hardware)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("tiny")])
@@ -110,7 +114,7 @@ FITTING = [("deepseek-v2-lite", 27, 1), ("qwen3-30b-a3b", 48, 1), ("llama4-scout
 def test_it_fits_the_hardware_it_names(name: str, layers: int, nodes: int, tmp_path: Path) -> None:
     SHAPES[name](layers).save_pretrained(tmp_path)
     numbers = {1: "eight", 4: "32"}
-    assert f"# Hardware: {numbers[nodes]} GPUs of 141 GB" in recipes.read(name)
+    assert f"# Hardware: planned for {numbers[nodes]} GPUs of 141 GB" in recipes.read(name)
     planned = plan_run(load_recipe(name, [f"model={tmp_path}"]).recipe, Hardware(8, nodes, 141))
     assert planned.memory.fits and planned.setup.accumulation.is_integer()
     for sweep in (f"{name}-sweep", f"{name}-sft-sweep"):
