@@ -125,15 +125,16 @@ def _is_dtype(value: Any) -> bool:
 
 def _check_type(config: CheckpointConfig, where: Path) -> None:
     from fcsd.models.archs import ARCHS
+    from fcsd.models.products import family, supported
 
     if has_gated_attention(config.raw):
         raise BadInputError(f"{where}: {GATED_ATTENTION}", "Convert a model whose attention transformers implements.")
     if config.model_type not in ARCHS:
         close = get_close_matches(config.model_type, ARCHS, 1, 0.5)
         raise BadInputError(
-            f"{where}: model_type {quoted(config.model_type)} is not supported"
+            f"{where}: model_type {quoted(config.model_type)}{family(config.model_type)} is not supported"
             + (f"; closest: {close[0]}" if close else ""),
-            f"Supported: {', '.join(ARCHS)}. CONTRIBUTING.md says how to add one.",
+            f"Supported: {supported()}. CONTRIBUTING.md says how to add one.",
         )
     ours, _ = ARCHS[config.model_type].classes["AutoModelForCausalLM"]
     found = config.raw.get("architectures")
