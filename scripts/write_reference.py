@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from fcsd.cli.main import app
+from fcsd.cli.panels import ALL, panels
 from fcsd.config import Recipe
 from fcsd.models.archs import ARCHS, Arch
 
@@ -165,10 +166,22 @@ def commands_page() -> str:
         parts.append(f"## `{name}`")
         parts.append(_sentence(command.help or ""))
         parts.append(f"```\n{' '.join([name, *_usage(command)])}\n```")
-        rows = [_parameter_row(parameter) for parameter in command.params if parameter.name not in ("help", "verbose")]
-        if rows:
-            parts.append("\n".join(["| argument or option | default | meaning |", "|---|---|---|", *rows]))
+        arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
+        groups = panels(parameter for parameter in command.params if parameter.name != "help")
+        parts += _table([*arguments, *groups.pop(ALL, [])])
+        for heading, group in groups.items():
+            parts += [f"**{heading}**", *_table(group)] if _rows(group) else []
     return "\n\n".join(parts) + "\n"
+
+
+def _table(parameters: list[Any]) -> list[str]:
+    """The table of arguments and options, if there are any."""
+    head = ["| argument or option | default | meaning |", "|---|---|---|"]
+    return ["\n".join([*head, *rows])] if (rows := _rows(parameters)) else []
+
+
+def _rows(parameters: list[Any]) -> list[str]:
+    return [_parameter_row(parameter) for parameter in parameters if parameter.name != "verbose"]
 
 
 def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:

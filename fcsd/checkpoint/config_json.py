@@ -15,6 +15,7 @@ from fcsd.checkpoint.side_files import refuse_code, refuse_foreign_code
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import REFUSAL, WEIGHTS_FILE
+from fcsd.models.products import family, supported
 
 _NAME = re.compile(r"[\w.-]{1,100}")
 _HUB_CODE_KEYS = ("attn_implementation", "experts_implementation")
@@ -132,9 +133,9 @@ def _check_type(config: CheckpointConfig, where: Path) -> None:
     if config.model_type not in ARCHS:
         close = get_close_matches(config.model_type, ARCHS, 1, 0.5)
         raise BadInputError(
-            f"{where}: model_type {quoted(config.model_type)} is not supported"
+            f"{where}: model_type {quoted(config.model_type)}{family(config.model_type)} is not supported"
             + (f"; closest: {close[0]}" if close else ""),
-            f"Supported: {', '.join(ARCHS)}. docs/adding_an_architecture.md says how to add one.",
+            f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one.",
         )
     ours = ARCHS[config.model_type].causal_lm
     found = config.raw.get("architectures")

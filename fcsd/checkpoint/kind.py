@@ -74,9 +74,11 @@ def expect_directory(path: Path, *, weights: bool = True) -> None:
     """
     if not os.path.isdir(path):
         if not os.path.exists(path):
+            from fcsd.models.products import product_hint
+
             raise BadInputError(
                 f"{path}: no such directory",
-                f"{similar_directory(path)}MODEL is a directory or a hub id: org/name[@revision].",
+                f"{similar_directory(path)}{product_hint(str(path))}MODEL is a directory or a hub id: org/name[@revision].",
             )
         kind = {".gguf": "a GGUF model", ".safetensors": "a single weights file"}.get(path.suffix, "a file")
         raise BadInputError(f"{path}: is {kind}, not a checkpoint directory", _EXPECTED)

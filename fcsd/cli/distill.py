@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fcsd.cli.command import emit
-from fcsd.cli.options import AsJson, DryRun, Gpus, PlannedGpus, Recipe, RecipeOption, Sets, UnsafeExec, one_recipe
+from fcsd.cli.options import (
+    AsJson,
+    DryRun,
+    Gpus,
+    PlannedGpus,
+    Recipe,
+    RecipeOption,
+    Sets,
+    UnsafeExec,
+    gpu_memory,
+    one_recipe,
+)
 from fcsd.errors import ConfigError
 from fcsd.launch.world import first_rank
 
@@ -154,7 +165,12 @@ def plan(
     sets: Sets = [],  # noqa: B006
     gpus: PlannedGpus = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
-    gpu_mem: Annotated[float, typer.Option(min=1, metavar="GIB", help="Memory of a GPU, as sold.")] = 141.0,
+    gpu_mem: Annotated[
+        str | None,
+        typer.Option(
+            metavar="80|80GB", help="Memory of a GPU, as sold; the default is that of this machine's GPUs, else 141 GB."
+        ),
+    ] = None,
     price: Annotated[float | None, typer.Option(min=0, help="The price of one GPU for an hour.")] = None,
     mfu: Annotated[
         float | None, typer.Option(min=0.001, max=1, help="Share of the GPUs' peak reached; default: as measured.")
@@ -175,11 +191,13 @@ def plan(
 
     named = one_recipe(recipe, recipe_name)
     read = load_recipe(named, sets).recipe
+    memory = None if gpu_mem is None else gpu_memory(gpu_mem)
     _require_model(named, read)
     gpus = gpus or math.ceil(read.parallel.ep_size / nodes)
 
     from fcsd.parallel.machine import read_machine
     from fcsd.plan import Hardware, cluster, deduplication, plan_run, report
+    from fcsd.plan.setup import present
 
     if read.parallel.machine is not None:
         machine = machine or Path(read.parallel.machine)
@@ -187,7 +205,11 @@ def plan(
         raise ConfigError("--picture draws the prediction for a cluster", hint="--machine FILE describes the cluster")
     described = None if machine is None else read_machine(machine)
     links = None if described is None else described.links
-    planned = plan_run(read, Hardware(gpus, nodes, gpu_mem, price), mfu)
+    hardware = present(gpus, nodes, price)
+    if memory is not None:
+        source = f"GPUs of {memory:g} GiB, as --gpu-mem says; hours assume the arithmetic of an H200"
+        hardware = Hardware(gpus, nodes, memory, price, source)
+    planned = plan_run(read, hardware, mfu)
     predictions = [] if links is None else cluster.predict(planned.numbers, planned.setup, links, wire)
     options = []
     if links is not None and read.parallel.dedup == "auto":

@@ -43,12 +43,11 @@ Exit codes: 0 ok, 1 failure, 2 usage or recipe, 3 bad input, 4 checkpoint, 5 non
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     epilog=EXAMPLES,
 )
-app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes.")
+app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes, or print their schema.")
 app.add_typer(
     bench_app, name="bench", help="Measure training steps, their memory, inference, links and quantised wires."
 )

@@ -138,6 +138,19 @@ def one_recipe(*given: str | None) -> str:
     return names[0]
 
 
+def gpu_memory(text: str) -> float:
+    """The memory of a GPU in GiB. What is sold as 80 GB has 80 GiB, so that ``80``, ``80GB``, ``80GiB`` and ``80G`` are
+    the same.
+
+    Raises:
+        ConfigError: the text has another form, or is less than 1.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:Gi?B?)?", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) < 1:
+        raise ConfigError(f"--gpu-mem {text}: expected a number of GiB, at least 1: 80, 80GB, 80GiB or 80G")
+    return float(match[1])
+
+
 def numbers(text: str) -> list[int]:
     """The numbers in a list such as ``2,5,8``.
 

@@ -22,6 +22,7 @@ from .archs import ARCHS, Arch
 from .config_keys import PREFIX, WEIGHTS_FILE, expert_count
 from .fused.model import fuse_parts
 from .load_options import default_dtype
+from .products import family, supported
 from .wiring import WiredModel, hf_parts, wire_layers
 from .wiring_block import DESYNC, Wiring
 
@@ -34,8 +35,8 @@ def arch_of(config: PretrainedConfig) -> Arch:
     """
     model_type = config.model_type.removeprefix(PREFIX)
     if model_type not in ARCHS:
-        hint = f"Supported: {', '.join(ARCHS)}. docs/adding_an_architecture.md says how to add one."
-        raise BadInputError(f"model_type {model_type!r} is not supported", hint)
+        hint = f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one."
+        raise BadInputError(f"model_type {model_type!r}{family(model_type)} is not supported", hint)
     return ARCHS[model_type]
 
 

@@ -28,6 +28,7 @@ from typer.testing import CliRunner, Result
 from fcsd import __version__, errors
 from fcsd.cli import command
 from fcsd.cli.main import app
+from fcsd.cli.panels import ALL, MANY, PANELS, REST, panels
 from fcsd.foreign_errors import _TABLE, translate
 
 COMMANDS = ["inspect", "convert", "distill", "eval", "export", "push", "env"]
@@ -76,6 +77,43 @@ def test_help_loads_no_heavy_library(args: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert "Usage:" in done.stdout
     assert done.stdout.endswith("LOADED []\n")
+
+
+def test_the_shell_completes_commands_and_options_without_a_heavy_library() -> None:
+    assert {"--install-completion", "--show-completion"} <= set(run("--help").stdout.split())
+    code = (
+        "import sys; import fcsd.cli.main as cli\n"
+        "sys.argv[0], cli.leave = 'fcsd', lambda end: None\n"
+        "cli.main(); print('LOADED', sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+
+    def completed(line: str) -> list[str]:
+        env = {**os.environ, "_FCSD_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+        *found, loaded = done.stdout.splitlines()
+        assert loaded == "LOADED []", done.stderr
+        return found
+
+    assert completed("fcsd ex") == ["export"] and completed("fcsd recipes s")[0] == "show"
+    assert completed("fcsd plan --gpu") == ["--gpus", "--gpu-mem"]
+
+
+def test_a_command_with_many_options_groups_them() -> None:
+    named: set[str] = set()
+    for name, known in leaves(typer.main.get_command(app)):
+        groups = panels(known.params)
+        options = [option.name for option in known.params if option.param_type_name == "option"]
+        assert sorted(option.name for group in groups.values() for option in group) == sorted(options)
+        assert (list(groups) == [ALL]) == (len(options) < MANY), name
+        named |= set(options) if list(groups) != [ALL] else set()
+        rest = {option.name for option in groups.get(REST, [])}
+        assert len(rest) <= 7, f"{name}: name its options in PANELS"
+    assert {word for words in PANELS.values() for word in words.split()} <= named
+    text = run("eval", "--help").stdout
+    headings = ["Arguments:", "Questions:", "Comparison:", "Machine:", "Output:", "Other options:"]
+    assert [text.count(f"\n{heading}\n") for heading in headings] == [1] * 6
+    assert text.index("Comparison:") < text.index("--untrained") < text.index("Machine:") < text.index("--gpus")
+    assert "\nOptions:\n" in run("inspect", "--help").stdout
 
 
 def test_help_has_examples_and_exit_codes() -> None:

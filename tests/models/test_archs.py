@@ -12,8 +12,7 @@ from fcsd.models.build import experts_of
 
 # The only other files of the package with a row's ``model_type`` in quotes, and why.
 NAMED_ELSEWHERE = {
-    "bench/evaluate.py": "measures random models of two families, which it builds",
-    "bench/generate.py": "measures the models of bench/evaluate.py",
+    "models/products.py": "the names under which people know the families, for messages",
 }
 
 

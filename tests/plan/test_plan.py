@@ -476,13 +476,51 @@ def test_captured_passes_end_where_a_change_excludes_them(tmp_path):
     ]
 
 
+def test_the_first_line_of_a_plan_says_which_gpus_it_assumes(tmp_path, monkeypatch):
+    runs.write_models(tmp_path)
+    runs.resolved(tmp_path)
+    recipe = str(tmp_path / "recipe.yaml")
+
+    def first_line(*options: str) -> str:
+        done = CliRunner().invoke(app, ["plan", recipe, "--gpus", "2", *options])
+        assert done.exit_code == 0, done.output
+        return done.stdout.splitlines()[0]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert first_line().startswith("hardware     no GPU is present here, so the plan assumes H200s of 141 GiB")
+    for written in ("80", "80.0", "80GB", "80GiB", "80G", "80 gb"):
+        assert first_line("--gpu-mem", written).startswith("hardware     GPUs of 80 GiB, as --gpu-mem says")
+    for written in ("80MB", "0", "-80", "eighty", "80GBs", "nan", "1e9999", ""):
+        refused = CliRunner().invoke(app, ["plan", recipe, f"--gpu-mem={written}"])
+        line = f"error: --gpu-mem {written}: expected a number of GiB, at least 1: 80, 80GB, 80GiB or 80G\n"
+        assert (refused.exit_code, refused.stderr) == (2, line)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(name="NVIDIA A100-SXM4-80GB", total_memory=79 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert first_line().startswith("hardware     NVIDIA A100-SXM4-80GB with 79.0 GiB, as present here")
+
+
+def test_the_best_setting_names_the_change_that_gains_most_first(tmp_path):
+    model = meta(tmp_path, tiny.config("qwen3_moe"))
+    setup = replace(SMALL, micro_batch_size=1, batch_tokens=1024, recompute=True)
+    large = Hardware(2)
+    found = plan_setup("x", model, model.numbers, setup, large).faster
+    assert found is not None
+    assert found.written == ["--set train.micro_batch_size=8", "--set train.activation_checkpointing=false"]
+    known = lambda values: "train.activation_checkpointing" not in values  # noqa: E731
+    kept = plan_setup("x", model, model.numbers, setup, large, accepted=known).faster
+    assert kept is not None and kept.written == ["--set train.micro_batch_size=8"] and kept.hours > found.hours
+    assert plan_setup("x", model, model.numbers, setup, large, utilisation=0.4).faster is None
+
+
 def test_a_run_that_the_host_limits_is_told_the_fastest_micro_batch(tmp_path):
     model = meta(tmp_path, tiny.config("qwen3_moe"))
     setup = replace(SMALL, micro_batch_size=1, batch_tokens=1024)  # eight micro-batches on each of two GPUs
     planned = plan_setup("x", model, model.numbers, setup, Hardware(2))
     assert planned.speed.limited_by_host and planned.faster is not None
     assert planned.faster.written == ["--set train.micro_batch_size=8"] and planned.faster.hours < planned.speed.hours
-    assert "faster is --set train.micro_batch_size=8" in to_text(planned)
+    assert to_text(planned).endswith(", with\n--set train.micro_batch_size=8")
+    assert f"; {duration(3600 * planned.faster.hours)} with the settings of `faster`" in to_text(planned)
     whole = plan_setup("x", model, model.numbers, replace(setup, micro_batch_size=8), Hardware(2))
     assert whole.faster is None and whole.speed.hours == pytest.approx(planned.faster.hours)
     assert list(larger_micro_batches(replace(setup, micro_batch_size=3, batch_tokens=3 * 128), 8)) == []
