@@ -8,6 +8,7 @@ classes load converted checkpoints without remote code.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fcsd.extras import require_extra
 from fcsd.models import auto_classes
 from fcsd.version import __version__ as __version__
 
@@ -54,10 +55,14 @@ else:  # a type checker that saw __getattr__ would accept any name
         "wire": "fcsd.models.build",
     }
 
+    _EXTRAS = {"compare_models": "eval", "distill_model": "train", "evaluate_models": "eval"}
+
     def __getattr__(name: str) -> Any:
         """The function or class of this name, imported from its room."""
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name in _EXTRAS:
+            require_extra(_EXTRAS[name], f"fcsd.{name}")
         return getattr(import_module(_MODULES[name]), name)
 
     def __dir__() -> list[str]:

@@ -265,4 +265,5 @@ def load_on_device(path: str | Path, *, device: str | None, dtype: str | None) -
     kind = getattr(torch, dtype or default_dtype(device == "cpu"))
     if device == "cpu":
         return load_model(path, dtype=kind, device=device)
+    require_extra("eval", "a model that is spread over GPUs", "accelerate")
     return load_model(path, dtype=kind, device_map="auto")

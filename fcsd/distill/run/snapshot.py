@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from fcsd.disk import write_json
-from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
 from fcsd.distill.optim.host_copies import HostCopies, size_of
 from fcsd.errors import DiskError
 from fcsd.launch.world import World
@@ -94,6 +93,10 @@ def restore(checkpoint: Path, world: World, engine: Any) -> None:
     The engine's model has the weights of ``model/`` already.
     """
     from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, SINGLE_PARTITION_OF_FP32_GROUPS
+
+    from fcsd.distill.optim.adamw_one_process import (
+        OneProcessAdamW,  # here, because `fcsd export` finds checkpoints without Triton
+    )
 
     saved = json.loads(_states_file(checkpoint, world.rank).read_text())
     zero = engine.zero_optimization()
