@@ -17,7 +17,7 @@ Name = tuple[str, str | None]  # a module, and a name at its top level; None for
 
 @dataclass
 class _Module:
-    """Attributes: imports by the names that they bind; definitions by their names; and what importing the module runs."""
+    """What a module binds by imports, what it defines, each by name, and the statements that importing it runs."""
 
     bound: dict[str, Name] = field(default_factory=dict)
     defined: dict[str, list[ast.stmt]] = field(default_factory=dict)

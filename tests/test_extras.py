@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 from reached import Reached, Source
 
 import fcsd
+import fcsd.models.build
 from fcsd import extras
 from fcsd.errors import ConfigError
 from fcsd.extras import EXTRAS, require_extra
@@ -164,3 +165,9 @@ def test_the_python_api_names_the_extra(monkeypatch: pytest.MonkeyPatch, name: s
     with pytest.raises(ConfigError, match=rf"^fcsd\.{name} needs .*: pip install 'fcsd\[{extra}\]'$"):
         getattr(fcsd, name)
     assert callable(fcsd.convert_checkpoint)
+
+
+def test_a_model_is_spread_over_gpus_only_with_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=r"^a model that is spread over GPUs needs accelerate: .*\[eval\]'$"):
+        fcsd.models.build.load_on_device("nowhere", device="cuda", dtype=None)

@@ -28,6 +28,7 @@ ROOMS = [
     "models",
     "kernels",
     "foreign_errors",
+    "extras",
     "errors",
     "disk",
     "bundled",
