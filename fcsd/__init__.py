@@ -27,6 +27,8 @@ __all__ = [
     "wire",
 ]
 
+_EXTRAS = {"compare_models": "eval", "distill_model": "train", "evaluate_models": "eval"}  # what each one needs
+
 if TYPE_CHECKING:
     from fcsd.checkpoint.inspection import inspect_checkpoint
     from fcsd.config.resolve import load_recipe
@@ -54,8 +56,6 @@ else:  # a type checker that saw __getattr__ would accept any name
         "push_model": "fcsd.export.push",
         "wire": "fcsd.models.build",
     }
-
-    _EXTRAS = {"compare_models": "eval", "distill_model": "train", "evaluate_models": "eval"}
 
     def __getattr__(name: str) -> Any:
         """The function or class of this name, imported from its room."""

@@ -10,10 +10,12 @@ from distributions import closure
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from reached import Reached, Source
+from typer.testing import CliRunner
 
 import fcsd
 import fcsd.models.build
 from fcsd import extras
+from fcsd.cli.main import app
 from fcsd.errors import ConfigError
 from fcsd.extras import EXTRAS, require_extra
 
@@ -107,20 +109,11 @@ def test_every_command_names_the_extra_of_each_package_that_it_reaches(source: S
 
 
 def test_the_python_api_names_the_extra_of_each_package_that_it_reaches(source: Source, project: dict) -> None:
-    table = next(s for s in ast.walk(ast.parse(Path(fcsd.__file__).read_text())) if _assigns(s, "_EXTRAS"))
-    extra_of = ast.literal_eval(table.value)
-    modules = ast.literal_eval(
-        next(s for s in ast.walk(ast.parse(Path(fcsd.__file__).read_text())) if _assigns(s, "_MODULES")).value
-    )
     for name in fcsd.__all__:
-        reached = source.reached([(modules[name], name)])
+        reached = source.reached([(fcsd._MODULES[name], name)])
         allowed = module_names(project["dependencies"]) | required(reached, project)
-        allowed |= set(EXTRAS[extra_of[name]]) if name in extra_of else set()
+        allowed |= set(EXTRAS.get(fcsd._EXTRAS.get(name, ""), ()))
         assert unnamed(reached, allowed | {"triton"}) == {}, name  # `wire` is told to use kernels
-
-
-def _assigns(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name
 
 
 def test_the_table_of_extras_is_that_of_pyproject(project: dict) -> None:
@@ -155,6 +148,14 @@ def test_a_missing_package_is_one_line_with_the_command_that_installs_it(monkeyp
     assert caught.value.hint is None and caught.value.exit_code == 2
     require_extra("train", "fcsd plan --picture", "matplotlib")
     require_extra("eval", "fcsd chat --gpus", "triton")
+
+
+def test_a_run_that_stops_by_a_benchmark_needs_both_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "lm_eval" else object())
+    commands = ["distill", "tiny", "--set", "early_stop.metric=piqa", "--dry-run"]
+    found = CliRunner().invoke(app, commands)
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert found.stderr == "error: early_stop.metric piqa needs lm_eval: pip install 'fcsd[eval]'\n"
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def _require_extras(recipe: "config.Recipe") -> None:
     """Check that the packages are installed with which a recipe is run."""
     require_extra("train", "fcsd distill")
     if recipe.early_stop.benchmark:
-        require_extra("eval", "early_stop.benchmark")
+        require_extra("eval", f"early_stop.metric {recipe.early_stop.benchmark}")
 
 
 def _require_inputs(name: str, recipe: "config.Recipe") -> None:
