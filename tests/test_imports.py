@@ -29,6 +29,7 @@ ROOMS = [
     "models",
     "kernels",
     "foreign_errors",
+    "extras",
     "errors",
     "disk",
     "bundled",

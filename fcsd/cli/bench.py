@@ -11,6 +11,7 @@ from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, Gpus, Sets
 from fcsd.disk import write_json
 from fcsd.errors import ConfigError, DoesNotFitError
+from fcsd.extras import require_extra
 from fcsd.launch.world import first_rank
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Time a training step of random weights: stock AutoEP, standard, eager-sync, overlapped, and without a wire."""
+    require_extra("train", "fcsd bench train")
     from fcsd.bench.training.workload import Workload, usual_variants
 
     load = Workload(
@@ -134,6 +136,7 @@ def memory(
     as_json: AsJson = False,
 ) -> None:
     """Take distillation steps of random weights, and compare their memory and time with what `fcsd plan` predicts."""
+    require_extra("train", "fcsd bench memory")
     from fcsd.launch.world import ensure_world
 
     ensure_world(gpus)
@@ -188,6 +191,7 @@ def distill(
     as_json: AsJson = False,
 ) -> None:
     """Time the whole distillation step of random weights, teacher included, beside its bound."""
+    require_extra("train", "fcsd bench distill")
     if against is not None and (trace or wires):
         raise ConfigError("--against compares whole steps; leave --trace and --wire out")
     if trace and out is None:
@@ -239,7 +243,10 @@ def trace(
     """Say how much of dispatch and combine is hidden by computation, in traces or in a step that --run takes."""
     if bool(files) == (run is not None):
         raise ConfigError("name either traces or, with --run, the shape whose step to trace")
+    if picture is not None:
+        require_extra("train", "fcsd bench trace --picture", "matplotlib")
     if run is not None:
+        require_extra("train", "fcsd bench trace --run")
         from fcsd.bench.training.workload import Workload
 
         once = Workload(run, layers, micro_batch, seq, ("initialised",), (variant,), rounds=1, steps=1)

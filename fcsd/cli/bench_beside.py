@@ -13,6 +13,7 @@ from fcsd.cli.command import command, emit
 from fcsd.cli.options import AsJson, DataMirror, Device, Dtype, Gpus, Limit, Model, numbers
 from fcsd.disk import write_text
 from fcsd.errors import ConfigError
+from fcsd.extras import require_extra
 from fcsd.launch.world import first_rank
 
 
@@ -74,6 +75,7 @@ def infer(
     """Time prefill and decoding in fcsd's tensor-parallel engine or in vLLM, beside the bound without reductions."""
     degrees = tuple(numbers(tp))
     if engine == "own":
+        require_extra("eval", "fcsd bench infer", "accelerate", "matplotlib", "triton")
         from fcsd.launch.world import ensure_world
 
         if no_nvlink:
@@ -121,6 +123,7 @@ def links(
     as_json: AsJson = False,
 ) -> None:
     """Measure the links inside of a node and between nodes, for `fcsd plan --machine`. On several nodes: torchrun."""
+    require_extra("train", "fcsd bench links", "scipy")
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is not a directory", hint="create it, or choose another --out")
     if out.exists():
@@ -161,6 +164,7 @@ def wires(
     as_json: AsJson = False,
 ) -> None:
     """Measure what each format of the wire costs MODEL, by direction. FlashCommunication V2's tables of quality."""
+    require_extra("eval", "fcsd bench wires")
     import torch
     from studies.wires import study, tables
     from studies.wires.plan import TASKS

@@ -23,6 +23,7 @@ from fcsd.cli.options import (
     one_recipe,
 )
 from fcsd.errors import ConfigError
+from fcsd.extras import require_extra
 from fcsd.launch.world import first_rank
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def distill(
     if nodes > 1 and node_rank is None and not dry_run:
         emit(several.node_commands(sys.argv[1:], nodes, rendezvous))
         return
+    _require_extras(resolved.recipe)
     _require_inputs(named, resolved.recipe)
     processes = (gpus or 1) * nodes
     if "WORLD_SIZE" not in os.environ:
@@ -120,6 +122,7 @@ def _sweep(
     as_json: bool,
 ) -> None:
     """Run the trials of a sweep, then the full run, and print the table."""
+    _require_extras(resolved.recipe)
     from fcsd.distill.sweep.process import ends_on_sigterm, launcher
 
     launch = launcher(gpus, accept_unsafe_exec, nodes)
@@ -142,6 +145,7 @@ def cache_teacher(
     as_json: AsJson = False,
 ) -> None:
     """Write the teacher cache of a recipe. Finished parts are kept. Prints the directory of the cache."""
+    require_extra("train", "fcsd cache-teacher")
     from fcsd.config import load_recipe
 
     named = one_recipe(recipe, recipe_name)
@@ -203,6 +207,8 @@ def plan(
         machine = machine or Path(read.parallel.machine)
     if picture is not None and machine is None:
         raise ConfigError("--picture draws the prediction for a cluster", hint="--machine FILE describes the cluster")
+    if picture is not None:
+        require_extra("train", "fcsd plan --picture", "matplotlib")
     described = None if machine is None else read_machine(machine)
     links = None if described is None else described.links
     hardware = present(gpus, nodes, price)
@@ -227,6 +233,13 @@ def plan(
         parts += [cluster.to_text(predictions, described.assumed)] if described is not None and predictions else []
         emit("\n\n".join(parts))
     planned.check()
+
+
+def _require_extras(recipe: "config.Recipe") -> None:
+    """Check that the packages are installed with which a recipe is run."""
+    require_extra("train", "fcsd distill")
+    if recipe.early_stop.benchmark:
+        require_extra("eval", f"early_stop.metric {recipe.early_stop.benchmark}")
 
 
 def _require_inputs(name: str, recipe: "config.Recipe") -> None:

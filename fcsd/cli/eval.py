@@ -21,6 +21,7 @@ from fcsd.cli.options import (
     UnsafeExec,
 )
 from fcsd.errors import ConfigError
+from fcsd.extras import require_extra
 from fcsd.launch.world import first_rank
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ def evaluate(
         raise ConfigError("--require and --untrained compare with a baseline, and no --baseline is given")
     if tp_degree is not None and wire is None:
         raise ConfigError("--tp-degree belongs to --wire all-reduce=FORMAT, and no --wire is given")
+    require_extra("eval", "fcsd eval")
 
     from fcsd.eval.suite import select_any
     from fcsd.launch.world import ensure_world
@@ -208,6 +210,8 @@ def chat(
 
     if gpus is not None and device is not None:
         raise ConfigError("--device is for a model in one process; leave it out with --gpus")
+    if gpus is not None:
+        require_extra("eval", "fcsd chat --gpus", "accelerate", "triton")
     from fcsd.launch.world import ensure_world
     from fcsd.models.load_options import check_device, check_dtype
 

@@ -17,6 +17,7 @@ from transformers.conversion_mapping import (
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..errors import BadInputError, ConfigError
+from ..extras import require_extra
 from ..foreign_errors import first_line
 from .archs import ARCHS, Arch
 from .config_keys import PREFIX, WEIGHTS_FILE, expert_count
@@ -266,4 +267,5 @@ def load_on_device(path: str | Path, *, device: str | None, dtype: str | None) -
     kind = getattr(torch, dtype or default_dtype(device == "cpu"))
     if device == "cpu":
         return load_model(path, dtype=kind, device=device)
+    require_extra("eval", "a model that is spread over GPUs", "accelerate")
     return load_model(path, dtype=kind, device_map="auto")

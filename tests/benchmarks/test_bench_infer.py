@@ -16,11 +16,11 @@ from benchmarks.infer.vllm_process import Answer
 from benchmarks.infer.workload import Workload
 from typer.testing import CliRunner
 
+from fcsd import extras
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.models.wiring_block import Wiring
-from fcsd.serve.vllm import support
 
 VLLM: dict[str, Any] = {"engine": "vllm", "dtype": "float32", "prompt": 8, "new": 3, "rounds": 2}
 
@@ -55,11 +55,11 @@ def ended(pid: int) -> bool:
         (["--engine", "vllm", "--reduce", "vllm,nccl"], "unknown kind of reduction 'nccl'"),
         (["--engine", "vllm", "--wirings", "standard,lader"], "unknown wiring 'lader'"),
         (["--engine", "vllm", "--tp", "2", "--wirings", "desync-2x"], "needs a dense architecture"),
-        (["--engine", "vllm"], "fcsd bench infer --engine vllm: vLLM is not installed"),
+        (["--engine", "vllm"], "fcsd bench infer --engine vllm needs vllm: pip install 'fcsd[vllm]'"),
     ],
 )
 def test_what_does_not_apply_is_refused_in_one_line(options, said, monkeypatch):
-    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "vllm" else name)
     monkeypatch.setattr(vllm_engine, "started", lambda *_: pytest.fail("an engine was started"))
     found = CliRunner().invoke(app, ["bench", "infer", "tiny", *options])
     assert found.exit_code == 2

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,8 @@ from benchmarks.distill.baselines.setting import Setting, Side, Watch
 from benchmarks.distill.baselines.table import OWN, table, told
 
 from fcsd.bench.distill.workload import Load
-from fcsd.errors import ConfigError, unknown_value
+from fcsd.errors import unknown_value
+from fcsd.extras import require_extra
 from fcsd.launch.environment import snapshot
 
 
@@ -62,11 +62,7 @@ def check_names(names: tuple[str, ...]) -> None:
     for name in names:
         if name not in BASELINES:
             raise unknown_value("baseline", name, BASELINES)
-        if find_spec(BASELINES[name].package) is None:
-            project = BASELINES[name].project
-            raise ConfigError(
-                f"--against {name}: the package {project} is not installed", hint="pip install 'fcsd[baselines]'"
-            )
+        require_extra("dev", f"--against {name}", BASELINES[name].package)
 
 
 def bench(load: Load, names: tuple[str, ...], out: Path | None = None) -> dict[str, Any]:

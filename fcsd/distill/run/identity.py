@@ -4,14 +4,16 @@ import re
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fcsd.config import Recipe
-from fcsd.distill.data.corpus import Corpus
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.parallel.machine import read_machine
 from fcsd.version import __version__
+
+if TYPE_CHECKING:  # `fcsd export` reads checkpoints without the libraries that read data
+    from fcsd.distill.data.corpus import Corpus
 
 # A resumed run may differ from the earlier one in recipe fields whose key begins with one of these. They do not change
 # what is computed. Paths of data are free because the hashes of the data are compared instead. The number of steps may
@@ -44,7 +46,7 @@ _CODE = ("torch", "transformers", "deepspeed")  # other versions of these packag
 _SCHEDULE = "optim.horizon (or train.steps)"  # the number of steps of the learning-rate schedule
 
 
-def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
+def run_identity(recipe: Recipe, corpora: "list[Corpus]", world: World) -> dict[str, object]:
     """The facts that a run must have in common with the checkpoints from which it resumes, as a flat mapping."""
     fields = flat(recipe.model_dump())
     unused = tuple(key for key, is_used in _later_fields(recipe, world).items() if not is_used)

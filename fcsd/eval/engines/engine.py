@@ -16,6 +16,7 @@ from fcsd.eval.engines.adapter import BATCHES, GENERATION, SLOTS, HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.engines.wire import QuantisedWire, over
+from fcsd.extras import require_extra
 from fcsd.launch.shared_work import Team
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.serve.vllm.support import RIGHT_RESULTS, installed_version, require_vllm
@@ -85,6 +86,8 @@ class Engine:
             )
         if ranks > 1 and self.device == "auto":
             raise ConfigError("--device auto uses all GPUs in one process; leave --gpus out")
+        if self.ep_size > 1:
+            require_extra("train", "--ep-size", "deepspeed")  # its AutoEP divides the experts
 
     def _check_own(self, ranks: int) -> None:
         from fcsd.engine.open import require_right
