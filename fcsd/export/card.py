@@ -49,8 +49,8 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("{title}", trust_remote_code=True)
 ```
 
-Plain transformers computes the function of this model, but overlaps nothing: it is not faster there than the base. Speed
-needs vLLM with fcsd's plugin (`fcsd serve`).
+Plain transformers computes the same function, but overlaps nothing, so it is not faster there than the base model.
+Speed needs vLLM with fcsd's plugin (`fcsd serve`).
 
 The code in this directory needs only torch and transformers (>=5.17,<6). After `import fcsd` no remote code is needed.
 The model has a model type of its own, `{model_type}`. An engine that does not know this type stops with an error, and
@@ -128,7 +128,7 @@ def _datasets(recipe: "Recipe") -> list[str]:
 
 
 def _portable(value: Any) -> Any:
-    """A value of a recipe without the folders of this machine: a path is relative to the current one, or a bare name."""
+    """A value of a recipe without the folders of this machine: a path is relative to the current one, or a name."""
     if isinstance(value, dict):
         return {key: _portable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -174,7 +174,7 @@ def _evaluation(rows: list[Result]) -> str:
 
 
 def _names(rows: list[Result]) -> dict[str, str]:
-    """The name of each model in the card. One that is the model's whole path gets as few of its last parts as differ."""
+    """The name of each model in the card. Of one that is its whole path, only as many last parts stay as are needed."""
     models = {row["model"]: str(row.get("path") or "") for row in rows}
     parts = {
         model: model.split("--") if path.startswith("/") and model == path.strip("/").replace("/", "--") else [model]

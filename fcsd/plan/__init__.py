@@ -2,9 +2,9 @@
 
 No weight is read. ``setup`` takes from the recipe what the plan depends on. ``model`` counts the parameters of the
 architecture. ``activations`` measures what its layers keep for the backward pass. ``memory`` adds up the memory of a
-GPU. ``speed`` computes time and cost. ``search`` finds a change that makes a recipe fit, or faster. ``uncounted`` names what the
-plan leaves out. ``configs`` holds the configurations of the models in the packaged recipes, so that planning also works
-without the hub.
+GPU. ``speed`` computes time and cost. ``search`` finds a change that makes a recipe fit, or faster. ``uncounted`` names
+what the plan leaves out. ``configs`` holds the configurations of the models in the packaged recipes, so that planning
+also works without the hub.
 """
 
 import math
@@ -207,7 +207,7 @@ def plan_setup(
 
 
 def _best(setups: list[Setup], hours_of: Callable[[Setup], float]) -> Setup | None:
-    """The setup with the fewest hours, to a fiftieth. Of those as fast, the first, which has the smallest micro-batch."""
+    """The first setup, and so the one with the smallest micro-batch, whose hours are the fewest up to a fiftieth."""
     least = min(map(hours_of, setups), default=0.0)
     return next((setup for setup in setups if hours_of(setup) <= 1.02 * least), None)
 

@@ -70,7 +70,7 @@ def conversion(text: str, model: str) -> str | None:
 
 
 def summary(name: str) -> str:
-    """What the comments of a packaged recipe say it is for, and on which hardware it was run or for which it is planned."""
+    """What the comments of a packaged recipe say it is for, and on which hardware it was run or is planned."""
     text = read(name)
     [hardware] = _HARDWARE.findall(text)
     first = text.partition("\n")[0].removeprefix("# ")

@@ -74,8 +74,9 @@ def test_each_worker_of_ray_calls_fcsd_for_its_node(repo: Path, monkeypatch: pyt
 
         def fit(self) -> None:
             nonlocal rank
-            for rank in range(trained[-1]["scaling_config"]["num_workers"]):
+            while rank < trained[-1]["scaling_config"]["num_workers"]:
                 trained[-1]["function"](trained[-1]["train_loop_config"])
+                rank += 1
 
     context = types.SimpleNamespace(get_world_rank=lambda: rank)
     modules: dict[str, dict[str, Any]] = {
