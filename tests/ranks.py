@@ -1,4 +1,4 @@
-"""Starts the processes of tests: ranks, commands and scripts. They are forked from a process that has made the slow imports."""
+"""Starts the processes of tests: ranks, commands and scripts, forked from a process that has made the slow imports."""
 
 import gc
 import multiprocessing
