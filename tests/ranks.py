@@ -1,10 +1,11 @@
-"""Starts the processes of tests: ranks and commands. They are forked from a process that has made the slow imports."""
+"""Starts the processes of tests: ranks, commands and scripts, forked from a process that has made the slow imports."""
 
 import gc
 import multiprocessing
 import os
 import pickle
 import random
+import runpy
 import socket
 import subprocess
 import sys
@@ -101,6 +102,14 @@ def fcsd(
         return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
 
 
+def script(file: Path) -> subprocess.CompletedProcess[str]:
+    """Run a Python script in its own directory, as ``python FILE`` would, and return its exit code and output."""
+    with tempfile.TemporaryDirectory() as told:
+        out, err = Path(told, "out"), Path(told, "err")
+        code = exit_code(_script, file, out, err)
+        return subprocess.CompletedProcess([str(file)], code, out.read_text(), err.read_text())
+
+
 def free_port() -> int:
     """The number of a port that is not in use.
 
@@ -165,11 +174,23 @@ def _as_command(said: Path, function: Callable[..., Any], arguments: tuple[Any, 
         sys.exit(report_error(error))
 
 
+def _tell(out: Path, err: Path) -> None:
+    """From here on this process writes its output to two files."""
+    for stream, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+
+
+def _script(file: Path, out: Path, err: Path) -> None:
+    os.chdir(file.parent)
+    _tell(out, err)
+    sys.argv = [str(file)]
+    runpy.run_path(str(file), run_name="__main__")
+
+
 def _command(cwd: Path, out: Path, err: Path, arguments: list[str]) -> None:
     from fcsd.cli.main import main
 
     os.chdir(cwd)
-    for stream, file in ((1, out), (2, err)):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    _tell(out, err)
     sys.argv = ["fcsd", *arguments]
     main()

@@ -26,6 +26,8 @@ from fcsd.parallel.machine import read_machine
 from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.placement.search import Level, Objective, greedy
 
+pytestmark = pytest.mark.lab
+
 ROUTING = Routing(8, 3, topical=True)
 SIZES = replace(
     SMALL, table=(Routing(8, 3),), sweep=(ROUTING,), sweep_tokens=(8,), lines=(8, 32), placed=(ROUTING,), repeats=1

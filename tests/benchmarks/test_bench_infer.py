@@ -22,6 +22,8 @@ from fcsd.convert import convert_checkpoint
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.models.wiring_block import Wiring
 
+pytestmark = pytest.mark.lab
+
 VLLM: dict[str, Any] = {"engine": "vllm", "dtype": "float32", "prompt": 8, "new": 3, "rounds": 2}
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.lab
+
 _FILE = Path(__file__).parents[2] / "benchmarks/infer/ladder_serving.py"
 _SPEC = importlib.util.spec_from_file_location("ladder_serving", _FILE)
 assert _SPEC is not None and _SPEC.loader is not None

@@ -8,6 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.lab
+
 # In place of vLLM: a part that finds one row, starts a process of its own as an engine does, and does not end.
 PART = """
 import os, subprocess, sys, time

@@ -17,6 +17,8 @@ from fcsd.kernels.bit_split import Format, kernels
 from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.placement.search import greedy
 
+pytestmark = pytest.mark.lab
+
 Raw = Callable[[str], Any]
 GIB = 2**30
 

@@ -14,6 +14,7 @@ import torch
 import yaml
 from files import snapshot
 from huggingface_hub import ModelCard
+from reloads import fork_reloads
 from safetensors.torch import load_file, save_file
 
 from fcsd import parity
@@ -31,6 +32,12 @@ from fcsd.models.archs import ARCHS
 from fcsd.models.wiring_block import NAMES, Wiring
 
 README = "---\nlicense: apache-2.0\nlanguage: en\npipeline_tag: text-generation\ntags: [old]\n---\n# The base\n"
+
+
+@pytest.fixture
+def forked_reloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all tests but those of the fresh process itself."""
+    fork_reloads(monkeypatch)
 
 
 @pytest.fixture
@@ -154,6 +161,7 @@ def test_every_wiring_has_its_sentence() -> None:
     assert SENTENCES.keys() == set(NAMES)
 
 
+@pytest.mark.usefixtures("forked_reloads")
 def test_a_run_exports_its_latest_or_best_checkpoint(run: Path, tmp_path: Path, monkeypatch) -> None:
     before = snapshot(run)
     with monkeypatch.context() as patch:
@@ -275,6 +283,7 @@ def test_training_that_deletes_faster_than_export_reads_is_named(run: Path, tmp_
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("forked_reloads")
 def test_of_a_large_model_the_first_layers_are_reloaded(converted: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(parity, "free_memory", lambda: 1_500_000)
     out = export_model(str(converted), tmp_path / "out")
@@ -286,6 +295,7 @@ def test_of_a_large_model_the_first_layers_are_reloaded(converted: Path, tmp_pat
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.usefixtures("forked_reloads")
 def test_a_quantised_model_is_dequantised_for_its_proof(tmp_path: Path) -> None:
     base = quantised.write("deepseek_v3", tmp_path / "base")
     convert_checkpoint(str(base), tmp_path / "converted", check=False)
@@ -311,6 +321,7 @@ def _broken_weight(stage: Path) -> None:
     save_file(tensors, shard, metadata={"format": "pt"})
 
 
+@pytest.mark.usefixtures("forked_reloads")
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

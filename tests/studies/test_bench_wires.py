@@ -17,6 +17,8 @@ from studies.wires.plan import TABLE_7, TABLES, pieces
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
 
+pytestmark = pytest.mark.lab
+
 
 @pytest.fixture(scope="module")
 def stored(repo: Path) -> dict[str, Any]:

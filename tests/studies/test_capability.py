@@ -39,6 +39,8 @@ from fcsd.eval.code.problems import load_evalplus
 from fcsd.eval.suite import SUITES
 from fcsd.models.selection import select_layers
 
+pytestmark = pytest.mark.lab
+
 TOKENS = 1_000_000_000
 CHOSEN = {name: {**STARTING_VALUES, "objective.hidden.weight": 1e-3} for name in sweeps()}
 

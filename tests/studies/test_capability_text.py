@@ -15,6 +15,8 @@ from studies.capability import text, written
 from studies.capability.other_world import TABLES, makers, strings
 from transformers import AutoTokenizer
 
+pytestmark = pytest.mark.lab
+
 CODE = ("humaneval_plus", "mbpp_plus")
 
 

@@ -16,6 +16,8 @@ import typer
 from fcsd.cli.main import app
 from fcsd.config import load_recipe
 
+pytestmark = pytest.mark.lab
+
 
 def script(repo: Path, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the script with this environment's fcsd, in another folder than the checkout."""

@@ -9,6 +9,8 @@ from transformers import AutoTokenizer
 
 from fcsd.models.build import arch_of, decoder_layers
 
+pytestmark = pytest.mark.lab
+
 ROUTERS = {"deepseek_v2": 9, "qwen3_moe": 10, "llama": 0, "moe_64": 9}
 
 

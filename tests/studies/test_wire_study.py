@@ -11,6 +11,8 @@ from studies.wires.training import Case, Settings, cases, overrides, table
 
 from fcsd.config.resolve import load_recipe
 
+pytestmark = pytest.mark.lab
+
 SETTINGS = Settings("tiny", "gradients", ("train.steps=7", "optim.warmup_steps=1"), (), None)
 
 

@@ -20,6 +20,8 @@ from fcsd.distill.experts.expert_parallel import randomise
 from fcsd.distill.loss.losses import IGNORE, kl_divergence
 from fcsd.errors import ConfigError
 
+pytestmark = pytest.mark.lab
+
 TOKENS, HIDDEN, VOCAB = 24, 16, 40
 SIDES = ("trl", "loop-liger", "loop-trl", "fcsd-plain")
 

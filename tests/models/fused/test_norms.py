@@ -16,10 +16,10 @@ from fcsd.models.fused.norms import FusedNorm, fuse_norms
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 
 
-def run(model: nn.Module) -> list[Tensor]:
-    """Logits and the gradient of every parameter."""
+def run(model: nn.Module, length: int = 24) -> list[Tensor]:
+    """Logits and the gradient of every parameter, of two sequences of ``length`` tokens."""
     model.zero_grad()
-    ids = tiny.tokens()
+    ids = tiny.tokens(length=length)
     out = model(ids, labels=ids, use_cache=False)
     out.loss.backward()
     return [out.logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]

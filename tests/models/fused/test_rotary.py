@@ -16,12 +16,13 @@ from fcsd.models.fused.latent import FusedLatentAttention
 from fcsd.models.fused.rotary import FusedRotary, fuse_rotary
 
 LATENT = {"deepseek_v2", "deepseek_v3"}
+LENGTH = 5  # the interpreter runs one program after the other for each token
 
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
 def test_a_model_with_fused_rotations_computes_the_same_and_becomes_itself_again(arch: str) -> None:
     model = tiny.model(arch)
-    classes, expected = [type(module) for module in model.modules()], run(model)
+    classes, expected = [type(module) for module in model.modules()], run(model, LENGTH)
     model.to(DEVICE)
     for _ in range(2):
         fuse_rotary(model, arch_of(model.config))
@@ -29,11 +30,11 @@ def test_a_model_with_fused_rotations_computes_the_same_and_becomes_itself_again
         expected_kind = ARCHS[arch].rotates_halves or arch in LATENT
         assert len(fused) == (model.config.get_text_config().num_hidden_layers if expected_kind else 0)
     if DEVICE == "cpu":
-        for found, own in zip(run(model), expected, strict=True):
+        for found, own in zip(run(model, LENGTH), expected, strict=True):
             assert (found - own).norm() <= 1e-5 * own.norm()
     wire(model.to("cpu"), unwired())
     assert [type(module) for module in model.modules()] == classes
-    assert all(torch.equal(again, own) for again, own in zip(run(model), expected, strict=True))
+    assert all(torch.equal(again, own) for again, own in zip(run(model, LENGTH), expected, strict=True))
 
 
 @pytest.mark.parametrize("arch", [a for a in tiny.CONFIGS if not ARCHS[a].rotates_halves and a not in LATENT])
