@@ -2,8 +2,6 @@
 
 Under tensor parallelism (Megatron-LM §3) the ranks hold partial sums of the output of attention and of the MLP.
 ``reduce`` sums them: its gradient is the identity, because every rank computes the same loss from the same sum.
-``reduce_gradient`` is its transpose, for the input of a sub-block. It changes nothing in the forward pass. In the
-backward pass it sums the gradients of all ranks, of which each rank has its own part.
 
 The kinds of reduction are
 
@@ -15,7 +13,6 @@ The kinds of reduction are
     none               sends nothing, so its results are wrong; its time is a lower bound for all other kinds
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from fcsd.errors import ConfigError, unknown_value
+from fcsd.errors import unknown_value
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel import order
 from fcsd.parallel.all_reduce import choice, copies, quantised, symmetric, window
@@ -63,7 +60,7 @@ class Reduction:
         self._tensor: Tensor | None = None
 
     def start(self, x: Tensor, passes: str) -> None:
-        """Start to replace ``x`` by its sum; ``passes`` is ``fwd``, ``bwd`` or ``recompute``."""
+        """Start to replace ``x`` by its sum; ``passes`` is ``fwd`` or ``recompute``."""
         self._tensor = x
         if self._sends:
             with record_function(f"fcsd::reduce.{passes}.L{self._layer}"):
@@ -126,35 +123,6 @@ def reduce(x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0) -> Reduct
     return reduction
 
 
-def reduce_gradient(
-    x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0, awaited_at: int | None = None
-) -> Tensor:
-    """Return ``x``, of any shape, with a gradient that is summed over the ranks of ``group``.
-
-    The sum starts when the gradients of all readers of the result are known.
-
-    Args:
-        group: the process group, or a ``Topology`` for a quantised reduction by nodes or in chunks.
-        kind: how the ranks reduce; see the list at the top of this file.
-        layer: 0-based index of the decoder layer, for the profiler.
-        awaited_at: the place in the backward pass where the sum is awaited, from ``order.mark``; None awaits it as
-            soon as no node is ready that was created later.
-
-    Raises:
-        ConfigError: the kind is unknown, or its format has integer scales, which gradients are too small for.
-    """
-    own = format_of(kind)
-    if own is not None and own.meta == "int":
-        bf16 = replace(own, meta="bf16")
-        raise ConfigError(
-            f"{kind}: integer scales cannot express values as small as gradients", hint=f"write {_QUANTISED}{bf16}"
-        )
-    reduction = Reduction(group, kind, layer)
-    awaited: Any = _AwaitGradient.apply(x, reduction)
-    order.run_at(awaited, awaited_at)
-    return _StartGradient.apply(awaited, reduction)
-
-
 def _forward_pass() -> str:
     return "recompute" if order.in_backward() else "fwd"
 
@@ -169,28 +137,3 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class _AwaitGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, reduction: Reduction) -> Tensor:
-        ctx.reduction = reduction
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        del grad  # the sum in flight
-        return ctx.reduction.wait(), None
-
-
-class _StartGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, reduction: Reduction) -> Tensor:
-        ctx.reduction = reduction
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own = grad.clone(memory_format=torch.contiguous_format)  # other nodes may hold the same tensor
-        ctx.reduction.start(own, "bwd")
-        return own, None

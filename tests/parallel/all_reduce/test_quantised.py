@@ -13,7 +13,7 @@ from fcsd.bench import all_reduce
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel.all_reduce import quantised
-from fcsd.parallel.all_reduce.reduce import reduce, reduce_gradient
+from fcsd.parallel.all_reduce.reduce import reduce
 from fcsd.parallel.all_reduce.steps import Steps, cut, hierarchical, split, two_step
 from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
 
@@ -69,7 +69,7 @@ def _pair(rank: int) -> Any:
 
 
 def _kinds(rank: int) -> dict[str, Tensor]:
-    """The kind of ``reduce``, with two all-reduces in flight at once, and the gradients of both directions."""
+    """The kind of ``reduce``, with two all-reduces in flight at once, and the gradient of one."""
     group = dist.group.WORLD
     stream = _drawn(rank, (2, 3, 128), torch.float32).requires_grad_()
     first = reduce(stream * 1, group, "quantised:int5")
@@ -78,10 +78,6 @@ def _kinds(rank: int) -> dict[str, Tensor]:
     values["second"].backward(_drawn(10 + rank, (2, 3, 128), torch.float32))
     assert stream.grad is not None
     values["identity"] = stream.grad / 2
-    x = _drawn(7, (2, 3, 128), torch.float32).requires_grad_()
-    reduce_gradient(x * 1, group, "quantised:int6").backward(_drawn(rank, (2, 3, 128), torch.float32))
-    assert x.grad is not None
-    values["gradient"] = x.grad
     return {name: value.detach().clone() for name, value in values.items()}
 
 
@@ -131,14 +127,13 @@ def test_a_quantised_sum_is_close_to_the_sum(ranks: list[dict[str, Any]]) -> Non
     assert 0 < error.norm() < 0.02 * torch.stack(partials).sum(0).norm()
 
 
-def test_the_kind_of_reduce_quantises_values_and_gradients(ranks: list[dict[str, Any]]) -> None:
+def test_the_kind_of_reduce_quantises_values_and_passes_gradients_on(ranks: list[dict[str, Any]]) -> None:
     partials = torch.stack([_drawn(rank, (2, 3, 128), torch.float32) for rank in range(4)])
     for rank, found in enumerate(ranks):
         kinds = found["reduce"]
         assert torch.equal(kinds["first"], simulate_all_reduce(partials, Format.parse("int5")))
         assert torch.equal(kinds["second"], simulate_all_reduce(partials * 2, Format.parse("int8")))
         assert torch.equal(kinds["identity"], _drawn(10 + rank, (2, 3, 128), torch.float32))
-        assert torch.equal(kinds["gradient"], simulate_all_reduce(partials, Format.parse("int6")))
 
 
 def test_bytes_across_the_bridge_between_two_nodes_of_two_ranks(ranks: list[dict[str, Any]]) -> None:
@@ -261,8 +256,5 @@ def test_rows_are_cut_only_where_ranks_do_not_divide_them() -> None:
 def test_formats_that_do_not_suit_are_refused() -> None:
     with pytest.raises(ConfigError, match='"fp8" is not a format of the wire'):
         reduce(torch.ones(2, 128), None, "quantised:fp8")
-    with pytest.raises(ConfigError, match="integer scales cannot express") as refused:
-        reduce_gradient(torch.ones(2, 128), None, "quantised:int3:g128:sr")
-    assert refused.value.hint == "write quantised:int3:g128:sr:bf16"
     with pytest.raises(ConfigError, match="do not divide rows of 96 values"):
         cut(torch.ones(2, 96), Format.parse("int8"), 2)
