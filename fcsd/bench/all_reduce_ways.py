@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fcsd.kernels.all_reduce.memory import Rooms, Shape
 from fcsd.kernels.bit_split import Format
-from fcsd.parallel.all_reduce import copies, quantised, symmetric
+from fcsd.parallel.all_reduce import quantised, symmetric
 from fcsd.parallel.all_reduce.quantised import Topology, nodes_of
 from fcsd.parallel.all_reduce.window import OnStream, Window, try_window
 
@@ -22,8 +22,7 @@ class Way(NamedTuple):
         run: replaces its argument by the sum over the ranks, on the current stream.
         format: the format of the wire; None for the values as they are.
         node_size: ranks of a node of a quantised reduction by nodes.
-        in_graphs: whether a CUDA graph of it can be replayed: no flag gets a new number in each call, and no host code
-            runs between its steps.
+        in_graphs: whether a CUDA graph of it can be replayed: no host code runs between its steps.
         error: the largest error as a share of the sum of the summands' magnitudes, if there is no format.
         checked: whether ``run`` uses its argument, so that its result can be compared with the reference.
     """
@@ -52,7 +51,6 @@ def kinds(formats: Iterable[Format], node_size: int | None, chunks: int) -> dict
     one_kernel = try_window(group) is not None
     if one_kernel:
         ways["symmetric"] = Way(lambda x: symmetric.all_reduce(x, group).wait())
-        ways["copies"] = Way(lambda x: copies.all_reduce(x, group).wait(), in_graphs=False)
     steps = Topology(group, steps=True)
     topologies = {"in steps": steps, "in steps, in chunks": steps._replace(chunks=chunks)}
     if node_size is not None:

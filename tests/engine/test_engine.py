@@ -225,7 +225,7 @@ def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], 
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fcsd").addHandler(handler)
     world, found = join_world(), {}
-    for kind in ("nccl", "symmetric", "copies"):
+    for kind in ("nccl", "symmetric"):
         model: Any = open_engine(path, world, dtype=torch.float32, reduce=kind)
         found[kind] = _in_slots(model), _in_slots(model, graphs=True), list(said)
     return found
@@ -235,7 +235,7 @@ def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], 
 def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> None:
     expected = _greedy(load_model(models["llama"], dtype=torch.float32))
     for found in on_ranks(2, _by_graphs, models["llama"]):
-        assert found == dict.fromkeys(("nccl", "symmetric", "copies"), (expected, expected, []))
+        assert found == dict.fromkeys(("nccl", "symmetric"), (expected, expected, []))
 
 
 @pytest.mark.parametrize(

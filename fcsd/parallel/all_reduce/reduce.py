@@ -7,7 +7,6 @@ The kinds of reduction are
 
     nccl               the all-reduce of torch.distributed, by gloo on CPUs
     symmetric          one kernel in the symmetric memory of the GPUs of one host, see ``symmetric``
-    copies             the same by copy engines and a small kernel, see ``copies``
     auto               ``nccl`` or ``symmetric``, by the size of the message, see ``choice``
     quantised:FORMAT   rows that are quantised on the wire, see ``quantised``; FORMAT as in docs/wires.md
     none               sends nothing, so its results are wrong; its time is a lower bound for all other kinds
@@ -23,15 +22,14 @@ from torch.profiler import record_function
 from fcsd.errors import unknown_value
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel import order
-from fcsd.parallel.all_reduce import choice, copies, quantised, symmetric, window
+from fcsd.parallel.all_reduce import choice, quantised, symmetric, window
 from fcsd.parallel.all_reduce.quantised import Topology
 from fcsd.parallel.transports.transport import Work
 
 Kind = str
-KINDS = ("nccl", "symmetric", "copies", "auto", "quantised:FORMAT", "none")
+KINDS = ("nccl", "symmetric", "auto", "quantised:FORMAT", "none")
 WRONG_RESULTS = ("none",)
 _QUANTISED = "quantised:"
-_BETWEEN_GPUS = {"symmetric": symmetric.all_reduce, "copies": copies.all_reduce}
 
 
 class Reduction:
@@ -52,7 +50,7 @@ class Reduction:
         self._topology = group if isinstance(group, Topology) else Topology(group)
         self._layer, self._kind = layer, kind
         self._sends = kind != "none" and dist.get_world_size(self._topology.whole) > 1
-        if self._sends and kind in _BETWEEN_GPUS:
+        if self._sends and kind == "symmetric":
             window.window_of(self._topology.whole)
         elif self._sends and kind == "auto":
             window.try_window(self._topology.whole)  # now, because it cannot be made while a CUDA graph is captured
@@ -73,8 +71,8 @@ class Reduction:
         """The all-reduce of values that are not quantised."""
         group = self._topology.whole
         kind = choice.fastest(x, group) if self._kind == "auto" else self._kind
-        if kind in _BETWEEN_GPUS:
-            return _BETWEEN_GPUS[kind](x.detach(), group)
+        if kind == "symmetric":
+            return symmetric.all_reduce(x.detach(), group)
         return dist.all_reduce(x, group=group, async_op=True)
 
     def wait(self) -> Tensor:
