@@ -6,7 +6,7 @@
 #   qwen3, v3    the same over NVLink at the widths of Qwen3-30B-A3B and DeepSeek-V3       qwen3/ and v3/train.json
 #   nodes        dispatch and combine over two imitated nodes, HierMoE's ablations         hierarchy.json, moves_nvlink.json
 #   rows         from token rows to rows in the order of experts                           rows.json
-#   all_reduce   the all-reduces, also in steps, by nodes and in fp8                       all_reduce.json
+#   all_reduce   the all-reduces, also in steps and by nodes                               all_reduce.json
 #   ttft         time to first token of Llama-3 8B and 70B shapes, NVLink and slow link    ttft_*/infer.json
 #   swaps        training steps whose experts move, NVLink and slow link                   swaps_*.jsonl
 #   kernels      encode and decode on one GPU                                              formats.json

@@ -23,7 +23,6 @@ class Way(NamedTuple):
         format: the format of the wire; None for the values as they are.
         node_size: ranks of a node of a quantised reduction by nodes.
         in_graphs: whether a CUDA graph of it can be replayed: no host code runs between its steps.
-        error: the largest error as a share of the sum of the summands' magnitudes, if there is no format.
         checked: whether ``run`` uses its argument, so that its result can be compared with the reference.
     """
 
@@ -31,7 +30,6 @@ class Way(NamedTuple):
     format: Format | None = None
     node_size: int | None = None
     in_graphs: bool = True
-    error: float = 2**-6
     checked: bool = True
 
 
@@ -105,20 +103,6 @@ def _in_rooms(window: Window, rooms: Rooms, blocks: int, x: Tensor) -> None:
     from fcsd.kernels.all_reduce import launch
 
     OnStream(window.stream, x, lambda: launch.all_reduce_large(x, window.memory, rooms, blocks)).wait()
-
-
-def fp8(blocks: Iterable[int]) -> dict[str, Way]:
-    """The baseline in fp8 with different numbers of blocks."""
-    window = try_window(dist.group.WORLD)
-    if window is None:
-        return {}
-    return {f"fp8, two shots, {number} blocks": Way(partial(_fp8, window, number), error=2**-3) for number in blocks}
-
-
-def _fp8(window: Window, blocks: int, x: Tensor) -> None:
-    from fcsd.bench.baselines import fp8_all_reduce
-
-    OnStream(window.stream, x, lambda: fp8_all_reduce.all_reduce(x, window.memory, blocks)).wait()
 
 
 def of_torch(x: Tensor) -> dict[str, Way]:

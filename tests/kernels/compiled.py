@@ -17,7 +17,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from fcsd.bench.baselines import fp8_all_reduce
 from fcsd.kernels import adamw, copies, gated, latent, rotary, rows, vocabulary
 from fcsd.kernels.all_reduce import launch
 from fcsd.kernels.all_reduce.memory import Memory, Shape, memory_of, rooms_of
@@ -65,8 +64,6 @@ def compile_all(target: GPUTarget) -> list[str]:
     attention()
     records()
     sums()
-    if target.backend == "cuda":
-        fp8_all_reduce.all_reduce(torch.zeros(2**16, dtype=torch.bfloat16), MEMORY, 8)
     return sorted(set(names))
 
 

@@ -6,7 +6,6 @@ In the interpreter the ranks are processes that map the same files, so that the 
 import os
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -18,7 +17,6 @@ import torch
 from ranks import in_group
 from torch import Tensor
 
-from fcsd.bench.baselines import fp8_all_reduce
 from fcsd.errors import ConfigError
 from fcsd.kernels.all_reduce import launch
 from fcsd.kernels.all_reduce.memory import SLOTS, Shape, memory_of, room_bytes, rooms_of, slot_bytes, total_bytes
@@ -113,18 +111,7 @@ def _found(rank: int, folder: str) -> dict[str, list[Any]]:
         bits = [torch.where(sums.isnan(), torch.nan, sums).view(torch.int16) for sums in (x, expected)]
         if not expected.isnan().any() or not torch.equal(*bits):
             quantised.append((text, size, reduce.args))
-    every = _drawn(20_000, torch.float32)
-    total = _summed(every)
-    fp8_all_reduce.all_reduce(every[rank], memory, blocks=1)
-    # The interpreter halves values that fp8 would round up to a power of two. Without them the error is about 0.03.
-    near = (every[rank] - total).norm() <= 0.1 * total.norm()
-    return {
-        "sums": sums,
-        "quantised": quantised,
-        "pulled": pulled,
-        "turns": memory.turns.tolist(),
-        "fp8": [bool(near), zlib.crc32(every[rank].numpy().tobytes())],
-    }
+    return {"sums": sums, "quantised": quantised, "pulled": pulled, "turns": memory.turns.tolist()}
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +138,6 @@ def test_sums_that_ranks_read_from_each_other_are_the_same(found: list[dict[str,
 
 def test_quantised_sums_are_those_of_the_reference(found: list[dict[str, list[Any]]]) -> None:
     assert [rank["quantised"] for rank in found] == [[]] * RANKS
-
-
-def test_the_baseline_in_fp8_sums_and_gives_all_ranks_the_same_bits(found: list[dict[str, list[Any]]]) -> None:
-    assert found[0]["fp8"][0] and [rank["fp8"] for rank in found] == [found[0]["fp8"]] * RANKS
 
 
 def test_places_of_all_numbers_of_ranks_fit_and_are_aligned() -> None:
