@@ -1,15 +1,14 @@
 """Time all-reduces: the kinds of ``reduce`` beside NCCL's and torch's, over sizes (FlashCommunication V2, table 9).
 
-    torchrun --nproc-per-node 4 -m fcsd.bench.all_reduce [--mib 256 64 1] [--formats int8 int5] [--node-size 2]
-        [--chunks 4] [--blocks 16 32] [--plain] [--out FILE]
+    torchrun --nproc-per-node 4 -m fcsd.bench.all_reduce [--mib 256 64 1] [--formats int8 int5] [--blocks 16 32]
+        [--plain] [--out FILE]
 
 All ways to reduce are timed in turns, and every result is compared with the reference first, but for those of torch. A
 way with a wrong result is not timed, and makes the program end with exit code 1. Messages of up to 4 MiB are reduced
 ``CALLS`` times in each run, in a CUDA graph where that is possible, as a decoding step reduces them: otherwise the time
-would be that of the host, which starts kernels. With ``--node-size``, the ranks are also divided into nodes. With
-``--blocks``, the kernels of fcsd run in one and two shots with these numbers of blocks, too. With ``--plain`` the
-quantised reductions in steps are left out. The program runs over gloo on a machine without GPUs, where the times say
-nothing about GPUs.
+would be that of the host, which starts kernels. With ``--blocks``, the kernels of fcsd run in one and two shots with
+these numbers of blocks, too. With ``--plain`` the quantised reductions in steps are left out. The program runs over
+gloo on a machine without GPUs, where the times say nothing about GPUs.
 """
 
 import argparse
@@ -51,7 +50,7 @@ def right(way: Way, device: torch.device, rows: int) -> bool:
     dist.all_gather(every, x)
     way.run(x)
     if way.format is not None:
-        same = torch.equal(x, simulate_all_reduce(torch.stack(every), way.format, way.node_size))
+        same = torch.equal(x, simulate_all_reduce(torch.stack(every), way.format))
     else:
         summands = torch.stack(every).float()
         same = bool(((x.float() - summands.sum(0)).abs() <= ERROR * summands.abs().sum(0)).all())
@@ -65,8 +64,6 @@ def right(way: Way, device: torch.device, rows: int) -> bool:
 def bench(
     mib: float,
     device: torch.device,
-    node_size: int | None = None,
-    chunks: int = 4,
     formats: Sequence[str] = FORMATS,
     repeats: int = REPEATS,
     blocks: Sequence[int] = (),
@@ -77,23 +74,18 @@ def bench(
     Args:
         mib: the size of each rank's values in MiB.
         device: this rank's device.
-        node_size: ranks of a node; None leaves the reductions by nodes out.
-        chunks: chunks of the reductions in chunks.
         formats: formats of the quantised reductions.
         repeats: how often each way is timed.
         blocks: numbers of blocks with which fcsd's kernels also run.
         plain: whether to leave out the quantised reductions in steps.
 
     Returns: the milliseconds of one reduction in each way, by its name; None if its result is wrong.
-
-    Raises:
-        ConfigError: the ranks cannot be divided into nodes of this size.
     """
     rows = max(1, int(mib * 2**20) // (2 * WIDTH))
     values = torch.randn(rows, WIDTH, device=device, dtype=torch.bfloat16)
     x = values.clone()
     wires = [Format.parse(text) for text in formats]
-    ways = all_reduce_ways.kinds(wires, node_size, chunks)
+    ways = all_reduce_ways.kinds(wires)
     if plain:
         ways = {name: way for name, way in ways.items() if way.format is None or way.in_graphs}
     ways |= all_reduce_ways.shapes(wires[:1], blocks)  # the first format stands for the others
@@ -155,8 +147,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--mib", type=float, nargs="+", default=[64], help="MiB of bf16 values of each rank")
     parser.add_argument("--formats", nargs="*", default=list(FORMATS), metavar="FORMAT")
-    parser.add_argument("--node-size", type=int, help="ranks of a node")
-    parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument(
         "--blocks", type=_blocks, nargs="*", default=[], help="time fcsd's kernels with these blocks, too"
     )

@@ -71,7 +71,11 @@ PlannedGpus = Annotated[
 ]
 Reduce = Annotated[
     str,
-    typer.Option(metavar="KIND", help="How the ranks of fcsd's engine sum partial results; see docs/engine.md."),
+    typer.Option(
+        metavar="KIND",
+        help="How the ranks of fcsd's engine sum partial results: nccl, symmetric, auto, or quantised:FORMAT, which is "
+        "for GPUs without peer access; see docs/engine.md.",
+    ),
 ]
 NoCompile = Annotated[
     bool,

@@ -120,6 +120,8 @@ def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path)
         if arch in COMPILED:
             found[arch]["compiled"] = _compiled(model, world)
     found["chat"] = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts, divided=True)]
+    quantised = chat(str(models["llama"]), prompts=prompts, divided=True, reduce="quantised:int4")
+    found["quantised"] = [answers[0].text for answers in quantised]
     engine = Engine(backend="own", gpus=2)
     found["scores"] = evaluate_models([models["llama"]], data_mirror=mirror, engine=engine, out=out, **TASKS)
     found["bench"] = _bench(world.rank, out)
@@ -175,6 +177,8 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
 
     chatted = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts)]
     assert [found["chat"] for found in ranks] == [chatted, chatted] and any(chatted)
+
+    assert ranks[0]["quantised"] == ranks[1]["quantised"] and any(ranks[0]["quantised"])
 
     expected = evaluate_models([models["llama"]], data_mirror=mirror, **TASKS)
     for found in ranks:

@@ -23,7 +23,6 @@ from fcsd.errors import unknown_value
 from fcsd.kernels.bit_split import Format
 from fcsd.parallel import order
 from fcsd.parallel.all_reduce import choice, quantised, symmetric, window
-from fcsd.parallel.all_reduce.quantised import Topology
 from fcsd.parallel.transports.transport import Work
 
 Kind = str
@@ -47,13 +46,12 @@ class Reduction:
     def __init__(self, group: Any, kind: Kind, layer: int) -> None:
         self.format = format_of(kind)
         self.exact = kind not in WRONG_RESULTS
-        self._topology = group if isinstance(group, Topology) else Topology(group)
-        self._layer, self._kind = layer, kind
-        self._sends = kind != "none" and dist.get_world_size(self._topology.whole) > 1
+        self._group, self._layer, self._kind = group, layer, kind
+        self._sends = kind != "none" and dist.get_world_size(group) > 1
         if self._sends and kind == "symmetric":
-            window.window_of(self._topology.whole)
+            window.window_of(group)
         elif self._sends and kind == "auto":
-            window.try_window(self._topology.whole)  # now, because it cannot be made while a CUDA graph is captured
+            window.try_window(group)  # now, because it cannot be made while a CUDA graph is captured
         self._work: Work | None = None
         self._tensor: Tensor | None = None
 
@@ -63,13 +61,13 @@ class Reduction:
         if self._sends:
             with record_function(f"fcsd::reduce.{passes}.L{self._layer}"):
                 if self.format is not None:
-                    self._work = quantised.all_reduce(x, self.format, self._topology)
+                    self._work = quantised.all_reduce(x, self.format, self._group)
                 else:
                     self._work = self._started(x)
 
     def _started(self, x: Tensor) -> Work | None:
         """The all-reduce of values that are not quantised."""
-        group = self._topology.whole
+        group = self._group
         kind = choice.fastest(x, group) if self._kind == "auto" else self._kind
         if kind == "symmetric":
             return symmetric.all_reduce(x.detach(), group)
@@ -105,7 +103,7 @@ def reduce(x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0) -> Reduct
     pass raises torch's error for a tensor that was modified in place. The gradient of quantisation is the identity.
 
     Args:
-        group: the process group, or a ``Topology`` for a quantised reduction by nodes or in chunks.
+        group: the process group.
         kind: how the ranks reduce; see the list at the top of this file.
         layer: 0-based index of the decoder layer, for the profiler.
 
