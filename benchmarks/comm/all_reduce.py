@@ -1,15 +1,14 @@
 """Time all-reduces: the kinds of ``reduce`` beside NCCL's and torch's, over sizes (FlashCommunication V2, table 9).
 
-    torchrun --nproc-per-node 4 -m benchmarks.comm.all_reduce [--mib 256 64 1] [--formats int8 int5] [--node-size 2]
-        [--chunks 4] [--blocks 16 32] [--plain] [--out FILE]
+    torchrun --nproc-per-node 4 -m benchmarks.comm.all_reduce [--mib 256 64 1] [--formats int8 int5] [--blocks 16 32]
+        [--plain] [--out FILE]
 
 All ways to reduce are timed in turns, and every result is compared with the reference first, but for those of torch. A
 way with a wrong result is not timed, and makes the program end with exit code 1. Messages of up to 4 MiB are reduced
 ``CALLS`` times in each run, in a CUDA graph where that is possible, as a decoding step reduces them: otherwise the time
-would be that of the host, which starts kernels. With ``--node-size``, the ranks are also divided into nodes. With
-``--blocks``, the kernels of fcsd run in one and two shots with these numbers of blocks, too, and the baseline in fp8 if
-there are formats. With ``--plain`` the quantised reductions in steps are left out. The program runs over gloo on a
-machine without GPUs, where the times say nothing about GPUs.
+would be that of the host, which starts kernels. With ``--blocks``, the kernels of fcsd run in one and two shots with
+these numbers of blocks, too. With ``--plain`` the quantised reductions in steps are left out. The program runs over
+gloo on a machine without GPUs, where the times say nothing about GPUs.
 """
 
 import argparse
@@ -41,6 +40,7 @@ REPEATS = 10
 CALLS = 10  # of one run of a small message
 SMALL = 4 * 2**20  # bytes
 CHECKED = 4096  # the most rows that are compared with the reference
+ERROR = 2**-6  # the largest error of values that are not quantised, as a share of the sum of the summands' magnitudes
 
 
 def right(way: Way, device: torch.device, rows: int) -> bool:
@@ -50,10 +50,10 @@ def right(way: Way, device: torch.device, rows: int) -> bool:
     dist.all_gather(every, x)
     way.run(x)
     if way.format is not None:
-        same = torch.equal(x, simulate_all_reduce(torch.stack(every), way.format, way.node_size))
+        same = torch.equal(x, simulate_all_reduce(torch.stack(every), way.format))
     else:
         summands = torch.stack(every).float()
-        same = bool(((x.float() - summands.sum(0)).abs() <= way.error * summands.abs().sum(0)).all())
+        same = bool(((x.float() - summands.sum(0)).abs() <= ERROR * summands.abs().sum(0)).all())
     ends = [torch.empty_like(x) for _ in every]
     dist.all_gather(ends, x)
     wrong = torch.tensor(int(not same or not all(torch.equal(one, x) for one in ends)), device=device)
@@ -64,8 +64,6 @@ def right(way: Way, device: torch.device, rows: int) -> bool:
 def bench(
     mib: float,
     device: torch.device,
-    node_size: int | None = None,
-    chunks: int = 4,
     formats: Sequence[str] = FORMATS,
     repeats: int = REPEATS,
     blocks: Sequence[int] = (),
@@ -76,27 +74,22 @@ def bench(
     Args:
         mib: the size of each rank's values in MiB.
         device: this rank's device.
-        node_size: ranks of a node; None leaves the reductions by nodes out.
-        chunks: chunks of the reductions in chunks.
         formats: formats of the quantised reductions.
         repeats: how often each way is timed.
         blocks: numbers of blocks with which fcsd's kernels also run.
         plain: whether to leave out the quantised reductions in steps.
 
     Returns: the milliseconds of one reduction in each way, by its name; None if its result is wrong.
-
-    Raises:
-        ConfigError: the ranks cannot be divided into nodes of this size.
     """
     rows = max(1, int(mib * 2**20) // (2 * WIDTH))
     values = torch.randn(rows, WIDTH, device=device, dtype=torch.bfloat16)
     x = values.clone()
     wires = [Format.parse(text) for text in formats]
-    ways = all_reduce_ways.kinds(wires, node_size, chunks)
+    ways = all_reduce_ways.kinds(wires)
     if plain:
         ways = {name: way for name, way in ways.items() if way.format is None or way.in_graphs}
     ways |= all_reduce_ways.shapes(wires[:1], blocks)  # the first format stands for the others
-    ways |= all_reduce_ways.fp8(blocks if wires else ()) | all_reduce_ways.of_torch(values)
+    ways |= all_reduce_ways.of_torch(values)
     correct = {name: not way.checked or right(way, device, min(rows, CHECKED)) for name, way in ways.items()}
     calls = CALLS if values.nbytes <= SMALL else 1
     runs = {name: _run(way, x, calls) for name, way in ways.items() if correct[name]}
@@ -154,8 +147,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--mib", type=float, nargs="+", default=[64], help="MiB of bf16 values of each rank")
     parser.add_argument("--formats", nargs="*", default=list(FORMATS), metavar="FORMAT")
-    parser.add_argument("--node-size", type=int, help="ranks of a node")
-    parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument(
         "--blocks", type=_blocks, nargs="*", default=[], help="time fcsd's kernels with these blocks, too"
     )

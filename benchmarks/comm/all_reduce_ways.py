@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fcsd.kernels.all_reduce.memory import Rooms, Shape
 from fcsd.kernels.bit_split import Format
-from fcsd.parallel.all_reduce import copies, quantised, symmetric
-from fcsd.parallel.all_reduce.quantised import Topology, nodes_of
+from fcsd.parallel.all_reduce import quantised, symmetric
 from fcsd.parallel.all_reduce.window import OnStream, Window, try_window
 
 
@@ -21,55 +20,36 @@ class Way(NamedTuple):
     Attributes:
         run: replaces its argument by the sum over the ranks, on the current stream.
         format: the format of the wire; None for the values as they are.
-        node_size: ranks of a node of a quantised reduction by nodes.
-        in_graphs: whether a CUDA graph of it can be replayed: no flag gets a new number in each call, and no host code
-            runs between its steps.
-        error: the largest error as a share of the sum of the summands' magnitudes, if there is no format.
+        in_graphs: whether a CUDA graph of it can be replayed: no host code runs between its steps.
         checked: whether ``run`` uses its argument, so that its result can be compared with the reference.
     """
 
     run: Callable[[Tensor], Any]
     format: Format | None = None
-    node_size: int | None = None
     in_graphs: bool = True
-    error: float = 2**-6
     checked: bool = True
 
 
-def kinds(formats: Iterable[Format], node_size: int | None, chunks: int) -> dict[str, Way]:
+def kinds(formats: Iterable[Format]) -> dict[str, Way]:
     """The kinds of ``reduce`` by name, and the quantised one in steps. All ranks make this call.
 
     Args:
         formats: the formats of quantised reductions.
-        node_size: ranks of a node, for quantised reductions by nodes; None leaves them out.
-        chunks: chunks of quantised reductions in chunks.
-
-    Raises:
-        ConfigError: the ranks cannot be divided into nodes of this size.
     """
     group = dist.group.WORLD
     ways = {"nccl": Way(dist.all_reduce)}
     one_kernel = try_window(group) is not None
     if one_kernel:
         ways["symmetric"] = Way(lambda x: symmetric.all_reduce(x, group).wait())
-        ways["copies"] = Way(lambda x: copies.all_reduce(x, group).wait(), in_graphs=False)
-    steps = Topology(group, steps=True)
-    topologies = {"in steps": steps, "in steps, in chunks": steps._replace(chunks=chunks)}
-    if node_size is not None:
-        nodes = nodes_of(group, node_size)
-        topologies |= {"by nodes": nodes, "by nodes, in chunks": nodes._replace(chunks=chunks)}
     for format in formats:
         if one_kernel:
-            ways[f"quantised:{format}"] = Way(partial(_quantised, format, Topology(group)), format)
-        for name, topology in topologies.items():
-            nodes_of_size = None if topology.near is None else node_size
-            run = partial(_quantised, format, topology)
-            ways[f"quantised:{format} {name}"] = Way(run, format, nodes_of_size, in_graphs=False)
+            ways[f"quantised:{format}"] = Way(partial(_quantised, format, False), format)
+        ways[f"quantised:{format} in steps"] = Way(partial(_quantised, format, True), format, in_graphs=False)
     return ways
 
 
-def _quantised(format: Format, topology: Topology, x: Tensor) -> None:
-    quantised.all_reduce(x, format, topology).wait()
+def _quantised(format: Format, in_steps: bool, x: Tensor) -> None:
+    quantised.all_reduce(x, format, dist.group.WORLD, in_steps).wait()
 
 
 def shapes(formats: Iterable[Format], blocks: Iterable[int]) -> dict[str, Way]:
@@ -107,20 +87,6 @@ def _in_rooms(window: Window, rooms: Rooms, blocks: int, x: Tensor) -> None:
     from fcsd.kernels.all_reduce import launch
 
     OnStream(window.stream, x, lambda: launch.all_reduce_large(x, window.memory, rooms, blocks)).wait()
-
-
-def fp8(blocks: Iterable[int]) -> dict[str, Way]:
-    """The baseline in fp8 with different numbers of blocks."""
-    window = try_window(dist.group.WORLD)
-    if window is None:
-        return {}
-    return {f"fp8, two shots, {number} blocks": Way(partial(_fp8, window, number), error=2**-3) for number in blocks}
-
-
-def _fp8(window: Window, blocks: int, x: Tensor) -> None:
-    from benchmarks.distill.baselines import fp8_all_reduce
-
-    OnStream(window.stream, x, lambda: fp8_all_reduce.all_reduce(x, window.memory, blocks)).wait()
 
 
 def of_torch(x: Tensor) -> dict[str, Way]:

@@ -6,7 +6,7 @@
 #   qwen3, v3    the same over NVLink at the widths of Qwen3-30B-A3B and DeepSeek-V3       qwen3/ and v3/train.json
 #   nodes        dispatch and combine over two imitated nodes, HierMoE's ablations         hierarchy.json, moves_nvlink.json
 #   rows         from token rows to rows in the order of experts                           rows.json
-#   all_reduce   the all-reduces, also in steps, by nodes and in fp8                       all_reduce.json
+#   all_reduce   the all-reduces, also in steps                                            all_reduce.json
 #   ttft         time to first token of Llama-3 8B and 70B shapes, NVLink and slow link    ttft_*/infer.json
 #   swaps        training steps whose experts move, NVLink and slow link                   swaps_*.jsonl
 #   kernels      encode and decode on one GPU                                              formats.json
@@ -61,10 +61,8 @@ measure() { # CASE
         nodes) OUT="$OUT" benchmarks/comm/hierarchy.sh "$gpus" ;;
         rows) each benchmarks.comm.transports --wire int8 int6 int5 int4 int3 int2:sr --out "$OUT/rows.json" ;;
         all_reduce)
-            local nodes=()
-            [ "$gpus" -lt 4 ] || nodes=(--node-size 2)
             each benchmarks.comm.all_reduce --mib 256 64 1 0.25 0.0625 0.015625 --formats int8 int6 int5 int4 int3 int2:sr \
-                --blocks 64 "${nodes[@]}" --repeats 20 --out "$OUT/all_reduce.json" ;;
+                --blocks 64 --repeats 20 --out "$OUT/all_reduce.json" ;;
         ttft)
             ttft 8b llama3-8b 32 && ttft 70b llama3-70b "${LAYERS_70B:-16}" &&
                 ttft 8b_slow llama3-8b 32 --no-nvlink && ttft 70b_slow llama3-70b "${LAYERS_70B:-16}" --no-nvlink ;;

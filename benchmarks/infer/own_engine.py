@@ -5,7 +5,7 @@ affect all of them alike. The bound of a wiring is the same computation with red
 nothing inside the layers, and its results are wrong. The sum of the embedding and the exchange of logits remain in
 every row, the bound's too.
 
-With ``compile`` the first round of every variant also compiles, which takes a minute or more.
+On GPUs the first round of every variant also compiles, which takes a minute or more, unless ``compile`` is off.
 
 The sizes are those of Ladder-Residual §3: a prompt of 1024 tokens and 512 new ones. Here every prompt of a batch is
 another one, and every new token is the most likely one.
@@ -166,7 +166,8 @@ def _times(
     vocabulary = model.config.get_text_config().vocab_size
     prompts = load.prompts(batch, vocabulary)
     slots = Slots(batch, length, model.device)
-    graphs = load.graphs and model.device.type == "cuda"
+    on_gpu = model.device.type == "cuda"
+    graphs, compiles = load.graphs and on_gpu, load.compile and on_gpu
     wirings = {name: wiring_for(name, model.config, ranks.degree) for name, _ in variants}
     cache = Stepper(model, slots, graphs).cache
     steppers = {key: Stepper(model, slots, graphs, cache, load.attention) for key in variants}
@@ -174,7 +175,7 @@ def _times(
 
     def turn(key: Variant) -> tuple[float, float]:
         stepper = steppers[key]
-        wire_tensor_parallel(model, wirings[key[0]], ranks, key[1], compile_steps=load.compile)
+        wire_tensor_parallel(model, wirings[key[0]], ranks, key[1], compile_steps=compiles)
         prefill = _timed(lambda: stepper.prefill(prompts, range(batch)), ranks, team)
         decode = _timed(lambda: stepper.decode(load.new - 1, list(range(batch))), ranks, team)
         return prefill, decode / (load.new - 1)

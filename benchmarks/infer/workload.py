@@ -44,7 +44,7 @@ class Workload:
             compile either.
         rounds: how often each variant is timed.
         engine: ``own`` or ``vllm``.
-        compile: whether fcsd's engine compiles the parts of decoding steps, see ``engine.compiled``.
+        compile: whether fcsd's engine compiles the parts of decoding steps on a GPU, see ``engine.compiled``.
         attention: how decoding steps of fcsd's engine attend, ``grouped`` or ``split``; see
             ``serve.grouped_attention``. None chooses by the model and its device.
 
@@ -66,7 +66,7 @@ class Workload:
     rounds: int = 3
     bounds: tuple[str, ...] | None = None
     engine: str = "own"
-    compile: bool = False
+    compile: bool = True
     attention: str | None = None
 
     def __post_init__(self) -> None:
@@ -84,8 +84,8 @@ class Workload:
                 format_of(kind)
             else:
                 read_settings({"fcsd": {"reduce": kind}})
-        if self.compile and self.engine != "own":
-            raise ConfigError("--compile is for --engine own", hint="leave it out: vLLM compiles by itself")
+        if not self.compile and self.engine != "own":
+            raise ConfigError("--no-compile is for --engine own", hint="under vLLM, --no-graphs compiles nothing")
         if self.attention not in (GROUPED, SPLIT, None):
             raise unknown_value("attention", self.attention, (GROUPED, SPLIT))
         if self.attention is not None and self.engine != "own":

@@ -29,7 +29,7 @@ def command(engine: str, given: argparse.Namespace) -> list[str]:
     if engine == "own":
         words += [
             *(["--attention", given.attention] if given.attention else []),
-            *(["--compile"] if given.compile else []),
+            *(["--no-compile"] if given.no_compile else []),
         ]
     for name in ("layers", "tp", "batch", "prompt", "new", "dtype", "rounds"):
         words += [f"--{name}", str(getattr(given, name))]
@@ -73,10 +73,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="a time is the median of so many")
     parser.add_argument("--reduce", default="nccl", help="kinds of reduction of fcsd's engine, as nccl,symmetric")
     parser.add_argument("--attention", help="of decoding steps of fcsd's engine: grouped or split")
-    parser.add_argument("--compile", action="store_true", help="compile steps of fcsd's engine; vLLM always compiles")
+    parser.add_argument("--no-compile", action="store_true", help="compile nothing in fcsd's engine; vLLM compiles")
     given = parser.parse_args()
     head: Row = dict(shape=given.shape, layers=given.layers, prompt=given.prompt, new=given.new, dtype=given.dtype)
-    head |= dict(attention=given.attention, compile=given.compile)
+    head |= dict(attention=given.attention, compile=not given.no_compile)
     begin(head)
     codes = {engine: subprocess.run(command(engine, given), cwd=ROOT).returncode for engine in ("own", "vllm")}
     for row in beside(*(rows_of(given.out / engine / "infer.json") for engine in codes)):

@@ -10,7 +10,7 @@ import typer
 from fcsd.bundled import located
 from fcsd.cli.bench import app
 from fcsd.cli.command import command, emit
-from fcsd.cli.options import AsJson, DataMirror, Device, Dtype, Gpus, Limit, Model, numbers
+from fcsd.cli.options import AsJson, DataMirror, Device, Dtype, Gpus, Limit, Model, NoCompile, numbers
 from fcsd.disk import write_text
 from fcsd.errors import ConfigError
 from fcsd.extras import require_extra
@@ -52,9 +52,7 @@ def infer(
     engine: Annotated[
         str, typer.Option(metavar="own|vllm", help="Time fcsd's own engine, or vLLM with fcsd's plugin.")
     ] = "own",
-    compile: Annotated[
-        bool, typer.Option("--compile", help="Compile what fcsd's engine computes between two reductions of a step.")
-    ] = False,
+    no_compile: NoCompile = False,
     attention: Annotated[
         str | None,
         typer.Option(
@@ -105,7 +103,7 @@ def infer(
         rounds=rounds,
         bounds=None if bounds is None else tuple(bounds.split(",")),
         engine=engine,
-        compile=compile,
+        compile=not no_compile,
         attention=attention,
     )
     found = bench(load, out)

@@ -16,6 +16,7 @@ from fcsd.cli.options import (
     EvalDevice,
     EvalGpus,
     Model,
+    NoCompile,
     Questions,
     Reduce,
     UnsafeExec,
@@ -67,6 +68,7 @@ def evaluate(
         typer.Option(metavar="batches|slots|graphs", help="How to generate; the default is the fastest way."),
     ] = None,
     reduce: Reduce = "nccl",
+    no_compile: NoCompile = False,
     wire: Annotated[
         str | None,
         typer.Option(
@@ -134,6 +136,7 @@ def evaluate(
         # Under hf the answers do not depend on the number of processes.
         gpus=gpus or 1 if backend in ("vllm", "own") else 1,
         reduce=reduce,  # type: ignore[arg-type]
+        compile=not no_compile,
         wire=None if wire is None else QuantisedWire.parse(wire, tp_degree),
     )
     results = evaluate_models(

@@ -71,7 +71,17 @@ PlannedGpus = Annotated[
 ]
 Reduce = Annotated[
     str,
-    typer.Option(metavar="KIND", help="How the ranks of fcsd's engine sum partial results; see docs/engine.md."),
+    typer.Option(
+        metavar="KIND",
+        help="How the ranks of fcsd's engine sum partial results: nccl, symmetric, auto, or quantised:FORMAT, which is "
+        "for GPUs without peer access; see docs/engine.md.",
+    ),
+]
+NoCompile = Annotated[
+    bool,
+    typer.Option(
+        "--no-compile", help="Do not compile the parts of decoding steps in fcsd's engine, as it does on a GPU."
+    ),
 ]
 Device = Annotated[str | None, typer.Option(metavar="cuda|cpu", help="The default is cuda if there is a GPU.")]
 EvalGpus = Annotated[

@@ -6,21 +6,26 @@ never inside of what is compiled, so no compiler can move its start or its wait.
 function: the modules are its arguments.
 
 Attention, dense MLPs, shared experts and routers are compiled. Routed experts are not, because the number of rows of
-each is known on the device alone.
+each is known on the device alone. A function that cannot be compiled is computed as it is, after a warning.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.overrides import TorchFunctionMode
 
 from fcsd.engine.sharded_modules import SplitNorm
+from fcsd.foreign_errors import first_line
 
 # How often one of the functions below may be compiled: once for each batch, degree, and length that attention reads.
 _SHAPES = 64
+
+log = logging.getLogger(__name__)
 
 
 class OneLayer:
@@ -111,14 +116,32 @@ def before_experts(norm: nn.Module, sparse: Sparse, x: Tensor, sums: Sequence[Te
 
 
 def compute(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the compiled version of a function."""
-    with torch._dynamo.config.patch(recompile_limit=_SHAPES):
-        return _compiled(function)(*args, **kwargs)
+    """Call the compiled version of a function, or the function itself if it could not be compiled."""
+    return _compiled(function)(*args, **kwargs)
 
 
 @cache
-def _compiled(function: Any) -> Any:
-    return torch.compile(function, fullgraph=True, dynamic=False)
+def _compiled(function: Any) -> "_Compiled":
+    return _Compiled(function)
+
+
+class _Compiled:
+    """A function, compiled until that fails: for want of a compiler, say, or because of too many shapes."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._compiled = torch.compile(function, fullgraph=True, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._compiled is not None:
+            try:
+                with torch._dynamo.config.patch(recompile_limit=_SHAPES):
+                    return self._compiled(*args, **kwargs)
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # nothing was computed yet
+                name, cause = self._function.__name__.strip("_"), getattr(error, "inner_exception", error)
+                log.warning("decoding with %s uncompiled, which is slower: %s", name, first_line(cause))
+                self._compiled = None
+        return self._function(*args, **kwargs)
 
 
 def _attended(

@@ -31,9 +31,6 @@ TABLE_10 = {
 WAYS = {
     "": "in one kernel",
     "in steps": "in two steps",
-    "in steps, in chunks": "in two steps, in chunks",
-    "by nodes": "by nodes",
-    "by nodes, in chunks": "by nodes, in chunks",
 }
 
 Speeds = Mapping[str, Mapping[str, float]]  # what was measured -> format of ``SENT`` -> times as fast as bf16

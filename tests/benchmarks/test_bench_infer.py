@@ -82,12 +82,12 @@ def test_the_phases_of_a_batch():
 def test_every_variant_is_an_engine_of_its_own(lines, tmp_path, capsys):
     load = Workload(
         "tiny-dense", layers=2, degrees=(1, 2), batches=(1, 4), wirings=("standard", "ladder", "desync-2x"),
-        reduce=("auto", "copies", "none"), bounds=("ladder",), **VLLM,
+        reduce=("auto", "quantised:int4", "none"), bounds=("ladder",), **VLLM,
     )  # fmt: skip
     found = vllm_engine.bench(load, tmp_path / "out")
     variants = [(1, "standard", "vllm"), (1, "ladder", "vllm"), (2, "standard", "vllm")]
-    variants += [(2, "ladder", kind) for kind in ("auto", "copies", "none")]
-    variants += [(2, "desync-2x", kind) for kind in ("auto", "copies")]
+    variants += [(2, "ladder", kind) for kind in ("auto", "quantised:int4", "none")]
+    variants += [(2, "desync-2x", kind) for kind in ("auto", "quantised:int4")]
     assert [(chosen["tp"], chosen["wiring"], chosen["reduce"]) for chosen in found["vllm"]] == variants
     assert found["vllm"][0].items() >= {"version": "0.28.0", "runner": "v2", "graphs": "FULL", "budget": 8192}.items()
 
@@ -122,7 +122,7 @@ def test_every_variant_is_an_engine_of_its_own(lines, tmp_path, capsys):
     ]
     for row in rows:
         assert row["exact"] == (row["reduce"] != "none")
-        assert row["out_of_memory"] == (row["reduce"] == "copies" or (row["tp"], row["batch"]) == (1, 4))
+        assert row["out_of_memory"] == (row["reduce"] == "quantised:int4" or (row["tp"], row["batch"]) == (1, 4))
         if not row["out_of_memory"]:
             same = [other for other in rows if (other["tp"], other["batch"]) == (row["tp"], row["batch"])]
             assert row["decode_times_standard"] == pytest.approx(same[0]["decode_ms"] / row["decode_ms"])

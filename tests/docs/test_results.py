@@ -743,3 +743,22 @@ def test_the_speed_of_the_code_before_is_compared_alike(page: str, raw: Raw) -> 
 def test_how_many_runs_were_captured(page: str, models: Models) -> None:
     captured = sum("train.graph=true" in line.get("set", []) for line in models.lines.values())
     assert f"{captured} stored runs of the capability study were captured" in " ".join(page.split())
+
+
+def test_quantised_all_reduces_without_peer_access(page: str, raw: Raw) -> None:
+    table = rows(page, "Quantised all-reduces without peer access")
+    formats, checked = ("quantised:int8", "quantised:int5", "quantised:int4"), 0
+    for size, timed in raw("all_reduce_slow_2xh100")["ms"].items():
+        for cells in (row for row in table if row[0] == size):
+            nccl, *others = (timed[name][0] for name in ("nccl", *(f"{format} in steps" for format in formats)))
+            assert cells[1:] == [f"{nccl:.3f}", *(f"{time:.3f} ({nccl / time:.2f}x)" for time in others)]
+            checked += 1
+    found = {(row["batch"], row["wiring"], row["reduce"]): row for row in raw("infer_slow_2xh100")["rows"]}
+    for batch, wiring, *cells in (row for row in table if row[1] in ("standard", "ladder")):
+        expected = []
+        for key, digits in (("prefill_ms", 1), ("decode_ms", 3)):
+            nccl, *others = (found[int(batch), wiring, kind][key] for kind in ("nccl", formats[0], formats[2]))
+            expected += [f"{nccl:.{digits}f}", *(f"{time:.{digits}f} ({nccl / time:.2f}x)" for time in others)]
+        assert cells == expected
+        checked += 1
+    assert checked == 7

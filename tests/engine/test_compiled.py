@@ -135,6 +135,38 @@ def test_what_has_no_fixed_shape_is_not_compiled(counted: list[str]) -> None:
     assert counted == []
 
 
+def test_what_cannot_be_compiled_is_computed_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        tried.append(graph)
+        raise OSError("no C compiler")
+
+    tried: list[Any] = []
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    compiled._compiled.cache_clear()
+    model: Any = tiny.model("llama", initializer_range=0.1)
+    expected = decode(model, Wiring("ladder", ALL), False)
+    first, found = decode(model, Wiring("ladder", ALL), True)
+    compiled._compiled.cache_clear()
+    assert first == expected[0] and torch.equal(found, expected[1])
+    assert len(tried) == 2, "each function is tried once"
+    said = [record.message for record in caplog.records if record.name == "fcsd.engine.compiled"]
+    assert len(said) == 2 and all("uncompiled" in line and "no C compiler" in line for line in said)
+
+
+def test_more_shapes_than_are_compiled_are_computed_as_they_are(
+    counted: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiled, "_SHAPES", 2)
+    norm, mlp = torch.nn.Identity(), torch.nn.Linear(4, 4)
+    for tokens in (1, 2, 3, 4):
+        x = torch.ones(tokens, 1, 4)
+        _, out = compiled.dense(norm, mlp, x, [])
+        assert torch.equal(out, mlp(x))
+    assert len(counted) == 2 and [r.levelname for r in caplog.records if "uncompiled" in r.message] == ["WARNING"]
+
+
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_gpu_captures_compiled_steps() -> None:

@@ -5,6 +5,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import eval_data
@@ -119,6 +120,8 @@ def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path)
         if arch in COMPILED:
             found[arch]["compiled"] = _compiled(model, world)
     found["chat"] = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts, divided=True)]
+    quantised = chat(str(models["llama"]), prompts=prompts, divided=True, reduce="quantised:int4")
+    found["quantised"] = [answers[0].text for answers in quantised]
     engine = Engine(backend="own", gpus=2)
     found["scores"] = evaluate_models([models["llama"]], data_mirror=mirror, engine=engine, out=out, **TASKS)
     found["bench"] = _bench(world.rank, out)
@@ -175,6 +178,8 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
     chatted = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts)]
     assert [found["chat"] for found in ranks] == [chatted, chatted] and any(chatted)
 
+    assert ranks[0]["quantised"] == ranks[1]["quantised"] and any(ranks[0]["quantised"])
+
     expected = evaluate_models([models["llama"]], data_mirror=mirror, **TASKS)
     for found in ranks:
         assert [(r["value"], r["items"]) for r in found["scores"]] == [(r["value"], r["items"]) for r in expected]
@@ -215,6 +220,26 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
     assert ranks[1]["bench"][1] == without_weights
 
 
+@pytest.mark.parametrize(
+    ("device", "asked", "compiles"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_a_gpu_compiles_steps_unless_this_is_switched_off(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, device: str, asked: bool, compiles: bool
+) -> None:
+    """The GPU is a double: nothing is loaded and wired."""
+    from fcsd.engine import open as engine
+
+    given: list[Any] = []
+    config = load_model(models["llama"], dtype=torch.float32).config
+    monkeypatch.setattr(engine, "Reduction", lambda *_: None)
+    monkeypatch.setattr(engine, "load_tensor_parallel", lambda *_, **__: SimpleNamespace(config=config))
+    monkeypatch.setattr(engine, "fuse", lambda model, kernels: given.append(kernels))
+    monkeypatch.setattr(engine, "wire_tensor_parallel", lambda *_, compile_steps: given.append(compile_steps))
+    world: Any = SimpleNamespace(device=torch.device(device), size=1, rank=0)
+    engine.open_engine(models["llama"], world, dtype=torch.float32, compile_steps=asked)
+    assert given == [device == "cuda", compiles]
+
+
 def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], list[str]]]:
     """Answers step by step and by CUDA graphs, and what was logged, for each kind of reduction."""
     from fcsd.engine.open import open_engine
@@ -225,7 +250,7 @@ def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], 
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fcsd").addHandler(handler)
     world, found = join_world(), {}
-    for kind in ("nccl", "symmetric", "copies"):
+    for kind in ("nccl", "symmetric"):
         model: Any = open_engine(path, world, dtype=torch.float32, reduce=kind)
         found[kind] = _in_slots(model), _in_slots(model, graphs=True), list(said)
     return found
@@ -235,7 +260,7 @@ def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], 
 def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> None:
     expected = _greedy(load_model(models["llama"], dtype=torch.float32))
     for found in on_ranks(2, _by_graphs, models["llama"]):
-        assert found == dict.fromkeys(("nccl", "symmetric", "copies"), (expected, expected, []))
+        assert found == dict.fromkeys(("nccl", "symmetric"), (expected, expected, []))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +274,8 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> N
         (["chat", "{model}", "--placement", "placement.json"], "add --gpus"),
         (["chat", "{model}", "--gpus", "1", "--device", "cpu"], "leave it out with --gpus"),
         (["bench", "infer", "tiny-dense", "--wirings", "standard,sideways"], "unknown wiring 'sideways'"),
-        (["bench", "infer", "tiny-dense", "--engine", "vllm", "--compile"], "--compile is for --engine own"),
+        (["bench", "infer", "tiny-dense", "--engine", "vllm", "--no-compile"], "--no-compile is for --engine own"),
+        (["eval", "{model}", "--no-compile"], "--no-compile is for --backend own"),
         (
             ["bench", "infer", "tiny-dense", "--engine", "vllm", "--attention", "split"],
             "--attention is for --engine own",

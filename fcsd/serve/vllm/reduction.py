@@ -33,7 +33,7 @@ from fcsd.kernels.bit_split.format import format_of_reduction
 # ``vllm`` is vLLM's own choice of all-reduce, and ``auto`` is ``vllm`` today. The other kinds are those of
 # ``parallel.all_reduce.reduce``. ``none`` sends nothing, so its results are wrong, and its time is a lower bound.
 Kind = str
-KINDS = ("auto", "vllm", "symmetric", "copies", "quantised:FORMAT", "none")
+KINDS = ("auto", "vllm", "symmetric", "quantised:FORMAT", "none")
 OF_VLLM = ("auto", "vllm")
 WRONG_RESULTS = ("none",)
 # Tokens. A server whose steps without a graph had some 1100 tokens was slower with sums in flight; one with 8192 was
