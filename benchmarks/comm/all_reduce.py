@@ -25,7 +25,7 @@ from benchmarks.comm.all_reduce_ways import Way
 from torch import Tensor
 
 from fcsd.bench.out_file import out_file
-from fcsd.bench.timing import Timing, timings
+from fcsd.bench.runner import Timing, timings
 from fcsd.kernels.all_reduce.memory import BLOCKS
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.format import bits_on_the_wire

@@ -2,8 +2,8 @@
 # Every case in which a target was set for quantised, deduplicated and placed communication, on at most four H200s.
 # Usage: OUT=DIR benchmarks/comm/quantised.sh [GPUS [CASE...]]      default: 4 GPUs, all cases; no network needed
 # Cases, with the files that they leave in OUT (docs/wires.md lists the targets):
-#   slow_link    a training step over a slow link: plain, deduplicated, INT8, both        slow_link/train.json
-#   qwen3, v3    the same over NVLink at the widths of Qwen3-30B-A3B and DeepSeek-V3       qwen3/ and v3/train.json
+#   slow_link    a training step over a slow link: plain, deduplicated, INT8, both        slow_link/step.json
+#   qwen3, v3    the same over NVLink at the widths of Qwen3-30B-A3B and DeepSeek-V3       qwen3/ and v3/step.json
 #   nodes        dispatch and combine over two imitated nodes, HierMoE's ablations         hierarchy.json, moves_nvlink.json
 #   rows         from token rows to rows in the order of experts                           rows.json
 #   all_reduce   the all-reduces, also in steps                                            all_reduce.json
@@ -22,7 +22,7 @@ mkdir -p "${OUT:?set it to a directory for the results}"
 OUT=$(cd "$OUT" && pwd)
 
 step() { # CASE SHAPE LAYERS MICRO_BATCH OVERLAPPED_VARIANT [OPTION...]
-    python3 -m fcsd bench train "$2" --layers "$3" --micro-batch "$4" --gpus "$gpus" --routers uniform \
+    python3 -m fcsd bench step "$2" --layers "$3" --micro-batch "$4" --gpus "$gpus" --routers uniform \
         --rounds "$rounds" --steps 2 --variants "standard-fused,$5,comm-free-fused" --dedup off --dedup rank \
         --out "$OUT/$1" "${@:6}"
 }
@@ -30,7 +30,7 @@ each() { # MODULE [OPTION...]: one process for each GPU
     python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m "$@"
 }
 ttft() { # NAME SHAPE LAYERS [OPTION...]: prompts of 1024 tokens, one and eight at once
-    python3 -m fcsd bench infer "$2" --layers "$3" --tp "$gpus" --batch 1,8 --prompt 1024 --new 2 --rounds "$rounds" \
+    python3 -m benchmarks.infer "$2" --layers "$3" --tp "$gpus" --batch 1,8 --prompt 1024 --new 2 --rounds "$rounds" \
         --wirings standard,ladder --bounds standard --reduce \
         nccl,quantised:int8,quantised:int6,quantised:int5,quantised:int4,quantised:int3,quantised:int2:sr,none \
         --out "$OUT/ttft_$1" "${@:4}"
@@ -68,7 +68,7 @@ measure() { # CASE
                 ttft 8b_slow llama3-8b 32 --no-nvlink && ttft 70b_slow llama3-70b "${LAYERS_70B:-16}" --no-nvlink ;;
         swaps)
             scratch=$(mktemp -d) && trap 'rm -rf "$scratch"' EXIT
-            python3 -m fcsd.bench.random_checkpoint deepseek-v2-lite "$scratch/teacher" --layers 4 \
+            python3 -m benchmarks.random_checkpoint deepseek-v2-lite "$scratch/teacher" --layers 4 \
                 --tokenizer assets/teacher &&
                 python3 -m fcsd convert "$scratch/teacher" "$scratch/student" --wiring farskip --no-check &&
                 swaps nvlink && NCCL_P2P_DISABLE=1 swaps slow ;;

@@ -25,7 +25,7 @@ from benchmarks.comm import expert_rows
 from torch import Tensor
 
 from fcsd.bench.out_file import out_file
-from fcsd.bench.timing import together
+from fcsd.bench.runner import together
 from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world, leave

@@ -19,7 +19,7 @@ for case in "$@"; do
     *) echo "error: no case $case" >&2 && exit 2 ;;
     esac
     echo "== $case ($SECONDS s)" >&2
-    timeout "${TIMEOUT:-600}" python3 -m fcsd bench distill "${shape[@]}" --seq 4096 --micro-batch 8 --rounds 2 --steps 2 \
+    timeout "${TIMEOUT:-600}" python3 -m benchmarks.distill.baselines "${shape[@]}" --seq 4096 --micro-batch 8 --rounds 2 --steps 2 \
         --against "${AGAINST:-trl,loop-liger,fcsd-plain}" --out "${OUT:?set it to a directory for the results}/$case" ||
         failed=1
 done

@@ -1,6 +1,7 @@
 """Compares runs of ``fcsd bench memory`` that differ in where AdamW keeps its states: ``python -m`` this module.
 
-``benchmarks/distill/memory.sh`` takes the runs, several of each setting in turns. This module collects their JSON files.
+``benchmarks/distill/memory.sh`` takes the runs, several of each setting in turns. This module collects their JSON
+files.
 """
 
 import argparse

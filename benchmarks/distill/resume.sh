@@ -10,7 +10,7 @@ scratch="$(mktemp -d)" && trap 'rm -rf "$scratch"' EXIT
 mkdir -p "${OUT:?set it to a directory for the results}"
 say() { echo "==== $1 ($SECONDS s)"; }
 say "a random $shape of $layers layers, and its conversion"
-python3 -m fcsd.bench.random_checkpoint "$shape" "$scratch/teacher" --layers "$layers" --tokenizer assets/teacher
+python3 -m benchmarks.random_checkpoint "$shape" "$scratch/teacher" --layers "$layers" --tokenizer assets/teacher
 python3 -m fcsd convert "$scratch/teacher" "$scratch/student" --wiring farskip --no-check
 cat > "$scratch/recipe.yaml" << YAML
 name: $shape-$layers

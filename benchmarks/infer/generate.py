@@ -1,8 +1,8 @@
 """Generation speed of the evaluation adapter, way by way, beside lm-eval's own HFLM.
 
-``python -m benchmarks.infer.generate --tokenizer assets/teacher [--seconds 60] [--out generate.json]``. The model and the
-prompts are those of ``benchmarks.infer.evaluate``: 1.5 billion random parameters in bf16, prompts as long as the tasks', 128
-new tokens each, no answer ending early. Every line is printed when it is measured; what would start after
+``python -m benchmarks.infer.generate --tokenizer assets/teacher [--seconds 60] [--out generate.json]``. The model and
+the prompts are those of ``benchmarks.infer.evaluate``: 1.5 billion random parameters in bf16, prompts as long as the
+tasks', 128 new tokens each, no answer ending early. Every line is printed when it is measured; what would start after
 ``--seconds`` is left out. First graphs on every task, whether they give the answers of batches in fp32 and whether a
 mixture of experts can be captured; then HFLM on every task, and the other ways on one.
 """

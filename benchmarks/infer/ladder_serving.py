@@ -1,13 +1,14 @@
 """Runs and tabulates the measurements of Ladder-Residual's serving tables with fcsd's engine.
 
-    python benchmarks/infer/ladder_serving.py run GPUS OUT [--sizes 70B,...] [--minutes 9]    one piece of work, then the tables
-    python benchmarks/infer/ladder_serving.py tables OUT     tables.md, tables.json and figure_4.png from what was measured
+    python benchmarks/infer/ladder_serving.py run GPUS OUT [--sizes 70B,...] [--minutes 9]    one piece of work, then
+    the tables python benchmarks/infer/ladder_serving.py tables OUT     tables.md, tables.json and figure_4.png from
+    what was measured
 
-A measurement is one call of ``fcsd bench infer`` for a size, a tensor-parallel degree, a link and a depth. It has a
-folder below OUT, and is not repeated if its ``infer.json`` has all batches. The weights are random and the layers of a
-model are alike, so the time of a step is linear in the number of layers: ``a + b x layers``. Every model is measured at
-two depths, and the tables hold the time of the whole model that follows from them. Decoding is timed for ``NEW`` tokens
-behind prompts of 1024, and counted for 512.
+A measurement is one call of ``python -m benchmarks.infer`` for a size, a tensor-parallel degree, a link and a depth. It
+has a folder below OUT, and is not repeated if its ``infer.json`` has all batches. The weights are random and the layers
+of a model are alike, so the time of a step is linear in the number of layers: ``a + b x layers``. Every model is
+measured at two depths, and the tables hold the time of the whole model that follows from them. Decoding is timed for
+``NEW`` tokens behind prompts of 1024, and counted for 512.
 
 A whole model that does not fit is OOM, as in the paper: its weights and keys and values are counted and compared with
 the memory of the GPU. So is a variant that ran out of memory at a small depth.
@@ -46,7 +47,7 @@ Row = dict[str, Any]
 
 
 class Piece(NamedTuple):
-    """One measurement: a call of ``fcsd bench infer``."""
+    """One measurement: a call of ``python -m benchmarks.infer``."""
 
     size: str
     link: str
@@ -69,14 +70,14 @@ def pieces(gpus: int, sizes: list[str]) -> Iterator[Piece]:
 
 
 def command(piece: Piece, out: Path, reduce: str) -> list[str]:
-    """The call of ``fcsd bench infer`` for a measurement, with the options that the environment adds in OPTIONS."""
+    """The call of ``python -m benchmarks.infer`` for a measurement, with the options in the environment's OPTIONS."""
     batches = ",".join(map(str, piece.batches))
-    words = ["bench", "infer", SIZES[piece.size][0], "--layers", piece.layers, "--tp", piece.degree, "--batch", batches]
+    words = [SIZES[piece.size][0], "--layers", piece.layers, "--tp", piece.degree, "--batch", batches]
     words += ["--prompt", PROMPT, "--new", NEW, "--rounds", ROUNDS, "--wirings", ",".join(WIRINGS)]
     words += ["--reduce", f"{reduce},none", "--bounds", STANDARD, "--out", out / piece.folder]
     words += ["--no-nvlink"] if piece.link == "no-nvlink" else []
     words += os.environ.get("OPTIONS", "").split()
-    return [sys.executable, "-m", "fcsd", *map(str, words)]
+    return [sys.executable, "-m", "benchmarks.infer", *map(str, words)]
 
 
 def rows_of(piece: Piece, out: Path) -> list[Row]:

@@ -7,7 +7,7 @@
 #                                                             4096 and 16384 tokens, both links; about 130 s on four H200s
 #        benchmarks/infer/ladder_serving.sh GPUS 70B,8B      a piece with some of 1B, 3B, 8B, 34B, 70B and 176B
 # Environment: OUT=ladder-serving  MINUTES=9  PYTHON=python3  REDUCE=nccl (kinds of reduction, the best of which counts)
-#   OPTIONS= (more options of `fcsd bench infer`, such as --no-compile)
+#   OPTIONS= (more options of `python -m benchmarks.infer`, such as --no-compile)
 #   SECONDS_PER_LINK=72 (of the short form, after which a link is left)
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -25,7 +25,7 @@ fi
 status=0
 short() {
     # shellcheck disable=SC2086 # OPTIONS is split into words
-    timeout -k 10 "${SECONDS_PER_LINK:-72}" "$python" -m fcsd bench infer "${SHAPE:-llama3-70b}" --layers 8 --tp "$gpus" \
+    timeout -k 10 "${SECONDS_PER_LINK:-72}" "$python" -m benchmarks.infer "${SHAPE:-llama3-70b}" --layers 8 --tp "$gpus" \
         --batch 1,64,16,4 --prompt 256 --new 17 --rounds 2 --reduce "$REDUCE,none" --out "$out/short-$1" "${@:2}" $OPTIONS
     local ended=$?
     echo "$1: ended with $ended after $SECONDS s"

@@ -29,8 +29,8 @@ from benchmarks.infer.table import draw, table
 from benchmarks.infer.workload import Times, Workload, compare, row, wiring_for
 from transformers import PreTrainedModel
 
+from fcsd.bench.runner import finished
 from fcsd.bench.shapes import SHAPES
-from fcsd.bench.timing import finished
 from fcsd.engine.decode import GRAIN, Stepper
 from fcsd.engine.fused import fuse
 from fcsd.engine.grouped_attention import SPLIT, usual_attention, why_not_split

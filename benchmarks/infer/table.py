@@ -1,4 +1,4 @@
-"""The table and the picture of ``fcsd bench infer``."""
+"""The table and the picture of ``python -m benchmarks.infer``."""
 
 from pathlib import Path
 from typing import Any

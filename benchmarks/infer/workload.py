@@ -1,4 +1,4 @@
-"""What ``fcsd bench infer`` times, and the row of results for each variant. Both engines use this file."""
+"""What ``python -m benchmarks.infer`` times, and the row of results for each variant. Both engines use this file."""
 
 import statistics
 from dataclasses import dataclass

@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from fcsd.bench.out_file import out_file
+from fcsd.bench.runner import on_gpu
 from fcsd.bench.shapes import SHAPES
-from fcsd.bench.timing import on_gpu
 from fcsd.engine.latent_steps import attend_to_latents
 from fcsd.kernels.decode.attention import decode_attention
 from fcsd.kernels.decode.experts import few_experts

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fcsd.bench.out_file import out_file
-from fcsd.bench.timing import on_gpu
+from fcsd.bench.runner import on_gpu
 from fcsd.kernels import rows as token_rows
 from fcsd.kernels.bit_split import Draws, Format, kernels, reference
 from fcsd.launch.environment import snapshot

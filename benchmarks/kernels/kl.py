@@ -1,7 +1,7 @@
 """Time, memory and error of the distillation loss on one GPU, beside full-logit torch and Liger.
 
-The command is ``python -m benchmarks.kernels.kl [--tune] [--out kl.json]``. It measures forward and backward in bf16 with a
-trained output head. Each line of the result contains:
+The command is ``python -m benchmarks.kernels.kl [--tune] [--out kl.json]``. It measures forward and backward in bf16
+with a trained output head. Each line of the result contains:
 
 - the median milliseconds, also divided by the time of full-logit torch, and divided by the time of the four matrix
   products at the rate that this benchmark measures
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcsd.bench.out_file import out_file
-from fcsd.bench.timing import on_gpu
+from fcsd.bench.runner import on_gpu
 from fcsd.kernels.fused_kl import Tuning, kl_divergence
 from fcsd.kernels.vocabulary import Launch, divergence, log_sum_exp_parts
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every case in which benchmarks/results/RESULTS.md measures overlap, on random weights of real dimensions; no network needed.
 # Usage: OUT=DIR benchmarks/train/overlap.sh [GPUS [CASE...]]      default: 8 GPUs, all cases
-# Each leaves OUT/CASE/train.json and, but for slow_link, traces of a step by copies. A case that fails stops the others.
+# Each leaves OUT/CASE/step.json and, but for slow_link, traces of a step by copies. A case that fails stops the others.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export HF_HUB_OFFLINE=1
@@ -11,7 +11,7 @@ gpus=${1:-8}
 variants=stock,standard-fused,overlapped-fused,copies-fused,comm-free-fused
 
 step() { # CASE SHAPE LAYERS MICRO_BATCH [OPTION...]
-    python3 -m fcsd bench train "$2" --layers "$3" --micro-batch "$4" --variants $variants --gpus "$gpus" \
+    python3 -m fcsd bench step "$2" --layers "$3" --micro-batch "$4" --variants $variants --gpus "$gpus" \
         --out "${OUT:?set it to a directory for the results}/$1" "${@:5}"
 }
 

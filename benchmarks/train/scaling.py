@@ -1,5 +1,6 @@
-"""Computes and draws the speed-up at each world size from the files of ``fcsd bench train``, as in FarSkip Figure 5."""
+"""Computes and draws the speed-up at each world size from the files of ``fcsd bench step``, as in FarSkip Figure 5."""
 
+import argparse
 import json
 import statistics
 from collections import defaultdict
@@ -7,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fcsd.bench.training.workload import BOUND, FUSED, OVERLAPPED, OVERLAPS, STANDARD, STANDARD_COPIES
+from fcsd.bench.step.workload import BOUND, FUSED, OVERLAPPED, OVERLAPS, STANDARD, STANDARD_COPIES
 from fcsd.errors import BadInputError
 
-# Fields of the workload in train.json that must be equal in all runs that are compared.
+# Fields of the workload in step.json that must be equal in all runs that are compared.
 _SHARED = ("shape", "layers", "seq", "recompute", "optimizer")
 
 
@@ -51,13 +52,13 @@ class Point:
 
 
 def read(paths: list[Path]) -> tuple[dict[str, Any], list[Point]]:
-    """Reads several train.json files.
+    """Reads several step.json files.
 
     Returns: the conditions that all runs share, and what the runs measured under their first router, sorted by variant
         and world size.
 
     Raises:
-        BadInputError: a file is not a train.json or lacks a variant, or the runs cannot be compared.
+        BadInputError: a file is not a step.json or lacks a variant, or the runs cannot be compared.
     """
     conditions: dict[str, Any] = {}
     points: list[Point] = []
@@ -83,7 +84,7 @@ def _one(path: Path) -> tuple[dict[str, Any], list[Point]]:
         conditions = {name: load[name] for name in _SHARED}
         conditions |= {"global batch": world * load["micro_batch"], "router": router}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise BadInputError(f"{path} is not a train.json of fcsd bench train") from error
+        raise BadInputError(f"{path} is not a step.json of fcsd bench step") from error
     points = []
     for fused in ("", FUSED):
         standard = [steps[name + fused] for name in (STANDARD, STANDARD_COPIES) if name + fused in steps]
@@ -92,7 +93,7 @@ def _one(path: Path) -> tuple[dict[str, Any], list[Point]]:
             size, best, bound = load["micro_batch"], min(standard), steps[BOUND + fused]
             points += [Point(name, world, size, best, steps[name], bound) for name in timed]
     if not points:
-        hint = f"fcsd bench train --variants {STANDARD},{OVERLAPPED},{BOUND}"
+        hint = f"fcsd bench step --variants {STANDARD},{OVERLAPPED},{BOUND}"
         raise BadInputError(f"{path} has not timed {STANDARD}, {OVERLAPPED} and {BOUND}", hint)
     return conditions, points
 
@@ -145,3 +146,19 @@ def draw(conditions: dict[str, Any], points: list[Point], path: Path) -> None:
     figure.legend(loc="outside lower center", ncols=len(lines), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Compares the speed-up of several world sizes at one global batch, as FarSkip's Figure 5 does."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, help="step.json files, one of each world size")
+    parser.add_argument("--picture", type=Path, help="draw speed-up over world size into this PNG")
+    given = parser.parse_args()
+    conditions, points = read(given.files)
+    print(to_text(conditions, points))
+    if given.picture is not None:
+        draw(conditions, points, given.picture)
+
+
+if __name__ == "__main__":
+    main()

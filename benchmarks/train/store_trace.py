@@ -1,4 +1,4 @@
-"""Cut a trace of `fcsd bench train --trace` down to a few layers and store it with HolisticTraceAnalysis's figure.
+"""Cut a trace of `fcsd bench step --trace` down to a few layers and store it with HolisticTraceAnalysis's figure.
 
     python benchmarks/train/store_trace.py OUT/rank-0.json.gz tests/data/h200.json.gz [--layer 4] [--picture PNG]
 
@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.train.trace_picture import draw, period
+from benchmarks.train.trace import draw, period
 
 from fcsd.parallel import trace
 

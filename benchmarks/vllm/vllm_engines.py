@@ -2,9 +2,9 @@
 
     python benchmarks/vllm/vllm_engines.py OUT --shape llama3-70b --layers 8 --tp 1,2 --batch 1,64
 
-Each engine is one call of ``fcsd bench infer``, whose files are in ``OUT/own`` and ``OUT/vllm``. A row has the times of
-both at one degree and batch: of fcsd's engine with its fastest kind of reduction, and the speed of fcsd's engine
-relative to that of vLLM, above 1 where fcsd's is faster. vLLM's times include its scheduler (docs/engine.md).
+Each engine is one call of ``python -m benchmarks.infer``, whose files are in ``OUT/own`` and ``OUT/vllm``. A row has
+the times of both at one degree and batch: of fcsd's engine with its fastest kind of reduction, and the speed of fcsd's
+engine relative to that of vLLM, above 1 where fcsd's is faster. vLLM's times include its scheduler (docs/engine.md).
 ``benchmarks/vllm/vllm_gpu.sh engines`` runs this on a GPU machine. The exit status is 0 if both calls ended with 0.
 """
 
@@ -23,8 +23,8 @@ PHASES = ("prefill", "decode")
 
 
 def command(engine: str, given: argparse.Namespace) -> list[str]:
-    """The call of ``fcsd bench infer`` for one engine, ``own`` or ``vllm``."""
-    words = ["bench", "infer", given.shape, "--engine", engine, "--wirings", "standard"]
+    """The call of ``python -m benchmarks.infer`` for one engine, ``own`` or ``vllm``."""
+    words = [given.shape, "--engine", engine, "--wirings", "standard"]
     words += ["--reduce", given.reduce if engine == "own" else "vllm", "--out", str(given.out / engine)]
     if engine == "own":
         words += [
@@ -33,7 +33,7 @@ def command(engine: str, given: argparse.Namespace) -> list[str]:
         ]
     for name in ("layers", "tp", "batch", "prompt", "new", "dtype", "rounds"):
         words += [f"--{name}", str(getattr(given, name))]
-    return [sys.executable, "-m", "fcsd", *words]
+    return [sys.executable, "-m", "benchmarks.infer", *words]
 
 
 def rows_of(file: Path) -> list[Row]:

@@ -15,8 +15,8 @@ At once: ``--requests`` distinct prompts arrive together; a row has the mean and
 a row has the time of a step of a whole batch. Under load: requests arrive at random (Poisson), at rates that are
 fractions of the original's own throughput; a row has the medians and the 99th percentiles of the time to first token
 and of the time per token after it. All variants get the same arrivals. vLLM's model runner, graphs, token budget and
-attention must be the same for all variants, or nothing is measured. ``benchmarks/vllm/vllm_gpu.sh time`` runs this on a GPU
-machine, and ``benchmarks/vllm/vllm_times.txt`` has the measurements of FarSkip section 4.2.
+attention must be the same for all variants, or nothing is measured. ``benchmarks/vllm/vllm_gpu.sh time`` runs this on a
+GPU machine, and ``benchmarks/vllm/vllm_times.txt`` has the measurements of FarSkip section 4.2.
 """
 
 import argparse

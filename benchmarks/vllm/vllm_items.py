@@ -1,8 +1,9 @@
 """Asks vLLM the questions of the eleven tasks on a machine without lm-eval, and compares its scores item by item.
 
-    python benchmarks/vllm/vllm_items.py record MODEL ITEMS.json.gz [--limit N]    transformers answers, float32, on the CPU
-    python benchmarks/vllm/vllm_parity.py items FOLDER CASE --items ITEMS --out ANSWERS   vLLM answers the same requests
-    python benchmarks/vllm/vllm_items.py score MODEL ITEMS.json.gz ANSWERS.json.gz what each item scores with vLLM's answers
+    python benchmarks/vllm/vllm_items.py record MODEL ITEMS.json.gz [--limit N]    transformers answers, float32, on the
+    CPU python benchmarks/vllm/vllm_parity.py items FOLDER CASE --items ITEMS --out ANSWERS   vLLM answers the same
+    requests python benchmarks/vllm/vllm_items.py score MODEL ITEMS.json.gz ANSWERS.json.gz what each item scores with
+    vLLM's answers
 
 ``record`` and ``score`` need fcsd's own environment and the bundled mirror; they run fcsd's tasks. ``record`` writes
 every request as token ids, with the answer of transformers, and what each item scored. ``score`` runs the tasks again

@@ -1,19 +1,20 @@
 """Compares what vLLM computes, for originals and for converted models, with what transformers computes.
 
-    python benchmarks/vllm/vllm_parity.py serve FOLDER PLAN... [--tp N] [--pp N]    log-probabilities of prompts and answers
-    python benchmarks/vllm/vllm_parity.py items FOLDER CASE... --items FOLDER --out FOLDER    the requests of the eleven tasks
-    python benchmarks/vllm/vllm_parity.py refused FOLDER CASE...        without fcsd's plugin vLLM refuses converted models
+    python benchmarks/vllm/vllm_parity.py serve FOLDER PLAN... [--tp N] [--pp N]    log-probabilities of prompts and
+    answers python benchmarks/vllm/vllm_parity.py items FOLDER CASE... --items FOLDER --out FOLDER    the requests of
+    the eleven tasks python benchmarks/vllm/vllm_parity.py refused FOLDER CASE...        without fcsd's plugin vLLM
+    refuses converted models
 
 The models are those of ``benchmarks/vllm/vllm_cases.py``, and are made in FOLDER. A PLAN is ``CASE/DTYPE/MODE``, or
 ``CASE/DTYPE/MODE/ep`` for whole experts on each rank. The reference is transformers in float32 on the CPU, given the
 same tokens; in bfloat16 the error of transformers in bfloat16 stands beside that of vLLM, and with fp8 weights the
 distance from the other wiring. ``MODE`` is ``eager``,
 ``graph`` (whole CUDA graphs, not compiled, 200 tokens), ``default`` (compiled, with vLLM's own choice of graphs) or
-``pressure`` (so little memory that requests are preempted). ``items`` asks what ``benchmarks/vllm/vllm_items.py record`` has
-written down, with the answers of transformers.
+``pressure`` (so little memory that requests are preempted). ``items`` asks what ``benchmarks/vllm/vllm_items.py
+record`` has written down, with the answers of transformers.
 
-``benchmarks/vllm/vllm_gpu.sh`` runs it on GPUs, and ``benchmarks/vllm/vllm_cpu.sh`` with a build of vLLM for CPUs. The exit status is 0
-if every row is right.
+``benchmarks/vllm/vllm_gpu.sh`` runs it on GPUs, and ``benchmarks/vllm/vllm_cpu.sh`` with a build of vLLM for CPUs. The
+exit status is 0 if every row is right.
 """
 
 import argparse

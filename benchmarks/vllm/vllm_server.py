@@ -2,8 +2,8 @@
 
     python benchmarks/vllm/vllm_server.py FOLDER --seconds N
 
-It prints one row for ``benchmarks/vllm/vllm_report.py``. The row is right if the server answered, gives the same answer again,
-and left no process behind after SIGTERM. The model is made in FOLDER. The exit status is 0 if the row is right.
+It prints one row for ``benchmarks/vllm/vllm_report.py``. The row is right if the server answered, gives the same answer
+again, and left no process behind after SIGTERM. The model is made in FOLDER. The exit status is 0 if the row is right.
 """
 
 import argparse

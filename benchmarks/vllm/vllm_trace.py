@@ -2,12 +2,12 @@
 
     python benchmarks/vllm/vllm_trace.py FOLDER --tp 2
 
-The model is the small qwen2_moe of ``benchmarks/vllm/vllm_cases.py``, ``farskip`` in layers 1 to 3, made in FOLDER. Every step
-is overlapped (``overlap_from`` 0), without CUDA graphs. The main stream is the one with most of the computation. The
-reductions on it must be those that nothing covers: that of the embedding, those of layers that are not converted, and
-those of which the plan says that they are complete at once. All others have to be on another stream. A row for each
-rank has their numbers, and the share of the time of the others during which the main stream computes. The exit status
-is 0 if every rank has the numbers of the plan. ``benchmarks/vllm/vllm_gpu.sh two`` runs this.
+The model is the small qwen2_moe of ``benchmarks/vllm/vllm_cases.py``, ``farskip`` in layers 1 to 3, made in FOLDER.
+Every step is overlapped (``overlap_from`` 0), without CUDA graphs. The main stream is the one with most of the
+computation. The reductions on it must be those that nothing covers: that of the embedding, those of layers that are not
+converted, and those of which the plan says that they are complete at once. All others have to be on another stream. A
+row for each rank has their numbers, and the share of the time of the others during which the main stream computes. The
+exit status is 0 if every rank has the numbers of the plan. ``benchmarks/vllm/vllm_gpu.sh two`` runs this.
 """
 
 import argparse

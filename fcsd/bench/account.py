@@ -1,9 +1,9 @@
 """Divides the time of a traced step among the phases of the step and among computation, communication and idle time.
 
-A phase is a range ``fcsd.phase::NAME`` that the host's main thread records (``fcsd.distill.step.phases``). A device event
-belongs to the phase in which it was launched, whichever thread launched it: the main thread stays inside a phase while
-autograd's thread launches kernels for it.
-At each moment, the timeline of the device is in exactly one of three states, and the moment is counted for it:
+A phase is a range ``fcsd.phase::NAME`` that the host's main thread records (``fcsd.distill.step.phases``). A device
+event belongs to the phase in which it was launched, whichever thread launched it: the main thread stays inside a phase
+while autograd's thread launches kernels for it. At each moment, the timeline of the device is in exactly one of three
+states, and the moment is counted for it:
 
 - ``computing``: A kernel, fill or copy within the device runs. The moment counts for the phase of the event that began
   first.

@@ -15,13 +15,12 @@ ALL, REST = "Options", "Other options"  # the headings of a command with few opt
 PANELS = {
     "Recipe": "recipe_name sweep sets output_dir seed resume",
     "Questions": "suite tasks num_fewshot apply_chat_template data_mirror held_out text limit",
-    "Comparison": "baseline untrained margin require against",
-    "Layers and wiring": "layers wiring wirings variant variants border distance tp_degree reduce bounds wire wires "
-    "dedup experts router",
-    "Size of the work": "batch_size max_length micro_batch seq accumulation batch prompt new tokens points every "
-    "rounds steps recompute no_optimizer",
-    "Machine": "gpus nodes node_rank node_size rendezvous slurm join_timeout tp processes ep_size device dtype backend "
-    "engine generation attention compile no_graphs no_nvlink gpu_mem price mfu machine",
+    "Comparison": "baseline untrained margin require",
+    "Layers and wiring": "layers wiring variant variants border distance tp_degree reduce wire wires dedup routers",
+    "Size of the work": "batch_size max_length micro_batch seq accumulation tokens points rounds steps recompute "
+    "no_optimizer",
+    "Machine": "gpus nodes node_rank node_size rendezvous slurm join_timeout ep_size device dtype backend generation "
+    "gpu_mem price mfu machine no_compile",
     "Output": "out log_samples picture trace dry_run as_json",
 }
 _HEADINGS = {name: heading for heading, names in PANELS.items() for name in names.split()}

@@ -126,7 +126,8 @@ class Stream:
     def before_norm(self, place: Read) -> tuple[Tensor, list[Tensor]]:
         """The stream, and what the compiled norm at ``place`` adds to it; shapes as for ``arrived``.
 
-        With one slot a kernel of its own adds, because steps whose norms added took longer (benchmarks/results/RESULTS.md).
+        With one slot a kernel of its own adds, because steps whose norms added took longer
+        (benchmarks/results/RESULTS.md).
         """
         return (self.read(place), []) if len(self._x) == 1 else self.arrived(place)
 

@@ -82,6 +82,6 @@ def require_right(reduce: Kind) -> None:
     """
     if reduce in WRONG_RESULTS:
         raise ConfigError(
-            f"reductions of kind {reduce} give wrong results; only fcsd bench infer takes them",
+            f"reductions of kind {reduce} give wrong results; only python -m benchmarks.infer takes them",
             hint="leave --reduce out, or use --reduce nccl",
         )

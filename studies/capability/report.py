@@ -1,6 +1,6 @@
 """Writes studies/capability/CAPABILITY.md and its picture from the stored results of the capability study.
 
-    python studies/capability/report.py [--results benchmarks/results/capability.jsonl] [--page studies/capability/CAPABILITY.md]
+    python studies/capability/report.py [--results FILE.jsonl] [--page PAGE.md]
 
 A table appears when its runs are stored; the page names those that are missing. Results of trials, which used a limit
 on questions or other budgets, are refused.
@@ -41,11 +41,11 @@ HEAD = """# Capability: how far healing goes
 FarSkip's claim is that a rewired model that learns from its own original keeps the original's capability, and that
 fine-tuning on the same text does not. These runs repeat its experiments on {subject} and its benchmarks,
 under the suite `strict`, without a limit on questions. The items are about a small closed world
-([assets/README.md](../assets/README.md)), so the scores say how well the methods heal, and nothing about knowledge.
+([assets/README.md](../../assets/README.md)), so the scores say how well the methods heal, and nothing about knowledge.
 
 `studies/capability/reproduce.sh` does the runs; `studies/capability/runs.py` has their recipes. {values}
 The teacher was trained on {tokens:,.0f} M tokens. Device: {devices}.
-[RESULTS.md](RESULTS.md#{section}) says what the tables show.
+[RESULTS.md](../../benchmarks/results/RESULTS.md#{section}) says what the tables show.
 
 - *same* is the teacher's own mixture, as text. *other* is other real text, and questions of the same forms about other
   facts; of *other-10* and *other-20*, 10 and 20 % have wrong answers. *none* is real text alone.
@@ -216,7 +216,7 @@ def recovery(models: Models, tokens: int, picture: Path) -> str:
     return "\n\n".join(
         [
             "## Recovery over tokens",
-            f"![Recovery over training tokens](results/{picture.name})",
+            f"![Recovery over training tokens](../../benchmarks/results/{picture.name})",
             "Above chance, in % of the teacher, by the share of its tokens. In brackets: the number of models.",
             table(["Method, text", *heads], body),
             "Budgets differ in more than their tokens. The batch in tokens, the learning rate and the steps are:",

@@ -5,11 +5,11 @@
     python studies/placement/ablation.py --cluster hiermoe --paper            the same as the paper does it
 
 Tokens have topics, which prefer some of the experts, and the popularity of topics changes from step to step
-(``benchmarks.comm.hierarchy.routing``). A placement is found by the routing of one step and used from the next step on. The
-rows that the busiest rank sends or receives are counted. The times of the wires are not measured: they follow from the
-counted rows per token and from lines through all-to-alls, which were measured on four H200s
-(benchmarks/results/hierarchy_4xh200.json), or which HierMoE gives for its testbed.
-``python -m benchmarks.comm.hierarchy --parts placement`` measures the same on GPUs.
+(``benchmarks.comm.hierarchy.routing``). A placement is found by the routing of one step and used from the next step on.
+The rows that the busiest rank sends or receives are counted. The times of the wires are not measured: they follow from
+the counted rows per token and from lines through all-to-alls, which were measured on four H200s
+(benchmarks/results/hierarchy_4xh200.json), or which HierMoE gives for its testbed. ``python -m
+benchmarks.comm.hierarchy --parts placement`` measures the same on GPUs.
 
 With ``--paper`` one pair of experts changes places after every step, whatever the move costs (HierMoE eq. 10), and
 every message is as long as if each group received as many rows as the fullest one (eq. 2, 4 and 5). fcsd itself takes

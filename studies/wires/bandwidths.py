@@ -57,7 +57,7 @@ def to_text(paper: Mapping[str, tuple[float, ...]], measured: Speeds) -> str:
 
 
 def of_all_reduce(record: Mapping[str, Any]) -> Speeds:
-    """The speeds in a result of ``benchmarks.comm.all_reduce``: of ``quantised`` in each of ``WAYS`` over NCCL's in bf16.
+    """The speeds in a result of ``benchmarks.comm.all_reduce``: of ``quantised`` in each way over NCCL's in bf16.
 
     With ``--plain`` only the kernel was timed. A way whose result was wrong was not timed.
     """

@@ -1,4 +1,4 @@
-"""Writes the tables of studies/wires/WIRES_QUALITY.md and the picture beside them from the stored results in benchmarks/results.
+"""Writes the tables of WIRES_QUALITY.md and the picture beside them from the stored results in benchmarks/results.
 
     python studies/wires/page.py
 

@@ -34,7 +34,7 @@ share_gpu() { # by NVIDIA's MPS, where it works, the processes compute at the sa
 }
 
 quality() { # OUT PROCESSES; at the end of the time, formats that are being measured are lost, and all others are kept
-  timeout --signal INT --kill-after 10 "${minutes}m" "$python" -m fcsd bench wires assets/teacher \
+  timeout --signal INT --kill-after 10 "${minutes}m" "$python" -m studies.wires assets/teacher \
     --text assets/corpus/held_out.jsonl --data-mirror assets/mirror --dtype float32 "${size[@]}" \
     --processes "$2" --out "$1"
 }

@@ -1,6 +1,6 @@
 """Trains the bundled model through wires of several formats, several models at a time, and compares where they end.
 
-    python studies/wires/training.py OUT [--processes 12] [--minutes 9] [--formats bf16 int8 int6 int5 int4] [--seeds 0 1 2]
+    python studies/wires/training.py OUT [--processes 12] [--minutes 9] [--formats bf16 int8 ...] [--seeds 0 1 2]
 
 Every run follows `recipes/tiny.yaml`, or `--recipe`, with one format for all four directions, or for dispatch and
 combine only (`forward`). The rows are rounded in each process, nothing is sent, and evaluations are not rounded: the

@@ -1,4 +1,4 @@
-"""``fcsd bench infer --engine vllm``: what is refused, what vLLM is asked, and what its times become."""
+"""``python -m benchmarks.infer --engine vllm``: what is refused, what vLLM is asked, and what its times become."""
 
 import json
 from dataclasses import replace
@@ -11,13 +11,13 @@ import tiny
 import torch
 from benchmarks.infer import vllm_engine
 from benchmarks.infer import workload as timing
+from benchmarks.infer.__main__ import app
 from benchmarks.infer.table import table
 from benchmarks.infer.vllm_process import Answer
 from benchmarks.infer.workload import Workload
 from typer.testing import CliRunner
 
 from fcsd import extras
-from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import ConfigError, FcsdError
 from fcsd.models.wiring_block import Wiring
@@ -53,17 +53,23 @@ def ended(pid: int) -> bool:
     ("options", "said"),
     [
         (["--engine", "fast"], "unknown engine 'fast'"),
+        (["--wirings", "standard,sideways"], "unknown wiring 'sideways'"),
+        (["--engine", "vllm", "--no-compile"], "--no-compile is for --engine own"),
+        (["--engine", "vllm", "--attention", "split"], "--attention is for --engine own"),
+        (["--attention", "flash"], "unknown attention 'flash'"),
+        (["--bounds", "parallel"], "unknown wiring for a bound 'parallel'"),
+        (["--tp", "one"], "not a list of numbers"),
         (["--engine", "vllm", "--no-nvlink"], "--no-nvlink needs --engine own"),
         (["--engine", "vllm", "--reduce", "vllm,nccl"], "unknown kind of reduction 'nccl'"),
         (["--engine", "vllm", "--wirings", "standard,lader"], "unknown wiring 'lader'"),
         (["--engine", "vllm", "--tp", "2", "--wirings", "desync-2x"], "needs a dense architecture"),
-        (["--engine", "vllm"], "fcsd bench infer --engine vllm needs vllm: pip install 'fcsd[vllm]'"),
+        (["--engine", "vllm"], "python -m benchmarks.infer --engine vllm needs vllm: pip install 'fcsd[vllm]'"),
     ],
 )
 def test_what_does_not_apply_is_refused_in_one_line(options, said, monkeypatch):
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "vllm" else name)
     monkeypatch.setattr(vllm_engine, "started", lambda *_: pytest.fail("an engine was started"))
-    found = CliRunner().invoke(app, ["bench", "infer", "tiny", *options])
+    found = CliRunner().invoke(app, ["tiny", *options])
     assert found.exit_code == 2
     assert said in found.stderr.splitlines()[0] and found.stderr.startswith("error: ")
 

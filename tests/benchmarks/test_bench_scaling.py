@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.train import scaling
-from typer.testing import CliRunner
 
-from fcsd.cli.main import app
 from fcsd.errors import BadInputError
 
 # A run of four GPUs, micro-batch 4, from which the tests make the others.
@@ -15,7 +13,7 @@ MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/train_v2l
 
 
 def write(path, world, micro_batch, times, **workload):
-    """A train.json with these steps in ms by variant."""
+    """A step.json with these steps in ms by variant."""
     result = MEASURED | {"world": world, "workload": MEASURED["workload"] | {"micro_batch": micro_batch} | workload}
     variants = {name: {"forward_backward": steps, "step": steps, "peak_gib": 1.0} for name, steps in times.items()}
     result["routers"] = {"initialised": MEASURED["routers"]["initialised"] | {"variants": variants}}
@@ -57,14 +55,15 @@ def test_medians_and_speed_ups_by_world_size(runs):
     ]
 
 
-def test_the_command_prints_a_table_and_draws(runs, tmp_path):
+def test_the_program_prints_a_table_and_draws(runs, tmp_path, monkeypatch, capsys):
     picture = tmp_path / "pictures" / "sizes.png"
-    shown = CliRunner().invoke(app, ["bench", "scaling", *map(str, runs), "--picture", str(picture)])
-    assert shown.exit_code == 0, shown.stderr
-    assert "deepseek-v2-lite" in shown.stdout and len(shown.stdout.splitlines()) == 6
-    assert " ".join(shown.stdout.splitlines()[-1].split()) == "overlapped-fused 8 2 240.0 200.0 160.0 1.200 1.500"
+    monkeypatch.setattr("sys.argv", ["scaling", *map(str, runs), "--picture", str(picture)])
+    scaling.main()
+    shown = capsys.readouterr().out.splitlines()
+    assert "deepseek-v2-lite" in shown[0] and len(shown) == 6
+    assert " ".join(shown[-1].split()) == "overlapped-fused 8 2 240.0 200.0 160.0 1.200 1.500"
     assert picture.read_bytes().startswith(b"\x89PNG")
-    as_json = json.loads(CliRunner().invoke(app, ["bench", "scaling", *map(str, runs), "--json"]).stdout)
+    as_json = scaling.to_json(*scaling.read(runs))
     assert [row["bound_speed_up"] for row in as_json["points"]] == [1.4, 1.5, 1.4, 1.5]
 
 
@@ -87,9 +86,9 @@ def test_runs_that_differ_are_refused(runs, tmp_path, world, micro_batch, worklo
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"workload": {"routers": []}, "world": 2}'])
 def test_another_file_is_refused(tmp_path, content):
-    (tmp_path / "train.json").write_text(content)
-    with pytest.raises(BadInputError, match=r"is not a train\.json"):
-        scaling.read([tmp_path / "train.json"])
+    (tmp_path / "step.json").write_text(content)
+    with pytest.raises(BadInputError, match=r"is not a step.json"):
+        scaling.read([tmp_path / "step.json"])
 
 
 def test_a_run_without_its_bound_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""``benchmarks/infer/ladder_serving.py``: which measurements there are, and the tables of whole models that follow from them."""
+"""``benchmarks/infer/ladder_serving.py``: its measurements, and the tables of whole models that follow from them."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ FASTER = {"standard": 1.0, "ladder": 1.25, "parallel": 1.2, "desync-2x": 1.1, "d
 
 
 def measured(piece) -> list[dict]:
-    """Rows as ``fcsd bench infer`` writes them: 10 ms + 2 ms per layer for a prefill, a tenth of that for a token."""
+    """Rows as ``benchmarks.infer`` writes them: 10 ms + 2 ms per layer for a prefill, a tenth of that for a token."""
     rows = []
     for batch in piece.batches:
         for wiring, kind in [*((name, "nccl") for name in FASTER), ("standard", "none")]:

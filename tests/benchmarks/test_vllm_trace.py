@@ -1,4 +1,4 @@
-"""``benchmarks/vllm/vllm_trace.py``: on which stream the reductions of a trace ran, and how many the plan of a model has."""
+"""``vllm_trace.py``: on which stream the reductions of a trace ran, and how many the plan of a model has."""
 
 import sys
 from pathlib import Path

@@ -44,16 +44,9 @@ REFUSED = {
     "choose-layers teacher --text t.jsonl --layers 1 --out chosen": ("fcsd choose-layers needs accelerate,", EVAL),
     "chat teacher --gpus 1": ("fcsd chat --gpus needs accelerate", EVAL),
     "serve student": ("fcsd serve needs vllm:", "pip install 'fcsd[vllm]'"),
-    "bench train tiny --out b": ("fcsd bench train needs accelerate,", TRAIN),
+    "bench step tiny --out b": ("fcsd bench step needs accelerate,", TRAIN),
     "bench memory tiny --out b": ("fcsd bench memory needs accelerate,", TRAIN),
-    "bench distill tiny --out b": ("fcsd bench distill needs accelerate,", TRAIN),
-    "bench trace --run tiny --out b": ("fcsd bench trace --run needs accelerate,", TRAIN),
-    "bench trace b --picture p.png": ("fcsd bench trace --picture needs matplotlib:", TRAIN),
-    "bench scaling b/train.json --picture p.png": ("fcsd bench scaling --picture needs matplotlib:", TRAIN),
-    "bench infer llama3-70b --out b": ("fcsd bench infer needs accelerate, matplotlib", EVAL),
-    "bench infer llama3-70b --engine vllm": ("fcsd bench infer --engine vllm needs vllm:", "pip install 'fcsd[vllm]'"),
     "bench links --out links.json": ("fcsd bench links needs scipy:", TRAIN),
-    "bench wires teacher --text t.jsonl --out b": ("fcsd bench wires needs accelerate,", EVAL),
 }
 CORE = {
     "inspect": "inspect teacher --verify --json",

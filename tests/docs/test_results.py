@@ -1,4 +1,4 @@
-"""benchmarks/results/RESULTS.md is true where a target is judged: its figures follow from the raw files in benchmarks/results."""
+"""RESULTS.md is true where a target is judged: its figures follow from the raw files in benchmarks/results."""
 
 import json
 import re

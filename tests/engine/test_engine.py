@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from benchmarks.infer.table import table
-from ranks import fcsd, on_ranks
+from ranks import on_ranks
 from typer.testing import CliRunner
 
 from fcsd.cli.main import app
@@ -273,27 +273,12 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> N
         (["chat", "{model}", "--reduce", "none"], "add --gpus"),
         (["chat", "{model}", "--placement", "placement.json"], "add --gpus"),
         (["chat", "{model}", "--gpus", "1", "--device", "cpu"], "leave it out with --gpus"),
-        (["bench", "infer", "tiny-dense", "--wirings", "standard,sideways"], "unknown wiring 'sideways'"),
-        (["bench", "infer", "tiny-dense", "--engine", "vllm", "--no-compile"], "--no-compile is for --engine own"),
         (["eval", "{model}", "--no-compile"], "--no-compile is for --backend own"),
-        (
-            ["bench", "infer", "tiny-dense", "--engine", "vllm", "--attention", "split"],
-            "--attention is for --engine own",
-        ),
-        (["bench", "infer", "tiny-dense", "--attention", "flash"], "unknown attention 'flash'"),
-        (["bench", "infer", "tiny-dense", "--bounds", "parallel"], "unknown wiring for a bound 'parallel'"),
-        (["bench", "infer", "nothing"], "neither a shape nor a checkpoint"),
-        (["bench", "infer", "tiny-dense", "--tp", "one"], "not a list of numbers"),
     ],
 )
 def test_what_gives_wrong_results_is_refused(models: dict[str, Path], words: list[str], message: str) -> None:
     done = CliRunner().invoke(app, [word.format(model=models["llama"]) for word in words])
     assert done.exit_code == 2 and message in done.stderr
-
-
-def test_attention_that_the_model_cannot_have_is_refused(models: dict[str, Path]) -> None:
-    done = fcsd("bench", "infer", models["gpt_oss"], "--attention", "split")
-    assert done.returncode == 2 and "cannot use --attention split: its attention is eager" in done.stderr
 
 
 def test_a_slot_that_is_too_long_for_llama4_is_refused() -> None:

@@ -12,7 +12,7 @@ from benchmarks.comm.hierarchy.model import Model, Point, measure_links
 from benchmarks.comm.hierarchy.routing import Routing
 from torch import Tensor
 
-from fcsd.bench.timing import timings
+from fcsd.bench.runner import timings
 from fcsd.launch.world import World
 from fcsd.parallel.expert.dispatcher import Transfer
 from fcsd.parallel.expert.records import Layout

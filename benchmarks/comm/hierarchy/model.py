@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.comm.hierarchy.ways import DEDUP_OF
 from torch import Tensor
 
-from fcsd.bench.timing import timings
+from fcsd.bench.runner import timings
 from fcsd.launch.world import World
 from fcsd.parallel.cost import Dedup, Line, Links, Sent, fit, seconds_of, worst_error
 from fcsd.parallel.expert.records import Layout

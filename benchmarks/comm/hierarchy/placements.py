@@ -15,7 +15,7 @@ from benchmarks.comm.hierarchy.measure import Bench, by_step
 from benchmarks.comm.hierarchy.model import Model
 from benchmarks.comm.hierarchy.routing import Routing
 
-from fcsd.bench.timing import finished
+from fcsd.bench.runner import finished
 from fcsd.launch.world import World, barrier
 from fcsd.parallel.cost import Links
 from fcsd.parallel.placement.moving import Share, move, plan

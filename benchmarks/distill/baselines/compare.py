@@ -23,7 +23,7 @@ from benchmarks.distill.baselines.prepare import held_bytes, prepare
 from benchmarks.distill.baselines.setting import Setting, Side, Watch
 from benchmarks.distill.baselines.table import OWN, table, told
 
-from fcsd.bench.distill.workload import Load
+from fcsd.bench.step.workload import Workload
 from fcsd.errors import unknown_value
 from fcsd.extras import require_extra
 from fcsd.launch.environment import snapshot
@@ -65,12 +65,12 @@ def check_names(names: tuple[str, ...]) -> None:
         require_extra("dev", f"--against {name}", BASELINES[name].package)
 
 
-def bench(load: Load, names: tuple[str, ...], out: Path | None = None) -> dict[str, Any]:
+def bench(load: Workload, names: tuple[str, ...], out: Path | None = None) -> dict[str, Any]:
     """Measures fcsd and the named baselines, prints a table to stderr, and returns ``baselines.json``.
 
     Args:
         load: ``micro_batch`` is the largest micro-batch; its divisors are tried, too. A step has
-            ``micro_batch * accumulation`` rows. ``steps`` and ``rounds`` are those of the turns; ``router``,
+            ``micro_batch * accumulation`` rows. ``steps`` and ``rounds`` are those of the turns; ``routers``,
             ``variants`` and ``wires`` are ignored.
         names: keys of ``BASELINES``.
         out: directory for ``baselines.json``.

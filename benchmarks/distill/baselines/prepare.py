@@ -1,27 +1,22 @@
 """Builds what all sides of the comparison share: the teacher, the rows, the recipe, and the bound."""
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from benchmarks.distill.baselines.setting import Setting
 
-from fcsd.bench.distill.workload import Load
-from fcsd.bench.memory import random_corpus, random_recipe
+from fcsd.bench.random_run import random_corpus, random_run
+from fcsd.bench.step.workload import Workload
 from fcsd.config import Objective, Recipe
 from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import randomise
 from fcsd.distill.metrics import full_speed
 from fcsd.distill.prepare import training_rows
-from fcsd.distill.step.engine import import_deepspeed
 from fcsd.distill.teacher.original import compile_layers
 from fcsd.errors import ConfigError
 from fcsd.launch.world import join_world
-from fcsd.models.build import converted_config, register
-from fcsd.models.wiring import Wiring
 
 
-def prepare(load: Load) -> tuple[Setting, float | None, float | None]:
+def prepare(load: Workload) -> tuple[Setting, float | None, float | None]:
     """Builds the setting of a comparison, and measures the bound.
 
     Args:
@@ -36,19 +31,11 @@ def prepare(load: Load) -> tuple[Setting, float | None, float | None]:
     world = join_world()
     if world.size > 1:
         raise ConfigError("--against compares the steps of one process", hint="leave --gpus out")
-    import_deepspeed()
-    register()
     original = load.config
-    layers = original.get_text_config().num_hidden_layers
-    block = Wiring("farskip", tuple(range(layers))).to_block(base_model="random", base_revision=None, base_sha256=None)
-    student = converted_config(original, block)
-    tokens = load.micro_batch * load.accumulation * load.seq
+    size: Any = {"seq": load.seq, "micro_batch": load.micro_batch, "accumulation": load.accumulation}
     steps = load.steps + 4  # of a visit: those that are not timed, and a traced one, are among them
     rate = bound = None
-    with tempfile.TemporaryDirectory() as folder:
-        student.save_pretrained(f"{folder}/student")
-        original.save_pretrained(f"{folder}/teacher")
-        recipe = random_recipe(Path(folder), "bench", load.seq, load.micro_batch, tokens, steps, world, load.sets)
+    with random_run(original, "bench", **size, steps=steps, world=world, sets=load.sets) as (recipe, student):
         _check(recipe)
         if world.device.type == "cuda":
             from benchmarks.kernels.kl import product_rate

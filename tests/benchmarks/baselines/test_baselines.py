@@ -94,7 +94,7 @@ def trained(names: tuple[str, ...]) -> dict[str, tuple[float, float, Tensor]]:
             kept.append(super().new_student())
             return kept[-1]
 
-    setting, _, _ = prepare(compare.Load("tiny", 2, micro_batch=2, seq=16, accumulation=2, rounds=1))
+    setting, _, _ = prepare(compare.Workload("tiny", 2, micro_batch=2, seq=16, teacher=True, accumulation=2, rounds=1))
     # A teacher far from the student: otherwise rounding would be a large part of the gradients.
     teacher = randomise(setting.teacher.config, 1, dtype=torch.float32, device=setting.world.device, seed=7)
     with torch.no_grad():
@@ -153,7 +153,9 @@ def turns(out: Path) -> tuple[list[tuple[int, int]], dict[str, Any]]:
 
     compare.own.distill = making(8)
     compare.BASELINES["small"] = compare.Baseline("torch", "torch", lambda: making(2))
-    return asked, compare.bench(compare.Load("tiny-dense", 1, 4, 16, accumulation=2, rounds=2), ("small",), out)
+    return asked, compare.bench(
+        compare.Workload("tiny-dense", 1, 4, 16, teacher=True, accumulation=2, rounds=2), ("small",), out
+    )
 
 
 def test_each_side_takes_turns_at_its_fastest_micro_batch(tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ def refusals(cases: list[str]) -> list[str]:
     told = []
     for assignment in cases:
         with pytest.raises(ConfigError) as caught:
-            prepare(compare.Load("tiny-dense", 1, 1, 16, sets=(assignment,)))
+            prepare(compare.Workload("tiny-dense", 1, 1, 16, teacher=True, sets=(assignment,)))
         told.append(str(caught.value))
     return told
 
@@ -216,18 +218,3 @@ def test_settings_that_the_baselines_do_not_have() -> None:
     (told,) = on_ranks(1, refusals, ["objective.temperature=2", "objective.sft=1", "optim.moments=bf16"])
     assert told[0] == told[1] == "the baselines compute KL at temperature 1 only"
     assert told[2].startswith("the baselines keep fp32 moments")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [(["--gpus", "2"], "--against compares the steps of one process"), (["--trace", "--out", "x"], "leave --trace")],
-)
-def test_options_that_the_comparison_does_not_have(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fcsd.cli.main import main
-
-    monkeypatch.setattr("sys.argv", ["fcsd", "bench", "distill", "tiny-dense", "--against", "trl", *options])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2 and message in capsys.readouterr().err

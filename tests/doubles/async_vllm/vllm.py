@@ -1,4 +1,4 @@
-"""A stand-in for vLLM at the border that ``fcsd bench infer`` talks to, in the process of an engine.
+"""A stand-in for vLLM at the border that ``python -m benchmarks.infer`` talks to, in the process of an engine.
 
 Every engine writes a line to the file that ``FCSD_DOUBLE`` names: its arguments, the config.json and the other files of
 its model, and a process that it starts and never ends. Every batch writes a line, too.

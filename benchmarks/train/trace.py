@@ -1,10 +1,12 @@
 """Draws one layer's forward and backward on two streams from a trace, as in FarSkip Figures 9 and 10."""
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
 
 from fcsd.errors import BadInputError
+from fcsd.parallel import trace as tracing
 from fcsd.parallel.trace import Call, Kernel, Trace
 
 # Classes of kernels, with a pattern of their names and a colour; a kernel belongs to the first class that matches.
@@ -106,3 +108,20 @@ def _lanes(axes: Any, trace: Trace, passes: str, start: float, end: float) -> No
 
 def _colour(kernel: Kernel) -> str:
     return next(colour for pattern, colour in _CLASSES.values() if pattern.search(kernel.name))
+
+
+def main() -> None:
+    """Prints how much of dispatch and combine computation hides in traces, and draws a layer with ``--picture``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, help="Chrome traces, one of each rank, or a directory")
+    parser.add_argument("--picture", type=Path, help="draw one layer's forward and backward into this PNG")
+    parser.add_argument("--layer", type=int, help="which layer to draw; default: the middle one")
+    given = parser.parse_args()
+    traces = [tracing.read(path) for path in tracing.files(given.files)]
+    if given.picture is not None:
+        draw(traces[0], given.picture, given.layer)
+    print(tracing.to_text(traces))
+
+
+if __name__ == "__main__":
+    main()

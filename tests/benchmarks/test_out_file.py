@@ -6,23 +6,23 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = [
-    "all_reduce",
-    "decode_kernels",
-    "evaluate",
-    "formats",
-    "generate",
-    "hierarchy.__main__",
-    "kl",
-    "memory_settings",
-    "transports",
+pytestmark = pytest.mark.lab
+
+PROGRAMS = [
+    "benchmarks.comm.all_reduce",
+    "benchmarks.comm.hierarchy.__main__",
+    "benchmarks.comm.transports",
+    "benchmarks.distill.memory_settings",
+    "benchmarks.infer.evaluate",
+    "benchmarks.infer.generate",
+    "benchmarks.kernels.decode",
+    "benchmarks.kernels.formats",
+    "benchmarks.kernels.kl",
+    "studies.placement.ablation",
 ]
-SCRIPTS = ["all_reduce_on_one_gpu", "compare_passes", "placement_ablation", "time_bundled"]
 
 
-@pytest.mark.parametrize(
-    "module", [*(f"fcsd.bench.{name}" for name in BENCHMARKS), *(f"scripts.{name}" for name in SCRIPTS)]
-)
+@pytest.mark.parametrize("module", PROGRAMS)
 def test_a_file_that_cannot_be_written_is_refused_at_once(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,10 +5,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benchmarks.train.ceilings import NoWire
 from transformers import PreTrainedModel
 
-from fcsd.bench.training.workload import (
+from fcsd.bench.step.no_wire import NoWire
+from fcsd.bench.step.workload import (
     BOUND,
     COPIES,
     EAGER,

@@ -1,4 +1,4 @@
-"""Builds the model of the training benchmark: random weights, experts divided over all ranks, and an even router."""
+"""The model of the training step: random weights, experts divided over all ranks, an even router, and an engine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fcsd.distill.loss.losses import cross_entropy
 from fcsd.distill.step.engine import import_deepspeed
+from fcsd.distill.step.phases import phase
 from fcsd.launch.world import World
 from fcsd.parallel.expert.block import expert_blocks
 from fcsd.parallel.weights.random_init import random_expert_parallel
@@ -44,6 +45,28 @@ class _Bare:
 
     def step(self) -> None:
         self.module.zero_grad(set_to_none=True)
+
+
+class Phases:
+    """Wraps an engine so that each of its passes is recorded as a phase, which ``account`` reads."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def __call__(self, *arguments: Any) -> Any:
+        with phase("student"):
+            return self._engine(*arguments)
+
+    def backward(self, *arguments: Any, **options: Any) -> Any:
+        with phase("backward"):
+            return self._engine.backward(*arguments, **options)
+
+    def step(self) -> Any:
+        with phase("optimizer"):
+            return self._engine.step()
 
 
 def make_engine(config: PretrainedConfig, micro_batch: int, world: World, *, recompute: bool, optimizer: bool) -> Any:

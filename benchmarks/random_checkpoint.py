@@ -1,7 +1,7 @@
 """A checkpoint of random weights, of any size, without the model in memory.
 
-    python -m fcsd.bench.random_checkpoint CONFIG_DIR OUT [--dtype bf16] [--device cuda]
-    python -m fcsd.bench.random_checkpoint deepseek-v2-lite OUT --layers 8 --tokenizer assets/teacher
+    python -m benchmarks.random_checkpoint CONFIG_DIR OUT [--dtype bf16] [--device cuda]
+    python -m benchmarks.random_checkpoint deepseek-v2-lite OUT --layers 8 --tokenizer assets/teacher
 
 CONFIG_DIR holds a config.json and, if the checkpoint is to have them, tokenizer files; instead of it goes a name in
 ``fcsd.bench.shapes``. The weights are those of ``fcsd.parallel.weights.random_init`` with the same seed.
