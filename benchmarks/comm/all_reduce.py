@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from benchmarks.comm import all_reduce_ways
 from benchmarks.comm.all_reduce_ways import Way
+from benchmarks.out_file import out_file
 from torch import Tensor
 
-from fcsd.bench.out_file import out_file
 from fcsd.bench.runner import Timing, timings
 from fcsd.kernels.all_reduce.memory import BLOCKS
 from fcsd.kernels.bit_split import Format

@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from benchmarks.comm import expert_rows
+from benchmarks.out_file import out_file
 from torch import Tensor
 
-from fcsd.bench.out_file import out_file
 from fcsd.bench.runner import together
 from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.bench.out_file import out_file
+from benchmarks.out_file import out_file
+
 from fcsd.plan.setup import GIB
 
 SIZES = ("peak", "gpu", "host")

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.out_file import out_file
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
-from fcsd.bench.out_file import out_file
 from fcsd.eval.engines.adapter import HFAdapter
 
 # task -> (choices, tokens of the context, tokens of a choice). A choice of one token is a letter. A negative number

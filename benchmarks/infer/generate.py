@@ -26,9 +26,9 @@ from benchmarks.infer.evaluate import (
     prompt_items,
     words_of,
 )
+from benchmarks.out_file import out_file
 from transformers import AutoTokenizer
 
-from fcsd.bench.out_file import out_file
 from fcsd.eval.engines.adapter import BATCHES, GRAPHS, SLOTS, HFAdapter
 
 SHORT = next(iter(PROMPTS))

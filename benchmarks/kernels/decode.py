@@ -21,10 +21,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from benchmarks.out_file import out_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from fcsd.bench.out_file import out_file
 from fcsd.bench.runner import on_gpu
 from fcsd.bench.shapes import SHAPES
 from fcsd.engine.latent_steps import attend_to_latents

@@ -20,9 +20,9 @@ from itertools import product
 from typing import Any, Literal
 
 import torch
+from benchmarks.out_file import out_file
 from torch import Tensor
 
-from fcsd.bench.out_file import out_file
 from fcsd.bench.runner import on_gpu
 from fcsd.kernels import rows as token_rows
 from fcsd.kernels.bit_split import Draws, Format, kernels, reference

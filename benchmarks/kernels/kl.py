@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
+from benchmarks.out_file import out_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from fcsd.bench.out_file import out_file
 from fcsd.bench.runner import on_gpu
 from fcsd.kernels.fused_kl import Tuning, kl_divergence
 from fcsd.kernels.vocabulary import Launch, divergence, log_sum_exp_parts

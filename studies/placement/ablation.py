@@ -29,9 +29,9 @@ from benchmarks.comm.hierarchy.model import Model, Point
 from benchmarks.comm.hierarchy.placements import PERIODS, objectives
 from benchmarks.comm.hierarchy.routing import Routing
 from benchmarks.comm.hierarchy.ways import counted, levels_of
+from benchmarks.out_file import out_file
 from torch import Tensor
 
-from fcsd.bench.out_file import out_file
 from fcsd.markdown import table
 from fcsd.parallel.cost import Level, Line, Links, Rows, best_depth, paper_seconds
 from fcsd.parallel.expert.levels import all_groups, pairs_by_group, row_matrices, tokens_by_group

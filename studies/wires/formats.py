@@ -3,9 +3,10 @@
 from functools import partial
 from typing import NamedTuple
 
+from studies.wires.baselines import hadamard, logfmt
+
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
-from fcsd.kernels.bit_split.baselines import hadamard, logfmt
 from fcsd.parallel.quantised.rows import Rounding
 from fcsd.parallel.quantised.simulated_all_reduce import rounding_of
 

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from benchmarks.comm.hierarchy import measure, placements, tables
 from benchmarks.comm.hierarchy.model import Model, machine_of
 from benchmarks.comm.hierarchy.routing import Routing
+from benchmarks.out_file import out_file
 
-from fcsd.bench.out_file import out_file
 from fcsd.disk import write_text
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from studies.wires.baselines import hadamard, logfmt
 from torch import Tensor
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format, reference
-from fcsd.kernels.bit_split.baselines import hadamard, logfmt
 
 
 def draw() -> Tensor:
