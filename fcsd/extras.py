@@ -10,8 +10,8 @@ from fcsd.errors import ConfigError
 
 # Extra -> the packages that it adds, by the names under which they are imported.
 EXTRAS = {
-    "train": ("accelerate", "datasets", "deepspeed", "matplotlib", "pyarrow", "scipy", "triton"),
-    "eval": ("accelerate", "datasets", "evalplus", "lm_eval", "matplotlib", "pyarrow", "scipy", "triton"),
+    "train": ("accelerate", "datasets", "deepspeed", "matplotlib", "pyarrow", "scipy"),
+    "eval": ("accelerate", "datasets", "evalplus", "lm_eval", "matplotlib", "pyarrow", "scipy"),
     "vllm": ("vllm",),
     "track": ("tensorboard", "trackio", "wandb"),
 }

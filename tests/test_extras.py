@@ -32,8 +32,6 @@ CORE = {
     "recipes": ("fcsd.cli.recipes", "recipes_show"),
     "env": ("fcsd.launch.environment", "snapshot"),
 }
-# `wire` swaps kernels in only where it is asked to, which `convert` does not do.
-NOT_RUN = {"convert": {"triton"}}
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +76,14 @@ def unnamed(reached: Reached, allowed: set[str]) -> dict[str, str]:
 def test_a_core_command_reaches_core_dependencies_alone(source: Source, project: dict, name: str) -> None:
     reached = source.reached([CORE[name]])
     optional = {"matplotlib"} & required(reached, project) if name == "plan" else set()  # of --picture
-    allowed = module_names(project["dependencies"]) | optional | NOT_RUN.get(name, set())
+    allowed = module_names(project["dependencies"]) | optional
     assert unnamed(reached, allowed) == {}
 
 
 def test_the_plugin_of_vllm_reaches_core_dependencies_and_what_vllm_brings(source: Source, project: dict) -> None:
     modules = [f"fcsd.serve.vllm.{name}" for name in ("plugin", "registration", "models", "checks")]
     reached = source.reached([name for module in modules for name in source.names(module)])
-    assert unnamed(reached, module_names(project["dependencies"]) | {"vllm", "triton"}) == {}
+    assert unnamed(reached, module_names(project["dependencies"]) | {"vllm"}) == {}
 
 
 def commands(source: Source) -> list[tuple[str, str]]:
@@ -101,11 +99,11 @@ def commands(source: Source) -> list[tuple[str, str]]:
 
 def test_every_command_names_the_extra_of_each_package_that_it_reaches(source: Source, project: dict) -> None:
     found = commands(source)
-    assert {("fcsd.cli.eval", "evaluate"), ("fcsd.cli.serve", "serve"), ("fcsd.cli.bench", "train")} <= set(found)
+    assert {("fcsd.cli.eval", "evaluate"), ("fcsd.cli.serve", "serve"), ("fcsd.cli.bench", "step")} <= set(found)
     for command in found:
         reached = source.reached([command])
         allowed = module_names(project["dependencies"]) | required(reached, project)
-        assert unnamed(reached, allowed | NOT_RUN.get(command[1], set())) == {}, command
+        assert unnamed(reached, allowed) == {}, command
 
 
 def test_the_python_api_names_the_extra_of_each_package_that_it_reaches(source: Source, project: dict) -> None:
@@ -113,7 +111,7 @@ def test_the_python_api_names_the_extra_of_each_package_that_it_reaches(source: 
         reached = source.reached([(fcsd._MODULES[name], name)])
         allowed = module_names(project["dependencies"]) | required(reached, project)
         allowed |= set(EXTRAS.get(fcsd._EXTRAS.get(name, ""), ()))
-        assert unnamed(reached, allowed | {"triton"}) == {}, name  # `wire` is told to use kernels
+        assert unnamed(reached, allowed) == {}, name
 
 
 def test_the_table_of_extras_is_that_of_pyproject(project: dict) -> None:
@@ -147,7 +145,7 @@ def test_a_missing_package_is_one_line_with_the_command_that_installs_it(monkeyp
     assert str(caught.value) == "fcsd distill needs accelerate, deepspeed: pip install 'fcsd[train]'"
     assert caught.value.hint is None and caught.value.exit_code == 2
     require_extra("train", "fcsd plan --picture", "matplotlib")
-    require_extra("eval", "fcsd chat --gpus", "triton")
+    require_extra("eval", "fcsd eval", "scipy")
 
 
 def test_a_run_that_stops_by_a_benchmark_needs_both_extras(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def step(
     trace: Annotated[bool, typer.Option("--trace", help="Trace a step into --out, and account for its time.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time a training step (a distillation step with --teacher) of random weights beside the communication-free bound."""
+    """Time a training step (with --teacher, distillation) of random weights beside the communication-free bound."""
     require_extra("train", "fcsd bench step")
     from fcsd.bench.step.workload import Workload
 

@@ -214,7 +214,7 @@ def chat(
     if gpus is not None and device is not None:
         raise ConfigError("--device is for a model in one process; leave it out with --gpus")
     if gpus is not None:
-        require_extra("eval", "fcsd chat --gpus", "accelerate", "triton")
+        require_extra("eval", "fcsd chat --gpus", "accelerate")
     from fcsd.launch.world import ensure_world
     from fcsd.models.load_options import check_device, check_dtype
 
