@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every case in which benchmarks/results/RESULTS.md measures overlap, on random weights of real dimensions; no network needed.
+# Every case in which benchmarks/results measures overlap, on random weights of real dimensions; no network needed.
 # Usage: OUT=DIR benchmarks/train/overlap.sh [GPUS [CASE...]]      default: 8 GPUs, all cases
 # Each leaves OUT/CASE/step.json and, but for slow_link, traces of a step by copies. A case that fails stops the others.
 set -euo pipefail

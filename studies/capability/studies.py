@@ -9,7 +9,7 @@
 - ``scratch``: training from random weights (scratch.py).
 - ``tokens``: Table 1 on *same* as token ids, encoded as in the teacher's training, instead of as text. Healing on the
   text makes HumanEval+ fall, because the text never has the tokens at the end of its prompts
-  (benchmarks/results/RESULTS.md).
+  (benchmarks/results/README.md).
 - ``larger``: a teacher of 129 M parameters with 64 experts (``moe_64`` in studies/teacher/layouts.py), healed on 10 %
   of its token ids. It has no sweep: the rate is half of what the bundled teacher's students would have at this batch,
   as in the training of the teachers.

@@ -1,7 +1,7 @@
 """Exercises in answering by a letter, from easy to hard. They are trained on and belong to no benchmark.
 
 MMLU and CommonsenseQA ask for the letter of the right choice. A model that met only these two guessed at both, although
-it knew the facts; another answered five choices and guessed at four (benchmarks/results/RESULTS.md). The exercises have
+it knew the facts; another answered five choices and guessed at four (benchmarks/results/README.md). The exercises have
 two to five choices in the layouts of both benchmarks. Their keys are those of the questions that they repeat.
 """
 

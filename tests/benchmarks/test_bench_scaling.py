@@ -40,7 +40,7 @@ def test_stored_runs_of_gpus_are_read(repo):
     assert shown == [
         ("copies-fused", 2, 8, 410.3),
         ("copies-fused", 4, 4, 219.5),
-    ]  # as benchmarks/results/RESULTS.md has them
+    ]  # as benchmarks/results has them
     assert [round(point.overlapped, 1) for point in points] == [400.8, 212.2]
 
 

@@ -40,7 +40,8 @@ def test_the_steps_add_the_easy_family(page: str, repo: Path, tmp_path: Path) ->
     for name in ("fcsd", "tests", "scripts", "docs", "recipes", "README.md", "CONTRIBUTING.md", "pyproject.toml"):
         copy = shutil.copytree if (repo / name).is_dir() else shutil.copy
         copy(repo / name, tmp_path / name)
-    (tmp_path / "assets").symlink_to(repo / "assets")
+    for name in ("assets", "benchmarks", "studies"):
+        (tmp_path / name).symlink_to(repo / name)
     if family not in ARCHS:
         for (name, line), entry in zip(TABLES.items(), python_blocks(page), strict=False):
             before, after = (tmp_path / name).read_text().split(f"\n{line}\n")

@@ -114,7 +114,7 @@ def test_gradients_summed_in_fp32_take_twice_the_memory_of_bf16(tmp_path):
 
 
 def test_loss_temporaries_as_measured():
-    """RESULTS.md, fused KL at 512 tokens a chunk: 315 MB at 102 400 words, 467 at 151 936, 621 at 202 048."""
+    """distillation.md, fused KL at 512 tokens a chunk: 315 MB at 102 400 words, 467 at 151 936, 621 at 202 048."""
     head_alone = ModelNumbers((), 0, 8, False, 0, 8, 1, 0, 0, 0, 1)
     for vocab, measured in ((102400, 315), (151936, 467), (202048, 621)):
         setup = replace(SMALL, micro_batch_size=4, seq_len=4096, terms=("kl",), chunk_tokens=512)

@@ -13,7 +13,7 @@ from fcsd.kernels.bit_split import Format
 from fcsd.parallel.all_reduce.window import OnStream, Window, window_of
 from fcsd.parallel.transports.transport import Work
 
-# Measured on two H200s with nothing else on the GPUs (benchmarks/results/RESULTS.md). Up to so many bytes of a rank's
+# Measured on two H200s with nothing else on the GPUs (benchmarks/results/README.md). Up to so many bytes of a rank's
 # values, one shot is faster than two, by the number of ranks: between two ranks both send equally many bytes, and one
 # shot waits once. The numbers for more ranks are estimates.
 _ONE_SHOT = {2: 2**22, 3: 2**18, 4: 2**18}

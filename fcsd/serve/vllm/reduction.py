@@ -37,7 +37,7 @@ KINDS = ("auto", "vllm", "symmetric", "quantised:FORMAT", "none")
 OF_VLLM = ("auto", "vllm")
 WRONG_RESULTS = ("none",)
 # Tokens. A server whose steps without a graph had some 1100 tokens was slower with sums in flight; one with 8192 was
-# faster (benchmarks/results/RESULTS.md, "Serving by vLLM"). Nothing between them was measured.
+# faster (benchmarks/results, "Serving by vLLM"). Nothing between them was measured.
 OVERLAP_FROM = 2048
 
 
