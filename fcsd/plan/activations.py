@@ -2,8 +2,9 @@
 
 A layer of the real model runs forward and backward on tensors that have shapes and no data, while every storage that is
 allocated or freed is counted. The figure therefore includes whatever an architecture's code saves: fp32 copies in
-norms, rotary embeddings, latents of MLA. This works in the same way for all architectures. Two parts of the layer are
-replaced by stand-ins:
+norms, rotary embeddings, latents of MLA. This works in the same way for all architectures, and for the fused modules of
+``fcsd.models.fused``, whose kernels do not start on the meta device but allocate and keep what they do on a GPU. Two
+parts of the layer are replaced by stand-ins:
 
 - The stand-in for attention keeps what the kernels of sdpa and of packed attention keep: q, k, v, the output and an
   fp32 log-sum-exp per row. Where packed rows need a mask, sdpa keeps a bias ``[batch, 1, seq, seq]`` per layer, and
@@ -21,10 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fcsd.kernels.gated import gated_silu
+
+_ALIGNED = 8  # values of 2 bytes in the 16 bytes that torch requires
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,22 @@ def measure_layer(run: Callable[[Tensor], Tensor], parameters: list[nn.Parameter
     # The gradient of a sum takes no memory, but the gradient that comes from a real next layer does.
     incoming = hidden.untyped_storage().nbytes()
     return LayerBytes(kept=kept, forward=idle.peak, backward=max(0, seen.peak - kept - own) + incoming)
+
+
+class OddWidths(TorchFunctionMode):
+    """While this is active, a grouped product of odd widths is computed with the first expert's weights.
+
+    torch refuses rows that are not a multiple of 16 bytes on GPUs and on the meta device, although nothing is computed
+    there. It computes them on CPUs, where such models are trained in tests. The product with one expert's weights keeps
+    and returns the same bytes. All other products stay as they are.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        grouped = getattr(torch, "_grouped_mm", None)
+        if func is grouped and any(size % _ALIGNED for size in args[1].shape[1:]):
+            rows, weights = args[0], args[1]  # [rows, in] and [experts, in, out]
+            return rows @ weights[0]
+        return func(*args, **(kwargs or {}))
 
 
 class _Attention(torch.autograd.Function):

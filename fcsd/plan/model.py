@@ -20,8 +20,7 @@ from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
 from fcsd.models.wiring import Blocks, hf_parts
-from fcsd.plan.activations import LayerBytes, RoutedExperts, attention, measure_layer
-from fcsd.plan.odd_widths import OddWidths
+from fcsd.plan.activations import LayerBytes, OddWidths, RoutedExperts, attention, measure_layer
 from fcsd.plan.setup import Setup
 
 _ATTENTION = "fcsd_plan"

@@ -1,4 +1,4 @@
-"""The plan of one GPU counts what its fused kernels keep and what an update without ZeRO needs."""
+"""The plan of one GPU counts what an update without ZeRO needs."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What fused modules keep for the backward pass on the meta device, where plans count it, is what they really keep."""
+"""What fused modules keep on the meta device, where plans count it, is what they really keep for the backward pass."""
 
 import os
 import weakref
@@ -13,12 +13,18 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from fcsd.models.build import arch_of
+from fcsd.models.fused.experts import FusedExperts
+from fcsd.models.fused.latent import FusedLatentAttention
+from fcsd.models.fused.mlps import FusedMLP
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.fused.norms import fuse_norms
+from fcsd.models.fused.rotary import FusedRotary
 from fcsd.plan.activations import attention, measure_layer
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 TOKENS = 10
+# An architecture that has them, for each of the fused modules beside norms.
+EXAMPLES = {FusedExperts: "mixtral", FusedLatentAttention: "deepseek_v2", FusedMLP: "llama", FusedRotary: "qwen3"}
 
 
 def really_saved(run: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], hidden: Tensor) -> int:
@@ -69,4 +75,18 @@ def test_a_fused_layer_keeps_on_the_meta_device_what_autograd_saves(arch: str) -
         layers = fused_layers(arch, device)
         kept.append([count(run, list(layer.parameters()), hidden.to(device)) for layer, run in layers])
     assert kept[0] == kept[1]
-    assert all(kept[0])
+    modules = [module for layer, _ in layers for module in layer.modules()]
+    for fused, example in EXAMPLES.items():
+        assert arch != example or any(isinstance(module, fused) for module in modules)
+
+
+def test_a_fused_norm_keeps_on_the_meta_device_what_the_backward_pass_of_torchs_kernel_takes() -> None:
+    """The operator of the kernel returns the scales ``rstd`` too, and that of its gradients takes them."""
+    norm = tiny.model("llama", dtype=torch.bfloat16).model.norm
+    x = torch.randn(2, TOKENS, 64, dtype=torch.bfloat16)
+    _, scales = torch.ops.aten._fused_rms_norm(x, [64], norm.weight, 1e-6)
+    taken = torch.ops.aten._fused_rms_norm_backward.default._schema.arguments
+    assert {each.name for each in taken if "Tensor" in str(each.type)} == {"grad_out", "input", "rstd", "weight"}
+    norm.to("meta")
+    fuse_norms(norm, arch_of(tiny.config("llama")))
+    assert counted(norm, list(norm.parameters()), x.to("meta")) == scales.untyped_storage().nbytes()
