@@ -26,7 +26,7 @@ from fcsd.kernels.all_reduce.memory import Shape, memory_of, room_bytes, rooms_o
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.kernels import Launch
 from fcsd.launch.environment import snapshot
-from fcsd.parallel.tensor.simulated import simulate_all_reduce
+from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
 
 RANKS = 2
 HALF = 64 * 2**20  # bytes of a half of a room

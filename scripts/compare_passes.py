@@ -24,9 +24,9 @@ from torch import Tensor
 
 from fcsd.bench.out_file import out_file
 from fcsd.config import Objective
-from fcsd.distill.engine import Student
-from fcsd.distill.graphs import FixedPasses
-from fcsd.distill.losses import IGNORE
+from fcsd.distill.loss.losses import IGNORE
+from fcsd.distill.step.engine import Student
+from fcsd.distill.step.graphs import FixedPasses
 from fcsd.distill.teacher.targets import live_teacher
 from fcsd.kernels.packed_attention import document_borders, use_packed_attention
 from fcsd.launch.environment import snapshot

@@ -35,8 +35,8 @@ from fcsd.bench.out_file import out_file
 from fcsd.markdown import table
 from fcsd.parallel.cost import Level, Line, Links, Rows, best_depth, paper_seconds
 from fcsd.parallel.expert.levels import all_groups, pairs_by_group, row_matrices, tokens_by_group
-from fcsd.parallel.expert.placement import Placement
-from fcsd.parallel.placing.search import Objective, greedy
+from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.placement.search import Objective, greedy
 
 WIDTH, STEPS, TOP_K, STUDIED = 2048, 8, (6, 8, 10), 8
 MEASURED = Path("docs/results/hierarchy_4xh200.json")

@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fcsd.parallel.expert.levels import tokens_by_group
-from fcsd.parallel.expert.placement import Placement
-from fcsd.parallel.placing.search import Balance, Level, Objective, greedy
+from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.placement.search import Balance, Level, Objective, greedy
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 TEACHER, TEXT = ASSETS / "teacher", ASSETS / "corpus/held_out.jsonl"

@@ -23,13 +23,13 @@ sys.path[:0] = [str(ROOT)]
 import torch  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
+from fcsd.engine.answer_end import ending  # noqa: E402
 from fcsd.eval.code.sandbox import find_sandbox  # noqa: E402
 from fcsd.eval.engines.adapter import BATCHES, HFAdapter  # noqa: E402
 from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result  # noqa: E402
 from fcsd.eval.suite import EVALPLUS, SANDBOX, select_any  # noqa: E402
 from fcsd.eval.tasks import load_tasks, task_result  # noqa: E402
 from fcsd.models.build import load_model  # noqa: E402
-from fcsd.serve.answer_end import ending  # noqa: E402
 
 MIRROR = ROOT / "assets" / "mirror"
 Answer = dict[str, Any]

@@ -37,7 +37,7 @@ from fcsd.bench.wires.plan import TASKS
 from fcsd.disk import write_text
 from fcsd.distill.run.report import read_metrics
 from fcsd.kernels.bit_split import Format
-from fcsd.parallel.wire import DIRECTIONS
+from fcsd.parallel.quantised.rows import DIRECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 BF16 = "bf16"

@@ -149,7 +149,7 @@ def _answer(rank: int, results: Any, function: Callable[..., Any], arguments: tu
 
 
 def _joined(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    from fcsd.distill.engine import import_deepspeed
+    from fcsd.distill.step.engine import import_deepspeed
     from fcsd.launch.world import join_world
 
     rank = join_world().rank

@@ -1,6 +1,6 @@
 """Divides the time of a traced step among the phases of the step and among computation, communication and idle time.
 
-A phase is a range ``fcsd.phase::NAME`` that a thread of the host records (``fcsd.distill.phases``). A device event
+A phase is a range ``fcsd.phase::NAME`` that a thread of the host records (``fcsd.distill.step.phases``). A device event
 belongs to the phase of the thread that launched it. Autograd's threads record no phases. What they launch belongs to
 the phase in which the thread that waits for them is at that time.
 At each moment, the timeline of the device is in exactly one of three states, and the moment is counted for it:
@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fcsd.distill.phases import PREFIX
+from fcsd.distill.step.phases import PREFIX
 from fcsd.errors import BadInputError
 from fcsd.parallel.trace import LAUNCHES, ON_DEVICE, RANGE, read_content
 

@@ -32,7 +32,7 @@ from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.format import bits_on_the_wire
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import join_world, leave
-from fcsd.parallel.tensor.simulated import simulate_all_reduce
+from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
 
 WIDTH = 4096
 QUANTISED = "quantised:"  # the names of quantised ways begin with it, and a format follows

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fcsd.kernels.all_reduce.memory import Rooms, Shape
 from fcsd.kernels.bit_split import Format
-from fcsd.parallel.tensor import copies, quantised, symmetric
-from fcsd.parallel.tensor.quantised import Topology, nodes_of
-from fcsd.parallel.tensor.window import OnStream, Window, try_window
+from fcsd.parallel.all_reduce import copies, quantised, symmetric
+from fcsd.parallel.all_reduce.quantised import Topology, nodes_of
+from fcsd.parallel.all_reduce.window import OnStream, Window, try_window
 
 
 class Way(NamedTuple):

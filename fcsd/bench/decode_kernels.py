@@ -27,13 +27,13 @@ from transformers import PretrainedConfig
 from fcsd.bench.out_file import out_file
 from fcsd.bench.shapes import SHAPES
 from fcsd.bench.timing import on_gpu
+from fcsd.engine.latent_steps import attend_to_latents
 from fcsd.kernels.decode.attention import decode_attention
 from fcsd.kernels.decode.experts import few_experts
 from fcsd.kernels.latent import expand
 from fcsd.launch.environment import snapshot
 from fcsd.models.build import experts_of
-from fcsd.models.experts import fused_experts
-from fcsd.serve.latent_steps import attend_to_latents
+from fcsd.models.fused.experts import fused_experts
 
 SETS = 3  # calls of a graph, each with other weights or latents
 REPEATS = 9

@@ -22,14 +22,14 @@ from transformers import PretrainedConfig
 from fcsd.bench.shapes import SHAPES
 from fcsd.bench.timing import finished
 from fcsd.config import Recipe, load_recipe
-from fcsd.distill import update
 from fcsd.distill.data.corpus import Corpus
 from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.distill.dtypes import DTYPES
-from fcsd.distill.engine import build_engine, import_deepspeed
-from fcsd.distill.expert_parallel import check, randomise, wire_sharded
+from fcsd.distill.experts.expert_parallel import check, randomise, wire_sharded
+from fcsd.distill.optim import update
 from fcsd.distill.prepare import training_rows
-from fcsd.distill.step import train_step
+from fcsd.distill.step.engine import build_engine, import_deepspeed
+from fcsd.distill.step.one_step import train_step
 from fcsd.distill.teacher.original import compile_layers, needs_teacher, pack_attention
 from fcsd.distill.teacher.targets import live_teacher
 from fcsd.errors import unknown_value

@@ -141,7 +141,7 @@ def cache_teacher(
 
     ensure_world(gpus)
 
-    from fcsd.distill.teacher_pass import cache_teacher as run
+    from fcsd.distill.cache_teacher import cache_teacher as run
 
     directory = run(resolved)
     if first_rank():

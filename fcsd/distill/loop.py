@@ -13,11 +13,9 @@ from pathlib import Path
 
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import early_stop, preview
-from fcsd.distill.dedup_choice import DedupChoice
 from fcsd.distill.early_stop import ScoreHistory
-from fcsd.distill.engine import without_rounding
-from fcsd.distill.expert_swaps import ExpertSwaps
-from fcsd.distill.feed import Feed, feeding
+from fcsd.distill.experts.dedup_choice import DedupChoice
+from fcsd.distill.experts.swaps import ExpertSwaps
 from fcsd.distill.metrics import Meter
 from fcsd.distill.prepare import Prepared, hide_progress_bars, prepare_run
 from fcsd.distill.run import checkpoints, identity, manifest, run_dir, signals, trackers
@@ -27,7 +25,9 @@ from fcsd.distill.run.saver import Saver
 from fcsd.distill.run.signals import Preemption
 from fcsd.distill.run.watchdog import Watchdog, watched
 from fcsd.distill.samples import Samples
-from fcsd.distill.step import LaunchedStep, launch_step, measure
+from fcsd.distill.step.engine import without_rounding
+from fcsd.distill.step.feed import Feed, feeding
+from fcsd.distill.step.one_step import LaunchedStep, launch_step, measure
 from fcsd.distill.student import write_student
 from fcsd.distill.teacher.original import without_compiling
 from fcsd.eval.score import Scorer

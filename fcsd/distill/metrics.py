@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from fcsd.config import Recipe
-from fcsd.distill.feed import Feed
-from fcsd.distill.phases import all_threads
+from fcsd.distill.step.feed import Feed
+from fcsd.distill.step.phases import all_threads
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World

@@ -13,17 +13,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, enable_full_d
 
 from fcsd.checkpoint import resolve
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
-from fcsd.distill import expert_parallel, graphs, update
 from fcsd.distill.data.corpus import Corpus, load_tokenizer
 from fcsd.distill.data.load_on_ranks import load_corpora
 from fcsd.distill.data.rows import Mixture, Rows
 from fcsd.distill.dtypes import DTYPES
-from fcsd.distill.engine import build_engine, import_deepspeed
-from fcsd.distill.expert_swaps import orders_of
+from fcsd.distill.experts import expert_parallel
+from fcsd.distill.experts.swaps import orders_of
 from fcsd.distill.inputs import student_source
+from fcsd.distill.optim import update
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
 from fcsd.distill.solved_start import solve_student
+from fcsd.distill.step import graphs
+from fcsd.distill.step.engine import build_engine, import_deepspeed
 from fcsd.distill.student import load_student, student_config
 from fcsd.distill.teacher.cache import read_teacher_cache
 from fcsd.distill.teacher.original import (

@@ -7,11 +7,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config import Recipe, accumulation
-from fcsd.distill import expert_parallel
 from fcsd.distill.data.corpus import Corpus, listed, load_corpus, load_tokenizer
 from fcsd.distill.data.rows import Rows, batch
+from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
-from fcsd.distill.losses import IGNORE
+from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.run import run_dir
 from fcsd.distill.solved_start import calibration_rows
 from fcsd.distill.student import meta_student

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from fcsd.config import Recipe
 from fcsd.distill.data.rows import Mixture, batch
-from fcsd.distill.losses import IGNORE
+from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.teacher.original import final_hidden
 from fcsd.launch.world import World
 from fcsd.models.build import load_model, unwired, wire

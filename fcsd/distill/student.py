@@ -14,7 +14,7 @@ from fcsd.checkpoint.side_files import side_files
 from fcsd.checkpoint.staging import copy_small
 from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.config import Recipe
-from fcsd.distill import expert_parallel
+from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import World

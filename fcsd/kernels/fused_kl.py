@@ -1,6 +1,6 @@
-"""Computes the losses of ``fcsd.distill.losses`` on GPUs, in two passes over the logits.
+"""Computes the losses of ``fcsd.distill.loss.losses`` on GPUs, in two passes over the logits.
 
-The functions have the same arguments and results as the reference in ``fcsd.distill.losses``.
+The functions have the same arguments and results as the reference in ``fcsd.distill.loss.losses``.
 
 cuBLAS computes the logits of a chunk (bf16 operands, fp32 sums). The Triton kernels of ``vocabulary`` compute from them
 the losses and the gradient with respect to the student's logits. Two more products compute from it the gradients with
@@ -61,7 +61,7 @@ def kl_divergence(
     kept: Tensor | None = None,
     tuning: Tuning = DEFAULT,
 ) -> Tensor:
-    """KL(teacher ‖ student); arguments and result are those of ``fcsd.distill.losses.kl_divergence``."""
+    """KL(teacher ‖ student); arguments and result are those of ``fcsd.distill.loss.losses.kl_divergence``."""
     share = _share(student_hidden, denominator)
     scale = share * temperature  # the factor T^2 of the loss times the factor 1/T of the softmax
     teacher_rows = teacher_hidden.detach().flatten(0, -2)
@@ -84,7 +84,7 @@ def cross_entropy(
     kept: Tensor | None = None,
     tuning: Tuning = DEFAULT,
 ) -> Tensor:
-    """Negative log-likelihood; arguments and result are those of ``fcsd.distill.losses.cross_entropy``."""
+    """Negative log-likelihood; arguments and result are those of ``fcsd.distill.loss.losses.cross_entropy``."""
     scale = _share(student_hidden, denominator)
     targets = labels.flatten()
 

@@ -20,7 +20,7 @@ from ..errors import BadInputError, ConfigError
 from ..foreign_errors import first_line
 from .archs import ARCHS, Arch
 from .config_keys import PREFIX, WEIGHTS_FILE, expert_count
-from .fused import fuse_parts
+from .fused.model import fuse_parts
 from .load_options import default_dtype
 from .wiring import WiredModel, hf_parts, wire_layers
 from .wiring_block import DESYNC, Wiring

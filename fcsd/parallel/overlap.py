@@ -33,10 +33,10 @@ from fcsd.parallel.expert.dispatcher import Dispatcher, MakeDispatcher, Mode, Wi
 from fcsd.parallel.expert.flat import FlatDispatcher
 from fcsd.parallel.expert.lookup import expert_block
 from fcsd.parallel.in_flight import InFlight
+from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.transports.transport import Transport, all_to_all
-from fcsd.parallel.wire import Quantiser
 
 Place = Literal["before_attn", "before_rotary", "before_core", "after_core", "after_attn"]
 _ORDER: tuple[Place, ...] = get_args(Place)

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from fcsd.models.experts import is_grouped
-from fcsd.models.mlps import is_gated_mlp
+from fcsd.models.fused.experts import is_grouped
+from fcsd.models.fused.mlps import is_gated_mlp
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class _FusedNorm(nn.Module):
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Makes every RMSNorm of a model on the meta device keep what ``fcsd.models.norms`` keeps on a GPU.
+    """Makes every RMSNorm of a model on the meta device keep what ``fcsd.models.fused.norms`` keeps on a GPU.
 
     On the meta device, torch splits its own ``rms_norm`` into small operations, which keep more than one kernel does.
     """
@@ -219,7 +219,7 @@ class _FusedMLP(nn.Module):
 
 
 def fuse_mlps(model: nn.Module) -> None:
-    """Makes every gated MLP of a model on the meta device keep what ``fcsd.models.mlps`` keeps on a GPU."""
+    """Makes every gated MLP of a model on the meta device keep what ``fcsd.models.fused.mlps`` keeps on a GPU."""
     for module in model.modules():
         if is_gated_mlp(module):
             module.__class__ = _FusedMLP
@@ -265,7 +265,7 @@ class _FusedExperts(nn.Module):
 
 
 def fuse_experts(model: nn.Module) -> None:
-    """Makes routed experts on the meta device keep what ``fcsd.models.experts`` keeps on a GPU.
+    """Makes routed experts on the meta device keep what ``fcsd.models.fused.experts`` keeps on a GPU.
 
     The products are those with one expert's weights, because a grouped product keeps and returns the same bytes.
     """

@@ -1,6 +1,6 @@
 """Says which deduplication ``parallel.dedup: auto`` chooses for a layer, and why.
 
-``fcsd plan`` assumes random routing. A run counts the routing of its first step (``fcsd.distill.dedup_choice``).
+``fcsd plan`` assumes random routing. A run counts the routing of its first step (``distill.experts.dedup_choice``).
 """
 
 from collections.abc import Mapping, Sequence

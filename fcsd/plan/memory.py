@@ -6,7 +6,7 @@ largest of several moments, each of which is the sum of its parts. The figures a
 ``torch.cuda.max_memory_allocated`` counts from the second step on. ``Memory.context`` and ``Memory.slack`` are added to
 them.
 
-ZeRO works as in DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``) with the configuration of ``fcsd.distill.engine``:
+ZeRO works as in DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``) with the configuration of ``distill.step.engine``:
 dense parameters are partitioned over all processes, and routed experts over the ``world / ep_size`` processes that hold
 the same experts.
 """
@@ -22,8 +22,8 @@ from fcsd.plan.setup import GIB, USABLE, Hardware, Setup
 from fcsd.plan.shard import Shard, shard
 
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
-CHUNK = 2**23  # parameters that ``fcsd.distill.moments`` updates at a time
-SLOTS = 3  # pairs of buffers for moments on their way from and to the host; that of ``fcsd.distill.host_moments``
+CHUNK = 2**23  # parameters that ``fcsd.distill.optim.adamw_moments`` updates at a time
+SLOTS = 3  # pairs of buffers for moments on their way from and to the host; that of ``fcsd.distill.optim.host_moments``
 
 # Memory that max_memory_allocated does not count. These are assumptions; nvidia-smi and memory_reserved can check them.
 CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from fcsd.launch.world import World
-    from fcsd.parallel.tensor.reduce import Kind
+    from fcsd.parallel.all_reduce.reduce import Kind
 
 # The first one is the paper's (Figure 7).
 PROMPTS = (
@@ -96,7 +96,7 @@ def chat(
     check_dtype(dtype)
     check_device(device)
     if divided:
-        from fcsd.serve.engine import require_right
+        from fcsd.engine.open import require_right
 
         require_right(reduce)
     elif reduce != "nccl":
@@ -150,7 +150,7 @@ def load_divided_speaker(
 
     from fcsd.checkpoint import resolve
     from fcsd.checkpoint.tokenizer import load_tokenizer
-    from fcsd.serve.engine import open_engine
+    from fcsd.engine.open import open_engine
 
     path = resolve(model).path
     kind = getattr(torch, dtype or default_dtype(world.device.type == "cpu"))

@@ -26,8 +26,8 @@ from transformers import (
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from fcsd.models.build import arch_of
-from fcsd.models.experts import fused_experts
-from fcsd.models.norms import fuse_norms
+from fcsd.models.fused.experts import fused_experts
+from fcsd.models.fused.norms import fuse_norms
 
 Routed = list[tuple[torch.Tensor, torch.Tensor]]  # of each router: logits [tokens, experts], chosen [tokens, used]
 _SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}

@@ -10,7 +10,7 @@ import torch
 
 from fcsd.bench.account import BETWEEN, STATES, read_account, to_text
 from fcsd.bench.training.record import record
-from fcsd.distill.phases import PREFIX, phase
+from fcsd.distill.step.phases import PREFIX, phase
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 

@@ -22,9 +22,9 @@ from fcsd.errors import ConfigError, FcsdError
 from fcsd.launch.world import World
 from fcsd.parallel.cost import Dedup, Line, Links, Rows, Sent
 from fcsd.parallel.expert.choice import options
-from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.machine import read_machine
-from fcsd.parallel.placing.search import Level, Objective, greedy
+from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.placement.search import Level, Objective, greedy
 
 ROUTING = Routing(8, 3, topical=True)
 SIZES = replace(

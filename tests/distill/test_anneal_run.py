@@ -8,7 +8,7 @@ import runs
 from fcsd.distill import loop
 from fcsd.distill.preview import preview
 from fcsd.distill.run.report import read_metrics
-from fcsd.distill.step import anneal_weight
+from fcsd.distill.step.one_step import anneal_weight
 from fcsd.errors import ConfigError
 
 

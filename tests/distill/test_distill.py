@@ -12,13 +12,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from fcsd.distill import loop, prepare, step
+from fcsd.distill import loop, prepare
 from fcsd.distill.data.corpus import load_corpus, load_tokenizer
 from fcsd.distill.data.rows import batch
-from fcsd.distill.losses import IGNORE
+from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.preview import preview
 from fcsd.distill.run.identity import differences, run_identity
 from fcsd.distill.run.report import read_metrics
+from fcsd.distill.step import one_step as step
 from fcsd.distill.teacher import targets
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.launch.world import World

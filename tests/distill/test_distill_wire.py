@@ -10,7 +10,7 @@ import torch
 from runs import outcome
 
 from fcsd.distill import loop
-from fcsd.distill.expert_parallel import check
+from fcsd.distill.experts.expert_parallel import check
 from fcsd.distill.preview import preview
 from fcsd.distill.run.identity import run_identity
 from fcsd.distill.run.report import read_metrics

@@ -10,7 +10,7 @@ from fcsd.config import ResolvedRecipe
 from fcsd.distill.preview import preview
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.solved_start import calibration_rows
-from fcsd.distill.step import groups_converted
+from fcsd.distill.step.one_step import groups_converted
 from fcsd.errors import ConfigError
 
 STAGED: dict[str, Any] = {"train__progressive_share": 0.5, "train__progressive_order": [1, "0,2", 3]}

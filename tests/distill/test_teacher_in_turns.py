@@ -7,8 +7,8 @@ from ranks import in_group
 
 from fcsd.config import Objective
 from fcsd.config.objective import Hidden
-from fcsd.distill.engine import Student
-from fcsd.distill.losses import IGNORE
+from fcsd.distill.loss.losses import IGNORE
+from fcsd.distill.step.engine import Student
 from fcsd.distill.teacher.targets import live_teacher
 from fcsd.models.build import unwired
 from fcsd.models.wiring import Wiring

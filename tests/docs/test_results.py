@@ -14,8 +14,8 @@ from scripts.capability.results import read_lines
 from scripts.capability.scores import Scores, scores_of
 
 from fcsd.kernels.bit_split import Format, kernels
-from fcsd.parallel.expert.placement import Placement
-from fcsd.parallel.placing.search import greedy
+from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.placement.search import greedy
 
 Raw = Callable[[str], Any]
 GIB = 2**30

@@ -15,12 +15,12 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from fcsd.engine import logprobs
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 from fcsd.eval.engines import adapter
 from fcsd.eval.harness import Loaded, evaluate_models, names_of
 from fcsd.eval.results import read_results
 from fcsd.eval.suite import SUITES, TEACHERS, select
-from fcsd.serve import logprobs
 
 NINE = ["PIQA", "ARC-E", "ARC-C", "HS", "CSQa", "WG", "MMLU", "OBook", "GSM-8K"]
 

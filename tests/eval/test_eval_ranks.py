@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lm_eval.api.instance import Instance
 
+from fcsd.engine import logprobs
 from fcsd.errors import NonFiniteError
 from fcsd.eval.engines.adapter import HFAdapter
 from fcsd.eval.engines.engine import Engine
@@ -18,7 +19,6 @@ from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.results import read_results
 from fcsd.launch.shared_work import Team
 from fcsd.launch.world import World
-from fcsd.serve import logprobs
 
 TASKS = ["PIQA", "CSQa", "GSM-8K", "HEval+"]
 

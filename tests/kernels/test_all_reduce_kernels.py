@@ -26,8 +26,8 @@ from fcsd.kernels.all_reduce import launch, shares
 from fcsd.kernels.all_reduce.memory import SLOTS, Shape, memory_of, room_bytes, rooms_of, slot_bytes, total_bytes
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.kernels import Launch
-from fcsd.parallel.tensor.copies import Copies, capacity
-from fcsd.parallel.tensor.simulated import simulate_all_reduce
+from fcsd.parallel.all_reduce.copies import Copies, capacity
+from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
 
 RANKS = 3
 # The number of values, their dtype, and how they are divided. With one block the message takes six turns, so that slots

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fcsd.distill import losses
+from fcsd.distill.loss import losses
 from fcsd.kernels import fused_kl
 from fcsd.kernels.fused_kl import Tuning
 from fcsd.kernels.vocabulary import Launch
@@ -79,7 +79,7 @@ def test_cross_entropy_equals_torch(chunk_tokens: int) -> None:
 @pytest.mark.parametrize("name", ["kl_divergence", "cross_entropy"])
 @pytest.mark.parametrize("function", [losses, fused_kl], ids=["torch", "fused"])
 def test_all_positions_may_be_computed_if_those_that_do_not_count_are_zero(name: str, function: Any) -> None:
-    """This is how passes on fixed buffers avoid shapes that depend on the data (``fcsd.distill.graphs``)."""
+    """This is how passes on fixed buffers avoid shapes that depend on the data (``fcsd.distill.step.graphs``)."""
     hidden, head, teacher_hidden, teacher_head = (x.to(DEVICE) for x in sides())
     labels = torch.randint(VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     counts = some().to(DEVICE)

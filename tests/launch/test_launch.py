@@ -12,7 +12,7 @@ import ranks
 import runs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fcsd.distill.engine import accumulation, deepspeed_config
+from fcsd.distill.step.engine import accumulation, deepspeed_config
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch import world as launch
 

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fcsd.errors import ConfigError
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, decoder_layers, unwired, wire
-from fcsd.models.latent import FusedLatentAttention
+from fcsd.models.fused.latent import FusedLatentAttention
 from fcsd.models.wiring import WiredLayer, Wiring
 from fcsd.parallel.deferred import Exchange
 from fcsd.parallel.expert.autoep import allow_string_keys, expert_parallel_config, shard_experts

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from fcsd.bench.shapes import deepseek_v2_lite
 from fcsd.cli.main import app
 from fcsd.config import load_recipe
-from fcsd.distill import host_moments, optimizer
-from fcsd.distill import moments as chunked
-from fcsd.distill.one_process import updates_alone
+from fcsd.distill.optim import adamw_moments as chunked
+from fcsd.distill.optim import host_moments, optimizer
+from fcsd.distill.optim.adamw_one_process import updates_alone
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
 from fcsd.plan.memory import BUCKET, CHUNK, SLOTS, checkpoint_bytes, copy_bytes, disk_bytes, loss_bytes, optimizer_bytes

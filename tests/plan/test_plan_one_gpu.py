@@ -8,7 +8,7 @@ import tiny
 import torch
 from torch import Tensor
 
-from fcsd.models.experts import fuse_experts
+from fcsd.models.fused.experts import fuse_experts
 from fcsd.plan import Hardware, Setup, activations, plan_setup
 from fcsd.plan.model import MetaModel
 

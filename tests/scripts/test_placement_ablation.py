@@ -6,8 +6,8 @@ from scripts.placement_ablation import HIERMOE, Cluster, searched, study, study_
 
 from fcsd.bench.hierarchy.placements import objectives
 from fcsd.bench.hierarchy.routing import Routing
-from fcsd.parallel.expert.placement import Placement
-from fcsd.parallel.placing.search import greedy
+from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.placement.search import greedy
 
 CLUSTER = Cluster(2, 2, 16, tokens=32, timed=64, lines=HIERMOE)
 

@@ -42,7 +42,7 @@ def test_both_operators_sum_at_once_on_a_cpu(module, monkeypatch):
         asked.append((group, kind))
         return SimpleNamespace(wait=lambda: x.mul_(3))
 
-    monkeypatch.setattr("fcsd.parallel.tensor.reduce.reduce", reduce)
+    monkeypatch.setattr("fcsd.parallel.all_reduce.reduce.reduce", reduce)
     own = reduction.Reducer(2, "tp:0", "quantised:int8")
     assert torch.equal(own.wait(own.start(x), x), torch.full((2, 3), 3.0)) and torch.equal(x, torch.ones(2, 3))
     assert asked == [("the process group", "quantised:int8")]

@@ -21,8 +21,8 @@ from fcsd.bench.baselines.loop import workers
 from fcsd.bench.baselines.master_weights import MasterWeightsAdamW
 from fcsd.bench.baselines.setting import Setting, Side, Watch
 from fcsd.distill.data.rows import batch
-from fcsd.distill.losses import IGNORE
-from fcsd.distill.optimizer import adamw_settings
+from fcsd.distill.loss.losses import IGNORE
+from fcsd.distill.optim.optimizer import adamw_settings
 from fcsd.distill.teacher.original import compile_layers
 
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from fcsd.bench.baselines.master_weights import MasterWeightsAdamW
 from fcsd.bench.baselines.setting import Setting, Side, Watch
 from fcsd.distill.data.rows import Mixture
-from fcsd.distill.losses import IGNORE
-from fcsd.distill.optimizer import adamw_settings
+from fcsd.distill.loss.losses import IGNORE
+from fcsd.distill.optim.optimizer import adamw_settings
 from fcsd.distill.teacher.original import compile_layers, output_head
 
 # (student's hidden states [tokens, hidden], its head [vocab, hidden], the same of the teacher, labels [tokens])

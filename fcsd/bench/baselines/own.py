@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from fcsd.bench.baselines.setting import Setting, Watch
-from fcsd.distill import update
-from fcsd.distill.engine import build_engine
-from fcsd.distill.expert_parallel import wire_sharded
-from fcsd.distill.feed import feeding
-from fcsd.distill.step import launch_step
+from fcsd.distill.experts.expert_parallel import wire_sharded
+from fcsd.distill.optim import update
+from fcsd.distill.step.engine import build_engine
+from fcsd.distill.step.feed import feeding
+from fcsd.distill.step.one_step import launch_step
 from fcsd.distill.teacher.original import pack_attention
 from fcsd.distill.teacher.targets import live_teacher
 

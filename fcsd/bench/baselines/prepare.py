@@ -9,10 +9,10 @@ from fcsd.bench.distill.workload import Load
 from fcsd.bench.memory import random_corpus, random_recipe
 from fcsd.config import Objective, Recipe
 from fcsd.distill.dtypes import DTYPES
-from fcsd.distill.engine import import_deepspeed
-from fcsd.distill.expert_parallel import randomise
+from fcsd.distill.experts.expert_parallel import randomise
 from fcsd.distill.metrics import full_speed
 from fcsd.distill.prepare import training_rows
+from fcsd.distill.step.engine import import_deepspeed
 from fcsd.distill.teacher.original import compile_layers
 from fcsd.errors import ConfigError
 from fcsd.launch.world import join_world

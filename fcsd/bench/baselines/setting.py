@@ -17,7 +17,7 @@ from fcsd.bench.account import read_account
 from fcsd.config import Recipe, accumulation
 from fcsd.distill.data.rows import Mixture
 from fcsd.distill.dtypes import DTYPES
-from fcsd.distill.expert_parallel import randomise
+from fcsd.distill.experts.expert_parallel import randomise
 from fcsd.launch.world import World
 from fcsd.models.build import unwired, wire
 from fcsd.parallel.trace import ON_DEVICE, read_content

@@ -24,16 +24,16 @@ from fcsd.bench.memory import random_recipe
 from fcsd.bench.training.model import evenly_routed
 from fcsd.bench.training.record import record
 from fcsd.config import Recipe
-from fcsd.distill.engine import import_deepspeed
-from fcsd.distill.expert_parallel import check
+from fcsd.distill.experts.expert_parallel import check
 from fcsd.distill.metrics import full_speed, gpu_peak
+from fcsd.distill.step.engine import import_deepspeed
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, barrier, join_world
 from fcsd.models.build import converted_config, register
 from fcsd.models.wiring import Wiring
 from fcsd.parallel.expert.formats import check_formats
-from fcsd.parallel.wire import WireFormats
+from fcsd.parallel.quantised.rows import WireFormats
 
 
 def bench(load: Load, out: Path | None = None, *, traced: bool = False) -> dict[str, Any]:

@@ -14,21 +14,22 @@ from fcsd.bench.distill.workload import APART, BLOCKING, BOUND, MASKED, OVERLAPP
 from fcsd.bench.memory import random_corpus
 from fcsd.bench.training.ceilings import NoWire
 from fcsd.config import Recipe
-from fcsd.distill import graphs, update
 from fcsd.distill.dtypes import DTYPES
-from fcsd.distill.engine import build_engine
-from fcsd.distill.expert_parallel import dispatcher_for, quantiser_of, randomise, wire_sharded
-from fcsd.distill.feed import feeding
-from fcsd.distill.phases import phase
+from fcsd.distill.experts.expert_parallel import dispatcher_for, quantiser_of, randomise, wire_sharded
+from fcsd.distill.optim import update
 from fcsd.distill.prepare import training_rows
-from fcsd.distill.step import launch_step, train_step
+from fcsd.distill.step import graphs
+from fcsd.distill.step.engine import build_engine
+from fcsd.distill.step.feed import feeding
+from fcsd.distill.step.one_step import launch_step, train_step
+from fcsd.distill.step.phases import phase
 from fcsd.distill.teacher.original import compile_layers, needs_teacher, pack_attention
 from fcsd.distill.teacher.targets import live_teacher
 from fcsd.launch.world import World, barrier
 from fcsd.models.build import wiring_of
 from fcsd.parallel.attention import join_attention
 from fcsd.parallel.overlap import overlap
-from fcsd.parallel.wire import Quantiser, WireFormats
+from fcsd.parallel.quantised.rows import Quantiser, WireFormats
 
 
 class Steps:

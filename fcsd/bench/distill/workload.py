@@ -7,7 +7,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
 from fcsd.errors import ConfigError, unknown_value
-from fcsd.parallel.wire import WireFormats
+from fcsd.parallel.quantised.rows import WireFormats
 
 OVERLAPPED, APART, MASKED, BLOCKING, BOUND = "overlapped", "apart", "masked", "blocking", "comm-free"
 VARIANTS = (OVERLAPPED, APART, MASKED, BLOCKING, BOUND)

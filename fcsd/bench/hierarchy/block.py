@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcsd.parallel.expert.block import ExpertBlock, Routing
-from fcsd.parallel.expert.placement import Placement
+from fcsd.parallel.placement.placement import Placement
 
 
 @dataclass(frozen=True)

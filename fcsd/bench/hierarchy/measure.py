@@ -15,8 +15,8 @@ from fcsd.bench.hierarchy.routing import Routing
 from fcsd.bench.timing import timings
 from fcsd.launch.world import World
 from fcsd.parallel.expert.dispatcher import Wire
-from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.expert.records import Layout
+from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.transports.transport import Transport
 
 

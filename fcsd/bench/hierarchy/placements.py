@@ -18,9 +18,9 @@ from fcsd.bench.hierarchy.routing import Routing
 from fcsd.bench.timing import finished
 from fcsd.launch.world import World, barrier
 from fcsd.parallel.cost import Links
-from fcsd.parallel.expert.placement import Placement
-from fcsd.parallel.placing.moving import Share, move, plan
-from fcsd.parallel.placing.search import Balance, Level, Objective, Ranks, greedy
+from fcsd.parallel.placement.moving import Share, move, plan
+from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.placement.search import Balance, Level, Objective, Ranks, greedy
 
 PERIODS = (1, 2, 4, 8)
 BALANCES: tuple[Balance, ...] = ("smooth-max", "max", "log-sum-exp")

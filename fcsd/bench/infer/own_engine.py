@@ -31,18 +31,18 @@ from fcsd.bench.infer.table import draw, table
 from fcsd.bench.infer.workload import Times, Workload, compare, row, wiring_for
 from fcsd.bench.shapes import SHAPES
 from fcsd.bench.timing import finished
+from fcsd.engine.decode import GRAIN, Stepper
+from fcsd.engine.fused import fuse
+from fcsd.engine.grouped_attention import SPLIT, usual_attention, why_not_split
+from fcsd.engine.layer import wire_tensor_parallel
+from fcsd.engine.slots import Slots, why_no_slots
+from fcsd.engine.tp_plan import TensorGroup
+from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world
 from fcsd.models.wiring_block import DESYNC
-from fcsd.parallel.tensor.division import TensorGroup
-from fcsd.parallel.tensor.fused import fuse
-from fcsd.parallel.tensor.layer import wire_tensor_parallel
-from fcsd.parallel.tensor.reduce import Kind, Reduction
-from fcsd.parallel.tensor.weights import load_tensor_parallel, random_tensor_parallel
-from fcsd.serve.decode import GRAIN, Stepper
-from fcsd.serve.grouped_attention import SPLIT, usual_attention, why_not_split
-from fcsd.serve.slots import Slots, why_no_slots
+from fcsd.parallel.all_reduce.reduce import Kind, Reduction
 
 _PATIENCE = timedelta(hours=2)  # how long ranks that a small degree does not need wait for the others
 T = TypeVar("T")

@@ -9,12 +9,12 @@ import torch
 from transformers import PretrainedConfig
 
 from fcsd.bench.shapes import SHAPES
+from fcsd.engine.grouped_attention import GROUPED, SPLIT
+from fcsd.engine.tp_plan import Experts
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.build import check_desync, wiring_of
 from fcsd.models.wiring_block import DESYNC, NAMES, Wiring
-from fcsd.parallel.tensor.division import Experts
-from fcsd.parallel.tensor.reduce import WRONG_RESULTS, Kind, format_of
-from fcsd.serve.grouped_attention import GROUPED, SPLIT
+from fcsd.parallel.all_reduce.reduce import WRONG_RESULTS, Kind, format_of
 from fcsd.serve.vllm.reduction import read_settings
 
 ENGINES = ("own", "vllm")
@@ -35,7 +35,7 @@ class Workload:
         prompt: tokens of a prompt.
         new: tokens that are decoded after each prompt, the first of which comes from the prefill.
         wirings: names of wirings, each applied to every layer; ``own`` is the wiring of the checkpoint.
-        reduce: kinds of reduction, see ``parallel.tensor.reduce``, and ``serve.vllm.reduction`` for vLLM. None stands
+        reduce: kinds of reduction, see ``parallel.all_reduce.reduce``, and ``serve.vllm.reduction``. None stands
             for the engine's entry in ``REDUCE``.
         bounds: the wirings that are also timed by the kinds with wrong results; None for all of them.
         experts: how ranks share the experts, see ``load_tensor_parallel``.
@@ -44,7 +44,7 @@ class Workload:
             compile either.
         rounds: how often each variant is timed.
         engine: ``own`` or ``vllm``.
-        compile: whether fcsd's engine compiles the parts of decoding steps, see ``parallel.tensor.compiled``.
+        compile: whether fcsd's engine compiles the parts of decoding steps, see ``engine.compiled``.
         attention: how decoding steps of fcsd's engine attend, ``grouped`` or ``split``; see
             ``serve.grouped_attention``. None chooses by the model and its device.
 

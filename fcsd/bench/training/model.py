@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fcsd.distill.engine import import_deepspeed
-from fcsd.distill.losses import cross_entropy
+from fcsd.distill.loss.losses import cross_entropy
+from fcsd.distill.step.engine import import_deepspeed
 from fcsd.launch.world import World
 from fcsd.parallel.expert.lookup import expert_blocks
 from fcsd.parallel.weights.random_init import random_expert_parallel

@@ -16,7 +16,7 @@ from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_pro
 from torch._C._profiler import RecordScope
 from torch.autograd import _add_metadata_json, profiler  # pyright: ignore[reportPrivateImportUsage]
 
-from fcsd.distill.phases import all_threads
+from fcsd.distill.step.phases import all_threads
 from fcsd.launch.world import World
 
 

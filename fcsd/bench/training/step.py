@@ -43,8 +43,8 @@ from fcsd.parallel import trace
 from fcsd.parallel.expert.formats import check_formats
 from fcsd.parallel.expert.hierarchical import dispatcher_of
 from fcsd.parallel.overlap import overlap
+from fcsd.parallel.quantised.rows import Quantiser, WireFormats
 from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.wire import Quantiser, WireFormats
 
 
 def bench(load: Workload, out: Path | None = None, *, traced: bool = False) -> dict[str, Any]:

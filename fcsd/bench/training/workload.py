@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, get_args
 
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.parallel.cost import Dedup
-from fcsd.parallel.wire import WireFormats
+from fcsd.parallel.quantised.rows import WireFormats
 
 STOCK, STANDARD, EAGER, OVERLAPPED, BOUND = "stock", "standard", "eager-sync", "overlapped", "comm-free"
 # Variants that copy rows into the peers' memory: overlapped, and under the standard wiring with blocking collectives.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
 from fcsd.kernels.bit_split.baselines import hadamard, logfmt
-from fcsd.parallel.tensor.simulated import Rounding, rounding_of
+from fcsd.parallel.quantised.simulated_all_reduce import Rounding, rounding_of
 
 _BASELINES = {"hadamard": hadamard, "logfmt": logfmt}
 

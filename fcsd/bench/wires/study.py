@@ -34,7 +34,7 @@ from fcsd.eval.perplexity import read_texts
 from fcsd.eval.statistics import estimate, paired_difference
 from fcsd.launch.environment import snapshot
 from fcsd.models.build import load_model
-from fcsd.parallel.simulated.model import SimulatedWire, over_wire
+from fcsd.parallel.quantised.simulated_model import SimulatedWire, over_wire
 
 log = logging.getLogger(__name__)
 

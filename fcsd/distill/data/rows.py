@@ -16,7 +16,7 @@ import torch
 
 from fcsd.distill.data.corpus import Corpus
 from fcsd.distill.data.packing import Bins, Stream
-from fcsd.distill.losses import IGNORE
+from fcsd.distill.loss.losses import IGNORE
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import document_borders
 

@@ -16,9 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from fcsd.config import Recipe, ResolvedRecipe
 from fcsd.disk import write_text
+from fcsd.distill.optim.update import optimizer_threads
 from fcsd.distill.run.run_dir import CHECKPOINTS
 from fcsd.distill.run.trackers import Log, tracking
-from fcsd.distill.update import optimizer_threads
 from fcsd.progress import duration
 
 METRICS = "metrics.jsonl"

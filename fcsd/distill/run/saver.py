@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from fcsd.config import Checkpoint
+from fcsd.distill.optim.host_copies import HostCopies, room_for
 from fcsd.distill.run import checkpoints, manifest, snapshot
 from fcsd.distill.run.checkpoints import WriteModel
-from fcsd.distill.run.host_copies import HostCopies, room_for
 from fcsd.distill.run.snapshot import Snapshot
 from fcsd.errors import DiskError
 from fcsd.foreign_errors import translate

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fcsd.disk import write_json
-from fcsd.distill.one_process import OneProcessAdamW
-from fcsd.distill.run.host_copies import HostCopies, size_of
+from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
+from fcsd.distill.optim.host_copies import HostCopies, size_of
 from fcsd.errors import DiskError
 from fcsd.launch.world import World
 from fcsd.parallel.weights.saving import OwnPart, own_part

@@ -94,7 +94,7 @@ def _name(values: dict[str, Any]) -> str:
 
 
 def _require_metric(trial: Trial, metric: str) -> None:
-    from fcsd.distill.step import loss_weights
+    from fcsd.distill.step.one_step import loss_weights
 
     recipe = trial.resolved.recipe
     known = ["loss", *loss_weights(recipe)]

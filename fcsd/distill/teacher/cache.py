@@ -20,10 +20,10 @@ from torch import Tensor
 
 from fcsd.config import Recipe, TeacherCache
 from fcsd.disk import write_bytes
+from fcsd.distill.loss.top_k import TopK
 from fcsd.distill.run.identity import differences
 from fcsd.distill.teacher.original import expect_fingerprint, identify_teacher, teacher_name
 from fcsd.distill.teacher.targets import Targets, Teacher
-from fcsd.distill.top_k import TopK
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 

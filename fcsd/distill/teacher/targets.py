@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fcsd.config import Objective, Recipe
+from fcsd.distill.loss.top_k import TopK
 from fcsd.distill.teacher.original import final_hidden, output_head
-from fcsd.distill.top_k import TopK
 from fcsd.errors import BadInputError
 from fcsd.models.build import decoder_layers
 from fcsd.models.selection import select_layers

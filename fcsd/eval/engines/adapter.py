@@ -10,16 +10,16 @@ from lm_eval.models.utils import resolve_max_length
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fcsd.engine.answer_end import ending
+from fcsd.engine.decode import generate_in_slots, plan_slots
+from fcsd.engine.generate import CACHE_TOKENS, generate_greedy
+from fcsd.engine.logprobs import batches, check_head, continuation_logprobs
+from fcsd.engine.slots import why_no_slots
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.progress import progress
-from fcsd.serve.answer_end import ending
-from fcsd.serve.decode import generate_in_slots, plan_slots
-from fcsd.serve.generate import CACHE_TOKENS, generate_greedy
-from fcsd.serve.logprobs import batches, check_head, continuation_logprobs
-from fcsd.serve.slots import why_no_slots
 
 log = logging.getLogger(__name__)
 

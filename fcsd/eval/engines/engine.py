@@ -21,7 +21,7 @@ from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.serve.vllm.support import RIGHT_RESULTS, installed_version, require_vllm
 
 if TYPE_CHECKING:
-    from fcsd.parallel.tensor.reduce import Kind
+    from fcsd.parallel.all_reduce.reduce import Kind
 
 HF, VLLM, OWN = "hf", "vllm", "own"
 
@@ -31,7 +31,7 @@ class Engine:
     """The settings by which models are run. They are the same for all models of a comparison.
 
     Attributes:
-        backend: ``hf`` for transformers, ``vllm``, ``own`` for fcsd's engine (``serve/engine.py``).
+        backend: ``hf`` for transformers, ``vllm``, ``own`` for fcsd's engine (``engine/open.py``).
         device: ``cuda``, ``cpu``, or ``auto`` to let accelerate spread each model over the GPUs, host memory and the
             disk, in this order. None for ``cuda`` where there is one, else ``cpu``.
         dtype: the data type of the weights, one of ``fcsd.models.load_options.DTYPES``. None for float32 on the CPU and
@@ -41,7 +41,7 @@ class Engine:
         generation: one of ``adapter.GENERATION``; None for the fastest that the device supports.
         ep_size: the expert-parallel size, the number of ranks that divide the experts of every layer.
         gpus: the tensor-parallel degree under vLLM and in fcsd's engine.
-        reduce: how the ranks of fcsd's engine reduce; see ``parallel.tensor.reduce.Kind``.
+        reduce: how the ranks of fcsd's engine reduce; see ``parallel.all_reduce.reduce.Kind``.
         wire: the quantised wire that is simulated; None for none.
     """
 
@@ -87,7 +87,7 @@ class Engine:
             raise ConfigError("--device auto uses all GPUs in one process; leave --gpus out")
 
     def _check_own(self, ranks: int) -> None:
-        from fcsd.serve.engine import require_right
+        from fcsd.engine.open import require_right
 
         require_right(self.reduce)
         if self.device == "auto" or self.ep_size > 1:
@@ -170,8 +170,8 @@ def _in_transformers(
     kind = getattr(torch, dtype)
     generation, backend = engine.generation, None
     if engine.backend == OWN:
+        from fcsd.engine.open import open_engine
         from fcsd.launch.world import join_world
-        from fcsd.serve.engine import open_engine
 
         network = open_engine(path, join_world(), dtype=kind, reduce=engine.reduce)
         generation = generation or SLOTS

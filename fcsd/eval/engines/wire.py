@@ -79,8 +79,8 @@ def over(model: PreTrainedModel, wire: QuantisedWire | None) -> Iterator[None]:
     if wire is None:
         yield
         return
-    from fcsd.parallel.simulated.model import SimulatedWire, over_wire
-    from fcsd.parallel.tensor.simulated import rounding_of
+    from fcsd.parallel.quantised.simulated_all_reduce import rounding_of
+    from fcsd.parallel.quantised.simulated_model import SimulatedWire, over_wire
 
     for format in wire.formats.values():
         format.layout(model.config.get_text_config().hidden_size)

@@ -2,5 +2,5 @@
 
 ``memory`` says how the memory is laid out, ``programs`` and ``programs_quantised`` are the Triton kernels, and
 ``launch`` starts them. The slow reference is the sum in fp32 in the order of ranks, and for quantised values
-``parallel.tensor.simulated``.
+``parallel.quantised.simulated_all_reduce``.
 """

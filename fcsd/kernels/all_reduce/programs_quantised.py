@@ -6,7 +6,7 @@ them, then decodes all of them. Many small blocks keep the SMs busy, as some com
 A tile of ``width`` values is one record of ``bit_split``. Groups are encoded independently of each other, so it changes
 no bit of the result how values are divided into tiles. Every value is decoded from a record, this rank's own too, and
 every sum is encoded and decoded once, in one shot as well as in two. All ranks therefore end with the same bits, which
-are those of ``parallel.tensor.simulated``.
+are those of ``parallel.quantised.simulated_all_reduce``.
 """
 
 # pyright: reportAttributeAccessIssue=false

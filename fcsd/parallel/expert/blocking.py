@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fcsd.models.build import arch_of, decoder_layers
-from fcsd.models.norms import fuse_norms
-from fcsd.models.rotary import fuse_rotary
+from fcsd.models.fused.norms import fuse_norms
+from fcsd.models.fused.rotary import fuse_rotary
 from fcsd.models.wiring import Blocks, Parts, Wiring, wire_layers
 from fcsd.parallel.expert.dispatcher import MakeDispatcher, Wire
 from fcsd.parallel.expert.flat import FlatDispatcher
 from fcsd.parallel.expert.lookup import expert_block
+from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.wire import Quantiser
 
 
 def blocking_parts(blocks: Blocks, layer: Any, wire: Wire, dispatcher: MakeDispatcher) -> Parts:

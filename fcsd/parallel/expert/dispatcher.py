@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fcsd.parallel.expert.block import ExpertBlock
+from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.transports.transport import Transport, all_to_all
-from fcsd.parallel.wire import Quantiser
 
 Mode = Literal["on", "eager-sync", "off"]
 

@@ -16,10 +16,10 @@ from fcsd.parallel.expert.counts import gather
 from fcsd.parallel.expert.dispatcher import Wire
 from fcsd.parallel.expert.moving import FromExperts, RowPlaces, ToExperts
 from fcsd.parallel.expert.sorting import stable_order
+from fcsd.parallel.quantised.rows import Codecs, WireFormats, simulate
 from fcsd.parallel.transports.codec import Codec
 from fcsd.parallel.transports.transport import Splits, splits_of
 from fcsd.parallel.turns import yield_turn
-from fcsd.parallel.wire import Codecs, WireFormats, simulate
 
 _Move = Callable[[Tensor, Tensor | None], Tensor]
 

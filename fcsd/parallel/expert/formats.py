@@ -6,7 +6,7 @@ from fcsd import config
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of
 from fcsd.parallel.expert.autoep import expert_parallel_config
-from fcsd.parallel.wire import WireFormats
+from fcsd.parallel.quantised.rows import WireFormats
 
 
 def formats_of(wire: config.Wire) -> WireFormats | None:

@@ -37,10 +37,10 @@ from fcsd.parallel.expert.dispatcher import Dispatcher, MakeDispatcher, Wire
 from fcsd.parallel.expert.flat import FlatDispatcher
 from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matrices, two_levels
 from fcsd.parallel.expert.records import Layout, RecordCodec, copies_by_choice, expert_order
+from fcsd.parallel.quantised.rows import Codecs
 from fcsd.parallel.transports.codec import Codec
 from fcsd.parallel.transports.transport import Splits, splits_of
 from fcsd.parallel.turns import yield_turn
-from fcsd.parallel.wire import Codecs
 
 
 class ByLayer:

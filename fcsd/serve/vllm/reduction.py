@@ -31,7 +31,7 @@ from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
 
 # ``vllm`` is vLLM's own choice of all-reduce, and ``auto`` is ``vllm`` today. The other kinds are those of
-# ``parallel.tensor.reduce``. ``none`` sends nothing, so its results are wrong, and its time is a lower bound.
+# ``parallel.all_reduce.reduce``. ``none`` sends nothing, so its results are wrong, and its time is a lower bound.
 Kind = str
 KINDS = ("auto", "vllm", "symmetric", "copies", "quantised:FORMAT", "none")
 OF_VLLM = ("auto", "vllm")
@@ -191,7 +191,7 @@ def _start(x: Tensor, group: str, kind: Kind, overlap_from: int) -> Tensor:
 
 def _start_of_fcsd(x: Tensor, group: Any, kind: Kind, overlap_from: int) -> Tensor:
     """The same by fcsd's own kinds, which sum in place."""
-    from fcsd.parallel.tensor.reduce import reduce
+    from fcsd.parallel.all_reduce.reduce import reduce
 
     y = x.clone()
     reduction = reduce(y, group, kind)

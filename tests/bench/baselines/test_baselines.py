@@ -15,8 +15,8 @@ from fcsd.bench.baselines import compare, loop
 from fcsd.bench.baselines import master_weights as optimizers
 from fcsd.bench.baselines.prepare import prepare
 from fcsd.bench.baselines.setting import Setting, Watch
-from fcsd.distill.expert_parallel import randomise
-from fcsd.distill.losses import IGNORE, kl_divergence
+from fcsd.distill.experts.expert_parallel import randomise
+from fcsd.distill.loss.losses import IGNORE, kl_divergence
 from fcsd.errors import ConfigError
 
 TOKENS, HIDDEN, VOCAB = 24, 16, 40

@@ -16,9 +16,9 @@ from fcsd.distill.data.chat_template import render_chat
 from fcsd.distill.data.corpus import Corpus, load_corpus
 from fcsd.distill.data.encode import Document, encode_rendering
 from fcsd.distill.data.rows import Mixture, Rows, batch
-from fcsd.distill.feed import rows_of_step
-from fcsd.distill.losses import IGNORE
+from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.preview import preview, show_first_row
+from fcsd.distill.step.feed import rows_of_step
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.launch.world import World
 

@@ -19,8 +19,9 @@ import runs
 import torch
 from runs import outcome, train
 
-from fcsd.distill import engine, loop, prepare
+from fcsd.distill import loop, prepare
 from fcsd.distill.run import checkpoints, manifest, run_dir
+from fcsd.distill.step import engine
 from fcsd.errors import ConfigError
 
 nightly = pytest.mark.nightly

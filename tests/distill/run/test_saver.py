@@ -12,7 +12,8 @@ import torch
 
 from fcsd.config import Checkpoint
 from fcsd.distill import loop
-from fcsd.distill.run import checkpoints, host_copies, manifest, saver
+from fcsd.distill.optim import host_copies
+from fcsd.distill.run import checkpoints, manifest, saver
 from fcsd.errors import DiskError
 from fcsd.launch.world import World
 

@@ -15,9 +15,9 @@ import tiny
 import torch
 
 from fcsd.distill import loop
+from fcsd.distill.cache_teacher import cache_teacher
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.teacher import cache as teacher_cache
-from fcsd.distill.teacher_pass import cache_teacher
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
 
 VOCAB = tiny.VOCAB
@@ -202,7 +202,7 @@ def test_recipes_that_make_no_sense_are_refused(folder: Path, tmp_path: Path) ->
 
 
 def poisoned(resolved: Any) -> None:
-    from fcsd.distill import teacher_pass as module
+    from fcsd.distill import cache_teacher as module
 
     real = module.final_hidden
     module.final_hidden = lambda model, micro: real(model, micro) * float("nan")

@@ -24,11 +24,11 @@ from fcsd.parallel.expert.dispatcher import MakeDispatcher, Mode, Wire
 from fcsd.parallel.expert.flat import FlatDispatcher
 from fcsd.parallel.expert.hierarchical import HierarchicalDispatcher, hierarchical
 from fcsd.parallel.expert.levels import Levels, one_level, two_levels
-from fcsd.parallel.expert.placement import Placement
 from fcsd.parallel.overlap import overlap
+from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.quantised.rows import Quantiser, WireFormats
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.transport import Transport, all_to_all
-from fcsd.parallel.wire import Quantiser, WireFormats
 
 EXPERTS, TOP_K, HIDDEN = 8, 3, 10
 FARSKIP = Wiring("farskip", (0, 1, 2, 3))

@@ -38,7 +38,7 @@ def growth(function: Callable[[], Any]) -> tuple[Any, int]:
 
 def checkpointed(checkpoint: Path, out: Path, ep_size: int) -> dict[str, int]:
     """Bytes: this rank's ``share`` of the model, and the growth while it is read and written."""
-    from fcsd.distill.expert_parallel import load
+    from fcsd.distill.experts.expert_parallel import load
     from fcsd.distill.student import write_student
     from fcsd.launch.world import join_world
     from fcsd.parallel.weights.saving import own_part
@@ -53,7 +53,7 @@ def checkpointed(checkpoint: Path, out: Path, ep_size: int) -> dict[str, int]:
 
 def made_at_random(source: Path, ep_size: int) -> int:
     """Growth while a random model is made, a share on every rank."""
-    from fcsd.distill.expert_parallel import randomise
+    from fcsd.distill.experts.expert_parallel import randomise
 
     join()
     config = AutoConfig.from_pretrained(source)

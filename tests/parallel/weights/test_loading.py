@@ -36,7 +36,7 @@ def write_checkpoint(folder, arch, dtype=torch.float32, wiring=Wiring("farskip",
 
 def join() -> int:
     """This process in its group, as in a run; its rank."""
-    from fcsd.distill.engine import import_deepspeed
+    from fcsd.distill.step.engine import import_deepspeed
     from fcsd.launch.world import join_world
 
     world = join_world()

@@ -1,0 +1,1 @@
+"""Divided experts in a run: how they are wired, moved and deduplicated."""

@@ -1,0 +1,219 @@
+"""Expert parallelism of a run: the checks of the recipe, and how the student and the teacher are sharded.
+
+Every process is data parallel, and each group of ``parallel.ep_size`` neighbouring processes divides the experts of
+each MoE layer among its members. The experts are sharded before DeepSpeed sees the model. Its engine finds AutoEP's
+layers and sums an expert's gradient over only those processes that hold the same expert: the tokens of the other
+processes reached the expert through the all-to-all. Both kinds of gradient are divided by the number of all processes,
+and ``launch_step`` multiplies the loss by that number in advance.
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from fcsd.checkpoint import resolve
+from fcsd.config import Parallel, Recipe
+from fcsd.distill.teacher.original import needs_teacher, teacher_name
+from fcsd.errors import ConfigError
+from fcsd.launch.world import first_rank
+from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
+from fcsd.models.fused.model import fuse_parts
+from fcsd.models.wiring import DESYNC
+from fcsd.parallel.expert.dispatcher import MakeDispatcher
+from fcsd.parallel.expert.formats import check_formats, formats_of
+from fcsd.parallel.machine import read_machine, require_far
+from fcsd.parallel.quantised.rows import Quantiser
+from fcsd.parallel.transports.traffic import Traffic
+
+log = logging.getLogger(__name__)
+
+
+def check(recipe: Recipe, processes: int) -> None:
+    """Checks ``parallel.ep_size`` and ``parallel.wire`` against the number of processes and the configs of the models.
+
+    Rank 0 logs a warning if ``parallel.dedup`` has no effect, because each token chooses one expert.
+
+    Raises:
+        ConfigError: ``ep_size`` does not divide the number of processes or of experts, or a model does not support
+            expert parallelism; or the rows of the student cannot be rounded to the formats; or ``parallel.machine`` is
+            damaged, describes another GPU or larger nodes, or lacks a link that the processes use.
+    """
+    ep_size = recipe.parallel.ep_size
+    if recipe.parallel.machine is not None:
+        check_machine(Path(recipe.parallel.machine), ep_size)
+    if (formats := formats_of(recipe.parallel.wire)) is not None:
+        register()
+        check_formats(formats, _config(recipe.model), recipe.model)
+    if ep_size == 1:
+        return
+    if processes % ep_size:
+        raise ConfigError(
+            f"parallel.ep_size {ep_size} does not divide the {processes} processes",
+            hint=f"start a multiple of {ep_size}, with --gpus, or lower parallel.ep_size",
+        )
+    register()
+    config = _check_model(recipe.model, ep_size, hint="set parallel.ep_size: 1")
+    if needs_teacher(recipe) and recipe.parallel.teacher_ep_size > 1:
+        _check_model(teacher_name(recipe), ep_size, hint="set parallel.teacher_placement: replicated")
+    dedup = recipe.parallel.dedup
+    if dedup != "off" and config.get_text_config().num_experts_per_tok == 1 and first_rank():
+        log.warning("%s: parallel.dedup %s has no effect, because each token chooses one expert", recipe.model, dedup)
+
+
+def check_machine(path: Path, ep_size: int) -> None:
+    """Check that a machine file describes this machine and has the links of ``ep_size`` neighbouring processes.
+
+    The GPU is compared where there is one. Nodes may be smaller in the file than on the machine, which imitates
+    several nodes on one host.
+
+    Raises:
+        ConfigError: see ``check``.
+    """
+    machine = read_machine(path)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ep_size))  # processes on this host
+    present = torch.cuda.get_device_name() if torch.cuda.is_available() else machine.gpu
+    if machine.gpu != present:
+        raise ConfigError(
+            f"parallel.machine: {path} describes {machine.gpu}, and this machine has {present}",
+            hint="measure this machine with fcsd bench links, or correct the key gpu",
+        )
+    if here < min(ep_size, machine.gpus_per_node):
+        raise ConfigError(
+            f"parallel.machine: {path} describes nodes of {machine.gpus_per_node} GPUs, and this run has {here} "
+            "processes in a node",
+            hint=f"set gpus_per_node: {here} in the file, or start as many processes in each node",
+        )
+    require_far(machine.links, ep_size)
+
+
+def dispatcher_for(parallel: Parallel, ep_size: int) -> MakeDispatcher:
+    """The function that makes the dispatchers of a model whose experts are divided among ``ep_size`` processes.
+
+    Raises:
+        ConfigError: ``parallel.machine`` cannot be read.
+    """
+    from fcsd.parallel.expert.choice import node_size_for
+    from fcsd.parallel.expert.hierarchical import ByLayer, dispatcher_of
+
+    if ep_size == 1:
+        return dispatcher_of("off", 1, None)
+    if parallel.dedup == "auto":
+        assert parallel.machine is not None, "the recipe's checks require a machine file"
+        per_node = read_machine(Path(parallel.machine)).gpus_per_node
+        return ByLayer(ep_size, node_size_for(ep_size, per_node))
+    return dispatcher_of(parallel.dedup, ep_size, parallel.node_size)
+
+
+def _check_model(name: str, ep_size: int, hint: str) -> PretrainedConfig:
+    from fcsd.parallel.expert.autoep import expert_parallel_config
+
+    config = _config(name)
+    try:
+        expert_parallel_config(arch_of(config), ep_size)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}", hint) from error
+    if experts_of(config) % ep_size:
+        raise ConfigError(f"parallel.ep_size {ep_size} does not divide the {experts_of(config)} experts of {name}")
+    return config
+
+
+def _config(name: str) -> PretrainedConfig:
+    return AutoConfig.from_pretrained(resolve(name, weights=False).path, trust_remote_code=False)
+
+
+def quantiser_of(recipe: Recipe) -> Quantiser | None:
+    """Rounds the rows of the student as the recipe says; None if all rows are sent as they are."""
+    formats = formats_of(recipe.parallel.wire)
+    return None if formats is None else Quantiser(formats, recipe.seed)
+
+
+def load(
+    path: Path,
+    ep_size: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: PretrainedConfig | None = None,
+    dispatched: bool = False,
+    orders: Mapping[str, Sequence[int]] | None = None,
+) -> PreTrainedModel:
+    """Loads a model in eval mode with this process's share of the experts.
+
+    Args:
+        path: the checkpoint directory.
+        ep_size: the number of processes that divide the experts; with 1 every process has all of them.
+        config: is used in place of the config in the directory.
+        dispatched: whether rows pass through a dispatcher even if no experts are divided, so that they can be rounded.
+        orders: where the experts are if they have changed places; see ``load_expert_parallel``.
+    """
+    if ep_size == 1 and not dispatched:
+        return load_model(path, dtype=dtype, device=device, config=config)
+    from fcsd.parallel.weights.loading import load_expert_parallel
+
+    return load_expert_parallel(path, dtype=dtype, device=device, ep_size=ep_size, config=config, orders=orders)
+
+
+def randomise(
+    config: PretrainedConfig,
+    ep_size: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    dispatched: bool = False,
+) -> PreTrainedModel:
+    """Like ``load``, but with random weights, which are the same at any ``ep_size``."""
+    from fcsd.parallel.weights.random_init import random_expert_parallel, random_model
+
+    if ep_size == 1 and not dispatched:
+        return random_model(config, dtype=dtype, device=device, seed=seed)
+    return random_expert_parallel(config, dtype=dtype, device=device, ep_size=ep_size, seed=seed)
+
+
+def wire_sharded(
+    model: PreTrainedModel,
+    ep_size: int,
+    parallel: Parallel,
+    quantiser: Quantiser | None = None,
+    traffic: Traffic | None = None,
+    dispatcher: MakeDispatcher | None = None,
+) -> None:
+    """Installs the overlapped schedule of the model's own wiring, and fused kernels, with the settings of ``parallel``.
+
+    Args:
+        ep_size: the number of processes that divide the model's experts. With 1 nothing is in flight; without a
+            quantiser only norms, MLPs and routed experts are then fused.
+        quantiser: rounds the rows; None sends them as they are.
+        traffic: counts the bytes that are sent; None does not count.
+        dispatcher: makes the dispatchers; None stands for a new one of ``dispatcher_for``.
+
+    Raises:
+        ConfigError: the wiring cannot be overlapped, or its rows cannot be rounded.
+    """
+    on_cuda = model.device.type == "cuda"
+    if ep_size == 1 and quantiser is None:
+        fuse_parts(model, arch_of(model.config), parallel.fused and on_cuda)
+        return
+    from fcsd.parallel.overlap import overlap
+    from fcsd.parallel.transports.copies import CopiesTransport
+    from fcsd.parallel.transports.symmetric_memory import open_buffers
+    from fcsd.parallel.transports.transport import all_to_all
+
+    wiring = wiring_of(model.config)
+    if ep_size == 1 and (wiring.name in DESYNC or wiring.distance > 1):
+        raise ConfigError("parallel.wire supports neither desync nor a distance above 1", hint="remove parallel.wire")
+    by_copies = on_cuda and parallel.transport == "auto" and ep_size > 1
+    overlap(
+        model,
+        wiring,
+        parallel.overlap if ep_size > 1 else "off",
+        fused=parallel.fused and on_cuda,
+        transport=CopiesTransport(open_buffers) if by_copies else all_to_all,
+        dispatcher=dispatcher or dispatcher_for(parallel, ep_size),
+        quantiser=quantiser,
+        traffic=traffic,
+    )

@@ -1,0 +1,178 @@
+"""Moves experts between the ranks of a run while it trains, so that the busiest ranks get fewer rows (HierMoE §IV).
+
+Every ``parallel.placement.every`` steps the ranks count which experts the tokens of the last step chose. Experts change
+places if that saves more time until the next update than the move takes. Weights and the optimizer's states move in
+place. Everything that names an expert keeps its number: the router, its scores and biases, and the model files of
+checkpoints. Only the optimizer's files are in the order of places, so the manifest of a checkpoint holds the placement.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcsd.config import Parallel, Recipe
+from fcsd.disk import write_json
+from fcsd.distill.experts.routing_record import RoutingRecord
+from fcsd.distill.experts.states import expert_shares
+from fcsd.kernels.bit_split import Format
+from fcsd.launch.world import World
+from fcsd.parallel.expert.block import ExpertBlock
+from fcsd.parallel.expert.lookup import expert_blocks
+from fcsd.parallel.placement.moving import move, plan
+from fcsd.parallel.placement.placement import Placement
+from fcsd.parallel.placement.search import Level, Objective, Ranks, greedy
+from fcsd.parallel.placement.stored import FILE, LAYERS
+
+Orders = dict[str, list[int]]  # the numbers of a layer's experts by position, by the path of its MoE block
+
+
+class ExpertSwaps:
+    """The placement of the student's experts during a run. Every rank has one, and all have the same state.
+
+    Args:
+        run: the run directory, in which rank 0 writes ``placement.json``.
+        world: the processes, on their devices.
+        hosts: the same processes, in a group whose collectives do not involve a device.
+        engine: DeepSpeed's engine, whose model has the placement that ``progress`` names.
+        progress: the progress of the run.
+    """
+
+    def __init__(
+        self, run: Path, recipe: Recipe, world: World, hosts: World, engine: Any, progress: dict[str, Any]
+    ) -> None:
+        self._file, self._recipe, self._world, self._hosts, self._engine = run / FILE, recipe, world, hosts, engine
+        self._every = recipe.parallel.placement.every
+        self._blocks = expert_blocks(engine.module.model) if self._every else {}
+        self._record = RoutingRecord({path: block.router for path, block in self._blocks.items()})
+        self._swaps, self._seconds = progress.get("placement", {}).get("swaps", 0), 0.0
+        if self._every:
+            self._write()
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """A block that takes the step with this number, counted from 1. At its end experts may change their places."""
+        if not self._every or number % self._every:
+            yield
+            return
+        with self._record.on(self._blocks) as chosen:
+            yield
+        self._wait()  # the computation of the step is no part of the search
+        begun = time.perf_counter()
+        self._update([torch.cat(parts) for parts in chosen.values()])
+        self._wait()
+        self._seconds += time.perf_counter() - begun
+
+    def metrics(self) -> dict[str, float]:
+        """What the metrics of a step contain.
+
+        Returns: ``swaps``, how many pairs of experts have changed places since the start of the run, over all layers;
+            and ``swap_seconds``, the time that searches and moves have taken since this process started.
+        """
+        return {"swaps": self._swaps, "swap_seconds": self._seconds} if self._every else {}
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint stores for ``orders_of`` and for the next object of this class."""
+        return {"placement": {"swaps": self._swaps, "layers": self._orders()}} if self._every else {}
+
+    def _wait(self) -> None:
+        """Waits until the device has computed all that was launched."""
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _update(self, chosen: list[Tensor]) -> None:
+        """Searches better placements for all layers, and moves the experts."""
+        settings = self._recipe.parallel.placement
+        blocks = list(self._blocks.values())
+        before = [block.placement for block in blocks]
+        width = self._engine.module.model.config.get_text_config().hidden_size
+        together = Ranks(self._world.rank, self._world.size, self._sum, self._hosts.everywhere)
+        objective = objective_of(self._recipe, self._world.size, blocks[0], width)
+        after, swaps = greedy(chosen, before, objective, settings.swaps, together)
+        for block, old, new in zip(blocks, before, after, strict=True):
+            if new != old:
+                self._move(block, old, new)
+        self._swaps += swaps
+        self._write()
+
+    def _move(self, block: ExpertBlock, before: Placement, after: Placement) -> None:
+        shares = expert_shares(self._engine, block)
+        held = self._hosts.everywhere(lambda: {name: share.interval for name, share in shares.items()})
+        sizes = {name: block.experts.get_parameter(name.split()[0])[0].numel() for of in held for name in sorted(of)}
+        move(shares, plan(before, after, held, sizes), self._world.rank, self._world.size)
+        block.place(after)
+
+    def _sum(self, counts: Tensor) -> Tensor:
+        dist.all_reduce(counts)
+        return counts
+
+    def _orders(self) -> Orders:
+        return {path: list(block.placement.numbers) for path, block in self._blocks.items()}
+
+    def _write(self) -> None:
+        """Writes the experts of each rank, layer by layer."""
+        slots = {path: block.placement.slots for path, block in self._blocks.items()}
+        layers = {
+            path: [numbers[first : first + slots[path]] for first in range(0, len(numbers), slots[path])]
+            for path, numbers in self._orders().items()
+        }
+        self._hosts.on_first(lambda: write_json(self._file, {"swaps": self._swaps, LAYERS: layers}))
+
+
+def orders_of(progress: dict[str, Any]) -> Orders:
+    """The placement with which a checkpoint was saved; empty if the experts are in the order of their numbers."""
+    return progress.get("placement", {}).get("layers", {})
+
+
+def objective_of(recipe: Recipe, processes: int, block: ExpertBlock, width: int) -> Objective:
+    """What the placement of a block's experts costs, in rows of one step.
+
+    Args:
+        processes: the number of processes of the run.
+        width: the number of values of a row.
+    """
+    parallel, placement = recipe.parallel, recipe.parallel.placement
+    deduplicated = parallel.dedup != "off" and block.top_k > 1
+    weights = list(block.experts.parameters())
+    slots = block.placement.slots
+    stored = sum(weight.numel() * weight.itemsize for weight in weights) / slots
+    moments = 4 if recipe.optim.moments == "bf16" else 8
+    master = 0 if recipe.train.dtype == "fp32" and parallel.zero_stage == 0 else 4
+    states = sum(weight.numel() for weight in weights) / slots * (master + moments)
+    # Each group of processes that divides the experts counts its own tokens; the ranks sum the counts of all groups.
+    groups = processes / parallel.ep_size
+    step = _bytes_of_row(recipe, width, weights[0].itemsize) / groups
+    return Objective(
+        levels=levels_of(parallel, deduplicated),
+        balance=placement.balance,
+        move=(stored + states) / (step * placement.every),
+        far=placement.far_cost,
+    )
+
+
+def levels_of(parallel: Parallel, deduplicated: bool) -> tuple[Level, ...]:
+    """What a search counts: the levels of dispatch, and the work of ranks where it has a cost.
+
+    The ranks of a node share the rows that arrive at the node.
+    """
+    placement, found = parallel.placement, [Level(parallel.ep_size, 1.0, deduplicated)]
+    if parallel.dedup == "node" and deduplicated:
+        assert parallel.node_size is not None, "the recipe's checks require a node size"
+        nodes = parallel.ep_size // parallel.node_size
+        found.insert(0, Level(nodes, placement.far_cost / parallel.node_size))
+    if placement.work_cost:
+        found.append(Level(parallel.ep_size, placement.work_cost, deduplicated=False))
+    return tuple(found)
+
+
+def _bytes_of_row(recipe: Recipe, width: int, itemsize: int) -> int:
+    """The bytes that a row of dispatch causes in a step: in dispatch, in combine, and in the gradients of both."""
+    wire = recipe.parallel.wire
+    forward, backward = (wire.dispatch, wire.combine), (wire.dispatch_grad, wire.combine_grad)
+    passes = [*forward, *backward, *(forward if recipe.train.activation_checkpointing else ())]
+    return sum(Format.parse(name).row_bytes(width) if name else width * itemsize for name in passes)

@@ -1,0 +1,1 @@
+"""The losses of distillation, from hidden states and output heads."""

@@ -1,0 +1,1 @@
+"""The optimizer of a run and the places of its states."""

@@ -1,0 +1,96 @@
+"""Chooses the implementation of AdamW that a recipe asks for, and the groups of parameters that it updates.
+
+AdamW runs in one of three implementations. ``OneProcessAdamW`` updates the weights of a run of one process.
+``ChunkedAdamW`` keeps its moments in bf16 or in host memory. In all other runs DeepSpeed makes torch's fused AdamW from
+its configuration (``fcsd.distill.step.engine.deepspeed_config``).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fcsd.config import Recipe
+from fcsd.distill.dtypes import DTYPES
+from fcsd.distill.optim.adamw_moments import ChunkedAdamW
+from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
+
+GROUP = 2**28  # most parameters of a group of the optimizer, unless one tensor has more
+
+
+def adamw_settings(recipe: Recipe) -> dict[str, Any]:
+    """The settings of AdamW, whichever implementation runs."""
+    optim = recipe.optim
+    return {"lr": optim.lr, "betas": list(optim.betas), "eps": 1e-8, "weight_decay": optim.weight_decay}
+
+
+def chunked(recipe: Recipe) -> bool:
+    """Whether ``ChunkedAdamW`` is needed: torch's own AdamW keeps moments neither in bf16 nor in host memory."""
+    return recipe.optim.moments == "bf16" or recipe.optim.offload == "moments"
+
+
+def own_optimizer(recipe: Recipe, alone: bool) -> Callable[[Any], ChunkedAdamW | OneProcessAdamW] | None:
+    """The function that makes the optimizer for ``deepspeed.initialize``; None if its configuration describes it.
+
+    Args:
+        alone: whether the optimizer is ``OneProcessAdamW``.
+    """
+    if alone:
+        return lambda parameters: OneProcessAdamW(
+            parameters, **adamw_settings(recipe), grad_clip=recipe.optim.grad_clip
+        )
+    if not chunked(recipe):
+        return None
+
+    def make(parameters: Any) -> ChunkedAdamW:
+        from deepspeed.moe.utils import configure_moe_param_groups
+
+        # DeepSpeed itself divides the parameters only for optimizers that it makes.
+        if _divided_by_deepspeed(recipe):
+            parameters = configure_moe_param_groups(parameters)
+        placed = {"dtype": DTYPES[recipe.optim.moments], "on_host": recipe.optim.offload == "moments"}
+        return ChunkedAdamW(parameters, **adamw_settings(recipe), **placed)
+
+    return make
+
+
+def parameter_groups(student: nn.Module, recipe: Recipe) -> list[Any]:
+    """The trained parameters for the optimizer. Parameters without weight decay form groups of their own, if any.
+
+    Unless ``optim.decay_norms`` is set, norm gains and biases have no weight decay. A parameter counts as one of them
+    if it is a vector or if the last part of its name contains ``bias``. The name is needed because experts stack their
+    biases into matrices.
+
+    In its step ZeRO copies all gradients of a group, once as they are and once in fp32. Groups are therefore not larger
+    than ``GROUP``. With divided experts DeepSpeed itself limits the groups of experts.
+    """
+    trained = [(name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": [parameter for _, parameter in trained]}]
+    if recipe.optim.weight_decay and not recipe.optim.decay_norms:
+        by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in trained:
+            by_decay[parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]].append(parameter)
+        decayed = {"name": "decayed", "params": by_decay[True], "weight_decay": recipe.optim.weight_decay}
+        spared = {"name": "not decayed", "params": by_decay[False], "weight_decay": 0.0}
+        groups = [group for group in (decayed, spared) if group["params"]]
+    if recipe.parallel.zero_stage and not _divided_by_deepspeed(recipe):
+        groups = [{**group, "params": part} for group in groups for part in _parts(group["params"])]
+    return groups if len(groups) > 1 or "weight_decay" in groups[0] else groups[0]["params"]
+
+
+def _parts(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters in lists of at most ``GROUP`` elements. A larger parameter is a list of its own."""
+    parts: list[list[nn.Parameter]] = [[]]
+    size = 0
+    for parameter in parameters:
+        if parts[-1] and size + parameter.numel() > GROUP:
+            parts.append([])
+            size = 0
+        parts[-1].append(parameter)
+        size += parameter.numel()
+    return parts
+
+
+def _divided_by_deepspeed(recipe: Recipe) -> bool:
+    """Whether DeepSpeed separates the experts from the other parameters and limits the size of their groups."""
+    return recipe.parallel.ep_size > 1 or recipe.parallel.wire.any

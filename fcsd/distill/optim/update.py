@@ -1,0 +1,173 @@
+"""The update of the weights: gradients are clipped, and a step whose gradients are not finite is skipped.
+
+Both decisions depend on the norm of the gradients. They are made on the device where the optimizer allows it, because a
+host that reads the norm waits for the whole backward pass. torch's fused AdamW takes a flag ``found_inf``: if it is 1,
+the kernel leaves weights, moments and the count of steps as they are.
+
+=====================  =========================================  ========================================
+ZeRO stage, weights    the norm is computed by                    a norm that is not finite is judged
+=====================  =========================================  ========================================
+1 and 2, one process   ``OneProcessAdamW`` in bf16                on the device, by the optimizer
+0, fp32                ``global_norm``                            on the device, by ``found_inf``
+0, bf16                ``global_norm``                            on the host: DeepSpeed's wrapper asks, too
+1 and 2, bf16          ``partitions_norm``                        on the device, by ``found_inf``
+1 and 2, fp32          ``partitions_norm``                        on the host, by DeepSpeed
+1 and 2, on the host   DeepSpeed, over all partitions             on the host, by DeepSpeed
+=====================  =========================================  ========================================
+
+With ``optim.offload: host`` AdamW itself runs on the host, which therefore waits for the gradients in any case. With
+``optim.offload: moments`` it runs on the device. ``ChunkedAdamW`` takes the flag ``found_inf`` as torch's AdamW does.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcsd.config import Recipe
+from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
+from fcsd.launch.world import World
+
+_EPSILON = 1e-6  # added to the norm before the division, as DeepSpeed and torch do
+
+
+def install(engine: Any, recipe: Recipe) -> None:
+    """Makes ZeRO's inner optimizer clip the gradients by a hook. Call this after a checkpoint is loaded.
+
+    DeepSpeed's ``step`` would wait for the norm twice: once to decide whether to skip the step, and once to clip.
+    ``deepspeed_config`` turns clipping off and, for bf16 weights, the decision. The hook does both on the device. The
+    norm is that of ``partitions_norm``, because DeepSpeed waits for the device while it computes its own. On the host
+    the norm is DeepSpeed's, and the hook saves time in another way: DeepSpeed multiplies all gradients even if the
+    factor is 1.
+    """
+    if not recipe.parallel.zero_stage or isinstance(engine.optimizer, OneProcessAdamW):
+        return
+    zero, limit, on_device = engine.optimizer, recipe.optim.grad_clip, recipe.optim.offload != "host"
+    zero.clip_grad = 0.0  # loading a checkpoint restores the stored value, which older ones have
+    if on_device:
+        dtype = torch.float32 if engine.device.type == "cuda" else torch.float64
+        zero.scaled_global_norm = lambda: partitions_norm(zero, dtype)  # DeepSpeed's step calls it
+
+    def before_step(optimizer: Any, *_: Any) -> None:
+        norm = zero._global_grad_norm
+        if on_device:
+            optimizer.found_inf = (~norm.isfinite()).float()
+        factor = 1.0 / torch.clamp((norm + _EPSILON) / limit, min=1.0) if limit else None
+        if factor is None or (not on_device and factor == 1):
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(factor)
+
+    zero.optimizer.register_step_pre_hook(before_step)
+
+
+def optimizer_threads() -> int:
+    """The CPU threads of AdamW on the host: an equal share of the cores for each process, or what torch has, if more.
+
+    torchrun gives each process one thread unless ``OMP_NUM_THREADS`` is set.
+    """
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else 1))
+    return max(len(os.sched_getaffinity(0)) // beside, torch.get_num_threads())
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """A block in which torch has ``count`` CPU threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def update(engine: Any, recipe: Recipe, world: World) -> Tensor | float:
+    """Clips the gradients and takes the optimizer's step. Call this after the backward pass of the last micro-batch.
+
+    If the norm is not finite, no weight and no moment changes on any rank.
+
+    Returns: the global L2 norm of the gradients before clipping; a number if the host has computed it.
+    """
+    if isinstance(engine.optimizer, OneProcessAdamW):
+        engine.step()
+        return engine.optimizer.norm
+    if recipe.parallel.zero_stage:
+        with _threads(optimizer_threads()) if recipe.optim.offload == "host" else nullcontext():
+            engine.step()
+        norm = engine.get_global_grad_norm()
+        if norm is None:
+            return 0.0
+        # With the optimizer on the host, the norm is there, too, while the step's other numbers are on the device.
+        return float(norm) if recipe.optim.offload == "host" else norm
+    norm = global_norm(engine, recipe, world)
+    if recipe.optim.grad_clip:
+        with_gradient = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(with_gradient, recipe.optim.grad_clip, norm)
+    if recipe.train.dtype == "fp32":  # the engine calls torch's optimizer directly, which reads found_inf
+        engine.optimizer.found_inf = (~norm.isfinite()).float()
+        engine.step()
+    elif norm.isfinite():  # the host waits; DeepSpeed's wrapper of bf16 without ZeRO reads norms on the host anyway
+        engine.step()
+    else:
+        engine.zero_grad()
+        engine.micro_steps += 1
+    return norm
+
+
+def partitions_norm(zero: Any, dtype: torch.dtype) -> Tensor:
+    """The L2 norm of all gradients of ZeRO-1 or ZeRO-2, ``[]`` fp32; infinite if a gradient is not finite.
+
+    It replaces DeepSpeed's ``scaled_global_norm``, which is slow on a GPU for two reasons. For each group of parameters
+    the host waits for the device twice, to replace a norm that is not finite by -1. And each gradient is converted to
+    fp64 before its squares are summed. Here the host does not wait, and all groups are reduced together.
+
+    Args:
+        zero: DeepSpeed's optimizer. Each rank has the gradients of its partitions in ``averaged_gradients``, a list for
+            each group of parameters. No gradient is in the partitions of two ranks.
+        dtype: the dtype of the sums over a tensor. With fp64, which needs a copy of the gradient, the result has the
+            bits of DeepSpeed's norm for an optimizer on the host. For one beside the weights DeepSpeed takes the root
+            in fp32, whose last bit may differ.
+    """
+    squares = []
+    for number in range(len(zero.bit16_groups)):
+        partition = zero.averaged_gradients[number]
+        gradients = [gradient for gradient in partition if not getattr(gradient, "_zero_padding", False)]
+        if gradients:
+            norms = torch._foreach_norm(gradients, 2, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
+            squares.append(torch.stack(list(norms)).double().square().sum().float())
+        else:
+            squares.append(torch.zeros((), device=zero.device))
+    whole = torch.stack(squares)
+    dist.all_reduce(whole, group=zero.dp_process_group)
+    norms = whole.double().sqrt().float()  # a root in fp32 may be wrong in its last bit on CPUs
+    return torch.linalg.vector_norm(norms).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def global_norm(engine: Any, recipe: Recipe, world: World) -> Tensor:
+    """The L2 norm of all gradients for ZeRO stage 0, including those of the experts on other processes.
+
+    DeepSpeed's own norm covers only the experts of this process.
+    """
+    ep_size = recipe.parallel.ep_size
+    gradients: dict[bool, list[Tensor]] = {True: [], False: []}
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            gradients[_is_expert(parameter)].append(parameter.grad)
+    norm = torch.nn.utils.get_total_norm(gradients[False])
+    if gradients[True]:
+        squared = torch.nn.utils.get_total_norm(gradients[True]).square()
+        dist.all_reduce(squared)  # each expert is summed world.size / ep_size times
+        norm = (norm.square() + squared * ep_size / world.size).sqrt()
+    return norm
+
+
+def _is_expert(parameter: Tensor) -> bool:
+    from deepspeed.moe.utils import is_moe_param
+
+    return is_moe_param(parameter)

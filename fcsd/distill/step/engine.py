@@ -1,0 +1,254 @@
+"""Builds the DeepSpeed engine around the student, whose forward pass returns the terms of the loss."""
+
+import logging
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fcsd.config import Objective, Recipe, accumulation
+from fcsd.distill.dtypes import DTYPES
+from fcsd.distill.experts.expert_parallel import quantiser_of, wire_sharded
+from fcsd.distill.loss.losses import IGNORE, cross_entropy, kl_divergence, only_counted, squared_distance
+from fcsd.distill.loss.top_k import TopK, kl_from_top_k
+from fcsd.distill.optim.adamw_one_process import updates_alone
+from fcsd.distill.optim.optimizer import adamw_settings, chunked, own_optimizer, parameter_groups
+from fcsd.distill.step.phases import phase
+from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
+from fcsd.distill.teacher.targets import Targets, captured, compared_layers
+from fcsd.errors import ConfigError
+from fcsd.launch.world import World
+from fcsd.models.annealed import Annealing, anneal
+from fcsd.models.staged import Stages, stage_layers
+from fcsd.parallel.expert.dispatcher import MakeDispatcher
+from fcsd.parallel.quantised.rows import Quantiser
+from fcsd.parallel.transports.traffic import Traffic
+from fcsd.parallel.turns import in_turns
+
+# (micro-batch, denominator, names of the terms) -> the loss terms by name; see ``fcsd.distill.step.graphs``
+FixedLosses = Callable[[dict[str, Tensor], Tensor, tuple[str, ...]], dict[str, Tensor]]
+
+
+class Student(nn.Module):
+    """A causal LM together with the objective that it is trained on.
+
+    Args:
+        quantiser: rounds the rows of dispatch and combine; None if they are sent as they are.
+        stages: the stages of a progressive conversion; None if all layers are converted from the start.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        objective: Objective,
+        quantiser: Quantiser | None = None,
+        stages: Stages | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+        self.quantiser = quantiser
+        self.annealing: Annealing | None = None  # how far the wiring of the model is annealed; None if it is not
+        self.stages = stages
+        self.fixed: FixedLosses | None = None  # runs the training passes, teacher included, if it is installed
+        self._beside = ThreadPoolExecutor(1, "teacher")  # the thread starts when a teacher first runs in turns
+
+    def forward(
+        self,
+        batch: dict[str, Tensor],
+        targets: Targets | Callable[[], Targets] | None,
+        denominator: Tensor,
+        terms: tuple[str, ...],
+    ) -> dict[str, Tensor]:
+        """The loss terms ``kl``, ``sft`` and ``hidden`` named in ``terms``, unweighted, as fp32 scalars.
+
+        Args:
+            batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``. It may also have ``kept``, the
+                positions in the flattened batch whose logits are computed, if the host knows them: those with a label,
+                or all.
+            targets: the teacher's output, which ``kl`` and ``hidden`` need, or a function that computes it. The
+                function runs in turns with the student's forward pass (``fcsd.parallel.turns``). With ``fixed`` it is
+                None in training.
+            denominator: the number by which the sums over tokens are divided.
+            terms: the names of the loss terms to compute.
+        """
+        if self.fixed is not None and torch.is_grad_enabled():
+            return self.fixed(batch, denominator, terms)
+        return self.losses(batch, targets, denominator, terms)
+
+    def losses(
+        self,
+        batch: dict[str, Tensor],
+        targets: Targets | Callable[[], Targets] | None,
+        denominator: Tensor,
+        terms: tuple[str, ...],
+    ) -> dict[str, Tensor]:
+        """What ``forward`` returns, computed by torch's operations one after the other."""
+        compared = compared_layers(self.model, self.objective) if targets is not None and "hidden" in terms else ()
+        with captured(self.model, compared) as streams:
+            if callable(targets):
+                with in_turns(targets, self._beside) as pending:
+                    hidden = final_hidden(self.model, batch)
+                targets = pending.value
+            else:
+                hidden = final_hidden(self.model, batch)
+        with phase("loss"):
+            head, labels = output_head(self.model), batch["labels"]
+            chunk = self.objective.chunk(len(head))
+            counts, kept = labels != IGNORE, batch.get("kept")
+            everywhere = kept is not None and len(kept) == labels.numel()
+            if everywhere:
+                hidden = only_counted(hidden, counts)
+            losses = {}
+            if "hidden" in terms:
+                assert targets is not None
+                wanted = targets.streams
+                # The streams are removed from the dicts one by one, so that both streams of a layer are freed as soon
+                # as only their difference is kept for backward.
+                distances = [
+                    squared_distance(streams.pop(k), wanted.pop(k), counts, denominator=denominator)
+                    for k in tuple(wanted)
+                ]
+                losses["hidden"] = torch.stack(distances).sum()
+            if "kl" in terms:
+                assert targets is not None
+                options: Any = {
+                    "temperature": self.objective.temperature,
+                    "denominator": denominator,
+                    "chunk_tokens": chunk,
+                    "kept": kept,
+                }
+                if isinstance(targets.output, TopK):
+                    losses["kl"] = kl_from_top_k(hidden, head, targets.output, counts, **options)
+                else:
+                    theirs, their_head = targets.output
+                    theirs = only_counted(theirs, counts) if everywhere else theirs
+                    losses["kl"] = kl_divergence(hidden, head, theirs, their_head, counts, **options)
+            if "sft" in terms:
+                losses["sft"] = cross_entropy(
+                    hidden, head, labels, denominator=denominator, chunk_tokens=chunk, kept=kept
+                )
+        return losses
+
+
+def freeze(model: PreTrainedModel, objective: Objective) -> None:
+    """Freezes the embeddings and the output head if the recipe says so.
+
+    Raises:
+        ConfigError: the embeddings and the output head share one weight, and only one of them is to be frozen.
+    """
+    inputs: Any = model.get_input_embeddings()
+    tied = inputs.weight is output_head(model)
+    if tied and objective.freeze_embeddings != objective.freeze_lm_head:
+        raise ConfigError(
+            "this model's embeddings and output head are one weight",
+            hint="set objective.freeze_embeddings and objective.freeze_lm_head alike",
+        )
+    inputs.weight.requires_grad_(not objective.freeze_embeddings)
+    output_head(model).requires_grad_(not objective.freeze_lm_head)
+
+
+def deepspeed_config(recipe: Recipe, world_size: int, alone: bool = False) -> dict[str, Any]:
+    """The configuration of the DeepSpeed engine. Each step overwrites the learning rate in it.
+
+    Args:
+        alone: whether ``OneProcessAdamW`` updates the weights. DeepSpeed is then told that the model is in fp32 and
+            that nothing is divided, so that it leaves weights and gradients as they are and calls the optimizer.
+    """
+    train, optim, zero_stage = recipe.train, recipe.optim, recipe.parallel.zero_stage
+    if alone:
+        zero_stage = 0
+    judged_on_device = zero_stage > 0 and optim.offload != "host"
+    zero: dict[str, Any] = {"stage": zero_stage}
+    if optim.offload == "host":
+        # Gradients travel to the host and weights back. Only memory that is pinned is copied at the speed of the bus.
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    config = {
+        "train_micro_batch_size_per_gpu": train.micro_batch_size,
+        "gradient_accumulation_steps": accumulation(recipe, world_size),
+        "gradient_clipping": 0.0,  # `update` clips
+        "bf16": {"enabled": train.dtype == "bf16" and not alone, "check_grad_overflow": not judged_on_device},
+        "zero_optimization": zero,
+        # DeepSpeed refuses optimizers that it does not know, and on the host all but its own, unless it is told not to.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "communication_data_type": recipe.reduce_dtype,
+        # Without ZeRO DeepSpeed offers no other dtype than that of the weights; see build_engine.
+        "data_types": {"grad_accum_dtype": "fp32" if alone else recipe.accumulate_dtype if zero_stage else train.dtype},
+        "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},  # this timer waits for the device around every step
+    }
+    if not chunked(recipe) and not alone:
+        # torch's fused AdamW is used, on GPUs and on the host, because DeepSpeed's own optimizers are compiled on first
+        # use, which takes a minute and a compiler.
+        params = {**adamw_settings(recipe), "torch_adam": True, "fused": True}
+        config["optimizer"] = {"type": "AdamW", "params": params}
+    return config
+
+
+def build_engine(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    world: World,
+    traffic: Traffic | None = None,
+    dispatcher: MakeDispatcher | None = None,
+    by_zero: bool = False,
+) -> Any:
+    """A DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
+
+    Args:
+        traffic: counts the bytes that dispatch and combine send; None does not count.
+        dispatcher: see ``wire_sharded``.
+        by_zero: whether DeepSpeed's ZeRO updates the weights also on one process: to compare with it, or to continue a
+            checkpoint in its own layout.
+    """
+    alone = updates_alone(recipe, world.size) and not by_zero
+    deepspeed = import_deepspeed()
+    freeze(model, recipe.objective)
+    pack_attention(model, recipe)
+    if recipe.train.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    stages = stage_layers(model, recipe.train.progressive_order) if recipe.train.progressive_share else None
+    student = Student(model, recipe.objective, quantiser_of(recipe), stages).train()
+    engine, *_ = deepspeed.initialize(
+        model=student,
+        model_parameters=parameter_groups(student, recipe),
+        config=deepspeed_config(recipe, world.size, alone),
+        optimizer=own_optimizer(recipe, alone),
+    )
+    if alone:
+        engine.enable_backward_allreduce = False  # it would copy all gradients, also on one process
+    if not engine.zero_optimization():
+        for parameter in student.parameters():
+            if parameter.requires_grad:
+                parameter.grad_dtype = DTYPES[recipe.accumulate_dtype]  # autograd and DeepSpeed sum in it
+    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, student.quantiser, traffic, dispatcher)
+    if recipe.train.anneal_share:
+        student.annealing = anneal(model)
+    compile_layers(model, recipe)
+    return engine
+
+
+def without_rounding(engine: Any) -> AbstractContextManager[None]:
+    """A block in which all rows of the student are sent as they are, so that it computes as the exported model does."""
+    quantiser = engine.module.quantiser
+    return nullcontext() if quantiser is None else quantiser.paused()
+
+
+def import_deepspeed() -> Any:
+    """Imports DeepSpeed, silences its log, keeps it from compiling, and joins it to the run's process group."""
+    # DeepSpeed calls collectives by names that torch has deprecated, and torch warns of it on every rank.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch\.distributed)\b")
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)  # DeepSpeed logs to stdout, which is reserved for data
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    return deepspeed

@@ -1,0 +1,237 @@
+"""Takes one optimizer step over all ranks, and measures the loss on held-out text."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcsd.config import Recipe
+from fcsd.distill.data.rows import Mixture, Rows, batch
+from fcsd.distill.loss.losses import IGNORE
+from fcsd.distill.loss.top_k import TopK
+from fcsd.distill.optim.update import update
+from fcsd.distill.step.feed import MicroBatch, gather_step, to_device
+from fcsd.distill.step.readback import Readback
+from fcsd.distill.teacher.targets import Targets, Teacher
+from fcsd.errors import BadInputError
+from fcsd.launch.world import World
+
+
+def loss_weights(recipe: Recipe) -> dict[str, float]:
+    """The weights of the loss terms by name; terms with weight 0 are left out."""
+    objective = recipe.objective
+    weights = {"kl": objective.kl, "sft": objective.sft, "hidden": objective.hidden.weight}
+    return {name: weight for name, weight in weights.items() if weight}
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """The learning rate of a step, counted from 1.
+
+    It rises linearly to ``lr`` during the warmup and then follows the schedule down to ``min_lr``. With the schedule
+    ``constant`` it stays at ``lr``.
+    """
+    optim = recipe.optim
+    if step <= optim.warmup_steps:
+        return optim.lr * step / optim.warmup_steps
+    progress = (step - optim.warmup_steps) / (recipe.schedule_steps - optim.warmup_steps)
+    shape = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return optim.min_lr + (optim.lr - optim.min_lr) * shape[optim.schedule]
+
+
+def anneal_weight(recipe: Recipe, step: int) -> float:
+    """The λ of a step, counted from 1, with which the wiring is annealed: a read sees (1 - λ) of what is in flight.
+
+    It rises linearly from 0 in the first step to 1, and stays 1 after ``train.anneal_share`` of the schedule.
+    """
+    steps = round(recipe.train.anneal_share * recipe.schedule_steps)
+    return min(1.0, (step - 1) / steps) if steps else 1.0
+
+
+def groups_converted(recipe: Recipe, step: int, groups: int) -> int:
+    """How many of the groups of a progressive conversion are converted in a step, counted from 1.
+
+    The first group is converted from step 1 on. The others follow at equal distances, and all are converted after
+    ``train.progressive_share`` of the schedule.
+    """
+    steps = round(recipe.train.progressive_share * recipe.schedule_steps)
+    return min(groups, 1 + (step - 1) * (groups - 1) // steps) if steps else groups
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that was launched, which the device may not have finished yet.
+
+    Attributes:
+        number: the number of the step, counted from 1.
+        settings: ``lr``, the learning rate of the step; ``anneal``, its λ, if the wiring is annealed; and
+            ``converted``, the number of converted groups, if the conversion is progressive.
+        weights: the weights of the loss terms.
+        numbers: the copy to the host of the loss terms, ``grad_norm``, and ``counted``, the number of positions with a
+            label.
+        rows: the numbers of the step's rows over all ranks.
+    """
+
+    number: int
+    settings: dict[str, float]
+    weights: dict[str, float]
+    numbers: Readback
+    rows: range
+
+    def metrics(self) -> dict[str, float]:
+        """``loss``, its unweighted terms, ``settings`` and ``grad_norm``; waits until the step is taken.
+
+        Raises:
+            BadInputError: no position of the step's rows counts in the loss.
+        """
+        found = self.numbers.wait()
+        if found.pop("counted") == 0:
+            raise BadInputError(
+                f"step {self.number}, rows {self.rows.start} to {self.rows.stop - 1}: no token counts in the loss",
+                hint="`fcsd distill RECIPE --dry-run` shows what counts; raise data.seq_len or train.batch_tokens",
+            )
+        norm = found.pop("grad_norm")
+        loss = sum(weight * found[name] for name, weight in self.weights.items())
+        return {"loss": loss, **found, **self.settings, "grad_norm": norm}
+
+
+def launch_step(
+    engine: Any, teacher: Teacher | None, micros: list[MicroBatch], recipe: Recipe, world: World, step: int
+) -> LaunchedStep:
+    """Launches a step. The host does not wait until the device has taken it, except in two places.
+
+    With divided experts, each MoE layer needs the splits of its all-to-alls on the host, to size buffers and
+    collectives. In some cases of the table in ``distill.optim.update``, the host decides whether the step is taken, and
+    ``update`` then waits for the gradient norm.
+
+    The loss is that of the global batch before the weights change. If the loss or a gradient is not finite on any rank,
+    ``grad_norm`` is not finite either, and no rank changes its weights or its optimizer's moments.
+
+    Args:
+        teacher: computes the targets with the teacher in memory; None if the loss needs no such teacher.
+        micros: this rank's part of the step, on the device.
+        step: the number of the step, counted from 1.
+    """
+    weights = loss_weights(recipe)
+    counted = torch.stack([micro.counted for micro in micros]).sum()
+    dist.all_reduce(counted)
+    denominator = counted.clamp(min=1) if recipe.objective.reduction == "mean" else torch.ones_like(counted)
+    rate = learning_rate(recipe, step)
+    settings: dict[str, Any] = {"lr": rate}
+    if (annealing := engine.module.annealing) is not None:
+        annealing.weight = settings["anneal"] = anneal_weight(recipe, step)
+    if (stages := engine.module.stages) is not None:
+        settings["converted"] = groups_converted(recipe, step, len(stages.groups))
+        stages.convert(settings["converted"])
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate
+    totals = torch.zeros(len(weights), device=world.device)
+    norm: Tensor | float = 0.0
+    for micro in micros:
+        with _numbered(engine, micro, recipe, step):
+            # With fixed passes the student's forward pass includes the teacher's.
+            targets = None if engine.module.fixed else _targets(micro, teacher, recipe, world)
+            terms = engine(micro.columns, targets, denominator, tuple(weights))
+            totals += torch.stack([terms[name].detach() for name in weights])
+            loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
+            last = micro is micros[-1]
+            if last:
+                dist.all_reduce(totals)
+                # If a term is not finite on one rank, the loss becomes NaN on all. The gradients are then NaN as
+                # well, and the update skips the step.
+                loss = loss * torch.where(totals.isfinite().all(), 1.0, math.nan)
+            # The engine averages gradients over the ranks. Each term is already divided by the positions of the
+            # global batch, so the loss is multiplied by the number of ranks.
+            engine.backward(loss * world.size, scale_wrt_gas=False)
+            if last:
+                norm = update(engine, recipe, world)
+            else:
+                engine.step()  # counts the micro-batch
+    numbers = Readback({**dict(zip(weights, totals, strict=True)), "grad_norm": norm, "counted": counted})
+    rows = range((step - 1) * recipe.rows_per_step, step * recipe.rows_per_step)
+    return LaunchedStep(step, settings, weights, numbers, rows)
+
+
+def train_step(
+    engine: Any,
+    teacher: Teacher | None,
+    rows: Mixture,
+    recipe: Recipe,
+    world: World,
+    step: int,
+    cache: Teacher | None = None,
+) -> dict[str, float]:
+    """Takes a step in one thread and waits for it. This is the reference of ``launch_step`` with ``distill.step.feed``.
+
+    Args:
+        step: the number of the step, counted from 1.
+        cache: reads the targets from a teacher cache, if the run has one.
+
+    Returns: the metrics of the step.
+    """
+    gathered = gather_step(rows, recipe, world, step, cache)
+    micros = [to_device(micro, world.device) for micro in gathered]
+    return launch_step(engine, teacher, micros, recipe, world, step).metrics()
+
+
+def _numbered(engine: Any, micro: MicroBatch, recipe: Recipe, step: int) -> AbstractContextManager[None]:
+    """A block in which the rows of a micro-batch are rounded by the numbers of its tokens in the global batch."""
+    quantiser = engine.module.quantiser
+    if quantiser is None:
+        return nullcontext()
+    before = (step - 1) * recipe.train.batch_tokens
+    numbers = (row * recipe.data.seq_len - before for row in (micro.rows.start, micro.rows.stop))
+    return quantiser.training_step(step, torch.arange(*numbers, device=micro.counted.device))
+
+
+def _targets(
+    micro: MicroBatch, teacher: Teacher | None, recipe: Recipe, world: World
+) -> Targets | Callable[[], Targets] | None:
+    """The targets of the student on a micro-batch, or a function that computes them, or None without a teacher.
+
+    A teacher whose experts are divided runs in turns with the student: one computes while the all-to-alls of the other
+    are in flight. In this case a function is returned.
+    """
+    if micro.targets is not None:
+        assert isinstance(micro.targets.output, TopK)
+        kept = TopK(*(column.to(world.device, non_blocking=True) for column in micro.targets.output))
+        return micro.targets._replace(output=kept)
+    if teacher is None:
+        return None
+    in_turns = recipe.parallel.teacher_ep_size > 1 and recipe.parallel.overlap == "on"
+    run = partial(teacher, micro.columns, micro.rows)
+    return run if in_turns else run()
+
+
+@torch.no_grad()
+def measure(engine: Any, teacher: Teacher | None, rows: Rows, recipe: Recipe, world: World) -> dict[str, float]:
+    """Measures the loss terms per token over all rows of one epoch. No random number is drawn.
+
+    Returns: ``held_out_sft``, with a teacher ``held_out_kl``, and ``held_out_hidden`` if the term has a weight.
+    """
+    terms = ("sft",) if teacher is None else ("kl", "sft")
+    if recipe.objective.hidden.weight:
+        terms = (*terms, "hidden")
+    micro = recipe.train.micro_batch_size
+    totals = torch.zeros(len(terms) + 1, device=world.device, dtype=torch.float64)
+    one = torch.ones((), device=world.device)
+    engine.eval()
+    for first in range(0, rows.per_epoch, micro * world.size):
+        start = first + world.rank * micro
+        numbers = range(start, min(start + micro, rows.per_epoch))
+        # All ranks must run the model equally often. A rank without rows left runs it on a row that does not count.
+        data = {name: column.to(world.device) for name, column in batch(rows, numbers or [0]).items()}
+        if not numbers:
+            data["labels"].fill_(IGNORE)
+        targets = None if teacher is None else teacher(data, numbers or [0])
+        losses = engine(data, targets, one, terms)
+        totals += torch.stack([*(losses[name] for name in terms), (data["labels"] != IGNORE).sum()])
+    engine.train()
+    dist.all_reduce(totals)
+    *sums, positions = totals.tolist()
+    return {f"held_out_{name}": value / max(1, positions) for name, value in zip(terms, sums, strict=True)}

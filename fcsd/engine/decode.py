@@ -1,0 +1,268 @@
+"""Generates greedily in slots of fixed shape, so that a step can be a CUDA graph.
+
+A step of transformers' ``generate`` launches hundreds of small kernels and waits for the device several times, so that
+on a fast GPU the host limits the speed. A step of this module reads and writes buffers of fixed shape and never waits
+for the device; captured as a graph, it is one launch. Every ``BLOCK`` steps the host reads the new tokens, removes the
+answers that have ended, and puts the next prompts into their slots.
+"""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from fcsd.engine.generate import CACHE_TOKENS
+from fcsd.engine.grouped_attention import SPLIT, attention_of_step, usual_attention
+from fcsd.engine.logprobs import FORWARD_TOKENS, batches, decoder_of, head_logits
+from fcsd.engine.slots import Slots
+from fcsd.foreign_errors import first_line
+from fcsd.launch.shared_work import ALONE
+
+# Steps after which the host reads the new tokens.
+BLOCK = 16
+# Attention reads a multiple of this number of tokens of every slot. There is one graph for each multiple.
+WIDTH = 256
+MAX_SLOTS = 256
+# The length of a slot is a multiple of this number of tokens, which keeps masks and keys aligned in memory.
+GRAIN = 64
+# Parts of a row of logits, if that divides the size of the vocabulary; a common divisor otherwise.
+LOGIT_PARTS = 128
+
+log = logging.getLogger(__name__)
+
+
+def plan_slots(
+    sizes: Sequence[int], prompts: Sequence[int], batch_size: int | None
+) -> tuple[int, int, list[list[int]]]:
+    """The number of slots, the length of a slot in tokens, and the groups of prompts that one prefill reads.
+
+    The groups are ordered by length, longest first.
+
+    The result depends on all prompts of a task and not on how ranks share them, so that every rank computes the same
+    shapes.
+
+    Args:
+        sizes: for each prompt, its length in tokens plus the most tokens of its answer.
+        prompts: for each prompt, its length in tokens.
+        batch_size: the most slots; None for as many as ``CACHE_TOKENS`` and ``MAX_SLOTS`` allow.
+    """
+    length = _up(max(sizes), GRAIN)
+    count = min(len(sizes), batch_size or MAX_SLOTS, max(1, CACHE_TOKENS // length))
+    return count, length, list(batches(prompts, FORWARD_TOKENS, max(1, count // 4)))
+
+
+@torch.no_grad()
+def generate_in_slots(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[int]],
+    *,
+    count: int,
+    length: int,
+    max_new_tokens: int,
+    ended: Callable[[list[int], int], int | None],
+    graphs: bool,
+) -> Iterator[tuple[int, list[int]]]:
+    """Continue prompts with their most likely tokens, as ``generate_greedy`` does.
+
+    Args:
+        model: a causal LM in eval mode for which ``why_no_slots`` returns None.
+        prompts: token ids, none empty.
+        groups: indices of the prompts that are read in one forward; a group waits until enough slots are free.
+        count: the number of slots, at least as many as any group has prompts.
+        length: the length of a slot in tokens, at least that of every prompt with its answer.
+        max_new_tokens: the most tokens to add to a prompt.
+        ended: called with the new token ids of an answer and the number of them that it has seen before; returns the
+            number of tokens after which the answer ends, or None.
+        graphs: whether to capture the steps as CUDA graphs. If that fails, the reason is logged and the kernels of
+            each step are launched one by one.
+
+    Yields:
+        ``(index of the prompt, its new token ids, with the one that ended the answer)`` as soon as an answer ends.
+
+    Raises:
+        NonFiniteError: the model gives NaN or infinite logits.
+    """
+    stepper = Stepper(model, Slots(count, length, model.device), graphs)
+    queue, free = deque(groups), list(range(count))
+    running: dict[int, int] = {}  # slot -> prompt
+    new: dict[int, list[int]] = {}
+
+    def take(tokens: dict[int, list[int]]) -> Iterator[tuple[int, list[int]]]:
+        for slot, more in tokens.items():
+            index = running[slot]
+            answer, seen = new[index], len(new[index])
+            answer.extend(more[: max_new_tokens - seen])
+            end = ended(answer, seen)
+            if end is not None or len(answer) == max_new_tokens:
+                free.append(slot)
+                del running[slot], new[index]
+                yield index, answer[:end]
+
+    while queue or running:
+        while queue and len(queue[0]) <= len(free):
+            group = queue.popleft()
+            slots = [free.pop() for _ in group]
+            running |= dict(zip(slots, group, strict=True))
+            new |= {index: [] for index in group}
+            first = stepper.prefill([prompts[index] for index in group], slots)
+            yield from take({slot: [token] for slot, token in zip(slots, first, strict=True)})
+        if running:
+            lengths = [(len(prompts[index]), len(new[index])) for index in running.values()]
+            steps = min(BLOCK, max_new_tokens - min(done for _, done in lengths))
+            stepper.slots.width = min(length, _up(max(map(sum, lengths)) + steps, WIDTH))
+            rows = stepper.decode(steps, list(running))
+            yield from take({slot: rows[slot] for slot in list(running)})
+
+
+def _up(number: int, grain: int) -> int:
+    return -(-number // grain) * grain
+
+
+def most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most likely token id of each row, ``[rows, 1]``, and whether all its logits are finite, ``[rows]``.
+
+    Each row of ``logits [rows, vocab]`` is read in parts, because a reduction of torch reads a row by a single block.
+    """
+    parts = logits.unflatten(-1, (math.gcd(logits.shape[-1], LOGIT_PARTS), -1))
+    highest, places = parts.max(-1)  # NaN if a logit is
+    top, part = highest.max(-1, keepdim=True)
+    finite = (parts.amin(-1).amin(-1) > -math.inf) & (top[:, 0] < math.inf)
+    return part * parts.shape[-1] + places.gather(-1, part), finite
+
+
+class Stepper:
+    """The model and its buffers of fixed shape.
+
+    Args:
+        model: a causal LM in eval mode for which ``why_no_slots`` returns None.
+        slots: the slots, in which no answer is running.
+        graphs: whether to capture the steps as CUDA graphs.
+        cache: the keys and values of ``slots``, if another stepper of the same slots has made them.
+        attention: how a step attends, ``grouped`` or ``split``; see ``grouped_attention``. ``split`` is for models for
+            which ``why_not_split`` returns None. None chooses by ``usual_attention``.
+
+    Attributes:
+        ids: the last token id of every slot, ``[slots, 1]``.
+        finite: whether all logits of a slot's answer were finite, ``[slots]``.
+        graphs: the captured graphs by width; None if steps are not captured.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        slots: Slots,
+        graphs: bool,
+        cache: Cache | None = None,
+        attention: str | None = None,
+    ) -> None:
+        self.model = model
+        self.slots = slots
+        self.cache = cache or slots.cache(model.config.get_text_config().num_hidden_layers)
+        self.ids = torch.zeros(slots.count, 1, dtype=torch.long, device=model.device)
+        self.finite = torch.ones(slots.count, dtype=torch.bool, device=model.device)
+        self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if graphs else None
+        self._attention = attention or usual_attention(model)
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> list[int]:
+        """Read prompts into slots and return the first new token id of each."""
+        width = max(map(len, prompts))
+        device = self.model.device
+        rows = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=device)
+        ends = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        self.slots.filling = torch.tensor(slots, device=device)
+        try:
+            hidden = decoder_of(self.model)(
+                input_ids=rows, past_key_values=self.cache, use_cache=True
+            ).last_hidden_state
+        finally:
+            filling, self.slots.filling = self.slots.filling, None
+        logits = head_logits(self.model, hidden[torch.arange(len(prompts), device=device), ends - 1])
+        first, finite = most_likely(logits)
+        ALONE.require_finite(bool(finite.all()))
+        self.ids[filling] = first
+        self.slots.positions[filling] = ends
+        self.finite[filling] = True
+        return first[:, 0].tolist()
+
+    @torch.no_grad()
+    def decode(self, steps: int, running: list[int]) -> list[list[int]]:
+        """The next token ids ``[slots][steps]``; those of slots without an answer have no meaning."""
+        tokens = []
+        for _ in range(steps):
+            self._play()
+            tokens.append(self.ids.clone())
+        ALONE.require_finite(bool(self.finite[running].all()))
+        return torch.cat(tokens, dim=1).tolist()
+
+    def _step(self) -> torch.Tensor:
+        """Compute one token for every slot without waiting for the device, and return the logits ``[slots, vocab]``."""
+        slots = self.slots
+        make = slots.ranges if self._attention == SPLIT else partial(slots.mask, self.model.dtype)
+        masks = slots.masks(self.model.config.get_text_config(), make)
+        with attention_of_step(self.model, self._attention):
+            logits = self.model(
+                input_ids=self.ids,
+                attention_mask=masks,
+                position_ids=slots.positions[:, None],
+                past_key_values=self.cache,
+                use_cache=True,
+            ).logits[:, -1]
+        ids, finite = most_likely(logits)
+        self.ids.copy_(ids)
+        self.finite &= finite
+        slots.positions.add_(1).clamp_(max=slots.length - 1)  # writes of ended answers stay inside of their slots
+        return logits
+
+    def _play(self) -> None:
+        if self.graphs is not None and self.slots.width not in self.graphs:
+            try:
+                self.graphs[self.slots.width] = self._capture()
+            except RuntimeError as error:
+                log.warning("generating without CUDA graphs, which is slower: %s", first_line(error))
+                self.graphs = None
+        if self.graphs is None:
+            self._step()
+        else:
+            self.graphs[self.slots.width].replay()
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """Capture one step as a graph and compare it with a step that is not captured; the buffers are restored.
+
+        Both write the same keys and values to the same places, so the cache need not be restored.
+
+        Raises:
+            RuntimeError: a part of the model waits for the device, or the graph computes other logits.
+        """
+        buffers = (self.ids, self.slots.positions, self.finite)
+        before = [buffer.clone() for buffer in buffers]
+
+        def restore() -> None:
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+        graph = torch.cuda.CUDAGraph()
+        others = list((self.graphs or {}).values())
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(side):  # libraries initialise themselves, which is not allowed during a capture
+                expected = self._step().clone()
+            torch.cuda.current_stream().wait_stream(side)
+            restore()
+            # Graphs share their memory, because two graphs never run at the same time.
+            with torch.cuda.graph(graph, pool=others[0].pool() if others else None):
+                logits = self._step()
+            graph.replay()
+            rounding = 8 * torch.finfo(expected.dtype).eps * expected.abs().max()
+            if not (logits - expected).abs().max() <= rounding:
+                raise RuntimeError("a captured step gives other logits")
+        finally:
+            restore()
+        return graph

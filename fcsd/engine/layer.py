@@ -1,0 +1,254 @@
+"""Runs a tensor-parallel model with its reductions in flight, as ``models/schedule.py`` says.
+
+transformers' own loop over layers and its own modules compute everything. A layer passes on a ``Stream`` instead of a
+tensor. The stream starts a reduction when the last output that it sums is computed, and awaits it at the first read
+that includes it. The reads of a model include ever more outputs, so one running sum is enough for every wiring:
+
+    a read of the stream = all outputs whose reductions have been awaited, up to this read
+
+Under Desync every rank adds its own outputs to its own residual. A kept reduction sums ``output + residual / degree``
+over the ranks (Ladder-Residual §5), and its result replaces the residual.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _active_collector
+
+from fcsd.engine import compiled
+from fcsd.engine.tp_plan import TensorGroup
+from fcsd.errors import ConfigError
+from fcsd.models.build import arch_of, decoder_layers
+from fcsd.models.schedule import Output, Read, Reduction, kind_of, reductions
+from fcsd.models.wiring import (
+    DESYNC,
+    Blocks,
+    LayerWiring,
+    Parts,
+    WiredLayer,
+    Wiring,
+    hf_parts,
+    unwire_layers,
+    wired_class,
+)
+from fcsd.parallel.all_reduce import reduce
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The reductions of a model, and how they travel.
+
+    Attributes:
+        starts: maps the output after which a reduction starts to the reduction.
+        last: the read of the final norm.
+        ranks: the ranks that divide the model.
+        kind: how the ranks reduce; see ``reduce.Kind``.
+        eager: whether every reduction is awaited where it starts. The code is the same, but nothing overlaps.
+        desync: whether the residuals of the ranks differ between reductions.
+        compiled: whether the parts of a decoding step with a cache of fixed shape are compiled.
+    """
+
+    starts: Mapping[Output, Reduction]
+    last: Read
+    ranks: TensorGroup
+    kind: reduce.Kind
+    eager: bool
+    desync: bool
+    compiled: bool
+
+
+class Stream:
+    """The residual stream of one forward pass on one rank, and its reductions in flight.
+
+    Args:
+        x: the embeddings ``[batch, seq, hidden]``.
+        schedule: the model's reductions.
+    """
+
+    def __init__(self, x: Tensor, schedule: Schedule) -> None:
+        self._x = x
+        self._schedule = schedule
+        self._computed: dict[Output, Tensor] = {}
+        self._in_flight: list[tuple[Read, Callable[[], Tensor]]] = []
+
+    def add(self, output: Output, value: Tensor) -> None:
+        """Take this rank's partial sum of an output ``[batch, seq, hidden]``, whose memory may be written over."""
+        reduction = self._schedule.starts.get(output)
+        if self._schedule.desync:
+            if reduction is None:
+                self._x = self._x + value
+                return
+            value = value + self._x / self._schedule.ranks.degree
+        else:
+            self._computed[output] = value
+            if reduction is None:
+                return
+            value = self._computed.pop(reduction.sums[0])
+            for summand in reduction.sums[1:]:
+                value = value + self._computed.pop(summand)
+        started = reduce.reduce(value, self._schedule.ranks.group, self._schedule.kind, output.layer)
+        wait = started.wait
+        if self._schedule.eager:
+            wait = partial(_given, started.wait())
+        self._in_flight.append((reduction.awaited_by, wait))
+
+    def arrived(self, place: Read) -> tuple[Tensor, list[Tensor]]:
+        """The stream, and what ``place`` reads beside it; awaits the reductions that it needs.
+
+        All tensors are ``[batch, seq, hidden]``. The caller gives ``replace`` their sum.
+        """
+        waiting, self._in_flight = self._in_flight, []
+        found: list[Tensor] = []
+        for awaited_by, wait in waiting:
+            if awaited_by != place:
+                self._in_flight.append((awaited_by, wait))
+            elif self._schedule.desync:
+                self._x = wait()
+            else:
+                found.append(wait())
+        return self._x, found
+
+    def replace(self, x: Tensor) -> None:
+        """Take a new value of the stream, ``[batch, seq, hidden]``."""
+        self._x = x
+
+    def read(self, place: Read) -> Tensor:
+        """The stream ``[batch, seq, hidden]`` as ``place`` reads it; awaits the reductions that it needs first."""
+        self._x, found = self.arrived(place)
+        for value in found:
+            self._x = self._x + value
+        return self._x
+
+    def before_norm(self, place: Read) -> tuple[Tensor, list[Tensor]]:
+        """The stream, and what the compiled norm at ``place`` adds to it; shapes as for ``arrived``.
+
+        With one slot a kernel of its own adds, because steps whose norms added took longer (docs/RESULTS.md).
+        """
+        return (self.read(place), []) if len(self._x) == 1 else self.arrived(place)
+
+
+def _given(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class LayerReductions(LayerWiring):
+    """A layer's place in the schedule.
+
+    Attributes:
+        index: 0-based index of the decoder layer.
+        schedule: the schedule of the whole model.
+        blocks: the names of the layer's children.
+    """
+
+    index: int
+    schedule: Schedule
+    blocks: Blocks
+
+
+class TensorParallelLayer(WiredLayer):
+    """A decoder layer whose parts compute partial sums. It passes on a ``Stream``, and the last layer a tensor."""
+
+    fcsd: LayerReductions
+
+    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+        if _active_collector.get():
+            raise ConfigError("a tensor-parallel model does not return the outputs of single layers")
+        plan = self.fcsd
+        stream = hidden_states if isinstance(hidden_states, Stream) else Stream(hidden_states, plan.schedule)
+        parts = plan.parts(self)
+        if plan.schedule.compiled and compiled.possible(kwargs.get("past_key_values"), plan.index):
+            self._compiled_step(stream, parts, **kwargs)
+        else:
+            out = parts.attn(self.input_layernorm(stream.read(Read(plan.index, "attn"))), **kwargs)
+            stream.add(Output(plan.index, "attn"), out)
+            x = self.post_attention_layernorm(stream.read(Read(plan.index, "mlp")))
+            self._add_mlp(stream, x, parts)
+        last = plan.schedule.last
+        return stream.read(last) if plan.index + 1 == last.layer else stream
+
+    def _add_mlp(self, stream: Stream, x: Tensor, parts: Parts) -> None:
+        if parts.shared is not None:
+            stream.add(Output(self.fcsd.index, "shared"), parts.shared(x))
+        if parts.routed is not None:
+            stream.add(Output(self.fcsd.index, "routed"), parts.routed(x))
+
+    def _compiled_step(self, stream: Stream, parts: Parts, **kwargs: Any) -> None:
+        index, norm = self.fcsd.index, self.post_attention_layernorm
+        read = stream.before_norm(Read(index, "attn"))
+        x, out = compiled.attend(self.input_layernorm, self.self_attn, *read, **kwargs)
+        stream.replace(x)
+        stream.add(Output(index, "attn"), out)
+        x, sums = stream.before_norm(Read(index, "mlp"))
+        if parts.routed is None:
+            assert isinstance(parts.shared, nn.Module), "the only part of a dense MLP is its module"
+            x, out = compiled.dense(norm, parts.shared, x, sums)
+            stream.replace(x)
+            stream.add(Output(index, "shared"), out)
+        else:
+            self._sparse_step(stream, parts.routed, x, sums)
+
+    def _sparse_step(
+        self, stream: Stream, routed: Callable[[Tensor], Tensor], x: Tensor, sums: Sequence[Tensor]
+    ) -> None:
+        """The step of a sparse MLP. A router that does more than transformers' own is left to ``routed``."""
+        index, blocks = self.fcsd.index, self.fcsd.blocks
+        mlp: Any = self.get_submodule(blocks.mlp)
+        router = mlp.get_submodule(blocks.router)
+        shared, gate = (mlp.get_submodule(name) if name else None for name in (blocks.shared, blocks.shared_gate))
+        if blocks.prescaled or router._forward_hooks:
+            router = None
+        found = compiled.before_experts(self.post_attention_layernorm, compiled.Sparse(router, shared, gate), x, sums)
+        stream.replace(found.x)
+        if found.shared is not None:
+            stream.add(Output(index, "shared"), found.shared)
+        if router is None:
+            out = routed(found.read)
+        else:
+            out = mlp.experts(found.read.flatten(0, -2), found.chosen, found.weights).view_as(x)
+        stream.add(Output(index, "routed"), out)
+
+
+def wire_tensor_parallel(
+    model: PreTrainedModel,
+    wiring: Wiring,
+    ranks: TensorGroup,
+    kind: reduce.Kind = "nccl",
+    eager: bool = False,
+    compile_steps: bool = False,
+) -> None:
+    """Wire a model whose weights are divided (``weights.py``), in place. The call can be repeated on one model.
+
+    Args:
+        wiring: any wiring that fits the model, Desync with a degree that is the number of ranks.
+        ranks: the ranks that divide the model.
+        kind: how the ranks reduce; see ``reduce.Kind``.
+        eager: whether every reduction is awaited where it starts; the results are the same, bit for bit.
+        compile_steps: whether to compile the parts of decoding steps in slots, see ``compiled``; the results are the
+            same up to rounding.
+
+    Raises:
+        ConfigError: the wiring does not fit the model or the number of ranks.
+    """
+    if wiring.name in DESYNC and wiring.tp_degree != ranks.degree:
+        raise ConfigError(
+            f"a {wiring.name} model of degree {wiring.tp_degree} cannot run on {ranks.degree} tensor-parallel ranks",
+            hint=f"use {wiring.tp_degree} GPUs, or the backend hf, which runs it on one",
+        )
+    layers: Any = decoder_layers(model)
+    unwire_layers(layers)
+    blocks = arch_of(model.config).blocks
+    parts = partial(hf_parts, blocks)
+    try:
+        found = reductions(wiring, [kind_of(parts(layer)) for layer in layers])
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    starts = {reduction.starts_after: reduction for layer in found for reduction in layer}
+    schedule = Schedule(starts, Read(len(layers), "norm"), ranks, kind, eager, wiring.name in DESYNC, compile_steps)
+    for index, layer in enumerate(layers):
+        layer.__class__ = wired_class(TensorParallelLayer, type(layer))
+        layer.fcsd = LayerReductions(0, 0, 1, False, parts, index, schedule, blocks)

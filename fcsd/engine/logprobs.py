@@ -1,0 +1,196 @@
+"""Computes log-probabilities of continuations. Each context runs once; logits exist only at positions to score."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from fcsd.engine.padded_cache import left_padded, select_rows
+from fcsd.errors import BadInputError
+from fcsd.launch.shared_work import ALONE, Team
+
+# The most padded tokens in one forward pass.
+FORWARD_TOKENS = 16384
+# The most positions whose logits exist at once: [1024, vocab] in fp32 takes at most 0.8 GB.
+HEAD_ROWS = 1024
+
+Tokens = tuple[int, ...]
+Request = tuple[Sequence[int], Sequence[int]]
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Make sure that the decoder followed by the output embeddings gives the model's logits.
+
+    A model that scales or caps its logits after the output embeddings would be scored wrongly.
+
+    Raises:
+        BadInputError: the two give different logits.
+        NonFiniteError: the model gives NaN or infinite logits.
+    """
+    ids = torch.tensor([[0, 1, 2, 3]], device=model.device)
+    whole = model(input_ids=ids, use_cache=False).logits[0].float()
+    ALONE.require_finite(bool(whole.isfinite().all()))
+    rounding = 8 * torch.finfo(model.dtype).eps * whole.abs().max()
+    hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+    if (head_logits(model, hidden).to(whole.device) - whole).abs().max() > rounding:
+        raise BadInputError(
+            f"{type(model).__name__} does more to its logits than its output embeddings do",
+            "this architecture cannot be scored yet",
+        )
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The part of a causal LM whose output is the last hidden states."""
+    decoder = model.get_decoder()
+    # For Llama 4, transformers returns the causal LM itself, with its head.
+    return decoder if decoder.get_output_embeddings() is None else decoder.model
+
+
+def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """fp32 logits ``[rows, vocab]`` of hidden states ``[rows, hidden]``."""
+    head: Any = model.get_output_embeddings()
+    return head(hidden).float()
+
+
+def batches(lengths: Sequence[int], tokens: int, batch_size: int | None) -> Iterator[list[int]]:
+    """Indices of ``lengths``, longest first, in batches of at most ``tokens`` padded tokens and ``batch_size``."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    while order:
+        size = max(1, tokens // lengths[order[0]])
+        size = min(size, batch_size or size)
+        yield order[:size]
+        order = order[size:]
+
+
+@torch.no_grad()
+def continuation_logprobs(
+    model: PreTrainedModel,
+    requests: Sequence[Request],
+    *,
+    batch_size: int | None = None,
+    done: Callable[[int, tuple[float, bool]], None] = lambda index, answer: None,
+    team: Team = ALONE,
+) -> dict[int, tuple[float, bool]]:
+    """Score token continuations, or this rank's share of them.
+
+    The choices of one context share its keys and values. Choices of a single token need no forward pass of their own.
+
+    Args:
+        model: a causal LM in eval mode.
+        requests: ``(context ids, continuation ids)``, neither empty.
+        batch_size: the most contexts in one forward pass; None for as many as ``FORWARD_TOKENS`` allows.
+        done: called with ``(index, answer)`` as soon as an answer is known.
+        team: the ranks that share the work; the batches do not depend on their number.
+
+    Returns:
+        For each request, by its index: the summed log-probability (natural log, from fp32 logits) of the continuation,
+        and whether greedy decoding would have produced it.
+
+    Raises:
+        NonFiniteError: the model gives NaN or infinite logits.
+    """
+    trunks: dict[Tokens, dict[Tokens, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for index, (context, continuation) in enumerate(requests):
+        trunks[tuple(context[:-1])][(context[-1], *continuation[:-1])].append(index)
+    shared = {trunk: branches for trunk, branches in trunks.items() if trunk and len(branches) > 1}
+    single = {
+        trunk + branch: indices
+        for trunk, branches in trunks.items()
+        if trunk not in shared
+        for branch, indices in branches.items()
+    }
+    answers: dict[int, tuple[float, bool]] = {}
+    forwards = chain(_whole(model, single, batch_size, team), _branched(model, shared, batch_size, team))
+    for hidden, ends in forwards:
+        scored = [(end, index) for end, indices in ends for index in indices]
+        positions = [p for end, index in scored for p in range(end - len(requests[index][1]), end)]
+        targets = [token for _, index in scored for token in requests[index][1]]
+        logprobs, hits = _score_positions(model, hidden.flatten(0, 1), positions, targets, team)
+        start = 0
+        for _, index in scored:
+            stop = start + len(requests[index][1])
+            answers[index] = (float(logprobs[start:stop].sum()), bool(hits[start:stop].all()))
+            done(index, answers[index])
+            start = stop
+    return answers
+
+
+def _whole(
+    model: PreTrainedModel, inputs: dict[Tokens, list[int]], batch_size: int | None, team: Team
+) -> Iterator[tuple[torch.Tensor, list[tuple[int, list[int]]]]]:
+    """Forward passes over whole inputs.
+
+    Yields:
+        Hidden states ``[batch, width, hidden]``; and for each row the end of its tokens in the flattened first two
+        dimensions, with the indices of its requests.
+    """
+    tokens = list(inputs)
+    for batch in team.share(batches([len(t) for t in tokens], FORWARD_TOKENS, batch_size)):
+        rows = [tokens[i] for i in batch]
+        ids, width = _right_padded(rows, model.device)
+        ends = [(n * width + len(row), inputs[row]) for n, row in enumerate(rows)]
+        yield decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state, ends
+
+
+def _branched(
+    model: PreTrainedModel, trunks: dict[Tokens, dict[Tokens, list[int]]], batch_size: int | None, team: Team
+) -> Iterator[tuple[torch.Tensor, list[tuple[int, list[int]]]]]:
+    """As ``_whole``, for inputs with common beginnings.
+
+    Each beginning is computed once. The tokens that follow it are computed over copies of its cache.
+    """
+    decoder, keys = decoder_of(model), list(trunks)
+    for batch in team.share(batches([len(t) for t in keys], FORWARD_TOKENS, batch_size)):
+        rows = [keys[i] for i in batch]
+        ids, mask, positions = left_padded(rows, model.device)
+        cache = DynamicCache(config=model.config)
+        decoder(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        branches = [(n, branch, indices) for n, row in enumerate(rows) for branch, indices in trunks[row].items()]
+        owners = torch.tensor([n for n, _, _ in branches], device=model.device)
+        select_rows(cache, owners, len(rows))
+        ids, width = _right_padded([branch for _, branch, _ in branches], model.device)
+        hidden = decoder(
+            input_ids=ids,
+            attention_mask=torch.cat([mask[owners], torch.ones_like(ids)], dim=1),
+            position_ids=positions[owners, -1:] + 1 + torch.arange(width, device=model.device),
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        yield hidden, [(n * width + len(b), indices) for n, (_, b, indices) in enumerate(branches)]
+
+
+def _right_padded(rows: Sequence[Tokens], device: torch.device) -> tuple[torch.Tensor, int]:
+    """Token ids ``[batch, width]`` and the width; padding on the right does not change a causal model's output."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device), width
+
+
+def _score_positions(
+    model: PreTrainedModel, hidden: torch.Tensor, positions: list[int], targets: list[int], team: Team
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probability of each target at its row of ``hidden``, and whether it is the most likely token.
+
+    Args:
+        hidden: ``[rows, hidden]``.
+        positions, targets: for each target, its row and its token id.
+
+    Returns:
+        Two tensors ``[len(targets)]`` on the CPU.
+    """
+    logprobs, hits, finite = [], [], True
+    for start in range(0, team.most(len(positions)), HEAD_ROWS):
+        # A head that is spread over the ranks must run equally often on all ranks. A rank that has no positions left
+        # runs it on zero rows.
+        rows = torch.tensor(positions[start : start + HEAD_ROWS], dtype=torch.long, device=hidden.device)
+        wanted = torch.tensor(targets[start : start + HEAD_ROWS], dtype=torch.long, device=hidden.device)
+        logits = head_logits(model, hidden[rows])
+        finite = finite and bool(logits.isfinite().all())
+        wanted = wanted.to(logits.device)
+        logprobs.append(logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0])
+        hits.append(logits.argmax(-1) == wanted)
+    team.require_finite(finite)
+    return torch.cat(logprobs).cpu(), torch.cat(hits).cpu()

@@ -1,0 +1,83 @@
+"""Opens a model in fcsd's own inference engine: divided by tensor parallelism, with its reductions in flight.
+
+The engine is transformers' model with narrower weights (``engine/weights.py``), whose layers start and await
+reductions as the wiring allows (``engine/layer.py``). It is called as every other causal LM, and
+``decode.py``, ``generate.py`` and ``logprobs.py`` run it. All ranks must make the same calls with the same inputs;
+each of them gets the whole logits.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fcsd.engine.fused import fuse
+from fcsd.engine.layer import wire_tensor_parallel
+from fcsd.engine.tp_plan import Experts, TensorGroup
+from fcsd.engine.weights import load_tensor_parallel
+from fcsd.errors import ConfigError
+from fcsd.parallel import process_settings
+from fcsd.parallel.all_reduce.reduce import WRONG_RESULTS, Kind, Reduction
+from fcsd.parallel.placement.stored import read_orders
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from fcsd.launch.world import World
+
+
+def open_engine(
+    path: Path,
+    world: "World",
+    *,
+    dtype: "torch.dtype",
+    reduce: Kind = "nccl",
+    experts: Experts = "sliced",
+    placement: Path | None = None,
+) -> "PreTrainedModel":
+    """Load an original or converted checkpoint over all ranks of the default process group.
+
+    Args:
+        path: the checkpoint directory. A converted model has the wiring that it was converted to.
+        world: this process, from ``join_world``.
+        dtype: the dtype of the weights in memory.
+        reduce: how the ranks reduce; one of the kinds that give right results.
+        experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
+        placement: the ``placement.json`` of the run that trained the model. Each rank then holds the whole experts that
+            this run has placed there.
+
+    Returns:
+        A causal LM in eval mode: token ids ``[batch, seq]``, equal on all ranks, give logits ``[batch, seq, vocab]``.
+
+    Raises:
+        BadInputError: the checkpoint cannot be loaded by tensor parallelism, or ``placement`` is not such a file.
+        ConfigError: the number of ranks, the kind of reduction or the placement does not fit.
+    """
+    import torch.distributed as dist
+
+    from fcsd.models.build import wiring_of
+
+    ranks = TensorGroup(dist.group.WORLD, world.size, world.rank)
+    require_right(reduce)
+    if world.device.type == "cuda" and world.size > 1:
+        process_settings.warn(os.environ)
+    Reduction(ranks.group, reduce, 0)  # an unknown kind is refused before the weights are read
+    orders = None if placement is None else read_orders(placement)
+    experts = experts if placement is None else "whole"
+    model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks, experts=experts, orders=orders)
+    fuse(model, world.device.type == "cuda")
+    wire_tensor_parallel(model, wiring_of(model.config), ranks, reduce)
+    return model
+
+
+def require_right(reduce: Kind) -> None:
+    """Refuse a kind of reduction that exists for measurements of time alone.
+
+    Raises:
+        ConfigError: the kind gives wrong results.
+    """
+    if reduce in WRONG_RESULTS:
+        raise ConfigError(
+            f"reductions of kind {reduce} give wrong results; only fcsd bench infer takes them",
+            hint="leave --reduce out, or use --reduce nccl",
+        )

@@ -1,0 +1,125 @@
+"""Modules of transformers that need more than narrower weights under tensor parallelism.
+
+Each class derives from the module's own class and takes its place after the model was built. Weights are those that
+``weights.py`` has narrowed.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from fcsd.engine.tp_plan import Division, TensorGroup
+from fcsd.models.archs import Arch
+from fcsd.models.build import decoder_layers
+from fcsd.parallel.placement.placement import Placement
+
+
+class DividedEmbedding(nn.Embedding):
+    """An embedding of which each rank holds a range of rows; the ranks' results are summed."""
+
+    ranks: TensorGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Token ids ``[batch, seq]`` -> ``[batch, seq, hidden]``."""
+        local = input - self.ranks.rank * self.weight.shape[0]
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        found = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        found = found.masked_fill(elsewhere[..., None], 0)
+        dist.all_reduce(found, group=self.ranks.group)
+        return found
+
+
+class DividedHead(nn.Linear):
+    """Output embeddings of which each rank holds a range of rows; every rank gets the logits of all ranks."""
+
+    ranks: TensorGroup
+    vocabulary: int  # the number of tokens; the ranks may hold a few more rows
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., hidden]`` -> logits ``[..., vocab]``."""
+        own = functional.linear(input, self.weight)
+        every = own.new_empty(self.ranks.degree, *own.shape)
+        dist.all_gather(list(every.unbind()), own.contiguous(), group=self.ranks.group)
+        return every.movedim(0, -2).flatten(-2)[..., : self.vocabulary]
+
+
+class SplitNorm(nn.Module):
+    """An RMSNorm over all heads, of which each rank has some (OLMoE).
+
+    The mean of the squares is the mean of the ranks' means: each rank has equally many heads, and a head that is
+    repeated is repeated equally often.
+    """
+
+    ranks: TensorGroup
+    epsilon: float
+    weight: Tensor
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``[..., width of this rank's heads]``, normalised over the heads of all ranks in fp32."""
+        x = hidden_states.float()
+        squares = x.pow(2).mean(-1, keepdim=True)
+        dist.all_reduce(squares, group=self.ranks.group)
+        x = x * torch.rsqrt(squares / self.ranks.degree + self.epsilon)
+        return self.weight * x.to(hidden_states.dtype)
+
+
+@cache
+def _split_norm_class(cls: type[nn.Module]) -> type[nn.Module]:
+    # The name does not end as those of norms do, so that ``fuse_norms`` leaves the class alone.
+    return type(f"{cls.__name__}OfRanks", (SplitNorm, cls), {"__module__": cls.__module__})
+
+
+def replace_modules(
+    model: PreTrainedModel, arch: Arch, division: Division, ranks: TensorGroup, vocabulary: int
+) -> None:
+    """Let the modules of a model with narrowed weights compute with the other ranks.
+
+    Args:
+        vocabulary: the number of rows of the whole embedding.
+    """
+    text = model.config.get_text_config()
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    if ranks.degree > 1:
+        embedding.__class__, embedding.ranks = DividedEmbedding, ranks
+        head.__class__, head.ranks, head.vocabulary = DividedHead, ranks, vocabulary
+    for layer in decoder_layers(model):
+        attention: Any = layer.self_attn
+        if "num_key_value_groups" in vars(attention):
+            heads = text.num_attention_heads // ranks.degree
+            attention.num_key_value_groups = heads // max(text.num_key_value_heads // ranks.degree, 1)
+        if ranks.degree == 1:
+            continue
+        for path in division.split_norms:
+            norm: Any = layer.get_submodule(path)
+            norm.ranks, norm.epsilon = ranks, getattr(norm, arch.norm_epsilon)
+            norm.__class__ = _split_norm_class(type(norm))
+
+
+def keep_own_experts(mlp: Any, arch: Arch, ranks: TensorGroup, placement: Placement) -> None:
+    """Let a MoE block compute this rank's experts only; the router still chooses among all experts.
+
+    Args:
+        placement: which rank holds which experts.
+    """
+    count = placement.slots
+    first = ranks.rank * count
+    mlp.experts.num_experts = count
+
+    def of_own(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if arch.blocks.prescaled:
+            scores, logits = output  # [tokens, experts]; zero for experts that were not chosen
+            return placement.by_position(scores.T).T[:, first : first + count], logits
+        logits, weights, chosen = output
+        chosen = placement.positions(chosen)
+        elsewhere = (chosen < first) | (chosen >= first + count)
+        # transformers' experts skip the number that follows the last expert's.
+        return logits, weights.masked_fill(elsewhere, 0), (chosen - first).masked_fill(elsewhere, count)
+
+    mlp.experts._is_expert_parallel = True
+    mlp.get_submodule(arch.blocks.router).register_forward_hook(of_own)

@@ -1,0 +1,306 @@
+"""Loads models of which each tensor-parallel rank holds its own part.
+
+The model is built on the meta device, which takes no memory, and its parameters are narrowed there. Then this rank's
+parts are allocated and filled, one tensor of the checkpoint after the other. Where a part is a range of the first
+dimension, only its bytes are read.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from fcsd.checkpoint import Layout
+from fcsd.checkpoint.weights import Reader
+from fcsd.engine.sharded_modules import keep_own_experts, replace_modules
+from fcsd.engine.tp_plan import (
+    Cut,
+    Division,
+    Experts,
+    Share,
+    TensorGroup,
+    check_degree,
+    division_of,
+    expert_tensor,
+    layer_share,
+    of_one_expert,
+    own_part,
+    own_range,
+)
+from fcsd.errors import ConfigError
+from fcsd.models.archs import Arch
+from fcsd.models.build import arch_of, decoder_layers, experts_of, register
+from fcsd.models.wiring import unwire_layers
+from fcsd.parallel.placement.stored import Orders, placements_of
+from fcsd.parallel.weights.loading import empty_model, give_memory, verified_layout
+from fcsd.parallel.weights.random_init import drawn
+from fcsd.parallel.weights.tensor_map import state
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor on disk, or one row of it, and the parameter that holds its values.
+
+    Attributes:
+        stored: the name on disk.
+        row: the index into the first dimension on disk; None for the whole tensor.
+        name: transformers' name of the parameter.
+        expert: the expert's number in the parameter; None if the source is the whole parameter.
+        block: the number of the packed block (gate 0, up 1) that the source is; None if it is all blocks.
+    """
+
+    stored: str
+    row: int | None
+    name: str
+    expert: int | None = None
+    block: int | None = None
+
+
+class _DividedModel:
+    """A model whose parameters are narrowed to one rank's parts, while they are filled.
+
+    Args:
+        config: the config of a transformers model or of a converted one.
+        dtype: the dtype of the weights in memory.
+        ranks: the ranks that divide the model.
+        experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
+        orders: for whole experts, their order over the ranks in each MoE block; None for the order of numbers.
+
+    Attributes:
+        model: the model, in eval mode. Its parts compute this rank's partial sums, which nothing reduces until
+            ``layer.wire_tensor_parallel`` has wired it.
+
+    Raises:
+        BadInputError: the architecture is not supported.
+        ConfigError: the ranks cannot divide the model evenly.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        ranks: TensorGroup,
+        experts: Experts,
+        orders: Orders | None = None,
+    ) -> None:
+        arch = arch_of(config)
+        text = config.get_text_config()
+        check_degree(text, ranks.degree)
+        count = experts_of(config)
+        if experts == "whole" and count % ranks.degree:
+            raise ConfigError(f"{ranks.degree} ranks cannot share {count} experts evenly", hint="use sliced experts")
+        self.ranks, self.experts = ranks, experts
+        self._kv_heads = text.num_key_value_heads
+        division = division_of(arch)
+        self.model = empty_model(config, dtype)
+        unwire_layers(decoder_layers(self.model))
+        self._shares = _shares(self.model, arch, division)
+        if experts == "whole":
+            blocks = {block: count for block in dict.fromkeys(map(_block, state(self.model))) if block is not None}
+            self._placements = placements_of((orders or {}) if ranks.degree > 1 else {}, blocks, ranks.degree)
+        vocabulary = self._narrow()
+        replace_modules(self.model, arch, division, ranks, vocabulary)
+        if experts == "whole" and ranks.degree > 1:
+            for path, placement in self._placements.items():
+                keep_own_experts(self.model.get_submodule(path), arch, ranks, placement)
+
+    def _narrow(self) -> int:
+        """Narrow every parameter on the meta device, and return the number of rows of the whole vocabulary."""
+        embedding: nn.Module = self.model.get_input_embeddings()
+        vocabulary = len(embedding.weight)  # pyright: ignore[reportArgumentType]
+        made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights remain one parameter
+        for path, module in self.model.named_modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter not in made:
+                    part = self._own(parameter.data, f"{path}.{name}" if path else name)
+                    made[parameter] = nn.Parameter(part, requires_grad=False)
+                setattr(module, name, made[parameter])
+            if isinstance(module, nn.Linear):
+                module.out_features, module.in_features = module.weight.shape
+        return vocabulary
+
+    def _own(self, whole: Tensor, name: str) -> Tensor:
+        if self.experts == "whole" and (block := _block(name)) is not None:
+            placement = self._placements[block]
+            first, count = self.ranks.rank * placement.slots, placement.slots
+            if placement.order is None:
+                return whole.narrow(0, first, count)
+            return whole[torch.tensor(placement.order[first : first + count], device=whole.device)]
+        return own_part(whole, self._shares[name], self.ranks, self._kv_heads)
+
+    @torch.no_grad()
+    def fill(self, layout: Layout, device: torch.device) -> None:
+        """Allocate this rank's parts on ``device`` and read them. Host memory holds one tensor of the files at a time.
+
+        Args:
+            layout: a checkpoint whose tensors match the model's config.
+        """
+        give_memory(self.model, device)
+        tensors = state(self.model)
+        with Reader(layout) as reader:
+            for source in self._sources():
+                place = self._place(tensors[source.name], source)
+                if place is None:
+                    continue
+                target, share = place
+                if share == "first" and self.ranks.rank > 0:
+                    target.zero_()
+                    continue
+                shape = layout.tensors[source.stored].shape[source.row is not None :]
+                rows = None
+                if share == "vocabulary" or (isinstance(share, Cut) and share.dim == 0 and share.packed == 1):
+                    (rows,) = own_range(share, shape[0], self.ranks, self._kv_heads)
+                    target[rows[1] :] = 0  # the rows that the vocabulary does not have
+                    target, share = target[: rows[1]], "whole"
+                value = reader.tensor(source.stored, source.row, rows)
+                target.copy_(own_part(value, share, self.ranks, self._kv_heads))
+
+    @torch.no_grad()
+    def draw(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        """Allocate this rank's parts on ``device``, with the weights that ``random_model`` has with the same seed.
+
+        One module at a time is drawn as a whole.
+        """
+        give_memory(self.model, device)
+        tensors = state(self.model)
+        whole = empty_model(config, dtype)
+        unwire_layers(decoder_layers(whole))
+        for values in drawn(whole, seed, device):
+            for name, value in values.items():
+                tensors[name].copy_(self._own(value, name))
+
+    def _place(self, target: Tensor, source: _Source) -> tuple[Tensor, Share] | None:
+        """The part of ``target`` that a source fills, and how the source's values are shared; None if they are not
+        of this rank."""
+        share = self._shares[source.name]
+        if source.expert is not None:
+            share, local = of_one_expert(share), source.expert
+            if self.experts == "whole" and (block := _block(source.name)) is not None:
+                placement = self._placements[block]
+                if placement.rank(local) != self.ranks.rank:
+                    return None
+                local = placement.slot(local)
+            target = target[local]
+        if source.block is not None and isinstance(share, Cut):
+            target = target.chunk(share.packed, share.dim)[source.block]
+            share = replace(share, packed=1)
+        if self.experts == "whole" and source.expert is not None:
+            share = "whole"
+        return target, share
+
+    def _sources(self) -> Iterator[_Source]:
+        """All tensors on disk.
+
+        Their names follow from transformers' own conversion: it is reversed for small tensors that hold numbers in
+        place of values, one number for each block of each expert.
+        """
+        numbered: list[_Source] = []
+        probes: dict[str, Tensor] = {}
+        count = experts_of(self.model.config)
+        for name, tensor in state(self.model).items():
+            share = self._shares[name]
+            start = len(numbered)
+            if expert_tensor(name) and tensor.ndim == 3:
+                blocks = share.packed if isinstance(share, Cut) else 1
+                numbered += [_Source("", None, name, e, b) for e in range(count) for b in range(blocks)]
+                probes[name] = torch.arange(start, len(numbered)).view(count, blocks, 1)
+            else:
+                numbered.append(_Source("", None, name))
+                probes[name] = torch.tensor([[start]])
+        for stored, numbers in revert_weight_conversion(self.model, probes).items():
+            source = numbered[int(numbers.flatten()[0])]
+            if expert_tensor(source.name) and (numbers.ndim == 3 or source.expert is None):
+                # All experts lie in one tensor, which is read expert by expert.
+                yield from (_Source(stored, e, source.name, e) for e in range(count))
+            else:
+                yield replace(source, stored=stored)
+
+
+def load_tensor_parallel(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ranks: TensorGroup,
+    experts: Experts = "sliced",
+    orders: Orders | None = None,
+    config: PretrainedConfig | None = None,
+) -> PreTrainedModel:
+    """Load an original or converted checkpoint directory; this rank holds only its own part.
+
+    Args:
+        path: the checkpoint directory.
+        dtype: the dtype of the weights in memory.
+        device: the device of this rank.
+        ranks: the ranks that divide the model.
+        experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
+        orders: for whole experts, their order over the ranks, from ``placements.read_orders``; None for that of
+            their numbers.
+        config: used in place of the config of the directory.
+
+    Returns:
+        A model in eval mode whose layers compute partial sums; see ``layer.wire_tensor_parallel``.
+
+    Raises:
+        BadInputError: the architecture is not supported, the checkpoint is quantised, or its tensors do not match its
+            config. In all these cases nothing but headers has been read.
+        ConfigError: the ranks cannot divide the model evenly, or ``orders`` are those of another model.
+    """
+    path = Path(path)
+    layout = verified_layout(path, "tensor parallelism")
+    register()
+    config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
+    divided = _DividedModel(config, dtype, ranks, experts, orders)
+    divided.fill(layout, torch.device(device))
+    if (path / "generation_config.json").is_file():
+        divided.model.generation_config = GenerationConfig.from_pretrained(path)
+    return divided.model
+
+
+def random_tensor_parallel(
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ranks: TensorGroup,
+    experts: Experts = "sliced",
+    seed: int = 0,
+) -> PreTrainedModel:
+    """A random model, of which this rank holds its own part. The weights do not depend on the number of ranks.
+
+    Args:
+        config: the config of a transformers model or of a converted one.
+
+    Raises:
+        BadInputError: the architecture is not supported.
+        ConfigError: the ranks cannot divide the model evenly.
+    """
+    register()
+    divided = _DividedModel(config, dtype, ranks, experts)
+    divided.draw(config, dtype, torch.device(device), seed)
+    return divided.model
+
+
+def _block(name: str) -> str | None:
+    """The path of the MoE block to which a tensor of experts belongs; None for other tensors."""
+    return name.rpartition(".experts.")[0] if expert_tensor(name) else None
+
+
+def _shares(model: PreTrainedModel, arch: Arch, division: Division) -> dict[str, Share]:
+    """How the ranks share every parameter and persistent buffer, by name."""
+    _, decoder = arch.classes["AutoModelForCausalLM"]
+    vocabulary = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}  # pyright: ignore
+    shares: dict[str, Share] = {}
+    inside = re.compile(rf"{re.escape(decoder)}\.layers\.\d+\.(.+)")
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        match = inside.fullmatch(name)
+        if match:
+            shares[name] = layer_share(division, match[1])
+        else:
+            shares[name] = "vocabulary" if tensor in vocabulary else "whole"
+    return shares

@@ -1,0 +1,1 @@
+"""Modules of transformers that compute the same with fcsd's kernels."""

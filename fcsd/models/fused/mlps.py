@@ -1,0 +1,50 @@
+"""Lets one kernel compute the product inside gated MLPs, dense ones and shared experts.
+
+The kernel computes the same function as transformers' code. It rounds the product once, whereas transformers rounds
+``silu(gate)`` before it is multiplied, too.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from ..class_swap import swap_classes
+
+_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+class FusedMLP(nn.Module):
+    """A gated MLP whose product one kernel computes; a mixin that precedes transformers' own class."""
+
+    unfused: type[nn.Module]  # transformers' class, which ``fuse_mlps(fused=False)`` restores
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., hidden]`` to the same shape."""
+        if torch.compiler.is_compiling():  # a compiler fuses transformers' own code
+            return self.unfused.forward(self, x)
+        from fcsd.kernels.gated import gated_silu  # Triton is imported only where its kernels run
+
+        return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
+
+
+def fuse_mlps(model: nn.Module, fused: bool = True) -> None:
+    """Let a kernel compute the product of every gated MLP with SiLU, or restore transformers' code.
+
+    The call can be repeated. Routed experts, whose weights are stacked, are not changed.
+
+    Args:
+        model: changed in place.
+        fused: whether the kernel is used.
+    """
+    swap_classes(model, FusedMLP, is_gated_mlp, fused)
+
+
+def is_gated_mlp(module: Any) -> bool:
+    """Whether a module computes ``down(silu(gate(x)) * up(x))`` and consists of these four parts."""
+    parts = {name for name, _ in module.named_children()}
+    return parts == _PARTS and isinstance(module.act_fn, SiLUActivation | nn.SiLU)

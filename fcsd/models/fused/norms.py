@@ -1,0 +1,38 @@
+"""Replaces transformers' RMSNorm, which starts six kernels, by torch's, which has one forward and one backward kernel.
+
+Both compute the same function. torch rounds the result once, whereas transformers also rounds the normalised input
+before the weight multiplies it.
+"""
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..archs import Arch
+from ..class_swap import swap_classes
+
+
+class FusedNorm(nn.Module):
+    """An RMSNorm that one kernel of torch computes; a mixin that precedes transformers' own class."""
+
+    unfused: type[nn.Module]  # transformers' class, which ``fuse_norms(fused=False)`` restores
+    epsilon: str  # the name of the attribute that holds epsilon
+    weight: Tensor
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``[..., width]``, normalised over the width in fp32 and multiplied by the weight ``[width]``."""
+        return functional.rms_norm(hidden_states, self.weight.shape, self.weight, getattr(self, self.epsilon))
+
+
+def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:
+    """Let torch's kernel compute every RMSNorm of a model, or restore transformers' code; the call can be repeated.
+
+    Args:
+        model: changed in place.
+        arch: the architecture's row.
+        fused: whether torch's kernel is used.
+    """
+    swap_classes(model, FusedNorm, _is_rms_norm, fused, epsilon=arch.norm_epsilon)
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm")

@@ -1,0 +1,1 @@
+"""All-reduces of a tensor-parallel model, each started and awaited apart: NCCL, symmetric memory, quantised."""

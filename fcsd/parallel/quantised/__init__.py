@@ -1,0 +1,1 @@
+"""Quantised communication: rows in fewer bits, and models that compute in one process what it delivers."""

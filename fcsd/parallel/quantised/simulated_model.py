@@ -1,0 +1,192 @@
+"""Runs a whole model as if its communication were quantised: expert parallelism, tensor parallelism, or both.
+
+The model keeps its wiring. Under tensor parallelism, the reductions are those of ``models/schedule``: outputs that the
+same read needs first are added on each rank and share one all-reduce.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fcsd.errors import ConfigError
+from fcsd.models.archs import Arch
+from fcsd.models.build import arch_of, decoder_layers, wire, wiring_of
+from fcsd.models.schedule import Kind, Part, kind_of, reductions
+from fcsd.models.wiring import DESYNC, Blocks, Parts, Wiring, hf_parts, wire_layers
+from fcsd.parallel.quantised.simulated_all_reduce import Rounding, simulate_all_reduce
+from fcsd.parallel.quantised.simulated_experts import prescaled_over_wire, prescaled_rows, routed_over_wire
+from fcsd.parallel.quantised.simulated_row_parallel import PartialSums, expert_slices, expert_sums, require_divides
+
+_CALLED: tuple[Part, ...] = (
+    "attn",
+    "routed",
+    "shared",
+)  # the order in which a layer computes its parts, see ``wiring.WiredLayer``
+
+
+@dataclass(frozen=True)
+class SimulatedWire:
+    """What the wire makes of rows, by direction; None leaves rows as they are.
+
+    Attributes:
+        dispatch: rows on their way to the routed experts.
+        combine: rows on their way back.
+        all_reduce: partial sums of tensor parallelism, in both steps.
+        tp_degree: the number of tensor-parallel ranks; 1 divides nothing.
+        routed_by_tp: whether tensor parallelism divides the routed experts. Otherwise they are expert-parallel.
+    """
+
+    dispatch: Rounding | None = None
+    combine: Rounding | None = None
+    all_reduce: Rounding | None = None
+    tp_degree: int = 1
+    routed_by_tp: bool = True
+
+
+@contextmanager
+def over_wire(model: PreTrainedModel, simulated: SimulatedWire) -> Iterator[PreTrainedModel]:
+    """A context in which a model computes as over a quantised wire; afterwards it computes as before.
+
+    The model must lie on one device, in evaluation mode. No gradient flows through the wire.
+
+    Raises:
+        ConfigError: the wire cannot be simulated for this model. The message names the reason.
+    """
+    arch, wiring = arch_of(model.config), wiring_of(model.config)
+    _check(model, arch, wiring, simulated)
+    layers = decoder_layers(model)
+    with ExitStack() as stack:
+        if simulated.tp_degree > 1:
+            parts = _tensor_parallel(model, arch.blocks, wiring, simulated, stack)
+        else:
+            parts = partial(_expert_parallel_parts, arch.blocks, simulated)
+        stack.callback(wire, model, wiring)
+        wire_layers(layers, wiring, parts, every=True)
+        yield model
+
+
+def _check(model: PreTrainedModel, arch: Arch, wiring: Wiring, simulated: SimulatedWire) -> None:
+    if arch.no_ep is not None:
+        raise ConfigError(f"--wire cannot be simulated for {arch.model_type}: its experts have biases")
+    if wiring.name in DESYNC:
+        raise ConfigError(f"--wire cannot be simulated for {wiring.name}, whose ranks have streams of their own")
+    if (simulated.dispatch or simulated.combine) and arch.dense:
+        raise ConfigError(
+            f"--wire dispatch and combine need routed experts, which {arch.model_type} does not have",
+            "--wire all-reduce=FORMAT --tp-degree N",
+        )
+    if simulated.tp_degree > 1:
+        config = model.config.get_text_config()
+        require_divides(simulated.tp_degree, config.num_attention_heads, "attention heads of the model")
+
+
+def _expert_parallel_parts(blocks: Blocks, simulated: SimulatedWire, layer: Any) -> Parts:
+    own = hf_parts(blocks, layer)
+    routed = None if own.routed is None else _routed_over_wire(blocks, simulated, layer)
+    return Parts(own.attn, own.shared, routed)
+
+
+def _routed_over_wire(blocks: Blocks, simulated: SimulatedWire, layer: Any) -> Callable[[Tensor], Tensor]:
+    mlp = layer.get_submodule(blocks.mlp)
+    run = prescaled_over_wire if blocks.prescaled else routed_over_wire
+    router, experts = mlp.get_submodule(blocks.router), mlp.get_submodule("experts")
+
+    def routed(x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        return run(router, experts, flat, simulated.dispatch, simulated.combine).view_as(x)
+
+    return routed
+
+
+def _tensor_parallel(
+    model: PreTrainedModel, blocks: Blocks, wiring: Wiring, simulated: SimulatedWire, stack: ExitStack
+) -> Callable[[nn.Module], Parts]:
+    """Takes layers apart into partial sums. Row-parallel layers are replaced until ``stack`` ends."""
+    layers = decoder_layers(model)
+    kinds: list[Kind] = [kind_of(hf_parts(blocks, layer)) for layer in layers]
+    groups: list[list[list[Part]]] = [
+        [[output.part for output in one.sums] for one in starts] for starts in reductions(wiring, kinds)
+    ]
+    slices: dict[int, list[dict[str, Tensor]]] = {}
+    for index, layer in enumerate(layers):
+        mlp = layer.get_submodule(blocks.mlp)
+        divided: list[nn.Module] = [layer.get_submodule("self_attn")]
+        if kinds[index] == "dense":
+            divided.append(mlp)
+        elif blocks.shared is not None:
+            divided.append(mlp.get_submodule(blocks.shared))
+        for owner in divided:
+            _divide(owner, simulated.tp_degree, stack)
+        if kinds[index] != "dense" and simulated.routed_by_tp:
+            slices[index] = expert_slices(mlp.get_submodule("experts"), simulated.tp_degree, blocks.prescaled)
+    return partial(_tensor_parallel_parts, blocks, simulated, groups, slices)
+
+
+def _divide(owner: nn.Module, ranks: int, stack: ExitStack) -> None:
+    name = next(name for name in ("o_proj", "down_proj") if hasattr(owner, name))
+    linear: Any = getattr(owner, name)
+    stack.callback(setattr, owner, name, linear)
+    setattr(owner, name, PartialSums(linear, ranks))
+
+
+def _tensor_parallel_parts(
+    blocks: Blocks,
+    simulated: SimulatedWire,
+    groups: Sequence[Sequence[Sequence[Part]]],
+    slices: dict[int, list[dict[str, Tensor]]],
+    layer: Any,
+) -> Parts:
+    """The parts of one forward pass of a layer.
+
+    The outputs of a group are added on each rank. The part that is computed last returns their sum over the ranks, and
+    the others return zeros. No read comes between them, so the stream that the next read sees contains the sum.
+    """
+    index = layer.self_attn.layer_idx
+    group_of = {part: group for group in groups[index] for part in group}
+    mlp = layer.get_submodule(blocks.mlp)
+    held: dict[Part, Tensor] = {}  # partial sums [ranks, batch, seq, hidden]
+
+    def reduced(part: Part, partials: Tensor) -> Tensor:
+        held[part] = partials
+        group: list[Part] = [one for one in group_of[part] if one != "routed" or simulated.routed_by_tp]
+        if part != max(group, key=_CALLED.index):
+            return torch.zeros_like(partials[0])
+        own = held.pop(group[0])
+        for one in group[1:]:
+            own = own + held.pop(one)
+        return simulate_all_reduce(own, simulated.all_reduce or torch.Tensor.float)
+
+    def attn(x: Tensor, **kwargs: Any) -> Tensor:
+        return reduced("attn", layer.self_attn(hidden_states=x, **kwargs)[0])
+
+    def dense(x: Tensor) -> Tensor:
+        return reduced("shared", mlp(x))
+
+    def shared(x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        sums = mlp.get_submodule(blocks.shared or "")(flat)
+        if blocks.shared_gate is not None:
+            sums = torch.sigmoid(mlp.get_submodule(blocks.shared_gate)(flat)) * sums
+        return reduced("shared", sums.view(-1, *x.shape))
+
+    def routed(x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        router, experts = mlp.get_submodule(blocks.router), mlp.get_submodule("experts")
+        if blocks.prescaled:
+            sums = expert_sums(experts, slices[index], prescaled_rows(router, flat))
+            sums = sums.view(simulated.tp_degree, -1, *flat.shape).sum(dim=1)
+        else:
+            _, weights, indices = router(flat)
+            sums = expert_sums(experts, slices[index], flat, indices, weights)
+        return reduced("routed", sums.view(-1, *x.shape))
+
+    if not any(name == "experts" for name, _ in mlp.named_children()):
+        return Parts(attn, dense, None)
+    by_rank = routed if simulated.routed_by_tp else _routed_over_wire(blocks, simulated, layer)
+    return Parts(attn, None if blocks.shared is None else shared, by_rank)

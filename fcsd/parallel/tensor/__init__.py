@@ -1,1 +1,0 @@
-"""Tensor parallelism: sums over ranks for row-parallel products, which may be in flight."""

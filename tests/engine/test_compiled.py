@@ -1,0 +1,148 @@
+"""Compiled parts of decoding steps give what the parts give, and all layers of a kind share one compiled function."""
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from fcsd.engine import compiled
+from fcsd.engine.decode import Stepper
+from fcsd.engine.layer import wire_tensor_parallel
+from fcsd.engine.merged import merge_projections
+from fcsd.engine.slots import Slots
+from fcsd.engine.tp_plan import TensorGroup
+from fcsd.models.archs import ARCHS
+from fcsd.models.fused.rotary import fuse_rotary
+from fcsd.models.wiring import Wiring
+
+ALONE, ALL, STEPS = TensorGroup(None, 1, 0), (0, 1, 2, 3), 4
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What ``torch.compile`` traces: the operators of each function, which run as they are."""
+    found: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(" ".join(str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    compiled._compiled.cache_clear()
+    torch._dynamo.reset()
+    yield found
+    compiled._compiled.cache_clear()
+
+
+@torch.no_grad()
+def decode(
+    model: Any, wiring: Wiring, compile_steps: bool, attention: str = "grouped", slots: int = 3
+) -> tuple[list[int], Tensor]:
+    """The first token of up to three prompts, and the logits ``[steps, prompts, vocab]`` of the steps after it."""
+    wire_tensor_parallel(model, wiring, ALONE, "none", compile_steps=compile_steps)
+    stepper = Stepper(model, Slots(slots, 64, model.device), graphs=False, attention=attention)
+    stepper.slots.width = 32
+    ids = tiny.tokens(batch=3, length=20).tolist()
+    first = stepper.prefill([ids[0], ids[1][:7], ids[2][:13]][:slots], list(range(slots)))
+    return first, torch.stack([stepper._step() for _ in range(STEPS)])
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "llama4"])
+def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(
+    arch: str, merged: bool, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    different, compute = set(), compiled.compute
+
+    def noted(function: Any, *args: Any, **kwargs: Any) -> Any:
+        # Some layers of Llama-4 have no rotary embedding. A function is traced for each number of tensors to add, too.
+        different.add((function.__name__, getattr(args[1], "use_rope", None), len(args[-1])))
+        return compute(function, *args, **kwargs)
+
+    monkeypatch.setattr(compiled, "compute", noted)
+    model: Any = tiny.model(arch, initializer_range=0.1)
+    if merged:
+        merge_projections(model)
+    for wiring in (Wiring("farskip", ALL), Wiring("ladder", (1, 2))):
+        first, logits = decode(model, wiring, compile_steps=False)
+        again, found = decode(model, wiring, compile_steps=True)
+        assert again == first and torch.equal(found, logits)
+        assert len(counted) == len(different) <= 7, "neither a layer, nor a step, nor a wiring is traced again"
+        assert ("_before_experts" in {name for name, *_ in different}) == (arch not in ("llama", "qwen3"))
+        assert "topk" not in " ".join(counted)
+    assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(ALL)
+
+
+@pytest.mark.parametrize("arch", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_is_compiled_with_rotations_in_real_numbers(arch: str, counted: list[str]) -> None:
+    model: Any = tiny.model(arch, initializer_range=0.1)
+    first, logits = decode(model, Wiring("ladder", ALL), False)
+    fuse_rotary(model, ARCHS[arch])
+    again, found = decode(model, Wiring("ladder", ALL), True)
+    assert again == first
+    torch.testing.assert_close(found, logits, rtol=0, atol=2e-5)
+    assert "complex" not in " ".join(counted)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_compiled_norm_adds_unless_there_is_one_slot(
+    slots: int, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added, compute = [], compiled.compute
+
+    def noted(function: Any, *args: Any, **kwargs: Any) -> Any:
+        added.append(len(args[-1]))
+        return compute(function, *args, **kwargs)
+
+    monkeypatch.setattr(compiled, "compute", noted)
+    model: Any = tiny.model("llama", initializer_range=0.1)
+    expected = decode(model, Wiring("ladder", ALL), False, slots=slots)
+    first, found = decode(model, Wiring("ladder", ALL), True, slots=slots)
+    assert (first, True) == (expected[0], torch.equal(found, expected[1]))
+    assert max(added) == (0 if slots == 1 else 1)
+
+
+@pytest.mark.parametrize("attention", ["grouped", "split"])
+def test_inductors_code_gives_the_same_logits(attention: str) -> None:
+    model = tiny.model("llama", initializer_range=0.1)
+    first, logits = decode(model, Wiring("ladder", ALL), False, attention)
+    if attention == "split":
+        merge_projections(model)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        (again, found), code = run_and_get_code(decode, model, Wiring("ladder", ALL), True, attention)
+    assert again == first
+    torch.testing.assert_close(found, logits, rtol=0, atol=2e-5)
+    assert not torch.equal(found, logits), "the compiled code adds up in another order"
+    made = re.findall(r"empty_strided_cpu\(\(([^)]*)\)", "".join(code))
+    assert "3, 64" in made, "a query is made"
+    assert not [shape for shape in made if shape.startswith(("3, 2, 64", "3, 2, 32"))], "keys are written in place"
+
+
+def test_what_has_no_fixed_shape_is_not_compiled(counted: list[str]) -> None:
+    model: Any = tiny.model("llama")
+    wire_tensor_parallel(model, Wiring("ladder", ALL), ALONE, "none", compile_steps=True)
+    with torch.no_grad():
+        first = model(tiny.tokens(length=9), use_cache=True)  # transformers' own cache grows
+        model(tiny.tokens(length=1), past_key_values=first.past_key_values, use_cache=True)
+        model(tiny.tokens(length=9), use_cache=False)
+    assert counted == []
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_gpu_captures_compiled_steps() -> None:
+    model: Any = tiny.model("llama", initializer_range=0.1).cuda()
+    answers = []
+    for compile_steps in (False, True):
+        wire_tensor_parallel(model, Wiring("ladder", ALL), ALONE, "none", compile_steps=compile_steps)
+        stepper = Stepper(model, Slots(3, 64, model.device), graphs=compile_steps)
+        first = stepper.prefill(tiny.tokens(batch=3, length=20).tolist(), [0, 1, 2])
+        answers.append((first, stepper.decode(40, [0, 1, 2])))
+        assert not compile_steps or stepper.graphs, "a step was captured"
+    assert answers[0] == answers[1]

@@ -1,0 +1,284 @@
+"""fcsd's engine on two ranks answers, scores and is timed as the reference on one; wrong results are refused."""
+
+import json
+import logging
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import eval_data
+import pytest
+import tiny
+import torch
+from ranks import fcsd, on_ranks
+from typer.testing import CliRunner
+
+from fcsd.bench.infer.table import table
+from fcsd.cli.main import app
+from fcsd.convert import convert_checkpoint
+from fcsd.engine.decode import generate_in_slots, plan_slots
+from fcsd.engine.generate import generate_greedy
+from fcsd.engine.slots import why_no_slots
+from fcsd.errors import ConfigError
+from fcsd.eval.engines.engine import Engine
+from fcsd.eval.harness import evaluate_models
+from fcsd.models.build import load_model
+from fcsd.serve.chat import chat
+
+NEW = 12
+# Grouped-query attention, latent attention, sinks with a sliding window, norms over the heads of all ranks, and
+# residuals that differ between ranks.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"wiring": "ladder"},
+    "deepseek_v2": {"wiring": "farskip"},
+    "gpt_oss": {"wiring": "farskip"},
+    "olmoe": {"wiring": "farskip"},
+    "qwen3": {"wiring": "desync-2x", "tp_degree": 2},
+}
+COMPILED = ("llama", "olmoe")  # whose steps are also compiled; olmoe sums inside of its attention, too
+TASKS: dict[str, Any] = {"tasks": ["PIQA", "GSM-8K"], "limit": 1}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Converted checkpoints, one of which chats and is evaluated."""
+    root = tmp_path_factory.mktemp("models")
+    for arch, wiring in MODELS.items():
+        model = tiny.model(arch, vocab_size=400, max_position_embeddings=1024, initializer_range=0.1)
+        model.save_pretrained(root / "original" / arch)
+        eval_data.tokenizer().save_pretrained(root / "original" / arch)
+        convert_checkpoint(str(root / "original" / arch), root / arch, check=False, **wiring)
+    return {arch: root / arch for arch in MODELS}
+
+
+def _prompts(vocabulary: int) -> list[list[int]]:
+    ids = tiny.tokens(batch=3, length=40).tolist()
+    return [row[:length] for row, length in zip(ids, (40, 7, 23), strict=True)]
+
+
+def _greedy(model: Any) -> list[list[int]]:
+    return generate_greedy(model, _prompts(400), max_new_tokens=NEW, ended=lambda *_: None)
+
+
+def _in_slots(model: Any, graphs: bool = False) -> list[list[int]]:
+    prompts = _prompts(400)
+    count, length, groups = plan_slots([len(prompt) + NEW for prompt in prompts], [len(p) for p in prompts], None)
+    options: dict[str, Any] = {"count": count, "length": length, "max_new_tokens": NEW, "graphs": graphs}
+    found = dict(generate_in_slots(model, prompts, groups, ended=lambda *_: None, **options))
+    return [found[index] for index in range(len(prompts))]
+
+
+def _step_by_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of a prefill and single steps over its keys and values."""
+    with torch.no_grad():
+        first = model(ids[:, :-3], use_cache=True)
+        logits, cache = [first.logits], first.past_key_values
+        for place in range(ids.shape[1] - 3, ids.shape[1]):
+            logits.append(model(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits)
+    return torch.cat(logits, dim=1)
+
+
+def _compiled(model: Any, world: Any) -> list[list[int]]:
+    """Answers in slots whose steps torch.compile traces; no compiler follows, because it would take long."""
+    from fcsd.engine import compiled
+    from fcsd.engine.layer import wire_tensor_parallel
+    from fcsd.engine.tp_plan import TensorGroup
+    from fcsd.models.build import wiring_of
+
+    traced: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        traced.append(graph)
+        return graph.forward
+
+    compile_, torch.compile = torch.compile, partial(torch.compile, backend=backend)
+    compiled._compiled.cache_clear()
+    try:
+        ranks = TensorGroup(torch.distributed.group.WORLD, world.size, world.rank)
+        wire_tensor_parallel(model, wiring_of(model.config), ranks, compile_steps=True)
+        answers = _in_slots(model)
+    finally:
+        torch.compile = compile_
+        compiled._compiled.cache_clear()
+    assert traced, "the steps are compiled"
+    return answers
+
+
+def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path) -> dict[str, Any]:
+    from fcsd.engine.merged import First
+    from fcsd.engine.open import open_engine
+    from fcsd.launch.world import join_world
+
+    world, found = join_world(), {}
+    for arch, path in models.items():
+        model: Any = open_engine(path, world, dtype=torch.float32)
+        assert any(isinstance(module, First) for module in model.modules()), "projections are merged"
+        found[arch] = {"greedy": _greedy(model), "steps": _step_by_step(model, tiny.tokens(length=30))}
+        found[arch]["slots"] = _in_slots(model)
+        if arch in COMPILED:
+            found[arch]["compiled"] = _compiled(model, world)
+    found["chat"] = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts, divided=True)]
+    engine = Engine(backend="own", gpus=2)
+    found["scores"] = evaluate_models([models["llama"]], data_mirror=mirror, engine=engine, out=out, **TASKS)
+    found["bench"] = _bench(world.rank, out)
+    return found
+
+
+def _bench(rank: int, out: Path) -> list[list[dict[str, Any]]]:
+    """Rows of two runs. In the first one, ladder with two prompts does not fit; in the second one, the weights."""
+    from fcsd.bench.infer import own_engine as infer
+
+    wired = [""]
+    wire, prefill, weights = infer.wire_tensor_parallel, infer.Stepper.prefill, infer.random_tensor_parallel
+
+    def noted(model: Any, wiring: Any, *rest: Any, **options: Any) -> Any:
+        wired[0] = wiring.name
+        return wire(model, wiring, *rest, **options)
+
+    def small_memory(stepper: Any, prompts: Any, slots: Any) -> Any:
+        if wired[0] == "ladder" and len(prompts) == 2:
+            raise torch.OutOfMemoryError("no memory for keys and values")
+        return prefill(stepper, prompts, slots)
+
+    def smaller_memory(*arguments: Any, **options: Any) -> Any:
+        if rank == 1:
+            raise torch.OutOfMemoryError("no memory for weights")
+        return weights(*arguments, **options)
+
+    load = infer.Workload("tiny-dense", layers=2, degrees=(1, 2), batches=(1, 2), prompt=8, new=3, dtype="float32",
+                          wirings=("standard", "ladder", "desync-2x"), rounds=1)  # fmt: skip
+    infer.wire_tensor_parallel, infer.Stepper.prefill = noted, small_memory
+    rows = [infer.bench(load, out)["rows"]]
+    infer.random_tensor_parallel = smaller_memory
+    return [*rows, infer.bench(replace(load, degrees=(2,), batches=(1,), bounds=("standard",)))["rows"]]
+
+
+def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Path) -> None:
+    mirror = eval_data.write_mirror(tmp_path / "mirror")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("river and stone\nthe lamp\n")
+    ranks = on_ranks(2, _everything, models, mirror, prompts, tmp_path / "out")
+    for found in ranks:
+        if isinstance(found, Exception):
+            raise found
+    for arch, path in models.items():
+        reference: Any = load_model(path, dtype=torch.float32)
+        expected = _greedy(reference)
+        assert [found[arch]["greedy"] for found in ranks] == [expected, expected]
+        assert [found[arch]["slots"] for found in ranks] == [expected, expected]
+        assert arch not in COMPILED or [found[arch]["compiled"] for found in ranks] == [expected, expected]
+        with torch.no_grad():
+            whole = reference(tiny.tokens(length=30), use_cache=False).logits
+        assert max(float((found[arch]["steps"] - whole).abs().max()) for found in ranks) < 2e-5
+
+    chatted = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts)]
+    assert [found["chat"] for found in ranks] == [chatted, chatted] and any(chatted)
+
+    expected = evaluate_models([models["llama"]], data_mirror=mirror, **TASKS)
+    for found in ranks:
+        assert [(r["value"], r["items"]) for r in found["scores"]] == [(r["value"], r["items"]) for r in expected]
+    engine = ranks[0]["scores"][0]["engine"]
+    assert (engine["name"], engine["tensor_parallel"], engine["generation"]) == ("own", 2, "slots")
+    assert len(list((tmp_path / "out" / "answers").glob("*.jsonl"))) >= 1
+
+    rows, without_weights = ranks[0]["bench"]
+    written = json.loads((tmp_path / "out" / "infer.json").read_text())
+    assert written["rows"] == rows and written["workload"]["attention"] == "grouped"
+    assert (tmp_path / "out" / "infer.png").stat().st_size > 1000
+    assert [(row["tp"], row["batch"], row["wiring"], row["reduce"]) for row in rows] == [
+        (tp, batch, wiring, kind)
+        for tp, wirings in ((1, ("standard", "ladder")), (2, ("standard", "ladder", "desync-2x")))
+        for batch in (1, 2)
+        for wiring in wirings
+        for kind in ("nccl", "none")
+    ]
+    for row in rows:
+        assert row["exact"] == (row["reduce"] == "nccl")
+        assert row["out_of_memory"] == (row["wiring"] == "ladder" and row["batch"] == 2)
+        if row["out_of_memory"]:
+            assert {row[key] for key in ("prefill_ms", "decode_ms", "tokens_per_s", "drift", "decode_of_bound")} == {
+                None
+            }
+            continue
+        same = [r for r in rows if (r["tp"], r["batch"]) == (row["tp"], row["batch"])]
+        bound = next(r for r in same if (r["wiring"], r["exact"]) == (row["wiring"], False))
+        assert row["decode_of_bound"] == pytest.approx(bound["decode_ms"] / row["decode_ms"])
+        assert row["decode_times_standard"] == pytest.approx(same[0]["decode_ms"] / row["decode_ms"])
+        whole = row["prefill_ms"] + 2 * row["decode_ms"]
+        assert row["tokens_per_s"] == pytest.approx(3 * row["batch"] / whole * 1e3)
+    assert [line.count("OOM") for line in table(rows).splitlines()[1:]] == [2 * row["out_of_memory"] for row in rows]
+
+    assert all(row["out_of_memory"] for row in without_weights)
+    assert [row["wiring"] for row in without_weights if not row["exact"]] == ["standard"]
+    assert len(without_weights) == 4
+    assert ranks[1]["bench"][1] == without_weights
+
+
+def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], list[str]]]:
+    """Answers step by step and by CUDA graphs, and what was logged, for each kind of reduction."""
+    from fcsd.engine.open import open_engine
+    from fcsd.launch.world import join_world
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fcsd").addHandler(handler)
+    world, found = join_world(), {}
+    for kind in ("nccl", "symmetric", "copies"):
+        model: Any = open_engine(path, world, dtype=torch.float32, reduce=kind)
+        found[kind] = _in_slots(model), _in_slots(model, graphs=True), list(said)
+    return found
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> None:
+    expected = _greedy(load_model(models["llama"], dtype=torch.float32))
+    for found in on_ranks(2, _by_graphs, models["llama"]):
+        assert found == dict.fromkeys(("nccl", "symmetric", "copies"), (expected, expected, []))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["eval", "{model}", "--backend", "own", "--reduce", "none"], "give wrong results"),
+        (["eval", "{model}", "--reduce", "none"], "--reduce is for --backend own"),
+        (["eval", "{model}", "--backend", "own", "--ep-size", "2"], "--ep-size is for --backend hf"),
+        (["chat", "{model}", "--gpus", "1", "--reduce", "none"], "give wrong results"),
+        (["chat", "{model}", "--reduce", "none"], "add --gpus"),
+        (["chat", "{model}", "--placement", "placement.json"], "add --gpus"),
+        (["chat", "{model}", "--gpus", "1", "--device", "cpu"], "leave it out with --gpus"),
+        (["bench", "infer", "tiny-dense", "--wirings", "standard,sideways"], "unknown wiring 'sideways'"),
+        (["bench", "infer", "tiny-dense", "--engine", "vllm", "--compile"], "--compile is for --engine own"),
+        (
+            ["bench", "infer", "tiny-dense", "--engine", "vllm", "--attention", "split"],
+            "--attention is for --engine own",
+        ),
+        (["bench", "infer", "tiny-dense", "--attention", "flash"], "unknown attention 'flash'"),
+        (["bench", "infer", "tiny-dense", "--bounds", "parallel"], "unknown wiring for a bound 'parallel'"),
+        (["bench", "infer", "nothing"], "neither a shape nor a checkpoint"),
+        (["bench", "infer", "tiny-dense", "--tp", "one"], "not a list of numbers"),
+    ],
+)
+def test_what_gives_wrong_results_is_refused(models: dict[str, Path], words: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, [word.format(model=models["llama"]) for word in words])
+    assert done.exit_code == 2 and message in done.stderr
+
+
+def test_attention_that_the_model_cannot_have_is_refused(models: dict[str, Path]) -> None:
+    done = fcsd("bench", "infer", models["gpt_oss"], "--attention", "split")
+    assert done.returncode == 2 and "cannot use --attention split: its attention is eager" in done.stderr
+
+
+def test_a_slot_that_is_too_long_for_llama4_is_refused() -> None:
+    model = tiny.model("llama4_text")
+    assert why_no_slots(model, 64) is None
+    assert why_no_slots(model, 65) == "a layer attends to chunks of 64 tokens, and 65 are needed"
+    model.config.floor_scale = 64
+    assert why_no_slots(model, 63) is None
+    assert why_no_slots(model, 64) == "layers scale queries by their position from token 64 on, and 64 are needed"
+
+
+def test_more_processes_than_the_engine_was_told_of_are_refused() -> None:
+    with pytest.raises(ConfigError, match="over all 2 processes, not over 1"):
+        Engine(backend="own").check(2)

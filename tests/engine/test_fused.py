@@ -1,0 +1,64 @@
+"""A model that serves computes the same with merged projections, and with kernels for norms, rotations and MLPs."""
+
+import os
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from fcsd.bench.infer import own_engine
+from fcsd.bench.infer.workload import Workload
+from fcsd.engine.fused import fuse
+from fcsd.engine.merged import First
+from fcsd.engine.sharded_modules import SplitNorm, _split_norm_class
+from fcsd.engine.tp_plan import TensorGroup
+from fcsd.launch.world import World
+from fcsd.models.archs import ARCHS
+from fcsd.models.fused import experts
+from fcsd.models.fused.experts import FusedExperts
+from fcsd.models.fused.mlps import FusedMLP
+from fcsd.models.fused.norms import FusedNorm
+from fcsd.models.fused.rotary import FusedRotary
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
+# All their MLPs are experts, and llama4's have another name for the activation.
+NO_MLP = {"mixtral", "olmoe", "gpt_oss", "llama4_text"}
+# Two have none, one has experts with biases, and one experts whose inputs are weighted.
+NO_EXPERTS = {"llama", "qwen3", "gpt_oss", "llama4_text"}
+
+
+def parts(model: Any, kind: type) -> int:
+    return sum(isinstance(module, kind) for module in model.modules())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "llama4"])
+def test_a_fused_model_computes_the_same(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny.model(arch, initializer_range=0.1).to(DEVICE)
+    ids = tiny.tokens(batch=2, length=9).to(DEVICE)
+    expected = model(ids, use_cache=False).logits
+    fuse(model, kernels=True)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=2e-5)
+    assert (parts(model, FusedExperts) > 0) == (arch not in NO_EXPERTS)
+    if parts(model, FusedExperts):
+        monkeypatch.setattr(experts, "_FEW", 0)  # as for many tokens
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=2e-5)
+    assert parts(model, First) and parts(model, FusedNorm)
+    assert (parts(model, FusedMLP) > 0) == (arch not in NO_MLP)
+    assert (parts(model, FusedRotary) > 0) == ARCHS[arch].rotates_halves
+
+
+def test_a_norm_over_the_heads_of_all_ranks_is_left_alone() -> None:
+    model: Any = tiny.model("olmoe")
+    norm = model.model.layers[0].self_attn.q_norm
+    norm.__class__ = _split_norm_class(type(norm))
+    fuse(model, kernels=True)
+    assert isinstance(norm, SplitNorm) and not isinstance(norm, FusedNorm)
+    assert isinstance(model.model.layers[1].self_attn.q_norm, FusedNorm)
+
+
+def test_the_benchmark_times_a_fused_model() -> None:
+    load = Workload("tiny", layers=2, dtype="float32")
+    model = own_engine._model(load, TensorGroup(None, 1, 0), World(0, 1, torch.device("cpu"), None))
+    assert parts(model, First) and not parts(model, FusedNorm), "without a GPU no kernels are used"

@@ -1,0 +1,63 @@
+"""Merged projections give the results of the layers that they stand for."""
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+from fcsd.engine import merged
+from fcsd.engine.merged import TOGETHER, First, Next, merge_projections
+from fcsd.models.archs import ARCHS
+
+QUERY_KEY_VALUE, GATE_UP = TOGETHER
+NO_QUERY = {"deepseek_v2", "deepseek_v3"}  # latent attention has other projections
+NO_GATE = {"mixtral", "olmoe", "gpt_oss"}  # all their MLPs are experts
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "llama4"])
+def test_every_architecture_asks_for_the_results_in_their_order(arch: str) -> None:
+    model: Any = tiny.model(arch, initializer_range=0.1)
+    ids = tiny.tokens(batch=2, length=9)
+    expected = model(ids, use_cache=False).logits
+    merge_projections(model)
+    for _ in range(2):
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=2e-5)
+    firsts = [module for module in model.modules() if isinstance(module, First)]
+    assert firsts and all(first.others == [] for first in firsts), "every result was asked for once"
+    replaced = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, First | Next)}
+    assert ({*QUERY_KEY_VALUE} <= replaced) == (arch not in NO_QUERY)
+    assert ({*GATE_UP} <= replaced) == (arch not in NO_GATE)
+
+
+@torch.no_grad()
+def test_biases_are_merged_and_layers_with_a_bias_beside_ones_without_are_left() -> None:
+    torch.manual_seed(0)
+    for biases in ((True, True), (False, False), (True, False)):
+        parent = nn.Module()
+        parent.gate_proj, parent.up_proj = (
+            nn.Linear(6, width, bias) for width, bias in zip((5, 3), biases, strict=True)
+        )
+        x = torch.randn(2, 4, 6)
+        expected = parent.gate_proj(x), parent.up_proj(x)
+        merge_projections(parent)
+        assert isinstance(parent.gate_proj, First) == (biases[0] == biases[1])
+        for found, wanted in zip((parent.gate_proj(x), parent.up_proj(x)), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+def test_many_tokens_are_multiplied_by_each_weight_by_itself(bias: bool) -> None:
+    torch.manual_seed(0)
+    parent = nn.Module()
+    parent.gate_proj, parent.up_proj = nn.Linear(6, 5, bias), nn.Linear(6, 3, bias)
+    x = torch.randn(1, merged._FEW + 1, 6)
+    expected = parent.gate_proj(x), parent.up_proj(x)
+    merge_projections(parent)
+    found = parent.gate_proj(x), parent.up_proj(x)
+    assert all(map(torch.equal, found, expected)) and all(part.is_contiguous() for part in found)
+    few = parent.gate_proj(x[:, 1:]), parent.up_proj(x[:, 1:])
+    assert not any(part.is_contiguous() for part in few), "one product has computed both"

@@ -1,0 +1,347 @@
+"""A tensor-parallel model gives the reference's logits; overlapped reductions give the bits of blocking ones."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantised
+import tiny
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fcsd.checkpoint import SINGLE
+from fcsd.checkpoint.weights import Reader
+from fcsd.engine.layer import wire_tensor_parallel
+from fcsd.engine.tp_plan import DIVISIONS, TensorGroup
+from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
+from fcsd.errors import BadInputError, ConfigError
+from fcsd.models.archs import ARCHS
+from fcsd.models.build import wire
+from fcsd.models.schedule import Output, kind_of, reductions
+from fcsd.models.wiring import Wiring, hf_parts
+from fcsd.parallel.all_reduce import reduce
+from fcsd.parallel.placement.stored import FILE, LAYERS, placements_of, read_orders
+from fcsd.parallel.weights.random_init import random_model
+from fcsd.parallel.weights.tensor_map import state
+
+ALL = (0, 1, 2, 3)
+STANDARD, FARSKIP, LADDER = Wiring("standard", ()), Wiring("farskip", (1, 2, 3)), Wiring("ladder", (1, 2, 3))
+EVERY = [
+    STANDARD,
+    Wiring("farskip", ALL),
+    Wiring("ladder", ALL),
+    Wiring("parallel", ALL),
+    *(Wiring(name, ALL, variant=v) for name in ("farskip", "ladder") for v in ("attn-only", "mlp-only")),
+    Wiring("farskip", (1, 3)),
+    Wiring("farskip", (1, 2, 3), border="partial"),
+    Wiring("ladder", (2, 3)),
+    Wiring("ladder", (1, 2), border="full"),
+    Wiring("farskip", ALL, distance=2),
+    Wiring("ladder", ALL, distance=3),
+]
+DESYNC = [
+    Wiring("desync-2x", ALL, tp_degree=2),
+    Wiring("desync-4x", (1, 2, 3), tp_degree=2),
+    Wiring("desync", ALL, tp_degree=2, reduce="a"),
+]
+# A dense model, shared experts with a gate, and dense layers between MoE layers; Desync needs dense layers. Every other
+# architecture has the wirings of ``COMMON``.
+WIRINGS = {
+    "llama": EVERY,
+    "qwen2_moe": EVERY,
+    "qwen3_moe": [STANDARD, Wiring("farskip", ALL), Wiring("ladder", ALL)],
+    "qwen3": [FARSKIP, *DESYNC],
+}
+COMMON = [STANDARD, FARSKIP, LADDER]
+EXPECTED = "expected.pt"
+
+
+def write(folder: Path, arch: str, **changes: Any) -> Any:
+    """A tiny checkpoint whose biases, sinks and norms are not the defaults; returns its model."""
+    model: Any = tiny.llama4_vision() if arch == "llama4" else tiny.model(arch, initializer_range=0.1, **changes)
+    generator = torch.Generator().manual_seed(5)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith((".bias", "_bias", "sinks", "norm.weight")):
+            tensor.data += torch.randn(tensor.shape, generator=generator) * 0.1
+    model.save_pretrained(folder)
+    return model
+
+
+def write_placement(folder: Path, model: Any) -> None:
+    """The experts of each of two processes, in another order in every layer and never in that of their numbers."""
+    layers = {}
+    for name, weight in model.named_parameters():
+        if name.endswith(".experts.down_proj"):
+            order = torch.randperm(len(weight), generator=torch.Generator().manual_seed(len(layers))).tolist()
+            layers[name.removesuffix(".experts.down_proj")] = [order[: len(order) // 2], order[len(order) // 2 :]]
+    (folder / FILE).write_text(json.dumps({"swaps": 9, LAYERS: layers}))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each architecture, and in its folder the reference's logits under each wiring."""
+    root = tmp_path_factory.mktemp("models")
+    biases = {"llama": {"attention_bias": True, "mlp_bias": True}, "gpt_oss": {"attention_bias": True}}
+    for arch in DIVISIONS:
+        odd = {} if arch == "llama4" else {"vocab_size": 255}  # which no number of ranks divides
+        reference = write(root / arch, arch, **odd, **biases.get(arch, {}))
+        ids = tiny.tokens(batch=2, length=20).clamp(max=254)
+        with torch.no_grad():
+            wirings = {*WIRINGS.get(arch, []), *COMMON}
+            expected = {str(one): wire(reference, one)(ids, use_cache=False).logits for one in wirings}
+        torch.save((ids, expected), root / arch / EXPECTED)
+        write_placement(root / arch, reference)
+    return {arch: root / arch for arch in DIVISIONS}
+
+
+class _Late:
+    """A collective whose result appears only when it is awaited; until then its tensor holds NaN."""
+
+    def __init__(self, tensor: Tensor, group: Any) -> None:
+        self.tensor, self.summed = tensor, tensor.clone()
+        self.work: Any = _all_reduce(self.summed, group=group, async_op=True)
+        tensor.fill_(float("nan"))
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.tensor.copy_(self.summed)
+
+
+_all_reduce = dist.all_reduce
+
+
+def _late(tensor: Tensor, *args: Any, group: Any = None, async_op: bool = False) -> Any:
+    return _Late(tensor, group) if async_op else _all_reduce(tensor, *args, group=group)
+
+
+def _compare(cases: list[tuple[str, Path, str, list[Wiring]]], degree: int) -> dict[str, Any]:
+    """Logits of every case against the reference, and of overlapped against blocking reductions."""
+    from fcsd.launch.world import join_world
+
+    world = join_world()
+    ranks, alone = TensorGroup(dist.group.WORLD, degree, world.rank), TensorGroup(dist.new_group([0]), 1, 0)
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        for arch, path, experts, wirings in cases:
+            ids, expected = torch.load(path / EXPECTED)
+            division: dict[str, Any] = {"experts": experts}
+            if experts == "placed":
+                division = {"experts": "whole", "orders": read_orders(path / FILE)}
+            model: Any = load_tensor_parallel(path, dtype=torch.float32, device="cpu", ranks=ranks, **division)
+
+            def logits(wiring: Wiring, *options: Any, ids: Tensor = ids, model: Any = model) -> Tensor:
+                wire_tensor_parallel(model, wiring, ranks, *options)
+                return model(ids, use_cache=False).logits
+
+            for wiring in wirings:
+                blocking = logits(wiring, "nccl", True)
+                dist.all_reduce = _late
+                overlapped = logits(wiring)
+                dist.all_reduce = _all_reduce
+                worst = float((overlapped - expected[str(wiring)]).abs().max())
+                found[f"{arch}, {experts}, {wiring}"] = worst, torch.equal(overlapped, blocking)
+            found[f"{arch}, {experts}, none"] = float((logits(STANDARD, "none") - expected[str(STANDARD)]).abs().max())
+            if world.rank == 0 and degree == 2 and experts == "sliced":
+                model = load_tensor_parallel(path, dtype=torch.float32, device="cpu", ranks=alone)
+                wire_tensor_parallel(model, STANDARD, alone)
+                same = torch.equal(model(ids, use_cache=False).logits, expected[str(STANDARD)])
+                errors = []
+                for wiring in (FARSKIP, LADDER):
+                    wire_tensor_parallel(model, wiring, alone)
+                    errors.append(float((model(ids, use_cache=False).logits - expected[str(wiring)]).abs().max()))
+                found[f"{arch} alone"] = max(errors), same
+    return found
+
+
+def _check(results: list[dict[str, Any]], count: int) -> None:
+    for found in results:
+        if isinstance(found, Exception):
+            raise found
+        assert len([name for name in found if not name.endswith(("none", "alone"))]) == count
+        for name, value in found.items():
+            if name.endswith("none"):
+                assert value > 1e-2, f"{name}: without reductions the results are wrong"
+            else:
+                worst, same = value
+                assert worst < 2e-5 and same, (name, value)
+
+
+def test_two_ranks_give_the_logits_of_the_reference(checkpoints: dict[str, Path]) -> None:
+    cases = [(arch, path, "sliced", WIRINGS.get(arch, COMMON)) for arch, path in checkpoints.items()]
+    cases += [(arch, checkpoints[arch], "whole", [FARSKIP]) for arch in ("qwen2_moe", "gpt_oss")]
+    cases += [(arch, checkpoints[arch], "placed", [FARSKIP]) for arch in ("qwen2_moe", "llama4_text")]
+    _check(on_ranks(2, _compare, cases, 2), sum(len(wirings) for *_, wirings in cases))
+
+
+def test_four_ranks_repeat_key_value_heads_and_divide_experts(checkpoints: dict[str, Path]) -> None:
+    cases = [(arch, path, "sliced", [FARSKIP, LADDER]) for arch, path in checkpoints.items()]
+    cases += [(arch, checkpoints[arch], "whole", [STANDARD]) for arch in ("qwen3_moe", "llama4_text")]
+    cases += [("deepseek_v3", checkpoints["deepseek_v3"], "placed", [STANDARD])]
+    _check(on_ranks(4, _compare, cases, 4), sum(len(wirings) for *_, wirings in cases))
+
+
+def test_a_rank_reads_its_own_part_of_the_files(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of all ranks are the whole model, and what is divided by rows is not read elsewhere."""
+    read: list[tuple[str, int]] = []
+    raw = Reader.raw
+
+    def counted(self: Reader, name: str, *place: Any) -> Tensor:
+        value = raw(self, name, *place)
+        read.append((name, value.numel()))
+        return value
+
+    monkeypatch.setattr(Reader, "raw", counted)
+    whole = load_file(checkpoints["qwen2_moe"] / SINGLE)
+    parts = []
+    for rank in range(2):
+        read.clear()
+        ranks = TensorGroup(None, 2, rank)
+        model = load_tensor_parallel(checkpoints["qwen2_moe"], dtype=torch.float32, device="cpu", ranks=ranks)
+        parts.append(dict(state(model)))
+        for name, size in read:
+            halved = name.endswith(("q_proj.weight", "up_proj.weight", "embed_tokens.weight", "k_proj.bias"))
+            full = whole[name].numel() * 4
+            assert size <= (128 * 64 * 4 if "embed" in name else full // 2) if halved else size <= full, name
+    prefix = "model.layers.0."
+    for name, dim in (
+        ("self_attn.q_proj.weight", 0),
+        ("self_attn.o_proj.weight", 1),
+        ("mlp.shared_expert.up_proj.weight", 0),
+    ):
+        assert torch.equal(torch.cat([part[prefix + name] for part in parts], dim), whole[prefix + name])
+    for expert in range(8):
+        for block, name in enumerate(("gate_proj", "up_proj")):
+            slices = [part[f"{prefix}mlp.experts.gate_up_proj"][expert].chunk(2)[block] for part in parts]
+            assert torch.equal(torch.cat(slices), whole[f"{prefix}mlp.experts.{expert}.{name}.weight"])
+    rows = torch.cat([part["model.embed_tokens.weight"] for part in parts])
+    assert torch.equal(rows[:255], whole["model.embed_tokens.weight"]) and not rows[255:].any()
+
+
+def test_each_rank_holds_the_experts_that_a_run_has_placed_there(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    folder = checkpoints["qwen2_moe"]
+    orders, whole = read_orders(folder / FILE), load_file(folder / SINGLE)
+    for rank in range(4):
+        model: Any = load_tensor_parallel(
+            folder, dtype=torch.float32, device="cpu", ranks=TensorGroup(None, 4, rank), experts="whole", orders=orders
+        )
+        for block, order in orders.items():
+            for slot, expert in enumerate(order[2 * rank : 2 * rank + 2]):
+                held = model.get_parameter(f"{block}.experts.down_proj")[slot]
+                assert torch.equal(held, whole[f"{block}.experts.{expert}.down_proj.weight"])
+    first, *others = orders
+    with pytest.raises(ConfigError, match=rf"does not fit the model: {first} has 8 experts in the model and 0 in"):
+        placements_of({block: orders[block] for block in others}, dict.fromkeys(orders, 8), 2)
+    for damaged in ("{", "[]", "{}", {LAYERS: {"mlp": [[0, 1], [1, 2]]}}, {LAYERS: {"mlp": [0, 1]}}):
+        (tmp_path / FILE).write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
+        with pytest.raises(BadInputError, match="is not the placement of a run"):
+            read_orders(tmp_path / FILE)
+
+
+def test_tied_weights_stay_one_tensor_and_random_ones_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3", tie_word_embeddings=True)
+    model: Any = load_tensor_parallel(tmp_path, dtype=torch.float32, device="cpu", ranks=TensorGroup(None, 2, 1))
+    assert model.lm_head.weight is model.model.embed_tokens.weight and len(model.lm_head.weight) == 128
+    config = tiny.config("qwen3_moe")
+    whole = dict(state(random_model(config, dtype=torch.float32, device="cpu", seed=3)))
+    for experts in ("sliced", "whole"):
+        parts = [
+            dict(state(random_tensor_parallel(
+                tiny.config("qwen3_moe"), dtype=torch.float32, device="cpu", ranks=TensorGroup(None, 2, rank),
+                experts=experts, seed=3,
+            )))
+            for rank in range(2)
+        ]  # fmt: skip
+        for name, dim in (("self_attn.v_proj.weight", 0), ("mlp.experts.down_proj", 2 if experts == "sliced" else 0)):
+            name = f"model.layers.1.{name}"
+            assert torch.equal(torch.cat([part[name] for part in parts], dim), whole[name])
+
+
+def test_files_that_do_not_match_are_refused_by_name(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    def refused(path: Path, degree: int = 2, **options: Any) -> str:
+        with pytest.raises((BadInputError, ConfigError)) as caught:
+            load_tensor_parallel(path, dtype=torch.float32, device="cpu", ranks=TensorGroup(None, degree, 0), **options)
+        return str(caught.value)
+
+    tensors = load_file(checkpoints["llama"] / SINGLE)
+    config = (checkpoints["llama"] / "config.json").read_text()
+    name = "model.layers.2.mlp.up_proj.weight"
+    for change, message in (
+        ({name: None}, "1 missing"),
+        ({"model.layers.2.mlp.new.weight": torch.ones(1)}, "1 unexpected"),
+        ({name: torch.ones(128, 63)}, "1 wrong"),
+    ):
+        folder = tmp_path / message
+        folder.mkdir()
+        (folder / "config.json").write_text(config)
+        kept = {key: value for key, value in {**tensors, **change}.items() if value is not None}
+        save_file(kept, folder / SINGLE, {"format": "pt"})
+        assert message in refused(folder)
+    assert "3 ranks cannot share 4 attention heads and 2 key-value heads" in refused(checkpoints["llama"], 3)
+    moe = checkpoints["qwen3_moe"]
+    assert "8 ranks cannot share 4 attention heads" in refused(moe, 8)
+    write(tmp_path / "odd", "llama", intermediate_size=126)
+    assert "4 ranks cannot share 126 columns of a weight evenly" in refused(tmp_path / "odd", 4)
+    write(tmp_path / "few", "qwen3_moe", num_experts=6)
+    assert "4 ranks cannot share 6 experts evenly" in refused(tmp_path / "few", 4, experts="whole")
+    fp8 = quantised.write("deepseek_v3", tmp_path / "fp8")
+    assert "is quantised (fp8), and tensor parallelism cannot load that" in refused(fp8)
+
+
+@pytest.mark.parametrize(
+    ("arch", "wiring"),
+    [
+        ("llama", Wiring("ladder", ALL)),
+        ("deepseek_v2", Wiring("farskip", (1, 2, 3))),
+        ("qwen2_moe", Wiring("farskip", ALL, variant="attn-only")),
+        ("qwen2_moe", Wiring("standard", ())),
+    ],
+)
+def test_reductions_start_and_end_where_the_schedule_says(
+    arch: str, wiring: Wiring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the start and the wait of each reduction run exactly the parts that the schedule lists as its cover."""
+    events: list[Any] = []
+
+    class Recorded:
+        def __init__(self, x: Tensor, number: int) -> None:
+            self.x, self.number = x, number
+            events.append(("start", number))
+
+        def wait(self) -> Tensor:
+            events.append(("wait", self.number))
+            return self.x
+
+    numbers = iter(range(100))
+    monkeypatch.setattr(reduce, "reduce", lambda x, *_: Recorded(x, next(numbers)))
+    model = tiny.model(arch)
+    wire_tensor_parallel(model, wiring, TensorGroup(None, 1, 0))
+    layers: Any = model.model.layers
+    kinds = [kind_of(hf_parts(ARCHS[arch].blocks, layer)) for layer in layers]
+    for index, layer in enumerate(layers):
+        mlp = layer.mlp
+        shared = mlp if kinds[index] == "dense" else getattr(mlp, ARCHS[arch].blocks.shared)
+        modules = {"attn": layer.self_attn, "shared": shared, "routed": getattr(mlp, "experts", None)}
+        for part, module in modules.items():
+            if module is not None:
+                output = Output(index, part)  # type: ignore[arg-type]
+                module.register_forward_hook(lambda *_, output=output: events.append(output))
+    with torch.no_grad():
+        model(tiny.tokens(), use_cache=False)
+    expected = [reduction for layer in reductions(wiring, kinds) for reduction in layer]
+    assert len(expected) > len(layers)
+    for number, reduction in enumerate(expected):
+        start, wait = events.index(("start", number)), events.index(("wait", number))
+        assert events[start - 1] == reduction.starts_after
+        assert tuple(event for event in events[start:wait] if isinstance(event, Output)) == reduction.covered_by
+
+
+def test_what_does_not_fit_the_ranks_is_refused() -> None:
+    model = tiny.model("llama")
+    with pytest.raises(ConfigError, match="desync-2x model of degree 2 cannot run on 4 tensor-parallel ranks"):
+        wire_tensor_parallel(model, Wiring("desync-2x", ALL, tp_degree=2), TensorGroup(None, 4, 0))
+    with pytest.raises(ConfigError, match="layer 4 does not exist"):
+        wire_tensor_parallel(model, Wiring("ladder", (4,)), TensorGroup(None, 1, 0))

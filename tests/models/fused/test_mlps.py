@@ -1,0 +1,46 @@
+"""Gated MLPs whose product one kernel computes are transformers' own up to rounding, and their classes come back."""
+
+import pytest
+import tiny
+import torch
+from test_norms import DEVICE, run
+from torch import nn
+
+from fcsd.models.build import unwired, wire
+from fcsd.models.fused.mlps import FusedMLP, fuse_mlps
+
+# The other architectures have routed experts alone, or an MLP whose parts have other names.
+WITH_MLPS = {"llama", "qwen3", "qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"}
+
+
+@pytest.mark.parametrize("arch", tiny.CONFIGS)
+def test_a_model_with_fused_mlps_computes_the_same_and_becomes_itself_again(arch: str) -> None:
+    model = tiny.model(arch)
+    classes, expected = [type(module) for module in model.modules()], run(model)
+    model.to(DEVICE)
+    for _ in range(2):
+        fuse_mlps(model)
+        assert any(isinstance(module, FusedMLP) for module in model.modules()) == (arch in WITH_MLPS)
+    if DEVICE == "cpu":
+        for fused, own in zip(run(model), expected, strict=True):
+            assert (fused - own).norm() <= 1e-5 * own.norm()
+    wire(model.to("cpu"), unwired())
+    assert [type(module) for module in model.modules()] == classes
+    assert all(torch.equal(again, own) for again, own in zip(run(model), expected, strict=True))
+
+
+def test_a_compiler_sees_the_code_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model("llama")
+    mlp, x = model.model.layers[0].mlp, torch.randn(2, 64)
+    expected = mlp(x)
+    fuse_mlps(model)
+    assert isinstance(mlp, FusedMLP) and not torch.equal(expected, torch.zeros_like(expected))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(mlp(x), expected)
+
+
+def test_another_activation_is_left_alone() -> None:
+    model = tiny.model("llama", hidden_act="gelu")
+    fuse_mlps(model)
+    assert not any(isinstance(module, FusedMLP) for module in model.modules())
+    assert any(isinstance(module, nn.GELU) or "GELU" in type(module).__name__ for module in model.modules())

@@ -1,0 +1,66 @@
+"""RMSNorms that torch computes at once are transformers' own up to rounding, and their classes come back."""
+
+import os
+
+import pytest
+import tiny
+import torch
+from torch import Tensor, nn
+
+from fcsd.models.build import arch_of, unwired, wire
+from fcsd.models.fused.norms import FusedNorm, fuse_norms
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
+
+
+def run(model: nn.Module) -> list[Tensor]:
+    """Logits and the gradient of every parameter."""
+    model.zero_grad()
+    ids = tiny.tokens()
+    out = model(ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    return [out.logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("arch", tiny.CONFIGS)
+def test_a_model_with_fused_norms_computes_the_same_and_becomes_itself_again(arch):
+    model = tiny.model(arch)
+    with torch.no_grad():  # a weight of one would not show where it is multiplied
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    classes = [type(module) for module in model.modules()]
+    expected = run(model)
+    for _ in range(2):
+        fuse_norms(model, arch_of(model.config))
+        norms = [module for module in model.modules() if isinstance(module, FusedNorm)]
+        assert {id(norm.weight) for norm in norms} == {id(p) for name, p in model.named_parameters() if "norm" in name}
+    for fused, own in zip(run(model), expected, strict=True):
+        assert (fused - own).norm() <= 1e-6 * own.norm()
+    wire(model, unwired())
+    assert [type(module) for module in model.modules()] == classes
+    assert all(torch.equal(again, own) for again, own in zip(run(model), expected, strict=True))
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt_oss", "llama4_text"])  # each rounds in another place
+def test_in_bf16_a_fused_norm_errs_no_more_than_transformers(arch):
+    generator = torch.Generator().manual_seed(0)
+    model = tiny.model(arch, dtype=torch.bfloat16).to(DEVICE)
+    norm = model.model.norm
+    norm.weight.data.copy_(torch.rand(64, generator=generator) + 0.5)
+    x, upstream = (torch.randn(512, 64, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(2))
+
+    def error() -> list[float]:
+        """Relative, of output, input's and weight's gradient."""
+        inputs = x.clone().requires_grad_()
+        out = norm(inputs)
+        found = [out, *torch.autograd.grad(out, (inputs, norm.weight), upstream)]
+        return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+
+    inputs, weight = x.double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    out = weight * inputs * torch.rsqrt(inputs.square().mean(-1, keepdim=True) + model.config.rms_norm_eps)
+    exact = [out.detach(), *torch.autograd.grad(out, (inputs, weight), upstream.double())]
+    own = error()
+    fuse_norms(model, arch_of(model.config))
+    assert isinstance(norm, FusedNorm)
+    assert all(fused <= 1.5 * eager for fused, eager in zip(error(), own, strict=True))

@@ -1,0 +1,73 @@
+"""Attention whose heads kernels rotate is transformers' own up to rounding, and its classes come back."""
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from test_norms import DEVICE, run
+from torch import Tensor
+
+from fcsd.kernels import rotary as kernel
+from fcsd.models.archs import ARCHS
+from fcsd.models.build import arch_of, unwired, wire
+from fcsd.models.fused.latent import FusedLatentAttention
+from fcsd.models.fused.rotary import FusedRotary, fuse_rotary
+
+LATENT = {"deepseek_v2", "deepseek_v3"}
+
+
+@pytest.mark.parametrize("arch", tiny.CONFIGS)
+def test_a_model_with_fused_rotations_computes_the_same_and_becomes_itself_again(arch: str) -> None:
+    model = tiny.model(arch)
+    classes, expected = [type(module) for module in model.modules()], run(model)
+    model.to(DEVICE)
+    for _ in range(2):
+        fuse_rotary(model, arch_of(model.config))
+        fused = [module for module in model.modules() if isinstance(module, FusedRotary | FusedLatentAttention)]
+        expected_kind = ARCHS[arch].rotates_halves or arch in LATENT
+        assert len(fused) == (model.config.get_text_config().num_hidden_layers if expected_kind else 0)
+    if DEVICE == "cpu":
+        for found, own in zip(run(model), expected, strict=True):
+            assert (found - own).norm() <= 1e-5 * own.norm()
+    wire(model.to("cpu"), unwired())
+    assert [type(module) for module in model.modules()] == classes
+    assert all(torch.equal(again, own) for again, own in zip(run(model), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        ("deepseek_v2", {"q_lora_rank": None}),
+        ("deepseek_v2", {"attn_implementation": "eager"}),
+        ("deepseek_v3", {}),
+        ("deepseek_v3", {"rope_interleave": False}),
+    ],
+)
+def test_latent_attention_reads_its_cache(arch: str, changes: dict[str, Any]) -> None:
+    model = tiny.model(arch, **changes).to(DEVICE)
+    ids = tiny.tokens(batch=2, length=7).to(DEVICE)
+    own = model.generate(ids, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    fuse_rotary(model, arch_of(model.config))
+    fused = model.generate(ids, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    assert torch.equal(fused.sequences, own.sequences)
+    torch.testing.assert_close(torch.stack(fused.logits), torch.stack(own.logits), rtol=0, atol=1e-5)
+
+
+def test_the_kernel_rotates_and_a_compiler_sees_the_code_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model("glm4_moe").to(DEVICE)
+    calls: list[tuple[int, int]] = []
+
+    def counted(queries: Tensor, keys: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
+        calls.append((queries.shape[1], keys.shape[1]))
+        return tuple(kernel.rotate_reference(x, *angles) for x in (queries, keys))
+
+    monkeypatch.setattr(kernel, "rotate", counted)
+    fuse_rotary(model, arch_of(model.config))
+    ids = tiny.tokens().to(DEVICE)
+    model(ids)
+    config = model.config
+    assert calls == [(config.num_attention_heads, config.num_key_value_heads)] * config.num_hidden_layers
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    model(ids)
+    assert len(calls) == config.num_hidden_layers
