@@ -6,6 +6,8 @@ same in torch.
 
 ``gate`` and ``up`` are two tensors, or, in routed experts, the two halves of each row of one tensor. In the second case
 the gradient is written into one tensor as well, so that nothing is copied.
+
+On the meta device no kernel starts, and the same tensors are allocated and kept for the backward pass.
 """
 
 from typing import Any
@@ -92,7 +94,7 @@ def _launch(kernel: Any, tensors: tuple[Tensor, ...], width: int) -> None:
         width: the number of columns that are computed.
     """
     gate = tensors[0]
-    if width and len(gate):
+    if width and len(gate) and not gate.is_meta:
         blocks = triton.cdiv(width, _BLOCK)
         with torch.cuda.device_of(gate):
             kernel[(len(gate) * blocks,)](*tensors, width, gate.stride(0), blocks, BLOCK=_BLOCK)

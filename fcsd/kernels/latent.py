@@ -5,6 +5,8 @@ that all heads share. transformers copies both into a new tensor, each by a kern
 gradients of keys and values in another tensor. Here one kernel writes the keys, and one writes all gradients. The
 gradient of the shared part is a sum over heads, in fp32 and rounded once. ``expand_reference`` computes the same in
 torch.
+
+On the meta device no kernel starts, and the same tensors are allocated and kept for the backward pass.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -96,7 +98,7 @@ def _form(heads: int, own: int, rotated: int, values: int) -> _Form:
 def _launch(kernel: Any, tensors: tuple[Tensor, ...], ctx: Any, *numbers: int) -> None:
     """Starts a kernel with one program for each token."""
     tokens = ctx.shape[0] * ctx.shape[1]
-    if tokens:
+    if tokens and not tensors[0].is_meta:
         with torch.cuda.device_of(tensors[0]):
             kernel[(tokens,)](*tensors, *numbers, FORM=ctx.form)
 

@@ -6,6 +6,8 @@ same in torch.
 
 Some dimensions of a head form pairs, and each pair is rotated by an angle of the token. The other dimensions are
 copied. A pair is either dimensions i and i + half, or two neighbours.
+
+On the meta device no kernel starts, and the same tensors are allocated and kept for the backward pass.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -150,7 +152,7 @@ def _launch(
     batch, _, seq, _ = queries.shape
     q, k = (_heads(x.shape[1], x.shape[3], each) for x, each in zip((queries, keys), pairs, strict=True))
     rotated = [x.new_empty(batch, seq, of.heads, of.dim) for x, of in ((queries, q), (keys, k))]
-    if batch * seq:
+    if batch * seq and not queries.is_meta:
         with torch.cuda.device_of(queries):
             kernel[(batch * seq, q.programs + k.programs)](
                 queries, keys, cos, sin, *rotated, seq, *queries.stride()[:3], *keys.stride()[:3],

@@ -12,6 +12,8 @@ with copies of the rows and an fp32 tensor of ``[tokens, top_k, width]`` that th
 ``spread``, ``collect`` and ``dots`` launch the kernels without autograd. They write into tensors that the caller gives,
 and a token may have fewer rows than others: -1 in ``row_of`` stands for no row. Rows of ``[n, width]`` may be part of a
 tensor of more columns.
+
+On the meta device no kernel starts, and the same tensors are allocated and kept for the backward pass.
 """
 
 from typing import Any
@@ -129,7 +131,7 @@ def _plain(weight: Tensor | None) -> Tensor | None:
 def _launch(kernel: Any, tokens: Tensor, weight: Tensor | None, rows: Tensor, row_of: Tensor) -> None:
     """Start a kernel with one program per token."""
     count, width = tokens.shape
-    if not count:
+    if not count or tokens.is_meta:
         return
     # Only a tensor that is read may need a copy here: those that are written to have neighbouring columns.
     tokens, rows = (x if x.stride(1) == 1 else x.contiguous() for x in (tokens, rows))

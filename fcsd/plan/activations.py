@@ -2,8 +2,9 @@
 
 A layer of the real model runs forward and backward on tensors that have shapes and no data, while every storage that is
 allocated or freed is counted. The figure therefore includes whatever an architecture's code saves: fp32 copies in
-norms, rotary embeddings, latents of MLA. This works in the same way for all architectures. Two parts of the layer are
-replaced by stand-ins:
+norms, rotary embeddings, latents of MLA. This works in the same way for all architectures, and for the fused modules of
+``fcsd.models.fused``, whose kernels do not start on the meta device but allocate and keep what they do on a GPU. Two
+parts of the layer are replaced by stand-ins:
 
 - The stand-in for attention keeps what the kernels of sdpa and of packed attention keep: q, k, v, the output and an
   fp32 log-sum-exp per row. Where packed rows need a mask, sdpa keeps a bias ``[batch, 1, seq, seq]`` per layer, and
@@ -21,11 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from fcsd.models.fused.experts import is_grouped
-from fcsd.models.fused.mlps import is_gated_mlp
+from fcsd.kernels.gated import gated_silu
+
+_ALIGNED = 8  # values of 2 bytes in the 16 bytes that torch requires
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,22 @@ def measure_layer(run: Callable[[Tensor], Tensor], parameters: list[nn.Parameter
     return LayerBytes(kept=kept, forward=idle.peak, backward=max(0, seen.peak - kept - own) + incoming)
 
 
+class OddWidths(TorchFunctionMode):
+    """While this is active, a grouped product of odd widths is computed with the first expert's weights.
+
+    torch refuses rows that are not a multiple of 16 bytes on GPUs and on the meta device, although nothing is computed
+    there. It computes them on CPUs, where such models are trained in tests. The product with one expert's weights keeps
+    and returns the same bytes. All other products stay as they are.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        grouped = getattr(torch, "_grouped_mm", None)
+        if func is grouped and any(size % _ALIGNED for size in args[1].shape[1:]):
+            rows, weights = args[0], args[1]  # [rows, in] and [experts, in, out]
+            return rows @ weights[0]
+        return func(*args, **(kwargs or {}))
+
+
 class _Attention(torch.autograd.Function):
     """Keeps what a fused attention kernel keeps; ``[batch, heads, seq, dim] -> [batch, seq, heads, dim_v]``."""
 
@@ -149,38 +168,6 @@ def attention(masked: bool, widths: list[int]) -> Callable[..., tuple[Tensor, No
     return run
 
 
-class _Norm(torch.autograd.Function):
-    """An RMSNorm in one kernel, which keeps its input and an fp32 scale per row; ``[..., width]`` to the same shape."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(hidden)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, weight = ctx.saved_tensors[:2]
-        return torch.empty_like(hidden), torch.empty_like(weight)
-
-
-class _FusedNorm(nn.Module):
-    weight: Tensor
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return _Norm.apply(hidden, self.weight)  # type: ignore[return-value]
-
-
-def fuse_norms(model: nn.Module) -> None:
-    """Makes every RMSNorm of a model on the meta device keep what ``fcsd.models.fused.norms`` keeps on a GPU.
-
-    On the meta device, torch splits its own ``rms_norm`` into small operations, which keep more than one kernel does.
-    """
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
-            module.__class__ = _FusedNorm
-
-
 class _Rows(torch.autograd.Function):
     """An all-to-all or a permutation: it returns other rows of the same width, and keeps nothing."""
 
@@ -192,86 +179,6 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return gradient.new_empty(ctx.count, gradient.shape[1]), None
-
-
-class _Gated(torch.autograd.Function):
-    """``silu(gate) * up`` as one kernel, which keeps both inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return torch.empty_like(gate)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        return torch.empty_like(gate), torch.empty_like(up)
-
-
-class _FusedMLP(nn.Module):
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))
-
-
-def fuse_mlps(model: nn.Module) -> None:
-    """Makes every gated MLP of a model on the meta device keep what ``fcsd.models.fused.mlps`` keeps on a GPU."""
-    for module in model.modules():
-        if is_gated_mlp(module):
-            module.__class__ = _FusedMLP
-
-
-class _GatedHalves(torch.autograd.Function):
-    """``_Gated`` for rows ``[rows, 2 * width]`` that hold both inputs side by side."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        return rows.new_empty(len(rows), rows.shape[1] // 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> Tensor:
-        return torch.empty_like(ctx.saved_tensors[0])
-
-
-class _WeightedSum(torch.autograd.Function):
-    """The weighted sum of each token's rows, which keeps the rows; ``[tokens * top_k, width] -> [tokens, width]``."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights)
-        return rows.new_empty(len(weights), rows.shape[1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
-        rows, weights = ctx.saved_tensors
-        return torch.empty_like(rows), torch.empty_like(weights)
-
-
-class _FusedExperts(nn.Module):
-    gate_up_proj: Tensor
-    down_proj: Tensor
-
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        rows: Any = _Rows.apply(hidden, index.numel())
-        inner: Any = _GatedHalves.apply(F.linear(rows, self.gate_up_proj[0]))
-        return _WeightedSum.apply(F.linear(inner, self.down_proj[0]), weights)  # type: ignore[return-value]
-
-
-def fuse_experts(model: nn.Module) -> None:
-    """Makes routed experts on the meta device keep what ``fcsd.models.fused.experts`` keeps on a GPU.
-
-    The products are those with one expert's weights, because a grouped product keeps and returns the same bytes.
-    """
-    for module in model.modules():
-        if is_grouped(module):
-            module.__class__ = _FusedExperts
 
 
 class RoutedExperts(nn.Module):
@@ -305,7 +212,7 @@ class RoutedExperts(nn.Module):
         received = _Rows.apply(rows, int(len(rows) * self.imbalance))
         permuted: Any = _Rows.apply(received, len(received))  # type: ignore[arg-type]
         del rows, received
-        inner: Any = _Gated.apply(F.linear(permuted, self.w1), F.linear(permuted, self.w3))
+        inner = gated_silu(F.linear(permuted, self.w1), F.linear(permuted, self.w3))
         outputs = _Rows.apply(F.linear(inner, self.w2), len(inner))
         returned: Any = _Rows.apply(outputs, len(order))
         placed = torch.zeros_like(returned)

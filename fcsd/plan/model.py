@@ -16,17 +16,11 @@ from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
 from fcsd.models.build import arch_of, decoder_layers, decoder_of, register
 from fcsd.models.config_keys import expert_count
+from fcsd.models.fused.model import fuse_parts
+from fcsd.models.fused.norms import fuse_norms
+from fcsd.models.fused.rotary import fuse_rotary
 from fcsd.models.wiring import Blocks, hf_parts
-from fcsd.plan.activations import (
-    LayerBytes,
-    RoutedExperts,
-    attention,
-    fuse_experts,
-    fuse_mlps,
-    fuse_norms,
-    measure_layer,
-)
-from fcsd.plan.odd_widths import OddWidths
+from fcsd.plan.activations import LayerBytes, OddWidths, RoutedExperts, attention, measure_layer
 from fcsd.plan.setup import Setup
 
 _ATTENTION = "fcsd_plan"
@@ -174,11 +168,12 @@ class MetaModel:
 
     def _measure(self, setup: Setup) -> dict[int, LayerBytes]:
         model, calls, _ = self._run(setup.seq_len, setup.masked)
-        if setup.fused:
-            fuse_norms(model)
-            if setup.ep_size == 1:
-                fuse_mlps(model)
-                fuse_experts(model)
+        arch = arch_of(self.config)
+        if setup.ep_size == 1:
+            fuse_parts(model, arch, setup.fused)
+        else:  # as ``fcsd.parallel.expert.blocking.wire_parallel``
+            fuse_norms(model, arch, setup.fused)
+            fuse_rotary(model, arch, setup.fused)
         hidden = torch.empty(1, setup.seq_len, self.numbers.hidden, dtype=torch.bfloat16, device="meta")
         decoder, layers = decoder_of(model), decoder_layers(model)
         found = {FINAL_NORM: measure_layer(decoder.norm, list(decoder.norm.parameters()), hidden)}

@@ -33,7 +33,8 @@ class FusedExperts(nn.Module):
             top_k_index: int64 ``[tokens, top_k]``, the experts of each token.
             top_k_weights: ``[tokens, top_k]``, their weights.
         """
-        if not torch.is_grad_enabled() and top_k_index.numel() <= _FEW:
+        # A plan counts what is allocated on the meta device, and would not see what this one operator allocates inside.
+        if not torch.is_grad_enabled() and top_k_index.numel() <= _FEW and not hidden_states.is_meta:
             from fcsd.kernels.decode.experts import few_experts  # Triton is imported only where its kernels run
 
             return few_experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)

@@ -2,9 +2,16 @@
 
 Both compute the same function. torch rounds the result once, whereas transformers also rounds the normalised input
 before the weight multiplies it.
+
+The kernels exist on GPUs. On the meta device torch would split its norm into small operations that keep more for the
+backward pass, so ``_OnMeta`` stands for the kernels there.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ..archs import Arch
@@ -20,7 +27,24 @@ class FusedNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[..., width]``, normalised over the width in fp32 and multiplied by the weight ``[width]``."""
+        if hidden_states.is_meta:
+            return _OnMeta.apply(hidden_states, self.weight)  # type: ignore[return-value]
         return functional.rms_norm(hidden_states, self.weight.shape, self.weight, getattr(self, self.epsilon))
+
+
+class _OnMeta(torch.autograd.Function):
+    """Allocates and keeps what torch's kernels do on a GPU: the input, the weight and an fp32 scale for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors[:2]
+        return torch.empty_like(hidden), torch.empty_like(weight)
 
 
 def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:

@@ -1,0 +1,92 @@
+"""What fused modules keep on the meta device, where plans count it, is what they really keep for the backward pass."""
+
+import os
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from fcsd.models.build import arch_of
+from fcsd.models.fused.experts import FusedExperts
+from fcsd.models.fused.latent import FusedLatentAttention
+from fcsd.models.fused.mlps import FusedMLP
+from fcsd.models.fused.model import fuse_parts
+from fcsd.models.fused.norms import fuse_norms
+from fcsd.models.fused.rotary import FusedRotary
+from fcsd.plan.activations import attention, measure_layer
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
+TOKENS = 10
+# An architecture that has them, for each of the fused modules beside norms.
+EXAMPLES = {FusedExperts: "mixtral", FusedLatentAttention: "deepseek_v2", FusedMLP: "llama", FusedRotary: "qwen3"}
+
+
+def really_saved(run: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], hidden: Tensor) -> int:
+    """Bytes of what autograd keeps after a forward pass, without the input and the parameters."""
+    saved: weakref.WeakSet[Any] = weakref.WeakSet()  # weak, because autograd drops what no gradient needs
+
+    def save(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage())
+        return tensor
+
+    entry = hidden.detach().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        total = run(entry).sum()
+    found = sum(storage.nbytes() for storage in saved - {part.untyped_storage() for part in (entry, *parameters)})
+    del total
+    return found
+
+
+def counted(run: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], hidden: Tensor) -> int:
+    """The bytes that a plan counts, without those of the sum with which ``measure_layer`` ends."""
+    return measure_layer(run, parameters, hidden).kept - hidden.element_size()
+
+
+def fused_layers(arch: str, device: str) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+    """The layers of a tiny model in bf16 with the attention function of plans, and functions that run them.
+
+    Norms are fused on GPUs only, because elsewhere torch has no kernel whose memory could be compared.
+    """
+    AttentionInterface.register("fcsd_plan", attention(False, []))
+    model = tiny.model(arch, dtype=torch.bfloat16).train().to(device)
+    model.set_attn_implementation("fcsd_plan")
+    given: list[dict[str, Any]] = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args, kwargs: given.append(kwargs), with_kwargs=True)
+    with torch.no_grad():
+        model.model(input_ids=tiny.tokens(1, TOKENS).to(device), use_cache=False)
+    row = arch_of(model.config)
+    fuse_parts(model, row, True)
+    fuse_norms(model, row, DEVICE == "cuda")
+    return [(layer, partial(layer, **kwargs)) for layer, kwargs in zip(model.model.layers, given, strict=True)]
+
+
+@pytest.mark.parametrize("arch", tiny.CONFIGS)
+def test_a_fused_layer_keeps_on_the_meta_device_what_autograd_saves(arch: str) -> None:
+    hidden = torch.randn(1, TOKENS, 64, dtype=torch.bfloat16)
+    kept: list[list[int]] = []
+    for device, count in ((DEVICE, really_saved), ("meta", counted)):
+        layers = fused_layers(arch, device)
+        kept.append([count(run, list(layer.parameters()), hidden.to(device)) for layer, run in layers])
+    assert kept[0] == kept[1]
+    modules = [module for layer, _ in layers for module in layer.modules()]
+    for fused, example in EXAMPLES.items():
+        assert arch != example or any(isinstance(module, fused) for module in modules)
+
+
+def test_a_fused_norm_keeps_on_the_meta_device_what_the_backward_pass_of_torchs_kernel_takes() -> None:
+    """The operator of the kernel returns the scales ``rstd`` too, and that of its gradients takes them."""
+    norm = tiny.model("llama", dtype=torch.bfloat16).model.norm
+    x = torch.randn(2, TOKENS, 64, dtype=torch.bfloat16)
+    _, scales = torch.ops.aten._fused_rms_norm(x, [64], norm.weight, 1e-6)
+    taken = torch.ops.aten._fused_rms_norm_backward.default._schema.arguments
+    assert {each.name for each in taken if "Tensor" in str(each.type)} == {"grad_out", "input", "rstd", "weight"}
+    norm.to("meta")
+    fuse_norms(norm, arch_of(tiny.config("llama")))
+    assert counted(norm, list(norm.parameters()), x.to("meta")) == scales.untyped_storage().nbytes()
