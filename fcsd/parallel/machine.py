@@ -11,7 +11,9 @@ from fcsd.errors import ConfigError
 from fcsd.parallel.cost import Dedup, Line, Links
 
 H200_TFLOPS = 989.0  # the peak of an H200, which that of an H100 SXM equals
-_Above = Annotated[float, Field(gt=0)]
+# Smaller rates and larger times are mistakes. A step would take no finite time, and ratios of steps would be nan.
+_Rate = Annotated[float, Field(gt=1e-4)]
+_Microseconds = Annotated[float, Field(ge=0, le=1e9)]
 
 
 class _Part(BaseModel):
@@ -21,9 +23,9 @@ class _Part(BaseModel):
 class Link(_Part):
     """One kind of link, as a GPU sees it."""
 
-    latency_us: Annotated[float, Field(ge=0)]
+    latency_us: _Microseconds
     """Microseconds that an all-to-all of any size takes."""
-    gb_per_s: _Above
+    gb_per_s: _Rate
     """The rate at which a GPU sends, in 10^9 bytes per second in one direction."""
 
     @property
@@ -42,7 +44,7 @@ class Machine(_Part):
 
     gpu: str = "NVIDIA H200"
     """The name of the GPU, as torch prints it."""
-    peak_tflops: _Above = H200_TFLOPS
+    peak_tflops: _Rate = H200_TFLOPS
     """The GPU's peak in bf16 without sparsity, from its data sheet, in 10^12 operations per second."""
     gpus_per_node: Annotated[int, Field(gt=0)]
     """The number of GPUs in a node."""
@@ -53,15 +55,15 @@ class Machine(_Part):
     only one node is predicted."""
     direct: Link | None = None
     """The links between nodes, where each GPU sends to all GPUs of other nodes. Without them, `far` is used."""
-    fixed_us: dict[Dedup, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    fixed_us: dict[Dedup, _Microseconds] = Field(default_factory=dict)
     """For each of `off`, `rank` and `node`: microseconds of a dispatch or combine that depend neither on its bytes nor
     on its rows. 0 where none is given."""
     hidden_cost: Annotated[float, Field(ge=0, le=1)] = 0.3
     """Seconds that computation loses for each second of a transfer that it hides. 0.27 was measured for copies and 0.45
     for NCCL, on four H200s."""
-    copy_tb_per_s: _Above = 4.26
+    copy_tb_per_s: _Rate = 4.26
     """The rate at which a kernel of the GPU reads and writes memory, in 10^12 bytes per second for both together."""
-    codec: Annotated[float, Field(gt=0, le=1)] = 0.88
+    codec: Annotated[float, Field(gt=1e-4, le=1)] = 0.88
     """The share of that rate that the kernels reach which encode and decode rows: that of INT8 on an H200."""
     measured: dict[str, Any] | None = None
     """What `fcsd bench links` measured, and where. A prediction does not read it."""

@@ -7,10 +7,13 @@ from typing import Literal
 import torch
 
 from fcsd.config import NO_METRIC, Parallel, Recipe
+from fcsd.errors import ConfigError
 from fcsd.models.selection import select_layers
 
 GIB = 2**30
 HELD_OUT_ROWS = 512  # rows that are assumed for a held-out text if the recipe has no max_rows
+MOST_MEMORY = 1e6  # GiB of one GPU, above which a figure is a mistake
+MOST_PRICE = 1e12  # of one GPU for an hour, in the smallest currency
 USABLE = 0.99  # usable share of a GPU's nominal memory; on an H200 the driver takes 1.2 GiB
 
 
@@ -24,6 +27,9 @@ class Hardware:
         memory: nominal memory of one GPU in GiB (an H200 has 141, of which torch sees 139.8).
         price: price of one GPU for an hour, in any currency.
         source: a sentence that says where these figures come from; empty if the user gave them.
+
+    Raises:
+        ConfigError: the memory or the price is no plausible number, such as infinity.
     """
 
     gpus: int = 8
@@ -31,6 +37,12 @@ class Hardware:
     memory: float = 141.0
     price: float | None = None
     source: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.memory <= MOST_MEMORY:
+            raise ConfigError(f"no GPU has {self.memory:g} GiB of memory", hint="--gpu-mem takes a number such as 141")
+        if self.price is not None and not 0 <= self.price <= MOST_PRICE:
+            raise ConfigError(f"no GPU costs {self.price:g} per hour", hint="--price takes a number such as 2.5")
 
     @property
     def world(self) -> int:
@@ -73,8 +85,8 @@ class Setup:
         offload: what is on the host: nothing, AdamW's moments, or all of its states, so that it runs there.
         overlap_comm: DeepSpeed's option of that name, which reduces gradients during backward through two buckets.
         document: mean number of tokens of a document in a row; with None, a row counts as one document.
-        fused: whether each norm is one kernel and, if no experts are divided, also the product inside each gated MLP
-            and each move of rows to and from routed experts.
+        fused: whether each norm and each rotation is one kernel and, if no experts are divided, also the product inside
+            each gated MLP and each move of rows to and from routed experts.
         alone: whether one process may update its weights with ``OneProcessAdamW`` instead of ZeRO; see ``zero``.
         graph: whether the passes of a micro-batch are captured as CUDA graphs (``train.graph``).
         best: whether the checkpoint with the best early-stopping score is kept as well.

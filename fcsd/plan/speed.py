@@ -12,8 +12,10 @@ The optimizer adds a time for each parameter that a GPU updates. The constants w
 the others.
 """
 
+import math
 from dataclasses import dataclass, replace
 
+from fcsd.errors import ConfigError
 from fcsd.plan.memory import checkpoint_bytes, copy_bytes
 from fcsd.plan.model import ModelNumbers
 from fcsd.plan.offload import host_seconds, moments_seconds, transfer_seconds
@@ -22,6 +24,8 @@ from fcsd.plan.shard import shard
 from fcsd.progress import duration
 
 PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s of an H200 without sparsity, from its data sheet
+
+LEAST_SHARE = 0.001  # of the peak; a smaller one that is given as measured is a mistake
 
 # Share of the peak that forward and backward passes reach: (experts are divided, dtype) -> share. The shares in bf16
 # were fitted: with divided experts to nine runs of three models on two and four H200s, without them to eight runs of
@@ -219,7 +223,12 @@ def speed(
     Args:
         utilisation: the share of the peak that was measured for whole steps, ``mfu`` in metrics.jsonl. If it is given,
             the time of a step follows from it instead of from the constants of this module.
+
+    Raises:
+        ConfigError: the share is not from ``LEAST_SHARE`` to 1, or checkpoints are so frequent that they never end.
     """
+    if utilisation is not None and not LEAST_SHARE <= utilisation <= 1:
+        raise ConfigError(f"no run reaches {utilisation:g} of the peak", hint="--mfu takes a share, such as 0.4")
     useful = flops_per_token(model, teacher, replace(setup, recompute=False))  # recomputed layers do not count
     peak = hardware.world * PEAK[setup.dtype]
     device, host = micro_batch_seconds(model, teacher, setup)
@@ -241,6 +250,8 @@ def speed(
     }
     parts["checkpoints"] = checkpoint_hours(model, setup, hardware, sum(parts.values()))
     hours = sum(parts.values())
+    if not math.isfinite(hours):
+        raise ConfigError("the checkpoints take no finite time", hint="set a larger checkpoint.every_minutes")
     gpu_hours = hours * hardware.world
     return Speed(
         flops=flops_per_token(model, teacher, setup),

@@ -119,6 +119,13 @@ def test_a_shorter_wire_pays_only_where_it_was_exposed() -> None:
             "unknown key 'fra'; did you mean 'far'?",
         ),
         ('{"gpus_per_node": 4, "near": {"latency_us": 1, "gb_per_s": 1}, "fixed_us": {"rnak": 1}}', "'rank'"),
+        # These would make a step infinite, and ratios of steps nan.
+        ('{"gpus_per_node": 4, "near": {"latency_us": 1, "gb_per_s": 1e-320}}', "near.gb_per_s: should be greater"),
+        ('{"gpus_per_node": 4, "near": {"latency_us": 1e308, "gb_per_s": 1}}', "near.latency_us: should be less"),
+        (
+            '{"gpus_per_node": 4, "near": {"latency_us": 1, "gb_per_s": 1}, "peak_tflops": 1e-320}',
+            "peak_tflops: should be greater",
+        ),
     ],
 )
 def test_a_damaged_machine_file_is_refused_in_one_line(text: str, said: str, tmp_path: Path) -> None:

@@ -437,6 +437,27 @@ def test_plan_command_and_dry_run(tmp_path):
     assert dry.stderr.index(" count") < dry.stderr.index("assumes H200s") < dry.stderr.index("memory of one GPU")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gpu-mem", "inf"], "no GPU has inf GiB of memory"),
+        (["--gpu-mem", "1e308"], "no GPU has 1e+308 GiB of memory"),
+        (["--price", "inf"], "no GPU costs inf per hour"),
+        (["--set", "checkpoint.every_minutes=1e-320"], "the checkpoints take no finite time"),
+    ],
+)
+def test_nonsense_rates_are_refused_before_anything_is_printed(options, said):
+    run = CliRunner().invoke(app, ["plan", "llama3.1-8b-ladder-kl", *options])
+    assert run.exit_code == 2 and said in run.stderr and "hint:" in run.stderr and not run.stdout
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.5, 1e-320, float("nan")])
+def test_a_share_of_the_peak_that_no_run_reaches_is_refused(tmp_path, share):
+    model = meta(tmp_path, tiny.config("llama")).numbers
+    with pytest.raises(ConfigError, match="of the peak"):
+        speed(model, model, SMALL, Hardware(2), share)
+
+
 def test_bad_models_and_batches(tmp_path):
     runs.write_models(tmp_path)
     recipe = runs.resolved(tmp_path).recipe
