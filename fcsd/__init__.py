@@ -8,6 +8,7 @@ classes load converted checkpoints without remote code.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fcsd.extras import require_extra
 from fcsd.models import auto_classes
 from fcsd.version import __version__ as __version__
 
@@ -25,6 +26,8 @@ __all__ = [
     "push_model",
     "wire",
 ]
+
+_EXTRAS = {"compare_models": "eval", "distill_model": "train", "evaluate_models": "eval"}  # what each one needs
 
 if TYPE_CHECKING:
     from fcsd.checkpoint.inspection import inspect_checkpoint
@@ -58,6 +61,8 @@ else:  # a type checker that saw __getattr__ would accept any name
         """The function or class of this name, imported from its room."""
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name in _EXTRAS:
+            require_extra(_EXTRAS[name], f"fcsd.{name}")
         return getattr(import_module(_MODULES[name]), name)
 
     def __dir__() -> list[str]:

@@ -45,6 +45,10 @@ class CheckpointError(FcsdError):
     exit_code = 4
 
 
+class CheckpointVersionError(CheckpointError):
+    """A training checkpoint is whole, but of another version than this code writes and reads."""
+
+
 class NonFiniteError(FcsdError):
     """The teacher's output, the loss or the gradients became NaN or infinite."""
 

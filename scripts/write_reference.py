@@ -1,7 +1,7 @@
 """Writes docs/reference/ from the code: every field of a recipe, and every command with its options.
 
-Run it after a change to `fcsd/config/` or to a command. `tests/docs/test_reference.py` fails while the pages are out of
-date.
+It also writes the README's table of architectures. Run it after a change to `fcsd/config/`, to a command or to
+`fcsd/models/archs.py`. `tests/docs/test_reference.py` fails while the pages are out of date.
 """
 
 import json
@@ -19,14 +19,18 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from fcsd.cli.main import app
+from fcsd.cli.panels import ALL, panels
 from fcsd.config import Recipe
+from fcsd.models.archs import ARCHS, Arch
 
-_FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
+_README = Path(__file__).resolve().parent.parent / "README.md"
+_FOLDER = _README.parent / "docs" / "reference"
 _GENERATED = "`scripts/write_reference.py` writes this page from the code."
 
 
 def main() -> None:
-    """Writes both pages."""
+    """Writes both pages and the table in the README."""
+    _README.write_text(with_architectures(_README.read_text()))
     _FOLDER.mkdir(exist_ok=True)
     for name, text in pages().items():
         (_FOLDER / name).write_text(text)
@@ -35,6 +39,26 @@ def main() -> None:
 def pages() -> dict[str, str]:
     """The text of every page, by file name below docs/reference."""
     return {"recipe.md": recipe_page(), "commands.md": commands_page()}
+
+
+def with_architectures(readme: str) -> str:
+    """The README with the table of architectures: a line for those that differ in nothing but their names."""
+    groups: dict[str, list[str]] = {}
+    for arch in ARCHS.values():
+        name = f"`{arch.model_type}`" + (" (with vision)" if arch.text_config else "")
+        groups.setdefault(_arch_cells(arch), []).append(name)
+    head = "| `model_type` | experts | wirings | expert parallelism |\n|---|---|---|---|\n"
+    rows = "".join(f"| {', '.join(names)} | {cells}|\n" for cells, names in groups.items())
+    before, found, rest = readme.partition(head)
+    if not found:
+        raise ValueError("the README has no table of architectures to replace")
+    return before + head + rows + re.sub(r"\A(\|.*\n)+", "", rest)
+
+
+def _arch_cells(arch: Arch) -> str:
+    experts = "none (dense)" if arch.dense else "routed and shared" if arch.blocks.shared else "routed"
+    parallel = "" if arch.dense else f"no: {arch.no_ep}" if arch.no_ep else "yes"
+    return " | ".join((experts, " ".join(f"`{wiring}`" for wiring in arch.wirings), parallel and f"{parallel} "))
 
 
 def recipe_page() -> str:
@@ -142,10 +166,22 @@ def commands_page() -> str:
         parts.append(f"## `{name}`")
         parts.append(_sentence(command.help or ""))
         parts.append(f"```\n{' '.join([name, *_usage(command)])}\n```")
-        rows = [_parameter_row(parameter) for parameter in command.params if parameter.name not in ("help", "verbose")]
-        if rows:
-            parts.append("\n".join(["| argument or option | default | meaning |", "|---|---|---|", *rows]))
+        arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
+        groups = panels(parameter for parameter in command.params if parameter.name != "help")
+        parts += _table([*arguments, *groups.pop(ALL, [])])
+        for heading, group in groups.items():
+            parts += [f"**{heading}**", *_table(group)] if _rows(group) else []
     return "\n\n".join(parts) + "\n"
+
+
+def _table(parameters: list[Any]) -> list[str]:
+    """The table of arguments and options, if there are any."""
+    head = ["| argument or option | default | meaning |", "|---|---|---|"]
+    return ["\n".join([*head, *rows])] if (rows := _rows(parameters)) else []
+
+
+def _rows(parameters: list[Any]) -> list[str]:
+    return [_parameter_row(parameter) for parameter in parameters if parameter.name != "verbose"]
 
 
 def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -1,10 +1,11 @@
-"""Starts the processes of tests: ranks and commands. They are forked from a process that has made the slow imports."""
+"""Starts the processes of tests: ranks, commands and scripts, forked from a process that has made the slow imports."""
 
 import gc
 import multiprocessing
 import os
 import pickle
 import random
+import runpy
 import socket
 import subprocess
 import sys
@@ -17,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.cli.command import report_error
+from fcsd.models.archs import ARCHS
 
 _context = multiprocessing.get_context("forkserver")
 # Set by tests that look at curves.png. To draw it takes as long as to train a tiny model, so other runs do not.
 DRAW_CURVES = "DRAW_CURVES"
 
-_ARCHS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "llama", "llama4")
-_ARCHS += ("mixtral", "olmoe", "qwen2_moe", "qwen3", "qwen3_moe")
+_FOLDERS = {model_type.removesuffix("_text") for model_type in ARCHS}  # of transformers' modeling files
 _context.set_forkserver_preload(
     [
         "deepspeed.module_inject.auto_ep",
@@ -35,7 +36,7 @@ _context.set_forkserver_preload(
         "fcsd.distill.loop",
         "fcsd.eval.harness",
         "lm_eval.tasks",
-        *(f"transformers.models.{arch}.modeling_{arch}" for arch in _ARCHS),
+        *(f"transformers.models.{folder}.modeling_{folder}" for folder in sorted(_FOLDERS)),
     ]
 )
 
@@ -99,6 +100,14 @@ def fcsd(
         started = [start(_command, cwd or Path.cwd(), out, err, words, **environment, **world) for world in worlds]
         code, *_ = [_end(process) for process in started]
         return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+
+
+def script(file: Path) -> subprocess.CompletedProcess[str]:
+    """Run a Python script in its own directory, as ``python FILE`` would, and return its exit code and output."""
+    with tempfile.TemporaryDirectory() as told:
+        out, err = Path(told, "out"), Path(told, "err")
+        code = exit_code(_script, file, out, err)
+        return subprocess.CompletedProcess([str(file)], code, out.read_text(), err.read_text())
 
 
 def free_port() -> int:
@@ -165,11 +174,23 @@ def _as_command(said: Path, function: Callable[..., Any], arguments: tuple[Any, 
         sys.exit(report_error(error))
 
 
+def _tell(out: Path, err: Path) -> None:
+    """From here on this process writes its output to two files."""
+    for stream, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+
+
+def _script(file: Path, out: Path, err: Path) -> None:
+    os.chdir(file.parent)
+    _tell(out, err)
+    sys.argv = [str(file)]
+    runpy.run_path(str(file), run_name="__main__")
+
+
 def _command(cwd: Path, out: Path, err: Path, arguments: list[str]) -> None:
     from fcsd.cli.main import main
 
     os.chdir(cwd)
-    for stream, file in ((1, out), (2, err)):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    _tell(out, err)
     sys.argv = ["fcsd", *arguments]
     main()

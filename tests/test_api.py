@@ -17,6 +17,7 @@ import runs
 import texts
 import tiny
 import torch
+from reloads import fork_reloads
 
 import fcsd
 from fcsd.eval.harness import Loaded
@@ -148,6 +149,7 @@ def test_evaluate_and_compare_models(folder: Path, run: Path, repo: Path) -> Non
 
 
 def test_export_and_push_model(folder: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_reloads(monkeypatch)
     assert fcsd.export_model(run, tmp_path / "final") == tmp_path / "final"
     ids = tiny.tokens()
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """Imports point one way: down the list of rooms, and never in a circle."""
 
 import ast
+from collections.abc import Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -29,6 +30,7 @@ ROOMS = [
     "models",
     "kernels",
     "foreign_errors",
+    "extras",
     "errors",
     "disk",
     "bundled",
@@ -160,3 +162,52 @@ def test_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", ["bench", "cli", "distill", "distill/run", "eval", "parallel", "checkpoint"])
 def test_every_folder_says_what_it_is_for(repo: Path, folder: str) -> None:
     assert ast.get_docstring(ast.parse((repo / "fcsd" / folder / "__init__.py").read_text()))
+
+
+LAB = {"benchmarks", "studies", "tests"}
+
+
+def test_the_core_imports_nothing_of_the_lab(repo: Path) -> None:
+    importers = {path for path in (repo / "fcsd").rglob("*.py") if LAB & imported_packages(path)}
+    assert not importers
+
+
+# What starts from outside of the package, or is started by its name: console script, vLLM's entry point, subprocesses.
+ENTRIES = ("fcsd.__init__", "fcsd.__main__", "fcsd.cli.main", "fcsd.serve.vllm.plugin")
+# Modules that a text names instead of importing, and who does so.
+NAMED = {
+    "fcsd.eval.code.judge_worker": "fcsd.eval.code.judge_process",
+    "fcsd.export.fresh_process": "fcsd.export.reload",
+    "fcsd.serve.vllm.models": "fcsd.serve.vllm.registration",
+}
+
+
+def reached(imports: dict[str, set[str]], entries: Iterable[str]) -> set[str]:
+    """The modules that a walk along imports reaches from ``entries``; a module's package is imported with it."""
+    found: set[str] = set()
+    waiting = list(entries)
+    while waiting:
+        module = waiting.pop()
+        if module in found or module not in imports:
+            continue
+        found.add(module)
+        waiting += [*imports[module], module.rpartition(".")[0]]
+    return found
+
+
+def test_everything_is_reached_from_the_commands_or_the_api(repo: Path) -> None:
+    imports = read_imports(repo / "fcsd")
+    started = {named for named, by in NAMED.items() if by in imports}
+    unreached = imports.keys() - reached(imports, [*ENTRIES, *started])
+    assert not unreached, "delete what nothing reaches, or move it to benchmarks/, studies/ or tests/"
+
+
+def test_a_module_that_nothing_imports_is_not_reached() -> None:
+    imports = {
+        "fcsd": {"fcsd.cli.main"},
+        "fcsd.cli.main": {"fcsd.a.b"},
+        "fcsd.a.b": set(),
+        "fcsd.a": set(),
+        "fcsd.c": set(),
+    }
+    assert reached(imports, ["fcsd"]) == {"fcsd", "fcsd.cli.main", "fcsd.a.b", "fcsd.a"}

@@ -3,6 +3,8 @@
 import torch
 import transformers
 
+from fcsd.models.archs import ARCHS
+
 VOCAB = 256
 
 _SHARED = dict(
@@ -103,7 +105,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     ),
     "llama4_text": ("Llama4TextConfig", dict(_LLAMA4, interleave_moe_layer_step=2)),
 }
-DENSE = ("llama", "qwen3")
+DENSE = tuple(arch for arch in CONFIGS if ARCHS[arch].dense)
 
 
 def config(arch: str, **changes):

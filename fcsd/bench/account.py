@@ -1,9 +1,9 @@
 """Divides the time of a traced step among the phases of the step and among computation, communication and idle time.
 
-A phase is a range ``fcsd.phase::NAME`` that a thread of the host records (``fcsd.distill.step.phases``). A device event
-belongs to the phase of the thread that launched it. Autograd's threads record no phases. What they launch belongs to
-the phase in which the thread that waits for them is at that time.
-At each moment, the timeline of the device is in exactly one of three states, and the moment is counted for it:
+A phase is a range ``fcsd.phase::NAME`` that the host's main thread records (``fcsd.distill.step.phases``). A device
+event belongs to the phase in which it was launched, whichever thread launched it: the main thread stays inside a phase
+while autograd's thread launches kernels for it. At each moment, the timeline of the device is in exactly one of three
+states, and the moment is counted for it:
 
 - ``computing``: A kernel, fill or copy within the device runs. The moment counts for the phase of the event that began
   first.
@@ -67,27 +67,22 @@ def read_account(path: Path) -> Account:
     def named(range_: str) -> str | None:
         return range_.removeprefix(PREFIX) if range_.startswith(PREFIX) else None
 
-    own, any_thread = _Ranges(events, named, by_thread=True), _Ranges(events, named)
-
-    def phase_of(launch: dict[str, Any]) -> str:
-        """The phase of the thread that launches, or, for autograd's threads, that of the thread that waits for them."""
-        return own.at(launch) or any_thread.at(launch) or BETWEEN
-
+    phases = _Ranges(events, named)
     collectives = _Ranges(events, lambda name: name if RANGE.fullmatch(name) else None, by_thread=True)
     launches = {e["args"]["correlation"]: e for e in events if e.get("cat") in LAUNCHES and "correlation" in e["args"]}
     found = []
     for event in events:
         if event.get("cat") in ON_DEVICE:
             launch = launches.get(event["args"].get("correlation"))
-            name = BETWEEN if launch is None else phase_of(launch)
+            name = phases.at(launch) if launch is not None else None
             sent = event["name"].startswith("nccl") or (launch is not None and collectives.at(launch) is not None)
-            found.append(Event(event["ts"], event["ts"] + event["dur"], name, sent))
+            found.append(Event(event["ts"], event["ts"] + event["dur"], name or BETWEEN, sent))
     if not found:
         raise BadInputError(f"{path}: nothing ran on a device", hint="profile on a GPU")
     waits: dict[str, tuple[int, float]] = {}
     for event in events:
         if event.get("cat") in LAUNCHES and "Synchronize" in event["name"]:
-            name = phase_of(event)
+            name = phases.at(event) or BETWEEN
             count, ms = waits.get(name, (0, 0.0))
             waits[name] = count + 1, ms + event["dur"] / 1e3
     return _partition(sorted(found), waits)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fcsd.bench.timing import together
+from fcsd.bench.runner import together
 from fcsd.disk import write_text
 from fcsd.errors import ConfigError
 from fcsd.launch.environment import snapshot

@@ -5,43 +5,32 @@ model. The recipe, the packed rows, the loss, the engine and the step are those 
 no checkpoint and writes only its result.
 """
 
-import json
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from datasets import Dataset
 from transformers import PretrainedConfig
 
+from fcsd.bench.random_run import random_corpus, random_run
+from fcsd.bench.runner import finished
 from fcsd.bench.shapes import SHAPES
-from fcsd.bench.timing import finished
-from fcsd.config import Recipe, load_recipe
-from fcsd.distill.data.corpus import Corpus
-from fcsd.distill.data.token_slices import TokenSlices
+from fcsd.config import Recipe
 from fcsd.distill.dtypes import DTYPES
-from fcsd.distill.experts.expert_parallel import check, randomise, wire_sharded
+from fcsd.distill.experts.expert_parallel import randomise, wire_sharded
 from fcsd.distill.optim import update
 from fcsd.distill.prepare import training_rows
-from fcsd.distill.step.engine import build_engine, import_deepspeed
+from fcsd.distill.step.engine import build_engine
 from fcsd.distill.step.one_step import train_step
 from fcsd.distill.teacher.original import compile_layers, needs_teacher, pack_attention
 from fcsd.distill.teacher.targets import live_teacher
 from fcsd.errors import unknown_value
 from fcsd.foreign_errors import first_line
 from fcsd.launch.world import World, join_world
-from fcsd.models.build import converted_config, register
-from fcsd.models.wiring import Wiring
 from fcsd.plan import Hardware, Plan, plan_run
 from fcsd.plan.setup import GIB
-
-_DOCUMENTS = 4  # documents in a row; with several of them, attention must handle packed rows
-_EPOCH = 64  # rows of the random corpus
 
 # Parts of a step. Each has the prefixes of the names that its moments have in ``fcsd.plan.memory``.
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
@@ -91,17 +80,9 @@ def bench(
     if cap is not None and world.device.type == "cuda":
         there = torch.cuda.get_device_properties(world.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap * GIB / there))
-    import_deepspeed()
     original = SHAPES[shape](layers)
-    block = Wiring("farskip", tuple(range(layers))).to_block(base_model="random", base_revision=None, base_sha256=None)
-    register()
-    rewired = converted_config(original, block)
-    with tempfile.TemporaryDirectory() as folder:
-        rewired.save_pretrained(f"{folder}/student")
-        original.save_pretrained(f"{folder}/teacher")
-        rows = world.size * micro_batch * accumulation
-        recipe = random_recipe(Path(folder), shape, seq, micro_batch, rows * seq, steps, world, sets)
-        check(recipe, world.size)
+    size: Any = {"seq": seq, "micro_batch": micro_batch, "accumulation": accumulation, "steps": steps}
+    with random_run(original, shape, **size, world=world, sets=sets) as (recipe, rewired):
         planned = plan_run(recipe, Hardware(world.size))
     try:
         measured = _measure(recipe, rewired, original, world)
@@ -114,46 +95,6 @@ def bench(
     if world.rank == 0 and "out_of_memory" not in measured:
         print(to_text(result), file=sys.stderr, flush=True)
     return result
-
-
-def random_recipe(
-    folder: Path, shape: str, seq: int, micro_batch: int, batch_tokens: int, steps: int, world: World, sets: Any
-) -> Recipe:
-    """The recipe of a benchmark, which distills ``folder/teacher`` into ``folder/student`` on random tokens.
-
-    Args:
-        batch_tokens: tokens of an optimizer step, over all processes.
-        sets: ``--set`` assignments that change the recipe.
-    """
-    values = {
-        "name": shape,
-        "model": f"{folder}/student",
-        "teacher": f"{folder}/teacher",
-        "output_dir": f"{folder}/run",
-        "data": {"sources": [{"path": "random"}], "seq_len": seq},
-        "train": {
-            "batch_tokens": batch_tokens,
-            "micro_batch_size": micro_batch,
-            "steps": steps,
-            "dtype": "bf16" if world.device.type == "cuda" else "fp32",
-        },
-        "optim": {"lr": 1e-4, "warmup_steps": 0, "schedule": "constant"},
-        "parallel": {"ep_size": world.size},
-    }
-    (folder / "recipe.yaml").write_text(json.dumps(values))
-    return load_recipe(folder / "recipe.yaml", list(sets)).recipe
-
-
-def random_corpus(vocab: int, seq: int, documents: int = _DOCUMENTS) -> Corpus:
-    """A corpus of random tokens, of which ``documents`` documents fill a row.
-
-    Some tokens are more frequent than others, so that a model can learn something and the loss falls.
-    """
-    generator = np.random.default_rng(0)
-    ids = (vocab * generator.random((_EPOCH * documents, max(2, seq // documents))) ** 3).astype(np.int32)
-    columns = Dataset.from_dict({"ids": list(ids), "counts": list(np.ones_like(ids, dtype=bool))})
-    lengths = np.full(len(ids), ids.shape[1], dtype=np.int64)
-    return Corpus("random", lengths, {}, {}, "split", 0, TokenSlices(columns))
 
 
 def predicted(planned: Plan) -> dict[str, Any]:

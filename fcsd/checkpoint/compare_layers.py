@@ -14,12 +14,12 @@ from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
 from fcsd.checkpoint.verify import FLOATS, MXFP4_BLOCK, Comparison, Shape, refuse_inflated
+from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import expert_count
 
 _LAYER = re.compile(r"(?P<stack>(?:.*?\.)?layers\.)(?P<number>\d+)\.(?P<rest>.+)")
 _EXPERT = re.compile(r"(?P<block>\w+\.experts\.)(?P<number>\d+)(?P<rest>\..+)")
 _NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
-_IGNORE_LATER_LAYERS = ("deepseek_v3", "glm4_moe")  # layers after the last predict further tokens and are not loaded
 
 Tensors = dict[str, TensorInfo]
 
@@ -51,13 +51,13 @@ def compare_layers(layout: Layout, config: CheckpointConfig) -> Comparison | Non
     depths = {decoder: text["num_hidden_layers"]}
     vision = config.raw.get("vision_config") or {}
     depths |= {stack: vision.get("num_hidden_layers") for stack in stacks.keys() - depths.keys()}
-    found = Comparison({}, [], [], [], [], text)
+    found, row = Comparison({}, [], [], [], [], text), ARCHS.get(config.model_type)
     for stack, depth in depths.items():
         layers = stacks[stack]
         depth = len(layers) if depth is None else depth
         found.missing.extend(f"{stack}{number}.*" for number in range(depth) if number not in layers)
         later = [f"{stack}{n}.{rest}" for n, layer in layers.items() if n >= depth for rest in layer]
-        (found.carried if config.model_type in _IGNORE_LATER_LAYERS else found.unexpected).extend(later)
+        (found.carried if row and row.later_layers else found.unexpected).extend(later)
         for kind in (True, False):
             own = {n: layer for n, layer in layers.items() if n < depth and _has_experts(layer) is kind}
             _compare_with_one_another(stack, own, experts, found)

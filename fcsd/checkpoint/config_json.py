@@ -13,7 +13,9 @@ from fcsd.checkpoint.limits import check_numbers
 from fcsd.checkpoint.rewired import GATED_ATTENTION, PREFIX, has_gated_attention, read_rewiring
 from fcsd.checkpoint.side_files import refuse_code, refuse_foreign_code
 from fcsd.errors import BadInputError
+from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import REFUSAL, WEIGHTS_FILE
+from fcsd.models.products import family, supported
 
 _NAME = re.compile(r"[\w.-]{1,100}")
 _HUB_CODE_KEYS = ("attn_implementation", "experts_implementation")
@@ -83,10 +85,12 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> CheckpointCon
     if not isinstance(architectures, list) or not all(_NAME.fullmatch(str(name)) for name in architectures):
         raise BadInputError(f"{where}: architectures is not a list of class names")
     rewired = read_rewiring(raw, declared, where)
+    model_type = declared.removeprefix(PREFIX)
+    row = ARCHS.get(model_type)
     config = CheckpointConfig(
         raw,
-        model_type=declared.removeprefix(PREFIX),
-        text=raw.get("text_config", raw) if declared.endswith("llama4") else raw,
+        model_type=model_type,
+        text=raw.get(row.text_config, raw) if row and row.text_config else raw,
         quantization=_quantization(raw, where),
         rewired=rewired,
     )
@@ -124,18 +128,16 @@ def _is_dtype(value: Any) -> bool:
 
 
 def _check_type(config: CheckpointConfig, where: Path) -> None:
-    from fcsd.models.archs import ARCHS
-
     if has_gated_attention(config.raw):
         raise BadInputError(f"{where}: {GATED_ATTENTION}", "Convert a model whose attention transformers implements.")
     if config.model_type not in ARCHS:
         close = get_close_matches(config.model_type, ARCHS, 1, 0.5)
         raise BadInputError(
-            f"{where}: model_type {quoted(config.model_type)} is not supported"
+            f"{where}: model_type {quoted(config.model_type)}{family(config.model_type)} is not supported"
             + (f"; closest: {close[0]}" if close else ""),
-            f"Supported: {', '.join(ARCHS)}. CONTRIBUTING.md says how to add one.",
+            f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one.",
         )
-    ours, _ = ARCHS[config.model_type].classes["AutoModelForCausalLM"]
+    ours = ARCHS[config.model_type].causal_lm
     found = config.raw.get("architectures")
     if config.rewired is None and found not in (None, [ours]):
         raise BadInputError(f"{where}: architectures is {quoted(str(found))}, not [{ours!r}]")
@@ -157,7 +159,6 @@ def _quantization(raw: dict[str, Any], where: Path) -> str | None:
 
 
 def _check_own_code(config: CheckpointConfig, path: Path) -> None:
-    from fcsd.models.archs import ARCHS
     from fcsd.models.export_template import CODE_FILES, auto_map
 
     refuse_foreign_code(path, auto_map(ARCHS[config.model_type]), CODE_FILES)

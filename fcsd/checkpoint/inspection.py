@@ -15,6 +15,7 @@ from fcsd.checkpoint.location import SMALL_FILES, remote_headers, resolve
 from fcsd.checkpoint.rewired import GATED_ATTENTION, describe, has_gated_attention
 from fcsd.checkpoint.verify import Comparison, compare_tensors
 from fcsd.errors import BadInputError
+from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import expert_count
 
 _EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.")
@@ -145,8 +146,6 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
 
     They are taken from the comparison. For AMD's models they are taken from the config and the headers.
     """
-    from fcsd.models.archs import ARCHS
-
     text = comparison.text if comparison else config.text
     parameters = comparison.parameters if comparison else {}
     layers = text.get("num_hidden_layers") or 0
@@ -159,7 +158,7 @@ def _shape(config: CheckpointConfig, comparison: Comparison | None, names: list[
     routed = sum(size for name, size in sizes.items() if _EXPERT.search(name))
     total = sum(sizes.values())
     row = ARCHS.get(config.model_type)
-    architectures = config.raw.get("architectures") or [row.classes["AutoModelForCausalLM"][0] if row else "unknown"]
+    architectures = config.raw.get("architectures") or [row.causal_lm if row else "unknown"]
     return {
         "architecture": str(architectures[0]),
         "layers": layers,

@@ -76,7 +76,7 @@ def expect_directory(path: Path, *, weights: bool = True) -> None:
         if not os.path.exists(path):
             raise BadInputError(
                 f"{path}: no such directory",
-                f"{similar_directory(path)}MODEL is a directory or a hub id: org/name[@revision].",
+                f"{meant(str(path))}MODEL is a directory or a hub id: org/name[@revision].",
             )
         kind = {".gguf": "a GGUF model", ".safetensors": "a single weights file"}.get(path.suffix, "a file")
         raise BadInputError(f"{path}: is {kind}, not a checkpoint directory", _EXPECTED)
@@ -91,6 +91,13 @@ def expect_directory(path: Path, *, weights: bool = True) -> None:
         if "config.json" not in names and inside:
             error.hint = f"Did you mean {inside[0]}? {error.hint or ''}".strip()
         raise
+
+
+def meant(name: str) -> str:
+    """The start of a hint for a model that was not found: a similar directory, and the type behind its name."""
+    from fcsd.models.products import product_hint
+
+    return similar_directory(Path(name)) + product_hint(name)
 
 
 def similar_directory(path: Path) -> str:

@@ -14,7 +14,7 @@ from fcsd.bundled import located
 from fcsd.checkpoint.files import contained, read_object
 from fcsd.checkpoint.fingerprint import fingerprint
 from fcsd.checkpoint.headers import TensorInfo, parse_header
-from fcsd.checkpoint.kind import expect_checkpoint, expect_directory, similar_directory
+from fcsd.checkpoint.kind import expect_checkpoint, expect_directory, meant
 from fcsd.checkpoint.layout import Layout
 from fcsd.errors import BadInputError, DiskError
 
@@ -191,7 +191,7 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     except RepositoryNotFoundError:
         raise BadInputError(
             f"{repo}: is neither a directory here nor a repository you can see on {constants.ENDPOINT}",
-            f"{similar_directory(Path(repo))}Check the spelling; for a private repository run: hf auth login",
+            f"{meant(repo)}Check the spelling; for a private repository run: hf auth login",
         ) from None
     except RevisionNotFoundError:
         raise BadInputError(f"{repo}: has no revision {revision!r}", "Pass a branch, tag or commit of it.") from None
@@ -199,7 +199,7 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
         raise BadInputError(
             f"{repo}: no such directory; the hub's model of this name is not (completely) in the cache, and "
             f"{constants.ENDPOINT} cannot be reached",
-            f"{similar_directory(Path(repo))}Pass a directory, go online (HF_HUB_OFFLINE unset), or point HF_HOME at a "
+            f"{meant(repo)}Pass a directory, go online (HF_HUB_OFFLINE unset), or point HF_HOME at a "
             "cache that holds the model.",
         ) from None
     except HfHubHTTPError as error:

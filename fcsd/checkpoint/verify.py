@@ -18,6 +18,7 @@ from fcsd.checkpoint.headers import TensorInfo
 from fcsd.checkpoint.layout import Layout
 from fcsd.errors import BadInputError
 from fcsd.foreign_errors import first_line
+from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import EXPERT_COUNTS, WEIGHTS_FILE
 
 if TYPE_CHECKING:
@@ -113,8 +114,7 @@ def refuse_inflated(held: int, config: CheckpointConfig, where: Path) -> None:
     if layers > held:
         raise BadInputError(f"{where}: config.json says {layers} layers, but the files hold only {held} tensors")
     per_layer = max(config.text.get(key) or 0 for key in EXPERT_COUNTS)
-    fused = config.model_type in ("llama4", "llama4_text", "gpt_oss")  # one tensor holds all experts of a layer
-    if not fused and layers * per_layer > 10 * held + 100_000:
+    if layers * per_layer > 10 * held + 100_000:
         raise BadInputError(
             f"{where}: config.json says {per_layer} experts in {layers} layers, but the files hold only {held} tensors"
         )
@@ -125,19 +125,16 @@ def _on_meta(config: CheckpointConfig, where: Path) -> "PreTrainedModel":
     import torch
     import transformers
 
-    from fcsd.models.archs import ARCHS
-
     row = ARCHS[config.model_type]
     raw = {key: value for key, value in deepcopy(config.raw).items() if key not in _NOT_FOR_BUILDING}
     for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
         for key in [key for key in part if key.endswith("_implementation")]:
             del part[key]
-    cls, _ = row.classes["AutoModelForCausalLM"]
     _refuse_shadowing(raw, getattr(transformers, row.config), where)
     try:
         built = getattr(transformers, row.config).from_dict(raw, attn_implementation="eager")
         with torch.device("meta"):
-            return getattr(transformers, cls)(built)
+            return getattr(transformers, row.causal_lm)(built)
     except Exception as error:  # unchecked values can fail anywhere in transformers
         reason = quoted(first_line(error))
         raise BadInputError(f"{where}: transformers cannot build this config.json ({reason})") from error

@@ -19,6 +19,7 @@ from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 
+from fcsd.cli.panels import PanelCommand
 from fcsd.errors import DiskError, PreemptedError
 from fcsd.foreign_errors import first_line, translate
 
@@ -90,7 +91,7 @@ def command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Ca
 
         parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in _options(own.parameters.values())]
         guarded.__signature__ = own.replace(parameters=[*parameters, VERBOSE])  # type: ignore[attr-defined]
-        group.command(name)(guarded)
+        group.command(name, cls=PanelCommand)(guarded)
         return function
 
     return register

@@ -10,8 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fcsd.cli.command import emit
-from fcsd.cli.options import AsJson, DryRun, Gpus, PlannedGpus, Recipe, RecipeOption, Sets, UnsafeExec, one_recipe
+from fcsd.cli.options import (
+    AsJson,
+    DryRun,
+    Gpus,
+    PlannedGpus,
+    Recipe,
+    RecipeOption,
+    Sets,
+    UnsafeExec,
+    gpu_memory,
+    one_recipe,
+)
 from fcsd.errors import ConfigError
+from fcsd.extras import require_extra
 from fcsd.launch.world import first_rank
 
 if TYPE_CHECKING:
@@ -76,6 +88,7 @@ def distill(
     if nodes > 1 and node_rank is None and not dry_run:
         emit(several.node_commands(sys.argv[1:], nodes, rendezvous))
         return
+    _require_extras(resolved.recipe)
     _require_inputs(named, resolved.recipe)
     processes = (gpus or 1) * nodes
     if "WORLD_SIZE" not in os.environ:
@@ -109,6 +122,7 @@ def _sweep(
     as_json: bool,
 ) -> None:
     """Run the trials of a sweep, then the full run, and print the table."""
+    _require_extras(resolved.recipe)
     from fcsd.distill.sweep.process import ends_on_sigterm, launcher
 
     launch = launcher(gpus, accept_unsafe_exec, nodes)
@@ -131,6 +145,7 @@ def cache_teacher(
     as_json: AsJson = False,
 ) -> None:
     """Write the teacher cache of a recipe. Finished parts are kept. Prints the directory of the cache."""
+    require_extra("train", "fcsd cache-teacher")
     from fcsd.config import load_recipe
 
     named = one_recipe(recipe, recipe_name)
@@ -154,7 +169,12 @@ def plan(
     sets: Sets = [],  # noqa: B006
     gpus: PlannedGpus = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
-    gpu_mem: Annotated[float, typer.Option(min=1, metavar="GIB", help="Memory of a GPU, as sold.")] = 141.0,
+    gpu_mem: Annotated[
+        str | None,
+        typer.Option(
+            metavar="80|80GB", help="Memory of a GPU, as sold; the default is that of this machine's GPUs, else 141 GB."
+        ),
+    ] = None,
     price: Annotated[float | None, typer.Option(min=0, help="The price of one GPU for an hour.")] = None,
     mfu: Annotated[
         float | None, typer.Option(min=0.001, max=1, help="Share of the GPUs' peak reached; default: as measured.")
@@ -175,19 +195,27 @@ def plan(
 
     named = one_recipe(recipe, recipe_name)
     read = load_recipe(named, sets).recipe
+    memory = None if gpu_mem is None else gpu_memory(gpu_mem)
     _require_model(named, read)
     gpus = gpus or math.ceil(read.parallel.ep_size / nodes)
 
     from fcsd.parallel.machine import read_machine
     from fcsd.plan import Hardware, cluster, deduplication, plan_run, report
+    from fcsd.plan.setup import present
 
     if read.parallel.machine is not None:
         machine = machine or Path(read.parallel.machine)
     if picture is not None and machine is None:
         raise ConfigError("--picture draws the prediction for a cluster", hint="--machine FILE describes the cluster")
+    if picture is not None:
+        require_extra("train", "fcsd plan --picture", "matplotlib")
     described = None if machine is None else read_machine(machine)
     links = None if described is None else described.links
-    planned = plan_run(read, Hardware(gpus, nodes, gpu_mem, price), mfu)
+    hardware = present(gpus, nodes, price)
+    if memory is not None:
+        source = f"GPUs of {memory:g} GiB, as --gpu-mem says; hours assume the arithmetic of an H200"
+        hardware = Hardware(gpus, nodes, memory, price, source)
+    planned = plan_run(read, hardware, mfu)
     predictions = [] if links is None else cluster.predict(planned.numbers, planned.setup, links, wire)
     options = []
     if links is not None and read.parallel.dedup == "auto":
@@ -205,6 +233,13 @@ def plan(
         parts += [cluster.to_text(predictions, described.assumed)] if described is not None and predictions else []
         emit("\n\n".join(parts))
     planned.check()
+
+
+def _require_extras(recipe: "config.Recipe") -> None:
+    """Check that the packages are installed with which a recipe is run."""
+    require_extra("train", "fcsd distill")
+    if recipe.early_stop.benchmark:
+        require_extra("eval", f"early_stop.metric {recipe.early_stop.benchmark}")
 
 
 def _require_inputs(name: str, recipe: "config.Recipe") -> None:

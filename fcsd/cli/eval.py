@@ -16,11 +16,13 @@ from fcsd.cli.options import (
     EvalDevice,
     EvalGpus,
     Model,
+    NoCompile,
     Questions,
     Reduce,
     UnsafeExec,
 )
 from fcsd.errors import ConfigError
+from fcsd.extras import require_extra
 from fcsd.launch.world import first_rank
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ def evaluate(
         typer.Option(metavar="batches|slots|graphs", help="How to generate; the default is the fastest way."),
     ] = None,
     reduce: Reduce = "nccl",
+    no_compile: NoCompile = False,
     wire: Annotated[
         str | None,
         typer.Option(
@@ -98,6 +101,7 @@ def evaluate(
         raise ConfigError("--require and --untrained compare with a baseline, and no --baseline is given")
     if tp_degree is not None and wire is None:
         raise ConfigError("--tp-degree belongs to --wire all-reduce=FORMAT, and no --wire is given")
+    require_extra("eval", "fcsd eval")
 
     from fcsd.eval.suite import select_any
     from fcsd.launch.world import ensure_world
@@ -132,6 +136,7 @@ def evaluate(
         # Under hf the answers do not depend on the number of processes.
         gpus=gpus or 1 if backend in ("vllm", "own") else 1,
         reduce=reduce,  # type: ignore[arg-type]
+        compile=not no_compile,
         wire=None if wire is None else QuantisedWire.parse(wire, tp_degree),
     )
     results = evaluate_models(
@@ -208,6 +213,8 @@ def chat(
 
     if gpus is not None and device is not None:
         raise ConfigError("--device is for a model in one process; leave it out with --gpus")
+    if gpus is not None:
+        require_extra("eval", "fcsd chat --gpus", "accelerate")
     from fcsd.launch.world import ensure_world
     from fcsd.models.load_options import check_device, check_dtype
 

@@ -12,6 +12,7 @@ import typer
 
 from fcsd.cli.command import emit
 from fcsd.cli.options import AsJson, Model, Questions, Rewired, numbers
+from fcsd.extras import require_extra
 
 
 def sweep_layers(
@@ -25,6 +26,7 @@ def sweep_layers(
     as_json: AsJson = False,
 ) -> None:
     """Score untrained conversions of the first N and the last N layers of MODEL, over N. FarSkip Figure 3."""
+    require_extra("eval", "fcsd sweep-layers")
     from fcsd.eval.layers import sweep as sweeping
 
     options = {**asdict(rewired), **questions.arguments()}
@@ -56,6 +58,7 @@ def choose_layers(
     as_json: AsJson = False,
 ) -> None:
     """Choose which layers of MODEL to convert, by measured loss. Prints what `fcsd convert --layers` takes."""
+    require_extra("eval", "fcsd choose-layers")
     from fcsd.eval.layers import choose as choosing
 
     choice = choosing.choose_layers(

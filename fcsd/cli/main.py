@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fcsd.cli.bench_beside import app as bench_app
+from fcsd.cli.bench import app as bench_app
 from fcsd.cli.command import command, emit, report_error
 from fcsd.cli.distill import cache_teacher, distill, plan
 from fcsd.cli.eval import chat, evaluate
@@ -43,14 +43,13 @@ Exit codes: 0 ok, 1 failure, 2 usage or recipe, 3 bad input, 4 checkpoint, 5 non
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     epilog=EXAMPLES,
 )
-app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes; migrate old ones.")
+app.add_typer(recipes_app, name="recipes", help="List, show or copy the packaged recipes, or print their schema.")
 app.add_typer(
-    bench_app, name="bench", help="Measure training steps, their memory, inference, links and quantised wires."
+    bench_app, name="bench", help="Measure this machine: its links, and the memory and time of a step beside its bound."
 )
 
 

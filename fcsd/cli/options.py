@@ -71,7 +71,17 @@ PlannedGpus = Annotated[
 ]
 Reduce = Annotated[
     str,
-    typer.Option(metavar="KIND", help="How the ranks of fcsd's engine sum partial results; see docs/engine.md."),
+    typer.Option(
+        metavar="KIND",
+        help="How the ranks of fcsd's engine sum partial results: nccl, symmetric, auto, or quantised:FORMAT, which is "
+        "for GPUs without peer access; see docs/engine.md.",
+    ),
+]
+NoCompile = Annotated[
+    bool,
+    typer.Option(
+        "--no-compile", help="Do not compile the parts of decoding steps in fcsd's engine, as it does on a GPU."
+    ),
 ]
 Device = Annotated[str | None, typer.Option(metavar="cuda|cpu", help="The default is cuda if there is a GPU.")]
 EvalGpus = Annotated[
@@ -136,6 +146,19 @@ def one_recipe(*given: str | None) -> str:
             "`fcsd recipes list` shows the names.",
         )
     return names[0]
+
+
+def gpu_memory(text: str) -> float:
+    """The memory of a GPU in GiB. What is sold as 80 GB has 80 GiB, so that ``80``, ``80GB``, ``80GiB`` and ``80G`` are
+    the same.
+
+    Raises:
+        ConfigError: the text has another form, or is less than 1.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:Gi?B?)?", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) < 1:
+        raise ConfigError(f"--gpu-mem {text}: expected a number of GiB, at least 1: 80, 80GB, 80GiB or 80G")
+    return float(match[1])
 
 
 def numbers(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The `fcsd recipes` commands, which list, show and copy packaged recipes and migrate recipes of earlier versions."""
+"""The `fcsd recipes` commands, which list, show and copy packaged recipes, and print their JSON Schema."""
 
 import json
 from pathlib import Path
@@ -36,28 +36,22 @@ def recipes_show(
     emit(resolved.recipe.model_dump_json(indent=2) if as_json else resolved.to_yaml(), end="")
 
 
+@command(app, "schema")
+def recipes_schema(as_json: AsJson = False) -> None:
+    """Print the JSON Schema of recipes, for editors. With --json, on one line."""
+    from fcsd.config.schema import recipe_schema
+
+    emit(json.dumps(recipe_schema(), indent=None if as_json else 2))
+
+
 @command(app, "copy")
 def recipes_copy(
     name: RecipeName,
     out: Annotated[Path, typer.Option(help="File or directory to write.")] = Path("."),
     as_json: AsJson = False,
 ) -> None:
-    """Write a packaged recipe to a file. Prints its path."""
-    from fcsd import recipes
+    """Write a packaged recipe, complete with what it takes from its base, to a file. Prints its path."""
+    from fcsd.recipes.copying import copy_recipe
 
-    written = recipes.copy(name, out)
-    emit(json.dumps({"file": str(written)}) if as_json else written)
-
-
-@command(app, "migrate")
-def recipes_migrate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recipe with keys of an earlier version.")],
-    out: Annotated[Path | None, typer.Option(help="File or directory to write; default: FILE itself.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Rewrite a recipe of an earlier version with today's keys. Keeps values and comments; prints the path."""
-    from fcsd import config
-
-    written = config.migrate(file, out, force=force)
+    written = copy_recipe(name, out)
     emit(json.dumps({"file": str(written)}) if as_json else written)

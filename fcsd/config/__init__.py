@@ -8,12 +8,10 @@ from fcsd.config.batch import accumulation
 from fcsd.config.checkpoint import Checkpoint
 from fcsd.config.data import Data, Source
 from fcsd.config.faults import Faults
-from fcsd.config.migration import migrate
 from fcsd.config.objective import Hidden, Objective, TeacherCache
 from fcsd.config.optim import Optim
 from fcsd.config.parallel import Parallel, Wire
 from fcsd.config.recipe import HELD_OUT, NO_METRIC, EarlyStop, Recipe, Sweep
-from fcsd.config.renamed import translated
 from fcsd.config.resolve import ResolvedRecipe, load_recipe, value_of, vary
 from fcsd.config.train import Train
 
@@ -37,8 +35,6 @@ __all__ = [
     "Wire",
     "accumulation",
     "load_recipe",
-    "migrate",
-    "translated",
     "value_of",
     "vary",
 ]

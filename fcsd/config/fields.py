@@ -41,7 +41,8 @@ PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_
 InputPath = Annotated[PathText, AfterValidator(bundled.located)]
 OutputPath = Annotated[PathText, AfterValidator(_stays_below)]
 Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, BeforeValidator(whole), Field(gt=0, lt=2**63)]
+# The limits stand first, because pydantic writes only such limits into a JSON Schema.
+Count = Annotated[int, Field(gt=0, lt=2**63), BeforeValidator(whole)]
 NonNegative = Annotated[int, Field(ge=0)]
 Weight = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -38,18 +38,10 @@ class Init(Section):
     """The tensor-parallel degree, which is part of the model under desync."""
     reduce: str | None = None
     """The reductions that `desync` keeps: 2x, 4x, another Nx, last, or a pattern by layer such as `-,m`."""
-    solve: Literal["none", "norms", "linear"] = "none"
-    """The correction of the student's weights before the first step, by least squares on its first rows: none, the
-    gains of its norms (`norms`), or the projections that read them (`linear`). The architecture stays the same. It
-    needs `parallel.ep_size: 1`."""
-    solve_tokens: Positive = 65536
-    """The tokens of the run's first rows on which `solve` computes the correction."""
 
     @model_validator(mode="after")
     def _nothing_without_a_wiring(self) -> Self:
-        if self.solve != "none" and self.weights == "random":
-            raise ValueError("init.solve needs init.weights loaded: random weights have no original to be mapped to")
-        how = self.model_dump(exclude={"weights", "wiring", "solve", "solve_tokens"}, exclude_defaults=True)
+        how = self.model_dump(exclude={"weights", "wiring"}, exclude_defaults=True)
         if self.wiring is None and how:
             raise ValueError(f"init.wiring is null, so nothing is rewired, but init.{next(iter(how))} is set")
         return self
@@ -189,22 +181,6 @@ class Recipe(Section):
             raise ValueError("train.compile cannot be combined with parallel.wire: layers that round rows stay eager")
         if self.train.graph and (why := self._not_captured()):
             raise ValueError(f"train.graph cannot be combined with {why}")
-        if self.train.progressive_share and (self.parallel.ep_size > 1 or self.parallel.wire.any):
-            raise ValueError(
-                "train.progressive_share needs parallel.ep_size 1 and no parallel.wire: layers that dispatch rows "
-                "cannot be converted progressively"
-            )
-        if self.train.progressive_order is not None and not self.train.progressive_share:
-            raise ValueError("train.progressive_order is set, but train.progressive_share is 0, so it has no effect")
-        if self.train.progressive_share and self.train.anneal_share:
-            raise ValueError("train.progressive_share and train.anneal_share cannot be combined; set one of them to 0")
-        if self.init.solve != "none" and (self.parallel.ep_size > 1 or self.parallel.wire.any):
-            raise ValueError("init.solve needs parallel.ep_size 1 and no parallel.wire")
-        if self.init.solve != "none" and (self.train.anneal_share or self.train.progressive_share):
-            raise ValueError(
-                "init.solve corrects the converted model, but with train.anneal_share or train.progressive_share the "
-                "training begins with the original; set init.solve to none, or both shares to 0"
-            )
         if self.train.eval_every and self.data.held_out is None:
             raise ValueError("train.eval_every needs data.held_out, the text to measure on")
         if self.early_stop.metric == HELD_OUT and self.data.held_out is None:
@@ -217,7 +193,6 @@ class Recipe(Section):
         found = {
             "divided experts: the host sizes their all-to-alls in each pass": divided,
             "parallel.wire: the rounding depends on the step": self.parallel.wire.any,
-            "train.progressive_share: the wiring depends on the step": self.train.progressive_share > 0,
             "train.activation_checkpointing: it saves the state of random generators": (
                 self.train.activation_checkpointing
             ),

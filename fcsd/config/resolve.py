@@ -57,7 +57,7 @@ def load_recipe(
             del origins[known], places[known]
         origins[key], places[key] = origin, _written(origin, key)
     raw = _one_length(raw, {key: value for _, key, value in assignments})
-    _refuse_old_keys(raw, places, {str(file) for file, _ in found.values()})
+    _refuse_old_keys(raw, places)
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
@@ -114,25 +114,18 @@ def _one_length(raw: object, given: Mapping[str, object]) -> object:
     return {**raw, "train": kept}
 
 
-def _refuse_old_keys(raw: object, places: Mapping[str, str], files: set[str]) -> None:
+def _refuse_old_keys(raw: object, places: Mapping[str, str]) -> None:
     """Refuse a recipe that has keys of earlier versions.
 
     Args:
         raw: the recipe, not validated.
         places: where keys were written, by dotted key.
-        files: the recipe and its bases.
 
     Raises:
         ConfigError: the recipe has renamed keys. The message has one line for each, with its place and its new name.
     """
-    found = {old: (nearest(old, places), new) for old, new in renames(raw).items()}
-    if found:
-        old_files = sorted(file for file in files if any(place.startswith(f"{file}:") for place, _ in found.values()))
-        commands = ", ".join(f"`fcsd recipes migrate {file} --force`" for file in old_files)
-        raise ConfigError(
-            "\n".join(f"{place}: {old} is now {new}" for old, (place, new) in found.items()),
-            hint=f"{commands} rewrites the recipe" if commands else None,
-        )
+    if found := renames(raw):
+        raise ConfigError("\n".join(f"{nearest(old, places)}: {old} is now {new}" for old, new in found.items()))
 
 
 def _written(origin: str, key: str) -> str:

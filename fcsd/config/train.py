@@ -1,8 +1,8 @@
 """`train`: batches, length and precision of a run, and what it logs."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from fcsd.config.fields import Count, NonNegative, Positive, Section, Share, whole
 
@@ -42,14 +42,6 @@ class Train(Section):
     and (1 - λ) times those in flight. λ rises linearly from 0, the original model, to 1, the wiring, and then stays.
     Only training steps are annealed. With 0, λ is 1 from the first step. An annealed step hides no communication of the
     student, and `train.graph` captures no annealed step."""
-    progressive_share: Share = 0.0
-    """The share of the schedule's steps over which the layers are converted one group after another. The first group is
-    converted from step 1 on, and all groups are converted after this share. A layer that is not converted yet runs in
-    its standard wiring. Only training steps are concerned. With 0, all layers are converted from the first step. It
-    needs `parallel.ep_size: 1`."""
-    progressive_order: Annotated[list[int | str], Field(min_length=1)] | None = None
-    """The groups of layers in the order of their conversion, for example `[7, "1,8", "2-6"]`; null converts one layer
-    at a time, from the last to the first."""
     log_every: Positive = 10
     """The number of optimizer steps between lines of metrics.jsonl."""
     eval_every: NonNegative = 0

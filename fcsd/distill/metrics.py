@@ -12,7 +12,6 @@ import torch
 
 from fcsd.config import Recipe
 from fcsd.distill.step.feed import Feed
-from fcsd.distill.step.phases import all_threads
 from fcsd.distill.teacher.original import needs_teacher, teacher_name
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
@@ -65,7 +64,7 @@ class Meter:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Times the block, which takes the step with this number (from 1) and does nothing else."""
-        profiler = torch.profiler.profile(experimental_config=all_threads()) if self.traces(step) else None
+        profiler = torch.profiler.profile() if self.traces(step) else None
         if self._traffic is not None:
             self._traffic.reset()  # evaluations between two steps do not count
         with profiler or nullcontext():

@@ -23,7 +23,6 @@ from fcsd.distill.inputs import student_source
 from fcsd.distill.optim import update
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
-from fcsd.distill.solved_start import solve_student
 from fcsd.distill.step import graphs
 from fcsd.distill.step.engine import build_engine, import_deepspeed
 from fcsd.distill.student import load_student, student_config
@@ -37,7 +36,7 @@ from fcsd.distill.teacher.original import (
 )
 from fcsd.distill.teacher.targets import Teacher, expect_comparable, live_teacher
 from fcsd.launch.world import World
-from fcsd.parallel.expert.dispatcher import MakeDispatcher
+from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.transports.traffic import Traffic
 
 
@@ -73,7 +72,7 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     engine: Any
     traffic: Traffic | None
-    dispatcher: MakeDispatcher
+    dispatcher: Dispatcher
     rows: Mixture
     held_out: Rows | None
     identity: dict[str, Any]
@@ -127,13 +126,10 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     tokenizer, vocab_size = load_tokenizer(source.path), config.get_text_config().vocab_size
     corpora, rows, held_out = read_data(recipe, tokenizer, vocab_size, world)
     trained = checkpoint / manifest.MODEL if checkpoint else None
-    written = manifest.read_manifest(checkpoint) if checkpoint else None
-    orders = orders_of(written["progress"]) if written else None
+    orders = orders_of(manifest.read_manifest(checkpoint)["progress"]) if checkpoint else None
     student = load_student(
         recipe, dtype=DTYPES[recipe.train.dtype], device=world.device, config=config, trained=trained, orders=orders
     )
-    if checkpoint is None and recipe.init.solve != "none":
-        solve_student(student, source.path, recipe, rows, world)
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
     teacher = load_teacher(recipe, student, world, traffic, dispatcher) if needs_teacher(recipe) else None
@@ -142,9 +138,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     if settings := recipe.objective.teacher_cache:
         cache, hashes = read_teacher_cache(recipe, settings, identity, vocab_size, world)
     identity |= hashes
-    # DeepSpeed reads its own layout of version 1 only into the optimizer that wrote it.
-    by_zero = written is not None and written["version"] == 1
-    engine = build_engine(student, recipe, world, traffic, dispatcher, by_zero)
+    engine = build_engine(student, recipe, world, traffic, dispatcher)
     progress = checkpoints.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
     update.install(engine, recipe)
     graphs.install(engine.module, live, recipe, [model for model in (student, teacher) if model is not None])
@@ -198,7 +192,7 @@ def load_teacher(
     student: PreTrainedModel,
     world: World,
     traffic: Traffic | None = None,
-    dispatcher: MakeDispatcher | None = None,
+    dispatcher: Dispatcher | None = None,
 ) -> PreTrainedModel:
     """Loads the frozen teacher. Its experts are divided as ``parallel.teacher_placement`` says.
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from fcsd.config import Recipe, accumulation
 from fcsd.distill.data.corpus import Corpus, listed, load_corpus, load_tokenizer
@@ -13,13 +13,9 @@ from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.run import run_dir
-from fcsd.distill.solved_start import calibration_rows
 from fcsd.distill.student import meta_student
 from fcsd.distill.teacher.original import needs_teacher, output_head, teacher_name
-from fcsd.models.build import wiring_of
-from fcsd.models.selection import layers_text
-from fcsd.models.staged import conversion_groups
-from fcsd.parallel.expert.formats import formats_of
+from fcsd.parallel.quantised.rows import formats_of
 from fcsd.plan import plan_run
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import present
@@ -73,7 +69,11 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         f" = {train.micro_batch_size} rows * {world_size} processes * {micro_steps} micro-batches",
         f"run         {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens{asked}",
     ]
-    lines += _conversion_lines(recipe, model)
+    if train.anneal_share:
+        first = round(train.anneal_share * recipe.schedule_steps) + 1
+        lines.append(
+            f"annealing   the wiring is that of the original in step 1 and the student's own from step {first:,} on"
+        )
     if (formats := formats_of(recipe.parallel.wire)) is not None:
         lines.append(f"wire        {formats}")
     for item, corpus, rows in zip(data.sources, corpora, packed, strict=True):
@@ -83,26 +83,6 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         lines.append(f"data        {item.path}: {sizes}; {counted:,} tokens ({rows.counted:.1%}) count{left_out}")
         lines.append(f"first row   {show_first_row(corpus, rows, tokenizer)}")
     return "\n".join(lines)
-
-
-def _conversion_lines(recipe: Recipe, model: PreTrainedModel) -> list[str]:
-    """The lines about settings that bring the student from the original to its wiring step by step."""
-    train, lines = recipe.train, []
-    if recipe.init.solve != "none":
-        tokens = calibration_rows(recipe) * recipe.data.seq_len
-        lines.append(f"solve       {recipe.init.solve}, on the first {tokens:,} tokens, before the first step")
-    if train.progressive_share:
-        depth = model.config.get_text_config().num_hidden_layers
-        groups = conversion_groups(wiring_of(model.config), depth, train.progressive_order)
-        first = round(train.progressive_share * recipe.schedule_steps) + 1
-        order = "; ".join(layers_text(group) for group in groups)
-        lines.append(f"progressive layers converted in the order {order}, all of them from step {first:,} on")
-    if train.anneal_share:
-        first = round(train.anneal_share * recipe.schedule_steps) + 1
-        lines.append(
-            f"annealing   the wiring is that of the original in step 1 and the student's own from step {first:,} on"
-        )
-    return lines
 
 
 def show_first_row(corpus: Corpus, rows: Rows, tokenizer: PreTrainedTokenizerBase) -> str:

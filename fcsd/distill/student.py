@@ -16,14 +16,12 @@ from fcsd.checkpoint.wiring_options import choose_wiring
 from fcsd.config import Recipe
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source
-from fcsd.errors import BadInputError, ConfigError
+from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 from fcsd.models.annealed import require_in_flight
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, converted_config, register, wiring_of
 from fcsd.models.export_template import CODE_FILES
-from fcsd.models.staged import conversion_groups
-from fcsd.models.wiring_block import DESYNC
 
 if TYPE_CHECKING:
     from fcsd.parallel.weights.saving import OwnPart
@@ -35,21 +33,11 @@ def student_config(recipe: Recipe, source: Location) -> PretrainedConfig:
     Raises:
         BadInputError: the architecture is not supported; the recipe names a wiring, but the checkpoint is rewired
             already; or the weights are random, but the config is quantised.
-        ConfigError: the wiring does not fit the architecture, or it cannot be annealed, converted progressively or
-            corrected although the recipe asks for it.
+        ConfigError: the wiring does not fit the architecture, or it cannot be annealed although the recipe asks for it.
     """
     config = _rewired_config(recipe, source)
-    wiring = wiring_of(config)
     if recipe.train.anneal_share:
-        require_in_flight(wiring)
-    if recipe.train.progressive_share:
-        depth = config.get_text_config().num_hidden_layers
-        conversion_groups(wiring, depth, recipe.train.progressive_order)
-    if recipe.init.solve != "none":
-        if wiring.name in DESYNC:
-            raise ConfigError(f"init.solve cannot correct the wiring {wiring.name}", hint="set init.solve: none")
-        if not wiring.layers or not any(wiring.reads):
-            raise ConfigError("the student has no rewired layer, so init.solve has no effect", "set init.solve: none")
+        require_in_flight(wiring_of(config))
     return config
 
 

@@ -1,26 +1,29 @@
-"""Compiles what a decoding step computes between two reductions: each part of a layer with the norm before it, and with
-the sum of the residual stream and the outputs that this norm reads.
+"""Compiles what a decoding step computes between two reductions: each part of a layer with the norm before it.
 
 ``torch.compile`` fuses the many small kernels of a norm, of the rotary embedding and of the activation. A reduction is
 never inside of what is compiled, so no compiler can move its start or its wait. All layers of a kind share one compiled
 function: the modules are its arguments.
 
 Attention, dense MLPs, shared experts and routers are compiled. Routed experts are not, because the number of rows of
-each is known on the device alone.
+each is known on the device alone. A function that cannot be compiled is computed as it is, after a warning.
 """
 
-from collections.abc import Sequence
+import logging
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.overrides import TorchFunctionMode
 
 from fcsd.engine.sharded_modules import SplitNorm
+from fcsd.foreign_errors import first_line
 
 # How often one of the functions below may be compiled: once for each batch, degree, and length that attention reads.
 _SHAPES = 64
+
+log = logging.getLogger(__name__)
 
 
 class OneLayer:
@@ -46,31 +49,29 @@ def possible(cache: Any, index: int) -> bool:
     return cache is not None and getattr(cache.layers[index], "fixed_shape", False)
 
 
-def attend(norm: nn.Module, attention: Any, x: Tensor, sums: Sequence[Tensor], **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """The residual stream with ``sums``, and the output of an attention, compiled together with its norm.
+def attend(norm: nn.Module, attention: Any, x: Tensor, **kwargs: Any) -> Tensor:
+    """The output of an attention, ``[slots, 1, hidden]``, compiled together with the norm before it.
 
     Args:
         norm: the norm before the attention.
         attention: transformers' module.
         x: the residual stream ``[slots, 1, hidden]``.
-        sums: what is added to it before the norm, each with the shape of ``x``.
         kwargs: what transformers' loop over layers passes to the attention, ``past_key_values`` among it.
     """
     index = attention.layer_idx
     kwargs["past_key_values"] = OneLayer(kwargs["past_key_values"].layers[index])
     if any(isinstance(module, SplitNorm) for module in attention.modules()):  # it reduces, which is not compiled
-        x, read = compute(_normed, norm, x, sums)
-        return x, attention(hidden_states=read, **kwargs)[0]
+        return attention(hidden_states=compute(_normed, norm, x), **kwargs)[0]
     attention.layer_idx = 0
     try:
-        return compute(_attended, norm, attention, x, sums, **kwargs)
+        return compute(_attended, norm, attention, x, **kwargs)
     finally:
         attention.layer_idx = index
 
 
-def dense(norm: nn.Module, mlp: nn.Module, x: Tensor, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The stream with ``sums``, and the output of a dense MLP, compiled with its norm; shapes as for ``attend``."""
-    return compute(_dense, norm, mlp, x, sums)
+def dense(norm: nn.Module, mlp: nn.Module, x: Tensor) -> Tensor:
+    """The output of a dense MLP, compiled with its norm; shapes as for ``attend``."""
+    return compute(_dense, norm, mlp, x)
 
 
 class Sparse(NamedTuple):
@@ -91,57 +92,68 @@ class BeforeExperts(NamedTuple):
     """What a sparse MLP has computed when its routed experts start.
 
     Attributes:
-        x: the residual stream with the sums, ``[slots, 1, hidden]``.
-        read: the input of the MLP, with the same shape.
+        read: the input of the MLP, ``[slots, 1, hidden]``.
         shared: the output of shared experts, with the same shape; None without them.
         weights: of the experts of each token, ``[slots, top_k]``; None without a router, and so is ``chosen``.
         chosen: their numbers.
     """
 
-    x: Tensor
     read: Tensor
     shared: Tensor | None
     weights: Tensor | None
     chosen: Tensor | None
 
 
-def before_experts(norm: nn.Module, sparse: Sparse, x: Tensor, sums: Sequence[Tensor]) -> BeforeExperts:
+def before_experts(norm: nn.Module, sparse: Sparse, x: Tensor) -> BeforeExperts:
     """The norm, the shared experts and the router of a sparse MLP, compiled; arguments as for ``attend``."""
-    return BeforeExperts(*compute(_before_experts, norm, *sparse, x, sums))
+    return BeforeExperts(*compute(_before_experts, norm, *sparse, x))
 
 
 def compute(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the compiled version of a function."""
-    with torch._dynamo.config.patch(recompile_limit=_SHAPES):
-        return _compiled(function)(*args, **kwargs)
+    """Call the compiled version of a function, or the function itself if it could not be compiled."""
+    return _compiled(function)(*args, **kwargs)
 
 
 @cache
-def _compiled(function: Any) -> Any:
-    return torch.compile(function, fullgraph=True, dynamic=False)
+def _compiled(function: Any) -> "_Compiled":
+    return _Compiled(function)
 
 
-def _attended(
-    norm: nn.Module, attention: nn.Module, x: Tensor, sums: Sequence[Tensor], **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    x, read = _normed(norm, x, sums)
-    return x, attention(hidden_states=read, **kwargs)[0]
+class _Compiled:
+    """A function, compiled until that fails: for want of a compiler, say, or because of too many shapes."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._compiled = torch.compile(function, fullgraph=True, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._compiled is not None:
+            try:
+                with torch._dynamo.config.patch(recompile_limit=_SHAPES):
+                    return self._compiled(*args, **kwargs)
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # nothing was computed yet
+                name, cause = self._function.__name__.strip("_"), getattr(error, "inner_exception", error)
+                log.warning("decoding with %s uncompiled, which is slower: %s", name, first_line(cause))
+                self._compiled = None
+        return self._function(*args, **kwargs)
 
 
-def _dense(norm: nn.Module, mlp: nn.Module, x: Tensor, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    x, read = _normed(norm, x, sums)
-    return x, mlp(read)
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    return norm(x)
+
+
+def _attended(norm: nn.Module, attention: nn.Module, x: Tensor, **kwargs: Any) -> Tensor:
+    return attention(hidden_states=norm(x), **kwargs)[0]
+
+
+def _dense(norm: nn.Module, mlp: nn.Module, x: Tensor) -> Tensor:
+    return mlp(norm(x))
 
 
 def _before_experts(
-    norm: nn.Module,
-    router: nn.Module | None,
-    shared: nn.Module | None,
-    gate: nn.Module | None,
-    x: Tensor,
-    sums: Sequence[Tensor],
+    norm: nn.Module, router: nn.Module | None, shared: nn.Module | None, gate: nn.Module | None, x: Tensor
 ) -> tuple[Tensor | None, ...]:
-    x, read = _normed(norm, x, sums)
+    read = norm(x)
     tokens = read.flatten(0, -2)
     output = weights = chosen = None
     if shared is not None:
@@ -152,7 +164,7 @@ def _before_experts(
     if router is not None:
         with _SortedTopK():
             _, weights, chosen = router(tokens)
-    return x, read, output, weights, chosen
+    return read, output, weights, chosen
 
 
 class _SortedTopK(TorchFunctionMode):
@@ -169,9 +181,3 @@ def _sorted_topk(x: Tensor, k: int, dim: int = -1, **kwargs: Any) -> tuple[Tenso
     """The highest numbers and their places; without ``largest=False``, which no router uses."""
     values, places = torch.sort(x, dim=dim, descending=True)
     return values.narrow(dim, 0, k), places.narrow(dim, 0, k)
-
-
-def _normed(norm: nn.Module, x: Tensor, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    for value in sums:
-        x = x + value
-    return x, norm(x)

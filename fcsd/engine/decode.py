@@ -7,7 +7,6 @@ answers that have ended, and puts the next prompts into their slots.
 """
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -30,8 +29,6 @@ WIDTH = 256
 MAX_SLOTS = 256
 # The length of a slot is a multiple of this number of tokens, which keeps masks and keys aligned in memory.
 GRAIN = 64
-# Parts of a row of logits, if that divides the size of the vocabulary; a common divisor otherwise.
-LOGIT_PARTS = 128
 
 log = logging.getLogger(__name__)
 
@@ -125,15 +122,8 @@ def _up(number: int, grain: int) -> int:
 
 
 def most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely token id of each row, ``[rows, 1]``, and whether all its logits are finite, ``[rows]``.
-
-    Each row of ``logits [rows, vocab]`` is read in parts, because a reduction of torch reads a row by a single block.
-    """
-    parts = logits.unflatten(-1, (math.gcd(logits.shape[-1], LOGIT_PARTS), -1))
-    highest, places = parts.max(-1)  # NaN if a logit is
-    top, part = highest.max(-1, keepdim=True)
-    finite = (parts.amin(-1).amin(-1) > -math.inf) & (top[:, 0] < math.inf)
-    return part * parts.shape[-1] + places.gather(-1, part), finite
+    """The most likely token id of each row of logits ``[rows, vocab]``, ``[rows, 1]``, and whether all are finite."""
+    return logits.argmax(-1, keepdim=True), logits.isfinite().all(-1)
 
 
 class Stepper:

@@ -10,7 +10,7 @@ Under Desync every rank adds its own outputs to its own residual. A kept reducti
 over the ranks (Ladder-Residual §5), and its result replaces the residual.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,39 +96,17 @@ class Stream:
             wait = partial(_given, started.wait())
         self._in_flight.append((reduction.awaited_by, wait))
 
-    def arrived(self, place: Read) -> tuple[Tensor, list[Tensor]]:
-        """The stream, and what ``place`` reads beside it; awaits the reductions that it needs.
-
-        All tensors are ``[batch, seq, hidden]``. The caller gives ``replace`` their sum.
-        """
+    def read(self, place: Read) -> Tensor:
+        """The stream ``[batch, seq, hidden]`` as ``place`` reads it; awaits the reductions that it needs first."""
         waiting, self._in_flight = self._in_flight, []
-        found: list[Tensor] = []
         for awaited_by, wait in waiting:
             if awaited_by != place:
                 self._in_flight.append((awaited_by, wait))
             elif self._schedule.desync:
                 self._x = wait()
             else:
-                found.append(wait())
-        return self._x, found
-
-    def replace(self, x: Tensor) -> None:
-        """Take a new value of the stream, ``[batch, seq, hidden]``."""
-        self._x = x
-
-    def read(self, place: Read) -> Tensor:
-        """The stream ``[batch, seq, hidden]`` as ``place`` reads it; awaits the reductions that it needs first."""
-        self._x, found = self.arrived(place)
-        for value in found:
-            self._x = self._x + value
+                self._x = self._x + wait()
         return self._x
-
-    def before_norm(self, place: Read) -> tuple[Tensor, list[Tensor]]:
-        """The stream, and what the compiled norm at ``place`` adds to it; shapes as for ``arrived``.
-
-        With one slot a kernel of its own adds, because steps whose norms added took longer (docs/RESULTS.md).
-        """
-        return (self.read(place), []) if len(self._x) == 1 else self.arrived(place)
 
 
 def _given(x: Tensor) -> Tensor:
@@ -179,22 +157,16 @@ class TensorParallelLayer(WiredLayer):
 
     def _compiled_step(self, stream: Stream, parts: Parts, **kwargs: Any) -> None:
         index, norm = self.fcsd.index, self.post_attention_layernorm
-        read = stream.before_norm(Read(index, "attn"))
-        x, out = compiled.attend(self.input_layernorm, self.self_attn, *read, **kwargs)
-        stream.replace(x)
-        stream.add(Output(index, "attn"), out)
-        x, sums = stream.before_norm(Read(index, "mlp"))
+        x = stream.read(Read(index, "attn"))
+        stream.add(Output(index, "attn"), compiled.attend(self.input_layernorm, self.self_attn, x, **kwargs))
+        x = stream.read(Read(index, "mlp"))
         if parts.routed is None:
             assert isinstance(parts.shared, nn.Module), "the only part of a dense MLP is its module"
-            x, out = compiled.dense(norm, parts.shared, x, sums)
-            stream.replace(x)
-            stream.add(Output(index, "shared"), out)
+            stream.add(Output(index, "shared"), compiled.dense(norm, parts.shared, x))
         else:
-            self._sparse_step(stream, parts.routed, x, sums)
+            self._sparse_step(stream, parts.routed, x)
 
-    def _sparse_step(
-        self, stream: Stream, routed: Callable[[Tensor], Tensor], x: Tensor, sums: Sequence[Tensor]
-    ) -> None:
+    def _sparse_step(self, stream: Stream, routed: Callable[[Tensor], Tensor], x: Tensor) -> None:
         """The step of a sparse MLP. A router that does more than transformers' own is left to ``routed``."""
         index, blocks = self.fcsd.index, self.fcsd.blocks
         mlp: Any = self.get_submodule(blocks.mlp)
@@ -202,8 +174,7 @@ class TensorParallelLayer(WiredLayer):
         shared, gate = (mlp.get_submodule(name) if name else None for name in (blocks.shared, blocks.shared_gate))
         if blocks.prescaled or router._forward_hooks:
             router = None
-        found = compiled.before_experts(self.post_attention_layernorm, compiled.Sparse(router, shared, gate), x, sums)
-        stream.replace(found.x)
+        found = compiled.before_experts(self.post_attention_layernorm, compiled.Sparse(router, shared, gate), x)
         if found.shared is not None:
             stream.add(Output(index, "shared"), found.shared)
         if router is None:

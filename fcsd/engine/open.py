@@ -34,6 +34,7 @@ def open_engine(
     reduce: Kind = "nccl",
     experts: Experts = "sliced",
     placement: Path | None = None,
+    compile_steps: bool = True,
 ) -> "PreTrainedModel":
     """Load an original or converted checkpoint over all ranks of the default process group.
 
@@ -45,6 +46,8 @@ def open_engine(
         experts: ``sliced`` gives each rank a slice of every expert, ``whole`` gives it some whole experts.
         placement: the ``placement.json`` of the run that trained the model. Each rank then holds the whole experts that
             this run has placed there.
+        compile_steps: whether a GPU compiles the parts of decoding steps over a cache of fixed shape; see
+            ``parallel.tensor.compiled``. Other passes, and CPUs, compile nothing.
 
     Returns:
         A causal LM in eval mode: token ids ``[batch, seq]``, equal on all ranks, give logits ``[batch, seq, vocab]``.
@@ -65,8 +68,9 @@ def open_engine(
     orders = None if placement is None else read_orders(placement)
     experts = experts if placement is None else "whole"
     model = load_tensor_parallel(path, dtype=dtype, device=world.device, ranks=ranks, experts=experts, orders=orders)
-    fuse(model, world.device.type == "cuda")
-    wire_tensor_parallel(model, wiring_of(model.config), ranks, reduce)
+    on_gpu = world.device.type == "cuda"
+    fuse(model, on_gpu)
+    wire_tensor_parallel(model, wiring_of(model.config), ranks, reduce, compile_steps=compile_steps and on_gpu)
     return model
 
 
@@ -78,6 +82,6 @@ def require_right(reduce: Kind) -> None:
     """
     if reduce in WRONG_RESULTS:
         raise ConfigError(
-            f"reductions of kind {reduce} give wrong results; only fcsd bench infer takes them",
+            f"reductions of kind {reduce} give wrong results; only python -m benchmarks.infer takes them",
             hint="leave --reduce out, or use --reduce nccl",
         )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from fcsd.engine.tp_plan import Division, TensorGroup
+from fcsd.engine.tp_plan import TensorGroup
 from fcsd.models.archs import Arch
 from fcsd.models.build import decoder_layers
 from fcsd.parallel.placement.placement import Placement
@@ -70,13 +70,11 @@ class SplitNorm(nn.Module):
 
 @cache
 def _split_norm_class(cls: type[nn.Module]) -> type[nn.Module]:
-    # The name does not end as those of norms do, so that ``fuse_norms`` leaves the class alone.
+    # ``fuse_norms`` leaves the class alone, because its forward pass is not transformers'.
     return type(f"{cls.__name__}OfRanks", (SplitNorm, cls), {"__module__": cls.__module__})
 
 
-def replace_modules(
-    model: PreTrainedModel, arch: Arch, division: Division, ranks: TensorGroup, vocabulary: int
-) -> None:
+def replace_modules(model: PreTrainedModel, arch: Arch, ranks: TensorGroup, vocabulary: int) -> None:
     """Let the modules of a model with narrowed weights compute with the other ranks.
 
     Args:
@@ -95,7 +93,7 @@ def replace_modules(
             attention.num_key_value_groups = heads // max(text.num_key_value_heads // ranks.degree, 1)
         if ranks.degree == 1:
             continue
-        for path in division.split_norms:
+        for path in arch.norms_over_heads:
             norm: Any = layer.get_submodule(path)
             norm.ranks, norm.epsilon = ranks, getattr(norm, arch.norm_epsilon)
             norm.__class__ = _split_norm_class(type(norm))

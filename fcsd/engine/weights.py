@@ -19,18 +19,17 @@ from fcsd.checkpoint import Layout
 from fcsd.checkpoint.weights import Reader
 from fcsd.engine.sharded_modules import keep_own_experts, replace_modules
 from fcsd.engine.tp_plan import (
-    Cut,
-    Division,
     Experts,
-    Share,
+    Shard,
+    Sharding,
     TensorGroup,
     check_degree,
-    division_of,
     expert_tensor,
-    layer_share,
+    layer_sharding,
     of_one_expert,
     own_part,
     own_range,
+    tp_plan_of,
 )
 from fcsd.errors import ConfigError
 from fcsd.models.archs import Arch
@@ -61,7 +60,7 @@ class _Source:
     block: int | None = None
 
 
-class _DividedModel:
+class _ShardedModel:
     """A model whose parameters are narrowed to one rank's parts, while they are filled.
 
     Args:
@@ -96,15 +95,14 @@ class _DividedModel:
             raise ConfigError(f"{ranks.degree} ranks cannot share {count} experts evenly", hint="use sliced experts")
         self.ranks, self.experts = ranks, experts
         self._kv_heads = text.num_key_value_heads
-        division = division_of(arch)
         self.model = empty_model(config, dtype)
         unwire_layers(decoder_layers(self.model))
-        self._shares = _shares(self.model, arch, division)
+        self._shardings = _shardings(self.model, arch)
         if experts == "whole":
             blocks = {block: count for block in dict.fromkeys(map(_block, state(self.model))) if block is not None}
             self._placements = placements_of((orders or {}) if ranks.degree > 1 else {}, blocks, ranks.degree)
         vocabulary = self._narrow()
-        replace_modules(self.model, arch, division, ranks, vocabulary)
+        replace_modules(self.model, arch, ranks, vocabulary)
         if experts == "whole" and ranks.degree > 1:
             for path, placement in self._placements.items():
                 keep_own_experts(self.model.get_submodule(path), arch, ranks, placement)
@@ -131,7 +129,7 @@ class _DividedModel:
             if placement.order is None:
                 return whole.narrow(0, first, count)
             return whole[torch.tensor(placement.order[first : first + count], device=whole.device)]
-        return own_part(whole, self._shares[name], self.ranks, self._kv_heads)
+        return own_part(whole, self._shardings[name], self.ranks, self._kv_heads)
 
     @torch.no_grad()
     def fill(self, layout: Layout, device: torch.device) -> None:
@@ -147,18 +145,20 @@ class _DividedModel:
                 place = self._place(tensors[source.name], source)
                 if place is None:
                     continue
-                target, share = place
-                if share == "first" and self.ranks.rank > 0:
+                target, sharding = place
+                if sharding == "first" and self.ranks.rank > 0:
                     target.zero_()
                     continue
                 shape = layout.tensors[source.stored].shape[source.row is not None :]
                 rows = None
-                if share == "vocabulary" or (isinstance(share, Cut) and share.dim == 0 and share.packed == 1):
-                    (rows,) = own_range(share, shape[0], self.ranks, self._kv_heads)
+                if sharding == "vocabulary" or (
+                    isinstance(sharding, Shard) and sharding.dim == 0 and sharding.packed == 1
+                ):
+                    (rows,) = own_range(sharding, shape[0], self.ranks, self._kv_heads)
                     target[rows[1] :] = 0  # the rows that the vocabulary does not have
-                    target, share = target[: rows[1]], "whole"
+                    target, sharding = target[: rows[1]], "whole"
                 value = reader.tensor(source.stored, source.row, rows)
-                target.copy_(own_part(value, share, self.ranks, self._kv_heads))
+                target.copy_(own_part(value, sharding, self.ranks, self._kv_heads))
 
     @torch.no_grad()
     def draw(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> None:
@@ -174,24 +174,23 @@ class _DividedModel:
             for name, value in values.items():
                 tensors[name].copy_(self._own(value, name))
 
-    def _place(self, target: Tensor, source: _Source) -> tuple[Tensor, Share] | None:
-        """The part of ``target`` that a source fills, and how the source's values are shared; None if they are not
-        of this rank."""
-        share = self._shares[source.name]
+    def _place(self, target: Tensor, source: _Source) -> tuple[Tensor, Sharding] | None:
+        """The part of ``target`` that a source fills, and what this rank has of the source; None if it has nothing."""
+        sharding = self._shardings[source.name]
         if source.expert is not None:
-            share, local = of_one_expert(share), source.expert
+            sharding, local = of_one_expert(sharding), source.expert
             if self.experts == "whole" and (block := _block(source.name)) is not None:
                 placement = self._placements[block]
                 if placement.rank(local) != self.ranks.rank:
                     return None
                 local = placement.slot(local)
             target = target[local]
-        if source.block is not None and isinstance(share, Cut):
-            target = target.chunk(share.packed, share.dim)[source.block]
-            share = replace(share, packed=1)
+        if source.block is not None and isinstance(sharding, Shard):
+            target = target.chunk(sharding.packed, sharding.dim)[source.block]
+            sharding = replace(sharding, packed=1)
         if self.experts == "whole" and source.expert is not None:
-            share = "whole"
-        return target, share
+            sharding = "whole"
+        return target, sharding
 
     def _sources(self) -> Iterator[_Source]:
         """All tensors on disk.
@@ -203,10 +202,10 @@ class _DividedModel:
         probes: dict[str, Tensor] = {}
         count = experts_of(self.model.config)
         for name, tensor in state(self.model).items():
-            share = self._shares[name]
+            sharding = self._shardings[name]
             start = len(numbered)
             if expert_tensor(name) and tensor.ndim == 3:
-                blocks = share.packed if isinstance(share, Cut) else 1
+                blocks = sharding.packed if isinstance(sharding, Shard) else 1
                 numbered += [_Source("", None, name, e, b) for e in range(count) for b in range(blocks)]
                 probes[name] = torch.arange(start, len(numbered)).view(count, blocks, 1)
             else:
@@ -255,11 +254,11 @@ def load_tensor_parallel(
     layout = verified_layout(path, "tensor parallelism")
     register()
     config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
-    divided = _DividedModel(config, dtype, ranks, experts, orders)
-    divided.fill(layout, torch.device(device))
+    sharded = _ShardedModel(config, dtype, ranks, experts, orders)
+    sharded.fill(layout, torch.device(device))
     if (path / "generation_config.json").is_file():
-        divided.model.generation_config = GenerationConfig.from_pretrained(path)
-    return divided.model
+        sharded.model.generation_config = GenerationConfig.from_pretrained(path)
+    return sharded.model
 
 
 def random_tensor_parallel(
@@ -281,9 +280,9 @@ def random_tensor_parallel(
         ConfigError: the ranks cannot divide the model evenly.
     """
     register()
-    divided = _DividedModel(config, dtype, ranks, experts)
-    divided.draw(config, dtype, torch.device(device), seed)
-    return divided.model
+    sharded = _ShardedModel(config, dtype, ranks, experts)
+    sharded.draw(config, dtype, torch.device(device), seed)
+    return sharded.model
 
 
 def _block(name: str) -> str | None:
@@ -291,16 +290,17 @@ def _block(name: str) -> str | None:
     return name.rpartition(".experts.")[0] if expert_tensor(name) else None
 
 
-def _shares(model: PreTrainedModel, arch: Arch, division: Division) -> dict[str, Share]:
-    """How the ranks share every parameter and persistent buffer, by name."""
+def _shardings(model: PreTrainedModel, arch: Arch) -> dict[str, Sharding]:
+    """What a rank has of every parameter and persistent buffer, by name."""
     _, decoder = arch.classes["AutoModelForCausalLM"]
     vocabulary = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}  # pyright: ignore
-    shares: dict[str, Share] = {}
+    plan = tp_plan_of(arch, model.config)
+    shardings: dict[str, Sharding] = {}
     inside = re.compile(rf"{re.escape(decoder)}\.layers\.\d+\.(.+)")
     for name, tensor in model.state_dict(keep_vars=True).items():
         match = inside.fullmatch(name)
         if match:
-            shares[name] = layer_share(division, match[1])
+            shardings[name] = layer_sharding(plan, match[1], tensor.ndim)
         else:
-            shares[name] = "vocabulary" if tensor in vocabulary else "whole"
-    return shares
+            shardings[name] = "vocabulary" if tensor in vocabulary else "whole"
+    return shardings

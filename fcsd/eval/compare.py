@@ -33,9 +33,9 @@ class Difference:
         stderr: the paired standard error; it describes the difference, and the verdict does not use it.
         low, high: the difference is at least ``low`` with 95 % confidence, and at most ``high`` with 95 % confidence.
         recovery: how far the score is from the floor (0) to the baseline (1), with its standard error. The floor
-            is chance or the untrained conversion's score, whichever is higher. None where the baseline itself
-            is within two standard errors of the floor, because then no loss can be measured. For ``Avg``, it is the
-            mean over the benchmarks that have a recovery.
+            is chance or the untrained conversion's score, whichever is higher. None without an untrained conversion,
+            because nobody knows then what was lost, for that conversion itself, and where the baseline is within two
+            standard errors of the floor. For ``Avg``, it is the mean over the benchmarks that have a recovery.
     """
 
     column: str
@@ -232,17 +232,22 @@ def _points(result: Result, baseline: Result, floor: Result | None, counts: Coun
     # Models that agree on every question of a small set may still differ. The resolution of the set is one answer.
     resolution = 1 / result["n"]
     stderr = max(stderr, resolution)
+    recovery = None if floor is None else _recovery(result, baseline, floor, resolution)
+    low, high = task_bounds(counts)
+    return Difference(result["column"], 100 * difference, 100 * stderr, 100 * low, 100 * high, recovery)
+
+
+def _recovery(result: Result, baseline: Result, floor: Result, resolution: float) -> Estimate | None:
+    """How far a score is from the floor to the baseline; see ``Difference``."""
     chance = 0.0 if result["chance"] is None else result["chance"] / 100
-    if floor is not None and floor["value"] > chance:
+    if floor["value"] > chance:
         level, (lost, noise) = floor["items"], paired_difference(baseline["items"], floor["items"])
     else:
         level, lost, noise = chance, baseline["value"] - chance, baseline["stderr"]
-    recovery = None
-    if lost > 2 * noise:
-        share, error = share_recovered(result["items"], baseline["items"], level)
-        recovery = share, max(error, resolution / lost)
-    low, high = task_bounds(counts)
-    return Difference(result["column"], 100 * difference, 100 * stderr, 100 * low, 100 * high, recovery)
+    if lost <= 2 * noise:
+        return None
+    share, error = share_recovered(result["items"], baseline["items"], level)
+    return share, max(error, resolution / lost)
 
 
 def _loss(result: Result, baseline: Result, floor: Result | None) -> LossDifference:

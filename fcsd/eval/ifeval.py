@@ -1,10 +1,10 @@
 """IFEval: the libraries that its rules need, and its aggregated accuracy."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from fcsd.errors import ConfigError
+from fcsd.extras import require_extra
 
 # The mean of the four accuracies that lm-eval reports for IFEval.
 AGGREGATED = "aggregated_acc"
@@ -18,8 +18,7 @@ def require_ifeval_tools() -> None:
     Raises:
         ConfigError: a library is missing. The message says what to install.
     """
-    if missing := [name for name in ("immutabledict", "langdetect", "nltk") if find_spec(name) is None]:
-        raise ConfigError(f"IFEval needs {', '.join(missing)}", "pip install 'fcsd[ifeval]'")
+    require_extra("eval", "IFEval", "immutabledict", "langdetect", "nltk")
     import nltk
 
     try:

@@ -60,7 +60,8 @@ def plain_table(results: Sequence[Result], comparisons: Sequence[Comparison] = (
 
 
 def difference_table(comparisons: Sequence[Comparison], margin: float) -> str:
-    """Markdown with a row per benchmark and two columns per model: its difference and its recovery ("won back").
+    """Markdown with a row per benchmark and a column per model: its difference; with an untrained conversion, also its
+    recovery ("won back").
 
     The difference is in points from the baseline, with its paired standard error and the verdict against ``margin``;
     a perplexity's is in nats, without a verdict. The recovery is 0 at the floor (chance or the untrained conversion)
@@ -75,14 +76,17 @@ def difference_table(comparisons: Sequence[Comparison], margin: float) -> str:
     for comparison in comparisons:
         points = [*comparison.tasks, *([comparison.overall] if comparison.overall else [])]
         losses = comparison.perplexities
-        head += [comparison.model, "won back"]
-        columns += [
+        head.append(comparison.model)
+        columns.append(
             [
                 *(f"{task.points:+.1f} ± {task.stderr:.1f}: {task.verdict(margin)}" for task in points),
                 *(f"{loss.nats:+.4f} ± {loss.stderr:.4f}" for loss in losses),
-            ],
-            ["-" if found.recovery is None else _percent(*found.recovery) for found in (*points, *losses)],
-        ]
+            ]
+        )
+        recoveries = [found.recovery for found in (*points, *losses)]
+        if any(recovery is not None for recovery in recoveries):
+            head.append("won back")
+            columns.append(["-" if recovery is None else _percent(*recovery) for recovery in recoveries])
     return markdown.table(head, list(zip(*columns, strict=True)))
 
 

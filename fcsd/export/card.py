@@ -1,19 +1,23 @@
 """The model card of an exported directory: the model, its training, its scores and how to load it."""
 
 import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd import markdown
 from fcsd.checkpoint.rewired import describe
 from fcsd.distill.run.report import METRICS, read_metrics
+from fcsd.errors import ConfigError
 from fcsd.eval.results import Result, is_accuracy, over_a_wire, read_directory, run_of, shown
 
 if TYPE_CHECKING:
+    from fcsd.config import Recipe
     from fcsd.models.archs import Arch
 
 log = logging.getLogger(__name__)
 
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
 # wiring -> a sentence about its effect on a decoder layer
@@ -45,6 +49,9 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("{title}", trust_remote_code=True)
 ```
 
+Plain transformers computes the same function, but overlaps nothing, so it is not faster there than the base model.
+Speed needs vLLM with fcsd's plugin (`fcsd serve`).
+
 The code in this directory needs only torch and transformers (>=5.17,<6). After `import fcsd` no remote code is needed.
 The model has a model type of its own, `{model_type}`. An engine that does not know this type stops with an error, and
 does not run the base model's graph on these weights.
@@ -66,16 +73,18 @@ def model_card(raw: dict[str, Any], arch: "Arch", former: Path | None, run: Path
     rows = read_directory(run / "eval") if run else []  # `fcsd eval` writes the scores of a run's model there
     rows = [row for row in rows if not over_a_wire(row)]  # scores over a quantised wire are not the model's own
     own = _own(rows, run) if run else []
+    recipe = None if run is None else _recipe(run)
     base = block["base_model"] if block["base_revision"] else None  # others cannot use the name of a local directory
     data = ModelCardData(
         base_model=base,
         base_model_relation="finetune" if base else None,
         library_name="transformers",
+        datasets=(recipe and _datasets(recipe)) or None,
         tags=[block["wiring"], "fcsd", "custom_code"],
         **({"model_name": title, "eval_results": _eval_results(own)} if own else {}),
         **_inherited(former),
     )
-    sections = _training(run) + _evaluation(rows)
+    sections = _training(run, recipe) + _evaluation(rows)
     text = _CARD.format(
         title=title,
         base=f"{base} (revision {block['base_revision']})" if base else f"A {arch.model_type} model",
@@ -101,10 +110,45 @@ def _inherited(former: Path | None) -> dict[str, Any]:
     return {key: found[key] for key in _INHERITED if key in found}
 
 
-def _training(run: Path | None) -> str:
+def _recipe(run: Path) -> "Recipe | None":
+    """The recipe of a run; None, and a warning, if this version of fcsd does not understand it."""
+    from fcsd.config import load_recipe
+
+    try:
+        return load_recipe(run / "config.resolved.yaml").recipe
+    except ConfigError as error:
+        log.warning("the card leaves out the settings of the training: %s", error)
+        return None
+
+
+def _datasets(recipe: "Recipe") -> list[str]:
+    """The hub's data sets among the sources of a recipe."""
+    hub = [source.path for source in recipe.data.sources if source.format == "hf" and _HUB_ID.fullmatch(source.path)]
+    return list(dict.fromkeys(path for path in hub if not Path(path).exists()))
+
+
+def _portable(value: Any) -> Any:
+    """A value of a recipe without the folders of this machine: a path is relative to the current one, or a name."""
+    if isinstance(value, dict):
+        return {key: _portable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_portable(item) for item in value]
+    if not isinstance(value, str) or not value.startswith("/"):
+        return value
+    path, here = Path(value), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
+
+
+def _training(run: Path | None, recipe: "Recipe | None") -> str:
     if run is None:
         return ""
-    text = f"\n## Training\n\n```yaml\n{(run / 'config.resolved.yaml').read_text().strip()}\n```\n"
+    text = "\n## Training\n"
+    if recipe is not None:
+        import yaml
+
+        values = _portable(recipe.model_dump(exclude_defaults=True, exclude={"output_dir"}))
+        written = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        text += f"\nThe recipe, without fcsd's defaults:\n\n```yaml\n{written}```\n"
     if (run / METRICS).is_file() and (lines := read_metrics(run)):
         text += f"\nLast record: {', '.join(f'{key} {value:.6g}' for key, value in lines[-1].items())}.\n"
     return text
@@ -124,8 +168,23 @@ def _own(rows: list[Result], run: Path) -> list[Result]:
 def _evaluation(rows: list[Result]) -> str:
     if not rows:
         return ""
-    body = [[row["model"], row["column"], row["metric"], " ± ".join(shown(row)), str(row["n"])] for row in rows]
+    names = _names(rows)
+    body = [[names[row["model"]], row["column"], row["metric"], " ± ".join(shown(row)), str(row["n"])] for row in rows]
     return f"\n## Evaluation\n\n{markdown.table(['model', 'task', 'metric', 'value', 'n'], body, left=3)}\n"
+
+
+def _names(rows: list[Result]) -> dict[str, str]:
+    """The name of each model in the card. Of one that is its whole path, only as many last parts stay as are needed."""
+    models = {row["model"]: str(row.get("path") or "") for row in rows}
+    parts = {
+        model: model.split("--") if path.startswith("/") and model == path.strip("/").replace("/", "--") else [model]
+        for model, path in models.items()
+    }
+    for count in range(1, max(map(len, parts.values())) + 1):
+        names = {model: "--".join(of[-count:]) for model, of in parts.items()}
+        if len(set(names.values())) == len(names):
+            return names
+    return {model: model for model in models}
 
 
 def _eval_results(rows: list[Result]) -> list[Any]:

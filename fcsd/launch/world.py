@@ -90,6 +90,7 @@ def ensure_world(
     node: "Node | None" = None,
     timeout: float = preflight.TIMEOUT,
     grace_seconds: float = _PATIENCE,
+    module: str = "fcsd",
 ) -> None:
     """Run ``gpus`` copies of this command under torchrun, then exit with the exit code of the first copy that failed.
 
@@ -101,6 +102,7 @@ def ensure_world(
         node: this node, if the run has several; None if it is the only one.
         timeout: seconds to wait for the other nodes.
         grace_seconds: seconds that the copies may go on after SIGTERM or SIGUSR1. Both signals are passed on to them.
+        module: what the copies run, with the arguments of this process: ``python -m`` of this name.
 
     Raises:
         ConfigError: the machine has fewer GPUs, or the port at which the nodes meet is in use.
@@ -126,7 +128,7 @@ def ensure_world(
     if grace_seconds > _PATIENCE:
         options.append(f"--shutdown-timeout={math.ceil(grace_seconds)}")
     # Without `--` torchrun would read an option of fcsd such as `--run` as an abbreviation of one of its own options.
-    _torchrun([*options, "-m", "--", "fcsd", *sys.argv[1:]])
+    _torchrun([*options, "-m", "--", module, *sys.argv[1:]])
 
 
 def _torchrun(arguments: list[str]) -> NoReturn:

@@ -1,4 +1,8 @@
-"""The table of supported architectures: one row of data for each ``model_type``."""
+"""The table of supported architectures: one row of data for each ``model_type``.
+
+A family is named here and nowhere else in fcsd. Everything that differs between families is a field of its row.
+docs/adding_an_architecture.md works through an easy row and a hard one.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,50 +12,129 @@ from .wiring_block import DESYNC, READS, Blocks
 
 
 @dataclass(frozen=True)
+class VllmNames:
+    """What vLLM's own class of an architecture calls the parts of its decoder layers.
+
+    Every decoder layer of the table follows one convention in vLLM 0.24 to 0.28: it gets ``(hidden, residual)``, whose
+    sum is the full stream, and returns its MLP's output unadded beside the residual.
+
+    Attributes:
+        decoder: the path, inside the model, of the module that holds ``layers``.
+        attn: the attention of a layer. Its output projection is ``o_proj``.
+        mlp: the MLP of a layer; a dense one has ``down_proj``, a mixture of experts has ``experts``.
+        shared: the shared experts inside the MLP; None if there are none.
+        hidden_first: whether layer and attention take ``(hidden, positions)`` instead of ``(positions, hidden)``.
+        rescales_float16: whether vLLM's layer divides the stream by a constant in float16, which the plugin does not.
+    """
+
+    decoder: str = "model"
+    attn: str = "self_attn"
+    mlp: str = "mlp"
+    shared: str | None = None
+    hidden_first: bool = False
+    rescales_float16: bool = False
+
+
+@dataclass(frozen=True)
 class Arch:
-    """How one ``model_type`` of transformers is built and taken apart.
+    """How one ``model_type`` of transformers is built, taken apart, sharded and served.
 
     Args:
         model_type: the type as ``config.json`` names it.
         config: the name of the transformers config class.
         classes: Auto class -> (transformers model class, path inside it of the module that holds ``layers``).
+        vllm: the names that vLLM's class of the same name uses.
         blocks: the names of a decoder layer's children.
         text_config: for multimodal types, the name of the sub-config that describes the language model.
-        dense: whether no layer has experts. Only a dense architecture can take a Desync wiring.
-        autoep: the keys for DeepSpeed AutoEP, which without them looks an architecture up by its ``model_type``; None
-            for types that cannot be expert-parallel.
+        autoep: for types with experts, how DeepSpeed AutoEP, which would look for the ``model_type``, finds them: the
+            name of one of its presets, or its keys. None for types that cannot be expert-parallel.
         no_ep: why the type cannot be expert-parallel although it has experts.
         packs: whether transformers' code keeps attention inside documents where position ids restart.
         norm_epsilon: the name of the attribute of its RMSNorms that holds epsilon.
+        norm_offset: what its RMSNorms add to their weight: 0 if they multiply by ``weight``, 1 if by ``1 + weight``.
         rotates_halves: whether rotary embeddings rotate the first half of a head's dimensions against the second, by
             angles that are given twice. Others rotate pairs of neighbours, or give every angle once.
+        tp_plan: how tensor-parallel ranks shard what the ``base_model_tp_plan`` of the config class leaves out or says
+            in another way: name or pattern of a module or tensor inside a decoder layer -> one of transformers' styles.
+            ``fcsd.engine.tp_plan`` explains the styles.
+        norms_over_heads: the paths inside a layer of norms that normalise over all heads at once, so that
+            tensor-parallel ranks must sum their means.
+        later_layers: whether checkpoints may have layers after the last one, which predict further tokens. transformers
+            does not load them.
     """
 
     model_type: str
     config: str
     classes: Mapping[str, tuple[str, str]]
+    vllm: VllmNames
     blocks: Blocks = field(default_factory=Blocks)
     text_config: str | None = None
-    dense: bool = False
-    autoep: Mapping[str, Any] | None = None
+    autoep: str | Mapping[str, Any] | None = None
     no_ep: str | None = None
     packs: bool = True
     norm_epsilon: str = "variance_epsilon"
-    rotates_halves: bool = False
+    norm_offset: int = 0
+    rotates_halves: bool = True
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
+    norms_over_heads: tuple[str, ...] = ()
+    later_layers: bool = False
+
+    @property
+    def dense(self) -> bool:
+        """Whether no layer has experts. Only a dense architecture can take a Desync wiring."""
+        return self.autoep is None and self.no_ep is None
 
     @property
     def wirings(self) -> tuple[str, ...]:
         """The names of the wirings that this architecture can have."""
         return (*READS, *DESYNC) if self.dense else tuple(READS)
 
+    @property
+    def causal_lm(self) -> str:
+        """The name of the class of its causal LM, in transformers and in vLLM, for example ``LlamaForCausalLM``."""
+        return self.classes["AutoModelForCausalLM"][0]
 
-def _row(model_type: str, stem: str, **fields: Any) -> Arch:
+    @property
+    def wired_causal_lm(self) -> str:
+        """The name of the class of a converted causal LM, for example ``FcsdLlamaForCausalLM``."""
+        return f"Fcsd{self.causal_lm}"
+
+
+def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, **fields: Any) -> Arch:
+    """A row, whose defaults are those of a family like llama.
+
+    Args:
+        stem: what the names of transformers' classes start with.
+        vllm: the fields of ``VllmNames`` that differ from transformers' own names.
+        fields: the fields of ``Arch`` that differ from the defaults.
+    """
     classes = {"AutoModel": (f"{stem}Model", ""), "AutoModelForCausalLM": (f"{stem}ForCausalLM", "model")}
-    return Arch(model_type, **{"config": f"{stem}Config", "classes": classes, **fields})
+    fields = {"config": f"{stem}Config", "classes": classes, "blocks": Blocks(), **fields}
+    decoder, blocks = fields["classes"]["AutoModelForCausalLM"][1], fields["blocks"]
+    names = {"decoder": decoder, "mlp": blocks.mlp, "shared": blocks.shared, **(vllm or {})}
+    return Arch(model_type, vllm=VllmNames(**names), **fields)
 
+
+_SHARED_EXPERTS = Blocks(shared="shared_experts")
+
+# Multi-head latent attention: every rank makes the latents of all heads, and unfolds them for its own heads.
+_LATENT_TP = {
+    "self_attn.q_a_proj": "replicated",
+    "self_attn.kv_a_proj_with_mqa": "replicated",
+    "self_attn.q_proj": "colwise",
+    "self_attn.q_b_proj": "colwise",
+    "self_attn.kv_b_proj": "colwise",
+    "self_attn.o_proj": "rowwise",
+}
+_ATTENTION_TP = {"self_attn.[qkv]_proj": "colwise", "self_attn.o_proj": "rowwise"}
 
 # Llama-4's router multiplies the experts' inputs, and its experts are stored [experts, in, out].
-_LLAMA4_BLOCKS = Blocks(mlp="feed_forward", router="router", shared="shared_expert", flattens=True, prescaled=True)
+_LLAMA4_VISION = ("Llama4ForConditionalGeneration", "language_model.model")
+_LLAMA4: Mapping[str, Any] = {
+    "blocks": Blocks(mlp="feed_forward", router="router", shared="shared_expert", flattens=True, prescaled=True),
+    "norm_epsilon": "eps",
+    "rotates_halves": False,
+}
 _LLAMA4_AUTOEP = {
     "router_pattern": "router",
     "expert_pattern": "experts",
@@ -66,52 +149,86 @@ _LLAMA4_AUTOEP = {
     "has_shared_experts": True,
     "shared_experts_pattern": "shared_expert",
 }
-_LLAMA4_VISION = ("Llama4ForConditionalGeneration", "language_model.model")
-_SHARED_EXPERTS = Blocks(shared="shared_experts")
 
 _ROWS = (
-    _row("llama", "Llama", dense=True, rotates_halves=True),
-    _row("qwen3", "Qwen3", dense=True, rotates_halves=True),
-    _row("qwen3_moe", "Qwen3Moe", autoep={"preset_model": "qwen3_moe"}, rotates_halves=True),
+    _row("llama", "Llama"),
+    _row("qwen3", "Qwen3"),
+    _row("qwen3_moe", "Qwen3Moe", autoep="qwen3_moe"),
     _row(
         "qwen2_moe",
         "Qwen2Moe",
         blocks=Blocks(shared="shared_expert", shared_gate="shared_expert_gate", flattens=True),
-        autoep={"preset_model": "qwen3_moe"},
-        rotates_halves=True,
+        autoep="qwen3_moe",
+        tp_plan={
+            "mlp.experts.gate_up_proj": "packed_colwise",  # transformers 5.17 leaves the experts out
+            "mlp.experts.down_proj": "rowwise",
+            "mlp.shared_expert.gate_proj": "colwise",
+            "mlp.shared_expert.up_proj": "colwise",
+            "mlp.shared_expert.down_proj": "rowwise",
+        },
     ),
-    _row("mixtral", "Mixtral", autoep={"preset_model": "mixtral"}, rotates_halves=True),
-    _row("olmoe", "Olmoe", autoep={"preset_model": "qwen3_moe"}, rotates_halves=True),
-    _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v3"}, rotates_halves=True),
-    _row("deepseek_v2", "DeepseekV2", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v2"}),
-    _row("deepseek_v3", "DeepseekV3", blocks=_SHARED_EXPERTS, autoep={"preset_model": "deepseek_v3"}),
+    _row("mixtral", "Mixtral", autoep="mixtral", vllm={"mlp": "block_sparse_moe"}),
+    _row(
+        "olmoe",
+        "Olmoe",
+        autoep="qwen3_moe",
+        tp_plan=_ATTENTION_TP,  # transformers gathers all heads, because of the norms
+        norms_over_heads=("self_attn.q_norm", "self_attn.k_norm"),
+    ),
+    _row("glm4_moe", "Glm4Moe", blocks=_SHARED_EXPERTS, autoep="deepseek_v3", later_layers=True),
+    _row(
+        "deepseek_v2",
+        "DeepseekV2",
+        blocks=_SHARED_EXPERTS,
+        autoep="deepseek_v2",
+        rotates_halves=False,
+        tp_plan=_LATENT_TP,
+        vllm={"rescales_float16": True},
+    ),
+    _row(
+        "deepseek_v3",
+        "DeepseekV3",
+        blocks=_SHARED_EXPERTS,
+        autoep="deepseek_v3",
+        rotates_halves=False,
+        tp_plan=_LATENT_TP,
+        vllm={"rescales_float16": True},
+        later_layers=True,
+    ),
     _row(
         "gpt_oss",
         "GptOss",
         blocks=Blocks(router="router"),
         no_ep="DeepSpeed AutoEP has no expert biases, which gpt_oss needs",
         packs=False,
+        rotates_halves=False,
+        tp_plan={
+            **_ATTENTION_TP,
+            "self_attn.sinks": "colwise",
+            # The experts are stored [experts, in, out]. Columns of gate and up alternate, so that a range of columns
+            # holds whole pairs.
+            "mlp.experts.gate_up_proj": "rowwise",
+            "mlp.experts.gate_up_proj_bias": "colwise",
+            "mlp.experts.down_proj": "colwise",
+            "mlp.experts.down_proj_bias": "rowwise",
+        },
+        vllm={"attn": "attn", "hidden_first": True},
     ),
     _row(
         "llama4_text",
         "Llama4Text",
-        classes={
-            "AutoModel": ("Llama4TextModel", ""),
-            "AutoModelForCausalLM": ("Llama4ForCausalLM", "model"),
-        },
-        blocks=_LLAMA4_BLOCKS,
+        classes={"AutoModel": ("Llama4TextModel", ""), "AutoModelForCausalLM": ("Llama4ForCausalLM", "model")},
         autoep={"moe_layer_pattern": r"model\.layers\.\d+\.feed_forward", **_LLAMA4_AUTOEP},
-        norm_epsilon="eps",
+        **_LLAMA4,
     ),
     _row(
         "llama4",
         "Llama4",
         # One class serves text and images, so that no tensor is lost when the model is used for text only.
         classes={auto: _LLAMA4_VISION for auto in ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText")},
-        blocks=_LLAMA4_BLOCKS,
-        text_config="text_config",
         autoep={"moe_layer_pattern": r"language_model\.model\.layers\.\d+\.feed_forward", **_LLAMA4_AUTOEP},
-        norm_epsilon="eps",
+        text_config="text_config",
+        **_LLAMA4,
     ),
 )
 

@@ -17,11 +17,13 @@ from transformers.conversion_mapping import (
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..errors import BadInputError, ConfigError
+from ..extras import require_extra
 from ..foreign_errors import first_line
 from .archs import ARCHS, Arch
 from .config_keys import PREFIX, WEIGHTS_FILE, expert_count
 from .fused.model import fuse_parts
 from .load_options import default_dtype
+from .products import family, supported
 from .wiring import WiredModel, hf_parts, wire_layers
 from .wiring_block import DESYNC, Wiring
 
@@ -34,8 +36,8 @@ def arch_of(config: PretrainedConfig) -> Arch:
     """
     model_type = config.model_type.removeprefix(PREFIX)
     if model_type not in ARCHS:
-        hint = f"Supported: {', '.join(ARCHS)}. CONTRIBUTING.md says how to add one."
-        raise BadInputError(f"model_type {model_type!r} is not supported", hint)
+        hint = f"Supported: {supported()}. docs/adding_an_architecture.md says how to add one."
+        raise BadInputError(f"model_type {model_type!r}{family(model_type)} is not supported", hint)
     return ARCHS[model_type]
 
 
@@ -161,7 +163,7 @@ def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     arch = arch_of(config)
     if config.model_type.startswith(PREFIX):
         return model_classes(arch.model_type)["AutoModelForCausalLM"]
-    return getattr(transformers, arch.classes["AutoModelForCausalLM"][0])
+    return getattr(transformers, arch.causal_lm)
 
 
 def register() -> None:
@@ -265,4 +267,5 @@ def load_on_device(path: str | Path, *, device: str | None, dtype: str | None) -
     kind = getattr(torch, dtype or default_dtype(device == "cpu"))
     if device == "cpu":
         return load_model(path, dtype=kind, device=device)
+    require_extra("eval", "a model that is spread over GPUs", "accelerate")
     return load_model(path, dtype=kind, device_map="auto")

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def swap_classes(
-    model: nn.Module, mixin: type[Any], concerns: Callable[[nn.Module], bool], swapped: bool, **attributes: str
+    model: nn.Module, mixin: type[Any], concerns: Callable[[nn.Module], bool], swapped: bool, **attributes: str | int
 ) -> None:
     """Let a mixin compute the modules that it concerns, or restore their own classes. The call can be repeated.
 
@@ -27,6 +27,6 @@ def swap_classes(
 
 
 @cache
-def _with_mixin(mixin: type[Any], cls: type[nn.Module], **attributes: str) -> type[nn.Module]:
+def _with_mixin(mixin: type[Any], cls: type[nn.Module], **attributes: str | int) -> type[nn.Module]:
     # The class keeps its name, by which transformers finds modules and initialises norms.
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "unfused": cls, **attributes})

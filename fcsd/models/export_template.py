@@ -86,10 +86,9 @@ def converted_files(raw: Mapping[str, Any], arch: Arch, block: Mapping[str, Any]
     Returns:
         File name -> text.
     """
-    base, _ = arch.classes["AutoModelForCausalLM"]
     own = {
         "model_type": PREFIX + arch.model_type,
-        "architectures": [f"Fcsd{base}"],
+        "architectures": [arch.wired_causal_lm],
         "auto_map": auto_map(arch),
         WEIGHTS_FILE: REFUSAL,
         "fcsd": block,

@@ -11,7 +11,7 @@ no other node can read it or add to it.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,24 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from fcsd.parallel import order
-from fcsd.parallel.transports.codec import Codec
 from fcsd.parallel.transports.traffic import Traffic
 from fcsd.parallel.transports.transport import Splits, Transport, Work, all_to_all
-from fcsd.parallel.turns import yield_turn
+
+
+class Codec(Protocol):
+    """Encodes rows as records of bytes and decodes them, on the current stream.
+
+    ``Exchange`` sends the records through any transport, which copies them unchanged. The codecs of a ``FusedPermute``
+    move rows as well: they make several records of a row, or decode another number of rows than there are records.
+    """
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """``[rows, width]`` of a floating dtype -> a new ``uint8 [rows, bytes of a record]``."""
+        ...
+
+    def decode(self, records: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """``uint8 [rows, bytes of a record]`` -> a new ``[rows, width]`` of ``dtype``."""
+        ...
 
 
 @dataclass
@@ -38,7 +52,7 @@ class Exchange:
         kept: whether the rows that arrive are saved for the backward pass.
         transport: how the rows travel.
         eager: whether every collective is awaited where it starts.
-        codec: packs the rows into records for the wire; None sends the rows as they are.
+        codec: packs the rows into records; None sends the rows as they are.
         back_codec: packs the gradients in the same way.
         traffic: counts the bytes that are sent; None does not count.
         ready: the CUDA event after which the rows to send are complete. With it, the forward launch does not wait for
@@ -95,7 +109,6 @@ class Exchange:
     def land(self) -> Tensor:
         """Wait for the received rows ``[received, hidden]``. Afterwards the exchange refers to no buffer."""
         assert self.in_flight is not None, f"{self.name} of layer {self.layer} has not been launched"
-        yield_turn()
         work, received, _ = self.in_flight
         self.in_flight = None
         work.wait()

@@ -12,12 +12,14 @@ same order, or in the same groups where ``_private`` makes groups.
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
+from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
@@ -27,12 +29,10 @@ from fcsd.models.wiring import DESYNC, LayerWiring, WiredLayer, Wiring, _refuse_
 from fcsd.parallel import order, process_settings
 from fcsd.parallel.attention import Around, after_projections, join_attention, split_attention
 from fcsd.parallel.expert.autoep import has_partitioned_parameters
-from fcsd.parallel.expert.block import ExpertBlock
+from fcsd.parallel.expert.block import ExpertBlock, expert_block
 from fcsd.parallel.expert.blocking import wire_parallel
-from fcsd.parallel.expert.dispatcher import Dispatcher, MakeDispatcher, Mode, Wire
-from fcsd.parallel.expert.flat import FlatDispatcher
-from fcsd.parallel.expert.lookup import expert_block
-from fcsd.parallel.in_flight import InFlight
+from fcsd.parallel.expert.dispatcher import Combined, Dispatched, Dispatcher, Mode, Packed, Transfer
+from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.traffic import Traffic
@@ -60,7 +60,7 @@ class Schedule:
     transport: Transport = all_to_all
     eager: bool = False
     launch: Place = "before_core"
-    dispatcher: MakeDispatcher = FlatDispatcher
+    dispatcher: Dispatcher = flat
 
 
 # Maps the read depths of (attention, MLP) to a schedule. An MLP that reads its own layer's attention starts after it.
@@ -82,15 +82,42 @@ class LayerOverlap(LayerWiring):
         index: 0-based index of the decoder layer.
         schedule: when its collectives start, and what hides them.
         block: its MoE block; None for a dense layer.
-        wire: how its rows travel.
+        transfer: how its rows travel.
         accumulations: autograd's nodes that accumulate the gradients of its experts.
     """
 
     index: int
     schedule: Schedule
     block: ExpertBlock | None
-    wire: Wire
+    transfer: Transfer
     accumulations: list[Any]
+
+
+class InFlight:
+    """A full stream whose last output may still be in flight.
+
+    Under activation checkpointing ``land`` is called inside the *next* layer, but the tensors that it saves for the
+    backward pass belong to the layer that launched the output. ``land`` therefore uses the saved-tensor hooks that were
+    active when this object was made. The full stream is kept, because a recompute of the next layer reads it again.
+
+    Args:
+        land: waits for the output and returns the stream ``[batch, seq, hidden]``; called once.
+    """
+
+    def __init__(self, land: Callable[[], Tensor]) -> None:
+        self._land: Callable[[], Tensor] | None = land
+        self._hooks = _autograd._top_saved_tensors_default_hooks(True)
+        self._full: Tensor | None = None
+
+    def land(self) -> Tensor:
+        """The full stream ``[batch, seq, hidden]``; the first call waits."""
+        if self._land is not None:
+            hooks = nullcontext() if self._hooks is None else torch.autograd.graph.saved_tensors_hooks(*self._hooks)
+            with hooks:
+                self._full = self._land()
+            self._land = self._hooks = None
+        assert self._full is not None
+        return self._full
 
 
 class OverlappedLayer(WiredLayer):
@@ -137,54 +164,58 @@ class _Mlp:
         self.layer, self.plan = layer, layer.fcsd
         self.dispatch_awaited_at = dispatch_awaited_at
         self.combine_awaited_at: int | None = None
-        self.dispatcher: Dispatcher | None = None
+        self.packed: Packed | None = None
+        self.handle: Dispatched | None = None
 
     def start(self, stream: Tensor) -> None:
         """Normalise ``stream [batch, seq, hidden]``, route and pack tokens; without a side stream start dispatch."""
         self.x = self.layer.post_attention_layernorm(stream)
         plan = self.plan
         if plan.block is not None:
-            self.dispatcher = plan.schedule.dispatcher(plan.block, plan.index, self.x, plan.wire)
+            self.packed = plan.schedule.dispatcher(plan.block, plan.index, self.x, plan.transfer)
             if self.dispatch_awaited_at is None:
                 self.dispatch_awaited_at = order.mark()
-            if plan.wire.side is None:
+            if plan.transfer.side is None:
                 self.advance()
 
     def advance(self) -> None:
         """Start the exchanges that can start, if this MLP has started."""
-        if self.dispatcher is not None:
-            self.dispatcher.advance(self.dispatch_awaited_at)
+        if self.packed is not None:
+            packed, self.packed = self.packed, None
+            self.handle = packed.dispatch(self.dispatch_awaited_at)
+        elif self.handle is not None:
+            self.handle = self.handle.forward()
 
     def finish(self, full: Tensor) -> Any:
         """The streams for the next layer: ``full [batch, seq, hidden]`` plus this MLP's output, as the wiring says."""
-        shared, dispatcher = self.plan.parts(self.layer).shared, self.dispatcher
-        settled = None
-        if shared is not None and (dispatcher is None or self.plan.schedule.shared_covers == "dispatch"):
+        shared, block = self.plan.parts(self.layer).shared, self.plan.block
+        settled = combined = None
+        if shared is not None and (block is None or self.plan.schedule.shared_covers == "dispatch"):
             settled = shared(self.x)
-        if dispatcher is not None:
+        if block is not None:
             self.advance()
             # The gradient of dispatch is sent before the experts' gradients are accumulated and ZeRO's hooks run. A
             # recompute runs in another thread with other numbers, so the nodes keep the numbers of the first pass.
-            assert self.dispatch_awaited_at is not None
+            assert self.dispatch_awaited_at is not None and self.handle is not None
             if not order.in_backward():
                 for node in self.plan.accumulations:
                     node._set_sequence_nr(self.dispatch_awaited_at + 1)
-            dispatcher.run_experts(self.combine_awaited_at)
+            combined = self.handle.combine(self.combine_awaited_at)
             if shared is not None and settled is None:
                 settled = shared(self.x)
-            self.advance()
+            combined = combined.forward()
         below = full
         if self.plan.settles_shared and settled is not None:
             below, settled = full + settled, None
-        in_flight = InFlight(partial(_add, below, dispatcher, settled))
+        in_flight = InFlight(partial(_add, below, combined, settled))
         # A recompute must save all tensors inside this layer. Captured hidden states must be full streams.
-        awaited = self.plan.hands_on == 1 or dispatcher is None or order.in_backward() or _captures_hidden_states()
+        awaited = self.plan.hands_on == 1 or combined is None or order.in_backward() or _captures_hidden_states()
         first = in_flight.land() if awaited else in_flight
         return first if self.plan.hands_on == 1 else (first, below)
 
 
-def _add(below: Tensor, dispatcher: Dispatcher | None, settled: Tensor | None) -> Tensor:
-    routed = None if dispatcher is None else dispatcher.land()
+def _add(below: Tensor, combined: Combined | None, settled: Tensor | None) -> Tensor:
+    routed = None if combined is None else combined.land()
     if settled is not None:
         routed = settled if routed is None else routed + settled
     return below if routed is None else below + routed
@@ -210,7 +241,7 @@ def overlap(
     choose: Callable[[LayerWiring, Schedule], Schedule] = lambda _, schedule: schedule,
     fused: bool = False,
     transport: Transport = all_to_all,
-    dispatcher: MakeDispatcher = FlatDispatcher,
+    dispatcher: Dispatcher = flat,
     quantiser: Quantiser | None = None,
     traffic: Traffic | None = None,
 ) -> None:
@@ -223,7 +254,7 @@ def overlap(
         fused: see ``wire_parallel``.
         transport: how the rows travel; ``choose`` may replace it for a layer.
         dispatcher: what carries the rows to the experts and back; ``choose`` may replace it for a layer.
-        quantiser: rounds the rows to the formats of the wire; None sends them as they are.
+        quantiser: rounds the rows to the formats of quantised communication; None sends them as they are.
         traffic: counts the bytes that are sent; None does not count.
 
     Raises:
@@ -259,13 +290,14 @@ def overlap(
         if plan.mlp == 0 and schedule.start != "after_attn":
             raise ConfigError(f"layer {index}: its MLP reads its own attention and cannot start {schedule.start}")
         schedule = replace(schedule, eager=schedule.eager or mode == "eager-sync")
+        running: Mode = "eager-sync" if schedule.eager else "on"
         block = expert_block(layer.get_submodule(mlp))
         layer.fcsd = LayerOverlap(
             **{f.name: getattr(plan, f.name) for f in fields(plan)},
             index=index,
             schedule=schedule,
             block=block,
-            wire=Wire(schedule.transport, "eager-sync" if schedule.eager else "on", side, fused, quantiser, traffic),
+            transfer=Transfer(schedule.transport, running, side, fused, quantiser, traffic),
             accumulations=[] if block is None else order.accumulations(block.experts),
         )
         layer.__class__ = wired_class(OverlappedLayer, layer.unwired)

@@ -2,9 +2,9 @@
 
 No weight is read. ``setup`` takes from the recipe what the plan depends on. ``model`` counts the parameters of the
 architecture. ``activations`` measures what its layers keep for the backward pass. ``memory`` adds up the memory of a
-GPU. ``speed`` computes time and cost. ``search`` finds a change that makes a recipe fit. ``uncounted`` names what the
-plan leaves out. ``configs`` holds the configurations of the models in the packaged recipes, so that planning also works
-without the hub.
+GPU. ``speed`` computes time and cost. ``search`` finds a change that makes a recipe fit, or faster. ``uncounted`` names
+what the plan leaves out. ``configs`` holds the configurations of the models in the packaged recipes, so that planning
+also works without the hub.
 """
 
 import math
@@ -13,13 +13,16 @@ from dataclasses import dataclass, replace
 
 from fcsd.config import Recipe, ResolvedRecipe, accumulation, vary
 from fcsd.errors import ConfigError, DoesNotFitError
-from fcsd.parallel.expert.formats import check_formats, formats_of
+from fcsd.parallel.expert.dispatcher import check_formats
+from fcsd.parallel.quantised.rows import formats_of
 from fcsd.plan.memory import Memory, disk_bytes, host_bytes, memory
 from fcsd.plan.model import MetaModel, ModelNumbers
-from fcsd.plan.search import assignments, changes, cheapest, larger_micro_batches
+from fcsd.plan.search import assignments, changes, cheapest, quicker
 from fcsd.plan.setup import GIB, Hardware, Setup, setup_of
 from fcsd.plan.speed import Speed, readable, speed
 from fcsd.plan.uncounted import uncounted
+
+GAIN = 0.95  # a change that leaves more of the hours than this is not worth a line; plans are less exact than that
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class Plan:
             the host.
         disk: bytes of the checkpoints that exist at the same time, and of the teacher cache.
         change: the cheapest change that makes the recipe fit. None if it fits, or if no change makes it fit.
-        faster: the micro-batches with which a run that fits and that the host limits is fastest; otherwise None.
+        faster: the micro-batches, with or without recompute, with which a run that fits is fastest, the assignment that
+            gains most first; None if they gain less than a twentieth of the hours.
         packaged: names of the models whose configuration comes from ``fcsd/plan/configs``, because neither the hub nor
             its cache had it.
         not_counted: settings of the recipe whose effect the plan does not know, each with a few words about it.
@@ -163,13 +167,16 @@ def plan_setup(
     def memory_of(setup: Setup, hardware: Hardware) -> Memory:
         return memory(model.numbers, teacher, model.layer_bytes(setup), setup, hardware)
 
-    def changed(new: Setup, hardware: Hardware) -> Change:
+    def hours_of(new: Setup, hardware: Hardware = hardware) -> float:
+        return speed(model.numbers, teacher, new, hardware, utilisation).hours
+
+    def changed(new: Setup, hardware: Hardware, written: list[str]) -> Change:
         return Change(
-            written=changes(setup, new, hardware),
+            written=written,
             total=memory_of(new, hardware).total,
             disk=disk_bytes(model.numbers, new),
             host=host_bytes(model.numbers, new),
-            hours=speed(model.numbers, teacher, new, hardware, utilisation).hours,
+            hours=hours_of(new, hardware),
         )
 
     def possible(new: Setup, hardware: Hardware) -> bool:
@@ -179,10 +186,12 @@ def plan_setup(
     time, change, faster = speed(model.numbers, teacher, setup, hardware, utilisation), None, None
     if not needed.fits:
         found = cheapest(setup, hardware, experts, possible)
-        change = None if found is None else changed(*found)
-    elif time.limited_by_host:
-        larger = [changed(new, hardware) for new in larger_micro_batches(setup, experts) if possible(new, hardware)]
-        faster = min(larger, key=lambda one: one.hours, default=None)
+        change = None if found is None else changed(*found, written=changes(setup, *found))
+    elif (best := _best([new for new in quicker(setup, experts) if possible(new, hardware)], hours_of)) is not None:
+        parts = replace(setup, micro_batch_size=best.micro_batch_size), replace(setup, recompute=best.recompute)
+        written = [text for part in sorted(parts, key=hours_of) for text in changes(setup, part, hardware)]
+        faster = changed(best, hardware, written)
+        faster = faster if faster.hours <= GAIN * time.hours else None
     return Plan(
         name=name,
         numbers=model.numbers,
@@ -195,6 +204,12 @@ def plan_setup(
         change=change,
         faster=faster,
     )
+
+
+def _best(setups: list[Setup], hours_of: Callable[[Setup], float]) -> Setup | None:
+    """The first setup, and so the one with the smallest micro-batch, whose hours are the fewest up to a fiftieth."""
+    least = min(map(hours_of, setups), default=0.0)
+    return next((setup for setup in setups if hours_of(setup) <= 1.02 * least), None)
 
 
 def _misplaced(setup: Setup, experts: int) -> ConfigError:

@@ -4,8 +4,8 @@ The step is computation, whose time comes from ``fcsd.plan.speed``, and what the
 gradients leave exposed, whose times come from a machine file and ``fcsd.parallel.cost``. The standard wiring awaits
 every all-to-all at once. Under farskip each of them has a cover (FarSkip Figure 10), which is estimated from FLOPs.
 
-``tests/plan/test_cluster.py`` compares predictions for one node with the runs in ``docs/results``. No prediction for
-several nodes has been compared with a run.
+``tests/plan/test_cluster.py`` compares predictions for one node with the runs in ``benchmarks/results``. No prediction
+for several nodes has been compared with a run.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from fcsd.plan.speed import micro_batch_seconds, update_seconds
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 # FLOP/s of an H200 in the computation that covers all-to-alls in a forward pass: in attention itself, and in the
-# products with weights around it. With them the covers of three shapes are within 45 % of those that `fcsd bench train`
+# products with weights around it. With them the covers of three shapes are within 45 % of those that `fcsd bench step`
 # has measured on four H200s, and their sum within 20 %.
 ATTENTION_RATE = 380e12
 PRODUCT_RATE = 700e12

@@ -127,7 +127,7 @@ def loss_bytes(model: ModelNumbers, setup: Setup) -> tuple[int, int]:
 
     Logits are in fp32 and exist for half a chunk at a time, for KL from both models. Their gradient exists for a whole
     chunk in the weights' dtype. For KL in bf16 this makes 6 bytes per logit: 315 MB were measured for 512 tokens and
-    a vocabulary of 102 400 (docs/RESULTS.md).
+    a vocabulary of 102 400 (benchmarks/results/RESULTS.md).
     """
     tokens = setup.micro_batch_size * setup.seq_len
     logits = min(setup.chunk_tokens or automatic_chunk(model.vocab), tokens) * model.vocab

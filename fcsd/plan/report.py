@@ -15,7 +15,11 @@ def to_text(plan: Plan) -> str:
     """Formats a plan as text: parameters, memory by part at the fullest moment, disk, time, cost and the verdict."""
     verdict = "fits" if plan.memory.fits else f"does not fit; {plan.advice()}"
     rows = [*_costs(plan), *(("not counted", text) for text in plan.not_counted), ("verdict", verdict)]
-    return "\n".join([*map(_row, _run(plan)), *_memory(plan), *map(_row, rows)])
+    lines = [*map(_row, _run(plan)), *_memory(plan), *map(_row, rows)]
+    if (new := plan.faster) is not None:
+        taken = f"{readable(new.hours)} instead of {readable(plan.speed.hours)}, {_gib(new.total).strip()} of each GPU"
+        lines += [_row(("faster", f"{taken}, with")), " ".join(new.written)]  # a line that can be pasted
+    return "\n".join(lines)
 
 
 def _row(row: tuple[str, str]) -> str:
@@ -34,10 +38,9 @@ def _run(plan: Plan) -> list[tuple[str, str]]:
     nodes = f" on {hardware.nodes} nodes" if hardware.nodes > 1 else ""
     gpus = "1 GPU" if hardware.world == 1 else f"{hardware.world} GPUs"
     divided = f", experts divided among {setup.ep_size} GPUs" if setup.ep_size > 1 else ""
-    rows = [("recipe", plan.name)]
-    if hardware.source:
-        rows.append(("hardware", hardware.source))
+    rows = [("hardware", hardware.source)] if hardware.source else []  # what everything below it assumes
     rows += [
+        ("recipe", plan.name),
         ("parameters", parameters),
         (
             "run",
@@ -69,6 +72,7 @@ def _costs(plan: Plan) -> list[tuple[str, str]]:
     """The rows about host memory, disk, time and money, and what they assume."""
     setup, hardware, speed = plan.setup, plan.hardware, plan.speed
     rate = f"the {PEAK[setup.dtype] / 1e12:g} TFLOP/s of each GPU"
+    shorter = "" if plan.faster is None else f"; {readable(plan.faster.hours)} with the settings of `faster`"
     cost = "" if speed.cost is None else f", cost {speed.cost:,.0f} at {hardware.price:g} per GPU-hour"
     rows = [
         ("host memory", f"{_host(plan)}{_copy(plan)}"),
@@ -76,7 +80,7 @@ def _costs(plan: Plan) -> list[tuple[str, str]]:
         (
             "time",
             f"{setup.tokens:,} tokens at {speed.tokens_per_second:,.0f} tokens/s: {readable(speed.hours)}, "
-            f"{_gpu_time(speed)}{cost}",
+            f"{_gpu_time(speed)}{cost}{shorter}",
         ),
         ("of these", _parts(speed)),
         ("speed", f"{speed.utilisation:.1%} of {rate}; --mfu plans with a share that you measured"),
@@ -88,8 +92,7 @@ def _costs(plan: Plan) -> list[tuple[str, str]]:
         measured = "one run has measured the first" if setup.offload == "moments" else "no run has measured it"
         rows.append(("assumed", f"for {_PLACES[setup.offload]}: {rates}; {measured}"))
     if speed.limited_by_host:
-        better = "" if plan.faster is None else f"; faster is {plan.described(plan.faster)}"
-        rows.append(("note", f"the host takes longer to start the kernels than the GPU to run them{better}"))
+        rows.append(("note", "the host takes longer to start the kernels than the GPU to run them"))
     return rows
 
 

@@ -26,7 +26,7 @@ class Hardware:
         nodes: nodes of the run.
         memory: nominal memory of one GPU in GiB (an H200 has 141, of which torch sees 139.8).
         price: price of one GPU for an hour, in any currency.
-        source: a sentence that says where these figures come from; empty if the user gave them.
+        source: a sentence that says where these figures come from; empty if the caller gave them.
 
     Raises:
         ConfigError: the memory or the price is no plausible number, such as infinity.
@@ -50,17 +50,18 @@ class Hardware:
         return self.gpus * self.nodes
 
 
-def present(world: int) -> Hardware:
-    """Hardware of ``world`` GPUs of the type that this machine has; H200s are assumed if it has none.
+def present(gpus: int, nodes: int = 1, price: float | None = None) -> Hardware:
+    """Hardware of ``gpus`` GPUs in each node, of the type that this machine has; H200s are assumed if it has none.
 
-    The machine itself may have fewer GPUs than ``world``.
+    The machine itself may have fewer GPUs.
     """
     if not torch.cuda.is_available():
-        return Hardware(world, source="no GPU is present here, so the plan assumes H200s of 141 GiB")
+        source = "no GPU is present here, so the plan assumes H200s of 141 GiB; fcsd plan --gpu-mem plans for others"
+        return Hardware(gpus, nodes, price=price, source=source)
     properties = torch.cuda.get_device_properties(0)
     seen = properties.total_memory / GIB
     source = f"{properties.name} with {seen:.1f} GiB, as present here; hours assume the arithmetic of an H200"
-    return Hardware(world, memory=seen / USABLE, source=source)
+    return Hardware(gpus, nodes, memory=seen / USABLE, price=price, source=source)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ kernels while the device computes:
 - The host's time is a constant for each pass through a layer. It limits small models and small micro-batches.
 
 The optimizer adds a time for each parameter that a GPU updates. The constants were fitted to runs on H200s, which
-``docs/results/plan_runs.json`` lists. ``tests/plan/test_measured_runs.py`` repeats the fit and predicts each run from
-the others.
+``benchmarks/results/plan_runs.json`` lists. ``tests/plan/test_measured_runs.py`` repeats the fit and predicts each run
+from the others.
 """
 
 import math

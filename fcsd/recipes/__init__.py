@@ -1,15 +1,16 @@
-"""Finds, lists, reads and copies the packaged recipes."""
+"""Finds, lists and reads the packaged recipes."""
 
 import difflib
 import os
 import re
 from pathlib import Path
 
-from fcsd.errors import ConfigError, DiskError
+from fcsd.errors import ConfigError
 
 # In a wheel the YAML lies beside this file; in a checkout, at the root of the repository.
 _PACKAGED = Path(__file__).parent / "_data"
 _FOLDER = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[2] / "recipes"
+_HARDWARE = re.compile(r"^# Hardware: ((?:planned for|run on) [^.:\n]+)", re.MULTILINE)
 _FIRST = re.compile(r"^#.*\bFirst: (fcsd convert \S+ (\S+).*)$", re.MULTILINE)
 
 
@@ -26,15 +27,20 @@ def find(path_or_name: str) -> Path:
     """
     if "/" in path_or_name or path_or_name.endswith((".yaml", ".yml")):
         return Path(path_or_name)
-    return _packaged(path_or_name)
+    return packaged(path_or_name)
 
 
 def read(name: str) -> str:
     """The text of a packaged recipe, comments included."""
-    return _packaged(name).read_text(encoding="utf-8")
+    return packaged(name).read_text(encoding="utf-8")
 
 
-def _packaged(name: str) -> Path:
+def packaged(name: str) -> Path:
+    """The file of a packaged recipe.
+
+    Raises:
+        ConfigError: there is no recipe of that name.
+    """
     if name not in names():
         close = difflib.get_close_matches(name, names(), n=1)
         meant = f"Did you mean {close[0]!r}? " if close else ""
@@ -64,26 +70,8 @@ def conversion(text: str, model: str) -> str | None:
 
 
 def summary(name: str) -> str:
-    """The first comment line of a packaged recipe, which says what the recipe is for."""
-    return read(name).partition("\n")[0].removeprefix("# ")
-
-
-def copy(name: str, out: Path) -> Path:
-    """Writes a packaged recipe to `out`, which is a file or an existing directory, so that the user can edit it.
-
-    Raises:
-        ConfigError: there is no such recipe, the file exists, or its folder does not. Nothing is overwritten.
-        DiskError: the file cannot be written.
-    """
+    """What the comments of a packaged recipe say it is for, and on which hardware it was run or is planned."""
     text = read(name)
-    target = out / f"{name}.yaml" if out.is_dir() else out
-    if not os.path.isdir(target.parent):
-        raise ConfigError(f"{target}: the folder {target.parent} does not exist", hint="Make it, or name another one.")
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise ConfigError(f"{target} exists", hint="Choose another --out. Nothing was overwritten.") from error
-    except OSError as error:
-        raise DiskError(f"{target}: cannot be written: {error.strerror}") from error
-    return target
+    [hardware] = _HARDWARE.findall(text)
+    first = text.partition("\n")[0].removeprefix("# ")
+    return f"{first} {hardware[0].upper()}{hardware[1:]}."

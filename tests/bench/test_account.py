@@ -2,17 +2,12 @@
 
 import gzip
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
 from fcsd.bench.account import BETWEEN, STATES, read_account, to_text
-from fcsd.bench.training.record import record
-from fcsd.distill.step.phases import PREFIX, phase
 from fcsd.errors import BadInputError
-from fcsd.launch.world import World
 
 
 def write(path: Path, *events: dict) -> Path:
@@ -35,7 +30,6 @@ def on_device(correlation: int, ts: float, dur: float, name: str = "gemm", cat: 
 
 
 STEP = [
-    on_host("fcsd.phase::beside", 100, 60, tid=3),  # another thread's: it does not count for the main thread
     on_host("fcsd.phase::teacher", 0, 100),
     on_host("fcsd.phase::student", 100, 100),
     on_host("fcsd.phase::loss", 150, 20),  # nested: the innermost counts
@@ -70,25 +64,6 @@ def test_every_moment_counts_once(tmp_path: Path) -> None:
     assert "student 2.5 ms (20% hidden), backward 3.0 ms (17% hidden)" in to_text(account)
     assert account.synchronisations == {"backward": (1, 15.0)}
     assert "backward 1 (15.0 ms)" in to_text(account)
-
-
-def test_a_trace_has_the_ranges_of_threads_that_ran_before_it(tmp_path: Path) -> None:
-    """As that of the teacher, which lives as long as the run."""
-
-    def step() -> None:
-        with phase("student"):
-            beside.submit(teacher).result()
-
-    def teacher() -> None:
-        with phase("teacher"):
-            torch.ones(1).add_(1)
-
-    with ThreadPoolExecutor(1) as beside:
-        beside.submit(teacher).result()
-        record(step, tmp_path / "rank-0.json.gz", World(0, 1, torch.device("cpu")))
-    events = json.loads(gzip.decompress((tmp_path / "rank-0.json.gz").read_bytes()))["traceEvents"]
-    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
-    assert names.count(PREFIX + "student") == names.count(PREFIX + "teacher") == 1
 
 
 def test_a_trace_without_a_device_is_refused(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.distill import memory_settings
 from ranks import fcsd
 from typer.testing import CliRunner
 
-from fcsd.bench import memory, memory_settings
+from fcsd.bench import memory
 from fcsd.bench.memory import MOMENTS, predicted, random_corpus, to_text
 from fcsd.bench.shapes import SHAPES
 from fcsd.cli.bench import app as bench_app
@@ -73,7 +74,7 @@ def test_the_three_places_of_the_optimizer_are_compared_in_turns(repo, tmp_path)
     """The script at a tiny size, without a GPU."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "OUT": str(tmp_path), "PATH": path, "PYTHONPATH": str(repo)}
-    command = [repo / "scripts/h200_memory.sh", "1", "2", "tiny", "64", "1"]
+    command = [repo / "benchmarks/distill/memory.sh", "1", "2", "tiny", "64", "1"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "settings.json").read_text())

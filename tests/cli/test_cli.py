@@ -28,10 +28,11 @@ from typer.testing import CliRunner, Result
 from fcsd import __version__, errors
 from fcsd.cli import command
 from fcsd.cli.main import app
+from fcsd.cli.panels import ALL, MANY, PANELS, REST, panels
 from fcsd.foreign_errors import _TABLE, translate
 
 COMMANDS = ["inspect", "convert", "distill", "eval", "export", "push", "env"]
-RECIPES = [["recipes", "list"], ["recipes", "show"], ["recipes", "copy"], ["recipes", "migrate"]]
+RECIPES = [["recipes", "list"], ["recipes", "show"], ["recipes", "copy"]]
 
 
 def run(*args: str) -> Result:
@@ -76,6 +77,43 @@ def test_help_loads_no_heavy_library(args: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert "Usage:" in done.stdout
     assert done.stdout.endswith("LOADED []\n")
+
+
+def test_the_shell_completes_commands_and_options_without_a_heavy_library() -> None:
+    assert {"--install-completion", "--show-completion"} <= set(run("--help").stdout.split())
+    code = (
+        "import sys; import fcsd.cli.main as cli\n"
+        "sys.argv[0], cli.leave = 'fcsd', lambda end: None\n"
+        "cli.main(); print('LOADED', sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+
+    def completed(line: str) -> list[str]:
+        env = {**os.environ, "_FCSD_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+        *found, loaded = done.stdout.splitlines()
+        assert loaded == "LOADED []", done.stderr
+        return found
+
+    assert completed("fcsd ex") == ["export"] and completed("fcsd recipes s")[0] == "show"
+    assert completed("fcsd plan --gpu") == ["--gpus", "--gpu-mem"]
+
+
+def test_a_command_with_many_options_groups_them() -> None:
+    named: set[str] = set()
+    for name, known in leaves(typer.main.get_command(app)):
+        groups = panels(known.params)
+        options = [option.name for option in known.params if option.param_type_name == "option"]
+        assert sorted(option.name for group in groups.values() for option in group) == sorted(options)
+        assert (list(groups) == [ALL]) == (len(options) < MANY), name
+        named |= set(options) if list(groups) != [ALL] else set()
+        rest = {option.name for option in groups.get(REST, [])}
+        assert len(rest) <= 7, f"{name}: name its options in PANELS"
+    assert {word for words in PANELS.values() for word in words.split()} <= named
+    text = run("eval", "--help").stdout
+    headings = ["Arguments:", "Questions:", "Comparison:", "Machine:", "Output:", "Other options:"]
+    assert [text.count(f"\n{heading}\n") for heading in headings] == [1] * 6
+    assert text.index("Comparison:") < text.index("--untrained") < text.index("Machine:") < text.index("--gpus")
+    assert "\nOptions:\n" in run("inspect", "--help").stdout
 
 
 def test_help_has_examples_and_exit_codes() -> None:
@@ -300,19 +338,6 @@ def test_export_and_push(library) -> None:
     push = library("fcsd.export.push", "push_model", "address")
     assert run("push", "final", "org/name", "--create-pr", "--revision", "b").stdout == "address\n"
     push.assert_called_once_with(Path("final"), "org/name", private=False, create_pr=True, revision="b")
-
-
-def test_an_old_recipe_is_migrated(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
-    old.write_text("name: x\nmodel: m\noutput_dir: o\ndata: {sources: [{path: a}]}\ntrain:\n  lr: 1e-3 # high\n")
-    refused = run("recipes", "show", str(old))
-    assert refused.exit_code == 2 and f"{old}:6: train.lr is now optim.lr" in refused.stderr
-    assert f"hint: `fcsd recipes migrate {old} --force` rewrites the recipe" in refused.stderr
-    assert run("recipes", "migrate", str(old)).exit_code == 2
-    assert run("recipes", "migrate", str(old), "--out", str(new)).stdout == f"{new}\n"
-    assert run("recipes", "migrate", str(old), "--force").stdout == f"{old}\n"
-    assert old.read_text() == new.read_text() and "optim:\n  lr: 1e-3 # high\n" in old.read_text()
-    assert run("recipes", "show", str(old)).exit_code == 0
 
 
 def test_recipes(tmp_path: Path) -> None:

@@ -56,8 +56,9 @@ def test_a_profiled_step_computes_the_same_and_leaves_a_trace(folder: Path, tmp_
     traces = sorted(str(path.relative_to(tmp_path / "traced")) for path in tmp_path.glob("traced/traces/*/*"))
     assert traces == [f"traces/step-{step}/rank-{rank}.json.gz" for step in (2, 4) for rank in (0, 1)]
     events = json.loads(gzip.decompress((tmp_path / "traced" / traces[0]).read_bytes()))["traceEvents"]
-    threads = {event["tid"] for event in events if event["name"] == "fcsd::dispatch.fwd.L1"}
-    assert len(threads) == 2, "the student's and that of the teacher, which runs in turns with it"
+    names = [event["name"] for event in events]
+    students = names.count("fcsd::dispatch.bwd.L1")  # the teacher has no backward pass
+    assert names.count("fcsd::dispatch.fwd.L1") == 2 * students > 0, "the student's and the teacher's"
 
 
 def test_exposed_is_what_no_computation_covers(tmp_path: Path) -> None:

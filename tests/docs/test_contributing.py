@@ -1,34 +1,72 @@
-"""Adding an architecture takes the steps that CONTRIBUTING says, and nothing else."""
+"""Adding an architecture takes the steps that docs/adding_an_architecture.md says, and nothing else."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
-import test_build
-import test_wiring
-import tiny
+import test_rotary
 
-from fcsd.models import archs, build
+from fcsd.models import archs
+from fcsd.models.archs import ARCHS, Arch
+
+# The line below which each of the two files of the page gets a new entry.
+TABLES = {"fcsd/models/archs.py": "_ROWS = (", "tests/tiny.py": "CONFIGS: dict[str, tuple[str, dict]] = {"}
 
 
 @pytest.fixture
-def newcomer(repo, monkeypatch):
-    """The architecture of CONTRIBUTING's example, added as it says; its name."""
-    section = (repo / "CONTRIBUTING.md").read_text().split("## Add an architecture")[1].split("\n## ")[0]
-    assert len(re.findall(r"^\d\. ", section, re.MULTILINE)) <= 4
-    row, config = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    arch = eval(row.strip(), vars(archs))
-    monkeypatch.setattr(build, "ARCHS", {**archs.ARCHS, arch.model_type: arch})
-    monkeypatch.setattr(tiny, "CONFIGS", {**tiny.CONFIGS, **eval("{" + config.strip() + "}")})
-    assert arch.model_type not in archs.ARCHS and arch.model_type in tiny.CONFIGS
-    return arch.model_type
+def page(repo: Path) -> str:
+    return (repo / "docs/adding_an_architecture.md").read_text()
 
 
-def test_the_newcomer_passes_what_step_three_runs(newcomer, tmp_path):
-    test_wiring.test_off_is_off(newcomer)
-    for name, variant, layers in test_wiring.WIRINGS:
-        test_wiring.test_on_is_the_table(newcomer, name, variant, layers)
-    for wiring in test_wiring.SOME:
-        test_wiring.test_cached_decoding_equals_the_full_forward(newcomer, wiring)
-    test_wiring.test_generate(newcomer)
-    test_wiring.test_gradient_checkpointing(newcomer)
-    test_build.test_save_and_load_are_exact_under_the_original_names(newcomer, tmp_path)
+def python_blocks(page: str) -> list[str]:
+    """The easy row, its tiny config, and the hard row."""
+    return [block.strip() for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
+
+
+def test_the_steps_add_the_easy_family(page: str, repo: Path, tmp_path: Path) -> None:
+    """In a copy of the repository; the commands are those of the steps."""
+    steps = page.split("## An easy family")[1].split("\n## ")[0]
+    assert len(re.findall(r"^\d\. ", steps, re.MULTILINE)) == 4
+    (chosen,) = re.findall(r'`scripts/test\.sh tests -k "(.*?)"`', steps)
+    (script,) = re.findall(r"`python (scripts/\w+\.py)`", steps)
+    family = eval(python_blocks(page)[0], vars(archs)).model_type
+    assert family in chosen.split()
+
+    for name in ("fcsd", "tests", "scripts", "docs", "recipes", "README.md", "CONTRIBUTING.md", "pyproject.toml"):
+        copy = shutil.copytree if (repo / name).is_dir() else shutil.copy
+        copy(repo / name, tmp_path / name)
+    (tmp_path / "assets").symlink_to(repo / "assets")
+    if family not in ARCHS:
+        for (name, line), entry in zip(TABLES.items(), python_blocks(page), strict=False):
+            before, after = (tmp_path / name).read_text().split(f"\n{line}\n")
+            (tmp_path / name).write_text(f"{before}\n{line}\n    {entry},\n{after}")
+
+    def run(*arguments: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+        return done.stdout
+
+    passed = re.search(r"(\d+) passed", run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", "-k", chosen))
+    assert passed is not None and int(passed[1]) > 50
+    run(script)
+    assert f"`{family}`" in (tmp_path / "README.md").read_text()
+
+
+def test_the_hard_row_is_that_of_the_table_and_every_field_is_explained(page: str) -> None:
+    row = eval(python_blocks(page)[2], vars(archs))
+    assert row == ARCHS[row.model_type]
+    assert [field.name for field in fields(Arch) if f"`{field.name}`" not in page] == ["model_type"]
+
+
+def test_a_forgotten_exception_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a default row the hard family does not pass: its kernel would rotate by other angles."""
+    monkeypatch.setitem(ARCHS, "gpt_oss", archs._row("gpt_oss", "GptOss"))  # pyright: ignore
+    with pytest.raises(AssertionError):
+        test_rotary.test_a_model_with_fused_rotations_computes_the_same_and_becomes_itself_again("gpt_oss")

@@ -1,10 +1,9 @@
 """docs/python.md is true: its blocks run, in their order, as one script in one process, and print what it says."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+import ranks
 
 import fcsd
 
@@ -15,10 +14,7 @@ def test_the_page_runs_as_printed(repo: Path, tmp_path: Path) -> None:
     assert len(blocks) == 4
     (tmp_path / "assets").symlink_to(repo / "assets")
     (tmp_path / "page.py").write_text("\n".join(blocks))
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
-    )
+    done = ranks.script(tmp_path / "page.py")
     assert done.returncode == 0, done.stderr
     assert "parity   bit-identical with the wiring off: first 10 of 10 layers" in done.stdout
     assert len(re.findall(r"^(rewired|final) within 1 points of teacher: ", done.stdout, re.MULTILINE)) == 2

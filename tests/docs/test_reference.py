@@ -1,4 +1,4 @@
-"""docs/reference is what scripts/write_reference.py writes from the code."""
+"""docs/reference and the README's architectures are what scripts/write_reference.py writes from the code."""
 
 import importlib.util
 
@@ -6,6 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from fcsd.config import Recipe
+from fcsd.models.archs import ARCHS
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,15 @@ def test_the_pages_are_up_to_date(script, repo):
     assert sorted(path.name for path in folder.iterdir()) == sorted(pages)
     for name, text in pages.items():
         assert (folder / name).read_text() == text, "run python scripts/write_reference.py"
+
+
+def test_the_readme_lists_every_architecture(script, repo):
+    readme = (repo / "README.md").read_text()
+    assert script.with_architectures(readme) == readme, "run python scripts/write_reference.py"
+    (row,) = [line for line in readme.splitlines() if line.startswith("| `llama`")]
+    assert row.split(" | ")[2] == " ".join(f"`{wiring}`" for wiring in ARCHS["llama"].wirings)
+    assert all(f"`{arch}`" in readme for arch in ARCHS)
+    assert script.with_architectures(readme.replace(row + "\n", "")) == readme
 
 
 def test_every_field_has_a_type_a_default_and_a_meaning(script):
@@ -47,7 +57,7 @@ def test_a_section_under_two_keys_is_listed_once(script):
 
 def test_every_command_and_option_is_listed(script):
     page = script.commands_page()
-    assert {"fcsd convert", "fcsd recipes show", "fcsd bench train"} <= {
+    assert {"fcsd convert", "fcsd recipes show", "fcsd bench step"} <= {
         line.strip("# `") for line in page.splitlines() if line.startswith("## ")
     }
     convert = page.split("## `fcsd convert`")[1].split("\n## ")[0]

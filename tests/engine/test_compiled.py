@@ -41,15 +41,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @torch.no_grad()
-def decode(
-    model: Any, wiring: Wiring, compile_steps: bool, attention: str = "grouped", slots: int = 3
-) -> tuple[list[int], Tensor]:
-    """The first token of up to three prompts, and the logits ``[steps, prompts, vocab]`` of the steps after it."""
+def decode(model: Any, wiring: Wiring, compile_steps: bool, attention: str = "grouped") -> tuple[list[int], Tensor]:
+    """The first token of three prompts, and the logits ``[steps, prompts, vocab]`` of the steps after it."""
     wire_tensor_parallel(model, wiring, ALONE, "none", compile_steps=compile_steps)
-    stepper = Stepper(model, Slots(slots, 64, model.device), graphs=False, attention=attention)
+    stepper = Stepper(model, Slots(3, 64, model.device), graphs=False, attention=attention)
     stepper.slots.width = 32
     ids = tiny.tokens(batch=3, length=20).tolist()
-    first = stepper.prefill([ids[0], ids[1][:7], ids[2][:13]][:slots], list(range(slots)))
+    first = stepper.prefill([ids[0], ids[1][:7], ids[2][:13]], [0, 1, 2])
     return first, torch.stack([stepper._step() for _ in range(STEPS)])
 
 
@@ -61,8 +59,8 @@ def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(
     different, compute = set(), compiled.compute
 
     def noted(function: Any, *args: Any, **kwargs: Any) -> Any:
-        # Some layers of Llama-4 have no rotary embedding. A function is traced for each number of tensors to add, too.
-        different.add((function.__name__, getattr(args[1], "use_rope", None), len(args[-1])))
+        # Some layers of Llama-4 have no rotary embedding.
+        different.add((function.__name__, getattr(args[1], "use_rope", None)))
         return compute(function, *args, **kwargs)
 
     monkeypatch.setattr(compiled, "compute", noted)
@@ -73,7 +71,7 @@ def test_a_function_is_traced_once_for_all_layers_and_changes_nothing(
         first, logits = decode(model, wiring, compile_steps=False)
         again, found = decode(model, wiring, compile_steps=True)
         assert again == first and torch.equal(found, logits)
-        assert len(counted) == len(different) <= 7, "neither a layer, nor a step, nor a wiring is traced again"
+        assert len(counted) == len(different) <= 4, "neither a layer, nor a step, nor a wiring is traced again"
         assert ("_before_experts" in {name for name, *_ in different}) == (arch not in ("llama", "qwen3"))
         assert "topk" not in " ".join(counted)
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(ALL)
@@ -90,31 +88,14 @@ def test_latent_attention_is_compiled_with_rotations_in_real_numbers(arch: str, 
     assert "complex" not in " ".join(counted)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_compiled_norm_adds_unless_there_is_one_slot(
-    slots: int, counted: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    added, compute = [], compiled.compute
-
-    def noted(function: Any, *args: Any, **kwargs: Any) -> Any:
-        added.append(len(args[-1]))
-        return compute(function, *args, **kwargs)
-
-    monkeypatch.setattr(compiled, "compute", noted)
-    model: Any = tiny.model("llama", initializer_range=0.1)
-    expected = decode(model, Wiring("ladder", ALL), False, slots=slots)
-    first, found = decode(model, Wiring("ladder", ALL), True, slots=slots)
-    assert (first, True) == (expected[0], torch.equal(found, expected[1]))
-    assert max(added) == (0 if slots == 1 else 1)
-
-
 @pytest.mark.parametrize("attention", ["grouped", "split"])
 def test_inductors_code_gives_the_same_logits(attention: str) -> None:
     model = tiny.model("llama", initializer_range=0.1)
     first, logits = decode(model, Wiring("ladder", ALL), False, attention)
     if attention == "split":
         merge_projections(model)
-    with torch._inductor.config.patch(force_disable_caches=True):
+    # The code is made again, and its C++ compiled once for each kernel and not for each function that has it.
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
         (again, found), code = run_and_get_code(decode, model, Wiring("ladder", ALL), True, attention)
     assert again == first
     torch.testing.assert_close(found, logits, rtol=0, atol=2e-5)
@@ -132,6 +113,38 @@ def test_what_has_no_fixed_shape_is_not_compiled(counted: list[str]) -> None:
         model(tiny.tokens(length=1), past_key_values=first.past_key_values, use_cache=True)
         model(tiny.tokens(length=9), use_cache=False)
     assert counted == []
+
+
+def test_what_cannot_be_compiled_is_computed_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        tried.append(graph)
+        raise OSError("no C compiler")
+
+    tried: list[Any] = []
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    compiled._compiled.cache_clear()
+    model: Any = tiny.model("llama", initializer_range=0.1)
+    expected = decode(model, Wiring("ladder", ALL), False)
+    first, found = decode(model, Wiring("ladder", ALL), True)
+    compiled._compiled.cache_clear()
+    assert first == expected[0] and torch.equal(found, expected[1])
+    assert len(tried) == 2, "each function is tried once"
+    said = [record.message for record in caplog.records if record.name == "fcsd.engine.compiled"]
+    assert len(said) == 2 and all("uncompiled" in line and "no C compiler" in line for line in said)
+
+
+def test_more_shapes_than_are_compiled_are_computed_as_they_are(
+    counted: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiled, "_SHAPES", 2)
+    norm, mlp = torch.nn.Identity(), torch.nn.Linear(4, 4)
+    for tokens in (1, 2, 3, 4):
+        x = torch.ones(tokens, 1, 4)
+        out = compiled.dense(norm, mlp, x)
+        assert torch.equal(out, mlp(x))
+    assert len(counted) == 2 and [r.levelname for r in caplog.records if "uncompiled" in r.message] == ["WARNING"]
 
 
 @pytest.mark.gpu

@@ -5,16 +5,17 @@ import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import eval_data
 import pytest
 import tiny
 import torch
-from ranks import fcsd, on_ranks
+from benchmarks.infer.table import table
+from ranks import on_ranks
 from typer.testing import CliRunner
 
-from fcsd.bench.infer.table import table
 from fcsd.cli.main import app
 from fcsd.convert import convert_checkpoint
 from fcsd.engine.decode import generate_in_slots, plan_slots
@@ -119,6 +120,8 @@ def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path)
         if arch in COMPILED:
             found[arch]["compiled"] = _compiled(model, world)
     found["chat"] = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts, divided=True)]
+    quantised = chat(str(models["llama"]), prompts=prompts, divided=True, reduce="quantised:int4")
+    found["quantised"] = [answers[0].text for answers in quantised]
     engine = Engine(backend="own", gpus=2)
     found["scores"] = evaluate_models([models["llama"]], data_mirror=mirror, engine=engine, out=out, **TASKS)
     found["bench"] = _bench(world.rank, out)
@@ -127,7 +130,7 @@ def _everything(models: dict[str, Path], mirror: Path, prompts: Path, out: Path)
 
 def _bench(rank: int, out: Path) -> list[list[dict[str, Any]]]:
     """Rows of two runs. In the first one, ladder with two prompts does not fit; in the second one, the weights."""
-    from fcsd.bench.infer import own_engine as infer
+    from benchmarks.infer import own_engine as infer
 
     wired = [""]
     wire, prefill, weights = infer.wire_tensor_parallel, infer.Stepper.prefill, infer.random_tensor_parallel
@@ -175,6 +178,8 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
     chatted = [answers[0].text for answers in chat(str(models["llama"]), prompts=prompts)]
     assert [found["chat"] for found in ranks] == [chatted, chatted] and any(chatted)
 
+    assert ranks[0]["quantised"] == ranks[1]["quantised"] and any(ranks[0]["quantised"])
+
     expected = evaluate_models([models["llama"]], data_mirror=mirror, **TASKS)
     for found in ranks:
         assert [(r["value"], r["items"]) for r in found["scores"]] == [(r["value"], r["items"]) for r in expected]
@@ -215,6 +220,26 @@ def test_two_ranks_answer_and_score_as_one(models: dict[str, Path], tmp_path: Pa
     assert ranks[1]["bench"][1] == without_weights
 
 
+@pytest.mark.parametrize(
+    ("device", "asked", "compiles"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_a_gpu_compiles_steps_unless_this_is_switched_off(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, device: str, asked: bool, compiles: bool
+) -> None:
+    """The GPU is a double: nothing is loaded and wired."""
+    from fcsd.engine import open as engine
+
+    given: list[Any] = []
+    config = load_model(models["llama"], dtype=torch.float32).config
+    monkeypatch.setattr(engine, "Reduction", lambda *_: None)
+    monkeypatch.setattr(engine, "load_tensor_parallel", lambda *_, **__: SimpleNamespace(config=config))
+    monkeypatch.setattr(engine, "fuse", lambda model, kernels: given.append(kernels))
+    monkeypatch.setattr(engine, "wire_tensor_parallel", lambda *_, compile_steps: given.append(compile_steps))
+    world: Any = SimpleNamespace(device=torch.device(device), size=1, rank=0)
+    engine.open_engine(models["llama"], world, dtype=torch.float32, compile_steps=asked)
+    assert given == [device == "cuda", compiles]
+
+
 def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], list[str]]]:
     """Answers step by step and by CUDA graphs, and what was logged, for each kind of reduction."""
     from fcsd.engine.open import open_engine
@@ -225,7 +250,7 @@ def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], 
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fcsd").addHandler(handler)
     world, found = join_world(), {}
-    for kind in ("nccl", "symmetric", "copies"):
+    for kind in ("nccl", "symmetric"):
         model: Any = open_engine(path, world, dtype=torch.float32, reduce=kind)
         found[kind] = _in_slots(model), _in_slots(model, graphs=True), list(said)
     return found
@@ -235,7 +260,7 @@ def _by_graphs(path: Path) -> dict[str, tuple[list[list[int]], list[list[int]], 
 def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> None:
     expected = _greedy(load_model(models["llama"], dtype=torch.float32))
     for found in on_ranks(2, _by_graphs, models["llama"]):
-        assert found == dict.fromkeys(("nccl", "symmetric", "copies"), (expected, expected, []))
+        assert found == dict.fromkeys(("nccl", "symmetric"), (expected, expected, []))
 
 
 @pytest.mark.parametrize(
@@ -248,26 +273,12 @@ def test_two_gpus_decode_by_graphs_as_step_by_step(models: dict[str, Path]) -> N
         (["chat", "{model}", "--reduce", "none"], "add --gpus"),
         (["chat", "{model}", "--placement", "placement.json"], "add --gpus"),
         (["chat", "{model}", "--gpus", "1", "--device", "cpu"], "leave it out with --gpus"),
-        (["bench", "infer", "tiny-dense", "--wirings", "standard,sideways"], "unknown wiring 'sideways'"),
-        (["bench", "infer", "tiny-dense", "--engine", "vllm", "--compile"], "--compile is for --engine own"),
-        (
-            ["bench", "infer", "tiny-dense", "--engine", "vllm", "--attention", "split"],
-            "--attention is for --engine own",
-        ),
-        (["bench", "infer", "tiny-dense", "--attention", "flash"], "unknown attention 'flash'"),
-        (["bench", "infer", "tiny-dense", "--bounds", "parallel"], "unknown wiring for a bound 'parallel'"),
-        (["bench", "infer", "nothing"], "neither a shape nor a checkpoint"),
-        (["bench", "infer", "tiny-dense", "--tp", "one"], "not a list of numbers"),
+        (["eval", "{model}", "--no-compile"], "--no-compile is for --backend own"),
     ],
 )
 def test_what_gives_wrong_results_is_refused(models: dict[str, Path], words: list[str], message: str) -> None:
     done = CliRunner().invoke(app, [word.format(model=models["llama"]) for word in words])
     assert done.exit_code == 2 and message in done.stderr
-
-
-def test_attention_that_the_model_cannot_have_is_refused(models: dict[str, Path]) -> None:
-    done = fcsd("bench", "infer", models["gpt_oss"], "--attention", "split")
-    assert done.returncode == 2 and "cannot use --attention split: its attention is eager" in done.stderr
 
 
 def test_a_slot_that_is_too_long_for_llama4_is_refused() -> None:

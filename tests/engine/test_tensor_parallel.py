@@ -16,7 +16,7 @@ from torch import Tensor
 from fcsd.checkpoint import SINGLE
 from fcsd.checkpoint.weights import Reader
 from fcsd.engine.layer import wire_tensor_parallel
-from fcsd.engine.tp_plan import DIVISIONS, TensorGroup
+from fcsd.engine.tp_plan import TensorGroup
 from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.archs import ARCHS
@@ -86,7 +86,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of each architecture, and in its folder the reference's logits under each wiring."""
     root = tmp_path_factory.mktemp("models")
     biases = {"llama": {"attention_bias": True, "mlp_bias": True}, "gpt_oss": {"attention_bias": True}}
-    for arch in DIVISIONS:
+    for arch in ARCHS:
         odd = {} if arch == "llama4" else {"vocab_size": 255}  # which no number of ranks divides
         reference = write(root / arch, arch, **odd, **biases.get(arch, {}))
         ids = tiny.tokens(batch=2, length=20).clamp(max=254)
@@ -95,7 +95,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             expected = {str(one): wire(reference, one)(ids, use_cache=False).logits for one in wirings}
         torch.save((ids, expected), root / arch / EXPECTED)
         write_placement(root / arch, reference)
-    return {arch: root / arch for arch in DIVISIONS}
+    return {arch: root / arch for arch in ARCHS}
 
 
 class _Late:

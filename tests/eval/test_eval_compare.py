@@ -100,7 +100,16 @@ def test_recovery_is_measured_from_chance_where_the_untrained_model_is_below_it(
 
 def test_nothing_to_win_back_where_the_teacher_guesses():
     rows = [row("teacher", "A", [1.0] * 26 + [0.0] * 74), row("student", "A", [1.0] * 25 + [0.0] * 75)]
-    assert compare_models(rows)[0].tasks[0].recovery is None
+    rows.append(row("untrained", "A", [1.0] * 24 + [0.0] * 76))
+    assert [c.tasks[0].recovery for c in compare_models(rows, untrained="untrained")] == [None, None]
+
+
+def test_nothing_is_won_back_without_an_untrained_conversion_to_compare_with():
+    """An unhealed model that happens to lose nothing would have won back everything."""
+    comparisons = compare_models(table())
+    assert all(task.recovery is None for c in comparisons for task in (*c.tasks, c.overall, c.loss))
+    assert "won back" not in difference_table(comparisons, 1.0) + plain_table(table(), comparisons)
+    assert "won back" in difference_table(compare_models(table(), untrained="untrained"), 1.0)
 
 
 def require(text: str, comparisons: list) -> None:
@@ -166,12 +175,11 @@ def test_differences_as_a_table():
     assert [cell.strip() for cell in header.split("|")[1:-1]] == [
         "Minus teacher",
         "untrained",
-        "won back",
         "student",
         "won back",
     ]
     cells = [cell.strip() for cell in overall.split("|")[1:-1]]
-    assert len(tasks) == 2 and cells[0] == "Avg" and cells[3].startswith("-4.0 ± 0.4: no") and "90.0 ±" in cells[4]
+    assert len(tasks) == 2 and cells[0] == "Avg" and cells[2].startswith("-4.0 ± 0.4: no") and "90.0 ±" in cells[3]
     only_loss = [row for row in table() if row["column"] == "Held-out loss"]
     assert difference_table(compare_models(only_loss), 1.0) == ""
 

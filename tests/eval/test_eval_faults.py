@@ -1,7 +1,6 @@
 """What must not change a score: kills at any moment, the batch size; and what must not get one."""
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -10,6 +9,7 @@ from unittest.mock import patch
 
 import eval_data
 import pytest
+import ranks
 import tiny
 from lm_eval.api.instance import Instance
 
@@ -66,12 +66,7 @@ def test_an_evaluation_killed_again_and_again_repeats_no_request(model: Path, mi
     whole = scores(model, mirror, tmp_path / "whole")
     rng = random.Random(0)
     kills = [rng.randrange(10) for _ in range(4)]  # of 35 requests
-    child = multiprocessing.get_context("spawn").Process(
-        target=killed_after, args=(kills, model, mirror, tmp_path / "killed")
-    )
-    child.start()
-    child.join(300)
-    assert child.exitcode == 0
+    assert ranks.exit_code(killed_after, kills, model, mirror, tmp_path / "killed") == 0
     assert scores(model, mirror, tmp_path / "killed") == whole
 
     def stored(name: str) -> list[str]:

@@ -14,8 +14,9 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from fcsd import extras
 from fcsd.errors import BadInputError, ConfigError
-from fcsd.eval import ifeval, tasks
+from fcsd.eval import tasks
 from fcsd.eval.engines import adapter
 from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.suite import DEFINITIONS, EVALPLUS, SUITES, select, select_any
@@ -211,6 +212,6 @@ def test_ifeval_without_its_tools_is_refused_before_anything_runs(
         without.setattr(nltk.data, "path", [os.devnull])
         with pytest.raises(ConfigError, match="punkt_tab"):
             ask()
-    monkeypatch.setattr(ifeval, "find_spec", lambda name: None if name == "langdetect" else name)
-    with pytest.raises(ConfigError, match="IFEval needs langdetect"):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "langdetect" else name)
+    with pytest.raises(ConfigError, match=r"^IFEval needs langdetect: pip install 'fcsd\[eval\]'$"):
         ask()

@@ -14,10 +14,12 @@ import torch
 import yaml
 from files import snapshot
 from huggingface_hub import ModelCard
+from reloads import fork_reloads
 from safetensors.torch import load_file, save_file
 
 from fcsd import parity
 from fcsd.checkpoint import Layout
+from fcsd.config import Recipe
 from fcsd.convert import convert_checkpoint
 from fcsd.distill.run import manifest
 from fcsd.errors import BadInputError, CheckpointError, ConfigError, DoesNotFitError, FcsdError
@@ -27,9 +29,15 @@ from fcsd.export.card import SENTENCES, model_card
 from fcsd.export.final import export_model
 from fcsd.models import build
 from fcsd.models.archs import ARCHS
-from fcsd.models.wiring_block import NAMES
+from fcsd.models.wiring_block import NAMES, Wiring
 
 README = "---\nlicense: apache-2.0\nlanguage: en\npipeline_tag: text-generation\ntags: [old]\n---\n# The base\n"
+
+
+@pytest.fixture
+def forked_reloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all tests but those of the fresh process itself."""
+    fork_reloads(monkeypatch)
 
 
 @pytest.fixture
@@ -42,12 +50,20 @@ def converted(tmp_path: Path) -> Path:
     return tmp_path / "converted"
 
 
+def recipe_of(model: Path, output_dir: Path) -> str:
+    """A run's recipe, in full, with paths of this machine and data sets of the hub."""
+    sources = [{"path": "org/chats", "format": "hf", "messages": "m"}, {"path": f"{model.parent}/texts/a.parquet"}]
+    values = {"name": "mine", "model": str(model), "output_dir": str(output_dir), "optim": {"lr": 1e-5}}
+    recipe = Recipe.model_validate(values | {"data": {"sources": sources, "held_out": {"path": "held.jsonl"}}})
+    return yaml.safe_dump(json.loads(recipe.model_dump_json()))
+
+
 @pytest.fixture
 def run(converted: Path, tmp_path: Path) -> Path:
     """A run directory as distill leaves it: two committed checkpoints, the first the better, and one that is not."""
     path = tmp_path / "run"
     (path / "eval").mkdir(parents=True)
-    (path / "config.resolved.yaml").write_text("name: mine\ntrain:\n  lr: 2.0e-05\n")
+    (path / "config.resolved.yaml").write_text(recipe_of(converted, path))
     model = build.load_model(converted)
     records = []
     for step, loss in ((10, 1.25), (20, 1.5), (30, 0.5)):
@@ -119,6 +135,7 @@ def test_the_card_says_what_it_is(converted: Path) -> None:
     assert card.data.library_name == "transformers" and card.data.tags == ["farskip", "fcsd", "custom_code"]
     said = ("org/base (revision 0123abc)", "layers 1-3", "FarSkip-Collective", 'from_pretrained("org/mine"')
     assert all(text in card.text for text in (*said, "trust_remote_code=True", "fcsd_deepseek_v2"))
+    assert "overlaps nothing" in card.text and "`fcsd serve`" in card.text
     assert "The base" not in card.text and "Training" not in card.text
 
 
@@ -133,10 +150,18 @@ def test_a_base_card_that_cannot_be_read_is_no_obstacle(converted: Path) -> None
     assert card_of(converted).data.license is None
 
 
+def test_the_licence_of_the_bundled_teacher_is_in_its_card(repo: Path) -> None:
+    raw = json.loads((repo / "assets/teacher/config.json").read_text()) | {"model_type": "fcsd_deepseek_v2"}
+    raw["fcsd"] = {"version": 1, **Wiring("farskip", (1,)).to_block(base_model="teacher", base_revision=None)}
+    card = ModelCard(model_card(raw, ARCHS["deepseek_v2"], repo / "assets/teacher/README.md", None, "mine"))
+    assert card.data.license == "apache-2.0"
+
+
 def test_every_wiring_has_its_sentence() -> None:
     assert SENTENCES.keys() == set(NAMES)
 
 
+@pytest.mark.usefixtures("forked_reloads")
 def test_a_run_exports_its_latest_or_best_checkpoint(run: Path, tmp_path: Path, monkeypatch) -> None:
     before = snapshot(run)
     with monkeypatch.context() as patch:
@@ -155,8 +180,34 @@ def test_a_run_exports_its_latest_or_best_checkpoint(run: Path, tmp_path: Path, 
     (result,) = card.data.eval_results
     assert (result.dataset_name, result.metric_type, result.metric_value) == ("PIQA", "acc_norm", 0.625)
     assert "| base | PIQA | acc_norm | 75.0 ± 1.0 | 100 |" in re.sub(" +", " ", card.text)
-    assert "lr: 2.0e-05" in card.text and "held_out_sft 0.5" in card.text
-    assert yaml.safe_load(card.text.split("```yaml\n")[1].split("```")[0])["name"] == "mine"
+    assert "held_out_sft 0.5" in card.text
+    assert str(tmp_path) not in card.content
+    assert yaml.safe_load(card.text.split("```yaml\n")[1].split("```")[0]) == {
+        "name": "mine",
+        "model": "converted",
+        "data": {
+            "sources": [{"path": "org/chats", "format": "hf", "messages": "m"}, {"path": "a.parquet"}],
+            "held_out": {"path": "held.jsonl"},
+        },
+        "optim": {"lr": 1e-5},
+    }
+    assert card.data.datasets == ["org/chats"]
+
+
+def test_a_recipe_of_another_version_is_left_out_of_the_card(run: Path, converted: Path, caplog) -> None:
+    (run / "config.resolved.yaml").write_text("name: mine\nunknown: 1\n")
+    card = card_of(converted, run)
+    assert "```yaml" not in card.text and "Last record" in card.text and card.data.datasets is None
+    assert "the card leaves out the settings of the training" in caplog.text
+
+
+def test_a_scored_model_named_by_its_path_is_named_by_its_end(run: Path, converted: Path) -> None:
+    rows = json.loads((run / "eval" / "mine.json").read_text())
+    for row, path in zip(rows, ("/home/me/runs/a/final", "/home/me/runs/b/final"), strict=True):
+        row |= {"path": path, "model": path.strip("/").replace("/", "--")}
+    (run / "eval" / "mine.json").write_text(json.dumps(rows))
+    text = card_of(converted, run).text
+    assert "| a--final |" in text and "| b--final |" in text and "home" not in text
 
 
 def test_what_cannot_be_exported_is_refused(run: Path, converted: Path, tmp_path: Path) -> None:
@@ -232,6 +283,7 @@ def test_training_that_deletes_faster_than_export_reads_is_named(run: Path, tmp_
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("forked_reloads")
 def test_of_a_large_model_the_first_layers_are_reloaded(converted: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(parity, "free_memory", lambda: 1_500_000)
     out = export_model(str(converted), tmp_path / "out")
@@ -243,6 +295,7 @@ def test_of_a_large_model_the_first_layers_are_reloaded(converted: Path, tmp_pat
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.usefixtures("forked_reloads")
 def test_a_quantised_model_is_dequantised_for_its_proof(tmp_path: Path) -> None:
     base = quantised.write("deepseek_v3", tmp_path / "base")
     convert_checkpoint(str(base), tmp_path / "converted", check=False)
@@ -268,6 +321,7 @@ def _broken_weight(stage: Path) -> None:
     save_file(tensors, shard, metadata={"format": "pt"})
 
 
+@pytest.mark.usefixtures("forked_reloads")
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

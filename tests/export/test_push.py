@@ -9,6 +9,7 @@ import tiny
 import transformers
 from files import snapshot
 from huggingface_hub import constants
+from reloads import fork_reloads
 
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, ConfigError, FcsdError
@@ -25,7 +26,9 @@ def exported(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("exported")
     tiny.model("deepseek_v2").save_pretrained(path / "base", max_shard_size="300KB")
     convert_checkpoint(str(path / "base"), path / "converted", check=False)
-    return export_model(str(path / "converted"), path / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        fork_reloads(patch)
+        return export_model(str(path / "converted"), path / "out")
 
 
 @pytest.fixture
@@ -145,6 +148,7 @@ def test_who_may_not_write_is_told(hub, exported: Path, monkeypatch) -> None:
 def test_export_pushes_when_asked_only_and_never_unproven(
     hub, exported: Path, tmp_path: Path, monkeypatch, caplog, capfd
 ) -> None:
+    fork_reloads(monkeypatch)
     caplog.set_level(logging.DEBUG)
     converted = str(exported.parent / "converted")
     with monkeypatch.context() as patch:

@@ -17,9 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from fcsd.bench.baselines import fp8_all_reduce
 from fcsd.kernels import adamw, copies, gated, latent, rotary, rows, vocabulary
-from fcsd.kernels.all_reduce import launch, programs
+from fcsd.kernels.all_reduce import launch
 from fcsd.kernels.all_reduce.memory import Memory, Shape, memory_of, rooms_of
 from fcsd.kernels.bit_split import Draws, Format, kernels
 from fcsd.kernels.decode import attention as decode_attention
@@ -65,8 +64,6 @@ def compile_all(target: GPUTarget) -> list[str]:
     attention()
     records()
     sums()
-    if target.backend == "cuda":
-        fp8_all_reduce.all_reduce(torch.zeros(2**16, dtype=torch.bfloat16), MEMORY, 8)
     return sorted(set(names))
 
 
@@ -147,7 +144,6 @@ def sums() -> None:
     rooms = rooms_of([0, 0, 0, 0], 2**22, torch.device("cpu"))
     launch.all_reduce_large(x, MEMORY, rooms, 32)
     launch.all_reduce_quantised_large(x, MEMORY, rooms, Format.parse("int5"))
-    programs.share_kernel[(1,)](x, x.view(4, -1), x, len(x) // 4, len(x) // 4, 0, RANKS=4, TILE=4096)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import pytest
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
+from fcsd.kernels.bit_split.format import format_of_reduction, parse_directions
 
 
 @pytest.mark.parametrize(
@@ -53,12 +54,34 @@ def test_every_format_is_read_from_its_name():
         ("int4:sr:clip0.7", "only formats of 2 or 3 bits with spike reserving"),
         ("int3:sr:clip0", "not to 0.0"),
         ("int3:sr:clip1.5", "not to 1.5"),
+        ("int\N{FULLWIDTH DIGIT FOUR}", "must start with int2 to int8"),
+        ("int4:g\N{ARABIC-INDIC DIGIT THREE}\N{ARABIC-INDIC DIGIT TWO}", "is unknown or repeated"),
+        ("int3:sr:clip0.\N{FULLWIDTH DIGIT SEVEN}", "is unknown or repeated"),
     ],
 )
 def test_what_is_no_format_is_refused(text, said):
     with pytest.raises(ConfigError, match=said) as refused:
         Format.parse(text)
     assert "int3:g128:sr" in str(refused.value.hint)
+
+
+def test_formats_are_read_for_each_direction_and_in_the_name_of_a_reduction():
+    assert parse_directions("there=int8, back=int4:g64", ("there", "back")) == {
+        "there": Format(8),
+        "back": Format(4, 64),
+    }
+    for text, said in (
+        ("int8", '"int8"'),
+        ("there=int8,there=int4", '"there"'),
+        ("up=int8", '"up"'),
+        ("there=int8,", '""'),
+    ):
+        with pytest.raises(ConfigError, match=f"the direction {said} is unknown or repeated"):
+            parse_directions(text, ("there", "back"))
+    assert format_of_reduction("quantised:int5:g32") == Format(5, 32) and format_of_reduction("nccl") is None
+    for text in ("quantised", "quantised:", "quantised:int\N{FULLWIDTH DIGIT FIVE}"):
+        with pytest.raises(ConfigError, match="is not a format"):
+            format_of_reduction(text)
 
 
 # Bytes of 4096 values (FlashCommunication V2, Table 4, and the same arithmetic for the other widths).

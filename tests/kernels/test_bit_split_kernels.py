@@ -1,14 +1,14 @@
 """Records by kernels (compiled on a GPU, else in Triton's interpreter) are those of torch, bit for bit.
 
-``python -m fcsd.bench.formats`` makes the same comparison for every format on a GPU.
+``python -m benchmarks.kernels.formats`` makes the same comparison for every format on a GPU.
 """
 
 import os
 
 import pytest
 import torch
+from benchmarks.kernels.formats import all_formats, differences
 
-from fcsd.bench.formats import all_formats, differences
 from fcsd.kernels.bit_split import Format, kernels, reference
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.train.trace import draw
 
-from fcsd.bench.training.trace_picture import draw
 from fcsd.errors import BadInputError
 from fcsd.parallel import trace
 
@@ -45,7 +45,7 @@ def write(path, events, rank=0):
     return path
 
 
-# Traces that scripts/store_trace.py cut, and what HolisticTraceAnalysis says of them, in per cent.
+# Traces that benchmarks/train/store_trace.py cut, and what HolisticTraceAnalysis says of them, in per cent.
 STORED = Path(__file__).parents[1] / "data"
 HTA = json.loads((STORED / "hta.json").read_text())
 
@@ -167,7 +167,7 @@ def middle_of(found):
 def test_the_traces_of_a_run_are_found_in_its_directory(tmp_path):
     with pytest.raises(BadInputError, match="no trace in"):
         trace.files([tmp_path])
-    for name in ("rank-1.json.gz", "rank-0.json.gz", "train.json"):
+    for name in ("rank-1.json.gz", "rank-0.json.gz", "step.json"):
         (tmp_path / name).touch()
     assert trace.files([tmp_path]) == [tmp_path / "rank-0.json.gz", tmp_path / "rank-1.json.gz"]
-    assert trace.files([tmp_path / "train.json"]) == [tmp_path / "train.json"]
+    assert trace.files([tmp_path / "step.json"]) == [tmp_path / "step.json"]

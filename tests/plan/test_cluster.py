@@ -24,7 +24,7 @@ HIDDEN_COST = {"overlapped-fused": 0.37, "copies-fused": 0.27}  # NCCL's and cop
 
 
 def copies() -> Line:
-    """Rows that are copied between four H200s, from `fcsd.bench.transports`."""
+    """Rows that are copied between four H200s, from `benchmarks.comm.transports`."""
     found = json.loads((RESULTS / "transports_4xh200.json").read_text())
     sizes = {"32 MiB": 32 * 2**20 * 3 / 4, "384 MiB": 384 * 2**20 * 3 / 4}  # a quarter of the rows stays on the rank
     return fit([(bytes_, found["ms"][name]["copies"]["alone"] / 1e3) for name, bytes_ in sizes.items()])

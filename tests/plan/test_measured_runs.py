@@ -1,4 +1,4 @@
-"""The plan against the runs on H200s in docs/results/plan_runs.json: memory, speed, and the fit of its constants.
+"""The plan against the runs on H200s in benchmarks/results/plan_runs.json: memory, speed, and the fit of its constants.
 
 Targets: tokens per second within 15 %, memory within 5 %. A run that misses one has its own bound in that file.
 """
@@ -39,7 +39,7 @@ from fcsd.plan.speed import (
 )
 
 REPO = Path(__file__).parents[2]
-RESULTS = REPO / "docs/results"
+RESULTS = REPO / "benchmarks/results"
 LISTED = json.loads((RESULTS / "plan_runs.json").read_text())
 NAMES = [entry["run"] for entry in LISTED["runs"]]
 SPEED, MEMORY = 0.15, 0.05
@@ -284,8 +284,8 @@ def test_runs_of_a_family_are_predicted_from_the_other_families(family: str) -> 
 
 
 def test_a_run_that_no_stored_run_resembles() -> None:
-    """``scripts/h200_distill.sh 2 3`` was not used for the fit: three layers, EP 2, ZeRO-2, KL and cross-entropy."""
-    text = (REPO / "docs/RESULTS.md").read_text()
+    """``benchmarks/distill/resume.sh 2 3`` was not used for the fit: 3 layers, EP 2, ZeRO-2, KL and cross-entropy."""
+    text = (REPO / "benchmarks/results/RESULTS.md").read_text()
     told = re.search(r"steps with one row per GPU\s+reached ([\d ]+) to ([\d ]+)\.", text)
     assert told is not None
     slowest, fastest = (int(number.replace(" ", "")) for number in told.groups())

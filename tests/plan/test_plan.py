@@ -114,7 +114,7 @@ def test_gradients_summed_in_fp32_take_twice_the_memory_of_bf16(tmp_path):
 
 
 def test_loss_temporaries_as_measured():
-    """docs/RESULTS.md, fused KL at 512 tokens a chunk: 315 MB at 102 400 words, 467 at 151 936, 621 at 202 048."""
+    """RESULTS.md, fused KL at 512 tokens a chunk: 315 MB at 102 400 words, 467 at 151 936, 621 at 202 048."""
     head_alone = ModelNumbers((), 0, 8, False, 0, 8, 1, 0, 0, 0, 1)
     for vocab, measured in ((102400, 315), (151936, 467), (202048, 621)):
         setup = replace(SMALL, micro_batch_size=4, seq_len=4096, terms=("kl",), chunk_tokens=512)
@@ -440,8 +440,8 @@ def test_plan_command_and_dry_run(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--gpu-mem", "inf"], "no GPU has inf GiB of memory"),
-        (["--gpu-mem", "1e308"], "no GPU has 1e+308 GiB of memory"),
+        (["--gpu-mem", "9" * 400], "no GPU has inf GiB of memory"),
+        (["--gpu-mem", "20000000"], "no GPU has 2e+07 GiB of memory"),
         (["--price", "inf"], "no GPU costs inf per hour"),
         (["--set", "checkpoint.every_minutes=1e-320"], "the checkpoints take no finite time"),
     ],
@@ -497,13 +497,51 @@ def test_captured_passes_end_where_a_change_excludes_them(tmp_path):
     ]
 
 
+def test_the_first_line_of_a_plan_says_which_gpus_it_assumes(tmp_path, monkeypatch):
+    runs.write_models(tmp_path)
+    runs.resolved(tmp_path)
+    recipe = str(tmp_path / "recipe.yaml")
+
+    def first_line(*options: str) -> str:
+        done = CliRunner().invoke(app, ["plan", recipe, "--gpus", "2", *options])
+        assert done.exit_code == 0, done.output
+        return done.stdout.splitlines()[0]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert first_line().startswith("hardware     no GPU is present here, so the plan assumes H200s of 141 GiB")
+    for written in ("80", "80.0", "80GB", "80GiB", "80G", "80 gb"):
+        assert first_line("--gpu-mem", written).startswith("hardware     GPUs of 80 GiB, as --gpu-mem says")
+    for written in ("80MB", "0", "-80", "eighty", "80GBs", "nan", "1e9999", ""):
+        refused = CliRunner().invoke(app, ["plan", recipe, f"--gpu-mem={written}"])
+        line = f"error: --gpu-mem {written}: expected a number of GiB, at least 1: 80, 80GB, 80GiB or 80G\n"
+        assert (refused.exit_code, refused.stderr) == (2, line)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(name="NVIDIA A100-SXM4-80GB", total_memory=79 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert first_line().startswith("hardware     NVIDIA A100-SXM4-80GB with 79.0 GiB, as present here")
+
+
+def test_the_best_setting_names_the_change_that_gains_most_first(tmp_path):
+    model = meta(tmp_path, tiny.config("qwen3_moe"))
+    setup = replace(SMALL, micro_batch_size=1, batch_tokens=1024, recompute=True)
+    large = Hardware(2)
+    found = plan_setup("x", model, model.numbers, setup, large).faster
+    assert found is not None
+    assert found.written == ["--set train.micro_batch_size=8", "--set train.activation_checkpointing=false"]
+    known = lambda values: "train.activation_checkpointing" not in values  # noqa: E731
+    kept = plan_setup("x", model, model.numbers, setup, large, accepted=known).faster
+    assert kept is not None and kept.written == ["--set train.micro_batch_size=8"] and kept.hours > found.hours
+    assert plan_setup("x", model, model.numbers, setup, large, utilisation=0.4).faster is None
+
+
 def test_a_run_that_the_host_limits_is_told_the_fastest_micro_batch(tmp_path):
     model = meta(tmp_path, tiny.config("qwen3_moe"))
     setup = replace(SMALL, micro_batch_size=1, batch_tokens=1024)  # eight micro-batches on each of two GPUs
     planned = plan_setup("x", model, model.numbers, setup, Hardware(2))
     assert planned.speed.limited_by_host and planned.faster is not None
     assert planned.faster.written == ["--set train.micro_batch_size=8"] and planned.faster.hours < planned.speed.hours
-    assert "faster is --set train.micro_batch_size=8" in to_text(planned)
+    assert to_text(planned).endswith(", with\n--set train.micro_batch_size=8")
+    assert f"; {duration(3600 * planned.faster.hours)} with the settings of `faster`" in to_text(planned)
     whole = plan_setup("x", model, model.numbers, replace(setup, micro_batch_size=8), Hardware(2))
     assert whole.faster is None and whole.speed.hours == pytest.approx(planned.faster.hours)
     assert list(larger_micro_batches(replace(setup, micro_batch_size=3, batch_tokens=3 * 128), 8)) == []
@@ -513,9 +551,9 @@ def test_settings_whose_effect_the_plan_does_not_know_are_named(tmp_path):
     runs.write_models(tmp_path)
     plain = runs.resolved(tmp_path).recipe
     assert uncounted(plain, Hardware(2)) == []
-    more = {"train__compile": True, "train__progressive_share": 0.5, "early_stop": {"metric": "mbpp_plus"}}
+    more = {"train__compile": True, "train__anneal_share": 0.5, "early_stop": {"metric": "mbpp_plus"}}
     found = uncounted(runs.resolved(tmp_path, **more).recipe, Hardware(2))
-    assert [text.split(":")[0] for text in found] == ["train.compile", "train.progressive_share", "early_stop"]
+    assert [text.split(":")[0] for text in found] == ["train.compile", "train.anneal_share", "early_stop"]
     divided = runs.resolved(tmp_path, parallel={"ep_size": 2, "dedup": "rank", "overlap": "off"}).recipe
     names = [text.split(":")[0] for text in uncounted(divided, Hardware(1, nodes=2))]
     assert names == ["parallel.overlap", "parallel.dedup", "all-to-alls between nodes (--machine predicts their time)"]

@@ -1,5 +1,6 @@
 """Every packaged recipe loads, says what it is for, and stays where it was found."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from fcsd.plan import Hardware, plan_run
 from fcsd.plan.model import MetaModel
 from fcsd.plan.report import to_text
 from fcsd.plan.setup import setup_of
+from fcsd.recipes.copying import copy_recipe
 
 NAMES = recipes.names()
 
@@ -31,15 +33,23 @@ def test_recipe_loads_and_says_what_it_is_for(name: str) -> None:
     recipe = load_recipe(name).recipe
     assert recipe.name == name
     assert recipes.read(name).startswith("# ")
-    assert "# Hardware: " in recipes.read(name)
-    assert recipes.summary(name).endswith(".")
+    ran = name.startswith("tiny")
+    assert ("\n# Hardware: run on " if ran else "\n# Hardware: planned for ") in recipes.read(name)
+    what, _, hardware = recipes.summary(name).removesuffix(".").rpartition(". ")
+    assert what == recipes.read(name).partition("\n")[0].removeprefix("# ").removesuffix(".")
+    assert hardware == "Run on two CPU cores" if ran else re.fullmatch(r"Planned for (\w+) GPUs of \d+ GB.*", hardware)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("tiny")])
 def test_every_value_says_where_it_is_from(name: str) -> None:
+    require_sources(recipes.read(name))
+
+
+def require_sources(text: str) -> None:
+    """Check that every value of a recipe's text has a comment that names a paper's section, or says that it is ours."""
     ours, papers = "not published; ours", ("FarSkip §", "FarSkip eq.", "FarSkip Table", "FarSkip App", "Ladder §")
     columns = ("format", "messages", "message_keys", "column")  # what the dataset's own fields are called
-    for line in recipes.read(name).split("\noutput_dir:")[1].splitlines()[1:]:
+    for line in text.split("\noutput_dir:")[1].splitlines()[1:]:
         key, _, rest = line.strip().removeprefix("- ").partition(": ")
         if rest and not rest.startswith("#") and key not in columns:
             assert any(source in rest.partition(" # ")[2] for source in (ours, *papers)), line
@@ -104,7 +114,7 @@ FITTING = [("deepseek-v2-lite", 27, 1), ("qwen3-30b-a3b", 48, 1), ("llama4-scout
 def test_it_fits_the_hardware_it_names(name: str, layers: int, nodes: int, tmp_path: Path) -> None:
     SHAPES[name](layers).save_pretrained(tmp_path)
     numbers = {1: "eight", 4: "32"}
-    assert f"# Hardware: {numbers[nodes]} GPUs of 141 GB" in recipes.read(name)
+    assert f"# Hardware: planned for {numbers[nodes]} GPUs of 141 GB" in recipes.read(name)
     planned = plan_run(load_recipe(name, [f"model={tmp_path}"]).recipe, Hardware(8, nodes, 141))
     assert planned.memory.fits and planned.setup.accumulation.is_integer()
     for sweep in (f"{name}-sweep", f"{name}-sft-sweep"):
@@ -165,10 +175,29 @@ def test_bundled_files_a_recipe_names_exist(name: str, repo: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_copy_is_the_same_recipe(name: str, tmp_path: Path) -> None:
-    written = recipes.copy(name, tmp_path)
+    written = copy_recipe(name, tmp_path)
     assert written == tmp_path / f"{name}.yaml"
-    assert written.read_text(encoding="utf-8") == recipes.read(name)
+    text, packaged = written.read_text(encoding="utf-8"), recipes.read(name)
     assert load_recipe(str(written)).recipe == load_recipe(name).recipe
+    if "\nbase: " not in packaged:
+        assert text == packaged
+    assert "\nbase: " not in text and {"name", "model", "output_dir", "data"} <= {
+        line.partition(":")[0] for line in text.splitlines()
+    }
+    assert text.split("\nname:")[0] == packaged.split("\nbase:")[0].split("\nname:")[0]
+    said = lambda text: [line for line in text.splitlines() if " # " in line]  # noqa: E731
+    assert set(said(packaged)) <= set(said(text))
+    if not name.startswith("tiny"):
+        require_sources(text)
+
+
+def test_a_copy_has_the_lines_of_the_recipe_and_of_its_bases(tmp_path: Path) -> None:
+    text = copy_recipe("qwen3-30b-a3b-table2-sft", tmp_path).read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert len(lines) > 60 and lines[0] == recipes.read("qwen3-30b-a3b-table2-sft").splitlines()[0]
+    for own in ("  kl: 0.0 # FarSkip Table 2", "  tokens: 500e6 # FarSkip Table 2", "      message_keys: from/value"):
+        assert lines.count(own) >= 1, own
+    assert "model: Qwen/Qwen3-30B-A3B # FarSkip §5.1" in text and "deepseek-ai" not in text
 
 
 def test_tiny_and_its_control_differ_in_the_objective_alone() -> None:
@@ -193,10 +222,10 @@ def test_a_file_of_ones_own_is_guessed(tmp_path: Path, monkeypatch: pytest.Monke
         load_recipe("mine.yml")
     assert caught.value.hint is not None and "Did you mean mine.yaml?" in caught.value.hint
     with pytest.raises(ConfigError, match="the folder none does not exist"):
-        recipes.copy("tiny", Path("none/tiny.yaml"))
+        copy_recipe("tiny", Path("none/tiny.yaml"))
 
 
 @pytest.mark.parametrize("name", ["../tiny", "", ".", "..", "\0"])
 def test_a_name_never_leaves_the_folder(name: str) -> None:
     with pytest.raises(ConfigError):
-        recipes.copy(name, Path("unused"))
+        copy_recipe(name, Path("unused"))

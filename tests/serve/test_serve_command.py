@@ -12,6 +12,7 @@ import pytest
 import ranks
 import tiny
 
+from fcsd import extras
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.serve import server
@@ -111,11 +112,10 @@ def test_what_is_checked_before_vllm_starts(models, monkeypatch):
     monkeypatch.setattr(server, "run", lambda *arguments: run.append(arguments) or 0)
     with pytest.raises(BadInputError, match="no such directory"):
         server.serve(str(models / "nowhere"), ready=never)
-    monkeypatch.setattr(support, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="fcsd serve: vLLM is not installed") as caught:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^fcsd serve needs vllm: pip install 'fcsd\[vllm\]'$"):
         server.serve(str(models / "ladder"), ready=never)
-    assert caught.value.hint == "Run pip install 'fcsd[vllm]'."
-    monkeypatch.setattr(support, "find_spec", lambda name: object())
+    monkeypatch.setattr(extras, "find_spec", lambda name: object())
     monkeypatch.setattr(support, "entry_points", lambda group: [])
     with pytest.raises(ConfigError, match="only with fcsd's plugin"):
         server.serve(str(models / "ladder"), ready=never)

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import nn
 
+from fcsd.models.archs import VllmNames
 from fcsd.models.schedule import MLP_PARTS, Kind, Output, Read, reads_of
 from fcsd.models.wiring_block import DESYNC, Wiring, kept_reductions
 from fcsd.serve.vllm.layer import Wired, kind_of, take_apart
 from fcsd.serve.vllm.plan import plan_layers
 from fcsd.serve.vllm.reduction import Reducer, Sum
-from fcsd.serve.vllm.rows import Row
 
 RANKS, TOKENS, WIDTH = 2, 3, 4
-ROW = Row(shared="shared_experts")
+NAMES = VllmNames(shared="shared_experts")
 MIXED: tuple[Kind, ...] = ("dense", "moe-shared", "moe", "moe-shared", "dense")
 
 
@@ -227,10 +227,10 @@ def run_rank(rank: int, meeting: Meeting, wiring: Wiring, kinds: Sequence[Kind],
     hidden, residual = embedding(), None
     for stage in stages:
         layers = {i: Layer(rank, i, kinds[i], reducer) for i in stage}
-        seen: list[Kind] = [kind_of(layers[i], ROW) if i in stage else "moe-shared" for i in range(len(kinds))]
+        seen: list[Kind] = [kind_of(layers[i], NAMES) if i in stage else "moe-shared" for i in range(len(kinds))]
         assert [seen[i] for i in stage] == [kinds[i] for i in stage]
         for i, plan in plan_layers(wiring, seen, stage).items():
-            take_apart(layers[i], Wired(ROW, plan, reducer))
+            take_apart(layers[i], Wired(NAMES, plan, reducer))
         for layer in layers.values():
             assert hidden.shape == (TOKENS, WIDTH)
             hidden, residual = layer(torch.arange(TOKENS), hidden, residual)
@@ -308,7 +308,7 @@ def test_layers_that_are_not_rewired_stay_vllms_own():
 def test_experts_that_sum_by_themselves_are_refused():
     layer = Layer(0, 0, "moe", None)
     (plan,) = plan_layers(Wiring("ladder", (0,)), ("moe",), range(1)).values()
-    take_apart(layer, Wired(ROW, plan, Reducer(1)))
+    take_apart(layer, Wired(NAMES, plan, Reducer(1)))
     runner: Any = layer.mlp.experts
     assert torch.equal(runner._maybe_reduce_final_output(torch.ones(1, 4), 3), torch.ones(1, 3))
     with pytest.raises(RuntimeError, match="sums over the ranks itself"):
@@ -317,4 +317,4 @@ def test_experts_that_sum_by_themselves_are_refused():
 
 def test_every_kind_of_layer_is_known():
     for kind in get_args(Kind):
-        assert kind_of(Layer(0, 0, kind, None), ROW) == kind
+        assert kind_of(Layer(0, 0, kind, None), NAMES) == kind

@@ -25,7 +25,6 @@ from fcsd.models.wiring_block import Wiring
 from fcsd.serve.vllm import plugin, support
 from fcsd.serve.vllm.checks import check, problems
 from fcsd.serve.vllm.config import base_config, parser_for
-from fcsd.serve.vllm.rows import ROWS, base_name, names
 
 
 class StockParser:
@@ -44,12 +43,12 @@ def test_a_converted_config_reaches_vllm_as_its_base(arch, tmp_path):
     parser = parser_for(StockParser)()
     raw, config = parser.parse(tmp_path / "wired", True, hf_overrides=None)
     assert type(config) is type(base.config) and config.model_type == raw["model_type"] == arch
-    assert config.architectures == [names()[arch]] == [f"Fcsd{base_name(arch)}"]
+    assert config.architectures == [f"Fcsd{ARCHS[arch].causal_lm}"]
     assert Wiring.from_block(config.fcsd).layers == (1, 2) and config.name_or_path == str(tmp_path / "wired")
     assert "auto_map" not in raw and "fcsd" not in raw and not hasattr(config, "auto_map")
     assert json.loads(pickle.loads(pickle.dumps(config)).to_json_string(use_diff=False))["fcsd"] == config.fcsd
     raw, config = parser.parse(tmp_path / "base", False)
-    assert config.architectures == [base_name(arch)] and not hasattr(config, "fcsd")
+    assert config.architectures == [ARCHS[arch].causal_lm] and not hasattr(config, "fcsd")
 
 
 def test_a_block_that_does_not_belong_is_refused():
@@ -106,9 +105,9 @@ FARSKIP, DESYNC = Wiring("farskip", (1, 2)), Wiring("desync-2x", (1, 2), tp_degr
         (settings(FARSKIP, additional_config={"fcsd": {"reduce": "none"}}), "reduce none gives wrong results"),
         (
             settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised:fp4"}}),
-            '"fp4" is not a format of the wire',
+            '"fp4" is not a format',
         ),
-        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised"}}), "is not a format of the wire"),
+        (settings(FARSKIP, additional_config={"fcsd": {"reduce": "quantised"}}), "is not a format"),
         (settings(FARSKIP, additional_config={"fcsd": {"reduce": "fast"}}), "unknown kind of reduction 'fast'"),
         (settings(FARSKIP, additional_config={"fcsd": {"kind": "vllm"}}), 'the keys "reduce" and "overlap_from"'),
         (settings(FARSKIP, additional_config={"fcsd": {"overlap_from": -1}}), "overlap_from is a number of tokens"),
@@ -139,14 +138,13 @@ def test_what_it_can_do_is_accepted(monkeypatch):
     assert list(problems(settings(FARSKIP, dtype=torch.float16), "glm4_moe")) == []
 
 
-def test_every_architecture_has_a_row_and_the_name_of_its_export():
-    assert ROWS.keys() == ARCHS.keys()
-    for model_type, name in names().items():
+def test_every_architecture_has_the_name_of_its_export():
+    for model_type, arch in ARCHS.items():
         shipped: Any = model_classes(model_type)["AutoModelForCausalLM"]
-        assert name == shipped.__name__ and not shipped.is_backend_compatible(), (
+        assert arch.wired_causal_lm == shipped.__name__ and not shipped.is_backend_compatible(), (
             "vLLM would serve it without the plugin"
         )
-        assert (ROWS[model_type].shared is not None) == (ARCHS[model_type].blocks.shared is not None)
+        assert (arch.vllm.shared is not None) == (arch.blocks.shared is not None)
 
 
 def module(name: str, **contents: Any) -> Any:
@@ -207,7 +205,8 @@ def test_an_unsupported_version_changes_nothing_and_says_so(vllm, caplog):
 def test_registration_adds_our_names_and_keeps_what_belongs_to_the_base(vllm):
     vllm.top.__version__ = "0.24.0"
     plugin.register()
-    assert vllm.models == {name: f"fcsd.serve.vllm.models:{name}" for name in names().values()}
+    wired = [arch.wired_causal_lm for arch in ARCHS.values()]
+    assert vllm.models == {name: f"fcsd.serve.vllm.models:{name}" for name in wired}
     parser = vllm.parsers["hf"]
     assert issubclass(parser, StockParser)
     runner = vllm.settings.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES

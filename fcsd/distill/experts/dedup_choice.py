@@ -20,10 +20,9 @@ from fcsd.distill.experts.routing_record import RoutingRecord
 from fcsd.launch.world import World
 from fcsd.models.build import arch_of, decoder_layers, wiring_of
 from fcsd.parallel.cost import Dedup, Sent
-from fcsd.parallel.expert.block import ExpertBlock
+from fcsd.parallel.expert.block import ExpertBlock, expert_block
 from fcsd.parallel.expert.choice import Option, rows_by_link, told
 from fcsd.parallel.expert.hierarchical import ByLayer
-from fcsd.parallel.expert.lookup import expert_block
 from fcsd.parallel.machine import read_machine
 from fcsd.plan import plan_run
 from fcsd.plan.deduplication import layer_options, reason, rows_of, to_json

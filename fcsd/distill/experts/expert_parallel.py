@@ -23,10 +23,9 @@ from fcsd.launch.world import first_rank
 from fcsd.models.build import arch_of, experts_of, load_model, register, wiring_of
 from fcsd.models.fused.model import fuse_parts
 from fcsd.models.wiring import DESYNC
-from fcsd.parallel.expert.dispatcher import MakeDispatcher
-from fcsd.parallel.expert.formats import check_formats, formats_of
+from fcsd.parallel.expert.dispatcher import Dispatcher, check_formats
 from fcsd.parallel.machine import read_machine, require_far
-from fcsd.parallel.quantised.rows import Quantiser
+from fcsd.parallel.quantised.rows import Quantiser, formats_of
 from fcsd.parallel.transports.traffic import Traffic
 
 log = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ def check_machine(path: Path, ep_size: int) -> None:
     require_far(machine.links, ep_size)
 
 
-def dispatcher_for(parallel: Parallel, ep_size: int) -> MakeDispatcher:
+def dispatcher_for(parallel: Parallel, ep_size: int) -> Dispatcher:
     """The function that makes the dispatchers of a model whose experts are divided among ``ep_size`` processes.
 
     Raises:
@@ -180,7 +179,7 @@ def wire_sharded(
     parallel: Parallel,
     quantiser: Quantiser | None = None,
     traffic: Traffic | None = None,
-    dispatcher: MakeDispatcher | None = None,
+    dispatcher: Dispatcher | None = None,
 ) -> None:
     """Installs the overlapped schedule of the model's own wiring, and fused kernels, with the settings of ``parallel``.
 

@@ -22,8 +22,7 @@ from fcsd.distill.experts.routing_record import RoutingRecord
 from fcsd.distill.experts.states import expert_shares
 from fcsd.kernels.bit_split import Format
 from fcsd.launch.world import World
-from fcsd.parallel.expert.block import ExpertBlock
-from fcsd.parallel.expert.lookup import expert_blocks
+from fcsd.parallel.expert.block import ExpertBlock, expert_blocks
 from fcsd.parallel.placement.moving import move, plan
 from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.placement.search import Level, Objective, Ranks, greedy

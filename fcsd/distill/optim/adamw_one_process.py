@@ -100,23 +100,6 @@ class OneProcessAdamW(Optimizer):
                 self.state[parameter][name].copy_(state_dict["state"][number][name])
         self.taken.copy_(state_dict["taken"])
 
-    def load_flat(self, masters: list[Tensor], states: list[dict[str, Tensor]]) -> None:
-        """Loads the states of ZeRO in a run of one process, which has flat tensors for all parameters of a group.
-
-        Args:
-            masters: the master weights of each group. The tensors of both arguments may have padding at their ends.
-            states: both moments and the number of steps of each group, under the names that torch's AdamW uses.
-        """
-        for group, weights, moments in zip(self.param_groups, masters, states, strict=True):
-            flat = dict(zip(_NAMES, (weights, moments["exp_avg"], moments["exp_avg_sq"]), strict=True))
-            start = 0
-            for parameter in group["params"]:
-                end = start + parameter.numel()
-                for name, tensor in flat.items():
-                    self.state[parameter][name].copy_(tensor[start:end].view(parameter.shape))
-                start = end
-        self.taken.copy_(states[0]["step"])
-
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 

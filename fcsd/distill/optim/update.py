@@ -48,7 +48,6 @@ def install(engine: Any, recipe: Recipe) -> None:
     if not recipe.parallel.zero_stage or isinstance(engine.optimizer, OneProcessAdamW):
         return
     zero, limit, on_device = engine.optimizer, recipe.optim.grad_clip, recipe.optim.offload != "host"
-    zero.clip_grad = 0.0  # loading a checkpoint restores the stored value, which older ones have
     if on_device:
         dtype = torch.float32 if engine.device.type == "cuda" else torch.float64
         zero.scaled_global_norm = lambda: partitions_norm(zero, dtype)  # DeepSpeed's step calls it

@@ -8,7 +8,6 @@ does not match its manifest was therefore never complete, or was damaged later. 
 its hash matches, which matters most for the optimizer's pickles.
 """
 
-import json
 import shutil
 import uuid
 from collections.abc import Callable
@@ -17,9 +16,9 @@ from typing import Any
 
 from fcsd.disk import sync, sync_directories
 from fcsd.distill.run import manifest, snapshot
-from fcsd.distill.run.identity import current_names, differences
+from fcsd.distill.run.identity import differences
 from fcsd.distill.run.snapshot import OPTIMIZER, Snapshot, write_states
-from fcsd.errors import CheckpointError, ConfigError
+from fcsd.errors import CheckpointError, CheckpointVersionError, ConfigError
 from fcsd.launch.world import World
 from fcsd.parallel.weights.saving import OwnPart
 
@@ -77,13 +76,9 @@ def load(checkpoint: Path, world: World, engine: Any, identity: dict[str, Any]) 
         CheckpointError: the checkpoint belongs to another run; the message names what differs.
     """
     content = world.everywhere(lambda: manifest.read_manifest(checkpoint))[0]
-    if changed := differences(current_names(content["identity"]), identity):
+    if changed := differences(content["identity"], identity):
         raise _of_another_run(checkpoint, changed)
-    if content["version"] == 1:  # DeepSpeed's own layout, with a second copy of all weights
-        engine.load_checkpoint(str(checkpoint), tag="engine")
-        snapshot.set_random_state(json.loads((checkpoint / f"rank-{world.rank}.json").read_text()))
-    else:
-        snapshot.restore(checkpoint, world, engine)
+    snapshot.restore(checkpoint, world, engine)
     return content["progress"]
 
 
@@ -100,7 +95,7 @@ def require_model(checkpoint: Path, fields: dict[str, Any]) -> None:
     def of_model(facts: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in facts.items() if key == "model" or key.startswith("init.")}
 
-    then = of_model(current_names(manifest.read_manifest(checkpoint)["identity"]))
+    then = of_model(manifest.read_manifest(checkpoint)["identity"])
     now = {key: value for key, value in of_model(fields).items() if key in then}
     if changed := differences({key: then[key] for key in now}, now):
         raise _of_another_run(checkpoint, changed)
@@ -124,6 +119,7 @@ def find(folder: Path, resume: str, report: Callable[[str], None]) -> Path | Non
     Returns: the directory of the checkpoint, or None if the run starts anew.
 
     Raises:
+        CheckpointVersionError: the checkpoint is of another version.
         CheckpointError: the checkpoint at the given path is damaged, or all checkpoints in ``folder`` are.
         ConfigError: ``resume`` is ``never`` or the path of an older checkpoint, but ``folder`` has checkpoints that the
             run would replace.
@@ -158,6 +154,8 @@ def _newest(folder: Path, report: Callable[[str], None]) -> Path | None:
     for checkpoint in reversed(checkpoints(folder)):
         try:
             manifest.verify(checkpoint)
+        except CheckpointVersionError:
+            raise  # it is not damaged, so it keeps its name
         except CheckpointError as error:
             report(f"{error}; set aside")
             checkpoint.rename(checkpoint.with_name(f"{checkpoint.name}.corrupt-{uuid.uuid4().hex[:8]}"))

@@ -4,14 +4,16 @@ import re
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fcsd.config import Recipe, translated
-from fcsd.distill.data.corpus import Corpus
+from fcsd.config import Recipe
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.parallel.machine import read_machine
 from fcsd.version import __version__
+
+if TYPE_CHECKING:  # `fcsd export` reads checkpoints without the libraries that read data
+    from fcsd.distill.data.corpus import Corpus
 
 # A resumed run may differ from the earlier one in recipe fields whose key begins with one of these. They do not change
 # what is computed. Paths of data are free because the hashes of the data are compared instead. The number of steps may
@@ -41,15 +43,10 @@ _FREE = (
 )
 _SOURCE_FREE = re.compile(r"data\.sources\.\d+\.(path|format|chat_template|min_counted)")
 _CODE = ("torch", "transformers", "deepspeed")  # other versions of these packages may give results with other bits
-# The number of steps of the learning-rate schedule: of the key, what the checkpoints of earlier versions call it.
-_SCHEDULE = "optim.horizon (or train.steps)"
-_SCHEDULE_BEFORE = ("optim.schedule_steps", "train.schedule_steps")
-# Keys that older checkpoints lack, because these recipe fields did not exist. The value is what such runs did (True),
-# or the name of the key whose value they used.
-_BEFORE = {"optim.accumulate_dtype": "train.dtype", "optim.reduce_dtype": "train.dtype", "optim.decay_norms": True}
+_SCHEDULE = "optim.horizon (or train.steps)"  # the number of steps of the learning-rate schedule
 
 
-def run_identity(recipe: Recipe, corpora: list[Corpus], world: World) -> dict[str, object]:
+def run_identity(recipe: Recipe, corpora: "list[Corpus]", world: World) -> dict[str, object]:
     """The facts that a run must have in common with the checkpoints from which it resumes, as a flat mapping."""
     fields = flat(recipe.model_dump())
     unused = tuple(key for key, is_used in _later_fields(recipe, world).items() if not is_used)
@@ -85,8 +82,6 @@ def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:
         "train.compile": train.compile,
         "train.graph": train.graph,
         "train.anneal_share": train.anneal_share > 0,
-        "train.progressive_": train.progressive_share > 0,
-        "init.solve": recipe.init.solve != "none",
         "optim.moments": optim.moments != "fp32",
         "optim.offload": optim.offload != "none",
         "parallel.dedup": parallel.dedup != "off",
@@ -94,17 +89,6 @@ def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:
         "parallel.placement.": parallel.placement.every > 0,
         "parallel.wire.": parallel.wire.any,
     }
-
-
-def current_names(identity: dict[str, Any]) -> dict[str, Any]:
-    """The identity in a checkpoint with the current names of the recipe's keys, so that older runs can be resumed."""
-    names = translated(identity)
-    for key, before in _BEFORE.items():
-        names.setdefault(key, before if isinstance(before, bool) else names.get(before))
-    for key in _SCHEDULE_BEFORE:
-        if key in names:
-            names[_SCHEDULE] = names.pop(key)
-    return names
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fcsd.disk import file_sha256, json_sha256, sync, write_json
-from fcsd.errors import CheckpointError
+from fcsd.errors import CheckpointError, CheckpointVersionError
 
 T = TypeVar("T")
 
 MANIFEST = "MANIFEST.json"
 MODEL = "model"
 _VERSION = 2
-_READ = (1, _VERSION)  # in version 1, DeepSpeed wrote its own files into ``engine/``
 _CONTENT = {"step": int, "identity": dict, "progress": dict, "files": dict}  # required keys and their types
 
 
@@ -32,8 +31,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of a checkpoint. The files are not compared with it.
 
     Raises:
-        CheckpointError: the manifest is missing, damaged or of another version, or the name of the directory has
-            another step.
+        CheckpointVersionError: the manifest is of another version.
+        CheckpointError: the manifest is missing or damaged, or the name of the directory has another step.
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
@@ -41,8 +40,11 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{checkpoint}: {MANIFEST} is missing or unreadable") from error
     if not isinstance(manifest, dict) or manifest.pop("seal", None) != json_sha256(manifest):
         raise CheckpointError(f"{checkpoint}: {MANIFEST} is damaged")
-    if manifest.get("version") not in _READ:
-        raise CheckpointError(f"{checkpoint}: {MANIFEST} is of version {manifest.get('version')}, not {_VERSION}")
+    if manifest.get("version") != _VERSION:
+        raise CheckpointVersionError(
+            f"{checkpoint}: {MANIFEST} is of version {manifest.get('version')}, not {_VERSION}",
+            hint="continue the run with the fcsd that wrote it, or start anew in another output_dir",
+        )
     if missing := [name for name, kind in _CONTENT.items() if not isinstance(manifest.get(name), kind)]:
         raise CheckpointError(f"{checkpoint}: {MANIFEST} has no usable {missing[0]!r}")
     for name, entry in manifest["files"].items():

@@ -16,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from fcsd.config import Recipe, ResolvedRecipe
 from fcsd.disk import write_text
-from fcsd.distill.optim.update import optimizer_threads
 from fcsd.distill.run.run_dir import CHECKPOINTS
 from fcsd.distill.run.trackers import Log, tracking
 from fcsd.progress import duration
@@ -154,6 +153,8 @@ def _optimizer(recipe: Recipe) -> str:
     kind = "bf16" if recipe.optim.moments == "bf16" else "fp32"
     if recipe.optim.offload == "moments":
         return f"\nThe optimizer is torch's fused AdamW. Its {kind} moments are in host memory. Nothing is compiled."
+    from fcsd.distill.optim.update import optimizer_threads  # here, because `fcsd export` reads metrics without Triton
+
     threads = optimizer_threads()
     where = f"on the host, with {threads} CPU thread{'s' * (threads > 1)} in each process"
     return f"\nThe optimizer is torch's fused AdamW with {kind} moments {where}. Nothing is compiled."

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from fcsd.disk import write_json
-from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
 from fcsd.distill.optim.host_copies import HostCopies, size_of
 from fcsd.errors import DiskError
 from fcsd.launch.world import World
@@ -93,8 +92,6 @@ def restore(checkpoint: Path, world: World, engine: Any) -> None:
 
     The engine's model has the weights of ``model/`` already.
     """
-    from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, SINGLE_PARTITION_OF_FP32_GROUPS
-
     saved = json.loads(_states_file(checkpoint, world.rank).read_text())
     zero = engine.zero_optimization()
     rank = world.rank if zero else world.rank % own_part(engine.module.model).group_size
@@ -103,10 +100,6 @@ def restore(checkpoint: Path, world: World, engine: Any) -> None:
     if zero:
         # DeepSpeed expects the states of all ranks, but reads only that of this rank.
         engine.optimizer.load_state_dict([state] * world.size, load_from_fp32_weights=engine.bfloat16_enabled())
-    elif isinstance(engine.optimizer, OneProcessAdamW) and BASE_OPTIMIZER_STATE in state:
-        # One process wrote this checkpoint with ZeRO, as earlier versions did.
-        moments = list(state[BASE_OPTIMIZER_STATE]["state"].values())
-        engine.optimizer.load_flat(state[SINGLE_PARTITION_OF_FP32_GROUPS], moments)
     else:
         engine.optimizer.load_state_dict(state)
     for name in _COUNTERS:

@@ -1,6 +1,5 @@
 """Sends metrics to a tracker such as wandb. If the tracker fails to start, to answer or to end, the run continues."""
 
-import importlib.util
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fcsd.config import Recipe
-from fcsd.errors import ConfigError
+from fcsd.extras import require_extra
 from fcsd.foreign_errors import first_line
 
 Log = Callable[[dict[str, Any], int], None]  # metrics and their step
@@ -32,10 +31,8 @@ def require_tracker(report: str) -> None:
     Raises:
         ConfigError: the package is not installed.
     """
-    if report != "none" and importlib.util.find_spec(report) is None:
-        raise ConfigError(
-            f"report {report}: the package is not installed", hint=f"`pip install {report}`, or set report: none"
-        )
+    if report != "none":
+        require_extra("track", f"report: {report}", report)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import logging
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,11 +23,9 @@ from fcsd.distill.teacher.targets import Targets, captured, compared_layers
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.annealed import Annealing, anneal
-from fcsd.models.staged import Stages, stage_layers
-from fcsd.parallel.expert.dispatcher import MakeDispatcher
+from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.turns import in_turns
 
 # (micro-batch, denominator, names of the terms) -> the loss terms by name; see ``fcsd.distill.step.graphs``
 FixedLosses = Callable[[dict[str, Tensor], Tensor, tuple[str, ...]], dict[str, Tensor]]
@@ -39,29 +36,20 @@ class Student(nn.Module):
 
     Args:
         quantiser: rounds the rows of dispatch and combine; None if they are sent as they are.
-        stages: the stages of a progressive conversion; None if all layers are converted from the start.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        objective: Objective,
-        quantiser: Quantiser | None = None,
-        stages: Stages | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, objective: Objective, quantiser: Quantiser | None = None) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
         self.quantiser = quantiser
         self.annealing: Annealing | None = None  # how far the wiring of the model is annealed; None if it is not
-        self.stages = stages
         self.fixed: FixedLosses | None = None  # runs the training passes, teacher included, if it is installed
-        self._beside = ThreadPoolExecutor(1, "teacher")  # the thread starts when a teacher first runs in turns
 
     def forward(
         self,
         batch: dict[str, Tensor],
-        targets: Targets | Callable[[], Targets] | None,
+        targets: Targets | None,
         denominator: Tensor,
         terms: tuple[str, ...],
     ) -> dict[str, Tensor]:
@@ -71,9 +59,7 @@ class Student(nn.Module):
             batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``. It may also have ``kept``, the
                 positions in the flattened batch whose logits are computed, if the host knows them: those with a label,
                 or all.
-            targets: the teacher's output, which ``kl`` and ``hidden`` need, or a function that computes it. The
-                function runs in turns with the student's forward pass (``fcsd.parallel.turns``). With ``fixed`` it is
-                None in training.
+            targets: the teacher's output, which ``kl`` and ``hidden`` need. With ``fixed`` it is None in training.
             denominator: the number by which the sums over tokens are divided.
             terms: the names of the loss terms to compute.
         """
@@ -84,19 +70,14 @@ class Student(nn.Module):
     def losses(
         self,
         batch: dict[str, Tensor],
-        targets: Targets | Callable[[], Targets] | None,
+        targets: Targets | None,
         denominator: Tensor,
         terms: tuple[str, ...],
     ) -> dict[str, Tensor]:
         """What ``forward`` returns, computed by torch's operations one after the other."""
         compared = compared_layers(self.model, self.objective) if targets is not None and "hidden" in terms else ()
         with captured(self.model, compared) as streams:
-            if callable(targets):
-                with in_turns(targets, self._beside) as pending:
-                    hidden = final_hidden(self.model, batch)
-                targets = pending.value
-            else:
-                hidden = final_hidden(self.model, batch)
+            hidden = final_hidden(self.model, batch)
         with phase("loss"):
             head, labels = output_head(self.model), batch["labels"]
             chunk = self.objective.chunk(len(head))
@@ -196,7 +177,7 @@ def build_engine(
     recipe: Recipe,
     world: World,
     traffic: Traffic | None = None,
-    dispatcher: MakeDispatcher | None = None,
+    dispatcher: Dispatcher | None = None,
     by_zero: bool = False,
 ) -> Any:
     """A DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
@@ -204,8 +185,7 @@ def build_engine(
     Args:
         traffic: counts the bytes that dispatch and combine send; None does not count.
         dispatcher: see ``wire_sharded``.
-        by_zero: whether DeepSpeed's ZeRO updates the weights also on one process: to compare with it, or to continue a
-            checkpoint in its own layout.
+        by_zero: whether DeepSpeed's ZeRO updates the weights also on one process, to compare with it.
     """
     alone = updates_alone(recipe, world.size) and not by_zero
     deepspeed = import_deepspeed()
@@ -213,8 +193,7 @@ def build_engine(
     pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    stages = stage_layers(model, recipe.train.progressive_order) if recipe.train.progressive_share else None
-    student = Student(model, recipe.objective, quantiser_of(recipe), stages).train()
+    student = Student(model, recipe.objective, quantiser_of(recipe)).train()
     engine, *_ = deepspeed.initialize(
         model=student,
         model_parameters=parameter_groups(student, recipe),

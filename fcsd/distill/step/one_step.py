@@ -1,10 +1,8 @@
 """Takes one optimizer step over all ranks, and measures the loss on held-out text."""
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,24 +51,13 @@ def anneal_weight(recipe: Recipe, step: int) -> float:
     return min(1.0, (step - 1) / steps) if steps else 1.0
 
 
-def groups_converted(recipe: Recipe, step: int, groups: int) -> int:
-    """How many of the groups of a progressive conversion are converted in a step, counted from 1.
-
-    The first group is converted from step 1 on. The others follow at equal distances, and all are converted after
-    ``train.progressive_share`` of the schedule.
-    """
-    steps = round(recipe.train.progressive_share * recipe.schedule_steps)
-    return min(groups, 1 + (step - 1) * (groups - 1) // steps) if steps else groups
-
-
 @dataclass(frozen=True)
 class LaunchedStep:
     """A step that was launched, which the device may not have finished yet.
 
     Attributes:
         number: the number of the step, counted from 1.
-        settings: ``lr``, the learning rate of the step; ``anneal``, its λ, if the wiring is annealed; and
-            ``converted``, the number of converted groups, if the conversion is progressive.
+        settings: ``lr``, the learning rate of the step; and ``anneal``, its λ, if the wiring is annealed.
         weights: the weights of the loss terms.
         numbers: the copy to the host of the loss terms, ``grad_norm``, and ``counted``, the number of positions with a
             label.
@@ -125,9 +112,6 @@ def launch_step(
     settings: dict[str, Any] = {"lr": rate}
     if (annealing := engine.module.annealing) is not None:
         annealing.weight = settings["anneal"] = anneal_weight(recipe, step)
-    if (stages := engine.module.stages) is not None:
-        settings["converted"] = groups_converted(recipe, step, len(stages.groups))
-        stages.convert(settings["converted"])
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     totals = torch.zeros(len(weights), device=world.device)
@@ -135,7 +119,7 @@ def launch_step(
     for micro in micros:
         with _numbered(engine, micro, recipe, step):
             # With fixed passes the student's forward pass includes the teacher's.
-            targets = None if engine.module.fixed else _targets(micro, teacher, recipe, world)
+            targets = None if engine.module.fixed else _targets(micro, teacher, world)
             terms = engine(micro.columns, targets, denominator, tuple(weights))
             totals += torch.stack([terms[name].detach() for name in weights])
             loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
@@ -189,23 +173,13 @@ def _numbered(engine: Any, micro: MicroBatch, recipe: Recipe, step: int) -> Abst
     return quantiser.training_step(step, torch.arange(*numbers, device=micro.counted.device))
 
 
-def _targets(
-    micro: MicroBatch, teacher: Teacher | None, recipe: Recipe, world: World
-) -> Targets | Callable[[], Targets] | None:
-    """The targets of the student on a micro-batch, or a function that computes them, or None without a teacher.
-
-    A teacher whose experts are divided runs in turns with the student: one computes while the all-to-alls of the other
-    are in flight. In this case a function is returned.
-    """
+def _targets(micro: MicroBatch, teacher: Teacher | None, world: World) -> Targets | None:
+    """The targets of the student on a micro-batch; None without a teacher."""
     if micro.targets is not None:
         assert isinstance(micro.targets.output, TopK)
         kept = TopK(*(column.to(world.device, non_blocking=True) for column in micro.targets.output))
         return micro.targets._replace(output=kept)
-    if teacher is None:
-        return None
-    in_turns = recipe.parallel.teacher_ep_size > 1 and recipe.parallel.overlap == "on"
-    run = partial(teacher, micro.columns, micro.rows)
-    return run if in_turns else run()
+    return None if teacher is None else teacher(micro.columns, micro.rows)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fcsd.config import ResolvedRecipe, Sweep, translated
+from fcsd.config import ResolvedRecipe, Sweep
 from fcsd.disk import write_text
 from fcsd.distill.run import run_dir
 from fcsd.distill.run.report import read_metrics
@@ -62,8 +62,7 @@ def sweep(resolved: ResolvedRecipe, launch: Launch, *, dry_run: bool = False) ->
     with run_dir.claim(out):
         (out / TRIALS).mkdir(exist_ok=True)
         if (out / RECORD).exists():
-            trials = json.loads((out / RECORD).read_text())["trials"]
-            record["trials"] = {n: {**entry, "values": translated(entry["values"])} for n, entry in trials.items()}
+            record["trials"] = json.loads((out / RECORD).read_text())["trials"]
         try:
             for stage in plan.stages:
                 trials = [trial_of(resolved, values | point) for point in points(stage)]
@@ -170,8 +169,6 @@ def _launched(launch: Launch, recipe: Path) -> Exit:
 def _require_same(out: Path, trial: Trial) -> None:
     """Checks that an earlier sweep in this directory did not run a trial of this name with other values.
 
-    The recipe of the earlier trial may have older names of keys.
-
     Raises:
         ConfigError: the values differ.
     """
@@ -180,7 +177,7 @@ def _require_same(out: Path, trial: Trial) -> None:
     path = out / TRIALS / f"{trial.name}.yaml"
     if not path.exists():
         return
-    then, now = translated(flat(strict_yaml.parse_file(path)[0])), flat(trial.resolved.recipe.model_dump())
+    then, now = flat(strict_yaml.parse_file(path)[0]), flat(trial.resolved.recipe.model_dump())
     if changed := differences(then, now):
         raise ConfigError(
             f"{out} holds another sweep: in trial {trial.name}, {'; '.join(changed)}",

@@ -16,6 +16,7 @@ from fcsd.eval.engines.adapter import BATCHES, GENERATION, SLOTS, HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.engines.wire import QuantisedWire, over
+from fcsd.extras import require_extra
 from fcsd.launch.shared_work import Team
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.serve.vllm.support import RIGHT_RESULTS, installed_version, require_vllm
@@ -42,6 +43,7 @@ class Engine:
         ep_size: the expert-parallel size, the number of ranks that divide the experts of every layer.
         gpus: the tensor-parallel degree under vLLM and in fcsd's engine.
         reduce: how the ranks of fcsd's engine reduce; see ``parallel.all_reduce.reduce.Kind``.
+        compile: whether fcsd's engine may compile parts of decoding steps, see ``engine.open.open_engine``.
         wire: the quantised wire that is simulated; None for none.
     """
 
@@ -54,6 +56,7 @@ class Engine:
     ep_size: int = 1
     gpus: int = 1
     reduce: "Kind" = "nccl"
+    compile: bool = True
     wire: QuantisedWire | None = None
 
     def check(self, ranks: int) -> None:
@@ -76,6 +79,8 @@ class Engine:
             self._check_own(ranks)
         elif self.reduce != "nccl":
             raise ConfigError(f"--reduce is for --backend {OWN}", "leave it out: other backends have their own way")
+        elif not self.compile:
+            raise ConfigError(f"--no-compile is for --backend {OWN}", "leave it out")
         if self.ep_size > 1 and self.device == "auto":
             raise ConfigError("--device auto spreads the model of one process, and --ep-size needs several processes")
         if ranks % self.ep_size:
@@ -85,6 +90,8 @@ class Engine:
             )
         if ranks > 1 and self.device == "auto":
             raise ConfigError("--device auto uses all GPUs in one process; leave --gpus out")
+        if self.ep_size > 1:
+            require_extra("train", "--ep-size", "deepspeed")  # its AutoEP divides the experts
 
     def _check_own(self, ranks: int) -> None:
         from fcsd.engine.open import require_right
@@ -173,9 +180,10 @@ def _in_transformers(
         from fcsd.engine.open import open_engine
         from fcsd.launch.world import join_world
 
-        network = open_engine(path, join_world(), dtype=kind, reduce=engine.reduce)
+        network = open_engine(path, join_world(), dtype=kind, reduce=engine.reduce, compile_steps=engine.compile)
         generation = generation or SLOTS
-        backend = {"name": OWN, "tensor_parallel": engine.gpus, "reduce": engine.reduce}
+        compiles = engine.compile and network.device.type == "cuda"
+        backend = {"name": OWN, "tensor_parallel": engine.gpus, "reduce": engine.reduce, "compiled": compiles}
     elif engine.ep_size > 1:
         from fcsd.parallel.weights.loading import load_expert_parallel
 

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
-
-_HINT = "write for example dispatch=int8,combine=int8 or all-reduce=int5; docs/wires.md lists the formats"
+from fcsd.kernels.bit_split.format import parse_directions
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,8 @@ class QuantisedWire:
         Raises:
             ConfigError: a direction or a format is unknown, or the tensor-parallel degree is missing or not needed.
         """
-        formats: dict[str, Format] = {}
-        for part in text.split(","):
-            direction, _, format = part.strip().partition("=")
-            name = direction.replace("-", "_")
-            if direction not in ("dispatch", "combine", "all-reduce") or name in formats:
-                raise ConfigError(f'--wire {text}: the direction "{direction}" is unknown or repeated', _HINT)
-            formats[name] = Format.parse(format)
+        named = parse_directions(text, ("dispatch", "combine", "all-reduce"))
+        formats = {direction.replace("-", "_"): format for direction, format in named.items()}
         if ("all_reduce" in formats) != (tp_degree is not None):
             raise ConfigError(
                 "--wire all-reduce=FORMAT and --tp-degree N belong together", "give both of them, or neither"

@@ -16,7 +16,7 @@ from fcsd.kernels.bit_split.kernels import Launch, plan_of
 
 _SMALLEST = 2048  # values of a tile: 16 bytes of bf16 for each of 256 threads
 _LARGEST = 16384  # values of a record: 32 for each of 512 threads
-_LARGE = Launch(1024, 4, 1)  # the fastest on an H200 (scripts/all_reduce_on_one_gpu.py)
+_LARGE = Launch(1024, 4, 1)  # the fastest on an H200
 _MOST_VALUES = 2**30  # of one launch, so that offsets fit into 32 bits
 
 

@@ -169,18 +169,3 @@ def pull_kernel(x, n, bases, turns, rooms, me, MEMORY: tl.constexpr, TILE: tl.co
 def _in_room(base, like):
     """The address ``base`` as a pointer to values of the dtype of ``like``."""
     return tl.multiple_of(base.to(tl.pointer_type(like.dtype.element_ty)), 16)
-
-
-@triton.jit(do_not_specialize=["me"])
-def share_kernel(own, arrived, out, n, stride, me, RANKS: tl.constexpr, TILE: tl.constexpr):
-    """See ``shares.sum_share``. The programs take tiles in turns, so that few of them suffice."""
-    for tile in range(tl.program_id(0), tl.cdiv(n, TILE), tl.num_programs(0)):
-        at = tile * TILE + tl.arange(0, TILE)
-        mine = tl.load(own + at, mask=at < n)
-        total = tl.zeros([TILE], tl.float32)
-        for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]
-            theirs = tl.load(arrived + rank * stride + at, mask=(at < n) & (me != rank))
-            total += tl.where(me == rank, mine, theirs).to(tl.float32)
-        sums = total.to(own.dtype.element_ty)
-        tl.store(own + at, sums, mask=at < n)
-        tl.store(out + at, sums, mask=at < n)

@@ -1,7 +1,11 @@
-"""Defines a wire format: its name, its options, and the number of bytes that a row takes in it."""
+"""Defines a format of quantised communication: its name, its options, and the bytes that a row takes in it.
+
+This is the only file that reads names of formats: alone (``Format.parse``), one for each direction
+(``parse_directions``), and in the name of a reduction (``format_of_reduction``).
+"""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -12,6 +16,9 @@ Meta = Literal["bf16", "int"]
 Rounding = Literal["floor", "nearest", "ceil"]
 
 _HINT = "write for example int8, int4:g32, int3:g128:sr or int2:g64:sr:clip0.7; docs/wires.md explains the parts"
+# Unicode has more digits, which a ``\d`` and ``int`` accept.
+_OPTION = re.compile(r"(?P<group>g[0-9]+)|(?P<spikes>sr)|(?P<meta>bf16|int)|(?P<clip>clip[0-9]+(\.[0-9]+)?)")
+_REDUCTION = "quantised"
 
 
 class Layout(NamedTuple):
@@ -51,7 +58,7 @@ class Format:
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
-            raise ConfigError(f"a format of the wire has 2 to 8 bits, not {self.bits}", hint=_HINT)
+            raise ConfigError(f"a format has 2 to 8 bits, not {self.bits}", hint=_HINT)
         if self.group not in GROUPS:
             raise ConfigError(f"a group of a format has 16, 32, 64, 128 or 256 values, not {self.group}", hint=_HINT)
         if self.meta not in ("bf16", "int"):
@@ -72,16 +79,16 @@ class Format:
             ConfigError: the text is not a format.
         """
         first, *parts = text.split(":")
-        bits = re.fullmatch(r"int(\d)", first)
+        bits = re.fullmatch(r"int([0-9])", first)
         options: dict[str, str] = {}
         for part in parts:
-            option = re.fullmatch(r"(?P<group>g\d+)|(?P<spikes>sr)|(?P<meta>bf16|int)|(?P<clip>clip\d+(\.\d+)?)", part)
+            option = _OPTION.fullmatch(part)
             name = option.lastgroup if option else None
             if name is None or name in options:
-                raise ConfigError(f'"{text}" is not a format of the wire: "{part}" is unknown or repeated', hint=_HINT)
+                raise ConfigError(f'"{text}" is not a format: "{part}" is unknown or repeated', hint=_HINT)
             options[name] = part
         if bits is None:
-            raise ConfigError(f'"{text}" is not a format of the wire: it must start with int2 to int8', hint=_HINT)
+            raise ConfigError(f'"{text}" is not a format: it must start with int2 to int8', hint=_HINT)
         width, spikes = int(bits[1]), "spikes" in options
         return cls(
             width,
@@ -161,6 +168,35 @@ class Format:
         sizes += [number, number, 4 * groups * self.spikes, 2 * number * self.spikes]
         starts = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
         return Layout(tuple(starts[:-5]), *starts[-5:], bytes=-(-starts[-1] // 16) * 16)
+
+
+def parse_directions(text: str, directions: Sequence[str]) -> dict[str, Format]:
+    """Read ``DIRECTION=FORMAT[,DIRECTION=FORMAT]``, for example ``dispatch=int8,combine=int5``.
+
+    Raises:
+        ConfigError: a direction is not one of ``directions`` or is repeated, or a format is unknown.
+    """
+    formats: dict[str, Format] = {}
+    for part in text.split(","):
+        direction, _, name = part.strip().partition("=")
+        if direction not in directions or direction in formats:
+            raise ConfigError(
+                f'"{text}" does not name formats: the direction "{direction}" is unknown or repeated',
+                hint=f"write for example {directions[0]}=int8; the directions are {', '.join(directions)}, and "
+                "docs/wires.md lists the formats",
+            )
+        formats[direction] = Format.parse(name)
+    return formats
+
+
+def format_of_reduction(name: str) -> Format | None:
+    """The format of the reduction ``quantised:FORMAT``; None for any other name.
+
+    Raises:
+        ConfigError: FORMAT is not a format.
+    """
+    first, _, format = name.partition(":")
+    return Format.parse(format) if first == _REDUCTION else None
 
 
 def bits_on_the_wire(names: Iterable[str]) -> str:

@@ -35,8 +35,8 @@ class Launch(NamedTuple):
     warps: int = 4
 
 
-# The fastest launches on an H200, as ``python -m fcsd.bench.formats --sweep`` found them (docs/RESULTS.md, "Formats of
-# the wire").
+# The fastest launches on an H200, as ``python -m benchmarks.kernels.formats --sweep`` found them
+# (benchmarks/results/RESULTS.md, "Formats of the wire").
 _SUM = Launch(2048, 4, 2)
 _DOTS = Launch(1024, 4, 1)
 

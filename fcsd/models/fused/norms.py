@@ -7,6 +7,7 @@ The kernels exist on GPUs. On the meta device torch would split its norm into sm
 backward pass, so ``_OnMeta`` stands for the kernels there.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +24,17 @@ class FusedNorm(nn.Module):
 
     unfused: type[nn.Module]  # transformers' class, which ``fuse_norms(fused=False)`` restores
     epsilon: str  # the name of the attribute that holds epsilon
+    offset: int  # what is added to the weight
     weight: Tensor
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[..., width]``, normalised over the width in fp32 and multiplied by the weight ``[width]``."""
-        if hidden_states.is_meta:
-            return _OnMeta.apply(hidden_states, self.weight)  # type: ignore[return-value]
-        return functional.rms_norm(hidden_states, self.weight.shape, self.weight, getattr(self, self.epsilon))
+        """``[..., width]``, normalised over the width in fp32 and multiplied by ``offset + weight``, ``[width]``."""
+        hidden, scale = hidden_states, self.weight
+        if self.offset:
+            hidden, scale = hidden.float(), self.offset + scale.float()  # bf16 would round it
+        if hidden.is_meta:
+            return _OnMeta.apply(hidden, scale).to(hidden_states.dtype)  # type: ignore[union-attr]
+        return functional.rms_norm(hidden, scale.shape, scale, getattr(self, self.epsilon)).to(hidden_states.dtype)
 
 
 class _OnMeta(torch.autograd.Function):
@@ -55,8 +60,17 @@ def fuse_norms(model: nn.Module, arch: Arch, fused: bool = True) -> None:
         arch: the architecture's row.
         fused: whether torch's kernel is used.
     """
-    swap_classes(model, FusedNorm, _is_rms_norm, fused, epsilon=arch.norm_epsilon)
+    concerns = partial(is_norm, arch)
+    swap_classes(model, FusedNorm, concerns, fused, epsilon=arch.norm_epsilon, offset=arch.norm_offset)
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("RMSNorm")
+def is_norm(arch: Arch, module: nn.Module) -> bool:
+    """Whether a module is an RMSNorm that transformers' code computes.
+
+    It has the epsilon that the row names, and one parameter: its weight ``[width]``.
+    """
+    return (
+        hasattr(module, arch.norm_epsilon)
+        and type(module).forward.__module__.startswith("transformers.")
+        and [(name, parameter.ndim) for name, parameter in module.named_parameters()] == [("weight", 1)]
+    )

@@ -1,4 +1,4 @@
-"""The kind ``auto``: the kind that was fastest for a message of this size among as many GPUs (docs/RESULTS.md)."""
+"""The kind ``auto``: the kind that was measured to be the fastest for a message of this size among as many GPUs."""
 
 import math
 from collections.abc import Mapping

@@ -2,20 +2,16 @@
 
 Under tensor parallelism (Megatron-LM §3) the ranks hold partial sums of the output of attention and of the MLP.
 ``reduce`` sums them: its gradient is the identity, because every rank computes the same loss from the same sum.
-``reduce_gradient`` is its transpose, for the input of a sub-block. It changes nothing in the forward pass. In the
-backward pass it sums the gradients of all ranks, of which each rank has its own part.
 
 The kinds of reduction are
 
     nccl               the all-reduce of torch.distributed, by gloo on CPUs
     symmetric          one kernel in the symmetric memory of the GPUs of one host, see ``symmetric``
-    copies             the same by copy engines and a small kernel, see ``copies``
     auto               ``nccl`` or ``symmetric``, by the size of the message, see ``choice``
     quantised:FORMAT   rows that are quantised on the wire, see ``quantised``; FORMAT as in docs/wires.md
     none               sends nothing, so its results are wrong; its time is a lower bound for all other kinds
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,18 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from fcsd.errors import ConfigError, unknown_value
+from fcsd.errors import unknown_value
 from fcsd.kernels.bit_split import Format
+from fcsd.kernels.bit_split.format import format_of_reduction
 from fcsd.parallel import order
-from fcsd.parallel.all_reduce import choice, copies, quantised, symmetric, window
-from fcsd.parallel.all_reduce.quantised import Topology
+from fcsd.parallel.all_reduce import choice, quantised, symmetric, window
 from fcsd.parallel.transports.transport import Work
 
 Kind = str
-KINDS = ("nccl", "symmetric", "copies", "auto", "quantised:FORMAT", "none")
+KINDS = ("nccl", "symmetric", "auto", "quantised:FORMAT", "none")
 WRONG_RESULTS = ("none",)
 _QUANTISED = "quantised:"
-_BETWEEN_GPUS = {"symmetric": symmetric.all_reduce, "copies": copies.all_reduce}
 
 
 class Reduction:
@@ -52,32 +47,31 @@ class Reduction:
     def __init__(self, group: Any, kind: Kind, layer: int) -> None:
         self.format = format_of(kind)
         self.exact = kind not in WRONG_RESULTS
-        self._topology = group if isinstance(group, Topology) else Topology(group)
-        self._layer, self._kind = layer, kind
-        self._sends = kind != "none" and dist.get_world_size(self._topology.whole) > 1
-        if self._sends and kind in _BETWEEN_GPUS:
-            window.window_of(self._topology.whole)
+        self._group, self._layer, self._kind = group, layer, kind
+        self._sends = kind != "none" and dist.get_world_size(group) > 1
+        if self._sends and kind == "symmetric":
+            window.window_of(group)
         elif self._sends and kind == "auto":
-            window.try_window(self._topology.whole)  # now, because it cannot be made while a CUDA graph is captured
+            window.try_window(group)  # now, because it cannot be made while a CUDA graph is captured
         self._work: Work | None = None
         self._tensor: Tensor | None = None
 
     def start(self, x: Tensor, passes: str) -> None:
-        """Start to replace ``x`` by its sum; ``passes`` is ``fwd``, ``bwd`` or ``recompute``."""
+        """Start to replace ``x`` by its sum; ``passes`` is ``fwd`` or ``recompute``."""
         self._tensor = x
         if self._sends:
             with record_function(f"fcsd::reduce.{passes}.L{self._layer}"):
                 if self.format is not None:
-                    self._work = quantised.all_reduce(x, self.format, self._topology)
+                    self._work = quantised.all_reduce(x, self.format, self._group)
                 else:
                     self._work = self._started(x)
 
     def _started(self, x: Tensor) -> Work | None:
         """The all-reduce of values that are not quantised."""
-        group = self._topology.whole
+        group = self._group
         kind = choice.fastest(x, group) if self._kind == "auto" else self._kind
-        if kind in _BETWEEN_GPUS:
-            return _BETWEEN_GPUS[kind](x.detach(), group)
+        if kind == "symmetric":
+            return symmetric.all_reduce(x.detach(), group)
         return dist.all_reduce(x, group=group, async_op=True)
 
     def wait(self) -> Tensor:
@@ -96,11 +90,10 @@ def format_of(kind: Kind) -> Format | None:
     Raises:
         ConfigError: there is no such kind, or no such format.
     """
-    if kind.startswith(_QUANTISED):
-        return Format.parse(kind.removeprefix(_QUANTISED))
-    if kind not in KINDS:
+    format = format_of_reduction(kind)
+    if format is None and kind not in KINDS:
         raise unknown_value("kind of reduction", kind, KINDS)
-    return None
+    return format
 
 
 def reduce(x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0) -> Reduction:
@@ -110,7 +103,7 @@ def reduce(x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0) -> Reduct
     pass raises torch's error for a tensor that was modified in place. The gradient of quantisation is the identity.
 
     Args:
-        group: the process group, or a ``Topology`` for a quantised reduction by nodes or in chunks.
+        group: the process group.
         kind: how the ranks reduce; see the list at the top of this file.
         layer: 0-based index of the decoder layer, for the profiler.
 
@@ -124,35 +117,6 @@ def reduce(x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0) -> Reduct
     else:
         reduction.start(x, _forward_pass())
     return reduction
-
-
-def reduce_gradient(
-    x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0, awaited_at: int | None = None
-) -> Tensor:
-    """Return ``x``, of any shape, with a gradient that is summed over the ranks of ``group``.
-
-    The sum starts when the gradients of all readers of the result are known.
-
-    Args:
-        group: the process group, or a ``Topology`` for a quantised reduction by nodes or in chunks.
-        kind: how the ranks reduce; see the list at the top of this file.
-        layer: 0-based index of the decoder layer, for the profiler.
-        awaited_at: the place in the backward pass where the sum is awaited, from ``order.mark``; None awaits it as
-            soon as no node is ready that was created later.
-
-    Raises:
-        ConfigError: the kind is unknown, or its format has integer scales, which gradients are too small for.
-    """
-    own = format_of(kind)
-    if own is not None and own.meta == "int":
-        bf16 = replace(own, meta="bf16")
-        raise ConfigError(
-            f"{kind}: integer scales cannot express values as small as gradients", hint=f"write {_QUANTISED}{bf16}"
-        )
-    reduction = Reduction(group, kind, layer)
-    awaited: Any = _AwaitGradient.apply(x, reduction)
-    order.run_at(awaited, awaited_at)
-    return _StartGradient.apply(awaited, reduction)
 
 
 def _forward_pass() -> str:
@@ -169,28 +133,3 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class _AwaitGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, reduction: Reduction) -> Tensor:
-        ctx.reduction = reduction
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        del grad  # the sum in flight
-        return ctx.reduction.wait(), None
-
-
-class _StartGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, reduction: Reduction) -> Tensor:
-        ctx.reduction = reduction
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own = grad.clone(memory_format=torch.contiguous_format)  # other nodes may hold the same tensor
-        ctx.reduction.start(own, "bwd")
-        return own, None

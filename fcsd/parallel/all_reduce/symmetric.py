@@ -13,9 +13,9 @@ from fcsd.kernels.bit_split import Format
 from fcsd.parallel.all_reduce.window import OnStream, Window, window_of
 from fcsd.parallel.transports.transport import Work
 
-# Measured on two H200s with nothing else on the GPUs (docs/RESULTS.md). Up to so many bytes of a rank's values, one
-# shot is faster than two, by the number of ranks: between two ranks both send equally many bytes, and one shot waits
-# once. The numbers for more ranks are estimates.
+# Measured on two H200s with nothing else on the GPUs (benchmarks/results/RESULTS.md). Up to so many bytes of a rank's
+# values, one shot is faster than two, by the number of ranks: between two ranks both send equally many bytes, and one
+# shot waits once. The numbers for more ranks are estimates.
 _ONE_SHOT = {2: 2**22, 3: 2**18, 4: 2**18}
 _ONE_SHOT_OF_MORE = 2**17
 _BLOCKS = ((2**16, 16), (2**20, 32), (2**62, 64))  # up to so many bytes, so many blocks

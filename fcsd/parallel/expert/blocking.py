@@ -13,21 +13,21 @@ from fcsd.models.build import arch_of, decoder_layers
 from fcsd.models.fused.norms import fuse_norms
 from fcsd.models.fused.rotary import fuse_rotary
 from fcsd.models.wiring import Blocks, Parts, Wiring, wire_layers
-from fcsd.parallel.expert.dispatcher import MakeDispatcher, Wire
-from fcsd.parallel.expert.flat import FlatDispatcher
-from fcsd.parallel.expert.lookup import expert_block
+from fcsd.parallel.expert.block import expert_block
+from fcsd.parallel.expert.dispatcher import Dispatcher, Transfer
+from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
 
 
-def blocking_parts(blocks: Blocks, layer: Any, wire: Wire, dispatcher: MakeDispatcher) -> Parts:
+def blocking_parts(blocks: Blocks, layer: Any, transfer: Transfer, dispatcher: Dispatcher) -> Parts:
     """The parts of a decoder layer. A layer whose experts are not divided uses transformers' own MLP.
 
     Args:
         blocks: the names of the layer's children.
         layer: transformers' decoder layer.
-        wire: how rows travel; its mode is ``off``.
-        dispatcher: makes the dispatcher, which sends rows to the experts and back.
+        transfer: how rows travel; its mode is ``off``.
+        dispatcher: sends rows to the experts and back.
     """
     mlp = layer.get_submodule(blocks.mlp)
 
@@ -39,10 +39,8 @@ def blocking_parts(blocks: Blocks, layer: Any, wire: Wire, dispatcher: MakeDispa
         return Parts(attn, mlp, None)
 
     def routed(x: Tensor) -> Tensor:
-        one = dispatcher(block, layer.self_attn.layer_idx, x, wire)
-        one.advance(None)
-        one.run_experts(None)
-        return one.land()
+        packed = dispatcher(block, layer.self_attn.layer_idx, x, transfer)
+        return packed.dispatch(None).combine(None).land()
 
     return Parts(attn, block.shared, routed)
 
@@ -51,7 +49,7 @@ def wire_parallel(
     model: PreTrainedModel,
     wiring: Wiring,
     fused: bool = False,
-    dispatcher: MakeDispatcher = FlatDispatcher,
+    dispatcher: Dispatcher = flat,
     quantiser: Quantiser | None = None,
     traffic: Traffic | None = None,
 ) -> None:
@@ -60,13 +58,13 @@ def wire_parallel(
     Args:
         fused: whether one CUDA kernel computes each RMSNorm, each rotation of queries or keys, and each move of rows
             between tokens and experts. The results then differ in the last digit.
-        dispatcher: makes the dispatcher, which sends rows to the experts and back.
-        quantiser: rounds the rows to the formats of the wire; None sends them as they are.
+        dispatcher: sends rows to the experts and back.
+        quantiser: rounds the rows to the formats of quantised communication; None sends them as they are.
         traffic: counts the bytes that are sent; None does not count.
     """
     arch = arch_of(model.config)
-    wire = Wire(mode="off", fused=fused, quantiser=quantiser, traffic=traffic)
-    parts = partial(blocking_parts, arch.blocks, wire=wire, dispatcher=dispatcher)
+    transfer = Transfer(mode="off", fused=fused, quantiser=quantiser, traffic=traffic)
+    parts = partial(blocking_parts, arch.blocks, transfer=transfer, dispatcher=dispatcher)
     wire_layers(decoder_layers(model), wiring, parts, every=True)
     fuse_norms(model, arch, fused)
     fuse_rotary(model, arch, fused)

@@ -1,26 +1,36 @@
-"""Defines the interface of a dispatcher, which sends rows to the experts and back in one pass through a MoE block.
+"""Defines how rows go to the experts of a layer and back: pack, dispatch, combine, land.
 
-``Dispatcher`` is the interface that the schedule in ``overlap.py`` and the blocking reference in ``blocking.py`` call;
-``flat.py`` and ``hierarchical.py`` implement it.
+Each step returns what the next one takes, so nothing of a pass is kept anywhere else. ``flat.py`` and
+``hierarchical.py`` are the two ways. The schedule in ``overlap.py`` and the blocking reference in ``blocking.py`` call
+the steps:
+
+    packed = dispatcher(block, layer, x, transfer)   routes and packs the rows
+    handle = packed.dispatch(...)                    sends them
+    combined = handle.combine(...)                   runs the experts, and sends their outputs back
+    combined.land()                                  the weighted sums of the tokens
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
+from fcsd.errors import ConfigError
+from fcsd.models.build import arch_of
+from fcsd.parallel.deferred import Deferred, Exchange, exchange_now, launch
+from fcsd.parallel.expert.autoep import expert_parallel_config
 from fcsd.parallel.expert.block import ExpertBlock
-from fcsd.parallel.quantised.rows import Quantiser
+from fcsd.parallel.quantised.rows import Formats, Quantiser
 from fcsd.parallel.transports.traffic import Traffic
-from fcsd.parallel.transports.transport import Transport, all_to_all
+from fcsd.parallel.transports.transport import Splits, Transport, all_to_all
 
 Mode = Literal["on", "eager-sync", "off"]
 
 
 @dataclass(frozen=True)
-class Wire:
+class Transfer:
     """How the rows of a layer travel.
 
     Args:
@@ -29,8 +39,8 @@ class Wire:
             every exchange where it starts. ``off`` is the blocking reference, which uses no transport.
         side: the CUDA stream for work that must not wait for the compute stream; None on other devices and for ``off``.
         fused: whether the kernels of ``fcsd.kernels.rows`` permute and unpermute rows, instead of torch.
-        quantiser: rounds the rows to the formats of the wire, also if there is one rank only; None sends them as they
-            are.
+        quantiser: rounds the rows to the formats of quantised communication, also if there is one rank only; None sends
+            them as they are.
         traffic: counts the bytes that are sent; None does not count.
     """
 
@@ -41,26 +51,42 @@ class Wire:
     quantiser: Quantiser | None = None
     traffic: Traffic | None = None
 
+    def exchange(self, name: str, layer: int, group: Any, there: Splits, back: Splits, kept: bool) -> Exchange:
+        """An exchange that travels in this way, without codecs; the arguments are those of ``Exchange``."""
+        eager = self.mode == "eager-sync"
+        return Exchange(name, layer, group, there, back, kept, self.transport, eager, traffic=self.traffic)
 
-class Dispatcher(Protocol):
-    """One pass of a batch through the routed experts of one layer.
-
-    The constructor routes the tokens, starts to exchange the counts, and packs the rows. Then the schedule calls
-    ``advance`` at least once, ``run_experts`` once, ``advance`` any number of times, and ``land`` once.
-    """
-
-    def advance(self, awaited_at: int | None) -> None:
-        """Start the exchanges that can start now. The schedule calls it at each of its places.
-
-        The first call waits for the counts and starts dispatch. In a later call, a dispatcher of several levels
-        forwards the rows that have arrived. For any other dispatcher later calls do nothing.
+    def send(self, rows: Tensor, exchange: Exchange, awaited_at: int | None) -> Deferred:
+        """Start to send ``rows [sent, hidden]``; without overlap, also wait.
 
         Args:
-            awaited_at: the place in the backward pass where the gradient of dispatch is awaited, from ``order.mark``.
+            awaited_at: the place in the backward pass where the gradient of the rows is awaited, from ``order.mark``.
         """
+        if self.mode == "off":
+            return Deferred(exchange_now(rows, exchange), None)
+        return launch(rows, exchange, awaited_at)
+
+
+class Combined(Protocol):
+    """Outputs of experts on their way back."""
+
+    def forward(self) -> Self:
+        """See ``Dispatched``; here the rows are on their way back."""
         ...
 
-    def run_experts(self, awaited_at: int | None) -> None:
+    def land(self) -> Tensor:
+        """Await combine: the weighted sum of each token's expert outputs, ``[batch, seq, hidden]``."""
+        ...
+
+
+class Dispatched(Protocol):
+    """Rows on their way to the experts: the handle that dispatch returns, with all that combine needs."""
+
+    def forward(self) -> Self:
+        """The schedule calls it at each of its places. With several levels, it forwards rows to the next one."""
+        ...
+
+    def combine(self, awaited_at: int | None) -> Combined:
         """Await dispatch, run this rank's experts, and start combine.
 
         Args:
@@ -68,10 +94,47 @@ class Dispatcher(Protocol):
         """
         ...
 
-    def land(self) -> Tensor:
-        """Await combine, and return the weighted sum of each token's expert outputs, ``[batch, seq, hidden]``."""
+
+class Packed(Protocol):
+    """The packed rows of one pass, while the ranks exchange their counts."""
+
+    def dispatch(self, awaited_at: int | None) -> Dispatched:
+        """Wait for the counts, and start dispatch.
+
+        Args:
+            awaited_at: the place in the backward pass where the gradient of dispatch is awaited, from ``order.mark``.
+        """
         ...
 
 
-# Makes the dispatcher of one pass from (block, 0-based layer index, normalised input [batch, seq, hidden], wire).
-MakeDispatcher = Callable[[ExpertBlock, int, Tensor, Wire], Dispatcher]
+class Dispatcher(Protocol):
+    """Routes the tokens of one pass through a MoE block, starts to exchange the counts, and packs the rows."""
+
+    def __call__(self, block: ExpertBlock, layer: int, x: Tensor, transfer: Transfer, /) -> Packed:
+        """Pack the rows.
+
+        Args:
+            block: the MoE block.
+            layer: 0-based index of the decoder layer.
+            x: normalised input ``[batch, seq, hidden]``.
+            transfer: how the rows travel.
+        """
+        ...
+
+
+def check_formats(formats: Formats, model: PretrainedConfig, name: str) -> None:
+    """Check that the rows of a model can be rounded.
+
+    Args:
+        model: the configuration of the model.
+        name: its name, for the message.
+
+    Raises:
+        ConfigError: the model has no experts, or has experts that no dispatcher can reach, or the groups of a format do
+            not divide its rows.
+    """
+    try:
+        expert_parallel_config(arch_of(model), ep_size=1)
+        formats.check_width(model.get_text_config().hidden_size)
+    except ConfigError as error:
+        raise ConfigError(f"parallel.wire: {name}: {error}", error.hint or "remove parallel.wire") from error

@@ -13,13 +13,14 @@ ranks that do not share it send nothing to each other.
 
 Levels without deduplication take the same path with one row for each token and expert.
 
-The formats of a quantised wire apply to the outermost level, whose links are the slowest. The rows that ranks of a node
-exchange are sent as they are, so no row is rounded twice on its way. Rounding is to the nearest code.
+The formats of quantised communication apply to the outermost level, whose links are the slowest. The rows that ranks of
+a node exchange are sent as they are, so no row is rounded twice on its way. Rounding is to the nearest code.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -28,23 +29,21 @@ from torch.profiler import record_function
 from fcsd.kernels.copies_reference import Copies
 from fcsd.parallel import order
 from fcsd.parallel.cost import Dedup
-from fcsd.parallel.deferred import Deferred, Exchange, exchange_now, launch
+from fcsd.parallel.deferred import Deferred, Exchange
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.expert.choice import arrangements
 from fcsd.parallel.expert.counts import gather
-from fcsd.parallel.expert.deduplicated import Collect, Open, Pack, Relay, moves_by, write
-from fcsd.parallel.expert.dispatcher import Dispatcher, MakeDispatcher, Wire
-from fcsd.parallel.expert.flat import FlatDispatcher
+from fcsd.parallel.expert.deduplicated import Collect, Moves, Open, Pack, Relay, moves_by, write
+from fcsd.parallel.expert.dispatcher import Dispatcher, Packed, Transfer
+from fcsd.parallel.expert.flat import flat
 from fcsd.parallel.expert.levels import Levels, all_groups, one_level, row_matrices, two_levels
 from fcsd.parallel.expert.records import Layout, RecordCodec, copies_by_choice, expert_order
 from fcsd.parallel.quantised.rows import Codecs
-from fcsd.parallel.transports.codec import Codec
 from fcsd.parallel.transports.transport import Splits, splits_of
-from fcsd.parallel.turns import yield_turn
 
 
 class ByLayer:
-    """Makes the dispatchers of ``parallel.dedup: auto``: a ``MakeDispatcher`` that may differ from layer to layer.
+    """The ``Dispatcher`` of ``parallel.dedup: auto``, which may take another way in each layer.
 
     Attributes:
         offered: the levels of each value of ``parallel.dedup`` that can be chosen, from the fewest levels on.
@@ -55,16 +54,16 @@ class ByLayer:
     def __init__(self, ranks: int, node_size: int | None) -> None:
         self.offered = arrangements(ranks, node_size)
         self.chosen: dict[int, Dedup] = {}
-        self._makes = {dedup: dispatcher_of(dedup, ranks, node_size) for dedup in self.offered}
+        self._ways = {dedup: dispatcher_of(dedup, ranks, node_size) for dedup in self.offered}
 
-    def __call__(self, block: ExpertBlock, layer: int, x: Tensor, wire: Wire) -> Dispatcher:
-        """See ``MakeDispatcher``."""
+    def __call__(self, block: ExpertBlock, layer: int, x: Tensor, transfer: Transfer, /) -> Packed:
+        """See ``Dispatcher``."""
         dedup = self.chosen.get(layer, next(reversed(self.offered)))
-        return self._makes[dedup](block, layer, x, wire)
+        return self._ways[dedup](block, layer, x, transfer)
 
 
-def dispatcher_of(dedup: Dedup, ranks: int, node_size: int | None) -> MakeDispatcher:
-    """Makes the dispatchers that a value of ``parallel.dedup`` names; ``ByLayer`` makes those of ``auto``.
+def dispatcher_of(dedup: Dedup, ranks: int, node_size: int | None) -> Dispatcher:
+    """The dispatcher that a value of ``parallel.dedup`` names; that of ``auto`` is a ``ByLayer``.
 
     Args:
         dedup: ``off`` sends a row to each expert of a token, ``rank`` to each rank that has any of its experts, and
@@ -76,26 +75,26 @@ def dispatcher_of(dedup: Dedup, ranks: int, node_size: int | None) -> MakeDispat
         ConfigError: see ``two_levels``.
     """
     if dedup == "off":
-        return FlatDispatcher
+        return flat
     if dedup == "rank":
         return hierarchical(one_level(ranks))
     assert node_size is not None, "the recipe's checks require a node size"
     return hierarchical(two_levels(ranks, node_size))
 
 
-def hierarchical(levels: Levels) -> MakeDispatcher:
-    """Makes the dispatchers of a model whose experts are divided over ``levels``.
+def hierarchical(levels: Levels) -> Dispatcher:
+    """The dispatcher over ``levels``: one exchange per level in each direction.
 
     A block whose tokens choose one expert has no duplicates, and neither has a block whose experts are all on one rank.
-    Such a block gets the flat dispatcher. ``levels`` without deduplication are a baseline for benchmarks (2DH).
+    Such a block takes the flat dispatcher. ``levels`` without deduplication are a baseline for benchmarks (2DH).
     """
 
-    def make(block: ExpertBlock, layer: int, x: Tensor, wire: Wire) -> Dispatcher:
+    def dispatcher(block: ExpertBlock, layer: int, x: Tensor, transfer: Transfer, /) -> Packed:
         if block.top_k == 1 or block.placement.ranks == 1:
-            return FlatDispatcher(block, layer, x, wire)
-        return HierarchicalDispatcher(block, layer, x, wire, levels)
+            return flat(block, layer, x, transfer)
+        return _pack(block, layer, x, transfer, levels)
 
-    return make
+    return dispatcher
 
 
 class _Plan(NamedTuple):
@@ -107,161 +106,73 @@ class _Plan(NamedTuple):
     counts: Tensor  # [1, slots]: the same for each expert
 
 
-class HierarchicalDispatcher:
-    """A ``Dispatcher`` with one exchange per level in each direction.
+def _pack(block: ExpertBlock, layer: int, x: Tensor, transfer: Transfer, levels: Levels) -> "_Packed":
+    placement = block.placement
+    layouts = [
+        Layout(x.shape[-1], levels.choices(level, placement.experts, block.top_k), x.dtype)
+        for level in range(levels.depth)
+    ]
+    codecs = Codecs() if transfer.quantiser is None else transfer.quantiser.nearest()
+    tokens = x.reshape(-1, x.shape[-1])
+    routing = block.route(tokens)
+    weights = routing.scores.to(layouts[0].weight_dtype)
+    common = _Pass(block, layer, transfer, levels, x.shape, layouts, codecs, moves_by(transfer.fused))
+    with torch.no_grad():
+        positions = placement.positions(routing.experts)
+        wait_for_plan = common.start_plan(placement.by_position(routing.counts), positions)
+        # The host does not know yet how many records there are, so the buffer holds the largest number.
+        copies = common.copies_of(positions, level=0)
+        written = write(tokens, weights, copies, layouts[0], copies.row_of.numel(), common.moves)
+    ready = None if transfer.side is None else torch.cuda.current_stream().record_event()
+    return _Packed(common, wait_for_plan, tokens, weights, copies, written, ready)
 
-    Args:
-        block: the MoE block.
-        layer: 0-based index of the decoder layer.
-        x: normalised input ``[batch, seq, hidden]``.
-        wire: how the rows travel.
-        levels: how the ranks of the block's group form levels.
-    """
 
-    def __init__(self, block: ExpertBlock, layer: int, x: Tensor, wire: Wire, levels: Levels) -> None:
-        self._block, self._layer, self._wire, self._levels, self._shape = block, layer, wire, levels, x.shape
-        self._moves = moves_by(wire.fused)
-        self._experts = block.placement.experts
-        self._tokens = x.reshape(-1, x.shape[-1])
-        routing = block.route(self._tokens)
-        self._layouts = [
-            Layout(x.shape[-1], levels.choices(level, self._experts, block.top_k), x.dtype)
-            for level in range(levels.depth)
-        ]
-        self._codecs = Codecs() if wire.quantiser is None else wire.quantiser.nearest()
-        self._weights = routing.scores.to(self._layouts[0].weight_dtype)
-        with torch.no_grad():
-            positions = block.placement.positions(routing.experts)
-            self._wait_for_plan = self._start_plan(block.placement.by_position(routing.counts), positions)
-            # The host does not know yet how many records there are, so the buffer has room for the largest number.
-            self._copies = [self._copies_of(positions, level=0)]
-            most = self._copies[0].row_of.numel()
-            self._written = [write(self._tokens, self._weights, self._copies[0], self._layouts[0], most, self._moves)]
-        self._written_event = None if wire.side is None else torch.cuda.current_stream().record_event()
-        self._level = -1  # the level of the exchange that was launched last
-        self._in_flight: Deferred | None = None
-        self._returning = False
-        self._awaited_at: int | None = None  # where the gradient of combine is awaited
+@dataclass(frozen=True)
+class _Pass:
+    """What is the same in all steps of a pass."""
 
-    def advance(self, awaited_at: int | None) -> None:
-        """See ``Dispatcher``: each call starts the exchange of the next level, if one is left."""
-        if self._returning:
-            if self._level > 0:
-                self._return()
-        elif self._level < 0:
-            self._start(awaited_at)
-        elif self._level < self._levels.depth - 1:
-            self._forward()
+    block: ExpertBlock
+    layer: int
+    transfer: Transfer
+    levels: Levels
+    shape: torch.Size
+    layouts: list[Layout]  # by level
+    codecs: Codecs
+    moves: Moves
 
-    def run_experts(self, awaited_at: int | None) -> None:
-        """See ``Dispatcher``."""
-        while self._level < self._levels.depth - 1:
-            self._forward()
-        opened = self._opened()
-        # No name refers to the rows while the experts run, so that their memory is free.
-        outputs = self._block.run(opened.pop(0), self._plan.counts)
-        weights, row_of = opened
-        self._returning, self._awaited_at = True, awaited_at
-        self._send_back(Collect.apply(outputs, None if self._block.prescaled else weights, row_of, self._moves))
-
-    def land(self) -> Tensor:
-        """See ``Dispatcher``."""
-        while self._level > 0:
-            self._return()
-        return self._summed().view(self._shape)
-
-    def _start(self, awaited_at: int | None) -> None:
-        """Launch the first level of dispatch."""
-        yield_turn()
-        self._plan = self._wait_for_plan()
-        written = self._written[0][: sum(self._plan.dispatch[0].sends)]
-        self._written.clear()
-        records = Pack.apply(self._tokens, self._weights, [written], self._copies[0], self._layouts[0], self._moves)
-        del self._tokens, self._weights
-        self._dispatch(records, 0, awaited_at)
-
-    def _forward(self) -> None:
-        """Await a level of dispatch, and launch the next one."""
-        level = self._level + 1
-        layout, next_layout = self._layouts[level - 1 : level + 1]
-        records = self._landed()
-        self._copies.append(self._copies_of(layout.experts(records), level))
-        count = sum(self._plan.dispatch[level].sends)
-        copied = Relay.apply(records, layout, self._copies[level], next_layout, count, self._moves)
-        self._dispatch(copied, level, None)
-
-    def _opened(self) -> list[Tensor]:
-        """Await the last level of dispatch: the rows of the experts, the weights of the records, and ``row_of``."""
-        layout = self._layouts[-1]
-        records = self._landed()
-        row_of = expert_order(layout.experts(records), self._block.placement.slots)
-        return [*Open.apply(records, layout, row_of, self._plan.rows, self._block.prescaled, self._moves), row_of]
-
-    def _return(self) -> None:
-        """Await a level of combine, sum, and launch the level before it."""
-        sums = self._summed()
-        self._level -= 1
-        self._send_back(sums)
-
-    def _summed(self) -> Tensor:
-        """The sums of the rows that came back at the current level: one for each row that was sent from here."""
-        return Collect.apply(self._landed(), None, self._copies.pop().row_of, self._moves)
-
-    def _copies_of(self, experts: Tensor, level: int) -> Copies:
+    def copies_of(self, experts: Tensor, level: int) -> Copies:
         """The copies that are sent at a level; ``experts [rows, choices]`` are numbered in the group of the rows."""
-        groups, span = self._levels.sizes[level], self._levels.span(level, self._experts)
-        if not self._levels.deduplicated:
+        groups, span = self.levels.sizes[level], self.levels.span(level, self.block.placement.experts)
+        if not self.levels.deduplicated:
             return copies_by_choice(experts, groups, span)
-        return self._moves.number_copies(experts, groups, span, self._layouts[level].choices)
+        return self.moves.number_copies(experts, groups, span, self.layouts[level].choices)
 
-    def _landed(self) -> Tensor:
-        assert self._in_flight is not None, "nothing is in flight"
-        in_flight, self._in_flight = self._in_flight, None
-        return in_flight.wait()
-
-    def _dispatch(self, records: Tensor, level: int, awaited_at: int | None) -> None:
+    def dispatch_exchange(self, plan: _Plan, level: int) -> Exchange:
+        """The exchange of a level of dispatch."""
         # If weights multiply the experts' inputs, their gradient needs the records that arrive at the last level.
-        kept = self._block.prescaled and level == self._levels.depth - 1
-        exchange = self._exchange("dispatch", self._plan.dispatch[level], self._plan.combine[level], kept)
-        if level == 0:
-            codecs = self._codecs.dispatch, self._codecs.dispatch_grad
-            exchange.codec, exchange.back_codec = map(self._of_records, codecs)
-            exchange.ready, exchange.side = self._written_event, self._wire.side
-        self._level = level
-        self._in_flight = self._send(records, exchange, awaited_at)
+        kept = self.block.prescaled and level == self.levels.depth - 1
+        group, there, back = self.block.group, plan.dispatch[level], plan.combine[level]
+        return self.transfer.exchange("dispatch", self.layer, group, there, back, kept)
 
-    def _send_back(self, rows: Tensor) -> None:
-        exchange = self._exchange("combine", self._plan.combine[self._level], self._plan.dispatch[self._level], False)
-        if self._level == 0:
-            exchange.codec, exchange.back_codec = self._codecs.combine, self._codecs.combine_grad
+    def send_back(self, plan: _Plan, level: int, rows: Tensor, awaited_at: int | None) -> Deferred:
+        """Start a level of combine."""
+        group, there, back = self.block.group, plan.combine[level], plan.dispatch[level]
+        exchange = self.transfer.exchange("combine", self.layer, group, there, back, kept=False)
+        if level == 0:
+            exchange.codec, exchange.back_codec = self.codecs.combine, self.codecs.combine_grad
         # The computation that hides combine's gradient hides that of the outermost level, whose links are the slowest.
         # The gradients of the other levels are awaited as soon as they are sent.
-        self._in_flight = self._send(rows, exchange, self._awaited_at if self._level == 0 else None)
+        return self.transfer.send(rows, exchange, awaited_at if level == 0 else None)
 
-    def _exchange(self, name: str, there: Splits, back: Splits, kept: bool) -> Exchange:
-        wire = self._wire
-        eager = wire.mode == "eager-sync"
-        exchange = Exchange(name, self._layer, self._block.group, there, back, kept, wire.transport, eager)
-        exchange.traffic = wire.traffic
-        return exchange
-
-    def _of_records(self, codec: Codec | None) -> Codec | None:
-        return None if codec is None else RecordCodec(codec, self._layouts[0])
-
-    def _send(self, rows: Tensor, exchange: Exchange, awaited_at: int | None) -> Deferred:
-        if self._wire.mode == "off":
-            return Deferred(exchange_now(rows, exchange), None)
-        return launch(rows, exchange, awaited_at)
-
-    def _start_plan(self, counts: Tensor, positions: Tensor) -> Callable[[], _Plan]:
+    def start_plan(self, counts: Tensor, positions: Tensor) -> Callable[[], _Plan]:
         """Start to exchange ``counts [experts]`` and the numbers of tokens by group, in the order of positions."""
-        levels, experts, rank = self._levels, self._experts, self._block.rank
-        slots = self._block.placement.slots
+        levels, experts, rank = self.levels, self.block.placement.experts, self.block.rank
+        slots = self.block.placement.slots
         passes = "recompute" if order.in_backward() else "fwd"
-        with record_function(f"fcsd::plan.{passes}.L{self._layer}"):
+        with record_function(f"fcsd::plan.{passes}.L{self.layer}"):
             told = torch.cat([counts.long(), all_groups(positions, experts, levels)])
             summarise = partial(_summary, experts=experts, levels=levels)
-            wait = gather(told, summarise, self._block.group, levels.ranks, self._wire.side)
+            wait = gather(told, summarise, self.block.group, levels.ranks, self.transfer.side)
 
         def wait_for_plan() -> _Plan:
             everyone, summary = wait()
@@ -276,6 +187,120 @@ class HierarchicalDispatcher:
             )
 
         return wait_for_plan
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """See ``Packed``.
+
+    Attributes:
+        copies: where the rows go at the first level.
+        written: as many records as there may be. Those to send are complete after the event ``ready``.
+    """
+
+    common: _Pass
+    wait_for_plan: Callable[[], _Plan]
+    tokens: Tensor
+    weights: Tensor
+    copies: Copies
+    written: Tensor
+    ready: torch.Event | None
+
+    def dispatch(self, awaited_at: int | None) -> "_Dispatched":
+        """See ``Packed``."""
+        common, plan, layout = self.common, self.wait_for_plan(), self.common.layouts[0]
+        written = [self.written[: sum(plan.dispatch[0].sends)]]
+        records = Pack.apply(self.tokens, self.weights, written, self.copies, layout, common.moves)
+        exchange = common.dispatch_exchange(plan, 0)
+        if common.codecs.dispatch is not None:
+            exchange.codec = RecordCodec(common.codecs.dispatch, layout)
+        if common.codecs.dispatch_grad is not None:
+            exchange.back_codec = RecordCodec(common.codecs.dispatch_grad, layout)
+        exchange.ready, exchange.side = self.ready, common.transfer.side
+        return _Dispatched(common, plan, (self.copies,), common.transfer.send(records, exchange, awaited_at))
+
+
+@dataclass(frozen=True)
+class _Dispatched:
+    """See ``Dispatched``.
+
+    Attributes:
+        copies: where the rows went at each level so far.
+        records: those of the last of these levels, which are in flight.
+    """
+
+    common: _Pass
+    plan: _Plan
+    copies: tuple[Copies, ...]
+    records: Deferred
+
+    def forward(self) -> Self:
+        """See ``Dispatched``: await a level, and launch the next one, if one is left."""
+        common, level = self.common, len(self.copies)
+        if level == common.levels.depth:
+            return self
+        layout, next_layout = common.layouts[level - 1 : level + 1]
+        records = self.records.wait()
+        copies = common.copies_of(layout.experts(records), level)
+        count = sum(self.plan.dispatch[level].sends)
+        copied = Relay.apply(records, layout, copies, next_layout, count, common.moves)
+        in_flight = common.transfer.send(copied, common.dispatch_exchange(self.plan, level), None)
+        return type(self)(common, self.plan, (*self.copies, copies), in_flight)
+
+    def combine(self, awaited_at: int | None) -> "_Combined":
+        """See ``Dispatched``."""
+        common, level = self.common, len(self.copies)
+        if level < common.levels.depth:
+            return self.forward().combine(awaited_at)
+        opened = self._opened()
+        # No name refers to the rows while the experts run, so that their memory is free.
+        outputs = common.block.run(opened.pop(0), self.plan.counts)
+        weights, row_of = opened
+        sums = Collect.apply(outputs, None if common.block.prescaled else weights, row_of, common.moves)
+        in_flight = common.send_back(self.plan, level - 1, sums, awaited_at)
+        return _Combined(common, self.plan, self.copies, in_flight, awaited_at)
+
+    def _opened(self) -> list[Tensor]:
+        """Await the last level: the rows of the experts, the weights of the records, and ``row_of``."""
+        common, layout, records = self.common, self.common.layouts[-1], self.records.wait()
+        row_of = expert_order(layout.experts(records), common.block.placement.slots)
+        opened = Open.apply(records, layout, row_of, self.plan.rows, common.block.prescaled, common.moves)
+        return [*opened, row_of]
+
+
+@dataclass(frozen=True)
+class _Combined:
+    """See ``Combined``.
+
+    Attributes:
+        copies: where the rows went in dispatch, at the levels from which they are not yet back.
+        rows: those of the last of these levels, which are in flight.
+        awaited_at: where the gradient of combine is awaited.
+    """
+
+    common: _Pass
+    plan: _Plan
+    copies: tuple[Copies, ...]
+    rows: Deferred
+    awaited_at: int | None
+
+    def forward(self) -> Self:
+        """See ``Combined``: await a level, sum, and launch the level before it, if one is left."""
+        if len(self.copies) == 1:
+            return self
+        copies = self.copies[:-1]
+        in_flight = self.common.send_back(self.plan, len(copies) - 1, self._summed(), self.awaited_at)
+        return type(self)(self.common, self.plan, copies, in_flight, self.awaited_at)
+
+    def land(self) -> Tensor:
+        """See ``Combined``."""
+        if len(self.copies) > 1:
+            return self.forward().land()
+        return self._summed().view(self.common.shape)
+
+    def _summed(self) -> Tensor:
+        """The sums of the rows that came back: one for each row that was sent from here."""
+        return Collect.apply(self.rows.wait(), None, self.copies[-1].row_of, self.common.moves)
 
 
 def _summary(everyone: Tensor, experts: int, levels: Levels) -> Tensor:

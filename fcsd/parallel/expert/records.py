@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fcsd.kernels.copies_reference import Copies
-from fcsd.parallel.expert.sorting import stable_order
-from fcsd.parallel.transports.codec import Codec
+from fcsd.parallel.deferred import Codec
+from fcsd.parallel.expert.permute import stable_order
 
 _TAIL_ALIGNMENT, _RECORD_ALIGNMENT = 16, 64  # bytes
 

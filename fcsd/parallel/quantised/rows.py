@@ -1,14 +1,14 @@
 """Rounds the rows of dispatch and combine, and their gradients, to the formats of ``fcsd.kernels.bit_split``.
 
-``WireFormats`` names a format for each of the four directions. A ``RowCodec`` packs the rows of one direction into
+``Formats`` names a format for each of the four directions. A ``RowCodec`` packs the rows of one direction into
 records, which any transport sends unchanged (FlashCommunication V2, section 3). ``simulate`` computes in one process
-what an exchange between ranks would deliver.
+what an exchange between ranks would deliver: for training with all experts on one rank, and for evaluations.
 
 The gradient of rounding is the identity (straight-through). Gradients on the wire are rounded to their own formats.
 A rank's own rows are rounded as well, so the result does not depend on which rank holds a token or an expert.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -16,9 +16,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from fcsd.config import Wire
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Draws, Format, decode, encode
-from fcsd.parallel.transports.codec import Codec
+from fcsd.kernels.bit_split.format import parse_directions
+from fcsd.parallel.deferred import Codec
 
 Direction = Literal["dispatch", "combine", "dispatch_grad", "combine_grad"]
 Stochastic = Literal["off", "gradients", "all"]
@@ -28,7 +30,7 @@ _TAIL = 16  # the bytes behind a record for the number of its row: 8, and 8 zero
 
 
 @dataclass(frozen=True)
-class WireFormats:
+class Formats:
     """The format of the rows in each direction; None sends the rows as they are.
 
     Args:
@@ -60,34 +62,14 @@ class WireFormats:
                 )
 
     @classmethod
-    def parse(cls, text: str, stochastic: Stochastic = "off") -> "WireFormats":
+    def parse(cls, text: str, stochastic: Stochastic = "off") -> "Formats":
         """Read one format for all directions, ``int8``, or one for each, ``dispatch=int8,combine_grad=int5``.
 
         Raises:
             ConfigError: a format or a direction is unknown, a direction is repeated, or the format does not suit it.
         """
-        if "=" not in text:
-            return cls.read(dict.fromkeys(DIRECTIONS, text), stochastic)
-        names: dict[str, str] = {}
-        for part in text.split(","):
-            direction, _, name = part.partition("=")
-            if direction not in DIRECTIONS or direction in names:
-                raise ConfigError(
-                    f'"{text}" names formats of the wire: the direction "{direction}" is unknown or repeated',
-                    hint="write one format for all directions, or for example dispatch=int8,combine=int8; the "
-                    f"directions are {', '.join(DIRECTIONS)}",
-                )
-            names[direction] = name
-        return cls.read(names, stochastic)
-
-    @classmethod
-    def read(cls, names: Mapping[str, str | None], stochastic: Stochastic = "off") -> "WireFormats":
-        """Read the name of a format, or None, for each direction; directions that are missing have none.
-
-        Raises:
-            ConfigError: a format is unknown, or does not suit its direction.
-        """
-        formats = {d: Format.parse(name) for d in DIRECTIONS if (name := names.get(d)) is not None}
+        every = "=" not in text
+        formats = dict.fromkeys(DIRECTIONS, Format.parse(text)) if every else parse_directions(text, DIRECTIONS)
         return cls(**formats, stochastic=stochastic)
 
     def __str__(self) -> str:
@@ -113,6 +95,17 @@ class WireFormats:
         """
         for format in filter(None, map(self.of, DIRECTIONS)):
             format.layout(width)
+
+
+def formats_of(wire: Wire) -> Formats | None:
+    """The formats of a recipe's ``parallel.wire``; None if no direction has one.
+
+    Raises:
+        ConfigError: the format of a gradient has integer scales.
+    """
+    named = {direction: name for direction in DIRECTIONS if (name := getattr(wire, direction)) is not None}
+    formats = {direction: Format.parse(name) for direction, name in named.items()}
+    return Formats(**formats, stochastic=wire.stochastic) if formats else None
 
 
 class RowCodec:
@@ -180,7 +173,7 @@ class Quantiser:
         seed: the seed of the run, on which stochastic rounding depends.
     """
 
-    def __init__(self, formats: WireFormats, seed: int = 0) -> None:
+    def __init__(self, formats: Formats, seed: int = 0) -> None:
         self.formats = formats
         self._seed = seed
         self._step: tuple[int, Tensor] | None = None
@@ -212,7 +205,7 @@ class Quantiser:
         finally:
             self._paused = before
 
-    def formats_to_nearest(self) -> WireFormats | None:
+    def formats_to_nearest(self) -> Formats | None:
         """The formats, if all rows are rounded to the nearest code now; None if some are random, or none is rounded."""
         random = self._step is not None and any(map(self.formats.rounds_at_random, DIRECTIONS))
         return None if self._paused or random else self.formats
@@ -254,32 +247,38 @@ class Quantiser:
         return Codecs(numbered, outputs, codec("dispatch_grad", lambda: numbered.received), back)
 
 
-def simulate(rows: Tensor, codec: Codec | None, grad_codec: Codec | None = None) -> Tensor:
+# What communication makes of rows ``[n, width]``: the values that arrive, ``[n, width]`` of any floating dtype.
+Rounding = Callable[[Tensor], Tensor]
+
+
+def simulate(rows: Tensor, there: Codec | Rounding | None, back: Codec | Rounding | None = None) -> Tensor:
     """What an exchange of ``rows [rows, width]`` delivers, without ranks: every row is encoded and decoded in place.
 
     The result and the gradient equal, bit for bit, the rows and the gradients that ranks would receive.
 
     Args:
-        codec: packs the rows; None leaves them as they are.
-        grad_codec: packs their gradient in the same way.
+        there: packs the rows, or says which values arrive; None leaves them as they are.
+        back: the same for their gradient.
     """
-    if codec is None and grad_codec is None:
+    if there is None and back is None:
         return rows
-    return _Simulated.apply(rows, codec, grad_codec)
+    return _Simulated.apply(rows, there, back)
 
 
 class _Simulated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, codec: Codec | None, grad_codec: Codec | None) -> Tensor:
-        ctx.grad_codec = grad_codec
-        return _there_and_back(rows, codec)
+    def forward(ctx: Any, rows: Tensor, there: Codec | Rounding | None, back: Codec | Rounding | None) -> Tensor:
+        ctx.back = back
+        return _delivered(rows, there)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _there_and_back(grad, ctx.grad_codec), None, None
+        return _delivered(grad, ctx.back), None, None
 
 
-def _there_and_back(rows: Tensor, codec: Codec | None) -> Tensor:
-    if codec is None:
+def _delivered(rows: Tensor, how: Codec | Rounding | None) -> Tensor:
+    if how is None:
         return rows.view_as(rows)
-    return codec.decode(codec.encode(rows.contiguous()), rows.shape[1], rows.dtype)
+    if callable(how):
+        return how(rows).to(rows.dtype)
+    return how.decode(how.encode(rows.contiguous()), rows.shape[1], rows.dtype)

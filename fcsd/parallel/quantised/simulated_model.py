@@ -19,8 +19,8 @@ from fcsd.models.archs import Arch
 from fcsd.models.build import arch_of, decoder_layers, wire, wiring_of
 from fcsd.models.schedule import Kind, Part, kind_of, reductions
 from fcsd.models.wiring import DESYNC, Blocks, Parts, Wiring, hf_parts, wire_layers
-from fcsd.parallel.quantised.simulated_all_reduce import Rounding, simulate_all_reduce
-from fcsd.parallel.quantised.simulated_experts import prescaled_over_wire, prescaled_rows, routed_over_wire
+from fcsd.parallel.quantised.rows import Rounding, simulate
+from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
 from fcsd.parallel.quantised.simulated_row_parallel import PartialSums, expert_slices, expert_sums, require_divides
 
 _CALLED: tuple[Part, ...] = (
@@ -93,15 +93,52 @@ def _expert_parallel_parts(blocks: Blocks, simulated: SimulatedWire, layer: Any)
 
 
 def _routed_over_wire(blocks: Blocks, simulated: SimulatedWire, layer: Any) -> Callable[[Tensor], Tensor]:
+    """The routed experts of a layer whose rows are rounded on their way to the experts and back.
+
+    Every row is rounded, those of tokens whose experts lie on their own rank too, as the quantised all-to-all does.
+    """
     mlp = layer.get_submodule(blocks.mlp)
-    run = prescaled_over_wire if blocks.prescaled else routed_over_wire
+    run = _prescaled if blocks.prescaled else _weighted
     router, experts = mlp.get_submodule(blocks.router), mlp.get_submodule("experts")
 
     def routed(x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        return run(router, experts, flat, simulated.dispatch, simulated.combine).view_as(x)
+        return run(router, experts, x.reshape(-1, x.shape[-1]), simulated).view_as(x)
 
     return routed
+
+
+def _weighted(router: nn.Module, experts: nn.Module, flat: Tensor, simulated: SimulatedWire) -> Tensor:
+    """The routed experts' output for tokens ``flat [tokens, hidden]``, of the same shape.
+
+    The router sees the tokens as they are. A row that goes to several experts is rounded once. On its way back there
+    is a row for each token and expert, without the router's weight; the token's rank adds them in fp32.
+    """
+    _, weights, indices = router(flat)
+    sent = simulate(flat, simulated.dispatch)
+    if simulated.combine is None:
+        return experts(sent, indices, weights)
+    top_k = indices.shape[-1]
+    rows = sent.repeat_interleave(top_k, dim=0)  # one row for each token and expert, [tokens * top_k, hidden]
+    choice = indices.reshape(-1, 1)
+    outputs = simulate(experts(rows, choice, torch.ones_like(choice, dtype=weights.dtype)), simulated.combine)
+    weighted = outputs.float() * weights.reshape(-1, 1).float()
+    return weighted.view(-1, top_k, flat.shape[1]).sum(dim=1).to(flat.dtype)
+
+
+def _prescaled(router: nn.Module, experts: nn.Module, flat: Tensor, simulated: SimulatedWire) -> Tensor:
+    """As ``_weighted`` for llama4, whose router multiplies the rows before they are sent.
+
+    transformers runs every expert on every token, with rows of zeros where an expert was not chosen. Every format
+    leaves zeros as they are, so these rows stay what they are without rounding.
+    """
+    outputs = simulate(experts(simulate(_prescaled_rows(router, flat), simulated.dispatch)), simulated.combine)
+    return outputs.view(-1, *flat.shape).float().sum(dim=0).to(flat.dtype)
+
+
+def _prescaled_rows(router: nn.Module, flat: Tensor) -> Tensor:
+    """llama4's input to its experts: ``[experts * tokens, hidden]``, zero where an expert was not chosen."""
+    scores, _ = router(flat)  # [tokens, experts]
+    return flat.repeat(scores.shape[1], 1) * scores.transpose(0, 1).reshape(-1, 1)
 
 
 def _tensor_parallel(
@@ -179,7 +216,7 @@ def _tensor_parallel_parts(
         flat = x.reshape(-1, x.shape[-1])
         router, experts = mlp.get_submodule(blocks.router), mlp.get_submodule("experts")
         if blocks.prescaled:
-            sums = expert_sums(experts, slices[index], prescaled_rows(router, flat))
+            sums = expert_sums(experts, slices[index], _prescaled_rows(router, flat))
             sums = sums.view(simulated.tp_degree, -1, *flat.shape).sum(dim=1)
         else:
             _, weights, indices = router(flat)

@@ -17,8 +17,8 @@ from fcsd.checkpoint.weights import Reader
 from fcsd.errors import BadInputError
 from fcsd.models.build import arch_of, causal_lm_class, register, wiring_of
 from fcsd.parallel.expert.autoep import shard_experts
+from fcsd.parallel.expert.block import expert_blocks
 from fcsd.parallel.expert.blocking import wire_parallel
-from fcsd.parallel.expert.lookup import expert_blocks
 from fcsd.parallel.placement.placement import Placement
 from fcsd.parallel.weights.tensor_map import on_disk, pieces, put, state
 

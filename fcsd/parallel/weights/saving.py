@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fcsd.checkpoint import compare_tensors, read_config, read_layout
 from fcsd.checkpoint.weights import MAX_SHARD, NAMES, Reader, Shape, Writer
-from fcsd.parallel.expert.lookup import expert_blocks
+from fcsd.parallel.expert.block import expert_blocks
 from fcsd.parallel.weights.tensor_map import Piece, State, on_disk, pieces, shape, state, take
 
 Specs = dict[str, tuple[str, Shape]]  # name on disk -> dtype and shape, for the tensors of all ranks

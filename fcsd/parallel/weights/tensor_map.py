@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fcsd.models.build import arch_of
-from fcsd.parallel.expert.block import ExpertBlock, Origin
-from fcsd.parallel.expert.lookup import expert_blocks
+from fcsd.parallel.expert.block import ExpertBlock, Origin, expert_blocks
 
 State = Mapping[str, Tensor]
 

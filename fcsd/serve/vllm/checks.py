@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from fcsd.errors import ConfigError
+from fcsd.models.archs import ARCHS
 from fcsd.models.wiring_block import DESYNC, Wiring
 from fcsd.serve.vllm.reduction import WRONG_RESULTS, read_settings
-from fcsd.serve.vllm.rows import ROWS
 from fcsd.serve.vllm.support import RIGHT_RESULTS
 
 # Methods of speculation that read nothing inside of the model.
@@ -36,7 +36,8 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     wiring = Wiring.from_block(vllm_config.model_config.hf_config.fcsd)
     parallel = vllm_config.parallel_config
     yield from _wiring_problems(wiring, parallel)
-    if ROWS[model_type].rescales_float16 and str(vllm_config.model_config.dtype).removeprefix("torch.") == "float16":
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    if ARCHS[model_type].vllm.rescales_float16 and dtype == "float16":
         yield f"vLLM rescales {model_type} in float16, and the plugin does not; use --dtype bfloat16"
     if parallel.use_sequence_parallel_moe:
         yield "sequence-parallel experts do not leave the sums to fcsd; use --data-parallel-size 1"

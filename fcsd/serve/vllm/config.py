@@ -12,9 +12,9 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from fcsd.errors import BadInputError
+from fcsd.models.archs import ARCHS
 from fcsd.models.config_keys import PREFIX, WEIGHTS_FILE
 from fcsd.models.wiring_block import Wiring
-from fcsd.serve.vllm.rows import ROWS, base_name, names
 
 _OWN_KEYS = ("fcsd", "auto_map", WEIGHTS_FILE)
 
@@ -40,14 +40,14 @@ def base_config(raw: dict[str, Any], where: str | Path) -> tuple[dict[str, Any],
     model_type = declared.removeprefix(PREFIX)
     if not isinstance(block, dict) or not declared.startswith(PREFIX):
         raise BadInputError(f"{where}: model_type {declared!r} and its fcsd block do not belong together")
-    if model_type not in ROWS:
+    if model_type not in ARCHS:
         raise BadInputError(f"{where}: the vLLM plugin does not have the architecture {model_type!r}")
     try:
         Wiring.from_block(block)
     except (ValueError, TypeError, KeyError) as error:
         raise BadInputError(f"{where}: {error}") from None
     fields = {key: value for key, value in raw.items() if key not in _OWN_KEYS}
-    return {**fields, "model_type": model_type, "architectures": [base_name(model_type)]}, model_type, block
+    return {**fields, "model_type": model_type, "architectures": [ARCHS[model_type].causal_lm]}, model_type, block
 
 
 def parser_for(stock: type[Any]) -> type[Any]:
@@ -76,7 +76,7 @@ def parser_for(stock: type[Any]) -> type[Any]:
                 Path(folder, "config.json").write_text(json.dumps(fields))
                 fields, config = super().parse(folder, False, **options)
             config.name_or_path = str(model)
-            config.architectures = [names()[model_type]]
+            config.architectures = [ARCHS[model_type].wired_causal_lm]
             config.fcsd = block
             return fields, config
 

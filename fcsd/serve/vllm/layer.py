@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fcsd.models.archs import VllmNames
 from fcsd.models.schedule import Kind
 from fcsd.serve.vllm.plan import LayerPlan, Step
 from fcsd.serve.vllm.reduction import Reducer, Sum
-from fcsd.serve.vllm.rows import Row
 
 
 class Flight(NamedTuple):
@@ -40,7 +40,7 @@ class Flight(NamedTuple):
 class Wired:
     """What a layer needs besides vLLM's own attributes."""
 
-    row: Row
+    names: VllmNames
     plan: LayerPlan
     reducer: Reducer
 
@@ -56,10 +56,10 @@ class WiredLayer(nn.Module):
         """Run the layer.
 
         Args:
-            args: positions and ``hidden`` in the order of the row, then ``residual``, then what vLLM's loop adds for
-                the attention.
+            args: positions and ``hidden`` in the order of ``VllmNames``, then ``residual``, then what vLLM's loop adds
+                for the attention.
         """
-        positions, hidden = (args[1], args[0]) if self.fcsd.row.hidden_first else (args[0], args[1])
+        positions, hidden = (args[1], args[0]) if self.fcsd.names.hidden_first else (args[0], args[1])
         flight, plan = _enter(hidden, args[2]), self.fcsd.plan
         x, flight = self._read(flight, plan.attn, self.input_layernorm)
         out = self._attention(positions, x, args[3:])
@@ -71,12 +71,12 @@ class WiredLayer(nn.Module):
         return (flight.newest, flight) if plan.hands_on is None else self._leave(flight, plan.hands_on)
 
     def _attention(self, positions: Tensor, x: Tensor, extra: Sequence[Any]) -> Tensor:
-        attention = getattr(self, self.fcsd.row.attn)
-        return attention(x, positions) if self.fcsd.row.hidden_first else attention(positions, x, *extra)
+        attention = getattr(self, self.fcsd.names.attn)
+        return attention(x, positions) if self.fcsd.names.hidden_first else attention(positions, x, *extra)
 
     def _mlp(self, x: Tensor, step: Step) -> Tensor:
-        mlp = getattr(self, self.fcsd.row.mlp)
-        return getattr(mlp, self.fcsd.row.shared or "")(x) if step.call == "shared" else mlp(x)
+        mlp = getattr(self, self.fcsd.names.mlp)
+        return getattr(mlp, self.fcsd.names.shared or "")(x) if step.call == "shared" else mlp(x)
 
     def _read(self, flight: Flight, places: Sequence[int], norm: Any) -> tuple[Tensor, Flight]:
         """The normalised stream with the sums at ``places``, and what is left."""
@@ -144,9 +144,9 @@ def _wired_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (WiredLayer, cls), {"__module__": cls.__module__})
 
 
-def kind_of(layer: Any, row: Row) -> Kind:
+def kind_of(layer: Any, names: VllmNames) -> Kind:
     """The kind of one of vLLM's decoder layers."""
-    mlp = getattr(layer, row.mlp)
+    mlp = getattr(layer, names.mlp)
     if not hasattr(mlp, "experts"):
         return "dense"
     return "moe" if mlp.experts._shared_experts is None else "moe-shared"
@@ -159,8 +159,8 @@ def take_apart(layer: Any, wired: Wired) -> None:
         layer: a layer of vLLM's own class.
         wired: what the layer needs to run.
     """
-    mlp = getattr(layer, wired.row.mlp)
-    getattr(layer, wired.row.attn).o_proj.reduce_results = False
+    mlp = getattr(layer, wired.names.mlp)
+    getattr(layer, wired.names.attn).o_proj.reduce_results = False
     if hasattr(mlp, "experts"):
         runner = mlp.experts
         runner.__class__ = _unreduced_class(type(runner))

@@ -1,6 +1,7 @@
 """The model classes that vLLM loads: its own class of each architecture, rewired after it is built.
 
-vLLM finds a class by the name under which it was registered (``rows.names``). A class is made when it is asked for.
+vLLM finds a class by the name under which it was registered (``Arch.wired_causal_lm``). A class is made when it is
+asked for.
 """
 
 import logging
@@ -14,28 +15,28 @@ from vllm.distributed import (  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.models.utils import PPMissingLayer  # pyright: ignore[reportMissingImports]
 
+from fcsd.models.archs import ARCHS, VllmNames
 from fcsd.models.schedule import Kind
 from fcsd.models.wiring_block import Wiring
 from fcsd.serve.vllm.layer import Wired, kind_of, take_apart
 from fcsd.serve.vllm.plan import plan_layers
 from fcsd.serve.vllm.reduction import WRONG_RESULTS, Reducer, define_operators, read_settings
-from fcsd.serve.vllm.rows import ROWS, Row, base_name, names
 
 log = logging.getLogger("vllm.fcsd")
 
 
-def rewire(model: Any, row: Row, wiring: Wiring, reducer: Reducer) -> None:
+def rewire(model: Any, names: VllmNames, wiring: Wiring, reducer: Reducer) -> None:
     """Rewire one of vLLM's models in place. Under pipeline parallelism this is about the layers of the own stage.
 
     Raises:
         ValueError: the wiring does not fit the model or the pipeline stages.
     """
-    layers = model.get_submodule(row.decoder).layers
+    layers = model.get_submodule(names.decoder).layers
     own = [i for i, layer in enumerate(layers) if not isinstance(layer, PPMissingLayer)]
     stage = range(own[0], own[-1] + 1)
-    kinds: list[Kind] = [kind_of(layer, row) if i in stage else "moe-shared" for i, layer in enumerate(layers)]
+    kinds: list[Kind] = [kind_of(layer, names) if i in stage else "moe-shared" for i, layer in enumerate(layers)]
     for i, plan in plan_layers(wiring, kinds, stage).items():
-        take_apart(layers[i], Wired(row, plan, reducer))
+        take_apart(layers[i], Wired(names, plan, reducer))
 
 
 def _reducer(vllm_config: Any) -> Reducer:
@@ -48,19 +49,20 @@ def _reducer(vllm_config: Any) -> Reducer:
 
 @cache
 def _class(model_type: str) -> type:
-    base, row = ModelRegistry._try_load_model_cls(base_name(model_type)), ROWS[model_type]
+    arch = ARCHS[model_type]
+    base = ModelRegistry._try_load_model_cls(arch.causal_lm)
     if base is None:
-        raise ImportError(f"this vLLM cannot load {base_name(model_type)}")
+        raise ImportError(f"this vLLM cannot load {arch.causal_lm}")
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         base.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        rewire(self, row, Wiring.from_block(vllm_config.model_config.hf_config.fcsd), _reducer(vllm_config))
+        rewire(self, arch.vllm, Wiring.from_block(vllm_config.model_config.hf_config.fcsd), _reducer(vllm_config))
 
-    return type(names()[model_type], (base,), {"__init__": __init__, "__module__": __name__})
+    return type(arch.wired_causal_lm, (base,), {"__init__": __init__, "__module__": __name__})
 
 
 def __getattr__(name: str) -> type:
-    for model_type, registered in names().items():
-        if name == registered:
+    for model_type, arch in ARCHS.items():
+        if name == arch.wired_causal_lm:
             return _class(model_type)
     raise AttributeError(name)

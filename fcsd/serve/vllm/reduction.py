@@ -28,16 +28,16 @@ import torch
 from torch import Tensor
 
 from fcsd.errors import ConfigError
-from fcsd.kernels.bit_split import Format
+from fcsd.kernels.bit_split.format import format_of_reduction
 
 # ``vllm`` is vLLM's own choice of all-reduce, and ``auto`` is ``vllm`` today. The other kinds are those of
 # ``parallel.all_reduce.reduce``. ``none`` sends nothing, so its results are wrong, and its time is a lower bound.
 Kind = str
-KINDS = ("auto", "vllm", "symmetric", "copies", "quantised:FORMAT", "none")
+KINDS = ("auto", "vllm", "symmetric", "quantised:FORMAT", "none")
 OF_VLLM = ("auto", "vllm")
 WRONG_RESULTS = ("none",)
 # Tokens. A server whose steps without a graph had some 1100 tokens was slower with sums in flight; one with 8192 was
-# faster (docs/RESULTS.md, "Serving by vLLM"). Nothing between them was measured.
+# faster (benchmarks/results/RESULTS.md, "Serving by vLLM"). Nothing between them was measured.
 OVERLAP_FROM = 2048
 
 
@@ -135,10 +135,7 @@ def read_settings(additional_config: Any) -> Settings:
     if not isinstance(section, dict) or section.keys() - {"reduce", "overlap_from"}:
         raise ConfigError('--additional-config: the section "fcsd" has the keys "reduce" and "overlap_from" alone')
     kind = str(section.get("reduce", "auto"))
-    name, _, format = kind.partition(":")
-    if name == "quantised":
-        Format.parse(format)
-    elif kind not in KINDS:
+    if format_of_reduction(kind) is None and kind not in KINDS:
         raise ConfigError(f"unknown kind of reduction {kind!r}; one of {', '.join(KINDS)}")
     overlap_from = section.get("overlap_from", OVERLAP_FROM)
     if type(overlap_from) is not int or overlap_from < 0:

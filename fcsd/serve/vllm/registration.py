@@ -11,28 +11,28 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP  # pyright: igno
 from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore[reportMissingImports]
 from vllm.transformers_utils import config as parsing  # pyright: ignore[reportMissingImports]
 
+from fcsd.models.archs import ARCHS
 from fcsd.models.build import register_configs
 from fcsd.serve.vllm.checks import check
 from fcsd.serve.vllm.config import parser_for
-from fcsd.serve.vllm.rows import base_name, names
 
 _MODELS = "fcsd.serve.vllm.models"
 
 
 def register() -> None:
     """Register everything. A second call changes nothing."""
-    registered = names()
-    if registered["llama"] in MODELS_CONFIG_MAP:
+    if MODELS_CONFIG_MAP.keys() >= {arch.wired_causal_lm for arch in ARCHS.values()}:
         return
     # vLLM's own function for this warns that the format is taken.
     formats = parsing._CONFIG_FORMAT_TO_CONFIG_PARSER
     parser = parser_for(formats["hf"])
-    for model_type, name in registered.items():
+    for model_type, arch in ARCHS.items():
+        name = arch.wired_causal_lm
         ModelRegistry.register_model(name, f"{_MODELS}:{name}")
-        MODELS_CONFIG_MAP[name] = _hooks(model_type, MODELS_CONFIG_MAP.get(base_name(model_type)))
+        MODELS_CONFIG_MAP[name] = _hooks(model_type, MODELS_CONFIG_MAP.get(arch.causal_lm))
     # vLLM has two model runners. A converted model gets that of its base, or the two could not be compared.
     defaults = settings.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES
-    same = {name for model_type, name in registered.items() if base_name(model_type) in defaults}
+    same = {arch.wired_causal_lm for arch in ARCHS.values() if arch.causal_lm in defaults}
     settings.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES = defaults | same
     if hasattr(settings, "default_v2_model_runner_architectures"):
         settings.default_v2_model_runner_architectures.cache_clear()

@@ -2,9 +2,9 @@
 
 import os
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 
 from fcsd.errors import ConfigError
+from fcsd.extras import require_extra
 
 GROUP = "vllm.general_plugins"  # the group of entry points that every process of vLLM loads
 # The first supported version, and the first one that is not supported. pyproject.toml admits a part of this range.
@@ -33,8 +33,7 @@ def require_vllm(what: str, *, rewired: bool) -> None:
     Raises:
         ConfigError: vLLM or the plugin is missing, or the plugin does not support the version of vLLM.
     """
-    if find_spec("vllm") is None:
-        raise ConfigError(f"{what}: vLLM is not installed", INSTALL)
+    require_extra("vllm", what)
     if not rewired:
         return
     plugins = {plugin.name for plugin in entry_points(group=GROUP) if plugin.value.startswith("fcsd.")}

@@ -78,9 +78,9 @@ def render(task: str, row: dict) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def makers(repo):
-    """scripts/teacher's modules, which import each other by their bare names."""
+    """studies/teacher's modules, which import each other by their bare names."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(repo / "scripts/teacher"))
+        patch.syspath_prepend(str(repo / "studies/teacher"))
         import items
         import world
 

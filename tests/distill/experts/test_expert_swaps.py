@@ -19,7 +19,7 @@ from fcsd.distill.experts.states import expert_shares
 from fcsd.distill.experts.swaps import FILE, levels_of
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import ConfigError
-from fcsd.parallel.expert.lookup import expert_blocks
+from fcsd.parallel.expert.block import expert_blocks
 from fcsd.parallel.placement.pair_counts import Level
 
 SWAPS = {"parallel__placement": {"every": 2}}

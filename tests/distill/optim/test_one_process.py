@@ -1,4 +1,4 @@
-"""One process updates its weights without ZeRO: as ZeRO does up to rounding, also from ZeRO's checkpoints."""
+"""One process updates its weights without ZeRO: as ZeRO does up to rounding, and it resumes to the last bit."""
 
 import shutil
 from pathlib import Path
@@ -29,7 +29,7 @@ def repeat_last_steps(resolved: Any) -> None:
 
 
 def with_and_without_zero(zero: Any, alone: Any) -> list[str]:
-    """Trains both recipes, the first with ZeRO. Then repeats the last steps of both without ZeRO.
+    """Trains both recipes, the first with ZeRO. Then repeats the last steps of the second.
 
     Returns: the names of the optimizers of the two first runs.
     """
@@ -45,8 +45,7 @@ def with_and_without_zero(zero: Any, alone: Any) -> list[str]:
     loop.distill_model(zero)
     by_zero = False
     loop.distill_model(alone)
-    for resolved in (zero, alone):
-        repeat_last_steps(resolved)
+    repeat_last_steps(alone)
     return made
 
 
@@ -54,7 +53,7 @@ def weights(run: Path) -> Tensor:
     return torch.cat([tensor.flatten().float() for tensor in load_file(run / "final" / "model.safetensors").values()])
 
 
-def test_one_process_trains_as_zero_does_and_continues_its_runs(tmp_path: Path) -> None:
+def test_one_process_trains_as_zero_does_and_resumes(tmp_path: Path) -> None:
     runs.write_models(tmp_path, "llama")
     common = {"train__dtype": "bf16", "optim__grad_clip": 0.3, "optim__weight_decay": 0.1}
     # The learning rate stays as it is: a cosine would end at 0, where no state of the optimizer can be seen.
@@ -64,15 +63,14 @@ def test_one_process_trains_as_zero_does_and_continues_its_runs(tmp_path: Path) 
     assert (first, second) == ("DeepSpeedZeroOptimizer", "OneProcessAdamW")
     assert runs.outcome(tmp_path / "alone") == runs.outcome(tmp_path / "alone.whole"), "resumed to the last bit"
     start = weights_of_student(tmp_path)
-    expected = weights(tmp_path / "zero.whole") - start
-    for name in ("alone", "zero"):  # the second one continued ZeRO's checkpoint without ZeRO
-        for ours, theirs in zip(read_metrics(tmp_path / name), read_metrics(tmp_path / "zero.whole"), strict=True):
-            assert ours["grad_norm"] > 0.3, "every step is clipped"
-            assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-3)
-            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-2)
-        change = weights(tmp_path / name) - start
-        # Weights are rounded to bf16, so that the smallest difference of a master weight can be seen in some of them.
-        assert (change - expected).norm() < 0.05 * expected.norm(), name
+    expected = weights(tmp_path / "zero") - start
+    for ours, theirs in zip(read_metrics(tmp_path / "alone"), read_metrics(tmp_path / "zero"), strict=True):
+        assert ours["grad_norm"] > 0.3, "every step is clipped"
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-3)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-2)
+    change = weights(tmp_path / "alone") - start
+    # Weights are rounded to bf16, so that the smallest difference of a master weight can be seen in some of them.
+    assert (change - expected).norm() < 0.05 * expected.norm()
 
 
 def weights_of_student(folder: Path) -> Tensor:

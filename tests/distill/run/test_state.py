@@ -4,13 +4,11 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ranks
 import runs
 import torch
-from old_keys import flat_before
 from runs import outcome, train
 from safetensors.torch import load_file
 
@@ -18,7 +16,7 @@ from fcsd import __version__
 from fcsd.config import ResolvedRecipe
 from fcsd.disk import json_sha256
 from fcsd.distill import loop
-from fcsd.distill.run import checkpoints, identity, manifest, run_dir, snapshot
+from fcsd.distill.run import checkpoints, identity, manifest, run_dir
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.run.snapshot import random_state, set_random_state
 from fcsd.errors import CheckpointError, ConfigError
@@ -138,28 +136,6 @@ def test_free_fields_may_change_and_a_path_may_be_given(folder: Path, single: Pa
     assert [path.name for path in checkpoints.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-4"]
 
 
-def test_a_run_from_before_keys_were_renamed_goes_on(folder: Path, single: Path, tmp_path: Path) -> None:
-    run = cut_short(single, tmp_path / "run")
-    checkpoint = run / "checkpoints" / "step-2"
-    content = json.loads((checkpoint / manifest.MANIFEST).read_text())
-    del content["seal"]
-    identity_then = flat_before(content["identity"])
-    identity_then["train.schedule_steps"] = identity_then.pop("optim.horizon (or train.steps)")
-    for later in (
-        "optim.accumulate_dtype",
-        "optim.reduce_dtype",
-        "optim.decay_norms",
-    ):  # fields that came with the names
-        del identity_then[later]
-    assert {"train.lr", "train.betas.1", "train.expert_parallel", "train.schedule_steps"} <= identity_then.keys()
-    assert not any(key.startswith(("optim.", "parallel.")) for key in identity_then)
-    manifest.write_manifest(checkpoint, {**content, "identity": identity_then})
-    with pytest.raises(CheckpointError, match=r"optim\.lr was 0\.001 and is now 0\.002; "):
-        train(runs.resolved(folder, output_dir=str(run), optim__lr=0.002, optim__min_lr=1e-9))
-    train(runs.resolved(folder, output_dir=str(run)))
-    assert outcome(run) == outcome(single)
-
-
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [
@@ -187,38 +163,17 @@ def test_each_tensor_is_stored_once_and_resumes_to_the_last_bit(
     assert outcome(part) == outcome(tmp_path / "run")
 
 
-def laid_out_by_deepspeed(recipe: ResolvedRecipe) -> None:
-    """A run whose checkpoints are in the layout of version 1."""
-    take, save, engines = snapshot.take, checkpoints.save, []
-
-    def taken(engine: Any, world: Any) -> Any:
-        engines.append(engine)
-        return take(engine, world)
-
-    def save_before(*arguments: Any, **named: Any) -> Path:
-        path = save(*arguments, **named)
-        content = manifest.read_manifest(path)
-        (path / manifest.MANIFEST).unlink()
-        shutil.rmtree(path / snapshot.OPTIMIZER)
-        states = path / "rank-0.json"
-        states.write_text(json.dumps(json.loads(states.read_text())["random"]))
-        engines[-1].save_checkpoint(str(path), tag="engine", save_latest=False)
-        content |= {"files": manifest.described(path, manifest.files(path)), "version": 1}
-        manifest.write_manifest(path, content)
-        return path
-
-    snapshot.take, checkpoints.save = taken, save_before
-    loop.distill_model(recipe)
-
-
-@pytest.mark.nightly
-def test_a_checkpoint_in_deepspeeds_layout_goes_on(folder: Path, single: Path, tmp_path: Path) -> None:
-    recipe = runs.resolved(folder, output_dir=str(tmp_path / "before"))
-    assert ranks.on_ranks(1, laid_out_by_deepspeed, recipe) == [None]
-    run = cut_short(tmp_path / "before", tmp_path / "run")
-    assert manifest.read_manifest(run / "checkpoints" / "step-2")["version"] == 1
-    train(runs.resolved(folder, output_dir=str(run)))
-    assert outcome(run) == outcome(single)
+def test_a_checkpoint_of_another_version_is_refused_and_keeps_its_name(single: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(single / "checkpoints", folder)
+    content = json.loads((folder / "step-4" / manifest.MANIFEST).read_text())
+    del content["seal"]
+    manifest.write_manifest(folder / "step-4", {**content, "version": 1})
+    for resume in ("auto", str(folder / "step-4")):
+        with pytest.raises(CheckpointError, match=r"^\S*step-4: MANIFEST\.json is of version 1, not 2$") as caught:
+            checkpoints.find(folder, resume, print)
+        assert caught.value.exit_code == 4 and "another output_dir" in str(caught.value.hint)
+    assert [path.name for path in checkpoints.checkpoints(folder)] == ["step-2", "step-4"]
 
 
 def test_another_student_is_refused_before_it_is_loaded(single: Path) -> None:

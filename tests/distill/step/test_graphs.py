@@ -199,7 +199,6 @@ def test_a_run_with_fixed_passes_is_one_without_up_to_rounding(tmp_path: Path) -
     ("changes", "why"),
     [
         ({"parallel__ep_size": 2}, "divided experts"),
-        ({"train__progressive_share": 0.5}, r"train\.progressive_share"),
         ({"train__activation_checkpointing": True}, r"train\.activation_checkpointing"),
         ({"train__attention": "masked"}, r"train\.attention masked"),
         ({"parallel__wire": {"dispatch": "int8"}}, r"parallel\.wire"),

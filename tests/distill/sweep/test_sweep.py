@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import ranks
 import runs
-from old_keys import flat_before, recipe_before
 
 from fcsd.config import ResolvedRecipe, load_recipe
 from fcsd.distill import loop
@@ -101,13 +100,6 @@ def test_two_stages_share_a_run_and_the_chosen_one_becomes_the_full_run(folder: 
     assert sweep(recipe(folder, out, TWO_STAGES), recorded(launches)) == record
     assert launches == ["full"], "nothing is run twice; the full run sees for itself that it is finished"
 
-    launches.clear()  # the directory as a version wrote it that had other keys
-    for path in (out / "trials").glob("*.yaml"):
-        path.write_text(json.dumps(recipe_before(load_recipe(path).recipe.model_dump())))
-    entries = {name: {**entry, "values": flat_before(entry["values"])} for name, entry in record["trials"].items()}
-    (out / "sweep.json").write_text(json.dumps({**record, "trials": entries}))
-    assert sweep(recipe(folder, out, TWO_STAGES), recorded(launches)) == record
-    assert launches == ["full"]
     with pytest.raises(ConfigError, match=r"optim\.weight_decay was 0\.0 and is now 0\.5"):
         sweep(recipe(folder, out, TWO_STAGES, optim__weight_decay=0.5), recorded(launches))
 

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM at the border that ``fcsd bench infer`` talks to, in the process of an engine.
+"""A stand-in for vLLM at the border that ``python -m benchmarks.infer`` talks to, in the process of an engine.
 
 Every engine writes a line to the file that ``FCSD_DOUBLE`` names: its arguments, the config.json and the other files of
 its model, and a process that it starts and never ends. Every batch writes a line, too.
@@ -48,14 +48,14 @@ class AsyncLLM:
         config = json.loads((path / "config.json").read_text())
         _write({"arguments": arguments, "config": config, "files": files, "worker": worker.pid})
         kind = arguments["additional_config"].get("fcsd", {}).get("reduce")
-        if kind == "copies":
+        if kind == "quantised:int4":
             print("ERROR 11-22 12:00:00 [core.py:1] torch.OutOfMemoryError: CUDA out of memory", file=sys.stderr)
         if kind == "symmetric":
             print("(Worker) ERROR 11-22 12:00:00 [core.py:1] ValueError: no window", flush=True)
             print("(EngineCore) ERROR 11-22 12:00:01 [core.py:2] RuntimeError: a worker failed", flush=True)
         if kind == "quantised:int5":
             os._exit(3)
-        if kind in ("copies", "symmetric"):
+        if kind in ("quantised:int4", "symmetric"):
             raise RuntimeError("Engine core initialization failed. See root cause above.")
         return cls(arguments)
 

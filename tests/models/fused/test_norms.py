@@ -1,22 +1,25 @@
 """RMSNorms that torch computes at once are transformers' own up to rounding, and their classes come back."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import tiny
 import torch
 from torch import Tensor, nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
+from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of, unwired, wire
 from fcsd.models.fused.norms import FusedNorm, fuse_norms
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 
 
-def run(model: nn.Module) -> list[Tensor]:
-    """Logits and the gradient of every parameter."""
+def run(model: nn.Module, length: int = 24) -> list[Tensor]:
+    """Logits and the gradient of every parameter, of two sequences of ``length`` tokens."""
     model.zero_grad()
-    ids = tiny.tokens()
+    ids = tiny.tokens(length=length)
     out = model(ids, labels=ids, use_cache=False)
     out.loss.backward()
     return [out.logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -64,3 +67,22 @@ def test_in_bf16_a_fused_norm_errs_no_more_than_transformers(arch):
     fuse_norms(model, arch_of(model.config))
     assert isinstance(norm, FusedNorm)
     assert all(fused <= 1.5 * eager for fused, eager in zip(error(), own, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_that_multiplies_by_one_plus_its_weight_does_so_when_fused(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    norm = Gemma2RMSNorm(64)
+    norm.weight.data.copy_(torch.rand(64, generator=generator) * 0.1)
+    model = nn.ModuleList([norm, nn.LayerNorm(64)]).to(DEVICE, dtype)
+    x = torch.randn(32, 64, generator=generator).to(DEVICE, dtype).requires_grad_()
+    expected = norm(x)
+    row = replace(ARCHS["llama"], norm_epsilon="eps", norm_offset=1)
+    fuse_norms(model, row)
+    assert isinstance(norm, FusedNorm) and type(model[1]) is nn.LayerNorm
+    found = norm(x)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert found.dtype == dtype
+    for own, theirs in zip(*(torch.autograd.grad(y.sum(), (x, norm.weight)) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(own, theirs, rtol=tolerance, atol=4 * tolerance)

@@ -1,5 +1,6 @@
 """Attention whose heads kernels rotate is transformers' own up to rounding, and its classes come back."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from fcsd.models.fused.latent import FusedLatentAttention
 from fcsd.models.fused.rotary import FusedRotary, fuse_rotary
 
 LATENT = {"deepseek_v2", "deepseek_v3"}
+LENGTH = 5  # the interpreter runs one program after the other for each token
 
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
 def test_a_model_with_fused_rotations_computes_the_same_and_becomes_itself_again(arch: str) -> None:
     model = tiny.model(arch)
-    classes, expected = [type(module) for module in model.modules()], run(model)
+    classes, expected = [type(module) for module in model.modules()], run(model, LENGTH)
     model.to(DEVICE)
     for _ in range(2):
         fuse_rotary(model, arch_of(model.config))
@@ -28,11 +30,21 @@ def test_a_model_with_fused_rotations_computes_the_same_and_becomes_itself_again
         expected_kind = ARCHS[arch].rotates_halves or arch in LATENT
         assert len(fused) == (model.config.get_text_config().num_hidden_layers if expected_kind else 0)
     if DEVICE == "cpu":
-        for found, own in zip(run(model), expected, strict=True):
+        for found, own in zip(run(model, LENGTH), expected, strict=True):
             assert (found - own).norm() <= 1e-5 * own.norm()
     wire(model.to("cpu"), unwired())
     assert [type(module) for module in model.modules()] == classes
-    assert all(torch.equal(again, own) for again, own in zip(run(model), expected, strict=True))
+    assert all(torch.equal(again, own) for again, own in zip(run(model, LENGTH), expected, strict=True))
+
+
+@pytest.mark.parametrize("arch", [a for a in tiny.CONFIGS if not ARCHS[a].rotates_halves and a not in LATENT])
+def test_a_family_without_the_kernel_could_not_have_it(arch: str) -> None:
+    """A row that says so by mistake would lose the kernel without a message."""
+    model = tiny.model(arch)
+    expected = run(model)[0]
+    fuse_rotary(model.to(DEVICE), replace(ARCHS[arch], rotates_halves=True))
+    fused = any(isinstance(module, FusedRotary) for module in model.modules())
+    assert not fused or not torch.allclose(run(model)[0].to("cpu"), expected, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
 REPLAYS = 200
 # One row and 64 rows of a decoding step, a message of several turns, and one that shares divide unevenly.
 SIZES = [(1, 8192), (64, 8192), (1000, 8192), (3, 128)]
-KINDS = ("symmetric", "copies", "quantised:int8")
+KINDS = ("symmetric", "quantised:int8")
 
 
 def _expected(x: Tensor, kind: Kind) -> Tensor:

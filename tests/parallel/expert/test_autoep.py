@@ -11,8 +11,8 @@ from torch import Tensor
 from fcsd.models.build import arch_of
 from fcsd.parallel.expert import autoep
 from fcsd.parallel.expert.autoep import shard_experts
-from fcsd.parallel.expert.lookup import expert_blocks
-from fcsd.parallel.expert.sorting import stable_order
+from fcsd.parallel.expert.block import expert_blocks
+from fcsd.parallel.expert.permute import stable_order
 
 
 @pytest.mark.parametrize("count", [2, 256, 257, 2**15, 2**15 + 1])

@@ -20,13 +20,13 @@ from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of
 from fcsd.models.wiring import Wiring
 from fcsd.parallel.expert.autoep import allow_string_keys, expert_parallel_config, shard_experts
-from fcsd.parallel.expert.dispatcher import MakeDispatcher, Mode, Wire
-from fcsd.parallel.expert.flat import FlatDispatcher
-from fcsd.parallel.expert.hierarchical import HierarchicalDispatcher, hierarchical
+from fcsd.parallel.expert.dispatcher import Dispatcher, Mode, Transfer
+from fcsd.parallel.expert.flat import flat
+from fcsd.parallel.expert.hierarchical import hierarchical
 from fcsd.parallel.expert.levels import Levels, one_level, two_levels
 from fcsd.parallel.overlap import overlap
 from fcsd.parallel.placement.placement import Placement
-from fcsd.parallel.quantised.rows import Quantiser, WireFormats
+from fcsd.parallel.quantised.rows import Formats, Quantiser
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.transport import Transport, all_to_all
 
@@ -42,23 +42,20 @@ def arrangements() -> list[Levels]:
     return [one_level(world), two_levels(world, 2), replace(two_levels(world, 2), deduplicated=False)]
 
 
-def through(make: MakeDispatcher, block: Block, x: Tensor, wire: Wire) -> Tensor:
-    one = make(block, 0, x, wire)
-    one.advance(None)
-    if wire.mode != "off":  # the blocking parts advance only once
-        one.advance(None)
-    one.run_experts(None)
-    if wire.mode != "off":
-        one.advance(None)
-    return one.land()
+def through(dispatcher: Dispatcher, block: Block, x: Tensor, transfer: Transfer) -> Tensor:
+    handle = dispatcher(block, 0, x, transfer).dispatch(None)
+    if transfer.mode == "off":  # the blocking parts forward nothing between the steps
+        return handle.combine(None).land()
+    return handle.forward().combine(None).forward().land()
 
 
-def taken(block: Block, make: MakeDispatcher | None, wire: Wire | None, dtype: torch.dtype, tokens: int) -> Results:
+def taken(block: Block, make: Dispatcher | None, transfer: Transfer | None, dtype: torch.dtype, tokens: int) -> Results:
     """The results in ``dtype``, through a dispatcher or with no row moved; gradients of weights are sums over ranks."""
     x = torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(block.rank), dtype=torch.float64)
     leaves = [leaf.to(dtype, copy=True).requires_grad_() for leaf in (x, block.gate, block.scale)]
     block = replace(block, gate=leaves[1], scale=leaves[2])
-    y = block.without_moving(leaves[0]) if make is None or wire is None else through(make, block, leaves[0], wire)
+    moved = make is not None and transfer is not None
+    y = through(make, block, leaves[0], transfer) if moved else block.without_moving(leaves[0])
     (y.double() * torch.arange(1.0, HIDDEN + 1)).square().sum().backward()
     x_grad, *grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
     for grad in grads:
@@ -92,21 +89,21 @@ def wrong_blocks(rank: int) -> list[str]:
     for name, block, tokens in blocks(rank):
         for dtype, most in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
             expected = taken(block, None, None, dtype, tokens)
-            flat = taken(block, FlatDispatcher, Wire(mode="off"), dtype, tokens)
+            direct = taken(block, flat, Transfer(mode="off"), dtype, tokens)
             for levels in arrangements():
                 make = hierarchical(levels)
-                by_mode = [taken(block, make, Wire(mode=mode), dtype, tokens) for mode in ("off", "eager-sync")]
+                by_mode = [taken(block, make, Transfer(mode=mode), dtype, tokens) for mode in ("off", "eager-sync")]
                 with late_collectives():
-                    by_mode.append(taken(block, make, Wire(), dtype, tokens))
+                    by_mode.append(taken(block, make, Transfer(), dtype, tokens))
                 case = f"{name}, {levels}, {dtype}"
                 if not all(torch.equal(a, b) for other in by_mode[1:] for a, b in zip(by_mode[0], other, strict=True)):
                     problems.append(f"{case}: the modes differ")
-                for what, held in (("no dispatcher", expected), ("flat", flat)):
+                for what, held in (("no dispatcher", expected), ("flat", direct)):
                     if distance(by_mode[0], held) > most:
                         problems.append(f"{case}: {distance(by_mode[0], held)} from {what}")
                 # Interpreted kernels are slow. One level of two ranks and two levels of four ranks use all of them.
                 if dtype == torch.float32 and levels.deduplicated and levels.depth == dist.get_world_size() // 2:
-                    fused = taken(block, make, Wire(fused=True), dtype, tokens)
+                    fused = taken(block, make, Transfer(fused=True), dtype, tokens)
                     if distance(fused, by_mode[0]) > 1e-6:
                         problems.append(f"{case}, fused: {distance(fused, by_mode[0])}")
     return problems
@@ -117,8 +114,8 @@ def worse_in_bf16(rank: int) -> list[float]:
     _, block, _ = next(blocks(rank))
     rounded = replace(block, gate=block.gate.bfloat16().double(), scale=block.scale.bfloat16().double())
     exact = taken(rounded, None, None, torch.float64, 64)[0]
-    makes = [FlatDispatcher, *map(hierarchical, arrangements())]
-    errors = [distance([taken(rounded, make, Wire(), torch.bfloat16, 64)[0]], [exact]) for make in makes]
+    makes = [flat, *map(hierarchical, arrangements())]
+    errors = [distance([taken(rounded, make, Transfer(), torch.bfloat16, 64)[0]], [exact]) for make in makes]
     return [error / errors[0] for error in errors[1:]]
 
 
@@ -147,7 +144,7 @@ def wrong_models(rank: int, folder: str) -> list[str]:
     for arch, changes in cases if dist.get_world_size() == 2 else cases[:1]:
         model = sharded(arch, **changes)
         overlap(model, FARSKIP, "off")
-        flat = step(model, ids)
+        direct = step(model, ids)
         for levels in arrangements():
             make = hierarchical(levels)
             for recompute in (False, True) if arch == "deepseek_v2" else (False,):
@@ -155,8 +152,8 @@ def wrong_models(rank: int, folder: str) -> list[str]:
                     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
                 overlap(model, FARSKIP, "off", dispatcher=make)
                 blocking = step(model, ids)
-                if distance(blocking, flat) > 1e-6:
-                    problems.append(f"{arch} {levels}: {distance(blocking, flat)} from the flat dispatcher")
+                if distance(blocking, direct) > 1e-6:
+                    problems.append(f"{arch} {levels}: {distance(blocking, direct)} from the flat dispatcher")
                 for mode, transport in ways[:2] if recompute else ways:
                     overlap(model, FARSKIP, mode, transport=transport, dispatcher=make)
                     with late_collectives():
@@ -168,14 +165,14 @@ def wrong_models(rank: int, folder: str) -> list[str]:
 
 
 def wrong_wires(rank: int) -> list[str]:
-    """Whole models on a quantised wire: overlapped against blocking, and whether any row is rounded."""
+    """Whole models with quantised communication: overlapped against blocking, and whether any row is rounded."""
     problems = []
     ids = tiny.tokens(seed=rank, length=8 + 4 * rank)
     model = sharded("qwen3_moe")
     for levels in arrangements():
         make, found = hierarchical(levels), []
         for formats in (None, "combine=int8:g64,dispatch_grad=int6:g16", "int8:g64"):
-            quantiser = None if formats is None else Quantiser(WireFormats.parse(formats))
+            quantiser = None if formats is None else Quantiser(Formats.parse(formats))
             overlap(model, FARSKIP, "off", dispatcher=make, quantiser=quantiser)
             found.append(step(model, ids))
             overlap(model, FARSKIP, dispatcher=make, quantiser=quantiser)
@@ -197,8 +194,8 @@ def wrong_training(rank: int) -> list[str]:
     levels = arrangements()[-1]
     for stage in (1, 2):
         curves = []
-        cases: list[tuple[Mode, MakeDispatcher]] = [("off", hierarchical(levels)), ("on", hierarchical(levels))]
-        for mode, make in [*cases, ("off", FlatDispatcher)][: 4 - stage]:
+        cases: list[tuple[Mode, Dispatcher]] = [("off", hierarchical(levels)), ("on", hierarchical(levels))]
+        for mode, make in [*cases, ("off", flat)][: 4 - stage]:
             config = {
                 "train_micro_batch_size_per_gpu": 2,
                 "gradient_accumulation_steps": 2,
@@ -256,7 +253,7 @@ def wrong_on_eight(rank: int) -> list[str]:
     expected, problems = taken(block, None, None, torch.float64, tokens), []
     for levels in (two_levels(8, 4), Levels((2, 2, 2))):
         for mode in ("off", "on"):
-            found = taken(block, hierarchical(levels), Wire(mode=mode), torch.float64, tokens)
+            found = taken(block, hierarchical(levels), Transfer(mode=mode), torch.float64, tokens)
             if distance(found, expected) > 1e-12:
                 problems.append(f"{name}, {levels}, {mode}: {distance(found, expected)}")
     return problems
@@ -269,5 +266,6 @@ def test_eight_ranks_have_up_to_three_levels() -> None:
 
 def test_one_expert_a_token_needs_no_deduplication() -> None:
     block = Block(Placement(4, 1), None, 0, True, torch.eye(4), torch.ones(4), top_k=1)
-    one = hierarchical(one_level(4))(block, 0, torch.randn(1, 2, 4), Wire(mode="off"))
-    assert isinstance(one, FlatDispatcher) and not isinstance(one, HierarchicalDispatcher)
+    x, transfer = torch.randn(1, 2, 4), Transfer(mode="off")
+    assert type(hierarchical(one_level(4))(block, 0, x, transfer)) is type(flat(block, 0, x, transfer))
+    assert torch.equal(through(hierarchical(one_level(4)), block, x, transfer), through(flat, block, x, transfer))

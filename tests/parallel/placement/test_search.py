@@ -23,7 +23,7 @@ EXPERTS = 8
 @pytest.fixture(scope="module")
 def study(repo: Path) -> Any:
     """The script that compares objectives."""
-    spec = importlib.util.spec_from_file_location("placement_study", repo / "scripts" / "placement_study.py")
+    spec = importlib.util.spec_from_file_location("placement_study", repo / "studies/placement/study.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -12,8 +12,7 @@ from ranks import in_group
 from torch import Tensor
 
 from fcsd.parallel import order
-from fcsd.parallel.deferred import Exchange, exchange_now, launch
-from fcsd.parallel.transports.codec import Codec
+from fcsd.parallel.deferred import Codec, Exchange, exchange_now, launch
 from fcsd.parallel.transports.copies import CopiesTransport
 from fcsd.parallel.transports.transport import Transport, all_to_all, splits_of
 

@@ -89,5 +89,5 @@ def test_splits_and_their_reverse():
 @pytest.mark.multi_gpu
 def test_gpus_bring_what_nccl_brings():
     # The command compares a hundred exchanges before it times any.
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "fcsd.bench.transports"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "benchmarks.comm.transports"]
     subprocess.run(command, check=True, timeout=300)

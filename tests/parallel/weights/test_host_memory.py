@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from benchmarks.random_checkpoint import write_random_checkpoint
 from test_loading import join
 from transformers import AutoConfig, Qwen3MoeConfig
 
-from fcsd.bench.random_checkpoint import write_random_checkpoint
 from fcsd.checkpoint import read_layout
 
 MIB = 2**20

@@ -3,10 +3,10 @@
 import pytest
 import tiny
 import torch
+from benchmarks.random_checkpoint import write_random_checkpoint
 from ranks import on_ranks
 from test_loading import MOE, differences, join
 
-from fcsd.bench.random_checkpoint import write_random_checkpoint
 from fcsd.errors import ConfigError
 from fcsd.models.build import arch_of, load_model
 

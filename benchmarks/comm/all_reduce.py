@@ -1,0 +1,171 @@
+"""Time all-reduces: the kinds of ``reduce`` beside NCCL's and torch's, over sizes (FlashCommunication V2, table 9).
+
+    torchrun --nproc-per-node 4 -m benchmarks.comm.all_reduce [--mib 256 64 1] [--formats int8 int5] [--blocks 16 32]
+        [--plain] [--out FILE]
+
+All ways to reduce are timed in turns, and every result is compared with the reference first, but for those of torch. A
+way with a wrong result is not timed, and makes the program end with exit code 1. Messages of up to 4 MiB are reduced
+``CALLS`` times in each run, in a CUDA graph where that is possible, as a decoding step reduces them: otherwise the time
+would be that of the host, which starts kernels. With ``--blocks``, the kernels of fcsd run in one and two shots with
+these numbers of blocks, too. With ``--plain`` the quantised reductions in steps are left out. The program runs over
+gloo on a machine without GPUs, where the times say nothing about GPUs.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmarks.comm import all_reduce_ways
+from benchmarks.comm.all_reduce_ways import Way
+from benchmarks.out_file import out_file
+from torch import Tensor
+
+from fcsd.bench.runner import Timing, timings
+from fcsd.kernels.all_reduce.memory import BLOCKS
+from fcsd.kernels.bit_split import Format
+from fcsd.kernels.bit_split.format import bits_on_the_wire
+from fcsd.launch.environment import snapshot
+from fcsd.launch.world import join_world, leave
+from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
+
+WIDTH = 4096
+QUANTISED = "quantised:"  # the names of quantised ways begin with it, and a format follows
+FORMATS = ("int8", "int6", "int5", "int4", "int3", "int2:sr")  # the columns of the paper's table 9
+REPEATS = 10
+CALLS = 10  # of one run of a small message
+SMALL = 4 * 2**20  # bytes
+CHECKED = 4096  # the most rows that are compared with the reference
+ERROR = 2**-6  # the largest error of values that are not quantised, as a share of the sum of the summands' magnitudes
+
+
+def right(way: Way, device: torch.device, rows: int) -> bool:
+    """Whether an all-reduce gives all ranks the same bits: those of the reference if it is quantised, else the sum."""
+    x = torch.randn(rows, WIDTH, device=device, dtype=torch.bfloat16)
+    every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, x)
+    way.run(x)
+    if way.format is not None:
+        same = torch.equal(x, simulate_all_reduce(torch.stack(every), way.format))
+    else:
+        summands = torch.stack(every).float()
+        same = bool(((x.float() - summands.sum(0)).abs() <= ERROR * summands.abs().sum(0)).all())
+    ends = [torch.empty_like(x) for _ in every]
+    dist.all_gather(ends, x)
+    wrong = torch.tensor(int(not same or not all(torch.equal(one, x) for one in ends)), device=device)
+    dist.all_reduce(wrong)
+    return not wrong.item()
+
+
+def bench(
+    mib: float,
+    device: torch.device,
+    formats: Sequence[str] = FORMATS,
+    repeats: int = REPEATS,
+    blocks: Sequence[int] = (),
+    plain: bool = False,
+) -> dict[str, Timing | None]:
+    """Time an all-reduce of ``mib`` MiB of bf16 values a rank. All ranks call it.
+
+    Args:
+        mib: the size of each rank's values in MiB.
+        device: this rank's device.
+        formats: formats of the quantised reductions.
+        repeats: how often each way is timed.
+        blocks: numbers of blocks with which fcsd's kernels also run.
+        plain: whether to leave out the quantised reductions in steps.
+
+    Returns: the milliseconds of one reduction in each way, by its name; None if its result is wrong.
+    """
+    rows = max(1, int(mib * 2**20) // (2 * WIDTH))
+    values = torch.randn(rows, WIDTH, device=device, dtype=torch.bfloat16)
+    x = values.clone()
+    wires = [Format.parse(text) for text in formats]
+    ways = all_reduce_ways.kinds(wires)
+    if plain:
+        ways = {name: way for name, way in ways.items() if way.format is None or way.in_graphs}
+    ways |= all_reduce_ways.shapes(wires[:1], blocks)  # the first format stands for the others
+    ways |= all_reduce_ways.of_torch(values)
+    correct = {name: not way.checked or right(way, device, min(rows, CHECKED)) for name, way in ways.items()}
+    calls = CALLS if values.nbytes <= SMALL else 1
+    runs = {name: _run(way, x, calls) for name, way in ways.items() if correct[name]}
+    timed = timings(runs, device, repeats, before=lambda: x.copy_(values))
+    return {name: Timing(*(time / calls for time in timed[name])) if correct[name] else None for name in ways}
+
+
+def _run(way: Way, x: Tensor, calls: int) -> Callable[[], Any]:
+    """Reduce ``x`` ``calls`` times, in a CUDA graph if there are several calls and the way can be captured."""
+
+    def several() -> None:
+        for _ in range(calls):
+            way.run(x)
+
+    if calls == 1 or not x.is_cuda or not way.in_graphs:
+        return several
+    several()  # what is made at the first call cannot be made in a capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        several()
+    return graph.replay
+
+
+def to_text(found: dict[str, dict[str, Timing | None]]) -> str:
+    """A table of microseconds: ways below each other, sizes beside each other, each with its ratio to NCCL."""
+    sizes = list(found)
+    names = list(dict.fromkeys(name for timed in found.values() for name in timed))
+    width = max(len(name) for name in names)
+    lines = [f"{'microseconds (speed over nccl)':{width}}" + "".join(f"{size:>18}" for size in sizes)]
+    for name in names:
+        cells = [_cell(found[size], name) for size in sizes]
+        lines.append(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells))
+    formats = dict.fromkeys(re.split("[ ,]", name)[0].removeprefix(QUANTISED) for name in names if QUANTISED in name)
+    return "\n".join([*lines, f"on the wire: {bits_on_the_wire(formats)}"] if formats else lines)
+
+
+def _cell(timed: dict[str, Timing | None], name: str) -> str:
+    if name not in timed:
+        return "-"
+    own, nccl = timed[name], timed["nccl"]
+    if own is None or nccl is None:
+        return "wrong"
+    return f"{own.median * 1e3:.1f} ({nccl.median / own.median:.2f}x)"
+
+
+def _blocks(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= BLOCKS:
+        raise argparse.ArgumentTypeError(f"a kernel has 1 to {BLOCKS} blocks, not {number}")
+    return number
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--mib", type=float, nargs="+", default=[64], help="MiB of bf16 values of each rank")
+    parser.add_argument("--formats", nargs="*", default=list(FORMATS), metavar="FORMAT")
+    parser.add_argument(
+        "--blocks", type=_blocks, nargs="*", default=[], help="time fcsd's kernels with these blocks, too"
+    )
+    parser.add_argument("--plain", action="store_true", help="leave out quantised reductions in steps")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--out", type=out_file, help="JSON file, which is written again after each size")
+    arguments = parser.parse_args()
+    world = join_world()
+    given = {name: value for name, value in vars(arguments).items() if name not in ("mib", "out")}
+    found: dict[str, dict[str, Timing | None]] = {}
+    for mib in arguments.mib:
+        found[f"{mib:g} MiB"] = bench(mib, world.device, **given)
+        if world.rank == 0 and arguments.out is not None:
+            result = {"environment": snapshot(), "world": world.size, "width": WIDTH, **given, "ms": found}
+            arguments.out.write_text(json.dumps(result, indent=1))
+    if world.rank == 0:
+        print(to_text(found), file=sys.stderr, flush=True)
+    leave(SystemExit(int(any(time is None for timed in found.values() for time in timed.values()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Time the transports between the GPUs of one host, alone and beside matrix products.
+
+    torchrun --nproc-per-node 4 -m benchmarks.comm.transports [--symmetric-kernel] [--wire FORMAT ...] [--out FILE]
+
+``--wire`` times instead the whole way of 384 MiB of rows from the tokens to the experts, in bf16 and in each format
+(``expert_rows``). It also runs over gloo on a machine without GPUs, where the times say nothing about GPUs.
+
+``--symmetric-kernel`` measures only ``torch.ops.symm_mem.all_to_all_vdev_2d``, which reads its sizes from the device.
+The other transports are not measured in the same run, because this operation needs the NVSHMEM backend of symmetric
+memory, and a process can use only one backend.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from benchmarks.comm import expert_rows
+from benchmarks.out_file import out_file
+from torch import Tensor
+
+from fcsd.bench.runner import together
+from fcsd.errors import FcsdError
+from fcsd.launch.environment import snapshot
+from fcsd.launch.world import World, join_world, leave
+from fcsd.parallel.transports.copies import CopiesTransport
+from fcsd.parallel.transports.symmetric_memory import open_buffers
+from fcsd.parallel.transports.transport import Splits, Transport, all_to_all, splits_of
+
+WIDTH = 2048
+SIZES = {"32 MiB": 2**13, "384 MiB": 98304}  # bytes that a rank sends -> rows of WIDTH bf16 values
+REPEATS = 10
+
+
+def uneven(world: int, rows: int) -> list[list[int]]:
+    """A matrix of how many rows each rank (row) sends to each rank (column).
+
+    Every rank sends ``rows`` in all. It sends up to twice as many of them to one rank as to another.
+    """
+    shares = [[2 + (sender + 2 * receiver) % 3 for receiver in range(world)] for sender in range(world)]
+    matrix = [[rows * share // sum(row) for share in row] for row in shares]
+    for sender, row in enumerate(matrix):
+        row[sender] += rows - sum(row)
+    return matrix
+
+
+def check(transport: Transport, world: World) -> None:
+    """Compares the rows of exchanges of different sizes with those of NCCL.
+
+    One of the exchanges is larger than the buffers that the first one has allocated.
+
+    Raises:
+        FcsdError: an exchange returned other rows than NCCL.
+    """
+    last = [[0] * (world.size - 1) + [64] for _ in range(world.size)]
+    nothing = [[0] * world.size for _ in range(world.size)]
+    matrices = [uneven(world.size, 1000), nothing, last, uneven(world.size, 5000), uneven(world.size, 1100)]
+    for number, matrix in enumerate(matrices * 20):
+        splits = splits_of(matrix, world.rank)
+        rows = torch.randn(sum(splits.sends), WIDTH, device=world.device, dtype=torch.bfloat16)
+        results = []
+        for send in (transport, all_to_all):
+            received, work = send(rows, splits, dist.group.WORLD, number % 3 == 0)
+            work.wait()
+            results.append(received)
+        if not torch.equal(*results):
+            raise FcsdError(f"exchange {number} on rank {world.rank} brought other rows than NCCL")
+
+
+def symmetric_kernel(splits: Splits, world: World) -> Callable[[], Any]:
+    """Makes a function that exchanges rows by ``all_to_all_vdev_2d``, with one expert per rank.
+
+    Its buffers and its splits are in symmetric memory.
+    """
+    from torch.distributed import _symmetric_memory as symmetric
+
+    group = dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
+    make = partial(symmetric.empty, device=world.device)
+    rows = make(2 * max(sum(splits.sends), splits.most), WIDTH, dtype=torch.bfloat16)
+    received = make(2 * max(sum(splits.sends), splits.most), WIDTH, dtype=torch.bfloat16)
+    sizes = make(world.size, dtype=torch.int64)
+    told = make(2, world.size, dtype=torch.int64)
+    for tensor in (rows, received, sizes, told):
+        symmetric.rendezvous(tensor, group)
+    rows.normal_()
+    sizes.copy_(torch.tensor(splits.sends))
+    return lambda: torch.ops.symm_mem.all_to_all_vdev_2d(rows, received, sizes, told, group)
+
+
+def launching(transport: Transport, rows: Tensor, splits: Splits) -> Callable[[], Any]:
+    """Makes a function that starts an exchange and returns a function that waits for it."""
+
+    def exchange() -> Callable[[], Any]:
+        kept, work = transport(rows, splits, dist.group.WORLD, False)
+        return lambda: (work.wait(), kept)
+
+    return exchange
+
+
+def on_a_stream(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Makes a function as ``launching`` does, for an operation ``call`` that it runs on a stream of its own."""
+    stream = torch.cuda.Stream(priority=-1)
+
+    def exchange() -> Callable[[], Any]:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+        return lambda: torch.cuda.current_stream().wait_stream(stream)
+
+    return exchange
+
+
+def measure(exchange: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of an exchange alone, of matrix products alone, and of both at once."""
+    a = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(4096, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def products() -> None:
+        for _ in range(6):
+            torch.matmul(a, b)
+
+    def both() -> None:
+        wait = exchange()
+        products()
+        wait()
+
+    runs = {"alone": lambda: exchange()(), "products": products, "both": both}
+    return {
+        name: statistics.median([together(run, a.device) for _ in range(REPEATS + 2)][2:]) for name, run in runs.items()
+    }
+
+
+def time_rows_to_experts(formats: list[str], tokens: int, repeats: int, out: Path | None) -> NoReturn:
+    """Print the table of ``expert_rows``, and write it to ``out`` with the settings. Ends the process."""
+    world = join_world()
+    transports: dict[str, Transport] = {"NCCL" if world.device.type == "cuda" else "gloo": all_to_all}
+    if world.device.type == "cuda":
+        transports["copies"] = CopiesTransport(open_buffers)
+    timed = expert_rows.bench(world, transports, formats, tokens, repeats)
+    if world.rank == 0:
+        print(expert_rows.to_text(timed, formats), file=sys.stderr, flush=True)
+        if out is not None:
+            settings = {"world": world.size, "tokens": tokens, "top_k": expert_rows.TOP_K, "width": expert_rows.WIDTH}
+            fields = {"environment": snapshot(), **settings, "repeats": repeats, "ms": timed}
+            out.write_text(json.dumps(fields, indent=1))
+    leave(SystemExit(0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--symmetric-kernel", action="store_true")
+    parser.add_argument("--wire", nargs="+", metavar="FORMAT", help="time rows to experts in these formats")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of each rank, for --wire")
+    parser.add_argument("--repeats", type=int, default=20, help="for --wire")
+    parser.add_argument("--out", type=out_file)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.comm.transports times exchanges between GPUs, and this machine has none")
+    if arguments.wire:
+        time_rows_to_experts(arguments.wire, arguments.tokens, arguments.repeats, arguments.out)
+    if arguments.symmetric_kernel:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        symmetric.set_backend("NVSHMEM")
+    world = join_world()
+    found: dict[str, Any] = {"environment": snapshot(), "world": world.size, "rows": SIZES, "ms": {}}
+    if not arguments.symmetric_kernel:
+        check(CopiesTransport(open_buffers), world)
+    for size, count in SIZES.items():
+        splits = splits_of(uneven(world.size, count), world.rank)
+        if arguments.symmetric_kernel:
+            exchanges = {"symmetric kernel": on_a_stream(symmetric_kernel(splits, world))}
+        else:
+            rows = torch.randn(sum(splits.sends), WIDTH, device=world.device, dtype=torch.bfloat16)
+            exchanges = {
+                "NCCL": launching(all_to_all, rows, splits),
+                "copies": launching(CopiesTransport(open_buffers), rows, splits),
+            }
+        found["ms"][size] = {name: measure(exchange) for name, exchange in exchanges.items()}
+        for name, ms in found["ms"][size].items():
+            away = sum(splits.sends) - splits.sends[world.rank]
+            line = f"{size:8s} {name:16s} {ms['alone']:7.3f} ms = {away * WIDTH * 2 / ms['alone'] / 1e6:6.1f} GB/s out"
+            line += f"; products {ms['products']:.3f} ms, both {ms['both']:.3f} ms"
+            if world.rank == 0:
+                print(line, file=sys.stderr, flush=True)
+    if world.rank == 0 and arguments.out is not None:
+        arguments.out.write_text(json.dumps(found, indent=1))
+    leave(SystemExit(0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Times prefill and decoding in fcsd's own engine: wirings, kinds of reduction, batches and tensor-parallel degrees.
+
+All variants of one degree and batch run in turns, on one model and one key-value cache, so that changes of the clocks
+affect all of them alike. The bound of a wiring is the same computation with reductions of kind ``none``: it sends
+nothing inside the layers, and its results are wrong. The sum of the embedding and the exchange of logits remain in
+every row, the bound's too.
+
+On GPUs the first round of every variant also compiles, which takes a minute or more, unless ``compile`` is off.
+
+The sizes are those of Ladder-Residual §3: a prompt of 1024 tokens and 512 new ones. Here every prompt of a batch is
+another one, and every new token is the most likely one.
+
+What does not fit into a GPU's memory gets a row that says so, and the run goes on.
+"""
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from benchmarks.infer.table import draw, table
+from benchmarks.infer.workload import Times, Workload, compare, row, wiring_for
+from transformers import PreTrainedModel
+
+from fcsd.bench.runner import finished
+from fcsd.bench.shapes import SHAPES
+from fcsd.engine.decode import GRAIN, Stepper
+from fcsd.engine.fused import fuse
+from fcsd.engine.grouped_attention import SPLIT, usual_attention, why_not_split
+from fcsd.engine.layer import wire_tensor_parallel
+from fcsd.engine.slots import Slots, why_no_slots
+from fcsd.engine.tp_plan import TensorGroup
+from fcsd.engine.weights import load_tensor_parallel, random_tensor_parallel
+from fcsd.errors import ConfigError
+from fcsd.launch.environment import snapshot
+from fcsd.launch.world import World, join_world
+from fcsd.models.wiring_block import DESYNC
+from fcsd.parallel.all_reduce.reduce import Kind, Reduction
+
+_PATIENCE = timedelta(hours=2)  # how long ranks that a small degree does not need wait for the others
+T = TypeVar("T")
+Variant = tuple[str, Kind]  # the name of a wiring, and the kind of its reductions
+
+
+def bench(load: Workload, out: Path | None = None) -> dict[str, Any]:
+    """Measure all variants, print a table to stderr on rank 0, and return what ``infer.json`` holds.
+
+    Every process of the run must call this function.
+
+    Args:
+        load: the workload; there are as many processes as its largest degree.
+        out: directory for ``infer.json``, which is written again after each degree and batch, and for ``infer.png``.
+
+    Returns:
+        ``workload``, ``environment`` and ``rows``, one for each degree, batch, wiring and kind. Times are medians over
+        the rounds: ``prefill_ms`` of the whole batch, ``decode_ms`` of one step, ``tokens_per_s`` of all new tokens
+        including the prefill. ``times_standard`` is the speed relative to the standard wiring with its fastest right
+        kind, ``of_bound`` the share of the bound's speed; both for prefill and decode, null where nothing was measured
+        to compare with. ``drift`` is the last round's decode time relative to the first round's. A row that is
+        ``out_of_memory`` has no times.
+
+    Raises:
+        ConfigError: a kind of reduction is unknown, or a wiring, a degree or the attention does not fit the model, the
+            processes or the device.
+        BadInputError: the checkpoint cannot be loaded.
+    """
+    world = join_world()
+    if max(load.degrees) > world.size:
+        raise ConfigError(f"degree {max(load.degrees)} needs as many processes, and there are {world.size}")
+    for kind in load.kinds:
+        Reduction(dist.group.WORLD, kind, 0)  # a kind that these ranks cannot have is refused here
+    world = replace(world, group=dist.new_group(backend="gloo", timeout=_PATIENCE))
+    workload = {**asdict(load), "reduce": load.kinds}
+    result: dict[str, Any] = {"workload": workload, "environment": snapshot(), "rows": []}
+    for degree in load.degrees:
+        group = dist.new_group(list(range(degree)))
+        talk = dist.new_group(list(range(degree)), backend="gloo", timeout=_PATIENCE)
+        if world.rank < degree:
+            ranks, team = TensorGroup(group, degree, world.rank), replace(world, size=degree, group=talk)
+            model = _if_it_fits(lambda ranks=ranks: _model(load, ranks, world), team)
+            if model is not None:
+                workload["attention"] = load.attention or usual_attention(model)
+            for batch in load.batches:
+                result["rows"] += _rows(model, load, ranks, batch, team)
+                if out is not None and world.rank == 0:
+                    out.mkdir(parents=True, exist_ok=True)
+                    (out / "infer.json").write_text(json.dumps(result, indent=1))
+            del model
+        world.everywhere(lambda: None)  # a barrier whose timeout is long enough
+    if world.rank == 0:
+        print(table(result["rows"]), file=sys.stderr, flush=True)
+        if out is not None:
+            draw(result["rows"], f"{load.model}, prompts of {load.prompt} tokens, {load.new} new", out / "infer.png")
+    return result
+
+
+def _model(load: Workload, ranks: TensorGroup, world: World) -> PreTrainedModel:
+    options: dict[str, Any] = {"dtype": getattr(torch, load.dtype), "device": world.device}
+    options |= {"ranks": ranks, "experts": load.experts}
+    if load.model in SHAPES:
+        model = random_tensor_parallel(SHAPES[load.model](load.layers), **options)
+    else:
+        model = load_tensor_parallel(load.model, **options)
+    fuse(model, world.device.type == "cuda")
+    return model
+
+
+def _if_it_fits(work: Callable[[], T], team: World) -> T | None:
+    """The result of ``work`` on all ranks of a degree; None if the memory of a GPU did not suffice on one of them.
+
+    The ranks allocate parts of the same size, so they run out of memory in the same call of ``work``, also where it
+    communicates.
+    """
+    found: list[T] = []
+
+    def attempt() -> bool:
+        try:
+            found.append(work())
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    if all(team.everywhere(attempt)):
+        return found[0]
+    found.clear()
+    gc.collect()
+    if team.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None
+
+
+def _rows(
+    model: PreTrainedModel | None, load: Workload, ranks: TensorGroup, batch: int, team: World
+) -> list[dict[str, Any]]:
+    """The results of all variants under one degree and batch. ``model`` is None if it does not fit."""
+    # Nothing can be dropped on one rank, so Desync has no row there.
+    names = [name for name in load.wirings if ranks.degree > 1 or name not in DESYNC]
+    times: dict[Variant, Times | None] = {
+        (name, kind): None for name in names for kind in load.kinds if load.times(name, kind)
+    }
+    if model is not None:
+        times |= _times(model, load, ranks, batch, team, list(times))
+    rows = [row(load, ranks.degree, batch, *key, found) for key, found in times.items()]
+    for own in rows:
+        compare(own, rows)
+    return rows
+
+
+def _times(
+    model: PreTrainedModel, load: Workload, ranks: TensorGroup, batch: int, team: World, variants: list[Variant]
+) -> dict[Variant, Times]:
+    """Milliseconds of ``prefill`` and of a ``decode`` step in each round, for the variants that fit."""
+    length = -(-(load.prompt + load.new) // GRAIN) * GRAIN
+    reason = why_no_slots(model, length)
+    if reason is not None:
+        raise ConfigError(f"a static cache of {length} tokens cannot hold this model's keys: {reason}")
+    if load.attention == SPLIT and (reason := why_not_split(model)):
+        raise ConfigError(f"this model cannot use --attention {SPLIT}: {reason}", hint="leave the option out")
+    vocabulary = model.config.get_text_config().vocab_size
+    prompts = load.prompts(batch, vocabulary)
+    slots = Slots(batch, length, model.device)
+    on_gpu = model.device.type == "cuda"
+    graphs, compiles = load.graphs and on_gpu, load.compile and on_gpu
+    wirings = {name: wiring_for(name, model.config, ranks.degree) for name, _ in variants}
+    cache = Stepper(model, slots, graphs).cache
+    steppers = {key: Stepper(model, slots, graphs, cache, load.attention) for key in variants}
+    times: dict[Variant, Times] = {key: {"prefill": [], "decode": []} for key in variants}
+
+    def turn(key: Variant) -> tuple[float, float]:
+        stepper = steppers[key]
+        wire_tensor_parallel(model, wirings[key[0]], ranks, key[1], compile_steps=compiles)
+        prefill = _timed(lambda: stepper.prefill(prompts, range(batch)), ranks, team)
+        decode = _timed(lambda: stepper.decode(load.new - 1, list(range(batch))), ranks, team)
+        return prefill, decode / (load.new - 1)
+
+    for round_ in range(-1, load.rounds):  # the first round warms up and captures graphs
+        for key in list(steppers):
+            found = _if_it_fits(lambda key=key: turn(key), team)
+            if found is None:
+                del steppers[key], times[key]  # the memory of its graphs is free for the others
+            elif round_ >= 0:
+                times[key]["prefill"].append(found[0])
+                times[key]["decode"].append(found[1])
+    return times
+
+
+def _timed(work: Callable[[], Any], ranks: TensorGroup, world: World) -> float:
+    """Milliseconds of ``work``, which starts on all ranks at once and ends by reading a result on the host."""
+    dist.barrier(group=ranks.group)
+    start = finished(world.device)
+    work()
+    return (time.perf_counter() - start) * 1e3

@@ -1,0 +1,167 @@
+"""What ``python -m benchmarks.infer`` times, and the row of results for each variant. Both engines use this file."""
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from fcsd.bench.shapes import SHAPES
+from fcsd.engine.grouped_attention import GROUPED, SPLIT
+from fcsd.engine.tp_plan import Experts
+from fcsd.errors import ConfigError, unknown_value
+from fcsd.models.build import check_desync, wiring_of
+from fcsd.models.wiring_block import DESYNC, NAMES, Wiring
+from fcsd.parallel.all_reduce.reduce import WRONG_RESULTS, Kind, format_of
+from fcsd.serve.vllm.reduction import read_settings
+
+ENGINES = ("own", "vllm")
+REDUCE: dict[str, tuple[Kind, ...]] = {"own": ("nccl", "none"), "vllm": ("vllm", "none")}  # the defaults
+STANDARD, OWN = "standard", "own"
+Times = dict[str, list[float]]  # milliseconds in each round: of the ``prefill``, and of one step of ``decode``
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is timed.
+
+    Attributes:
+        model: a name in ``fcsd.bench.shapes``, or the directory of a checkpoint.
+        layers: decoder layers of a shape; a checkpoint has its own number.
+        degrees: tensor-parallel degrees.
+        batches: numbers of prompts.
+        prompt: tokens of a prompt.
+        new: tokens that are decoded after each prompt, the first of which comes from the prefill.
+        wirings: names of wirings, each applied to every layer; ``own`` is the wiring of the checkpoint.
+        reduce: kinds of reduction, see ``parallel.all_reduce.reduce``, and ``serve.vllm.reduction``. None stands
+            for the engine's entry in ``REDUCE``.
+        bounds: the wirings that are also timed by the kinds with wrong results; None for all of them.
+        experts: how ranks share the experts, see ``load_tensor_parallel``.
+        dtype: ``float32`` or ``bfloat16``.
+        graphs: whether decoding is captured as CUDA graphs; on CPUs nothing is captured. Without graphs vLLM does not
+            compile either.
+        rounds: how often each variant is timed.
+        engine: ``own`` or ``vllm``.
+        compile: whether fcsd's engine compiles the parts of decoding steps on a GPU, see ``engine.compiled``.
+        attention: how decoding steps of fcsd's engine attend, ``grouped`` or ``split``; see
+            ``serve.grouped_attention``. None chooses by the model and its device.
+
+    Raises:
+        ConfigError: a value is unknown or out of range.
+    """
+
+    model: str
+    layers: int = 8
+    degrees: tuple[int, ...] = (1,)
+    batches: tuple[int, ...] = (1,)
+    prompt: int = 1024
+    new: int = 512
+    wirings: tuple[str, ...] = (STANDARD, "ladder")
+    reduce: tuple[Kind, ...] | None = None
+    experts: Experts = "sliced"
+    dtype: str = "bfloat16"
+    graphs: bool = True
+    rounds: int = 3
+    bounds: tuple[str, ...] | None = None
+    engine: str = "own"
+    compile: bool = True
+    attention: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise unknown_value("engine", self.engine, ENGINES)
+        for name in self.wirings:
+            known = [OWN, *(known for known in NAMES if known != "desync")]
+            if name not in known:
+                raise unknown_value("wiring", name, known)
+        for name in self.bounds or ():
+            if name not in self.wirings:
+                raise unknown_value("wiring for a bound", name, self.wirings)
+        for kind in self.kinds:
+            if self.engine == "own":
+                format_of(kind)
+            else:
+                read_settings({"fcsd": {"reduce": kind}})
+        if not self.compile and self.engine != "own":
+            raise ConfigError("--no-compile is for --engine own", hint="under vLLM, --no-graphs compiles nothing")
+        if self.attention not in (GROUPED, SPLIT, None):
+            raise unknown_value("attention", self.attention, (GROUPED, SPLIT))
+        if self.attention is not None and self.engine != "own":
+            raise ConfigError("--attention is for --engine own", hint="leave it out: vLLM chooses its own kernels")
+        if self.experts not in ("sliced", "whole"):
+            raise unknown_value("division of experts", self.experts, ("sliced", "whole"))
+        if self.dtype not in ("float32", "bfloat16"):
+            raise unknown_value("dtype", self.dtype, ("float32", "bfloat16"))
+        if self.new < 2 or min((*self.degrees, *self.batches, self.prompt, self.rounds)) < 1:
+            raise ConfigError("degrees, batches, prompts and rounds are at least 1, and new tokens at least 2")
+        if self.model not in SHAPES and not (Path(self.model) / "config.json").is_file():
+            raise ConfigError(f"{self.model} is neither a shape nor a checkpoint", hint=f"shapes: {', '.join(SHAPES)}")
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of reduction."""
+        return REDUCE[self.engine] if self.reduce is None else self.reduce
+
+    def times(self, name: str, kind: Kind) -> bool:
+        """Whether a wiring is timed with a kind of reduction; ``bounds`` says which wirings have a bound."""
+        return kind not in WRONG_RESULTS or self.bounds is None or name in self.bounds
+
+    def prompts(self, batch: int, vocabulary: int) -> list[list[int]]:
+        """The token ids of the prompts of a batch. They are the same for all variants and for both engines."""
+        generator = torch.Generator().manual_seed(batch)
+        return torch.randint(vocabulary, (batch, self.prompt), generator=generator).tolist()
+
+
+def wiring_for(name: str, config: PretrainedConfig, degree: int) -> Wiring:
+    """The wiring of this name over all layers of a model, or the model's own.
+
+    Raises:
+        ConfigError: the model cannot have this wiring at this tensor-parallel degree.
+    """
+    if name == OWN:
+        return wiring_of(config)
+    layers = () if name == STANDARD else tuple(range(config.get_text_config().num_hidden_layers))
+    wiring = Wiring(name, layers, tp_degree=degree if name in DESYNC else 1)
+    check_desync(config, wiring)
+    return wiring
+
+
+def row(load: Workload, degree: int, batch: int, wiring: str, kind: Kind, times: Times | None) -> dict[str, Any]:
+    """One row; ``times`` is None if the variant does not fit into memory."""
+    prefill = decode = speed = drift = None
+    if times is not None:
+        prefill, decode = (statistics.median(times[name]) for name in ("prefill", "decode"))
+        speed = batch * load.new / (prefill + decode * (load.new - 1)) * 1e3
+        drift = times["decode"][-1] / times["decode"][0]
+    return {
+        "tp": degree,
+        "batch": batch,
+        "wiring": wiring,
+        "reduce": kind,
+        "exact": kind not in WRONG_RESULTS,
+        "out_of_memory": times is None,
+        "prefill_ms": prefill,
+        "decode_ms": decode,
+        "tokens_per_s": speed,
+        "drift": drift,
+        "rounds": times,
+    }
+
+
+def compare(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Add to a row its speed relative to the standard wiring and to its bound.
+
+    Args:
+        row: the row.
+        rows: all rows of the same degree and batch.
+    """
+    timed = [other for other in rows if not other["out_of_memory"]]
+    for phase in ("prefill", "decode"):
+        key = f"{phase}_ms"
+        standard = [other[key] for other in timed if other["wiring"] == STANDARD and other["exact"]]
+        bound = [other[key] for other in timed if other["wiring"] == row["wiring"] and not other["exact"]]
+        own = row[key]
+        row[f"{phase}_times_standard"] = min(standard) / own if standard and own is not None else None
+        row[f"{phase}_of_bound"] = min(bound) / own if bound and own is not None else None

@@ -1,0 +1,282 @@
+"""The formats of the wire on a GPU: are kernels and reference equal in every bit, and how fast are the kernels?
+
+    python -m benchmarks.kernels.formats [--sweep] [--moves] [--out FILE]
+
+The speed of encode and decode is the number of bytes that they read and write per second, as a share of what a copy
+within the GPU reaches on the same rows. The benchmark prints a table, and ``--out`` writes all figures as JSON. The
+exit code is 1 if any bit differs. ``--sweep`` also times the kernels with other numbers of values, words and warps per
+program than the default, for the formats in ``SWEPT``. ``--moves`` times the kernels at both ends of an exchange, which
+also move rows, beside those that move bf16.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from benchmarks.out_file import out_file
+from torch import Tensor
+
+from fcsd.bench.runner import on_gpu
+from fcsd.kernels import rows as token_rows
+from fcsd.kernels.bit_split import Draws, Format, kernels, reference
+from fcsd.launch.environment import snapshot
+
+WIDTH = 4096  # values of a row
+# Rows that are timed, 512 MiB in bf16. They do not fit into a GPU's cache, and a kernel takes longer than its launch.
+ROWS = 65536
+REPEATS = 7
+RUNS = 10  # runs that are launched one after another in each repeat, so that the GPU does not wait for the host
+WORKERS = 16  # processes that compile and check; compiling takes nearly all of the time
+TIMED = (
+    "int8",
+    "int8:int",
+    "int7",
+    "int6",
+    "int5",
+    "int5:g128:sr",
+    "int4:g128",
+    "int4",
+    "int4:g32:int",
+    "int4:g128:sr",
+    "int3",
+    "int3:g128:sr",
+    "int2:g32:sr",
+    "int2:g64:sr:clip0.7",
+    "int2:g128:sr:clip0.6",
+)
+
+SWEPT = (
+    "int8",
+    "int8:int",
+    "int6",
+    "int6:int",
+    "int5",
+    "int5:g128:sr",
+    "int4",
+    "int4:g128",
+    "int4:g32:int",
+    "int4:g128:sr",
+    "int3:g128:sr",
+    "int2:g32:sr",
+    "int2:g128:sr:clip0.6",
+)
+LAUNCHES = [
+    kernels.Launch(values, parts, warps)
+    for values, parts, warps in product((1024, 2048, 4096), (1, 2, 4, 8), (1, 2, 4))
+    if values // warps <= 2048
+]
+
+MOVED = ("int8", "int6", "int5", "int4", "int4:g128")
+TOKENS, TOKEN_WIDTH, TOP_K = 16384, 2048, 6  # 384 MiB of bf16 rows
+
+
+def all_formats() -> list[str]:
+    """The names of the formats of all bit widths, groups and kinds of scale, with and without spikes.
+
+    Some formats with spikes are also clipped.
+    """
+    metas: tuple[Literal["bf16", "int"], ...] = ("bf16", "int")
+    found = [
+        str(Format(bits, group, spikes, meta))
+        for bits, group, spikes, meta in product(range(2, 9), (32, 64, 128), (False, True), metas)
+    ]
+    clipped = [str(Format(bits, 64, True, meta, 0.7)) for bits, meta in product((2, 3), metas)]
+    edges = [str(Format(bits, group, True, "int")) for bits, group in product((3, 7, 8), (16, 256))]
+    return found + clipped + edges
+
+
+def sample(width: int) -> Tensor:
+    """Rows, fp32 ``[8, width]``, each with one of the difficult cases that a format must handle."""
+    rows = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
+    rows[0, 1::7] *= 1000  # massive activations
+    rows[1] = -3.3  # constant
+    rows[2] = rows[2].abs() + 5  # one-sided
+    rows[3, :3] = torch.tensor([float("inf"), float("nan"), -0.0])
+    rows[4] = (torch.arange(width) % 16) / 2  # ties
+    rows[5] *= 2.0**-124  # some of these values are subnormal
+    rows[6, ::5] = 3e38  # the range of a group overflows
+    rows[7] = -0.0
+    return rows
+
+
+def differences(name: str, device: str, width: int = WIDTH) -> list[str]:
+    """Lists where kernels and reference differ in format ``name``: "encode bfloat16", "decode float32", ..."""
+    format, found = Format.parse(name), []
+    dtypes = [(torch.bfloat16, torch.int16), (torch.float32, torch.int32)]
+    # The dtype and the group size do not interact, so fp32 is checked for large groups only.
+    for dtype, bits in dtypes if format.group >= 128 else dtypes[:1]:
+        rows = sample(width).to(device, dtype)
+        records = reference.encode(rows, format)
+        if not torch.equal(kernels.encode(rows, format), records):
+            found.append(f"encode {dtype}".replace("torch.", ""))
+        if format.group == 64:  # draws and the group size do not interact either, so one size is enough
+            draws = Draws(2**40 + 1, 2, 3, 1, torch.arange(len(rows), device=device))
+            if not torch.equal(kernels.encode(rows, format, draws), reference.encode(rows, format, draws)):
+                found.append(f"encode {dtype} with draws".replace("torch.", ""))
+        decoded = [part.decode(records, format, width, dtype) for part in (kernels, reference)]
+        decoded = [torch.where(rows.isnan(), torch.nan, rows).view(bits) for rows in decoded]
+        if not torch.equal(*decoded):
+            found.append(f"decode {dtype}".replace("torch.", ""))
+    return found
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """Milliseconds of one run on the GPU: the median over repeats, each of which is the mean of ``RUNS`` runs."""
+
+    def several() -> None:
+        for _ in range(RUNS):
+            run()
+
+    times = [on_gpu(several) for _ in range(REPEATS + 1)]
+    return statistics.median(times[1:]) / RUNS  # the first repeat is a warm-up
+
+
+def measure(name: str, rows: Tensor, copy: float, launch: kernels.Launch | None = None) -> dict[str, float]:
+    """Measures encode, decode, and both one after the other: their milliseconds, and their share of a copy's speed.
+
+    Args:
+        name: the format.
+        rows: ``[rows, width]`` on the GPU.
+        copy: bytes per millisecond that a copy within the GPU reads and writes.
+        launch: how the kernels are launched; None as they are by default.
+    """
+    format = Format.parse(name)
+    records = kernels.encode(rows, format)
+    moved = rows.nbytes + records.nbytes  # bytes that encode reads and writes; decode moves as many
+    encode = milliseconds(lambda: kernels.encode(rows, format, launch=launch))
+    decode = milliseconds(lambda: kernels.decode(records, format, rows.shape[1], rows.dtype, launch=launch))
+    return {
+        "bits_on_the_wire": 8 * records.nbytes / rows.numel(),
+        "encode_ms": encode,
+        "decode_ms": decode,
+        "encode_share": moved / encode / copy,
+        "decode_share": moved / decode / copy,
+        "share": 2 * moved / (encode + decode) / copy,
+    }
+
+
+def moves(name: str | None, tokens: int = TOKENS) -> tuple[dict[str, Callable[[], Any]], list[str]]:
+    """The kernels that move the rows of ``tokens`` tokens in format ``name``, or None for bf16.
+
+    ``pack`` writes the rows of tokens in the order in which they are sent, ``pack weighted`` multiplies them by their
+    weights, ``order`` puts rows in the order of experts, ``sum`` adds the weighted rows of each token, and ``dots``
+    computes the gradients of the weights.
+
+    Returns: the kernels by name, and which of the first four differ in a bit from two kernels that encode or decode and
+        move rows one after the other.
+    """
+    generator = torch.Generator().manual_seed(0)
+    count = tokens * TOP_K
+    x = torch.randn(tokens, TOKEN_WIDTH, generator=generator).to("cuda", torch.bfloat16)
+    weight = torch.rand(tokens, TOP_K, generator=generator).cuda()
+    source = torch.randperm(count, generator=generator).cuda()  # of each row
+    places = source.argsort().view(tokens, TOP_K)
+    sent, ordered, sums = x.new_zeros(count, TOKEN_WIDTH), x.new_empty(count, TOKEN_WIDTH), torch.empty_like(x)
+    if name is None:
+        return {
+            "pack": lambda: token_rows.spread(x, None, places, sent),
+            "pack weighted": lambda: token_rows.spread(x, weight, places, sent),
+            "order": lambda: token_rows.spread(sent, None, places.view(-1, 1), ordered),
+            "sum": lambda: token_rows.collect(sent, weight, places, sums),
+            "dots": lambda: token_rows.dots(x, sent, places),
+        }, []
+    format = Format.parse(name)
+    records = kernels.encode(x, format, places=places, count=count)
+    found = {
+        "pack": lambda: kernels.encode(x, format, places=places, count=count),
+        "pack weighted": lambda: kernels.encode(x, format, weight=weight, places=places, count=count),
+        "order": lambda: kernels.decode(records, format, TOKEN_WIDTH, x.dtype, source),
+        "sum": lambda: kernels.decode_sum(records, format, TOKEN_WIDTH, x.dtype, weight, places),
+        "dots": lambda: kernels.decode_dots(records, format, x, places),
+    }
+    token_rows.spread(x, weight, places, sent)
+    decoded = kernels.decode(records, format, TOKEN_WIDTH, x.dtype)
+    token_rows.collect(decoded, weight, places, sums)
+    expected = {
+        "pack": kernels.encode(x, format)[source // TOP_K],
+        "pack weighted": kernels.encode(sent, format),
+        "order": decoded[source],
+        "sum": sums,
+    }
+    return found, [way for way, rows in expected.items() if not torch.equal(found[way](), rows)]
+
+
+def compile_for(name: str, launch: kernels.Launch) -> None:
+    """Compile the kernels that ``measure`` times, so that this process and others find them in Triton's cache."""
+    rows, format = torch.zeros(1, WIDTH, device="cuda", dtype=torch.bfloat16), Format.parse(name)
+    records = kernels.encode(rows, format, launch=launch)
+    kernels.decode(records, format, WIDTH, rows.dtype, launch=launch)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--sweep", action="store_true", help="also time other launch parameters than the default")
+    parser.add_argument("--moves", action="store_true", help="also time the kernels that move rows")
+    parser.add_argument("--out", type=out_file, help="JSON file to write the figures to")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.kernels.formats compares kernels on a GPU, and this machine has none")
+    names = all_formats()
+    swept = [(name, launch) for name in SWEPT for launch in LAUNCHES] if arguments.sweep else []
+    workers = multiprocessing.get_context("spawn").Pool(min(WORKERS, os.cpu_count() or 1))
+    with workers as pool:
+        found = dict(zip(names, pool.map(partial(differences, device="cuda"), names, chunksize=1), strict=True))
+        pool.starmap(compile_for, swept, chunksize=1)
+    wrong = {name: parts for name, parts in found.items() if parts}
+
+    rows = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(rows)
+    copy = 2 * rows.nbytes / milliseconds(lambda: target.copy_(rows))  # bytes per millisecond
+    speeds = {name: measure(name, rows, copy) for name in TIMED}
+    sweep = [{"format": name, **launch._asdict(), **measure(name, rows, copy, launch)} for name, launch in swept]
+    moving = [None, *MOVED] if arguments.moves else []
+    moved: dict[str, dict[str, float]] = {}
+    for name in moving:
+        ways, differing = moves(name)
+        wrong |= {f"moves of {name}": differing} if differing else {}
+        moved[name or "bf16"] = {way: milliseconds(run) for way, run in ways.items()}
+    result = {
+        "environment": snapshot(),
+        "rows": ROWS,
+        "width": WIDTH,
+        "checked": names,
+        "different": wrong,
+        "copy_gb_per_s": copy / 1e6,
+        "formats": speeds,
+        "sweep": sweep,
+        "moves_ms": moved,
+    }
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(result, indent=1))
+
+    print(f"{len(names)} formats: kernels and reference differ in {len(wrong)}")
+    for name, parts in list(wrong.items())[:8]:
+        print(f"  {name}: {', '.join(parts)}")
+    print(f"copy {copy / 1e6:.0f} GB/s read and written, {ROWS} rows of {WIDTH} bf16 values; shares are of this figure")
+    print(f"{'format':22}{'bits':>6}{'encode ms':>11}{'share':>7}{'decode ms':>11}{'share':>7}{'both':>7}")
+    for name, at in speeds.items():
+        print(
+            f"{name:22}{at['bits_on_the_wire']:6.2f}{at['encode_ms']:11.3f}{at['encode_share']:7.0%}"
+            f"{at['decode_ms']:11.3f}{at['decode_share']:7.0%}{at['share']:7.0%}"
+        )
+    for at in sweep:
+        print(
+            f"{at['format']:6} {at['values']:5} values, {at['parts']} words a thread, at most {at['warps']} warps: "
+            f"encode {at['encode_ms']:.3f} ms ({at['encode_share']:.0%}), "
+            f"decode {at['decode_ms']:.3f} ms ({at['decode_share']:.0%})"
+        )
+    for name, each in moved.items():
+        print(f"{name:10}" + "  ".join(f"{way} {at:.3f} ms" for way, at in each.items()))
+    if wrong:
+        raise SystemExit(f"kernels and references differ: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

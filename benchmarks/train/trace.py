@@ -1,0 +1,127 @@
+"""Draws one layer's forward and backward on two streams from a trace, as in FarSkip Figures 9 and 10."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from fcsd.errors import BadInputError
+from fcsd.parallel import trace as tracing
+from fcsd.parallel.trace import Call, Kernel, Trace
+
+# Classes of kernels, with a pattern of their names and a colour; a kernel belongs to the first class that matches.
+_CLASSES = {
+    "core attention": (re.compile(r"flash|fmha|sdpa|attention|softmax_warp", re.IGNORECASE), "#4C72B0"),
+    "matrix products": (re.compile(r"gemm|nvjet|cutlass|matmul|xmma|grouped", re.IGNORECASE), "#55A868"),
+    "all else": (re.compile(""), "#C7C7C7"),
+}
+_WIRE = {"dispatch": "#DD8452", "combine": "#C44E52"}
+# pass -> (the collective that begins a layer in this pass, offset of the layer that comes next in this pass)
+_PASSES = {"fwd": ("dispatch", 1), "bwd": ("combine", -1)}
+
+
+def draw(trace: Trace, path: Path, layer: int | None = None) -> None:
+    """Writes a PNG with two lanes for each pass: the computation stream, and dispatch and combine below it.
+
+    The time is in ms. If a collective consists of copies, the time between the copies is pale. In this time it waits
+    for a late rank or for rows.
+
+    Args:
+        layer: number of the layer, from 0; None for the middle one of the trace.
+
+    Raises:
+        BadInputError: the trace has no such layer between two others.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    chosen = _middle(trace.calls) if layer is None else layer
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, passes in enumerate(_PASSES, 1):
+        start, end = period(trace.calls, passes, chosen)
+        axes = figure.add_subplot(2, 1, place)
+        _lanes(axes, trace, passes, start, end)
+        axes.set_title(f"layer {chosen}, {'forward' if passes == 'fwd' else 'backward'}", loc="left", fontsize=10)
+    figure.axes[-1].set_xlabel("ms")
+    colours = {**{name: colour for name, (_, colour) in _CLASSES.items()}, **_WIRE}
+    handles: Any = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(colours), frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def period(calls: list[Call], passes: str, layer: int | None = None) -> tuple[float, float]:
+    """The times, in µs, at which a layer and the layer after it in the same pass begin.
+
+    A layer begins when its first collective starts.
+
+    Args:
+        passes: ``fwd`` or ``bwd``.
+        layer: number of the layer, from 0; None for the middle one of the trace.
+
+    Raises:
+        BadInputError: the trace has no such layer between two others.
+    """
+    chosen = _middle(calls) if layer is None else layer
+    kind, step = _PASSES[passes]
+    return _start(calls, kind, passes, chosen), _start(calls, kind, passes, chosen + step)
+
+
+def _middle(calls: list[Call]) -> int:
+    layers = sorted({call.layer for call in calls})
+    return layers[len(layers) // 2]
+
+
+def _start(calls: list[Call], kind: str, passes: str, layer: int) -> float:
+    for call in calls:
+        if call[:3] == (kind, passes, layer):
+            return call.start
+    raise BadInputError(f"the trace has no {kind} of layer {layer} in {passes}", "choose a layer between two others")
+
+
+def _lanes(axes: Any, trace: Trace, passes: str, start: float, end: float) -> None:
+    def bar(lane: int, first: float, last: float, colour: str, alpha: float = 1) -> tuple[float, float]:
+        left, right = max(first, start), min(last, end)
+        where = [((left - start) / 1e3, (right - left) / 1e3)]
+        axes.broken_barh(where, (lane - 0.4, 0.8), facecolors=colour, alpha=alpha)
+        return left, right
+
+    for kernel in trace.computation:
+        if kernel.start < end and kernel.end > start:
+            bar(1, kernel.start, kernel.end, _colour(kernel))
+    for call in trace.calls:
+        if call.kind in _WIRE and call.passes == passes and call.start < end and call.end > start:
+            colour = _WIRE[call.kind]
+            left, right = bar(0, call.start, call.end, colour, 0.5 if call.copies else 1)
+            for first, last in call.copies:
+                if first < end and last > start:
+                    bar(0, first, last, colour)
+            middle = ((left + right) / 2 - start) / 1e3
+            axes.text(middle, 0, f"{call.kind} {call.layer}", ha="center", va="center", fontsize=8)
+    axes.set_yticks([0, 1], ["wire", "computation"])
+    axes.set_xlim(0, (end - start) / 1e3)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _colour(kernel: Kernel) -> str:
+    return next(colour for pattern, colour in _CLASSES.values() if pattern.search(kernel.name))
+
+
+def main() -> None:
+    """Prints how much of dispatch and combine computation hides in traces, and draws a layer with ``--picture``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, help="Chrome traces, one of each rank, or a directory")
+    parser.add_argument("--picture", type=Path, help="draw one layer's forward and backward into this PNG")
+    parser.add_argument("--layer", type=int, help="which layer to draw; default: the middle one")
+    given = parser.parse_args()
+    traces = [tracing.read(path) for path in tracing.files(given.files)]
+    if given.picture is not None:
+        draw(traces[0], given.picture, given.layer)
+    print(tracing.to_text(traces))
+
+
+if __name__ == "__main__":
+    main()

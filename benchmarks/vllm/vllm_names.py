@@ -1,0 +1,137 @@
+"""Lists which of the names that fcsd's plugin uses, or could use, exist in versions of vLLM, from their sources.
+
+    python benchmarks/vllm/vllm_names.py 0.24.0=SITE-PACKAGES ... > tests/serve/vllm_names.json
+
+``SITE-PACKAGES`` is a folder that holds vLLM's Python files in ``vllm/``: an installation, or an unpacked wheel.
+The list has the children of the decoder layers of every causal LM that transformers has, too, so that a family can be
+added without vLLM at hand. ``tests/serve/test_vllm_names.py`` compares the list with what the plugin uses now.
+"""
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from fcsd.models.archs import ARCHS, Arch
+
+PLUGIN = Path(__file__).parents[2] / "fcsd" / "serve" / "vllm"
+# What the plugin takes from objects of vLLM, by the module that defines their class.
+ATTRIBUTES = {
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner": [
+        "_shared_experts",
+        "_forward_entry",
+        "_select_forward",
+        "_maybe_reduce_final_output",
+        "_fused_output_is_reduced",
+    ],
+    "vllm.model_executor.layers.fused_moe.runner.shared_experts": ["_layer"],
+    "vllm.model_executor.layers.linear": ["reduce_results"],
+    "vllm.distributed.parallel_state": ["_groups", "_all_reduce_out_place", "unique_name"],
+    "vllm.forward_context": ["cudagraph_runtime_mode"],
+    "vllm.model_executor.models.registry": ["register_model", "_try_load_model_cls", "is_backend_compatible"],
+    "vllm.model_executor.models.config": ["verify_and_update_config", "verify_and_update_model_config"],
+    "vllm.config.vllm": ["DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", "additional_config", "speculative_config"],
+    "vllm.config.parallel": [
+        "use_sequence_parallel_moe",
+        "use_ubatching",
+        "enable_eplb",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ],
+    "vllm.config.compilation": ["pass_config", "enable_sp", "PIECEWISE"],
+    "vllm.transformers_utils.config": ["_CONFIG_FORMAT_TO_CONFIG_PARSER", "trust_remote_code"],
+}
+
+
+def imported() -> set[tuple[str, str]]:
+    """``(module, name)`` of everything that the plugin imports from vLLM."""
+    found = set()
+    for path in PLUGIN.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "vllm":
+                found |= {(node.module or "", alias.name) for alias in node.names}
+            elif isinstance(node, ast.Import):
+                found |= {tuple(name.name.rsplit(".", 1)) for name in node.names if name.name.startswith("vllm.")}
+    return found
+
+
+def used() -> set[str]:
+    """Every name that the plugin uses: ``module:name``, and for a row of the table ``class.attribute``."""
+    names = {f"{module}:{name}" for module, name in imported()}
+    names |= {f"{module}:{name}" for module, attributes in ATTRIBUTES.items() for name in attributes}
+    for arch in ARCHS.values():
+        names.add(arch.causal_lm)
+        if "." not in arch.vllm.decoder:  # the multimodal class holds the language model, whose row has the same layers
+            names |= {f"{arch.causal_lm}.{name}" for name in children(arch)}
+    return names
+
+
+def children(arch: Arch) -> set[str]:
+    """What the plugin takes from a decoder layer of this architecture and from its parts."""
+    return {name for name in (arch.vllm.attn, arch.vllm.mlp, arch.vllm.shared, "o_proj") if name}
+
+
+def possible() -> set[str]:
+    """What ``used`` would contain if every causal LM of transformers were in the table, with any row's children."""
+    inner = set().union(*map(children, ARCHS.values()))
+    models = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return used() | {name for model in models for name in (model, *(f"{model}.{child}" for child in inner))}
+
+
+@cache
+def text_of(site: Path, module: str) -> str:
+    """The source of a module; empty if there is none."""
+    stem = site / module.replace(".", "/")
+    return next((path.read_text() for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), "")
+
+
+def exists(site: Path, name: str) -> bool:
+    """Whether a name of ``used`` exists in the vLLM below ``site``."""
+    if ":" in name:
+        module, attribute = name.split(":")
+        submodule = text_of(site, f"{module}.{attribute}") or (module, attribute) == ("vllm", "__version__")
+        text = text_of(site, module)
+        text += "".join(
+            text_of(site, f"{module}.{inner}") for inner in re.findall(r"^from \.(\w+) import \*", text, re.M)
+        )
+        return bool(submodule) or re.search(rf"\b{re.escape(attribute)}\b", text) is not None
+    model, _, attribute = name.partition(".")
+    files = list(files_of(site, model))
+    return bool(files) and (not attribute or any(f"self.{attribute} = " in file for file in files))
+
+
+def files_of(site: Path, model: str) -> Iterator[str]:
+    """The sources of a class of vLLM's registry, and of the model classes that they build on."""
+    registry = text_of(site, "vllm.model_executor.models.registry")
+    entry = re.search(rf'"{model}": \("(\w+)", "\w+"\)', registry)
+    if entry:
+        text = text_of(site, f"vllm.model_executor.models.{entry[1]}")
+        yield text
+        for other in re.findall(r"^\s*from (?:\.|vllm\.model_executor\.models\.)(\w+) import", text, re.MULTILINE):
+            yield text_of(site, f"vllm.model_executor.models.{other}")
+
+
+def main() -> None:
+    """Print version -> the names that exist."""
+    sites = dict(word.split("=", 1) for word in sys.argv[1:])
+    json.dump({version: listed(Path(site)) for version, site in sites.items()}, sys.stdout, indent=1)
+    print()
+
+
+def listed(site: Path) -> dict[str, str]:
+    """The names that exist: module or class -> its names, divided by spaces."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(filter(partial(exists, site), possible())):
+        owner, _, inner = name.partition(":" if ":" in name else ".")
+        found.setdefault(owner, []).extend([inner] if inner else [])
+    return {owner: " ".join(names) for owner, names in found.items()}
+
+
+if __name__ == "__main__":
+    main()

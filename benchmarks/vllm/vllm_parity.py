@@ -1,0 +1,319 @@
+"""Compares what vLLM computes, for originals and for converted models, with what transformers computes.
+
+    python benchmarks/vllm/vllm_parity.py serve FOLDER PLAN... [--tp N] [--pp N]    log-probabilities of prompts and
+    answers python benchmarks/vllm/vllm_parity.py items FOLDER CASE... --items FOLDER --out FOLDER    the requests of
+    the eleven tasks python benchmarks/vllm/vllm_parity.py refused FOLDER CASE...        without fcsd's plugin vLLM
+    refuses converted models
+
+The models are those of ``benchmarks/vllm/vllm_cases.py``, and are made in FOLDER. A PLAN is ``CASE/DTYPE/MODE``, or
+``CASE/DTYPE/MODE/ep`` for whole experts on each rank. The reference is transformers in float32 on the CPU, given the
+same tokens; in bfloat16 the error of transformers in bfloat16 stands beside that of vLLM, and with fp8 weights the
+distance from the other wiring. ``MODE`` is ``eager``,
+``graph`` (whole CUDA graphs, not compiled, 200 tokens), ``default`` (compiled, with vLLM's own choice of graphs) or
+``pressure`` (so little memory that requests are preempted). ``items`` asks what ``benchmarks/vllm/vllm_items.py
+record`` has written down, with the answers of transformers.
+
+``benchmarks/vllm/vllm_gpu.sh`` runs it on GPUs, and ``benchmarks/vllm/vllm_cpu.sh`` with a build of vLLM for CPUs. The
+exit status is 0 if every row is right.
+"""
+
+import argparse
+import gc
+import gzip
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent)]
+
+from vllm_cases import FP8, inspect_here, made, prompts  # noqa: E402
+from vllm_report import Row, report  # noqa: E402
+
+NEW, REPLAYS = 8, 200  # tokens of an answer, and where the same step is taken again and again
+FLOAT32_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}  # nats; kernels on the GPU add up in another order than the CPU
+BFLOAT16_RATIO = 1.5  # root mean square error over that of transformers in bfloat16
+# With weights in fp8, vLLM also rounds what a projection reads, which the reference does not. So the error is compared
+# with the distance from the other wiring.
+FP8_SHARE = 0.25
+ITEM_TOLERANCE = 1e-3  # nats, of the sum over a continuation
+MODES: dict[str, dict[str, Any]] = {
+    "eager": dict(enforce_eager=True),
+    "graph": dict(compilation_config=dict(mode=0, cudagraph_mode="FULL", cudagraph_capture_sizes=[1, 2, 4, 8, 96])),
+    "default": dict(compilation_config=dict(cudagraph_capture_sizes=[1, 2, 4, 8, 96])),
+    # Three answers need 42 blocks of 16 tokens, so some of them are put off and computed again.
+    "pressure": dict(enforce_eager=True, block_size=16, num_gpu_blocks_override=30, disable_log_stats=False),
+}
+LONG = ("graph", "pressure")  # modes with REPLAYS tokens
+
+
+def engine(path: Path, dtype: str, **options: Any) -> Any:
+    """vLLM's engine for a small model, which shares the GPU with others. It needs no tokenizer: requests are ids."""
+    import torch
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
+
+    inspect_here()
+    options.setdefault("kv_cache_memory_bytes", 1 << 28)
+    if torch.cuda.is_available():
+        if dtype == "float32":
+            options["attention_config"] = dict(backend="TRITON_ATTN")  # FlashAttention has no float32
+    elif "deepseek" in json.loads((path / "config.json").read_text())["model_type"]:
+        # With the CPU kernels of its norms and rotary embeddings, the original is wrong as well (docs/serving.md).
+        options["compilation_config"] = dict(custom_ops=["none"])
+    return LLM(
+        str(path), dtype=dtype, skip_tokenizer_init=True, enable_prefix_caching=False, gpu_memory_utilization=0.1,
+        **options,
+    )  # fmt: skip
+
+
+def in_a_fork(work: Callable[..., Row], *given: Any) -> Row:
+    """What ``work`` returns in a fork of this process.
+
+    A process that has touched a GPU cannot fork an engine. After an engine and its reference this process would have.
+    """
+    from vllm import LLM  # noqa: F401  # pyright: ignore[reportMissingImports] # imported here, and not in every fork
+
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(work, *given).result()
+
+
+def release() -> None:
+    """End the engine that was deleted before this call, and free its memory."""
+    gc.collect()
+    # An engine in processes of its own has ended with them. This process must not touch a GPU then: it forks the next.
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
+
+        cleanup_dist_env_and_memory()
+
+
+def facts(config: Any) -> Row:
+    """What vLLM has chosen by itself, from its ``VllmConfig``."""
+    return dict(
+        runner="v2" if config.use_v2_model_runner else "v1",
+        backend=str(config.attention_config.backend),
+        graphs=str(config.compilation_config.cudagraph_mode),
+    )
+
+
+def compare(folder: Path, case: str, role: str, dtype: str, mode: str, ranks: int, stages: int, experts: bool) -> Row:
+    """Ask vLLM for log-probabilities of prompts and of greedy answers, and transformers for those of the same tokens.
+
+    Args:
+        folder: where the models are made.
+        case: a name in ``vllm_cases``.
+        role: ``original`` or ``converted``.
+        dtype: ``float32`` or ``bfloat16``.
+        mode: a key of ``MODES``.
+        ranks: the tensor-parallel degree.
+        stages: of the pipeline.
+        experts: whether a rank has whole experts.
+
+    Returns:
+        ``largest`` and ``rms``, the errors of vLLM; ``answers``, the largest error in the answers alone; ``greedy``,
+        how many answers are the most likely tokens for transformers; ``other`` and ``other_rms``, how far the other
+        wiring is; in bfloat16 ``rms_transformers``, the error of transformers; ``right``.
+    """
+    import torch
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    paths = made(folder, case)
+    asked = prompts(paths["original"], case)
+    parallel = dict(tensor_parallel_size=ranks, pipeline_parallel_size=stages, enable_expert_parallel=experts)
+    llm = engine(paths[role], dtype, max_model_len=256, max_num_seqs=8, **parallel, **MODES[mode])
+    new = REPLAYS if mode in LONG else NEW
+    sampling = SamplingParams(
+        max_tokens=new, temperature=0, detokenize=False, prompt_logprobs=1, logprobs=1, ignore_eos=True
+    )
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], sampling, use_tqdm=False)
+    chosen = facts(llm.llm_engine.vllm_config)
+    if mode == "pressure":
+        chosen["preemptions"] = sum(m.value for m in llm.get_metrics() if m.name.startswith("vllm:num_preemptions"))
+    del llm
+    release()
+
+    references = {name: _reference(path) for name, path in paths.items()}
+    rounded = _reference(paths[role]).to(torch.bfloat16) if dtype == "bfloat16" and case not in FP8 else None
+    found, expected, other, own = [], [], [], []
+    answers, greedy = 0.0, 0
+    for ids, output in zip(asked, outputs, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        per_token = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+        tokens = [*ids[1:], *answer]
+        values = torch.tensor([entry[token].logprob for entry, token in zip(per_token, tokens, strict=True)]).double()
+        right, likely = _logprobs(references[role], ids + answer)
+        answers = max(answers, (values - right)[-new:].abs().max().item())
+        greedy += bool(likely[-new:].all())
+        found.append(values)
+        expected.append(right)
+        other.append(_logprobs(references["converted" if role == "original" else "original"], ids + answer)[0])
+        if rounded is not None:
+            own.append(_logprobs(rounded, ids + answer)[0])
+    error, apart = torch.cat(found) - torch.cat(expected), torch.cat(found) - torch.cat(other)
+    result: Row = dict(
+        largest=error.abs().max().item(), rms=error.square().mean().sqrt().item(), answers=answers, greedy=greedy,
+        other=apart.abs().max().item(), other_rms=apart.square().mean().sqrt().item(), tokens=len(error), **chosen,
+    )  # fmt: skip
+    if case in FP8:
+        tolerance = FP8_SHARE * result["other_rms"]
+        return result | dict(tolerance=tolerance, right=result["rms"] <= tolerance)
+    if rounded is None:
+        tolerance = FLOAT32_TOLERANCE["cuda" if torch.cuda.is_available() else "cpu"]
+        right = result["largest"] <= tolerance and result.get("preemptions") != 0
+        return result | dict(tolerance=tolerance, right=right)
+    rms = (torch.cat(own) - torch.cat(expected)).square().mean().sqrt().item()
+    tolerance = BFLOAT16_RATIO * rms
+    return result | dict(rms_transformers=rms, tolerance=tolerance, right=result["rms"] <= tolerance)
+
+
+def _reference(path: Path) -> Any:
+    """The model in transformers, float32, on the CPU."""
+    import torch
+    import transformers
+
+    from fcsd.models.build import load_model
+
+    config = json.loads((path / "config.json").read_text())
+    options: dict[str, Any] = dict(dtype=torch.float32)
+    if "quantization_config" in config:
+        options["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
+    if "fcsd" in config:
+        return load_model(path, **options).eval().float()
+    return transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval().float()
+
+
+def _logprobs(model: Any, tokens: list[int]) -> tuple[Any, Any]:
+    """For each token but the first, ``[tokens - 1]``: its log-probability, and whether it is the likeliest."""
+    import torch
+
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        logits = model(ids).logits[0, :-1].double()
+    following = ids[0, 1:]
+    return torch.log_softmax(logits, -1).gather(-1, following[:, None])[:, 0], logits.argmax(-1) == following
+
+
+def answer_items(path: Path, file: Path, target: Path) -> list[Row]:
+    """Let vLLM answer the recorded requests in float32, and write its answers in the same order.
+
+    Returns two rows. The first has ``largest``, the largest difference of a continuation's log-likelihood from that
+    of transformers, and ``greedy``, how many continuations are the most likely tokens for one of the two only. The
+    second has ``texts``, how many of the generated answers differ.
+    """
+    from transformers import AutoTokenizer
+
+    with gzip.open(file, "rt") as source:
+        requests = json.load(source)["requests"]
+    scored = [request for request in requests if "continuation" in request]
+    generated = [request for request in requests if "prompt" in request]
+    row: Row = dict(items=path.name)
+    shared: dict[str, Any] = {}
+
+    def score() -> Row:
+        options = dict(max_model_len=2048, max_num_seqs=256, max_num_batched_tokens=8192, kv_cache_memory_bytes=1 << 31)
+        shared["llm"] = engine(path, "float32", enforce_eager=True, **options)
+        answers = shared["scores"] = _score(shared["llm"], scored)
+        pairs = list(zip(scored, answers, strict=True))
+        largest = max(abs(before["logprob"] - after["logprob"]) for before, after in pairs)
+        greedy = sum(before["greedy"] != after["greedy"] for before, after in pairs)
+        right = largest <= ITEM_TOLERANCE and not greedy
+        return dict(largest=largest, greedy=greedy, requests=len(scored), tolerance=ITEM_TOLERANCE, right=right)
+
+    def write() -> Row:
+        answers = _generate(shared.pop("llm"), generated, AutoTokenizer.from_pretrained(path))
+        texts = sum(before["text"] != after["text"] for before, after in zip(generated, answers, strict=True))
+        order = iter(shared["scores"]), iter(answers)
+        with gzip.open(target, "wt") as out:
+            json.dump([next(order["prompt" in request]) for request in requests], out)
+        return dict(texts=texts, requests=len(generated), right=not texts)
+
+    rows = [report(row | dict(what="log-likelihoods"), score)]
+    if "error" not in rows[0]:
+        rows.append(report(row | dict(what="texts"), write))
+    shared.clear()
+    release()
+    return rows
+
+
+def _score(llm: Any, requests: list[Row]) -> list[Row]:
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False, prompt_logprobs=1)
+    asked = [{"prompt_token_ids": request["context"] + request["continuation"]} for request in requests]
+    found = []
+    for request, output in zip(requests, llm.generate(asked, sampling, use_tqdm=False), strict=True):
+        ids = request["continuation"]
+        entries = [step[token] for step, token in zip(output.prompt_logprobs[-len(ids) :], ids, strict=True)]
+        found.append(dict(logprob=sum(e.logprob for e in entries), greedy=all(e.rank == 1 for e in entries)))
+    return found
+
+
+def _generate(llm: Any, requests: list[Row], tokenizer: Any) -> list[Row]:
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    from fcsd.engine.answer_end import Ending
+
+    asked = [{"prompt_token_ids": request["prompt"]} for request in requests]
+    sampling = [
+        SamplingParams(max_tokens=request["new"], temperature=0, detokenize=False, stop_token_ids=request["ends"])
+        for request in requests
+    ]
+    found = []
+    for request, output in zip(requests, llm.generate(asked, sampling, use_tqdm=False), strict=True):
+        end = Ending(tokenizer, frozenset(request["ends"]), tuple(filter(None, request["stops"])), 0)
+        found.append(dict(text=end.text(list(output.outputs[0].token_ids))))
+    return found
+
+
+def refused(path: Path, trust: bool) -> Row:
+    """Check that vLLM without fcsd's plugin (``VLLM_PLUGINS=``) does not serve a converted model."""
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
+
+    try:
+        LLM(
+            str(path), skip_tokenizer_init=True, trust_remote_code=trust, enforce_eager=True, dtype="float32",
+            max_model_len=128,
+        )  # fmt: skip
+    except Exception as error:
+        return dict(right=True, refusal=" ".join(str(error).split())[:300])
+    return dict(right=False)
+
+
+def main() -> None:
+    """Run the part that the arguments name."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=("serve", "items", "refused"))
+    parser.add_argument("folder", type=Path, help="where the models are made")
+    parser.add_argument("words", nargs="+", help="plans, or cases")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--items", type=Path, help="where items-CASE.json.gz lies")
+    parser.add_argument("--out", type=Path, help="where the answers are written, under the same name")
+    given = parser.parse_args()
+    rows = []
+    for word in given.words:
+        case, *rest = word.split("/")
+        if given.part == "serve":
+            dtype, mode, *experts = rest
+            for role in ("converted", "original"):  # the former first, in case that the time ends
+                row = dict(case=case, role=role, dtype=dtype, mode=mode, ranks=given.tp, stages=given.pp)
+                row |= dict(experts=bool(experts))
+                rows.append(report(row, in_a_fork, compare, given.folder, *row.values()))
+        elif given.part == "items":
+            role = "original" if case.endswith(".base") else "converted"
+            name = f"items-{case}.json.gz"
+            path = made(given.folder, case.removesuffix(".base"))[role]
+            rows += answer_items(path, given.items / name, given.out / name)
+        else:
+            for trust in (False, True):
+                path = made(given.folder, case)["converted"]
+                rows.append(report(dict(refused=case, trust_remote_code=trust), refused, path, trust))
+    sys.exit(not all(row["right"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""What every benchmark does: ways to do the same thing run in turns, and their figures become a table and a JSON file.
+
+In turns, because a drift of the machine then affects all ways alike. ``fcsd bench`` and the programs in ``benchmarks/``
+use this module.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fcsd.disk import write_text
+from fcsd.launch.world import World, barrier
+
+_WARM_UPS = 2  # repeats that are not counted
+
+
+class Timing(NamedTuple):
+    """The milliseconds of one way: the median over all repeats, and the quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+def timings(
+    ways: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    repeats: int,
+    before: Callable[[], Any] = lambda: None,
+) -> dict[str, Timing]:
+    """Time every way once in each repeat. All ranks call this with the same names and start each way together.
+
+    The time of a run is that of the slowest rank. On GPUs it is measured between two events, so that it does not
+    contain the host's wait for the GPU; on CPUs by the clock.
+
+    Args:
+        ways: the functions to time, by name.
+        device: the device of this rank.
+        repeats: how often each way is timed.
+        before: runs before each way, outside of its time.
+    """
+    taken = torch.zeros(repeats, len(ways))
+    for repeat in range(-_WARM_UPS, repeats):
+        for number, run in enumerate(ways.values()):
+            before()
+            milliseconds = together(run, device)
+            if repeat >= 0:
+                taken[repeat, number] = milliseconds
+    slowest = taken.to(device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    found = {}
+    for name, column in zip(ways, slowest.T.tolist(), strict=True):
+        quartiles = statistics.quantiles(column, n=4, method="inclusive") if repeats > 1 else column * 3
+        found[name] = Timing(statistics.median(column), quartiles[0], quartiles[2])
+    return found
+
+
+def together(run: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds of one run on this rank. All ranks call this and start at the same time."""
+    finished(device)
+    barrier()
+    if device.type == "cuda":
+        return on_gpu(run)
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3
+
+
+def on_gpu(run: Callable[[], Any]) -> float:
+    """Milliseconds of one run on the current stream, measured between two CUDA events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def finished(device: torch.device) -> float:
+    """The seconds of the host's clock when all work that was started on this process's device is complete."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def table(rows: Mapping[str, Mapping[str, str | None]], first: str = "") -> str:
+    """Formats rows of figures: a line for each row, and the columns in the order in which the rows first name them.
+
+    Args:
+        rows: name of a row -> title of a column -> cell. A cell that is missing or None is shown as ``-``, and a
+            column without any cell is left out.
+        first: the title of the column of names.
+    """
+    titles = list(dict.fromkeys(title for cells in rows.values() for title in cells))
+    titles = [title for title in titles if any(cells.get(title) for cells in rows.values())]
+    lines = [
+        [first, *titles],
+        *([name, *(cells.get(title) or "-" for title in titles)] for name, cells in rows.items()),
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            f"{cell:{'<' if not place else '>'}{width}}"
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+def ratio(part: float | None, whole: float | None, form: str = ".1%") -> str | None:
+    """``part / whole`` as text, for a cell of a table; None if either was not measured."""
+    return format(part / whole, form) if part is not None and whole else None
+
+
+def spread(values: Sequence[float]) -> float:
+    """Half the distance between the quartiles; 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(values, n=4)
+    return (third - first) / 2
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begins to observe the peak memory of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib(device: torch.device) -> float | None:
+    """The GiB that torch had allocated at most since ``reset_peak``; None on CPUs."""
+    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+
+
+def say(world: World, text: str) -> None:
+    """Prints to stderr on rank 0."""
+    if world.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def write(result: Any, path: Path | None, rank: int = 0) -> None:
+    """Writes a result as JSON on rank 0, and makes its directory; nothing without a path.
+
+    A benchmark calls this after each of its parts, so that one that is cut short leaves a whole file of what it has.
+    """
+    if path is not None and rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(result, indent=1))

@@ -1,0 +1,141 @@
+"""The whole distillation step, teacher included, of random weights.
+
+The dimensions are those of a published model or of a checkpoint's config. The recipe, the packed rows, the feed, the
+loss, the engine and the optimizer step are those of ``fcsd distill``.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fcsd.bench.random_run import draw_models, random_corpus, random_run
+from fcsd.bench.runner import finished, reset_peak
+from fcsd.bench.step.model import Phases
+from fcsd.bench.step.no_wire import NoWire
+from fcsd.bench.step.workload import BLOCKING, MASKED, OVERLAPPED, Workload
+from fcsd.config import Recipe
+from fcsd.distill.experts.expert_parallel import dispatcher_for, quantiser_of, wire_sharded
+from fcsd.distill.metrics import full_speed, gpu_peak
+from fcsd.distill.optim import update
+from fcsd.distill.prepare import training_rows
+from fcsd.distill.step import graphs
+from fcsd.distill.step.engine import build_engine
+from fcsd.distill.step.feed import feeding
+from fcsd.distill.step.one_step import launch_step, train_step
+from fcsd.distill.step.phases import phase
+from fcsd.distill.teacher.original import compile_layers, pack_attention
+from fcsd.distill.teacher.targets import live_teacher
+from fcsd.errors import ConfigError
+from fcsd.launch.world import World, barrier
+from fcsd.models.build import wiring_of
+from fcsd.parallel.attention import join_attention
+from fcsd.parallel.expert.dispatcher import check_formats
+from fcsd.parallel.overlap import overlap
+from fcsd.parallel.quantised.rows import Formats, Quantiser
+
+
+class Distillation:
+    """The ``Steps`` of distillation; see ``measure.Steps``.
+
+    Raises:
+        ConfigError: the recipe is invalid for this model or this number of processes, or the rows of the model cannot
+            be rounded to a format.
+    """
+
+    def __init__(self, load: Workload, world: World) -> None:
+        original = load.config
+        size: Any = {"seq": load.seq, "micro_batch": load.micro_batch, "accumulation": load.accumulation}
+        most = len(load.timed) * (load.rounds * (load.steps + 1) + 2)
+        with random_run(original, "bench", **size, steps=most, world=world, sets=load.sets) as (recipe, rewired):
+            if load.wires and recipe.parallel.ep_size == 1:
+                raise ConfigError("--wire needs experts that are divided among several processes", hint="add --gpus 2")
+            for wire in load.wires:
+                check_formats(Formats.parse(wire), rewired, load.shape)
+            self.full_speed = _full_speed(recipe, world)
+        self._recipe, self._world, self._taken = recipe, world, 0
+        self.batch_tokens = recipe.train.batch_tokens
+        student, teacher = draw_models(recipe, rewired, original, world)
+        self.models, self._teacher = [student], None
+        if teacher is not None:
+            compile_layers(teacher, recipe)
+            self.models.append(teacher)
+            self._teacher = _in_phase("teacher", live_teacher(teacher, recipe.objective))
+        engine = build_engine(student, recipe, world)
+        update.install(engine, recipe)
+        self._engine = Phases(engine)
+        self._rows = training_rows(recipe, [random_corpus(student.config.vocab_size, recipe.data.seq_len)])
+
+    def check(self) -> dict[str, Any]:
+        """Nothing: the variants differ in rounding."""
+        return {}
+
+    def choose(self, variant: str) -> None:
+        """Wires both models for a variant."""
+        parallel = self._recipe.parallel
+        variant, _, wire = variant.partition("+")
+        quantiser = Quantiser(Formats.parse(wire), self._recipe.seed) if wire else quantiser_of(self._recipe)
+        self._engine.module.quantiser = quantiser
+        on_cuda = self._world.device.type == "cuda"
+        for model, ep_size, own in zip(
+            self.models, (parallel.ep_size, parallel.teacher_ep_size), (quantiser, None), strict=False
+        ):
+            join_attention(model)
+            model.set_attn_implementation("sdpa")
+            if variant != MASKED:
+                pack_attention(model, self._recipe)
+            if variant in (OVERLAPPED, MASKED) or ep_size == 1:
+                wire_sharded(model, ep_size, parallel, own)
+            elif variant == BLOCKING:
+                dispatcher = dispatcher_for(parallel, ep_size)
+                fused = parallel.fused and on_cuda
+                overlap(model, wiring_of(model.config), "off", fused=fused, dispatcher=dispatcher, quantiser=own)
+            else:
+                overlap(model, wiring_of(model.config), fused=parallel.fused and on_cuda, transport=NoWire())
+        graphs.install(self._engine.module, self._teacher, self._recipe, self.models)  # captured passes do not change
+
+    def one(self) -> None:
+        """Runs one step and waits until it is complete."""
+        self._taken += 1
+        train_step(self._engine, self._teacher, self._rows, self._recipe, self._world, self._taken)
+
+    def several(self, count: int) -> dict[str, Any]:
+        """Runs one step that is not timed, then ``count`` timed steps in the way of ``fcsd distill``.
+
+        Returns: the mean ms of a ``step``, the share ``data_wait`` of them spent waiting for data, both as lists of one
+            value, and the ``loss`` of the last step.
+        """
+        reset_peak(self._world.device)
+        first, last = self._taken + 1, self._taken + 1 + count
+        self._taken = last
+        began = waited = 0.0
+        metrics: dict[str, float] = {}
+        with feeding(self._rows, self._recipe, self._world, first, last) as feed:
+            for step in range(first, last + 1):
+                launched = launch_step(self._engine, self._teacher, feed.take(), self._recipe, self._world, step)
+                if step in (first, last):
+                    metrics = launched.metrics()
+                    finished(self._world.device)
+                if step == first:
+                    barrier()
+                    began, waited = time.perf_counter(), feed.waited
+            seconds = time.perf_counter() - began
+            data_wait = (feed.waited - waited) / seconds
+        return {"step": [1e3 * seconds / count], "data_wait": [data_wait], "loss": metrics["loss"]}
+
+
+def _full_speed(recipe: Recipe, world: World) -> float | None:
+    """Tokens per second at the GPUs' peak FLOP/s; None if the GPUs' peak is not known."""
+    if world.device.type != "cuda":
+        return None
+    peak = gpu_peak(torch.cuda.get_device_name(world.device), recipe.train.dtype)
+    return None if peak is None else full_speed(recipe, world.size, peak)
+
+
+def _in_phase(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        with phase(name):
+            return function(*arguments)
+
+    return run

@@ -1,0 +1,59 @@
+"""Counts the rows that dispatch sends in each layer, with and without deduplication, for the routing of one pass."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcsd.parallel.expert.block import ExpertBlock, expert_blocks
+from fcsd.parallel.expert.levels import Levels, one_level, pairs_sent, rows_sent, two_levels
+
+
+def measure(engine: Any, ids: Tensor, node_size: int | None) -> dict[str, list[float]]:
+    """The rows that dispatch sends from one rank to another, divided by the number of tokens, on average over layers.
+
+    Combine and the gradients of both send as many. Every rank must call this.
+
+    Args:
+        engine: runs a forward pass on ``ids``.
+        node_size: neighbouring ranks that form a node; None counts no nodes.
+
+    Returns: for ``off``, ``rank`` and, with a node size, ``node``: the rows of each level, from the outermost one.
+    """
+    found: list[dict[str, list[int]]] = []
+    blocks = list(expert_blocks(engine.module.model).values())
+    chosen: list[Tensor] = []
+
+    def note(block: ExpertBlock, _router: Any, _inputs: Any, routing: Any) -> None:
+        chosen.append(block.placement.positions(routing[1]))
+
+    hooks = [block.router.register_forward_hook(partial(note, block)) for block in blocks]
+    try:
+        with torch.no_grad():
+            engine(ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for block, positions in zip(blocks, chosen, strict=True):
+        ranks, experts = block.placement.ranks, block.placement.experts
+        everyone = [torch.empty_like(positions) for _ in range(ranks)]
+        dist.all_gather(everyone, positions.contiguous(), group=block.group)
+        together = torch.stack(everyone)
+        levels: dict[str, Levels] = {"rank": one_level(ranks)}
+        if node_size is not None:
+            levels["node"] = two_levels(ranks, node_size)
+        rows = {name: rows_sent(together, experts, each) for name, each in levels.items()}
+        found.append({"off": [pairs_sent(together, experts, ranks)], **rows})
+    tokens = ids.numel() * dist.get_world_size() * len(found)
+    return {
+        name: [sum(layer[name][level] for layer in found) / tokens for level in range(len(found[0][name]))]
+        for name in found[0]
+    }
+
+
+def to_text(rows: dict[str, list[float]]) -> str:
+    """Formats the result of ``measure`` in one line."""
+    parts = [f"{name} {' + '.join(f'{count:.3f}' for count in counts)}" for name, counts in rows.items()]
+    return f"rows that dispatch sends per token to other ranks, by dedup: {', '.join(parts)}"

@@ -1,0 +1,69 @@
+"""The variants of the training step: how the model is wired for each of them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fcsd.bench.step.no_wire import NoWire
+from fcsd.bench.step.workload import (
+    BOUND,
+    COPIES,
+    EAGER,
+    FUSED,
+    OVERLAPPED,
+    SCHEDULES,
+    STANDARD,
+    STANDARD_COPIES,
+    STOCK,
+    Workload,
+)
+from fcsd.models.build import unwired, wire
+from fcsd.models.wiring import LayerWiring, Wiring
+from fcsd.parallel.expert.dispatcher import Dispatcher
+from fcsd.parallel.overlap import Schedule, overlap
+from fcsd.parallel.transports.copies import CopiesTransport
+from fcsd.parallel.transports.symmetric_memory import open_buffers
+from fcsd.parallel.transports.traffic import Traffic
+from fcsd.parallel.transports.transport import all_to_all
+
+Choices = dict[str, Callable[..., Any]]  # name of a variant -> function that wires the model for it
+
+
+def eager_name(name: str) -> str:
+    """The name of the eager-sync variant that computes the same as an overlapped one."""
+    base, plus, changes = name.partition("+")
+    return EAGER + (FUSED if base.endswith(FUSED) else "") + plus + changes
+
+
+def variants(model: PreTrainedModel, load: Workload, dispatcher: Dispatcher, traffic: Traffic | None = None) -> Choices:
+    """For the name of every variant, a function that wires the model for it.
+
+    Args:
+        dispatcher: carries the rows in all variants, except in the stock layer and the bound.
+        traffic: counts the bytes that dispatch and combine send; None does not count.
+    """
+    standard, farskip = unwired(), Wiring("farskip", tuple(range(load.layers)))
+
+    def by(change: dict[str, Any]) -> Callable[[LayerWiring, Schedule], Schedule]:
+        return lambda _, schedule: replace(schedule, **change)
+
+    imitated = load.node_size is not None
+    copies = CopiesTransport(partial(open_buffers, beside_slow_nccl=imitated), node_size=load.node_size)
+    sending = partial(overlap, model, dispatcher=dispatcher, traffic=traffic)
+    ours = {
+        STANDARD: partial(sending, standard, "eager-sync"),
+        STANDARD_COPIES: partial(sending, standard, "eager-sync", transport=copies),
+        EAGER: partial(sending, farskip, "eager-sync"),
+        OVERLAPPED: partial(sending, farskip),
+        COPIES: partial(sending, farskip, transport=copies),
+        BOUND: partial(overlap, model, farskip, transport=NoWire()),
+        **{
+            name: partial(sending, farskip, choose=by(change), transport=copies if COPIES in name else all_to_all)
+            for name, change in SCHEDULES.items()
+        },
+    }
+    fused = {name + FUSED: partial(make, fused=True) for name, make in ours.items()}
+    return {STOCK: partial(wire, model, standard), **ours, **fused}

@@ -1,0 +1,64 @@
+"""Writes the tables of WIRES_QUALITY.md and the picture beside them from the stored results in benchmarks/results.
+
+    python studies/wires/page.py
+
+The text around the tables is written by hand. A table stands between a line `<!-- NAME -->` and a line `<!-- end -->`:
+`quality` holds the tables of FlashCommunication V2, and `training` the study of training through the wire.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs as a program, too
+
+from studies.wires import bandwidths, tables
+from studies.wires import training as wire_study
+
+PAGE = "studies/wires/WIRES_QUALITY.md"
+RESULTS = Path("benchmarks/results")
+TRAINING = RESULTS / "wire_study.json"
+
+
+def sections(root: Path) -> dict[str, str]:
+    """The generated tables by name, in Markdown. ``training`` is missing as long as no such study is stored."""
+    results = root / RESULTS
+    speeds = (
+        bandwidths.of_all_reduce(_read(results / "all_reduce_formats_2xh200.json")),
+        bandwidths.of_exchange(_read(results / "rows_to_experts_2xh200.json")),
+    )
+    found = {"quality": tables.to_text(_read(results / "wires_quality.json"), *speeds)}
+    if (root / TRAINING).exists():
+        found["training"] = wire_study.table(_read(root / TRAINING)["runs"])
+    return found
+
+
+def filled(page: str, parts: dict[str, str]) -> str:
+    """The page with each part in its place.
+
+    Raises:
+        ValueError: the page has no place for a part.
+    """
+    for name, part in parts.items():
+        place = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        if not place.search(page):
+            raise ValueError(f"{PAGE} has no lines <!-- {name} --> and <!-- end -->")
+        page = place.sub(lambda found, part=part: f"{found[1]}\n{part}\n{found[2]}", page)
+    return page
+
+
+def main() -> None:
+    root = Path(__file__).resolve().parents[2]
+    page = root / PAGE
+    page.write_text(filled(page.read_text(), sections(root)))
+    tables.draw(_read(root / RESULTS / "wires_quality.json"), root / RESULTS / "wires_quality.png")
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""TRL, Liger and fcsd train the same thing: the same divergence, and the same weights after the same steps."""
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.distill.baselines import compare, loop
+from benchmarks.distill.baselines import master_weights as optimizers
+from benchmarks.distill.baselines.prepare import prepare
+from benchmarks.distill.baselines.setting import Setting, Watch
+from ranks import on_ranks
+from torch import Tensor
+
+from fcsd import extras
+from fcsd.distill.experts.expert_parallel import randomise
+from fcsd.distill.loss.losses import IGNORE, kl_divergence
+from fcsd.errors import ConfigError
+
+pytestmark = pytest.mark.lab
+
+TOKENS, HIDDEN, VOCAB = 24, 16, 40
+SIDES = ("trl", "loop-liger", "loop-trl", "fcsd-plain")
+
+
+@pytest.fixture(scope="module")
+def inputs() -> list[Tensor]:
+    """Student's hidden states and head, those of a different teacher, and labels of which some do not count."""
+    torch.manual_seed(0)
+    student, teacher = (torch.randn(TOKENS, HIDDEN) for _ in range(2))
+    heads = [torch.randn(VOCAB, HIDDEN) / 2 for _ in range(2)]
+    labels = torch.randint(VOCAB, (TOKENS,))
+    labels[5::6] = IGNORE
+    return [student, heads[0], teacher, heads[1], labels]
+
+
+def gradients(loss: Any, inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """A loss and its gradients with respect to the student's hidden states and head."""
+    student, head = (value.clone().requires_grad_() for value in inputs[:2])
+    value = loss(student, head, *inputs[2:])
+    return (value.detach(), *torch.autograd.grad(value, (student, head)))
+
+
+def own(student: Tensor, head: Tensor, teacher: Tensor, other: Tensor, labels: Tensor) -> Tensor:
+    counts = labels != IGNORE
+    return kl_divergence(student, head, teacher, other, counts, denominator=counts.sum())
+
+
+def gkd(student: Tensor, head: Tensor, teacher: Tensor, other: Tensor, labels: Tensor) -> Tensor:
+    from trl.experimental.gkd import GKDTrainer
+
+    logits = [hidden @ weight.t() for hidden, weight in ((student, head), (teacher, other))]
+    return GKDTrainer.generalized_jsd_loss(*(x[None] for x in logits), labels=labels[None], beta=0.0)
+
+
+@pytest.mark.parametrize("name", ["gkd", "liger", "trl_chunked"])
+def test_the_divergence_of_each_baseline_is_ours(name: str, inputs: list[Tensor]) -> None:
+    theirs = gkd if name == "gkd" else getattr(loop, name)()
+    wanted = gradients(own, inputs)
+    assert wanted[0] > 0.1
+    torch.testing.assert_close(gradients(theirs, inputs), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_master_weights_are_adamw_in_fp32_rounded_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "_TOGETHER", 40)  # so that the tensors are updated in three parts
+    torch.manual_seed(0)
+    weights = [torch.randn(shape).bfloat16().requires_grad_() for shape in ((4, 8), (3,), (50,), (2, 5))]
+    masters = [weight.detach().float().requires_grad_() for weight in weights]
+    settings: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    ours, reference = optimizers.MasterWeightsAdamW(weights, **settings), torch.optim.AdamW(masters, **settings)
+    for step in range(20):
+        for optimizer in (ours, reference):
+            optimizer.param_groups[0]["lr"] = 1e-4 * (1 + step)  # as a scheduler does
+        for weight, master in zip(weights, masters, strict=True):
+            weight.grad = torch.randn_like(weight)
+            master.grad = weight.grad.float()
+        ours.step()
+        reference.step()
+    for weight, master in zip(weights, masters, strict=True):
+        torch.testing.assert_close(weight, master.bfloat16(), rtol=0, atol=0)
+
+
+def trained(names: tuple[str, ...]) -> dict[str, tuple[float, float, Tensor]]:
+    """Each side's loss of the first step, its share of data, and by how much three steps changed the weights."""
+    kept: list[Any] = []
+
+    class Kept(Setting):
+        """Keeps the students, which the sides would drop."""
+
+        def new_student(self) -> Any:
+            kept.append(super().new_student())
+            return kept[-1]
+
+    setting, _, _ = prepare(compare.Workload("tiny", 2, micro_batch=2, seq=16, teacher=True, accumulation=2, rounds=1))
+    # A teacher far from the student: otherwise rounding would be a large part of the gradients.
+    teacher = randomise(setting.teacher.config, 1, dtype=torch.float32, device=setting.world.device, seed=7)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(3)
+    setting = Kept(setting.recipe, setting.student, teacher.requires_grad_(False), setting.rows, setting.world)
+    before, configured = parameters(Setting.new_student(setting)), copy.deepcopy(setting.student.to_dict())
+    found = {}
+    for name in (compare.OWN, *names):
+        side = compare.own.distill if name == compare.OWN else compare.BASELINES[name].make()
+        watch = Watch(setting.world.device, 1, 2, traced=True)
+        loss = side(setting, watch)
+        found[name] = (loss, watch.data_wait, parameters(kept.pop()) - before)
+        assert watch.seconds > 0 and watch.peak is None and watch.idle is None
+        assert setting.student.to_dict() == configured, f"{name} changed the config for the sides after it"
+        assert "forward" not in vars(teacher), f"{name} left a wrapper around the teacher"
+    assert "LOCAL_RANK" in os.environ, "DeepSpeed needs it again in the next turn"
+    return found
+
+
+def parameters(model: Any) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
+
+
+def test_every_side_trains_the_same_weights_on_the_same_rows() -> None:
+    (found,) = on_ranks(1, trained, SIDES)
+    loss, _, moved = found[compare.OWN]
+    assert loss > 0.01 and moved.abs().max() > 2e-4
+    for name in SIDES:
+        theirs, data_wait, change = found[name]
+        assert theirs == pytest.approx(loss, rel=1e-4), name
+        assert 0 <= data_wait < 1, name
+        # Adam divides a gradient by its size: where a gradient is almost 0, rounding decides the sign of the change.
+        assert (change - moved).abs().mean() < 0.01 * moved.abs().mean(), name
+
+
+def turns(out: Path) -> tuple[list[tuple[int, int]], dict[str, Any]]:
+    """A comparison of two sides that only report to the watch, and the (micro-batch, rows of a step) of each visit.
+
+    The second side needs too much memory for more than two rows at a time.
+    """
+    asked: list[tuple[int, int]] = []
+
+    def making(most: int) -> Any:
+        def side(setting: Setting, watch: Watch) -> float:
+            micro = setting.recipe.train.micro_batch_size
+            asked.append((micro, setting.recipe.rows_per_step))
+            if micro > most:
+                raise torch.OutOfMemoryError("too many rows")
+            for step in range(1, watch.steps + 1):
+                watch.ended(step)
+            watch.seconds = 1 / micro
+            return 0.5
+
+        return side
+
+    compare.own.distill = making(8)
+    compare.BASELINES["small"] = compare.Baseline("torch", "torch", lambda: making(2))
+    return asked, compare.bench(
+        compare.Workload("tiny-dense", 1, 4, 16, teacher=True, accumulation=2, rounds=2), ("small",), out
+    )
+
+
+def test_each_side_takes_turns_at_its_fastest_micro_batch(tmp_path: Path) -> None:
+    ((asked, result),) = on_ranks(1, turns, tmp_path)
+    assert asked == [(micro, 8) for micro in (1, 2, 4, 1, 2, 4, 4, 2, 4, 2)]
+    assert [(found["micro_batch"], found["out_of_memory"]) for found in result["sweep"][3:]] == [
+        (1, False),
+        (2, False),
+        (4, True),
+    ]
+    assert [turn["micro_batch"] for turn in result["turns"]] == [4, 2, 4, 2]
+    assert json.loads((tmp_path / "baselines.json").read_text())["turns"] == result["turns"]
+    *_, ours, small = compare.table(result).splitlines()
+    assert ours.split()[:5] == ["fcsd", "4", "250.0", "0.0", "512"] and small.split()[5] == "2.000"
+
+
+def test_the_table_relates_memory_above_weights_and_optimizer() -> None:
+    turn = {"out_of_memory": False, "seconds": 0.1, "data_wait": 0.0, "idle": 0.25, "exposed": 0.0, "micro_batch": 2}
+    each = [turn | {"side": name, "peak": 2**30 * peak} for name, peak in (("fcsd", 12), ("trl", 14))]
+    each.append(each[1] | {"seconds": 0.3})
+    sweep = [turn | {"side": "fcsd", "peak": 2**30 * 11}]
+    result = {"turns": each, "sweep": sweep, "batch_tokens": 1000, "held": 2**30 * 10, "bound": 20_000.0}
+    ours, theirs, bound = [line.split() for line in compare.table(result).splitlines()[1:]]
+    assert ours[3:] == ["-", "10,000", "1.000", "50.0%", "2.00", "100.0%", "50.0%", "0.0%", "0.0%", "25.0%"]
+    assert theirs[2:] == [
+        "200.0",
+        "100.0",
+        "5,000",
+        "2.000",
+        "25.0%",
+        "4.00",
+        "50.0%",
+        "25.0%",
+        "0.0%",
+        "0.0%",
+        "25.0%",
+    ]
+    assert bound == ["bound", "50.0", "20,000"]
+
+
+def test_a_baseline_that_is_unknown_or_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="unknown baseline 'lora'"):
+        compare.check_names(("trl", "lora"))
+    monkeypatch.setattr(extras, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=r"^--against loop-liger needs liger_kernel: pip install 'fcsd\[dev\]'$"):
+        compare.check_names(("loop-liger",))
+
+
+def refusals(cases: list[str]) -> list[str]:
+    """The message with which each assignment to the recipe is refused."""
+    told = []
+    for assignment in cases:
+        with pytest.raises(ConfigError) as caught:
+            prepare(compare.Workload("tiny-dense", 1, 1, 16, teacher=True, sets=(assignment,)))
+        told.append(str(caught.value))
+    return told
+
+
+def test_settings_that_the_baselines_do_not_have() -> None:
+    (told,) = on_ranks(1, refusals, ["objective.temperature=2", "objective.sft=1", "optim.moments=bf16"])
+    assert told[0] == told[1] == "the baselines compute KL at temperature 1 only"
+    assert told[2].startswith("the baselines keep fp32 moments")

@@ -1,0 +1,82 @@
+"""``benchmarks/carried/vllm_slim.py`` keeps a library's code for Hopper as it is, and takes out the rest."""
+
+import importlib.util
+import struct
+from pathlib import Path
+
+import pytest
+
+_SPEC = importlib.util.spec_from_file_location(
+    "vllm_slim", Path(__file__).parents[2] / "benchmarks/carried/vllm_slim.py"
+)
+assert _SPEC is not None and _SPEC.loader is not None
+slim = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(slim)
+
+
+def entry(kind: int, capability: int, payload: bytes) -> bytes:
+    header = bytearray(64)
+    struct.pack_into("<HHIQ", header, 0, kind, 0x101, 64, len(payload))
+    struct.pack_into("<I", header, 28, capability)
+    return bytes(header) + payload
+
+
+def container(*content: bytes) -> bytes:
+    joined = b"".join(content)
+    return struct.pack("<IHHQ", slim.CONTAINER, 1, 16, len(joined)) + joined
+
+
+def library(**parts: bytes) -> bytearray:
+    """An ELF file with the sections that are named, ``__`` for a leading dot."""
+    named = {name.replace("__", "."): content for name, content in parts.items()}
+    names = b"\0" + b"".join(name.encode() + b"\0" for name in [*named, ".shstrtab"])
+    body, headers = bytearray(64), [bytes(64)]
+    for name, content in [*named.items(), (".shstrtab", names)]:
+        headers.append(
+            struct.pack("<IIQQQQIIQQ", names.index(name.encode()), 1, 0, 0, len(body), len(content), *[0] * 4)
+        )
+        body += content
+    struct.pack_into("<6s", body, 0, b"\x7fELF\x02\x01")
+    struct.pack_into("<Q", body, 0x28, len(body))
+    struct.pack_into("<HHH", body, 0x3A, 64, len(headers), len(headers) - 1)
+    return body + b"".join(headers)
+
+
+def of(found: bytearray, section: str) -> tuple[int, bytes]:
+    offset, length = next((o, n) for name, o, n in slim.sections(found) if name == section)
+    return offset, bytes(found[offset : offset + length])
+
+
+def test_hopper_code_stays_and_the_rest_is_zeros():
+    hopper = entry(slim.MACHINE_CODE, 90, b"H" * 40)
+    mixed = container(entry(slim.MACHINE_CODE, 80, b"A" * 24), hopper, entry(slim.PTX, 80, b"P" * 16), hopper)
+    other = container(entry(slim.PTX, 80, b"P" * 16), entry(slim.MACHINE_CODE, 75, b"T" * 24))
+    before = library(__text=b"host code", __nv_fatbin=mixed + bytes(8) + other, __strtab=b"symbols")
+    after = bytearray(before)
+
+    assert slim.slim(after) == 2 * len(hopper)
+    assert len(after) == len(before)
+    assert of(after, ".text") == of(before, ".text")
+    assert of(after, ".strtab")[1] == bytes(7)
+    start, content = of(after, ".nv_fatbin")
+    kept, shell = list(slim.containers(after, start, len(content)))
+    assert after[kept[1] : kept[2]] == hopper + hopper
+    assert [found[:2] for found in slim.entries(after, *shell[1:])] == [(slim.MACHINE_CODE, 75)]
+    assert not any(payload in content for payload in (b"AAAA", b"PPPP", b"TTTT"))
+    assert shell[0] - start == len(mixed) + 8, "no container moves"
+
+
+def test_bytes_of_another_layout_are_refused():
+    with pytest.raises(ValueError, match="no container"):
+        slim.slim(library(__nv_fatbin=b"something else that is long enough"))
+    with pytest.raises(ValueError, match="no entry"):
+        slim.slim(library(__nv_fatbin=container(entry(7, 90, b"H" * 40))))
+    with pytest.raises(ValueError, match="ELF"):
+        slim.slim(bytearray(b"text"))
+
+
+def test_files_that_serving_on_hopper_does_not_open_are_left_out():
+    tables = "vllm/model_executor/layers/fused_moe/configs/E=8,N=14336,device_name="
+    assert slim.wanted("vllm/entrypoints/llm.py") and slim.wanted(f"{tables}NVIDIA_H200.json")
+    assert not slim.wanted(f"{tables}NVIDIA_B200.json")
+    assert not slim.wanted("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so")

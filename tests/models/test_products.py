@@ -1,0 +1,80 @@
+"""Names of products: errors translate them into model types, and the walkthrough lists them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fcsd.cli.main import app
+from fcsd.models.archs import ARCHS
+from fcsd.models.products import PRODUCTS, product_hint, supported
+
+NAMES = {
+    "moonshotai/Kimi-K2-Instruct-0905": "kimi_k2",
+    "zai-org/GLM-4.6": "glm4_moe",
+    "GLM-4.5-Air": "glm4_moe",
+    "Qwen/Qwen2.5-7B-Instruct": "qwen2",
+    "Qwen/Qwen3-30B-A3B-Thinking-2507": "qwen3_moe",
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": "qwen3_moe",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3_next",
+    "Qwen/Qwen3-8B": "qwen3",
+    "Qwen/Qwen2-57B-A14B": "qwen2_moe",
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek_v2",
+    "deepseek-ai/DeepSeek-V3.1": "deepseek_v3",
+    "deepseek-ai/DeepSeek-V3.2-Exp": "deepseek_v32",
+    "deepseek-ai/DeepSeek-R1": "deepseek_v3",
+    "meta-llama/Meta-Llama-3-8B": "llama",
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4",
+    "openai/gpt-oss-20b": "gpt_oss",
+    "allenai/OLMoE-1B-7B-0924": "olmoe",
+    "mistralai/Mixtral-8x7B-v0.1": "mixtral",
+}
+OTHERS = ["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen2.5-VL-7B", "Qwen/Qwen3-VL-30B-A3B", "zai-org/GLM-4.5V"]
+OTHERS += ["meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen3.5-30B-A3B", "runs/mine/final", "teacher"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_translated(name: str) -> None:
+    hint = product_hint(name)
+    assert f"have the model_type {NAMES[name]} (" in hint
+    assert ("fcsd supports" in hint) == (NAMES[name] in ARCHS)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_names_are_not(name: str) -> None:
+    assert product_hint(name) == ""
+
+
+def test_every_supported_type_is_in_the_hint_with_its_product() -> None:
+    for model_type in ARCHS:
+        named = any(known == model_type for _, _, known in PRODUCTS)
+        assert re.search(rf"(^|, ){model_type}{r' [(]' if named else ''}", supported())
+
+
+def test_inspect_and_plan_translate_a_name_that_is_no_model_here(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    for command in (["inspect", "Kimi-K2"], ["plan", "tiny", "--set", "model=moonshotai/Kimi-K2", "--gpus", "1"]):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 3
+        assert "model_type kimi_k2 (Kimi-K2; its layers are those of deepseek_v3), which fcsd does" in done.stderr
+
+
+def test_an_unsupported_type_is_named_with_its_family_and_the_supported_ones(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    for command in (["inspect", str(tmp_path)], ["plan", "tiny", "--set", f"model={tmp_path}", "--gpus", "1"]):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 3
+        assert "model_type 'qwen2' (Qwen2, Qwen2.5) is not supported" in done.stderr
+        assert "glm4_moe (GLM-4.5, GLM-4.6)" in done.stderr
+
+
+def test_the_walkthrough_lists_the_table(repo: Path) -> None:
+    page = (repo / "docs/walkthrough.md").read_text()
+    for _, name, model_type in PRODUCTS:
+        cell = f"`{model_type}`" if model_type in ARCHS else f"(`{model_type}`)"
+        assert f"| {name} | {cell} |" in page
