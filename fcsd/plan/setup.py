@@ -26,7 +26,7 @@ class Hardware:
         nodes: nodes of the run.
         memory: nominal memory of one GPU in GiB (an H200 has 141, of which torch sees 139.8).
         price: price of one GPU for an hour, in any currency.
-        source: a sentence that says where these figures come from; empty if the user gave them.
+        source: a sentence that says where these figures come from; empty if the caller gave them.
 
     Raises:
         ConfigError: the memory or the price is no plausible number, such as infinity.

@@ -29,13 +29,12 @@ class FusedNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[..., width]``, normalised over the width in fp32 and multiplied by ``offset + weight``, ``[width]``."""
-        epsilon = getattr(self, self.epsilon)
-        if hidden_states.is_meta and not self.offset:
-            return _OnMeta.apply(hidden_states, self.weight)  # type: ignore[return-value]
-        if not self.offset:
-            return functional.rms_norm(hidden_states, self.weight.shape, self.weight, epsilon)
-        scale = self.offset + self.weight.float()  # bf16 would round it
-        return functional.rms_norm(hidden_states.float(), scale.shape, scale, epsilon).to(hidden_states.dtype)
+        hidden, scale = hidden_states, self.weight
+        if self.offset:
+            hidden, scale = hidden.float(), self.offset + scale.float()  # bf16 would round it
+        if hidden.is_meta:
+            return _OnMeta.apply(hidden, scale).to(hidden_states.dtype)  # type: ignore[union-attr]
+        return functional.rms_norm(hidden, scale.shape, scale, getattr(self, self.epsilon)).to(hidden_states.dtype)
 
 
 class _OnMeta(torch.autograd.Function):
