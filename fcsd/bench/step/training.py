@@ -36,7 +36,7 @@ class Training:
             several whole nodes of ``load.node_size``; or the rows of the model cannot be rounded to a format.
     """
 
-    full_speed = None
+    full_speed: float | None = None
 
     def __init__(self, load: Workload, world: World) -> None:
         if world.device.type != "cuda" and any(COPIES in name for name in load.variants):
