@@ -19,10 +19,10 @@ step() { printf '\n==== %s (%s s)\n' "$1" "$((SECONDS - started))"; }
 step "convert: rewire every layer, prove that off is off"
 fcsd convert assets/teacher "$out/untrained" --wiring farskip --layers all
 
-# The recipes' 350 steps would take two thirds of the time; 150 already win most of the loss back.
+# The recipes' 350 steps would take most of the time; 120 already win most of the lost loss back.
 distil() { # RECIPE OUT; the held-out loss of all four models is measured at the end, not here
   OMP_NUM_THREADS=1 fcsd distill --recipe "$1" --gpus "$processes" \
-    --set model="$out/untrained" --set data.held_out=null --set train.steps=150 --output-dir "$2"
+    --set model="$out/untrained" --set data.held_out=null --set train.steps=120 --output-dir "$2"
 }
 step "distil: KL to the teacher"
 distil tiny "$out/runs/kl"
@@ -34,8 +34,8 @@ fcsd export "$out/runs/kl" "$out/kl"
 fcsd export "$out/runs/sft" "$out/sft"
 
 step "evaluate: teacher, untrained conversion and both students"
-fcsd eval "$out/untrained" "$out/kl" "$out/sft" --baseline assets/teacher --untrained "$out/untrained" \
-  --suite quickstart --limit 50 \
+OMP_NUM_THREADS=1 fcsd eval "$out/untrained" "$out/kl" "$out/sft" --baseline assets/teacher --untrained "$out/untrained" \
+  --suite quickstart --limit 50 --gpus "$processes" \
   --data-mirror assets/mirror --held-out assets/corpus/held_out.jsonl --out "$out/eval"
 
 step "done"
@@ -52,6 +52,6 @@ items = {name: next(row["items"] for row in found if row["task"] == "held_out") 
 gain, stderr = paired_difference(items["untrained"], items["kl"])
 print(f"held-out loss: KL is {gain:.3f} ± {stderr:.3f} nats per token below the untrained conversion")
 print(f"table    {out}/eval/table.md\npicture  {out}/eval/bars.png\ncurves   {out}/runs/kl/curves.png\nmodel    {out}/kl")
-if gain <= 3 * stderr:
-    sys.exit("the distilled student is not better than the untrained conversion by 3 standard errors")
+if gain <= 10 * stderr:
+    sys.exit("the distilled student is not better than the untrained conversion by 10 standard errors")
 PYTHON

@@ -63,7 +63,11 @@ def test_the_figures_of_the_first_screen_follow_from_the_raw_files(readme, repo)
     def says(row, *figures):
         assert [figure for figure in figures if figure not in rows[row]] == [], rows[row]
 
-    slow = {(row["wiring"], row["batch"]): row for row in raw("infer_slow_2xh100")["rows"] if row["reduce"] == "nccl"}
+    slow = {
+        (row["wiring"], row["batch"]): row
+        for row in raw("infer_slow_16_layers_2xh100")["rows"]
+        if row["reduce"] == "nccl"
+    }
     gains = {
         (batch, part): f"{slow['standard', batch][part] / slow['ladder', batch][part]:.2f}x"
         for batch in (1, 16)

@@ -688,3 +688,44 @@ def test_quantised_all_reduces_without_peer_access(page: str, raw: Raw) -> None:
         assert cells == expected
         checked += 1
     assert checked == 7
+
+
+def test_wirings_without_peer_access(page: str, raw: Raw) -> None:
+    table = rows(page, "Wirings without peer access")
+    found = {(row["wiring"], row["batch"]): row for row in raw("infer_slow_16_layers_2xh100")["rows"] if row["exact"]}
+    for (wiring, batch), row in found.items():
+        of = found["standard", batch]
+        cells = [f"{row['prefill_ms']:.1f}", f"{of['prefill_ms'] / row['prefill_ms']:.2f}"]
+        cells += [f"{row['decode_ms']:.3f}", f"{of['decode_ms'] / row['decode_ms']:.2f}"]
+        assert [str(batch), wiring.removesuffix("x"), *cells] in table  # ``rows`` takes it for a unit
+
+
+def test_kernels_of_a_decoding_step(page: str, raw: Raw) -> None:
+    table = rows(page, "Kernels of a decoding step")
+    names = {"deepseek-v2-lite": "V2-Lite", "qwen3-30b-a3b": "Qwen3-30B"}
+    for row in raw("decode_kernels_1xh100")["rows"]:
+        cells = [f"{row[of]:.1f}" for of in ("replaced", "kernels")]
+        gain = f"{row['replaced'] / row['kernels']:.2f}"
+        assert [
+            f"{row['kernel']} of {names[row['shape']]}",
+            str(row["tokens"]),
+            *cells,
+            gain,
+            f"{row['bound']:.1f}",
+        ] in table
+
+
+@pytest.mark.parametrize(
+    ("heading", "file", "base", "bound"),
+    [
+        ("A distillation step over a slow link, two H100s", "distill_v2lite_slow_2xh100", "blocking", "comm-free"),
+        ("A training step over NVLink, two H100s", "train_v2lite_2xh100", "stock", "comm-free-fused"),
+    ],
+)
+def test_steps_on_two_h100s(page: str, raw: Raw, heading: str, file: str, base: str, bound: str) -> None:
+    variants = raw(file)["routers"]["uniform"]["variants"]
+    steps = {name: median(found["step"]) for name, found in variants.items()}
+    expected = [
+        [name, f"{ms:.1f}", f"{steps[base] / ms:.3f}", f"{100 * steps[bound] / ms:.1f}"] for name, ms in steps.items()
+    ]
+    assert rows(page, heading)[1:] == expected
