@@ -100,7 +100,8 @@ def p_above(gains: int, losses: int, n: int, level: float) -> float:
     steps = math.ceil((16 if n < 1000 else 4) * math.sqrt(n) * (ends[1] - ends[0]))
     discordance = np.sin(np.linspace(ends[0], ends[1], steps + 2))[:, None] ** 2
     spread = 7 * math.sqrt(n * highest) + 25
-    disagreements = np.arange(max(0.0, n * lowest - spread), min(n, n * highest + spread) + 1).round()
+    first, last = math.floor(max(0.0, n * lowest - spread)), min(n, math.ceil(n * highest + spread))
+    disagreements = np.arange(first, last + 1, dtype=float)
     critical = _fewest_gains(disagreements, n, level, float(_tango(gains, losses, n, level)))
     share = ((discordance + level) / (2 * discordance)).clip(0, 1)
     reached = np.where(critical > 0, betainc(critical.clip(min=1), disagreements - critical + 1, share), 1.0)

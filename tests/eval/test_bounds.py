@@ -154,3 +154,16 @@ def test_partial_credit_is_on_the_safe_side() -> None:
     assert count([True, False], [False, False]) == Counts(1.0, 0.0, 2)
     halves = count([1.5, 0.0], [0.0, 0.75])
     assert (halves.gains, halves.losses, halves.scale) == (1.0, 0.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("gains", "losses", "n", "low", "high"),
+    [(0, 100, 100, -1.0, -0.9409), (1, 99, 100, -0.999, -0.9068), (0, 1000, 1000, -1.0, -0.994)],
+)
+def test_a_total_collapse_is_a_collapse(gains: int, losses: int, n: int, low: float, high: float) -> None:
+    """All answers differ, so the number of disagreements has no room above it."""
+    assert task_bounds(Counts(gains, losses, n)) == pytest.approx((low, high), abs=5e-4)
+
+
+def test_every_size_at_which_all_answers_are_lost_has_a_bound() -> None:
+    assert max(task_bounds(Counts(0, n, n))[1] for n in range(30, 400, 7)) < -0.8
