@@ -97,12 +97,11 @@ def continuation_logprobs(
     for index, (context, continuation) in enumerate(requests):
         trunks[tuple(context[:-1])][(context[-1], *continuation[:-1])].append(index)
     shared = {trunk: branches for trunk, branches in trunks.items() if trunk and len(branches) > 1}
-    single = {
-        trunk + branch: indices
-        for trunk, branches in trunks.items()
-        if trunk not in shared
-        for branch, indices in branches.items()
-    }
+    single: dict[Tokens, list[int]] = defaultdict(list)  # requests that divide the same tokens elsewhere share a row
+    for trunk, branches in trunks.items():
+        if trunk not in shared:
+            for branch, indices in branches.items():
+                single[trunk + branch] += indices
     answers: dict[int, tuple[float, bool]] = {}
     forwards = chain(_whole(model, single, batch_size, team), _branched(model, shared, batch_size, team))
     for hidden, ends in forwards:
