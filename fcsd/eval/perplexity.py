@@ -55,7 +55,8 @@ def _of_parquet(path: Path) -> list[str]:
 
 def _of_lines(path: Path) -> list[str]:
     data = path.read_bytes()
-    lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")  # a BOM is no part of the text
+    lines = text.split("\n")  # a text may hold U+2028 or U+0085, which ``splitlines`` takes for the end of a line
     return [_text(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
 
 

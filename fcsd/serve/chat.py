@@ -230,7 +230,8 @@ def read_prompts(path: Path) -> list[str]:
     """
     hint = 'Give a file with a prompt per line, or .jsonl with a "prompt" per line.'
     try:
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        text = path.read_text(encoding="utf-8-sig")  # a BOM is no part of the first prompt
+        lines = [line for line in text.split("\n") if line.strip()]  # U+2028 and U+0085 may stand in a prompt
     except FileNotFoundError:
         raise BadInputError(f"{path}: no such file", hint) from None
     except (OSError, UnicodeDecodeError) as error:

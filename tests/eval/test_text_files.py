@@ -37,3 +37,10 @@ def test_lines_are_read_compressed_or_not(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(_LINES))
     assert read_texts(tmp_path / "a.jsonl") == read_texts(tmp_path / "a.jsonl.gz")
     assert len(read_texts(tmp_path / "a.jsonl")) == 200
+
+
+def test_only_a_newline_ends_a_line(tmp_path):
+    texts = ["one\u2028two", "three\u0085four", "five"]
+    lines = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    assert read_texts(tmp_path / "a.jsonl") == texts

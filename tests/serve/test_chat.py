@@ -90,6 +90,15 @@ def test_a_typed_conversation_keeps_its_turns(models, monkeypatch):
     assert second.prompt == "stone"
 
 
+def test_only_a_newline_ends_a_prompt(tmp_path):
+    prompts = ["one\u2028two", "three\u0085four"]
+    (tmp_path / "p.txt").write_text("\n".join(prompts), encoding="utf-8-sig")
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts), encoding="utf-8"
+    )
+    assert read_prompts(tmp_path / "p.txt") == read_prompts(tmp_path / "p.jsonl") == prompts
+
+
 def test_bad_prompts_are_refused(models, tmp_path):
     for name, content in (("a.txt", ""), ("b.jsonl", '{"text": "x"}'), ("c.jsonl", '{"prompt": 3}'), ("d.jsonl", "x")):
         (tmp_path / name).write_text(content)
