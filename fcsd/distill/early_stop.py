@@ -8,6 +8,7 @@ This module decides from the history of scores. ``fcsd.eval`` runs the benchmark
 a ``Scorer`` to it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,7 +43,8 @@ def judge(history: Sequence[dict[str, Any]], settings: EarlyStop, mode: Literal[
     fraction of that earlier score if ``delta_kind`` is ``relative``, and an absolute difference otherwise. After
     ``patience`` scores in a row without an improvement, the run stops. The best step is the step with the best score,
     even if it is better by less than ``delta``. Of equal scores, the latest is taken: a benchmark that the model solves
-    completely cannot tell its checkpoints apart, and the later one was trained for longer.
+    completely cannot tell its checkpoints apart, and the later one was trained for longer. A score that is not finite
+    is never an improvement and never the best.
 
     Args:
         history: the scores of the run so far, oldest first.
@@ -53,11 +55,13 @@ def judge(history: Sequence[dict[str, Any]], settings: EarlyStop, mode: Literal[
     reference, waited = None, 0
     for value in (entry["value"] for entry in history):
         needed = settings.delta * (abs(reference or 0.0) if settings.delta_kind == "relative" else 1.0)
-        if reference is None or sign * (value - reference) > needed + _ROUNDING:
+        better = reference is None or sign * (value - reference) > needed + _ROUNDING
+        if better and math.isfinite(value):
             reference, waited = value, 0
         else:
             waited += 1
-    best = max(history, key=lambda entry: (sign * entry["value"], entry["step"]))["step"] if history else None
+    finite = [entry for entry in history if math.isfinite(entry["value"])]
+    best = max(finite, key=lambda entry: (sign * entry["value"], entry["step"]))["step"] if finite else None
     return Verdict(best, waited, waited >= settings.patience)
 
 

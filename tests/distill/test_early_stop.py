@@ -48,6 +48,16 @@ def test_what_counts_as_better(values: list[float], changes: dict[str, Any], bes
     assert (verdict.best, verdict.waited, verdict.stop) == (best, waited, waited >= 2)
 
 
+def test_a_score_that_is_not_finite_is_never_the_best() -> None:
+    nan, inf = float("nan"), float("inf")
+    for mode, values in (("min", [nan, 1.0, 0.9, 0.8]), ("max", [nan, 0.8, 0.9, 1.0]), ("max", [inf, 0.8, 0.9, 1.0])):
+        verdict = judge(history(values), EarlyStop(metric="x", patience=2), mode)
+        assert (verdict.best, verdict.waited, verdict.stop) == (40, 0, False)
+    verdict = judge(history([0.9, nan, nan]), EarlyStop(metric="x", patience=2), "min")
+    assert (verdict.best, verdict.waited, verdict.stop) == (10, 2, True)
+    assert judge(history([nan]), EarlyStop(metric="x", patience=2), "min").best is None
+
+
 def test_a_loss_is_better_when_it_is_smaller() -> None:
     verdict = judge(history([2.0, 1.97, 1.9, 1.95]), EarlyStop(metric="held_out"), "min")
     assert (verdict.best, verdict.waited) == (30, 1)
