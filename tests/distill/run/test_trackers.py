@@ -109,8 +109,9 @@ def test_wandb_continues_a_run_under_its_id(tmp_path: Path, run: Path, monkeypat
     monkeypatch.setenv("WANDB_MODE", "offline")
     log(tmp_path, "wandb", 0, [1])
     log(tmp_path, "wandb", 1, [2])
-    names = [path.name.rpartition("-")[2] for path in (run / "wandb").glob("offline-run-*")]
-    assert set(names) == {(run / "tracker_id").read_text()}
+    # offline-run-TIME-ID, and a number behind it where both begin in the same second
+    names = [path.name.split("-")[3] for path in (run / "wandb").glob("offline-run-*")]
+    assert len(names) == 2 and set(names) == {(run / "tracker_id").read_text()}
 
 
 def test_a_package_that_is_missing_is_named_before_anything_is_loaded(
