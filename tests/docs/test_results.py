@@ -720,6 +720,12 @@ def test_kernels_of_a_decoding_step(page: str, raw: Raw) -> None:
     [
         ("A distillation step over a slow link, two H100s", "distill_v2lite_slow_2xh100", "blocking", "comm-free"),
         ("A training step over NVLink, two H100s", "train_v2lite_2xh100", "stock", "comm-free-fused"),
+        (
+            "A training step over a slow link, two H100s",
+            "train_v2lite_slow_dedup_2xh100",
+            "standard-fused",
+            "comm-free-fused",
+        ),
     ],
 )
 def test_steps_on_two_h100s(page: str, raw: Raw, heading: str, file: str, base: str, bound: str) -> None:
@@ -728,4 +734,4 @@ def test_steps_on_two_h100s(page: str, raw: Raw, heading: str, file: str, base: 
     expected = [
         [name, f"{ms:.1f}", f"{steps[base] / ms:.3f}", f"{100 * steps[bound] / ms:.1f}"] for name, ms in steps.items()
     ]
-    assert rows(page, heading)[1:] == expected
+    assert [row[:4] for row in rows(page, heading)[1:]] == expected
