@@ -153,7 +153,7 @@ def _optimizer(recipe: Recipe) -> str:
     kind = "bf16" if recipe.optim.moments == "bf16" else "fp32"
     if recipe.optim.offload == "moments":
         return f"\nThe optimizer is torch's fused AdamW. Its {kind} moments are in host memory. Nothing is compiled."
-    from fcsd.distill.optim.update import optimizer_threads  # here, because `fcsd export` reads metrics without Triton
+    from fcsd.distill.optim.update import optimizer_threads  # here, because `fcsd export` needs no DeepSpeed
 
     threads = optimizer_threads()
     where = f"on the host, with {threads} CPU thread{'s' * (threads > 1)} in each process"
