@@ -45,7 +45,7 @@ under the suite `strict`, without a limit on questions. The items are about a sm
 
 `studies/capability/reproduce.sh` does the runs; `studies/capability/runs.py` has their recipes. {values}
 The teacher was trained on {tokens:,.0f} M tokens. Device: {devices}.
-[results](../../benchmarks/results#{section}) says what the tables show.
+[results](../../benchmarks/results/capability.md#{section}) says what the tables show.
 
 - *same* is the teacher's own mixture, as text. *other* is other real text, and questions of the same forms about other
   facts; of *other-10* and *other-20*, 10 and 20 % have wrong answers. *none* is real text alone.
