@@ -33,12 +33,12 @@ cd "$(dirname "$0")/../.."
 python="${PYTHON:-python3}" stored="${STORED:-benchmarks/results/capability.jsonl}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if [ "$1" = page ]; then
-  exec "$python" studies/capability/report.py --results "$stored" --page "${PAGE:-studies/capability/CAPABILITY.md}"
+  exec "$python" -m studies.capability.report --results "$stored" --page "${PAGE:-studies/capability/CAPABILITY.md}"
 fi
 [ $# -gt 1 ] || { sed -n '4,25s/^# *//p' "$0" >&2; exit 2; }
 work="$1"
 shift
-exec "$python" studies/capability/work.py "$@" --work "$work" --new "${NEW:-$work/new.jsonl}" --results "$stored" \
+exec "$python" -m studies.capability.work "$@" --work "$work" --new "${NEW:-$work/new.jsonl}" --results "$stored" \
   --minutes "${MINUTES:-9}" --up-to "${UP_TO:-1}" --processes "${PROCESSES:-8}" --gpus "${GPUS:-1}" --device "${DEVICE:-cuda}" \
   --teacher-tokens "${TEACHER_TOKENS:-1669595136}" ${TEACHER_TEXT:+--teacher-text "$TEACHER_TEXT"} \
   ${OTHER_TEXT:+--other-text "$OTHER_TEXT"} ${TEACHER:+--teacher "$TEACHER"} --wiring "${WIRING:-farskip}" \

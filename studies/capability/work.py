@@ -136,12 +136,12 @@ def write_text(study: Study, kind: str, share: float, gpu: int) -> None:
     if kind in WRITTEN:
         model = converted(study, Run("untrained"), gpu) if WRITTEN[kind] == "untrained" else study.teacher
         source = study.work / "text" / text_name(WRITTEN_FROM, share) / "train.jsonl"
-        command = [sys.executable, "studies/capability/written.py", "--model", str(model)]
+        command = [sys.executable, "-m", "studies.capability.written", "--model", str(model)]
         command += ["--device", study.args.device]
     else:
         what, wrong = TEXTS[kind]
         source = study.args.teacher_text if what == "same" else study.args.other_text
-        command = [sys.executable, "studies/capability/text.py", "--kind", what, "--wrong", str(wrong)]
+        command = [sys.executable, "-m", "studies.capability.text", "--kind", what, "--wrong", str(wrong)]
         command += ["--token-ids"] if kind in TOKEN_IDS else []
     command += ["--tokens", str(round(share * study.args.teacher_tokens)), "--out", str(out)]
     command += ["--text", str(source)] if source else []
