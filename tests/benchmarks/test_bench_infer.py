@@ -1,6 +1,8 @@
 """``python -m benchmarks.infer --engine vllm``: what is refused, what vLLM is asked, and what its times become."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,3 +184,15 @@ def test_the_table_names_the_bits_of_quantised_kinds() -> None:
         timing.compare(one, rows)
     assert table(rows).splitlines()[-1] == "on the wire: int2:sr 4 bits per value"
     assert "on the wire" not in table(rows[:1])
+
+
+def test_a_model_that_does_not_exist_is_refused():
+    found = CliRunner().invoke(app, ["nothing"])
+    assert found.exit_code == 2 and "neither a shape nor a checkpoint" in found.stderr
+
+
+def test_attention_that_the_model_cannot_have_is_refused(tmp_path, repo):
+    tiny.model("gpt_oss").save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "benchmarks.infer", str(tmp_path), "--attention", "split"]
+    done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "cannot use --attention split: its attention is eager" in done.stderr
