@@ -28,7 +28,7 @@ from torch import Tensor
 from fcsd.bench.runner import Timing, timings
 from fcsd.kernels.all_reduce.memory import BLOCKS
 from fcsd.kernels.bit_split import Format
-from fcsd.kernels.bit_split.format import bits_on_the_wire
+from fcsd.kernels.bit_split.format import bits_sent
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import join_world, leave
 from fcsd.parallel.quantised.simulated_all_reduce import simulate_all_reduce
@@ -124,7 +124,7 @@ def to_text(found: dict[str, dict[str, Timing | None]]) -> str:
         cells = [_cell(found[size], name) for size in sizes]
         lines.append(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells))
     formats = dict.fromkeys(re.split("[ ,]", name)[0].removeprefix(QUANTISED) for name in names if QUANTISED in name)
-    return "\n".join([*lines, f"on the wire: {bits_on_the_wire(formats)}"] if formats else lines)
+    return "\n".join([*lines, f"on the wire: {bits_sent(formats)}"] if formats else lines)
 
 
 def _cell(timed: dict[str, Timing | None], name: str) -> str:

@@ -19,7 +19,7 @@ class Way(NamedTuple):
 
     Attributes:
         run: replaces its argument by the sum over the ranks, on the current stream.
-        format: the format of the wire; None for the values as they are.
+        format: the format of the values sent; None for the values as they are.
         in_graphs: whether a CUDA graph of it can be replayed: no host code runs between its steps.
         checked: whether ``run`` uses its argument, so that its result can be compared with the reference.
     """

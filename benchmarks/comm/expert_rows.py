@@ -23,7 +23,7 @@ from fcsd.bench.runner import Timing, timings
 from fcsd.errors import FcsdError
 from fcsd.kernels import rows_reference
 from fcsd.kernels.bit_split import Format, decode, encode
-from fcsd.kernels.bit_split.format import bits_on_the_wire
+from fcsd.kernels.bit_split.format import bits_sent
 from fcsd.kernels.bit_split.moves import decode_from, encode_at
 from fcsd.launch.world import World
 from fcsd.parallel.transports.transport import Splits, Transport, splits_of
@@ -95,7 +95,7 @@ def ways(routed: Routed, transport: Transport, formats: Sequence[str]) -> dict[s
         moves.collect(rows, None, by_expert, ordered)
         return ordered
 
-    def over_wire(rows: Tensor) -> Tensor:
+    def over_formats(rows: Tensor) -> Tensor:
         received, work = transport(rows, sent, dist.group.WORLD, False)
         work.wait()
         return received
@@ -104,19 +104,19 @@ def ways(routed: Routed, transport: Transport, formats: Sequence[str]) -> dict[s
         if not torch.equal(steps(), fused()):
             raise FcsdError(f"{name}: the fused way gives other rows than the way in steps")
         found[f"{name}, steps"], found[f"{name}, fused"] = steps, fused
-        found[f"{name}, wire"] = lambda: over_wire(records)
+        found[f"{name}, wire"] = lambda: over_formats(records)
 
     rows = packed()
-    found["bf16"], found["bf16, wire"] = lambda: ordered(over_wire(packed())), lambda: over_wire(rows)
+    found["bf16"], found["bf16, wire"] = lambda: ordered(over_formats(packed())), lambda: over_formats(rows)
     dtype = routed.tokens.dtype
     for text in formats:
         format = Format.parse(text)
         add(
             text,
             encode(rows, format),
-            lambda f=format: ordered(decode(over_wire(encode(packed(), f)), f, WIDTH, dtype)),
+            lambda f=format: ordered(decode(over_formats(encode(packed(), f)), f, WIDTH, dtype)),
             lambda f=format: decode_from(
-                over_wire(encode_at(routed.tokens, f, None, routed.places, count)), f, WIDTH, dtype, routed.source
+                over_formats(encode_at(routed.tokens, f, None, routed.places, count)), f, WIDTH, dtype, routed.source
             ),
         )
     return found
@@ -161,4 +161,4 @@ def to_text(found: dict[str, dict[str, dict[str, Timing]]], formats: Sequence[st
                 cells = [f"{one.median:.3f} ({plain.median / one.median:.2f}x)" for one in (steps, fused)]
                 quartiles = f"{fused.low:.3f}-{fused.high:.3f}"
                 lines.append(f"{label + ', ' + text:48}{cells[0]:>15}{cells[1]:>15}{quartiles:>15}{wire.median:9.3f}")
-    return "\n".join([*lines, f"on the wire: {bits_on_the_wire(formats)}"])
+    return "\n".join([*lines, f"on the wire: {bits_sent(formats)}"])

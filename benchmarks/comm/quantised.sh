@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every case in which a target was set for quantised, deduplicated and placed communication, on at most four H200s.
 # Usage: OUT=DIR benchmarks/comm/quantised.sh [GPUS [CASE...]]      default: 4 GPUs, all cases; no network needed
-# Cases, with the files that they leave in OUT (docs/wires.md lists the targets):
+# Cases, with the files that they leave in OUT (docs/quantised_communication.md lists the targets):
 #   slow_link    a training step over a slow link: plain, deduplicated, INT8, both        slow_link/step.json
 #   qwen3, v3    the same over NVLink at the widths of Qwen3-30B-A3B and DeepSeek-V3       qwen3/ and v3/step.json
 #   nodes        dispatch and combine over two imitated nodes, HierMoE's ablations         hierarchy.json, moves_nvlink.json
@@ -55,11 +55,11 @@ measure() { # CASE
     case $1 in
         slow_link)
             NCCL_P2P_DISABLE=1 step slow_link deepseek-v2-lite 8 4 overlapped-fused \
-                --wire int8 --wire dispatch=int8,combine=int8 ;;
-        qwen3) step qwen3 qwen3-30b-a3b 8 4 copies-fused --wire int8 ;;
-        v3) step v3 deepseek-v3 4 1 copies-fused --wire int8 ;;
+                --quantised int8 --quantised dispatch=int8,combine=int8 ;;
+        qwen3) step qwen3 qwen3-30b-a3b 8 4 copies-fused --quantised int8 ;;
+        v3) step v3 deepseek-v3 4 1 copies-fused --quantised int8 ;;
         nodes) OUT="$OUT" benchmarks/comm/hierarchy.sh "$gpus" ;;
-        rows) each benchmarks.comm.transports --wire int8 int6 int5 int4 int3 int2:sr --out "$OUT/rows.json" ;;
+        rows) each benchmarks.comm.transports --quantised int8 int6 int5 int4 int3 int2:sr --out "$OUT/rows.json" ;;
         all_reduce)
             each benchmarks.comm.all_reduce --mib 256 64 1 0.25 0.0625 0.015625 --formats int8 int6 int5 int4 int3 int2:sr \
                 --blocks 64 --repeats 20 --out "$OUT/all_reduce.json" ;;

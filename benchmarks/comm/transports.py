@@ -1,9 +1,9 @@
 """Time the transports between the GPUs of one host, alone and beside matrix products.
 
-    torchrun --nproc-per-node 4 -m benchmarks.comm.transports [--symmetric-kernel] [--wire FORMAT ...] [--out FILE]
+    torchrun --nproc-per-node 4 -m benchmarks.comm.transports [--symmetric-kernel] [--quantised FORMAT ...] [--out FILE]
 
-``--wire`` times instead the whole way of 384 MiB of rows from the tokens to the experts, in bf16 and in each format
-(``expert_rows``). It also runs over gloo on a machine without GPUs, where the times say nothing about GPUs.
+``--quantised`` times instead the whole way of 384 MiB of rows from the tokens to the experts, in bf16 and in each
+format (``expert_rows``). It also runs over gloo on a machine without GPUs, where the times say nothing about GPUs.
 
 ``--symmetric-kernel`` measures only ``torch.ops.symm_mem.all_to_all_vdev_2d``, which reads its sizes from the device.
 The other transports are not measured in the same run, because this operation needs the NVSHMEM backend of symmetric
@@ -155,9 +155,9 @@ def time_rows_to_experts(formats: list[str], tokens: int, repeats: int, out: Pat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--symmetric-kernel", action="store_true")
-    parser.add_argument("--wire", nargs="+", metavar="FORMAT", help="time rows to experts in these formats")
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens of each rank, for --wire")
-    parser.add_argument("--repeats", type=int, default=20, help="for --wire")
+    parser.add_argument("--quantised", nargs="+", metavar="FORMAT", help="time rows to experts in these formats")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of each rank, for --quantised")
+    parser.add_argument("--repeats", type=int, default=20, help="for --quantised")
     parser.add_argument("--out", type=out_file)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fcsd.kernels.bit_split.format import bits_on_the_wire
+from fcsd.kernels.bit_split.format import bits_sent
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -26,7 +26,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(line if row["exact"] else f"{line}  bound: wrong results")
     kinds = [row["reduce"] for row in rows if row["reduce"].startswith("quantised:")]
     formats = dict.fromkeys(kind.removeprefix("quantised:") for kind in kinds)
-    return "\n".join([*lines, f"on the wire: {bits_on_the_wire(formats)}"] if formats else lines)
+    return "\n".join([*lines, f"on the wire: {bits_sent(formats)}"] if formats else lines)
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The formats of the wire on a GPU: are kernels and reference equal in every bit, and how fast are the kernels?
+"""the formats on a GPU: are kernels and reference equal in every bit, and how fast are the kernels?
 
     python -m benchmarks.kernels.formats [--sweep] [--moves] [--out FILE]
 

@@ -129,7 +129,7 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
 
     train, parallel = recipe.train, recipe.parallel
     draw: Any = {"dtype": DTYPES[train.dtype], "device": world.device, "seed": recipe.seed}
-    model = randomise(rewired, parallel.ep_size, **draw, dispatched=parallel.wire.any)
+    model = randomise(rewired, parallel.ep_size, **draw, dispatched=parallel.quantised.any)
     sizes, targets = {"weights": since(), "teacher": 0}, None
     if needs_teacher(recipe):
         teacher = randomise(original, parallel.teacher_ep_size, **draw)

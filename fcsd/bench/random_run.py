@@ -76,7 +76,7 @@ def draw_models(
     """Random weights for the student, and for the frozen teacher if the recipe needs one."""
     parallel = recipe.parallel
     draw: Any = {"dtype": DTYPES[recipe.train.dtype], "device": world.device, "seed": recipe.seed}
-    student = randomise(rewired, parallel.ep_size, **draw, dispatched=parallel.wire.any)
+    student = randomise(rewired, parallel.ep_size, **draw, dispatched=parallel.quantised.any)
     if not needs_teacher(recipe):
         return student, None
     return student, randomise(original, parallel.teacher_ep_size, **draw).requires_grad_(False)

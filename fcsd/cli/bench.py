@@ -116,13 +116,13 @@ def step(
             "GPUs all but stock are fused), or with --teacher overlapped, masked, blocking and comm-free.",
         ),
     ] = None,
-    wires: Annotated[
+    quantised: Annotated[
         list[str],
         typer.Option(
-            "--wire",
+            "--quantised",
             metavar="FORMAT",
-            help="Also time overlapped steps whose rows are rounded to this format (docs/wires.md): int8, or "
-            "dispatch=int8,combine=int8; repeatable.",
+            help="Also time overlapped steps whose rows are rounded to this format (docs/quantised_communication.md): "
+            "int8, or dispatch=int8,combine=int8; repeatable.",
         ),
     ] = [],  # noqa: B006
     recompute: Annotated[bool, typer.Option("--recompute", help="Activation checkpointing.")] = False,
@@ -133,7 +133,7 @@ def step(
             metavar="LEVEL",
             help="off, rank or node: how often the row of a token is sent, as parallel.dedup in a recipe. Repeatable: "
             "the first one holds for all variants, and overlapped steps are also timed with the others, alone and with "
-            "each --wire.",
+            "each --quantised.",
         ),
     ] = ["off"],  # noqa: B006
     node_size: Annotated[
@@ -160,7 +160,7 @@ def step(
         teacher=teacher,
         routers=() if routers is None else tuple(routers.split(",")),
         variants=() if variants is None else tuple(variants.split(",")),
-        wires=tuple(wires),
+        formats=tuple(quantised),
         rounds=rounds,
         steps=steps,
         accumulation=accumulation,

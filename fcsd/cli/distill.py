@@ -186,7 +186,9 @@ def plan(
             "parallel.machine."
         ),
     ] = None,
-    wire: Annotated[str, typer.Option(help="With --machine: the format of the rows with a quantised wire.")] = "int8",
+    quantised: Annotated[
+        str, typer.Option(help="With --machine: the format of the rows with quantised communication.")
+    ] = "int8",
     picture: Annotated[Path | None, typer.Option(help="With --machine: draw the prediction into this PNG.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -216,7 +218,7 @@ def plan(
         source = f"GPUs of {memory:g} GiB, as --gpu-mem says; hours assume the arithmetic of an H200"
         hardware = Hardware(gpus, nodes, memory, price, source)
     planned = plan_run(read, hardware, mfu)
-    predictions = [] if links is None else cluster.predict(planned.numbers, planned.setup, links, wire)
+    predictions = [] if links is None else cluster.predict(planned.numbers, planned.setup, links, quantised)
     options = []
     if links is not None and read.parallel.dedup == "auto":
         options = deduplication.expected_options(planned.numbers, planned.setup, links, read.parallel)

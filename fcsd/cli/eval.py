@@ -69,7 +69,7 @@ def evaluate(
     ] = None,
     reduce: Reduce = "nccl",
     no_compile: NoCompile = False,
-    wire: Annotated[
+    quantised: Annotated[
         str | None,
         typer.Option(
             metavar="DIRECTION=FORMAT,...",
@@ -78,7 +78,8 @@ def evaluate(
         ),
     ] = None,
     tp_degree: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="The tensor-parallel degree of --wire all-reduce=FORMAT.")
+        int | None,
+        typer.Option(min=2, metavar="N", help="The tensor-parallel degree of --quantised all-reduce=FORMAT."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -99,8 +100,8 @@ def evaluate(
     """
     if baseline is None and (require or untrained):
         raise ConfigError("--require and --untrained compare with a baseline, and no --baseline is given")
-    if tp_degree is not None and wire is None:
-        raise ConfigError("--tp-degree belongs to --wire all-reduce=FORMAT, and no --wire is given")
+    if tp_degree is not None and quantised is None:
+        raise ConfigError("--tp-degree belongs to --quantised all-reduce=FORMAT, and no --quantised is given")
     require_extra("eval", "fcsd eval")
 
     from fcsd.eval.suite import select_any
@@ -118,7 +119,7 @@ def evaluate(
 
     from fcsd.eval import compare, tables
     from fcsd.eval.engines.engine import Engine
-    from fcsd.eval.engines.wire import QuantisedWire
+    from fcsd.eval.engines.quantised import QuantisedCommunication
     from fcsd.eval.harness import evaluate_models, named_models
 
     required = None if require is None else compare.Requirement.parse(require)  # refused before hours of work
@@ -137,7 +138,7 @@ def evaluate(
         gpus=gpus or 1 if backend in ("vllm", "own") else 1,
         reduce=reduce,  # type: ignore[arg-type]
         compile=not no_compile,
-        wire=None if wire is None else QuantisedWire.parse(wire, tp_degree),
+        quantised=None if quantised is None else QuantisedCommunication.parse(quantised, tp_degree),
     )
     results = evaluate_models(
         models,

@@ -16,7 +16,7 @@ PANELS = {
     "Recipe": "recipe_name sweep sets output_dir seed resume",
     "Questions": "suite tasks num_fewshot apply_chat_template data_mirror held_out text limit",
     "Comparison": "baseline untrained margin require",
-    "Layers and wiring": "layers wiring variant variants border distance tp_degree reduce wire wires dedup routers",
+    "Layers and wiring": "layers wiring variant variants border distance tp_degree reduce quantised dedup routers",
     "Size of the work": "batch_size max_length micro_batch seq accumulation tokens points rounds steps recompute "
     "no_optimizer",
     "Machine": "gpus nodes node_rank node_size rendezvous slurm join_timeout ep_size device dtype backend generation "

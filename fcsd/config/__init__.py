@@ -10,7 +10,7 @@ from fcsd.config.data import Data, Source
 from fcsd.config.faults import Faults
 from fcsd.config.objective import Hidden, Objective, TeacherCache
 from fcsd.config.optim import Optim
-from fcsd.config.parallel import Parallel, Wire
+from fcsd.config.parallel import Parallel, Quantised
 from fcsd.config.recipe import HELD_OUT, NO_METRIC, EarlyStop, Recipe, Sweep
 from fcsd.config.resolve import ResolvedRecipe, load_recipe, value_of, vary
 from fcsd.config.train import Train
@@ -26,13 +26,13 @@ __all__ = [
     "Objective",
     "Optim",
     "Parallel",
+    "Quantised",
     "Recipe",
     "ResolvedRecipe",
     "Source",
     "Sweep",
     "TeacherCache",
     "Train",
-    "Wire",
     "accumulation",
     "load_recipe",
     "value_of",

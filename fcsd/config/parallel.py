@@ -31,10 +31,10 @@ def _known_format(value: str) -> str:
 FormatName = Annotated[str, AfterValidator(_known_format)]
 
 
-class Wire(Section):
-    """The formats of the student's rows in dispatch and combine; docs/wires.md explains them. null sends bf16. The
-    gradients of all weights are computed as if rows were not rounded (straight-through). The teacher's rows are not
-    rounded, nor are those of evaluations during the run."""
+class Quantised(Section):
+    """The formats of the student's rows in dispatch and combine; docs/quantised_communication.md explains them. null
+    sends bf16. The gradients of all weights are computed as if rows were not rounded (straight-through). The teacher's
+    rows are not rounded, nor are those of evaluations during the run."""
 
     dispatch: FormatName | None = None
     """The format of the rows that are sent to the experts, for example `int8` or `int4:g32`."""
@@ -57,9 +57,11 @@ class Wire(Section):
     @model_validator(mode="after")
     def _something_to_round(self) -> Self:
         if self.stochastic == "gradients" and not (self.dispatch_grad or self.combine_grad):
-            raise ValueError("parallel.wire.stochastic gradients needs a format: set dispatch_grad or combine_grad")
+            raise ValueError(
+                "parallel.quantised.stochastic gradients needs a format: set dispatch_grad or combine_grad"
+            )
         if self.stochastic == "all" and not self.any:
-            raise ValueError("parallel.wire.stochastic all needs a format: set dispatch or another direction")
+            raise ValueError("parallel.quantised.stochastic all needs a format: set dispatch or another direction")
         return self
 
 
@@ -97,7 +99,7 @@ class Parallel(Section):
     transport: Literal["auto", "nccl"] = "auto"
     """With `ep_size` above 1: how rows travel between GPUs. `auto` copies them into symmetric memory if the GPUs of an
     expert-parallel group are in one host, and uses NCCL otherwise; `nccl` always uses NCCL."""
-    wire: Wire = Wire()
+    quantised: Quantised = Quantised()
     """The formats of the rows that processes exchange. By default all rows are bf16. With `ep_size: 1` nothing is sent,
     but rows are rounded in the same way, so the effect on training can be studied on one GPU."""
     fused: bool = True
@@ -125,10 +127,10 @@ class Parallel(Section):
     def _consistent(self) -> Self:
         if self.teacher_placement == "sharded" and self.ep_size == 1:
             raise ValueError("parallel.teacher_placement sharded needs parallel.ep_size above 1")
-        if self.dedup != "off" and self.wire.stochastic != "off":
+        if self.dedup != "off" and self.quantised.stochastic != "off":
             raise ValueError(
-                "parallel.wire.stochastic needs parallel.dedup: off, because its random numbers belong to a token and "
-                "one of its experts, and a deduplicated row serves several"
+                "parallel.quantised.stochastic needs parallel.dedup: off, because its random numbers belong to a token "
+                "and one of its experts, and a deduplicated row serves several"
             )
         if self.placement.every and self.ep_size == 1:
             raise ValueError("parallel.placement.every needs parallel.ep_size above 1: one process has all experts")

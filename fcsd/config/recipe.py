@@ -177,8 +177,10 @@ class Recipe(Section):
             )
         if self.train.compile and self.parallel.ep_size > 1:
             raise ValueError("train.compile needs parallel.ep_size 1: layers with divided experts cannot be compiled")
-        if self.train.compile and self.parallel.wire.any:
-            raise ValueError("train.compile cannot be combined with parallel.wire: layers that round rows stay eager")
+        if self.train.compile and self.parallel.quantised.any:
+            raise ValueError(
+                "train.compile cannot be combined with parallel.quantised: layers that round rows stay eager"
+            )
         if self.train.graph and (why := self._not_captured()):
             raise ValueError(f"train.graph cannot be combined with {why}")
         if self.train.eval_every and self.data.held_out is None:
@@ -192,7 +194,7 @@ class Recipe(Section):
         divided = max(self.parallel.ep_size, self.parallel.teacher_ep_size) > 1
         found = {
             "divided experts: the host sizes their all-to-alls in each pass": divided,
-            "parallel.wire: the rounding depends on the step": self.parallel.wire.any,
+            "parallel.quantised: the rounding depends on the step": self.parallel.quantised.any,
             "train.activation_checkpointing: it saves the state of random generators": (
                 self.train.activation_checkpointing
             ),

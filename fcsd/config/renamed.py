@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-NEW_NAME: Mapping[str, str] = {}
+NEW_NAME: Mapping[str, str] = {"parallel.wire": "parallel.quantised"}
 """The new dotted key by the old one. A row for a section stands for all keys in it."""
 
 _STAGE = re.compile(r"sweep\.stages\.\d+\.")

@@ -74,8 +74,8 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         lines.append(
             f"annealing   the wiring is that of the original in step 1 and the student's own from step {first:,} on"
         )
-    if (formats := formats_of(recipe.parallel.wire)) is not None:
-        lines.append(f"wire        {formats}")
+    if (formats := formats_of(recipe.parallel.quantised)) is not None:
+        lines.append(f"formats     {formats}")
     for item, corpus, rows in zip(data.sources, corpora, packed, strict=True):
         left_out = f"; left out: {listed(reasons)}" if (reasons := corpus.left_out(data.seq_len)) else ""
         counted = round(rows.counted * rows.per_epoch * data.seq_len)

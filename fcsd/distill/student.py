@@ -92,7 +92,7 @@ def load_student(
         BadInputError, ConfigError: see ``student_config``; also if the weights do not match the config.
     """
     parallel = recipe.parallel
-    how: Any = {"dtype": dtype, "device": device, "dispatched": parallel.wire.any}
+    how: Any = {"dtype": dtype, "device": device, "dispatched": parallel.quantised.any}
     if trained is not None:
         return expert_parallel.load(trained, parallel.ep_size, orders=orders, **how)
     source = student_source(recipe)

@@ -23,7 +23,7 @@ from fcsd.eval.code.sandbox import find_sandbox
 from fcsd.eval.engines.adapter import BATCHES, HFAdapter
 from fcsd.eval.engines.engine import OWN, Engine, opened, versions
 from fcsd.eval.engines.interface import Adapter
-from fcsd.eval.engines.wire import over
+from fcsd.eval.engines.quantised import over
 from fcsd.eval.evalplus_tasks import EvalPlusTask, evalplus_result
 from fcsd.eval.perplexity import HeldOut, held_out_result
 from fcsd.eval.results import COMPARISON, Result, ResultFile, shown, write_samples
@@ -76,7 +76,7 @@ def evaluate_models(
         data_mirror: a directory of data sets under their hub names; None for the hub and its cache.
         held_out: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` text for one more result, the held-out loss.
         limit: score only the first ``limit`` documents of every task.
-        engine: how the models are run. For models in memory, only its limits, ``generation`` and ``wire`` are used.
+        engine: how the models are run. Of models in memory, only limits, ``generation`` and ``quantised`` are used.
         out: a directory for one ``<model>.json`` each. Answers are kept there too: an evaluation that was killed and
             is started again repeats none of them.
         log_samples: write every question's prompt, answer and score to ``out/samples/<model>/<suite>/<task>.jsonl``.
@@ -89,8 +89,8 @@ def evaluate_models(
         seconds``.
         ``value`` is a fraction (or a loss in nats per token, or a perplexity); ``items`` holds the results of the
         single questions in a fixed order, by which ``compare_models`` pairs models. ``path`` is the model's absolute
-        path, or its hub id; None for a model in memory. ``wire`` holds the formats of a quantised wire, which are a
-        part of the model's name too; None without one.
+        path, or its hub id; None for a model in memory. ``wire`` holds the formats of quantised communication, which
+        are a part of the model's name too; None without any.
 
     Raises:
         ConfigError: a suite or task is unknown, a task cannot run here, two models have the same name, or samples are
@@ -130,7 +130,7 @@ def evaluate_models(
                     result = {"model": name, "path": _path(model), "suite": suite, "baseline": is_baseline}
                     result |= scored
                     result |= {"engine": {**lm.engine(), "ep_size": engine.ep_size}}
-                    result |= _wire(own)
+                    result |= _quantised(own)
                     result |= {"versions": versions(engine)}
                     result |= {"seconds": round(time.perf_counter() - start, 2)}
                     results.append(result)
@@ -150,32 +150,33 @@ def named_models(
 ) -> list[tuple[str, str | Loaded, Engine]]:
     """The models in the order of their evaluation, the baseline first: their names, themselves and their engines.
 
-    Over a quantised wire, a model's name ends with the wire. The baseline is evaluated without one. It may be one of
-    the models only if there is a wire; otherwise it is evaluated once.
+    Under quantised communication, a model's name ends with the formats. The baseline is evaluated without. It may be
+    one of the models only if there are formats; otherwise it is evaluated once.
 
     Raises:
         ConfigError: the same model is named twice.
     """
     first = [] if baseline is None else [_spelled(baseline)]
-    others = [model for model in map(_spelled, models) if engine.wire is not None or model not in first]
+    others = [model for model in map(_spelled, models) if engine.quantised is not None or model not in first]
     each = [*first, *(model for model in others if model not in first)]
     names_of([_name(model) for model in others])  # refuses a model that is named twice
     name_of = dict(zip(map(_name, each), names_of([_name(model) for model in each]), strict=True))
-    if engine.wire is None:
+    if engine.quantised is None:
         return [(name_of[_name(model)], model, engine) for model in each]
-    plain = replace(engine, wire=None, generation=BATCHES)  # as over a wire, so that the answers can be compared
+    # Generates as the models under a format do, so that the answers can be compared.
+    plain = replace(engine, quantised=None, generation=BATCHES)
     found = [(name_of[_name(model)], model, plain) for model in first]
     wired = replace(engine, generation=engine.generation or BATCHES)
-    return [*found, *((f"{name_of[_name(model)]}+{engine.wire}", model, wired) for model in others)]
+    return [*found, *((f"{name_of[_name(model)]}+{engine.quantised}", model, wired) for model in others)]
 
 
 def _name(model: str | Loaded) -> str:
     return model.name if isinstance(model, Loaded) else model
 
 
-def _wire(engine: Engine) -> dict[str, Any]:
-    """The quantised wire of a result, and a hash of it."""
-    wire = None if engine.wire is None else engine.wire.to_json()
+def _quantised(engine: Engine) -> dict[str, Any]:
+    """The quantised communication of a result, and a hash of it."""
+    wire = None if engine.quantised is None else engine.quantised.to_json()
     return {"wire": wire, "wire_sha256": None if wire is None else json_sha256(wire)}
 
 
@@ -218,7 +219,7 @@ def _spelled(model: str | Path | Loaded) -> str | Loaded:
 def _lent(model: Loaded, engine: Engine, team: Team) -> Iterator[Adapter]:
     """The adapter of a model that the caller has in memory. The model is in evaluation mode while it is scored."""
     limits: dict[str, Any] = {"batch_size": engine.batch_size, "max_length": engine.max_length}
-    with eval_mode(model.model), over(model.model, engine.wire):
+    with eval_mode(model.model), over(model.model, engine.quantised):
         yield HFAdapter(model.model, model.tokenizer, team=team, generation=engine.generation, **limits)
 
 

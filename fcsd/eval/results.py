@@ -63,8 +63,8 @@ def is_accuracy(result: Result) -> bool:
     return result["metric"] not in (*PERPLEXITIES, "nll_per_token")
 
 
-def over_a_wire(result: Result) -> bool:
-    """Whether the score is that of a model over a quantised wire, simulated or between ranks, and not its own."""
+def is_quantised(result: Result) -> bool:
+    """Whether the score was taken under quantised communication, simulated or between ranks: it is not the model's."""
     reduce = result.get("engine", {}).get("reduce", "")  # of fcsd's own engine
     return result.get("wire") is not None or reduce.startswith("quantised:")
 
@@ -84,7 +84,7 @@ def write_samples(folder: Path, task: str, samples: Sequence[dict[str, Any]]) ->
 
 
 class ResultFile:
-    """A model's results. A result replaces an earlier one only if task, settings, data and wire are the same."""
+    """A model's results. A result replaces an earlier one only if task, settings, data and formats are the same."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -99,4 +99,4 @@ class ResultFile:
 
 def _key(result: Result) -> tuple[str | None, ...]:
     keys = ("suite", "column", "settings_sha256", "data_sha256", "wire_sha256")
-    return tuple(result.get(key) for key in keys)  # files of earlier versions know no wire
+    return tuple(result.get(key) for key in keys)  # files of earlier versions know no formats

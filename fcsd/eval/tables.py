@@ -40,8 +40,8 @@ def table_1(results: Sequence[Result]) -> str:
 def plain_table(results: Sequence[Result], comparisons: Sequence[Comparison] = ()) -> str:
     """Markdown with a row per benchmark and a column per model, each value with its standard error.
 
-    If models were scored over a quantised wire, a row says how many bits per value each direction took. The last row
-    is the share of the untrained conversion's increase in held-out loss that training removed.
+    If models were scored under quantised communication, a row says how many bits per value each direction took. The
+    last row is the share of the untrained conversion's increase in held-out loss that training removed.
     """
     columns, models = _axes(results)
     by_cell = {(result["model"], result["column"]): result for result in results}
@@ -51,7 +51,7 @@ def plain_table(results: Sequence[Result], comparisons: Sequence[Comparison] = (
         values = [" ± ".join(shown(result)) for result in cells]
         body.append([column, cells[0]["metric"], str(cells[0]["n"]), *values])
     if any(result.get("wire") is not None for result in results):
-        body.append(["Bits on the wire", "", "", *(_bits(by_cell[model, columns[0]]) for model in models)])
+        body.append(["Bits as sent", "", "", *(_bits(by_cell[model, columns[0]]) for model in models)])
     won = {c.model: c.loss.recovery for c in comparisons if c.loss is not None and c.loss.recovery is not None}
     if won:
         shares = [_percent(*won[model]) if model in won else "-" for model in models]

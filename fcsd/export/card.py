@@ -9,7 +9,7 @@ from fcsd import markdown
 from fcsd.checkpoint.rewired import describe
 from fcsd.distill.run.report import METRICS, read_metrics
 from fcsd.errors import ConfigError
-from fcsd.eval.results import Result, is_accuracy, over_a_wire, read_directory, run_of, shown
+from fcsd.eval.results import Result, is_accuracy, is_quantised, read_directory, run_of, shown
 
 if TYPE_CHECKING:
     from fcsd.config import Recipe
@@ -71,7 +71,7 @@ def model_card(raw: dict[str, Any], arch: "Arch", former: Path | None, run: Path
 
     block = raw["fcsd"]
     rows = read_directory(run / "eval") if run else []  # `fcsd eval` writes the scores of a run's model there
-    rows = [row for row in rows if not over_a_wire(row)]  # scores over a quantised wire are not the model's own
+    rows = [row for row in rows if not is_quantised(row)]  # those are not the model's own scores
     own = _own(rows, run) if run else []
     recipe = None if run is None else _recipe(run)
     base = block["base_model"] if block["base_revision"] else None  # others cannot use the name of a local directory

@@ -93,7 +93,7 @@ class Rows:
         experts: routed experts of the layer.
         ranks: ranks that share the experts.
         width: values of a row, 2 bytes each in memory.
-        bits: bits of a value on the wire.
+        bits: bits of a value as it is sent.
     """
 
     tokens: int
@@ -105,7 +105,7 @@ class Rows:
 
     @property
     def wire(self) -> float:
-        """Bytes of a row on the wire."""
+        """Bytes of a row as it is sent."""
         return self.width * self.bits / 8
 
     @property

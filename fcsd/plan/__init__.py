@@ -122,11 +122,11 @@ def plan_run(recipe: Recipe, hardware: Hardware, utilisation: float | None = Non
     Raises:
         BadInputError: the student or the teacher is not a model.
         ConfigError: the batch or the experts cannot be split evenly over the GPUs, or the rows of the student cannot be
-            rounded to the formats of ``parallel.wire``.
+            rounded to the formats of ``parallel.quantised``.
     """
     accumulation(recipe, hardware.world)
     model = MetaModel(recipe.model, rewired=recipe.init.wiring is not None)
-    if (formats := formats_of(recipe.parallel.wire)) is not None:
+    if (formats := formats_of(recipe.parallel.quantised)) is not None:
         check_formats(formats, model.config, recipe.model)
     teacher = model if recipe.teacher is None else MetaModel(recipe.teacher)
     named = {recipe.model: model, recipe.teacher or recipe.model: teacher}

@@ -14,7 +14,7 @@ from typing import Any
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
-from fcsd.kernels.bit_split.format import bits_on_the_wire
+from fcsd.kernels.bit_split.format import bits_sent
 from fcsd.parallel.cost import Collective, Dedup, Links, Rows, kernel_seconds, transfer_seconds
 from fcsd.plan.model import LayerNumbers, ModelNumbers
 from fcsd.plan.setup import Setup
@@ -46,13 +46,13 @@ class Choice:
         name: as it is printed.
         wiring: ``standard`` or ``farskip``.
         dedups: the levels of deduplication from which the prediction takes the fastest.
-        wires: the formats from which it takes the fastest; None is bf16.
+        formats: the formats from which it takes the fastest; None is bf16.
     """
 
     name: str
     wiring: str
     dedups: tuple[Dedup, ...] = ("off",)
-    wires: tuple[str | None, ...] = (None,)
+    formats: tuple[str | None, ...] = (None,)
 
 
 @dataclass(frozen=True)
@@ -87,38 +87,38 @@ class Prediction:
         return self.computation / self.step
 
 
-def choices(wire: str) -> tuple[Choice, ...]:
-    """The rows of the table; ``wire`` is the format of those with a quantised wire."""
+def choices(format: str) -> tuple[Choice, ...]:
+    """The rows of the table; ``format`` is the format of those with quantised communication."""
     plain: tuple[Dedup, ...] = ("off",)
     levels: tuple[Dedup, ...] = ("off", "rank", "node")
     return tuple(
-        Choice(f"{wiring}{name}", wiring, dedups, wires)
+        Choice(f"{wiring}{name}", wiring, dedups, formats)
         for wiring in ("standard", "farskip")
-        for name, dedups, wires in (
+        for name, dedups, formats in (
             ("", plain, (None,)),
             (" + dedup", levels, (None,)),
-            (f" + dedup + {wire}", levels, (None, wire)),
+            (f" + dedup + {format}", levels, (None, format)),
         )
     )
 
 
-def predict(model: ModelNumbers, setup: Setup, links: Links, wire: str = "int8") -> list[Prediction]:
+def predict(model: ModelNumbers, setup: Setup, links: Links, format: str = "int8") -> list[Prediction]:
     """Predicts every choice on every number of nodes.
 
     The micro-batch is that of ``setup``, and so is the global batch as long as it is at least one micro-batch for each
     GPU. The experts are spread over ``setup.ep_size`` GPUs, or over all if there are fewer.
 
     Raises:
-        ConfigError: the model has no routed experts, or ``wire`` is not a format or does not fit the model's rows.
+        ConfigError: the model has no routed experts, or ``format`` is not a format or does not fit the model's rows.
     """
     if not model.experts:
         raise ConfigError(
             "a dense model sends no rows between experts, so this prediction does not apply to it",
             hint="leave out --machine",
         )
-    Format.parse(wire).row_bytes(model.hidden)  # refuses groups that do not divide a row
+    Format.parse(format).row_bytes(model.hidden)  # refuses groups that do not divide a row
     nodes = NODES if links.far else (1,)
-    return [predicted(model, setup, links, choice, count) for count in nodes for choice in choices(wire)]
+    return [predicted(model, setup, links, choice, count) for count in nodes for choice in choices(format)]
 
 
 def predicted(model: ModelNumbers, setup: Setup, links: Links, choice: Choice, nodes: int) -> Prediction:
@@ -131,9 +131,9 @@ def predicted(model: ModelNumbers, setup: Setup, links: Links, choice: Choice, n
     device, host = micro_batch_seconds(model, model, alone)
     computation = accumulation * max(device / links.speed, host) + update_seconds(model, alone)
     exposed: dict[tuple[Dedup, str | None], float] = {
-        (dedup, wire): accumulation * _exposed(model, alone, links, choice.wiring, dedup, wire)
+        (dedup, format): accumulation * _exposed(model, alone, links, choice.wiring, dedup, format)
         for dedup in choice.dedups
-        for wire in choice.wires
+        for format in choice.formats
     }
     taken = min(exposed, key=lambda way: exposed[way])
     gradients = _gradients(model, alone, links)
@@ -145,11 +145,11 @@ def _divides(size: int, *numbers: int) -> bool:
     return not any(number % size for number in numbers)
 
 
-def _exposed(model: ModelNumbers, setup: Setup, links: Links, wiring: str, dedup: Dedup, wire: str | None) -> float:
+def _exposed(model: ModelNumbers, setup: Setup, links: Links, wiring: str, dedup: Dedup, format: str | None) -> float:
     """Seconds by which the all-to-alls of one micro-batch make it longer."""
     if setup.ep_size == 1:
         return 0.0
-    bits = 16.0 if wire is None else Format.parse(wire).bits_per_value
+    bits = 16.0 if format is None else Format.parse(format).bits_per_value
     tokens = setup.micro_batch_size * setup.seq_len
     rows = Rows(tokens, model.top_k, model.experts, setup.ep_size, model.hidden, bits)
     transfer, kernels = transfer_seconds(rows, links, dedup), kernel_seconds(rows, links, dedup)
@@ -217,17 +217,17 @@ def to_text(predictions: list[Prediction], assumed: str | None = None) -> str:
         for one in group:
             times = [f"{seconds * 1e3:,.0f}" for seconds in (one.step, one.exposed)]
             sizes = [str(nodes), str(one.gpus), str(one.ep_size)] if one is group[0] else ["", "", ""]
-            dedup, wire = one.taken
-            taken = f"{dedup}, {wire or 'bf16'}"
+            dedup, format = one.taken
+            taken = f"{dedup}, {format or 'bf16'}"
             rows.append([one.choice.name, taken, *sizes, *times, f"{one.of_bound:.0%}", f"{standard / one.step:.2f}x"])
     head = ["wiring", "taken", "nodes", "GPUs", "EP", "step, ms", "exposed, ms", "of bound", "speed-up"]
-    formats = dict.fromkeys(wire for one in predictions for wire in one.choice.wires if wire)
+    formats = dict.fromkeys(format for one in predictions for format in one.choice.formats if format)
     lines = [
         answer(predictions),
         "",
         "Predicted, not measured: a training step without a teacher. `taken` is the level of deduplication and the",
         "format that expose the least time. The speed-up is over the standard wiring on the same nodes.",
-        f"On the wire: {bits_on_the_wire(formats)}, where bf16 has 16.",
+        f"Sent: {bits_sent(formats)}, where bf16 has 16.",
         *([assumed] if assumed else []),
     ]
     return "\n".join([*lines, "", table(head, rows, left=2)])

@@ -17,10 +17,10 @@ from fcsd.plan.model import LayerNumbers, ModelNumbers
 from fcsd.plan.setup import Setup
 
 
-def rows_of(model: ModelNumbers, setup: Setup, wire: config.Wire) -> Rows:
+def rows_of(model: ModelNumbers, setup: Setup, quantised: config.Quantised) -> Rows:
     """The rows of one dispatch or combine of a rank; the bits of a value are the mean over the four directions."""
     plain = 8.0 * setup.width
-    formats = (wire.dispatch, wire.combine, wire.dispatch_grad, wire.combine_grad)
+    formats = (quantised.dispatch, quantised.combine, quantised.dispatch_grad, quantised.combine_grad)
     bits = sum(plain if name is None else Format.parse(name).bits_per_value for name in formats) / len(formats)
     tokens = setup.micro_batch_size * setup.seq_len
     return Rows(tokens, model.top_k, model.experts, setup.ep_size, model.hidden, bits)
@@ -57,7 +57,7 @@ def expected_options(model: ModelNumbers, setup: Setup, links: Links, parallel: 
     if not layers or setup.ep_size == 1:
         return []
     require_far(links, setup.ep_size)
-    rows = rows_of(model, setup, parallel.wire)
+    rows = rows_of(model, setup, parallel.quantised)
     offered = arrangements(setup.ep_size, node_size_for(setup.ep_size, links.per_node))
     sent: dict[Dedup, Sent] = {dedup: expected_bytes(rows, links, dedup) for dedup in offered}
     return layer_options(model, layers[-1], setup, links, rows, sent, overlapped=parallel.overlap == "on")

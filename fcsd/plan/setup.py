@@ -207,7 +207,7 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         keep=save.keep,
         masked=not (train.attention == "packed" and train.dtype == "bf16" and plain),
         fused=parallel.fused,
-        alone=not parallel.wire.any,
+        alone=not parallel.quantised.any,
         graph=train.graph,
         best=stop.metric != NO_METRIC,
         saves=_times(train.steps, save.every_steps),

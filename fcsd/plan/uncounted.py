@@ -20,7 +20,7 @@ def uncounted(recipe: Recipe, hardware: Hardware) -> list[str]:
         "objective.hidden: the overlap that the compared layers lose": divided and recipe.objective.hidden.weight > 0,
         "parallel.overlap: time that all-to-alls expose": divided and parallel.overlap != "on",
         "parallel.dedup: what it saves and costs (--machine predicts both)": parallel.dedup != "off",
-        "parallel.wire: what formats save and cost (--machine predicts both)": parallel.wire.any,
+        "parallel.quantised: what formats save and cost (--machine predicts both)": parallel.quantised.any,
         "parallel.placement: searches and swaps of experts": parallel.placement.every > 0,
         "all-to-alls between nodes (--machine predicts their time)": parallel.ep_size > hardware.gpus,
         "early_stop: the run may end earlier; a step with the best score is saved in addition": (

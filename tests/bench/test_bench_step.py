@@ -63,7 +63,7 @@ def test_all_variants_are_timed_under_both_routers_on_two_ranks(tmp_path, monkey
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     options = ["--rounds", 1, "--steps", 2, "--dedup", "rank", "--dedup", "off"]
-    wires = ["--wire", "int8:g16", "--wire", "dispatch=int4:g32"]
+    wires = ["--quantised", "int8:g16", "--quantised", "dispatch=int4:g32"]
     done = bench(*options, *wires, "--out", tmp_path, "--trace", "--json", size=2)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -100,7 +100,9 @@ def test_some_variants_of_a_recomputed_pass_without_an_engine():
 
 
 def test_the_distillation_step_is_timed_in_one_group_of_processes(tmp_path):
-    done = bench("--teacher", "--rounds", 2, "--steps", 1, "--wire", "int8:g16", "--out", tmp_path, "--json", size=2)
+    done = bench(
+        "--teacher", "--rounds", 2, "--steps", 1, "--quantised", "int8:g16", "--out", tmp_path, "--json", size=2
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "step.json").read_text())
@@ -137,8 +139,8 @@ def test_the_table_divides_by_the_bound_and_by_the_peak():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"wires": ("int9",), "variants": ("overlapped",)}, "2 to 8 bits"),
-        ({"wires": ("int8",), "variants": ("standard",)}, "--wire needs a variant that overlaps"),
+        ({"formats": ("int9",), "variants": ("overlapped",)}, "2 to 8 bits"),
+        ({"formats": ("int8",), "variants": ("standard",)}, "--quantised needs a variant that overlaps"),
         ({"shape": "huge"}, "unknown shape 'huge'"),
         ({"shape": "huge", "teacher": True}, "huge: neither a shape"),
         ({"variants": ("fast",)}, "unknown variant 'fast'"),

@@ -48,7 +48,8 @@ def test_the_script_of_wires_gives_commands_that_are_taken(tmp_path):
             given = commands[words[3]].make_context(words[3], words[4:]).params
             if words[3] == "step":
                 load = Workload(
-                    given["shape"], 1, 1, 1, variants=tuple(given["variants"].split(",")), wires=tuple(given["wires"]),
+                    given["shape"], 1, 1, 1, variants=tuple(given["variants"].split(",")),
+                    formats=tuple(given["quantised"]),
                     dedup=given["dedup"][0], more_dedups=tuple(given["dedup"][1:]),
                 )  # fmt: skip
                 assert {name.partition("+")[2] for name in load.changed} >= {"rank", "int8", "rank+int8"}

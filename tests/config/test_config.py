@@ -238,9 +238,14 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         ("optim:", "parallel:\n  dedup: host\noptim:", 10, "'off', 'rank', 'node' or 'auto'"),
         ("optim:", "parallel:\n  ep_size: 2\n  machine: ~/m.json\noptim:", 11, "`~` is not expanded"),
         ("optim:", "parallel:\n  dedup: rank\noptim:", 10, "dedup rank needs parallel.ep_size above 1"),
-        ("optim:", "parallel:\n  wire:\n    dispatch: fp8\noptim:", 11, '"fp8" is not a format'),
-        ("optim:", "parallel:\n  wire:\n    combine: int9\noptim:", 11, "2 to 8 bits, not 9"),
-        ("optim:", "parallel:\n  wire:\n    forward: int8\noptim:", 11, "unknown key 'parallel.wire.forward'"),
+        ("optim:", "parallel:\n  quantised:\n    dispatch: fp8\noptim:", 11, '"fp8" is not a format'),
+        ("optim:", "parallel:\n  quantised:\n    combine: int9\noptim:", 11, "2 to 8 bits, not 9"),
+        (
+            "optim:",
+            "parallel:\n  quantised:\n    forward: int8\noptim:",
+            11,
+            "unknown key 'parallel.quantised.forward'",
+        ),
         ("optim:", "parallel:\n  ep_size: 4\n  dedup: node\noptim:", 11, "dedup node needs parallel.node_size"),
         ("optim:", "parallel:\n  ep_size: 4\n  node_size: 3\noptim:", 11, "node_size 3 must be above 1, below"),
         ("optim:", "parallel:\n  ep_size: 4\n  node_size: 4\noptim:", 11, "set parallel.dedup: rank"),
@@ -322,7 +327,7 @@ def test_an_override_of_the_length_replaces_the_recipes(recipe: Path) -> None:
 @pytest.fixture
 def renamed_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table with a key that moved to another section, one inside of a list's mapping, and a whole section."""
-    moved = {"train.lr": "optim.lr", "train.nonfinite.skip": "faults.nonfinite_skip", "network": "parallel.wire"}
+    moved = {"train.lr": "optim.lr", "train.nonfinite.skip": "faults.nonfinite_skip", "network": "parallel.quantised"}
     monkeypatch.setattr(renamed, "NEW_NAME", moved)
 
 
@@ -336,9 +341,9 @@ def test_an_old_key_is_refused_with_its_new_name(recipe: Path) -> None:
     assert str(caught.value).splitlines() == [
         f"{recipe}:14: train.nonfinite.skip is now faults.nonfinite_skip",
         "--set train.lr: train.lr is now optim.lr",
-        f"{recipe}:15: network is now parallel.wire",
+        f"{recipe}:15: network is now parallel.quantised",
         f"{recipe}:19: sweep.stages.0.train.lr is now sweep.stages.0.optim.lr",
-        f"{recipe}:20: sweep.stages.0.network.combine is now sweep.stages.0.parallel.wire.combine",
+        f"{recipe}:20: sweep.stages.0.network.combine is now sweep.stages.0.parallel.quantised.combine",
     ]
     recipe.write_text(GOOD, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"^--set train\.lr: train\.lr is now optim\.lr$"):

@@ -339,7 +339,7 @@ def test_steps_after_long_prompts(page: str, raw: Raw) -> None:
 
 
 def test_the_speed_of_formats(page: str, raw: Raw) -> None:
-    table, (now, before) = rows(page, "Formats of the wire"), map(raw, ("formats_launches_h200", "formats_h200"))
+    table, (now, before) = rows(page, "Formats"), map(raw, ("formats_launches_h200", "formats_h200"))
     shares, checked = now["formats"], 0
     assert not now["different"] and len(now["checked"]) == 94
     for cells in (row for row in table if row[0] in shares and len(row) == 6):
@@ -381,7 +381,7 @@ def test_the_speed_of_formats_with_spikes_and_integer_scales(page: str, raw: Raw
 
 
 def test_the_all_reduce_between_two_ranks_on_one_gpu(page: str, raw: Raw) -> None:
-    found, table = raw("all_reduce_on_one_gpu_h200")["found"], rows(page, "Formats of the wire")
+    found, table = raw("all_reduce_on_one_gpu_h200")["found"], rows(page, "Formats")
     for name in ("int8", "int5", "int4"):
         cells = [name]
         for mib in (256, 64, 16):
@@ -395,7 +395,7 @@ def test_the_all_reduce_between_two_ranks_on_one_gpu(page: str, raw: Raw) -> Non
 def test_rows_to_experts_in_a_format(page: str, raw: Raw) -> None:
     ways = {"any expert": "any expert", "elsewhere": "experts elsewhere"}
     stored, now, checked = raw("rows_to_experts_2xh200")["ms"], {}, 0
-    for row in rows(page, "Formats of the wire"):
+    for row in rows(page, "Formats"):
         where, _, transport = row[0].rpartition(", ")
         if where in ways:
             now = {name: times[0] for name, times in stored[ways[where]][transport].items()}
@@ -574,7 +574,7 @@ def test_a_larger_model(page: str, repo: Path) -> None:
 
 
 def test_what_wires_cost_a_larger_model(repo: Path, raw: Raw) -> None:
-    page = (repo / "studies/wires/WIRES_QUALITY.md").read_text()
+    page = (repo / "studies/formats/FORMATS_QUALITY.md").read_text()
     table = rows(page, "A model with 64 experts")
     losses = [
         {(row["direction"], row["format"]): row for row in raw(name)["losses"]}

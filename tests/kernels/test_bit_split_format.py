@@ -1,4 +1,4 @@
-"""Names, bytes and errors of the formats of the wire."""
+"""Names, bytes and errors of the formats."""
 
 import re
 from itertools import product
@@ -124,8 +124,8 @@ def test_groups_must_divide_the_row():
     assert "multiple of 16" in str(refused.value.hint)
 
 
-def test_the_page_lists_the_bits_on_the_wire(repo):
-    table = (repo / "docs/wires.md").read_text().split("## Bits on the wire")[1].split("\n## ")[0]
+def test_the_page_lists_the_bits_sent(repo):
+    table = (repo / "docs/quantised_communication.md").read_text().split("## Bits as sent")[1].split("\n## ")[0]
     lines = [line for line in table.splitlines() if re.match(r"\| \d ", line)]
     rows = [line.replace("*", "").strip("|").split("|") for line in lines]
     assert [int(row[0]) for row in rows] == list(range(8, 1, -1))

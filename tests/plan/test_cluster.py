@@ -72,7 +72,7 @@ def test_measured_steps_are_predicted(name: str, variant: str) -> None:
     [
         (STANDARD, "standard"),
         (FARSKIP, "overlapped"),
-        (Choice("farskip + int8", "farskip", wires=("int8",)), "overlapped+int8"),
+        (Choice("farskip + int8", "farskip", formats=("int8",)), "overlapped+int8"),
     ],
 )
 def test_a_quantised_wire_over_a_measured_link_is_predicted(choice: Choice, variant: str) -> None:
@@ -91,7 +91,7 @@ def test_unfused_deduplication_takes_longer_than_is_predicted() -> None:
     links = read_machine(RESULTS / "links_slow_2xh200.json").links
     times = read("train_v2lite_slow_dedup_2xh200")["routers"]["uniform"]["variants"]
     setup = replace(from_file("train_v2lite_copies_4xh200").setup, world=2, ep_size=2, batch_tokens=2 * 4 * 4096)
-    ways = {"standard": STANDARD, "overlapped": FARSKIP, "overlapped+int8": replace(FARSKIP, wires=("int8",))}
+    ways = {"standard": STANDARD, "overlapped": FARSKIP, "overlapped+int8": replace(FARSKIP, formats=("int8",))}
     for name, choice in ways.items():
         told = predicted(meta("deepseek-v2-lite", 8).numbers, setup, links, replace(choice, dedups=("rank",)), 1)
         taken, bound = (statistics.median(times[one]["step"]) / 1e3 for one in (name, "comm-free"))
@@ -151,7 +151,7 @@ def test_farskip_dedup_and_a_short_wire_never_lose_and_win_between_nodes(cluster
     rest = " + dedup + int8"
     speeds = [steps[f"standard{rest}", nodes] / steps[f"farskip{rest}", nodes] for nodes in NODES]
     assert f"is {min(speeds):.2f}x (" in lines[2] and f" to {max(speeds):.2f}x (" in lines[2]
-    assert lines[6:8] == ["On the wire: int8 8.25 bits per value, where bf16 has 16.", "An assumption."]
+    assert lines[6:8] == ["Sent: int8 8.25 bits per value, where bf16 has 16.", "An assumption."]
     assert len(lines) == 9 + 2 + 8 * 6
 
 

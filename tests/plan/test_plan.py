@@ -594,7 +594,7 @@ def test_a_recipe_becomes_a_setup(tmp_path):
     for steps, every, saves in ((4, 2, 2), (5, 2, 3), (5, 0, 1)):
         saved = {"train__steps": steps, "checkpoint": {"every_steps": every}}
         assert setup_of(runs.resolved(tmp_path, **saved).recipe, 2, 4).saves == saves
-    rounded = runs.resolved(tmp_path, train__dtype="bf16", parallel={"wire": {"dispatch": "int8"}}).recipe
+    rounded = runs.resolved(tmp_path, train__dtype="bf16", parallel={"quantised": {"dispatch": "int8"}}).recipe
     for one, zero in ((half, 0), (rounded, 1), (recipe, 1)):  # the last one is in fp32
         assert setup_of(one, 1, 4).zero == zero and updates_alone(one, 1) == (zero == 0)
     streams = setup_of(runs.resolved(tmp_path, objective__hidden={"weight": 1.0, "layers": "last:3"}).recipe, 2, 4)

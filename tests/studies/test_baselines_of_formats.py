@@ -1,8 +1,8 @@
-"""Hadamard and LogFMT, with which the formats of the wire are compared."""
+"""Hadamard and LogFMT, with which the formats are compared."""
 
 import pytest
 import torch
-from studies.wires.baselines import hadamard, logfmt
+from studies.formats.baselines import hadamard, logfmt
 from torch import Tensor
 
 from fcsd.errors import ConfigError

@@ -54,10 +54,10 @@ def _check(recipe: Recipe) -> None:
     asked, usual = (one.model_dump(exclude={"chunk_tokens"}) for one in (recipe.objective, Objective()))
     if asked != usual:
         raise ConfigError("the baselines compute KL at temperature 1 only", hint="leave --set objective... out")
-    if (recipe.optim.moments, recipe.optim.offload, recipe.parallel.wire.any) != ("fp32", "none", False):
+    if (recipe.optim.moments, recipe.optim.offload, recipe.parallel.quantised.any) != ("fp32", "none", False):
         raise ConfigError(
             "the baselines keep fp32 moments on the device and send no rows",
-            hint="leave --set optim.moments, optim.offload and parallel.wire out",
+            hint="leave --set optim.moments, optim.offload and parallel.quantised out",
         )
 
 

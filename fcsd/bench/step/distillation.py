@@ -13,7 +13,7 @@ import torch
 from fcsd.bench.random_run import draw_models, random_corpus, random_run
 from fcsd.bench.runner import finished, reset_peak
 from fcsd.bench.step.model import Phases
-from fcsd.bench.step.no_wire import NoWire
+from fcsd.bench.step.no_exchange import NoExchange
 from fcsd.bench.step.workload import BLOCKING, MASKED, OVERLAPPED, Workload
 from fcsd.config import Recipe
 from fcsd.distill.experts.expert_parallel import dispatcher_for, quantiser_of, wire_sharded
@@ -49,10 +49,12 @@ class Distillation:
         size: Any = {"seq": load.seq, "micro_batch": load.micro_batch, "accumulation": load.accumulation}
         most = len(load.timed) * (load.rounds * (load.steps + 1) + 2)
         with random_run(original, "bench", **size, steps=most, world=world, sets=load.sets) as (recipe, rewired):
-            if load.wires and recipe.parallel.ep_size == 1:
-                raise ConfigError("--wire needs experts that are divided among several processes", hint="add --gpus 2")
-            for wire in load.wires:
-                check_formats(Formats.parse(wire), rewired, load.shape)
+            if load.formats and recipe.parallel.ep_size == 1:
+                raise ConfigError(
+                    "--quantised needs experts that are divided among several processes", hint="add --gpus 2"
+                )
+            for format in load.formats:
+                check_formats(Formats.parse(format), rewired, load.shape)
             self.full_speed = _full_speed(recipe, world)
         self._recipe, self._world, self._taken = recipe, world, 0
         self.batch_tokens = recipe.train.batch_tokens
@@ -74,8 +76,8 @@ class Distillation:
     def choose(self, variant: str) -> None:
         """Wires both models for a variant."""
         parallel = self._recipe.parallel
-        variant, _, wire = variant.partition("+")
-        quantiser = Quantiser(Formats.parse(wire), self._recipe.seed) if wire else quantiser_of(self._recipe)
+        variant, _, format = variant.partition("+")
+        quantiser = Quantiser(Formats.parse(format), self._recipe.seed) if format else quantiser_of(self._recipe)
         self._engine.module.quantiser = quantiser
         on_cuda = self._world.device.type == "cuda"
         for model, ep_size, own in zip(
@@ -92,7 +94,7 @@ class Distillation:
                 fused = parallel.fused and on_cuda
                 overlap(model, wiring_of(model.config), "off", fused=fused, dispatcher=dispatcher, quantiser=own)
             else:
-                overlap(model, wiring_of(model.config), fused=parallel.fused and on_cuda, transport=NoWire())
+                overlap(model, wiring_of(model.config), fused=parallel.fused and on_cuda, transport=NoExchange())
         graphs.install(self._engine.module, self._teacher, self._recipe, self.models)  # captured passes do not change
 
     def one(self) -> None:

@@ -5,8 +5,8 @@ timed under a router,
 
 - the rows that dispatch sends with and without deduplication are counted and printed,
 - the loss and the gradients of each overlapped variant are compared with those of the same computation under the
-  eager-sync schedule. Fused variants are compared with fused ones, and variants on a quantised wire or with another
-  deduplication with the same.
+  eager-sync schedule. Fused variants are compared with fused ones, and variants in quantised communication or with
+  another deduplication with the same.
 """
 
 from functools import partial
@@ -45,7 +45,7 @@ class Training:
         dedups = (load.dedup, *load.more_dedups)
         dispatchers = {dedup: dispatcher_of(dedup, world.size, load.node_size) for dedup in dedups}
         config = load.config
-        quantisers = {formats: Quantiser(Formats.parse(formats)) for formats in load.wires}
+        quantisers = {formats: Quantiser(Formats.parse(formats)) for formats in load.formats}
         for quantiser in quantisers.values():
             check_formats(quantiser.formats, config, load.shape)
         engine = make_engine(config, load.micro_batch, world, recompute=load.recompute, optimizer=load.optimizer)
@@ -72,7 +72,7 @@ class Training:
         for name, held in equality.items():
             own = f"eager-sync against itself: {held['spread']:.2e}"
             say(self._world, f"{name} against eager-sync: {held['difference']:.2e} relative; {own}")
-        for formats in self._load.wires:
+        for formats in self._load.formats:
             say(self._world, f"{formats}: {Formats.parse(formats)}")
         return {"rows": rows, "equality": equality}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fcsd.bench.step.no_wire import NoWire
+from fcsd.bench.step.no_exchange import NoExchange
 from fcsd.bench.step.workload import (
     BOUND,
     COPIES,
@@ -59,7 +59,7 @@ def variants(model: PreTrainedModel, load: Workload, dispatcher: Dispatcher, tra
         EAGER: partial(sending, farskip, "eager-sync"),
         OVERLAPPED: partial(sending, farskip),
         COPIES: partial(sending, farskip, transport=copies),
-        BOUND: partial(overlap, model, farskip, transport=NoWire()),
+        BOUND: partial(overlap, model, farskip, transport=NoExchange()),
         **{
             name: partial(sending, farskip, choose=by(change), transport=copies if COPIES in name else all_to_all)
             for name, change in SCHEDULES.items()

@@ -35,11 +35,11 @@ DEDUPS: tuple[Dedup, ...] = get_args(Dedup)
 
 
 class Changed(NamedTuple):
-    """An overlapped variant with another deduplication, on a quantised wire, or both; None changes nothing."""
+    """An overlapped variant with another deduplication, in quantised communication, or both; None changes nothing."""
 
     base: str
     dedup: Dedup | None
-    wire: str | None
+    format: str | None
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Workload:
             there are none, it is both, or ``uniform`` with a teacher.
         variants: names from ``VARIANTS``, or with a teacher from ``WITH_TEACHER``, of which ``overlapped`` is the step
             of ``fcsd distill``. If there are none, it is the usual ones.
-        wires: formats of the wire, as ``Formats.parse`` reads them. Each overlapped variant is also timed with each
+        formats: formats of rows, as ``Formats.parse`` reads them. Each overlapped variant is also timed with each
             of them.
         rounds: how often each variant is timed; the variants take turns.
         steps: timed steps of a variant in each round.
@@ -73,7 +73,7 @@ class Workload:
             inside a node, and NCCL sends rows between nodes. If ``NCCL_P2P_DISABLE`` makes NCCL slow, the nodes of one
             host are imitations of real ones.
         more_dedups: other values of ``dedup``. Each overlapped variant is also timed with each of them, alone and with
-            each of ``wires``.
+            each of ``formats``.
 
     Raises:
         ConfigError: the shape, a router, a variant, a format or ``dedup`` is unknown; ``node`` comes without a node
@@ -87,7 +87,7 @@ class Workload:
     teacher: bool = False
     routers: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
-    wires: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
     rounds: int = 3
     steps: int = 3
     accumulation: int = 1
@@ -124,10 +124,10 @@ class Workload:
             raise ConfigError(f"{self.shape}: neither a shape ({', '.join(SHAPES)}) nor a checkpoint's directory")
         if "node" in (self.dedup, *self.more_dedups) and self.node_size is None:
             raise ConfigError("dedup node needs the number of ranks of a node", hint="--node-size")
-        for wire in self.wires:
-            Formats.parse(wire)
-        if self.wires and not self.overlapped:
-            raise ConfigError("--wire needs a variant that overlaps", hint="--variants overlapped,...")
+        for format in self.formats:
+            Formats.parse(format)
+        if self.formats and not self.overlapped:
+            raise ConfigError("--quantised needs a variant that overlaps", hint="--variants overlapped,...")
         if self.more_dedups and not self.overlapped:
             raise ConfigError("a second --dedup needs a variant that overlaps", hint="--variants overlapped,...")
 
@@ -146,12 +146,12 @@ class Workload:
 
     @property
     def changed(self) -> dict[str, Changed]:
-        """The overlapped variants with ``more_dedups`` and ``wires``: ``overlapped-fused+rank+int8``, for example."""
+        """The overlapped variants with ``more_dedups`` and ``formats``: ``overlapped-fused+rank+int8``, for example."""
         found = {}
-        for dedup, wire in itertools.product((None, *self.more_dedups), (None, *self.wires)):
-            if dedup or wire:
+        for dedup, format in itertools.product((None, *self.more_dedups), (None, *self.formats)):
+            if dedup or format:
                 for name in self.overlapped:
-                    found["+".join(filter(None, (name, dedup, wire)))] = Changed(name, dedup, wire)
+                    found["+".join(filter(None, (name, dedup, format)))] = Changed(name, dedup, format)
         return found
 
     @property

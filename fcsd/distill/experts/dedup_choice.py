@@ -115,7 +115,7 @@ class DedupChoice:
         assert self._dispatcher is not None
         offered = self._dispatcher.offered
         planned = plan_run(self._recipe, present(self._world.size))
-        rows, wiring = rows_of(planned.numbers, planned.setup, parallel.wire), wiring_of(self._model.config)
+        rows, wiring = rows_of(planned.numbers, planned.setup, parallel.quantised), wiring_of(self._model.config)
         decided = {}
         for layer in self._blocks:
             most: dict[Dedup, tuple[int, int]] = dict.fromkeys(offered, (0, 0))

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def check(recipe: Recipe, processes: int) -> None:
-    """Checks ``parallel.ep_size`` and ``parallel.wire`` against the number of processes and the configs of the models.
+    """Checks ``parallel.ep_size`` and ``parallel.quantised`` against the number of processes and the models' configs.
 
     Rank 0 logs a warning if ``parallel.dedup`` has no effect, because each token chooses one expert.
 
@@ -44,7 +44,7 @@ def check(recipe: Recipe, processes: int) -> None:
     ep_size = recipe.parallel.ep_size
     if recipe.parallel.machine is not None:
         check_machine(Path(recipe.parallel.machine), ep_size)
-    if (formats := formats_of(recipe.parallel.wire)) is not None:
+    if (formats := formats_of(recipe.parallel.quantised)) is not None:
         register()
         check_formats(formats, _config(recipe.model), recipe.model)
     if ep_size == 1:
@@ -126,7 +126,7 @@ def _config(name: str) -> PretrainedConfig:
 
 def quantiser_of(recipe: Recipe) -> Quantiser | None:
     """Rounds the rows of the student as the recipe says; None if all rows are sent as they are."""
-    formats = formats_of(recipe.parallel.wire)
+    formats = formats_of(recipe.parallel.quantised)
     return None if formats is None else Quantiser(formats, recipe.seed)
 
 
@@ -204,7 +204,9 @@ def wire_sharded(
 
     wiring = wiring_of(model.config)
     if ep_size == 1 and (wiring.name in DESYNC or wiring.distance > 1):
-        raise ConfigError("parallel.wire supports neither desync nor a distance above 1", hint="remove parallel.wire")
+        raise ConfigError(
+            "parallel.quantised supports neither desync nor a distance above 1", hint="remove parallel.quantised"
+        )
     by_copies = on_cuda and parallel.transport == "auto" and ep_size > 1
     overlap(
         model,

@@ -171,7 +171,7 @@ def levels_of(parallel: Parallel, deduplicated: bool) -> tuple[Level, ...]:
 
 def _bytes_of_row(recipe: Recipe, width: int, itemsize: int) -> int:
     """The bytes that a row of dispatch causes in a step: in dispatch, in combine, and in the gradients of both."""
-    wire = recipe.parallel.wire
-    forward, backward = (wire.dispatch, wire.combine), (wire.dispatch_grad, wire.combine_grad)
+    formats = recipe.parallel.quantised
+    forward, backward = (formats.dispatch, formats.combine), (formats.dispatch_grad, formats.combine_grad)
     passes = [*forward, *backward, *(forward if recipe.train.activation_checkpointing else ())]
     return sum(Format.parse(name).row_bytes(width) if name else width * itemsize for name in passes)

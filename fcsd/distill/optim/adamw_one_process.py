@@ -25,11 +25,11 @@ _NAMES = ("master", "exp_avg", "exp_avg_sq")  # the names of the fields of ``Mom
 def updates_alone(recipe: Recipe, processes: int) -> bool:
     """Whether a run updates its weights with ``OneProcessAdamW``: one that would use ZeRO, but has one process.
 
-    It trains in bf16, its states are in fp32 on the device, and its rows are not rounded by ``parallel.wire``.
+    It trains in bf16, its states are in fp32 on the device, and its rows are not rounded by ``parallel.quantised``.
     """
     optim, parallel = recipe.optim, recipe.parallel
     plain = (recipe.train.dtype, optim.moments, optim.offload) == ("bf16", "fp32", "none")
-    return processes == 1 and parallel.zero_stage > 0 and plain and not parallel.wire.any
+    return processes == 1 and parallel.zero_stage > 0 and plain and not parallel.quantised.any
 
 
 class OneProcessAdamW(Optimizer):

@@ -87,7 +87,7 @@ def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:
         "parallel.dedup": parallel.dedup != "off",
         "parallel.node_size": parallel.dedup == "node",
         "parallel.placement.": parallel.placement.every > 0,
-        "parallel.wire.": parallel.wire.any,
+        "parallel.quantised.": parallel.quantised.any,
     }
 
 

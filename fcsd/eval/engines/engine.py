@@ -15,7 +15,7 @@ from fcsd.errors import ConfigError, unknown_value
 from fcsd.eval.engines.adapter import BATCHES, GENERATION, SLOTS, HFAdapter
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.eval.engines.interface import Adapter
-from fcsd.eval.engines.wire import QuantisedWire, over
+from fcsd.eval.engines.quantised import QuantisedCommunication, over
 from fcsd.extras import require_extra
 from fcsd.launch.shared_work import Team
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
@@ -44,7 +44,7 @@ class Engine:
         gpus: the tensor-parallel degree under vLLM and in fcsd's engine.
         reduce: how the ranks of fcsd's engine reduce; see ``parallel.all_reduce.reduce.Kind``.
         compile: whether fcsd's engine may compile parts of decoding steps, see ``engine.open.open_engine``.
-        wire: the quantised wire that is simulated; None for none.
+        quantised: the quantised communication that is simulated; None for none.
     """
 
     backend: str = HF
@@ -57,7 +57,7 @@ class Engine:
     gpus: int = 1
     reduce: "Kind" = "nccl"
     compile: bool = True
-    wire: QuantisedWire | None = None
+    quantised: QuantisedCommunication | None = None
 
     def check(self, ranks: int) -> None:
         """Refuse settings that do not go together, before anything is loaded.
@@ -71,8 +71,8 @@ class Engine:
         check_device(self.device, "auto")
         if self.generation is not None and self.generation not in GENERATION:
             raise unknown_value("generation", self.generation, GENERATION)
-        if self.wire is not None:
-            self._check_wire()
+        if self.quantised is not None:
+            self._check_quantised()
         if self.backend == VLLM:
             self._check_vllm()
         if self.backend == OWN:
@@ -106,14 +106,14 @@ class Engine:
                 f"start it with --gpus {self.gpus}",
             )
 
-    def _check_wire(self) -> None:
+    def _check_quantised(self) -> None:
         if self.backend != HF or self.device == "auto" or self.ep_size > 1:
             raise ConfigError(
-                "--wire is simulated in one process, with the whole model on one device",
+                "--quantised is simulated in one process, with the whole model on one device",
                 "leave out --backend, --device auto and --ep-size",
             )
         if self.generation not in (None, BATCHES):
-            raise ConfigError(f"--wire cannot generate in {self.generation}", f"--generation {BATCHES}")
+            raise ConfigError(f"--quantised cannot generate in {self.generation}", f"--generation {BATCHES}")
 
     def _check_vllm(self) -> None:
         require_vllm("--backend vllm", rewired=False)
@@ -193,7 +193,7 @@ def _in_transformers(
         network = load_model(path, dtype=kind, device_map="auto", offload_folder=folder)
     else:
         network = load_model(path, dtype=kind, device=device)
-    stack.enter_context(over(network.eval(), engine.wire))
+    stack.enter_context(over(network.eval(), engine.quantised))
     return HFAdapter(
         network,
         load_tokenizer(path),

@@ -70,7 +70,7 @@ def all_reduce_quantised(x: Tensor, memory: Memory, shape: Shape, format: Format
         x: bf16 or fp32 ``[..., width]``, contiguous.
         memory: the memory of the ranks.
         shape: how the message is divided.
-        format: the format of the wire.
+        format: the format of the values sent.
 
     Raises:
         ConfigError: the groups of the format do not divide the rows of ``x``.
@@ -94,7 +94,7 @@ def all_reduce_quantised_large(
         x: bf16 or fp32 ``[..., width]``, contiguous and not empty.
         memory: the memory of the ranks.
         rooms: their memory for large messages.
-        format: the format of the wire.
+        format: the format of the values sent.
         blocks: the most blocks, at most ``LARGE_BLOCKS``; the same on all ranks.
         launch: the number of values of a record, and how they are divided among threads.
 

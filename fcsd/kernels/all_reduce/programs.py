@@ -2,7 +2,7 @@
 
 In one shot, every block sends its values to all ranks and sums what arrives. In two shots, the values of a block are
 divided among the ranks; each rank sums its share and sends the sum to all. A turn of a block is pipelined with the next
-one: its values are on the wire while those of the turn before it are summed.
+one: its values are being sent while those of the turn before it are summed.
 """
 
 # pyright: reportAttributeAccessIssue=false

@@ -1,4 +1,4 @@
-"""The Triton kernels of a quantised all-reduce: encoding, wire and sum in one launch.
+"""The Triton kernels of a quantised all-reduce: encoding, sending and sum in one launch.
 
 ``sum_kernel`` pipelines turns of a few records. In ``large_kernel`` a block encodes all its records, then sums all of
 them, then decodes all of them. Many small blocks keep the SMs busy, as some compute while others wait.

@@ -1,7 +1,7 @@
 """Encodes rows for communication, with 2 to 8 bits per value; one record of bytes holds one row.
 
 Source: FlashCommunication V2, section 3: round to nearest per group, bit splitting, spike reserving, integer scales.
-docs/wires.md explains the formats and says what each of them costs.
+docs/quantised_communication.md explains the formats and says what each of them costs.
 
 ``encode`` turns rows ``[n, width]`` into records, uint8 ``[n, row_bytes]``; ``decode`` turns records back into rows.
 With ``Draws``, ``encode`` rounds stochastically.

@@ -15,7 +15,10 @@ GROUPS = (16, 32, 64, 128, 256)  # an index fits into a byte; 16 values take who
 Meta = Literal["bf16", "int"]
 Rounding = Literal["floor", "nearest", "ceil"]
 
-_HINT = "write for example int8, int4:g32, int3:g128:sr or int2:g64:sr:clip0.7; docs/wires.md explains the parts"
+_HINT = (
+    "write for example int8, int4:g32, int3:g128:sr or int2:g64:sr:clip0.7; docs/quantised_communication.md explains "
+    "the parts"
+)
 # Unicode has more digits, which a ``\d`` and ``int`` accept.
 _OPTION = re.compile(r"(?P<group>g[0-9]+)|(?P<spikes>sr)|(?P<meta>bf16|int)|(?P<clip>clip[0-9]+(\.[0-9]+)?)")
 _REDUCTION = "quantised"
@@ -128,7 +131,7 @@ class Format:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits on the wire per value: codes, scales, zeros, spikes and indices, without the padding of the row."""
+        """Bits of a value as it is sent: codes, scales, zeros, spikes and indices, without the padding of the row."""
         return self.bits + 8 * self._group_bytes / self.group
 
     @property
@@ -183,7 +186,7 @@ def parse_directions(text: str, directions: Sequence[str]) -> dict[str, Format]:
             raise ConfigError(
                 f'"{text}" does not name formats: the direction "{direction}" is unknown or repeated',
                 hint=f"write for example {directions[0]}=int8; the directions are {', '.join(directions)}, and "
-                "docs/wires.md lists the formats",
+                "docs/quantised_communication.md lists the formats",
             )
         formats[direction] = Format.parse(name)
     return formats
@@ -199,7 +202,7 @@ def format_of_reduction(name: str) -> Format | None:
     return Format.parse(format) if first == _REDUCTION else None
 
 
-def bits_on_the_wire(names: Iterable[str]) -> str:
+def bits_sent(names: Iterable[str]) -> str:
     """What the formats with these names send, for the reader of a table: ``int8 8.25, int4 5 bits per value``.
 
     Raises:

@@ -36,7 +36,7 @@ class Launch(NamedTuple):
 
 
 # The fastest launches on an H200, as ``python -m benchmarks.kernels.formats --sweep`` found them
-# (benchmarks/results, "Formats of the wire").
+# (benchmarks/results, "Formats").
 _SUM = Launch(2048, 4, 2)
 _DOTS = Launch(1024, 4, 1)
 

@@ -1,4 +1,4 @@
-"""Encodes rows where they are packed for the wire, and decodes records where they are ordered for the experts.
+"""Encodes rows where they are packed to be sent, and decodes records where they are ordered for the experts.
 
 Each function equals two steps of which it saves the tensor between them: ``encode_at`` moves rows and encodes them, the
 others decode records and move or sum the rows. On GPUs each is one Triton kernel of ``kernels``. Elsewhere torch makes

@@ -1,6 +1,6 @@
 """Runs a quantised all-reduce (FlashCommunication V2, section 4): in one kernel, or in steps over torch.distributed.
 
-Between GPUs of one host that can access each other's memory, one kernel pipelines encoding, wire and sum
+Between GPUs of one host that can access each other's memory, one kernel pipelines encoding, sending and sum
 (``symmetric.all_reduce_quantised``). Elsewhere NCCL or gloo sends the records in two steps: an all-to-all of shares and
 an all-gather of sums. On GPUs both steps run on a stream of their own.
 
@@ -30,7 +30,7 @@ def all_reduce(x: Tensor, format: Format, group: Any, in_steps: bool = False) ->
     Args:
         x: bf16 or fp32 ``[..., width]``, contiguous and of the same shape on all ranks. Nothing else may use it until
             the returned work was awaited.
-        format: the format of the wire.
+        format: the format of the values sent.
         group: the ranks.
         in_steps: whether torch.distributed makes both steps, although one kernel could make them.
 
@@ -76,7 +76,7 @@ class _Stepwise:
     Args:
         x: what is summed.
         rows: what ``cut`` has made of it; the ranks divide their number.
-        format: the format of the wire.
+        format: the format of the values sent.
         group: the ranks.
     """
 

@@ -8,7 +8,7 @@ The kinds of reduction are
     nccl               the all-reduce of torch.distributed, by gloo on CPUs
     symmetric          one kernel in the symmetric memory of the GPUs of one host, see ``symmetric``
     auto               ``nccl`` or ``symmetric``, by the size of the message, see ``choice``
-    quantised:FORMAT   rows that are quantised on the wire, see ``quantised``; FORMAT as in docs/wires.md
+    quantised:FORMAT   rows in a format, see ``quantised`` and docs/quantised_communication.md
     none               sends nothing, so its results are wrong; its time is a lower bound for all other kinds
 """
 
@@ -41,7 +41,7 @@ class Reduction:
     Attributes:
         exact: whether ``wait`` returns the sum, up to the rounding of a format; False for the kinds in
             ``WRONG_RESULTS``.
-        format: the format of the wire; None for the values as they are.
+        format: the format of the values sent; None for the values as they are.
     """
 
     def __init__(self, group: Any, kind: Kind, layer: int) -> None:

@@ -50,7 +50,7 @@ def all_reduce(x: Tensor, group: Any) -> Work:
 
 
 def all_reduce_quantised(x: Tensor, format: Format, window: Window, group: Any) -> Work:
-    """The same with values that are quantised on the wire; ``x`` is bf16 or fp32 ``[..., width]``.
+    """The same with values that are quantised on their way; ``x`` is bf16 or fp32 ``[..., width]``.
 
     Raises:
         ConfigError: the groups of the format do not divide the rows.

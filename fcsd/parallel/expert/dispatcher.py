@@ -137,4 +137,4 @@ def check_formats(formats: Formats, model: PretrainedConfig, name: str) -> None:
         expert_parallel_config(arch_of(model), ep_size=1)
         formats.check_width(model.get_text_config().hidden_size)
     except ConfigError as error:
-        raise ConfigError(f"parallel.wire: {name}: {error}", error.hint or "remove parallel.wire") from error
+        raise ConfigError(f"parallel.quantised: {name}: {error}", error.hint or "remove parallel.quantised") from error

@@ -4,7 +4,7 @@
 records, which any transport sends unchanged (FlashCommunication V2, section 3). ``simulate`` computes in one process
 what an exchange between ranks would deliver: for training with all experts on one rank, and for evaluations.
 
-The gradient of rounding is the identity (straight-through). Gradients on the wire are rounded to their own formats.
+The gradient of rounding is the identity (straight-through). Gradients that are sent are rounded to their own formats.
 A rank's own rows are rounded as well, so the result does not depend on which rank holds a token or an expert.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from fcsd.config import Wire
+from fcsd.config import Quantised
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Draws, Format, decode, encode
 from fcsd.kernels.bit_split.format import parse_directions
@@ -97,15 +97,15 @@ class Formats:
             format.layout(width)
 
 
-def formats_of(wire: Wire) -> Formats | None:
-    """The formats of a recipe's ``parallel.wire``; None if no direction has one.
+def formats_of(quantised: Quantised) -> Formats | None:
+    """The formats of a recipe's ``parallel.quantised``; None if no direction has one.
 
     Raises:
         ConfigError: the format of a gradient has integer scales.
     """
-    named = {direction: name for direction in DIRECTIONS if (name := getattr(wire, direction)) is not None}
+    named = {direction: name for direction in DIRECTIONS if (name := getattr(quantised, direction)) is not None}
     formats = {direction: Format.parse(name) for direction, name in named.items()}
-    return Formats(**formats, stochastic=wire.stochastic) if formats else None
+    return Formats(**formats, stochastic=quantised.stochastic) if formats else None
 
 
 class RowCodec:

@@ -19,14 +19,14 @@ def rounding_of(format: Format) -> Rounding:
 
 
 def simulate_all_reduce(partials: Tensor, format: Format | Rounding) -> Tensor:
-    """The sum of partial sums ``[ranks, ..., width]`` over a quantised wire: ``[..., width]`` of the same dtype.
+    """The sum of partial sums ``[ranks, ..., width]`` in quantised communication, of the same dtype: ``[..., width]``.
 
     Source: FlashCommunication V2, section 4. Every rank's values are rounded, added in fp32 in the order of ranks, and
     the sum is rounded for its way back.
 
     Args:
         partials: what each rank holds.
-        format: the format of the wire, or the function that rounds rows.
+        format: the format of the values sent, or the function that rounds rows.
 
     Raises:
         ConfigError: the groups of the format do not divide the rows.

@@ -31,7 +31,7 @@ _CALLED: tuple[Part, ...] = (
 
 
 @dataclass(frozen=True)
-class SimulatedWire:
+class SimulatedCommunication:
     """What the wire makes of rows, by direction; None leaves rows as they are.
 
     Attributes:
@@ -50,8 +50,8 @@ class SimulatedWire:
 
 
 @contextmanager
-def over_wire(model: PreTrainedModel, simulated: SimulatedWire) -> Iterator[PreTrainedModel]:
-    """A context in which a model computes as over a quantised wire; afterwards it computes as before.
+def over_formats(model: PreTrainedModel, simulated: SimulatedCommunication) -> Iterator[PreTrainedModel]:
+    """A context in which a model computes as under quantised communication; afterwards it computes as before.
 
     The model must lie on one device, in evaluation mode. No gradient flows through the wire.
 
@@ -71,28 +71,28 @@ def over_wire(model: PreTrainedModel, simulated: SimulatedWire) -> Iterator[PreT
         yield model
 
 
-def _check(model: PreTrainedModel, arch: Arch, wiring: Wiring, simulated: SimulatedWire) -> None:
+def _check(model: PreTrainedModel, arch: Arch, wiring: Wiring, simulated: SimulatedCommunication) -> None:
     if arch.no_ep is not None:
-        raise ConfigError(f"--wire cannot be simulated for {arch.model_type}: its experts have biases")
+        raise ConfigError(f"--quantised cannot be simulated for {arch.model_type}: its experts have biases")
     if wiring.name in DESYNC:
-        raise ConfigError(f"--wire cannot be simulated for {wiring.name}, whose ranks have streams of their own")
+        raise ConfigError(f"--quantised cannot be simulated for {wiring.name}, whose ranks have streams of their own")
     if (simulated.dispatch or simulated.combine) and arch.dense:
         raise ConfigError(
-            f"--wire dispatch and combine need routed experts, which {arch.model_type} does not have",
-            "--wire all-reduce=FORMAT --tp-degree N",
+            f"--quantised dispatch and combine need routed experts, which {arch.model_type} does not have",
+            "--quantised all-reduce=FORMAT --tp-degree N",
         )
     if simulated.tp_degree > 1:
         config = model.config.get_text_config()
         require_divides(simulated.tp_degree, config.num_attention_heads, "attention heads of the model")
 
 
-def _expert_parallel_parts(blocks: Blocks, simulated: SimulatedWire, layer: Any) -> Parts:
+def _expert_parallel_parts(blocks: Blocks, simulated: SimulatedCommunication, layer: Any) -> Parts:
     own = hf_parts(blocks, layer)
-    routed = None if own.routed is None else _routed_over_wire(blocks, simulated, layer)
+    routed = None if own.routed is None else _routed_over_formats(blocks, simulated, layer)
     return Parts(own.attn, own.shared, routed)
 
 
-def _routed_over_wire(blocks: Blocks, simulated: SimulatedWire, layer: Any) -> Callable[[Tensor], Tensor]:
+def _routed_over_formats(blocks: Blocks, simulated: SimulatedCommunication, layer: Any) -> Callable[[Tensor], Tensor]:
     """The routed experts of a layer whose rows are rounded on their way to the experts and back.
 
     Every row is rounded, those of tokens whose experts lie on their own rank too, as the quantised all-to-all does.
@@ -107,7 +107,7 @@ def _routed_over_wire(blocks: Blocks, simulated: SimulatedWire, layer: Any) -> C
     return routed
 
 
-def _weighted(router: nn.Module, experts: nn.Module, flat: Tensor, simulated: SimulatedWire) -> Tensor:
+def _weighted(router: nn.Module, experts: nn.Module, flat: Tensor, simulated: SimulatedCommunication) -> Tensor:
     """The routed experts' output for tokens ``flat [tokens, hidden]``, of the same shape.
 
     The router sees the tokens as they are. A row that goes to several experts is rounded once. On its way back there
@@ -125,7 +125,7 @@ def _weighted(router: nn.Module, experts: nn.Module, flat: Tensor, simulated: Si
     return weighted.view(-1, top_k, flat.shape[1]).sum(dim=1).to(flat.dtype)
 
 
-def _prescaled(router: nn.Module, experts: nn.Module, flat: Tensor, simulated: SimulatedWire) -> Tensor:
+def _prescaled(router: nn.Module, experts: nn.Module, flat: Tensor, simulated: SimulatedCommunication) -> Tensor:
     """As ``_weighted`` for llama4, whose router multiplies the rows before they are sent.
 
     transformers runs every expert on every token, with rows of zeros where an expert was not chosen. Every format
@@ -142,7 +142,7 @@ def _prescaled_rows(router: nn.Module, flat: Tensor) -> Tensor:
 
 
 def _tensor_parallel(
-    model: PreTrainedModel, blocks: Blocks, wiring: Wiring, simulated: SimulatedWire, stack: ExitStack
+    model: PreTrainedModel, blocks: Blocks, wiring: Wiring, simulated: SimulatedCommunication, stack: ExitStack
 ) -> Callable[[nn.Module], Parts]:
     """Takes layers apart into partial sums. Row-parallel layers are replaced until ``stack`` ends."""
     layers = decoder_layers(model)
@@ -174,7 +174,7 @@ def _divide(owner: nn.Module, ranks: int, stack: ExitStack) -> None:
 
 def _tensor_parallel_parts(
     blocks: Blocks,
-    simulated: SimulatedWire,
+    simulated: SimulatedCommunication,
     groups: Sequence[Sequence[Sequence[Part]]],
     slices: dict[int, list[dict[str, Tensor]]],
     layer: Any,
@@ -225,5 +225,5 @@ def _tensor_parallel_parts(
 
     if not any(name == "experts" for name, _ in mlp.named_children()):
         return Parts(attn, dense, None)
-    by_rank = routed if simulated.routed_by_tp else _routed_over_wire(blocks, simulated, layer)
+    by_rank = routed if simulated.routed_by_tp else _routed_over_formats(blocks, simulated, layer)
     return Parts(attn, None if blocks.shared is None else shared, by_rank)

@@ -106,7 +106,7 @@ def test_the_norm_of_bf16_gradients_is_summed_in_fp32() -> None:
         {"optim__offload": "host"},
         {"optim__offload": "moments"},
         {"parallel__zero_stage": 0},
-        {"parallel__wire": {"dispatch": "int8"}},
+        {"parallel__quantised": {"dispatch": "int8"}},
     ],
 )
 def test_other_runs_keep_their_optimizer_and_the_plan_knows_it(changes: dict[str, Any], tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_a_run_with_fixed_passes_is_one_without_up_to_rounding(tmp_path: Path) -
         ({"parallel__ep_size": 2}, "divided experts"),
         ({"train__activation_checkpointing": True}, r"train\.activation_checkpointing"),
         ({"train__attention": "masked"}, r"train\.attention masked"),
-        ({"parallel__wire": {"dispatch": "int8"}}, r"parallel\.wire"),
+        ({"parallel__quantised": {"dispatch": "int8"}}, r"parallel\.quantised"),
         ({"deterministic": True}, "deterministic"),
         ({"objective__teacher_cache": {"path": "cache"}}, r"objective\.teacher_cache"),
     ],

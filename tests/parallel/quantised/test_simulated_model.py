@@ -14,7 +14,7 @@ from fcsd.kernels.bit_split import Format
 from fcsd.models.build import unwired, wire
 from fcsd.models.wiring import Wiring
 from fcsd.parallel.quantised.simulated_all_reduce import rounding_of, simulate_all_reduce
-from fcsd.parallel.quantised.simulated_model import SimulatedWire, over_wire
+from fcsd.parallel.quantised.simulated_model import SimulatedCommunication, over_formats
 
 ALL = (0, 1, 2, 3)
 TP = 2
@@ -23,10 +23,10 @@ exact = torch.Tensor.float  # a wire that rounds nothing
 
 
 @torch.no_grad()
-def _logits(model: Any, simulated: SimulatedWire | None = None) -> Tensor:
+def _logits(model: Any, simulated: SimulatedCommunication | None = None) -> Tensor:
     if simulated is None:
         return model(tiny.tokens()).logits
-    with over_wire(model, simulated):
+    with over_formats(model, simulated):
         return model(tiny.tokens()).logits
 
 
@@ -36,12 +36,12 @@ def test_a_wire_that_rounds_nothing_changes_nothing(arch: str) -> None:
     model = tiny.model(arch)
     expected = _logits(model)
     int4 = rounding_of(Format.parse("int4"))
-    wires = [SimulatedWire(all_reduce=exact, tp_degree=TP)]
-    coarse = [SimulatedWire(all_reduce=int4, tp_degree=TP)]
+    wires = [SimulatedCommunication(all_reduce=exact, tp_degree=TP)]
+    coarse = [SimulatedCommunication(all_reduce=int4, tp_degree=TP)]
     if arch not in tiny.DENSE:
-        wires.append(SimulatedWire(exact, exact))
-        wires.append(SimulatedWire(exact, exact, exact, TP, routed_by_tp=False))
-        coarse += [SimulatedWire(dispatch=int4), SimulatedWire(combine=int4)]
+        wires.append(SimulatedCommunication(exact, exact))
+        wires.append(SimulatedCommunication(exact, exact, exact, TP, routed_by_tp=False))
+        coarse += [SimulatedCommunication(dispatch=int4), SimulatedCommunication(combine=int4)]
     for simulated in wires:
         assert torch.allclose(_logits(model, simulated), expected, atol=1e-6)
     for simulated in coarse:
@@ -68,7 +68,7 @@ def test_outputs_that_share_an_all_reduce_reach_the_reads_of_the_wiring(wiring: 
     monkeypatch.setattr(model.config, "fcsd", wiring.to_block(), raising=False)
     wire(model, wiring)
     expected = _logits(model)
-    got = _logits(model, SimulatedWire(all_reduce=exact, tp_degree=TP))
+    got = _logits(model, SimulatedCommunication(all_reduce=exact, tp_degree=TP))
     assert torch.allclose(got, expected, atol=1e-6) and torch.equal(_logits(model), expected)
     wire(model, unwired())
     assert not torch.allclose(_logits(model), expected, atol=1e-4)
@@ -128,7 +128,7 @@ def test_an_all_reduce_sums_what_the_schedule_sums(farskip: bool, monkeypatch) -
         wiring = Wiring("farskip", ALL)
         monkeypatch.setattr(model.config, "fcsd", wiring.to_block(), raising=False)
         wire(model, wiring)
-    got = _logits(model, SimulatedWire(all_reduce=rounding_of(CODES), tp_degree=TP))
+    got = _logits(model, SimulatedCommunication(all_reduce=rounding_of(CODES), tp_degree=TP))
     assert torch.allclose(got, expected, atol=1e-6)
 
 
@@ -140,7 +140,7 @@ def test_rows_are_rounded_on_their_way_to_the_experts_and_back() -> None:
     rounding = rounding_of(CODES)
     seen: list[tuple[Tensor, Tensor]] = []
     moe: Any = model.model.layers[2].mlp
-    with over_wire(model, SimulatedWire(dispatch=rounding, combine=rounding)):
+    with over_formats(model, SimulatedCommunication(dispatch=rounding, combine=rounding)):
         handles = [
             moe.gate.register_forward_hook(lambda _, args, out: seen.append((args[0], *out[1:]))),
             model.model.layers[3].register_forward_pre_hook(lambda _, args: seen.append(args)),
@@ -163,19 +163,19 @@ def test_rows_are_rounded_on_their_way_to_the_experts_and_back() -> None:
 def test_what_cannot_be_simulated_is_refused() -> None:
     rounding = rounding_of(CODES)
     refusals = [
-        ("gpt_oss", SimulatedWire(dispatch=rounding), "gpt_oss: its experts have biases"),
-        ("llama", SimulatedWire(combine=rounding), "need routed experts, which llama does not have"),
+        ("gpt_oss", SimulatedCommunication(dispatch=rounding), "gpt_oss: its experts have biases"),
+        ("llama", SimulatedCommunication(combine=rounding), "need routed experts, which llama does not have"),
         (
             "llama",
-            SimulatedWire(all_reduce=rounding, tp_degree=3),
+            SimulatedCommunication(all_reduce=rounding, tp_degree=3),
             "--tp-degree 3 does not divide the 4 attention heads",
         ),
     ]
     for arch, simulated, message in refusals:
-        with pytest.raises(ConfigError, match=message), over_wire(tiny.model(arch), simulated):
+        with pytest.raises(ConfigError, match=message), over_formats(tiny.model(arch), simulated):
             pass
     model = tiny.model("llama")
     model.config.fcsd = Wiring("desync-2x", ALL, tp_degree=2).to_block()
     refused = pytest.raises(ConfigError, match="desync-2x, whose ranks have streams of their own")
-    with refused, over_wire(model, SimulatedWire(all_reduce=rounding, tp_degree=TP)):
+    with refused, over_formats(model, SimulatedCommunication(all_reduce=rounding, tp_degree=TP)):
         pass

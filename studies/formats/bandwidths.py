@@ -7,7 +7,7 @@ from a format alone, and what fcsd's collectives reached where they were measure
 from collections.abc import Mapping
 from typing import Any
 
-from studies.wires.formats import studied
+from studies.formats.formats import studied
 
 from fcsd import markdown
 from fcsd.kernels.bit_split import Format
@@ -46,7 +46,7 @@ def to_text(paper: Mapping[str, tuple[float, ...]], measured: Speeds) -> str:
     bits = [studied(format).bits for format in SENT]
     head = ["", *(f"`{format}`" for format in SENT)]
     body = [
-        ["Bits on the wire", *(f"{one:g}" for one in bits)],
+        ["Bits as sent", *(f"{one:g}" for one in bits)],
         ["bf16 bytes / its bytes", *(f"{16 / one:.2f}" for one in bits)],
     ]
     for name, speeds in measured.items():

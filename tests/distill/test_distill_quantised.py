@@ -1,4 +1,4 @@
-"""Training on a quantised wire: neither the schedule nor a resume changes a bit, and bad recipes are refused early."""
+"""Training with quantised rows: neither the schedule nor a resume changes a bit; bad recipes are refused early."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from fcsd.plan.setup import Hardware
 
 WIRE = {"dispatch": "int8:g64", "combine": "int8:g64", "dispatch_grad": "int8:g64", "combine_grad": "int5:g16"}
 STEPS = {"train__steps": 2, "optim__horizon": 2}
-RANDOM = {"parallel__wire": {**WIRE, "stochastic": "all"}, **STEPS}
+RANDOM = {"parallel__quantised": {**WIRE, "stochastic": "all"}, **STEPS}
 DIVIDED = {"parallel__ep_size": 2}
 
 
@@ -81,20 +81,20 @@ def test_only_a_wire_that_rounds_is_part_of_the_identity(folder: Path) -> None:
 
     def identity(**changes: Any) -> dict[str, object]:
         recipe = runs.resolved(folder, **changes).recipe
-        return {key: value for key, value in run_identity(recipe, [], world).items() if "wire" in key}
+        return {key: value for key, value in run_identity(recipe, [], world).items() if "quantised" in key}
 
     assert identity() == {}
-    assert identity(parallel__wire=WIRE)["parallel.wire.combine_grad"] == "int5:g16"
+    assert identity(parallel__quantised=WIRE)["parallel.quantised.combine_grad"] == "int5:g16"
 
 
 def test_what_cannot_be_rounded_is_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
     for arch in ("gpt_oss", "llama"):
         tiny.model(arch).save_pretrained(tmp_path / arch)
     for message, changes in [
-        ("groups of format int8 do not divide rows of 64 values", {"parallel__wire": {"dispatch": "int8"}}),
-        ("dispatch_grad: .*integer scales", {"parallel__wire": {"dispatch_grad": "int3:g64:sr"}}),
-        ("gpt_oss cannot be expert-parallel", {"parallel__wire": WIRE, "model": str(tmp_path / "gpt_oss")}),
-        ("llama cannot be expert-parallel: it has no", {"parallel__wire": WIRE, "model": str(tmp_path / "llama")}),
+        ("groups of format int8 do not divide rows of 64 values", {"parallel__quantised": {"dispatch": "int8"}}),
+        ("dispatch_grad: .*integer scales", {"parallel__quantised": {"dispatch_grad": "int3:g64:sr"}}),
+        ("gpt_oss cannot be expert-parallel", {"parallel__quantised": WIRE, "model": str(tmp_path / "gpt_oss")}),
+        ("llama cannot be expert-parallel: it has no", {"parallel__quantised": WIRE, "model": str(tmp_path / "llama")}),
     ]:
         for divided in ({}, DIVIDED):
             recipe = runs.resolved(folder, output_dir=str(tmp_path / "run"), **divided, **changes)
@@ -110,7 +110,7 @@ def test_what_cannot_be_rounded_is_refused_before_anything_is_written(folder: Pa
 def test_a_dry_run_prints_the_bits_of_each_direction(folder: Path) -> None:
     wire = {"dispatch": "int8:g64", "combine_grad": "int4:g32", "stochastic": "gradients"}
     shown = "dispatch int8:g64 (8.5 bits a value), combine_grad int4 (5 bits a value); rounded at random: gradients"
-    assert f"\nwire        {shown}\n" in preview(runs.resolved(folder, parallel__wire=wire).recipe)
+    assert f"\nformats     {shown}\n" in preview(runs.resolved(folder, parallel__quantised=wire).recipe)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_a_dry_run_prints_the_bits_of_each_direction(folder: Path) -> None:
 )
 def test_a_recipe_names_known_formats(folder: Path, message: str, changes: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=message):
-        runs.resolved(folder, parallel__wire=changes, parallel__ep_size=2, parallel__dedup="rank")
+        runs.resolved(folder, parallel__quantised=changes, parallel__ep_size=2, parallel__dedup="rank")
 
 
 def test_compiled_layers_cannot_round(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train\.compile cannot be combined with parallel\.wire"):
-        runs.resolved(folder, parallel__wire=WIRE, train__compile=True, train__dtype="bf16")
+    with pytest.raises(ConfigError, match=r"train\.compile cannot be combined with parallel\.quantised"):
+        runs.resolved(folder, parallel__quantised=WIRE, train__compile=True, train__dtype="bf16")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from studies.wires import training as wire_study
-from studies.wires.training import Case, Settings, cases, overrides, table
+from studies.formats import training as wire_study
+from studies.formats.training import Case, Settings, cases, overrides, table
 
 from fcsd.config.resolve import load_recipe
 
@@ -59,7 +59,7 @@ def test_every_run_is_a_recipe_that_is_taken(tmp_path: Path) -> None:
         (Case("int8", "forward", 1), dict.fromkeys(("dispatch", "combine"), "int8")),
     ):
         recipe = load_recipe("tiny", overrides(SETTINGS, tmp_path, case)).recipe
-        wire = recipe.parallel.wire.model_dump()
+        wire = recipe.parallel.quantised.model_dump()
         assert wire.pop("stochastic") == ("gradients" if len(expected) == 4 else "off")
         assert {direction: format for direction, format in wire.items() if format} == expected
         assert (recipe.seed, recipe.train.steps, recipe.model) == (1, 7, str(tmp_path))

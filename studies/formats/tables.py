@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from studies.wires import bandwidths
-from studies.wires.bandwidths import Speeds
-from studies.wires.plan import TABLE_7, TABLE_7_WITHOUT, TABLES, Row, Table
+from studies.formats import bandwidths
+from studies.formats.bandwidths import Speeds
+from studies.formats.plan import TABLE_7, TABLE_7_WITHOUT, TABLES, Row, Table
 
 from fcsd import markdown
 
@@ -27,7 +27,7 @@ def to_text(found: dict[str, Any], all_reduce: Speeds | None = None, exchange: S
         all_reduce, exchange: what fcsd's collectives reached, for the tables 9 and 10; see ``bandwidths``.
     """
     parts = [
-        f"Without a quantised wire the perplexity of `{found['model']}` is {found['perplexity']:.3f}, on "
+        f"Without quantised communication the perplexity of `{found['model']}` is {found['perplexity']:.3f}, on "
         f"{found['tokens']} tokens of {found['documents']} documents. The all-reduce has {found['tp_degree']} ranks."
     ]
     sections = {table.number: [f"Table {table.number}: {table.title}", _perplexities(found, table)] for table in TABLES}
@@ -54,7 +54,7 @@ def pareto(pieces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _perplexities(found: dict[str, Any], table: Table) -> str:
     measured = {piece["format"]: piece for piece in found["losses"] if piece["direction"] == table.direction}
-    head = ["Method", "Format", "Bits on the wire", "Perplexity", "Nats per token", f"Paper: {table.model}"]
+    head = ["Method", "Format", "Bits as sent", "Perplexity", "Nats per token", f"Paper: {table.model}"]
     body = [[row.label, f"`{row.format}`", *_loss(measured[row.format]), _paper(row)] for row in table.rows]
     return markdown.table(head, body, left=2)
 
@@ -80,14 +80,14 @@ def _scores(found: dict[str, Any]) -> str:
         change = " ± ".join(f"{100 * part:.1f}" for part in scores["Avg"]["change"]) if measured["format"] else "-"
         bits = f"{measured['bits_on_the_wire']:g}" if measured["format"] else "16"
         body.append([row.label, f"`{row.format}`", bits, *values, change, f"{row.paper:.2f}"])
-    head = ["Method", "Format", "Bits on the wire", *columns, "Avg minus no wire", "Paper's Avg: Llama-3-8B"]
+    head = ["Method", "Format", "Bits as sent", *columns, "Avg minus no wire", "Paper's Avg: Llama-3-8B"]
     return markdown.table(head, body, left=2)
 
 
 def _best(found: dict[str, Any], direction: str) -> str:
     best = pareto([piece for piece in found["losses"] if piece["direction"] == direction])
     return markdown.table(
-        ["Format", "Bits on the wire", "Perplexity", "Nats per token"],
+        ["Format", "Bits as sent", "Perplexity", "Nats per token"],
         [[f"`{piece['format']}`", *_loss(piece)] for piece in best],
     )
 

@@ -1,6 +1,6 @@
 """Trains the bundled model through wires of several formats, several models at a time, and compares where they end.
 
-    python studies/wires/training.py OUT [--processes 12] [--minutes 9] [--formats bf16 int8 ...] [--seeds 0 1 2]
+    python studies/formats/training.py OUT [--processes 12] [--minutes 9] [--formats bf16 int8 ...] [--seeds 0 1 2]
 
 Every run follows `recipes/tiny.yaml`, or `--recipe`, with one format for all four directions, or for dispatch and
 combine only (`forward`). The rows are rounded in each process, nothing is sent, and evaluations are not rounded: the
@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs as a program, too
 
-from studies.wires.plan import TASKS
+from studies.formats.plan import TASKS
 
 from fcsd import markdown
 from fcsd.disk import write_text
@@ -67,7 +67,7 @@ class Settings(NamedTuple):
 
     Attributes:
         recipe: a packaged recipe or a file; it must measure a held-out KL.
-        stochastic: `parallel.wire.stochastic` of the runs.
+        stochastic: `parallel.quantised.stochastic` of the runs.
         options: more settings, each as `fcsd distill --set` takes it.
         tasks: what the trained models are scored on; none for the KL alone.
         limit: how many questions of each task are scored; None for all.
@@ -96,9 +96,9 @@ def overrides(settings: Settings, student: Path, case: Case) -> list[str]:
     values = {"model": str(student), "seed": case.seed}
     if case.format != BF16:
         rounded = DIRECTIONS if case.directions == "all" else FORWARD
-        values |= {f"parallel.wire.{direction}": case.format for direction in rounded}
+        values |= {f"parallel.quantised.{direction}": case.format for direction in rounded}
         if case.directions == "all" or settings.stochastic == "all":  # without gradients there are none to round
-            values["parallel.wire.stochastic"] = f'"{settings.stochastic}"'  # YAML reads a bare off as false
+            values["parallel.quantised.stochastic"] = f'"{settings.stochastic}"'  # YAML reads a bare off as false
     return [*(f"{key}={value}" for key, value in values.items()), *settings.options]
 
 
@@ -182,7 +182,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
                 body[-1].append(_with_error(changes, digits) if changes else "-")
                 free += [worse * mean(changes) <= _spread(plain)] if changes else []
         body[-1].append("-" if not free else "yes" if all(free) else "no")
-    head = ["Format", "Directions", "Bits on the wire", "Seeds", "Held-out KL", "minus bf16"]
+    head = ["Format", "Directions", "Bits as sent", "Seeds", "Held-out KL", "minus bf16"]
     return markdown.table([*head, "Average score", "minus bf16", "Free"], body, left=2)
 
 

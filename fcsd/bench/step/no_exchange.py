@@ -8,7 +8,7 @@ from torch import Tensor
 from fcsd.parallel.transports.transport import Splits, Work
 
 
-class NoWire:
+class NoExchange:
     """A transport that sends nothing. It returns rows of the right shape with finite values, without any work."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ class Table(NamedTuple):
     Attributes:
         number: its number in the paper.
         title: what it shows.
-        direction: what travels over the quantised wire.
+        direction: what travels over the quantised communication.
         model: the model of the paper's values.
         rows: the formats.
     """

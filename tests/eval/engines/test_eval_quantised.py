@@ -14,7 +14,7 @@ from fcsd.errors import ConfigError
 from fcsd.eval import tables
 from fcsd.eval.compare import compare_models
 from fcsd.eval.engines.engine import Engine
-from fcsd.eval.engines.wire import QuantisedWire
+from fcsd.eval.engines.quantised import QuantisedCommunication
 from fcsd.eval.harness import Loaded, evaluate_models, named_models
 from fcsd.eval.results import ResultFile, read_results
 from fcsd.export.card import _evaluation, model_card
@@ -30,12 +30,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(text: Path) -> list[dict[str, Any]]:
-    """A model without a wire, and over two wires."""
+    """A model without a format, and over two wires."""
     model = Loaded("tiny", tiny.model("deepseek_v2", vocab_size=400), eval_data.tokenizer())
     mirror = eval_data.write_mirror(text.parent / "mirror")
     options: dict[str, Any] = {"tasks": ["PIQA"], "data_mirror": mirror, "limit": 4, "held_out": text}
-    coarse = Engine(wire=QuantisedWire.parse("dispatch=int2:g64,combine=int3:g32:sr"))
-    reduced = Engine(wire=QuantisedWire.parse("all-reduce=int2:g64", tp_degree=2))
+    coarse = Engine(quantised=QuantisedCommunication.parse("dispatch=int2:g64,combine=int3:g32:sr"))
+    reduced = Engine(quantised=QuantisedCommunication.parse("all-reduce=int2:g64", tp_degree=2))
     both = evaluate_models([model], baseline=model, engine=coarse, **options)
     return both + evaluate_models([model], engine=reduced, **options)
 
@@ -65,8 +65,8 @@ def test_a_result_records_its_wire(rows: list[dict[str, Any]], tmp_path: Path) -
     }
     assert len({row["wire_sha256"] for row in rows}) == 3
     lines = tables.plain_table(rows[:4]).splitlines()
-    assert re.sub(" +", " ", lines[-1]) == "| Bits on the wire | | | - | dispatch 2.5, combine 5 |"
-    assert "Bits on the wire" not in tables.plain_table(rows[:2])
+    assert re.sub(" +", " ", lines[-1]) == "| Bits as sent | | | - | dispatch 2.5, combine 5 |"
+    assert "Bits as sent" not in tables.plain_table(rows[:2])
     file = ResultFile(tmp_path / "one.json")
     for row in (rows[0], rows[2], rows[2]):
         file.add(row)
@@ -85,7 +85,7 @@ def test_a_card_does_not_show_scores_over_a_wire(rows: list[dict[str, Any]], tmp
 
 
 def test_the_option_is_read_and_shown() -> None:
-    wire = QuantisedWire.parse("dispatch=int5, all-reduce=int4:g128", tp_degree=4)
+    wire = QuantisedCommunication.parse("dispatch=int5, all-reduce=int4:g128", tp_degree=4)
     assert str(wire) == "dispatch=int5,all-reduce=int4-g128,tp=4" and wire.combine is None
     for text, degree, message in [
         ("int5", None, 'the direction "int5" is unknown or repeated'),
@@ -97,7 +97,7 @@ def test_the_option_is_read_and_shown() -> None:
         ("all-reduce=int5", 1, "reduces nothing"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            QuantisedWire.parse(text, degree)
+            QuantisedCommunication.parse(text, degree)
 
 
 @pytest.mark.parametrize(
@@ -106,18 +106,18 @@ def test_the_option_is_read_and_shown() -> None:
         ({"device": "auto"}, "the whole model on one device"),
         ({"ep_size": 2}, "the whole model on one device"),
         ({"backend": "vllm"}, "the whole model on one device"),
-        ({"generation": "graphs"}, "--wire cannot generate in graphs"),
+        ({"generation": "graphs"}, "--quantised cannot generate in graphs"),
     ],
 )
 def test_engines_that_cannot_simulate_a_wire_are_refused(engine: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Engine(wire=QuantisedWire.parse("dispatch=int5"), **engine).check(2)
+        Engine(quantised=QuantisedCommunication.parse("dispatch=int5"), **engine).check(2)
 
 
 def test_names_of_models_over_a_wire() -> None:
-    engine = Engine(wire=QuantisedWire.parse("combine=int5"))
+    engine = Engine(quantised=QuantisedCommunication.parse("combine=int5"))
     named = named_models(["a/one", "two"], "a/one", engine)
-    assert [(name, model, own.wire is None) for name, model, own in named] == [
+    assert [(name, model, own.quantised is None) for name, model, own in named] == [
         ("one", "a/one", True),
         ("one+combine=int5", "a/one", False),
         ("two+combine=int5", "two", False),
@@ -129,12 +129,12 @@ def test_names_of_models_over_a_wire() -> None:
 
 def test_formats_that_do_not_divide_the_models_rows_are_refused(text: Path) -> None:
     model = Loaded("tiny", tiny.model("llama"), eval_data.tokenizer())
-    wire = QuantisedWire.parse("all-reduce=int5", tp_degree=2)  # groups of 128, rows of 64
+    wire = QuantisedCommunication.parse("all-reduce=int5", tp_degree=2)  # groups of 128, rows of 64
     with pytest.raises(ConfigError, match="do not divide rows of 64 values"):
-        evaluate_models([model], tasks=["PIQA"], data_mirror=text.parent / "mirror", engine=Engine(wire=wire))
+        evaluate_models([model], tasks=["PIQA"], data_mirror=text.parent / "mirror", engine=Engine(quantised=wire))
 
 
 def test_the_command_line_refuses_a_degree_without_a_wire(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         app(["eval", "nowhere", "--tp-degree", "2"])
-    assert end.value.code == 2 and "--tp-degree belongs to --wire all-reduce=FORMAT" in capsys.readouterr().err
+    assert end.value.code == 2 and "--tp-degree belongs to --quantised all-reduce=FORMAT" in capsys.readouterr().err

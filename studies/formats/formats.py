@@ -3,7 +3,7 @@
 from functools import partial
 from typing import NamedTuple
 
-from studies.wires.baselines import hadamard, logfmt
+from studies.formats.baselines import hadamard, logfmt
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format

@@ -1,4 +1,4 @@
-"""The study of quantised wires resumes, and studies/wires/WIRES_QUALITY.md says what the stored study found."""
+"""The study of quantised wires resumes, and studies/formats/FORMATS_QUALITY.md says what the stored study found."""
 
 import json
 import re
@@ -9,10 +9,10 @@ from typing import Any
 import eval_data
 import pytest
 import tiny
-from studies.wires import bandwidths, study, tables
-from studies.wires import page as wires_page
-from studies.wires.formats import studied
-from studies.wires.plan import TABLE_7, TABLES, pieces
+from studies.formats import bandwidths, study, tables
+from studies.formats import page as wires_page
+from studies.formats.formats import studied
+from studies.formats.plan import TABLE_7, TABLES, pieces
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
@@ -32,7 +32,7 @@ def nats(stored: dict[str, Any], direction: str, format: str) -> float:
 
 def test_the_page_holds_what_is_stored(repo: Path) -> None:
     page = (repo / wires_page.PAGE).read_text()
-    assert wires_page.filled(page, wires_page.sections(repo)) == page, "run python studies/wires/page.py"
+    assert wires_page.filled(page, wires_page.sections(repo)) == page, "run python studies/formats/page.py"
 
 
 def test_the_stored_study_is_whole(stored: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ def test_a_killed_study_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     def killed(*arguments: Any) -> Any:
         nonlocal count
         count += 1
-        if count > 6:  # a piece over a wire calls the function twice
+        if count > 6:  # a piece under a format calls the function twice
             raise KeyboardInterrupt
         return real(*arguments)
 
@@ -122,7 +122,7 @@ def test_a_killed_study_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert not (tmp_path / "out" / study.NAME).exists()
     count = -1000
     found = study.run(what, tmp_path / "out")
-    # The two pieces of the tasks, the model without a wire, and the first wire were known.
+    # The two pieces of the tasks, the model without a format, and the first wire were known.
     assert count == -1000 + 2 * (len(few) - 1)
     monkeypatch.setattr(study, "_measure", None)
     again = study.run(what, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Rows on a quantised wire: schedules, transports, recompute and the number of ranks change no bit."""
+"""Rows in quantised communication: schedules, transports, recompute and the number of ranks change no bit."""
 
 from contextlib import nullcontext
 from typing import Any, NamedTuple

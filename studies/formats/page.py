@@ -1,6 +1,6 @@
-"""Writes the tables of WIRES_QUALITY.md and the picture beside them from the stored results in benchmarks/results.
+"""Writes the tables of FORMATS_QUALITY.md and the picture beside them from the stored results in benchmarks/results.
 
-    python studies/wires/page.py
+    python studies/formats/page.py
 
 The text around the tables is written by hand. A table stands between a line `<!-- NAME -->` and a line `<!-- end -->`:
 `quality` holds the tables of FlashCommunication V2, and `training` the study of training through the wire.
@@ -14,10 +14,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs as a program, too
 
-from studies.wires import bandwidths, tables
-from studies.wires import training as wire_study
+from studies.formats import bandwidths, tables
+from studies.formats import training as wire_study
 
-PAGE = "studies/wires/WIRES_QUALITY.md"
+PAGE = "studies/formats/FORMATS_QUALITY.md"
 RESULTS = Path("benchmarks/results")
 TRAINING = RESULTS / "wire_study.json"
 

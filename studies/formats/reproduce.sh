@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What quantised wires cost the bundled model: FlashCommunication V2's tables of quality, and training through the wire.
-# Usage: studies/wires/reproduce.sh quality OUT    the tables: OUT/wires.json, tables.md and pareto.png
-#        studies/wires/reproduce.sh training OUT   27 models: OUT/wire_study.json
-#        studies/wires/reproduce.sh both OUT       the two at once, on a GPU with at least 16 cores beside it
-#        studies/wires/reproduce.sh page           studies/wires/WIRES_QUALITY.md from benchmarks/results/wires_quality.json and
+# Usage: studies/formats/reproduce.sh quality OUT    the tables: OUT/wires.json, tables.md and pareto.png
+#        studies/formats/reproduce.sh training OUT   27 models: OUT/wire_study.json
+#        studies/formats/reproduce.sh both OUT       the two at once, on a GPU with at least 16 cores beside it
+#        studies/formats/reproduce.sh page           studies/formats/FORMATS_QUALITY.md from benchmarks/results/wires_quality.json and
 #                                                  wire_study.json, which are copies of the two files
 # Both studies work in pieces: the same command with the same OUT continues them. They use a GPU if there is one, several
 # processes at a time, and no network. Without a GPU, the tables read every twelfth document (a quarter of an hour of
@@ -34,17 +34,17 @@ share_gpu() { # by NVIDIA's MPS, where it works, the processes compute at the sa
 }
 
 quality() { # OUT PROCESSES; at the end of the time, formats that are being measured are lost, and all others are kept
-  timeout --signal INT --kill-after 10 "${minutes}m" "$python" -m studies.wires assets/teacher \
+  timeout --signal INT --kill-after 10 "${minutes}m" "$python" -m studies.formats assets/teacher \
     --text assets/corpus/held_out.jsonl --data-mirror assets/mirror --dtype float32 "${size[@]}" \
     --processes "$2" --out "$1"
 }
 
 training() { # OUT PROCESSES; a run takes about a minute, and none starts in the last minute of a piece
-  "$python" studies/wires/training.py "$1" --processes "$2" --minutes "$(awk "BEGIN { print $minutes - 1 }")" \
+  "$python" studies/formats/training.py "$1" --processes "$2" --minutes "$(awk "BEGIN { print $minutes - 1 }")" \
     --set "${sets[@]}"
 }
 
-if [ "$1" = page ]; then exec "$python" studies/wires/page.py; fi
+if [ "$1" = page ]; then exec "$python" studies/formats/page.py; fi
 size=(--every 12 --limit 20) sets=(train.sample_tokens=0)
 if gpu; then
   size=(--batch-size 32)

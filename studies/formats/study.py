@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from studies.wires.formats import studied
-from studies.wires.plan import TABLE_7, TASKS, Direction, pieces
+from studies.formats.formats import studied
+from studies.formats.plan import TABLE_7, TASKS, Direction, pieces
 from transformers import PreTrainedModel
 
 from fcsd.checkpoint import resolve
@@ -34,7 +34,7 @@ from fcsd.eval.perplexity import read_texts
 from fcsd.eval.statistics import estimate, paired_difference
 from fcsd.launch.environment import snapshot
 from fcsd.models.build import load_model
-from fcsd.parallel.quantised.simulated_model import SimulatedWire, over_wire
+from fcsd.parallel.quantised.simulated_model import SimulatedCommunication, over_formats
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Study:
 
 
 class Piece(NamedTuple):
-    """One measurement. Without a direction and a format, it is that of the model without a wire."""
+    """One measurement. Without a direction and a format, it is that of the model without a format."""
 
     kind: Literal["losses", "tasks"]
     direction: Direction | None = None
@@ -96,12 +96,12 @@ class Opened(NamedTuple):
     texts: list[str]
 
 
-def simulated(direction: Direction, format: str, tp_degree: int) -> SimulatedWire:
+def simulated(direction: Direction, format: str, tp_degree: int) -> SimulatedCommunication:
     """The wire of one piece of the study."""
     rounding = studied(format).rounding
     if direction == "all-reduce":
-        return SimulatedWire(all_reduce=rounding, tp_degree=tp_degree)
-    return SimulatedWire(dispatch=rounding, combine=rounding if direction == "dispatch+combine" else None)
+        return SimulatedCommunication(all_reduce=rounding, tp_degree=tp_degree)
+    return SimulatedCommunication(dispatch=rounding, combine=rounding if direction == "dispatch+combine" else None)
 
 
 def run(study: Study, out: Path) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def run(study: Study, out: Path) -> dict[str, Any]:
 
     Returns:
         The content of ``wires.json``. ``losses`` has a piece for each direction and format: the perplexity, and the
-        difference in nats per token from the model without a wire, with its standard error paired by documents.
+        difference in nats per token from the model without a format, with its standard error paired by documents.
 
     Raises:
         ConfigError, BadInputError: the model, the text or the tasks cannot be used.
@@ -205,7 +205,7 @@ def _measure(study: Study, piece: Piece, opened: Opened) -> Any:
     kind, direction, format = piece
     network, tokenizer, texts = opened
     if direction is not None and format is not None:
-        with over_wire(network, simulated(direction, format, study.tp_degree)):
+        with over_formats(network, simulated(direction, format, study.tp_degree)):
             return _measure(study, Piece(kind, None, format), opened)
     if kind == "losses":
         lm = HFAdapter(network, tokenizer, max_length=study.max_length, batch_size=study.batch_size)

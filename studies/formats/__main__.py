@@ -1,4 +1,4 @@
-"""Measures what each format of quantised communication costs a model: ``python -m studies.wires MODEL``."""
+"""Measures what each format of quantised communication costs a model: ``python -m studies.formats MODEL``."""
 
 import json
 from pathlib import Path
@@ -38,10 +38,10 @@ def wires(
     as_json: AsJson = False,
 ) -> None:
     """Measure what each format of the wire costs MODEL, by direction. FlashCommunication V2's tables of quality."""
-    require_extra("eval", "studies.wires")
+    require_extra("eval", "studies.formats")
     import torch
-    from studies.wires import study, tables
-    from studies.wires.plan import TASKS
+    from studies.formats import study, tables
+    from studies.formats.plan import TASKS
 
     from fcsd.models.load_options import check_device, check_dtype, default_dtype
 

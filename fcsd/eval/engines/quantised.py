@@ -1,4 +1,4 @@
-"""The quantised wire over which ``fcsd eval --wire`` scores a model, simulated in one process."""
+"""The quantised communication under which ``fcsd eval --quantised`` scores a model, simulated in one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from fcsd.kernels.bit_split.format import parse_directions
 
 
 @dataclass(frozen=True)
-class QuantisedWire:
+class QuantisedCommunication:
     """The format of the rows of each collective; None sends them as they are.
 
     Attributes:
@@ -29,7 +29,7 @@ class QuantisedWire:
     tp_degree: int = 1
 
     @classmethod
-    def parse(cls, text: str, tp_degree: int | None = None) -> "QuantisedWire":
+    def parse(cls, text: str, tp_degree: int | None = None) -> "QuantisedCommunication":
         """Read ``DIRECTION=FORMAT[,DIRECTION=FORMAT]`` with the directions dispatch, combine and all-reduce.
 
         Raises:
@@ -39,7 +39,7 @@ class QuantisedWire:
         formats = {direction.replace("-", "_"): format for direction, format in named.items()}
         if ("all_reduce" in formats) != (tp_degree is not None):
             raise ConfigError(
-                "--wire all-reduce=FORMAT and --tp-degree N belong together", "give both of them, or neither"
+                "--quantised all-reduce=FORMAT and --tp-degree N belong together", "give both of them, or neither"
             )
         if tp_degree is not None and tp_degree < 2:
             raise ConfigError(f"--tp-degree {tp_degree} reduces nothing", "give 2 or more")
@@ -57,35 +57,35 @@ class QuantisedWire:
         return text if self.tp_degree == 1 else f"{text},tp={self.tp_degree}"
 
     def to_json(self) -> dict[str, Any]:
-        """The wire as a result records it, with the bits on the wire per value."""
+        """The formats as a result records them, with the bits per value as it is sent."""
         named = {direction: str(format) for direction, format in self.formats.items()}
         bits = {direction: format.bits_per_value for direction, format in self.formats.items()}
         return {**named, "tp_degree": self.tp_degree, "bits_on_the_wire": bits}
 
 
 @contextmanager
-def over(model: PreTrainedModel, wire: QuantisedWire | None) -> Iterator[None]:
-    """A context in which the model computes as over the wire; None changes nothing.
+def over(model: PreTrainedModel, quantised: QuantisedCommunication | None) -> Iterator[None]:
+    """A context in which the model computes as under the formats; None changes nothing.
 
     Raises:
-        ConfigError: the wire cannot be simulated for this model, or the groups of a format do not divide its rows.
+        ConfigError: the formats cannot be simulated for this model, or the groups of a format do not divide its rows.
     """
-    if wire is None:
+    if quantised is None:
         yield
         return
     from fcsd.parallel.quantised.simulated_all_reduce import rounding_of
-    from fcsd.parallel.quantised.simulated_model import SimulatedWire, over_wire
+    from fcsd.parallel.quantised.simulated_model import SimulatedCommunication, over_formats
 
-    for format in wire.formats.values():
+    for format in quantised.formats.values():
         format.layout(model.config.get_text_config().hidden_size)
-    rounding = {d: rounding_of(f) for d, f in wire.formats.items()}
-    by_experts = wire.dispatch is not None or wire.combine is not None
-    simulated = SimulatedWire(
+    rounding = {d: rounding_of(f) for d, f in quantised.formats.items()}
+    by_experts = quantised.dispatch is not None or quantised.combine is not None
+    simulated = SimulatedCommunication(
         dispatch=rounding.get("dispatch"),
         combine=rounding.get("combine"),
         all_reduce=rounding.get("all-reduce"),
-        tp_degree=wire.tp_degree,
+        tp_degree=quantised.tp_degree,
         routed_by_tp=not by_experts,
     )
-    with over_wire(model, simulated):
+    with over_formats(model, simulated):
         yield
