@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.checkpoint import read_config, read_layout, remote_headers, resolve, verify_tensors
+from fcsd.checkpoint.gguf import is_gguf, unpack_beside
 from fcsd.checkpoint.location import SMALL_FILES, base_path_file, origin
 from fcsd.checkpoint.rewired import describe, refuse_rewired
 from fcsd.checkpoint.side_files import side_files, without_code
@@ -99,7 +100,8 @@ def convert_checkpoint(
     """Write a converted copy of a checkpoint.
 
     Args:
-        model: directory or hub id (``org/name[@revision]``) of an original.
+        model: directory or hub id (``org/name[@revision]``) of an original, or a GGUF file, whose weights are first
+            written in bf16 to ``OUT-original``.
         out: directory to write; it must be empty or not exist.
         wiring: see ``fcsd.models.wiring_block.NAMES``.
         layers: see ``fcsd.models.selection.select_layers``.
@@ -127,6 +129,9 @@ def convert_checkpoint(
     from fcsd.models.export_template import converted_files
 
     out = Path(out)
+    if is_gguf(model):
+        check_out(out, [Path(model)], force=force)
+        model = unpack_beside(Path(model), out, dry_run=dry_run)
     source = resolve(str(model), allow_patterns=SMALL_FILES if dry_run else None)
     former = check_out(out, [source.path], force=force)
     config = read_config(source.path, trust_remote_code=trust_remote_code)

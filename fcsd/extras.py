@@ -12,6 +12,7 @@ from fcsd.errors import ConfigError
 EXTRAS = {
     "train": ("accelerate", "datasets", "deepspeed", "matplotlib", "pyarrow", "scipy"),
     "eval": ("accelerate", "datasets", "evalplus", "lm_eval", "matplotlib", "pyarrow", "scipy"),
+    "gguf": ("gguf",),
     "vllm": ("vllm",),
     "track": ("tensorboard", "trackio", "wandb"),
 }

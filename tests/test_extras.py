@@ -38,6 +38,9 @@ CORE = {
 def source(repo: Path) -> Source:
     return Source(repo)
 
+# What some calls of a core command need: --picture, and a GGUF file.
+OPTIONAL = {"plan": {"matplotlib"}, "convert": {"gguf"}}
+
 
 @pytest.fixture(scope="module")
 def project(repo: Path) -> dict:
@@ -75,7 +78,7 @@ def unnamed(reached: Reached, allowed: set[str]) -> dict[str, str]:
 @pytest.mark.parametrize("name", CORE)
 def test_a_core_command_reaches_core_dependencies_alone(source: Source, project: dict, name: str) -> None:
     reached = source.reached([CORE[name]])
-    optional = {"matplotlib"} & required(reached, project) if name == "plan" else set()  # of --picture
+    optional = OPTIONAL.get(name, set()) & required(reached, project)
     allowed = module_names(project["dependencies"]) | optional
     assert unnamed(reached, allowed) == {}
 

@@ -18,7 +18,7 @@ _KINDS: list[tuple[tuple[str, ...], str, str]] = [
         "a LoRA adapter",
         "Merge it into its base model (peft: merge_and_unload) and pass that.",
     ),
-    (("*.gguf",), "a GGUF model", "Pass the safetensors checkpoint that it was made from."),
+    (("*.gguf",), "a GGUF model", "Pass the file itself: fcsd convert DIR/NAME.gguf OUT."),
     (
         ("global_step*", "*mp_rank_*"),
         "a DeepSpeed checkpoint",

@@ -1,0 +1,155 @@
+"""Writes the model of a GGUF file as a Hugging Face checkpoint, whose conversions and healing need bf16 weights.
+
+transformers reads the config, the tokenizer and the dequantised tensors. What it passes over without a word is refused
+here: scaled rotary embeddings, experts, files in several parts, and keys of the format that nobody has proven.
+"""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from fcsd.checkpoint.staging import check_out, staged
+from fcsd.disk import write_text
+from fcsd.errors import BadInputError, ConfigError
+from fcsd.extras import require_extra
+from fcsd.foreign_errors import first_line
+
+log = logging.getLogger(__name__)
+
+# llama.cpp's architecture -> the keys of the file that transformers translates, and those without effect on the model.
+_PROVEN = {
+    "llama": (
+        *("llama.attention.head_count", "llama.attention.head_count_kv", "llama.attention.key_length"),
+        *("llama.attention.layer_norm_rms_epsilon", "llama.attention.value_length", "llama.block_count"),
+        *("llama.context_length", "llama.embedding_length", "llama.feed_forward_length", "llama.rope.dimension_count"),
+        *("llama.rope.freq_base", "llama.vocab_size"),
+    )
+}
+
+
+def is_gguf(model: str | Path) -> bool:
+    """Whether a command was given a GGUF file."""
+    return str(model).endswith(".gguf")
+
+
+def unpack_gguf(file: Path, out: Path) -> None:
+    """Write the model of a GGUF file as a directory of bf16 weights, with its config and its tokenizer.
+
+    Quantised values are dequantised, and rounded to bf16.
+
+    Args:
+        file: one whole GGUF file of llama.cpp's architecture ``llama``.
+        out: the directory to write; it must be empty or not exist.
+
+    Raises:
+        BadInputError: the file is missing, damaged, in several parts, or of an architecture or with keys that are not
+            proven.
+        ConfigError: ``out`` is not empty, or the package ``gguf`` is missing.
+    """
+    require_extra("gguf", f"{file.name}:", "gguf")
+    if not file.is_file():
+        raise BadInputError(f"{file}: there is no such file")
+    check_out(out, [file], force=False)
+    fields, names = _read_header(file)
+    _check(file, fields, names)
+    model, tokenizer = _load(file)
+    weights = model.state_dict()
+    if not all(weight.is_floating_point() for weight in weights.values()):
+        raise BadInputError(f"{file}: this version of transformers keeps the weights quantised in memory")
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    if len(weights) != len(names):
+        raise BadInputError(
+            f"{file}: has {len(names)} tensors, and the model that transformers reads has {len(weights)}"
+        )
+    config = model.config.to_diff_dict()
+    for key in ("_name_or_path", "quantization_config", "dtype"):
+        config.pop(key, None)
+    plain = type(model.config)(**config, architectures=[type(model).__name__], dtype="bfloat16")
+    with staged(out) as stage:
+        from huggingface_hub import save_torch_state_dict
+
+        save_torch_state_dict({name: weight.bfloat16() for name, weight in weights.items()}, stage)
+        for shard in stage.glob("*.safetensors"):
+            shard.chmod(0o644)  # they are written through temporary files, which only their owner may read
+        plain.save_pretrained(stage)
+        model.generation_config.save_pretrained(stage)
+        tokenizer.save_pretrained(stage)
+        write_text(stage / "README.md", _card(file, fields))
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """The short values of a file's header by key, and the names of its tensors."""
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(file)
+        short = {key: field for key, field in reader.fields.items() if not key.startswith("tokenizer.ggml.")}
+        return {key: field.contents() for key, field in short.items()}, [tensor.name for tensor in reader.tensors]
+    except (ValueError, OSError, IndexError, KeyError) as error:
+        raise BadInputError(f"{file}: this GGUF file cannot be read: {first_line(error)}") from error
+
+
+def _check(file: Path, fields: dict[str, Any], names: list[str]) -> None:
+    """Refuse what transformers would read without a word and compute wrongly, or what is not proven."""
+    arch = fields.get("general.architecture")
+    hint = "Pass the safetensors checkpoint that it was made from."
+    if arch not in _PROVEN:
+        raise BadInputError(f"{file}: GGUF files of {arch} are not proven; proven: {', '.join(_PROVEN)}", hint)
+    if fields.get("split.count", 1) > 1:
+        raise BadInputError(
+            f"{file}: is one part of {fields['split.count']}", "Join them with llama-gguf-split --merge."
+        )
+    own = {key for key in fields if key.startswith(f"{arch}.")}
+    unknown = sorted(own.difference(_PROVEN[arch])) + [name for name in names if name.startswith("rope_")]
+    if unknown:
+        raise BadInputError(f"{file}: what {unknown[0]} changes in the model is not proven for GGUF files", hint)
+
+
+def _load(file: Path) -> tuple[Any, Any]:
+    """transformers' model in fp32 and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"gguf_file": file.name}
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            file.parent, **where, dtype=torch.float32, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
+    except Exception as error:  # the parsers of transformers and tokenizers raise errors of every class
+        raise BadInputError(f"{file}: transformers cannot read this GGUF file: {first_line(error)}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if found[kind]:
+            raise BadInputError(f"{file}: {kind.replace('_', ' ')}: {sorted(found[kind])[0]}")
+    return model, tokenizer
+
+
+def _card(file: Path, fields: dict[str, Any]) -> str:
+    """A README with the licence that the file names, and where the weights are from."""
+    licence = fields.get("general.license")
+    head = f"---\nlicense: {licence}\n---\n" if isinstance(licence, str) else ""
+    name = fields.get("general.name", file.stem)
+    return f"{head}# {name}\n\nThe weights of `{file.name}`, dequantised to bf16 by fcsd.\n"
+
+
+def original_beside(out: Path) -> Path:
+    """The directory for the model of a GGUF file, which is the original and the teacher of the conversion ``out``."""
+    return out.with_name(f"{out.name}-original")
+
+
+def unpack_beside(file: Path, out: Path, *, dry_run: bool) -> Path:
+    """Write the model of a GGUF file beside ``out``, and return that directory.
+
+    Raises:
+        ConfigError: it exists, or nothing may be written.
+    """
+    original = original_beside(out)
+    if dry_run:
+        raise ConfigError("--dry-run cannot read a GGUF file, because its weights must be written first")
+    if os.path.lexists(original):
+        raise ConfigError(f"{original}: exists", f"If it is the model of this file: fcsd convert {original} {out}")
+    unpack_gguf(file, original)
+    log.info("%s: dequantised to bf16 in %s", file.name, original)
+    return original

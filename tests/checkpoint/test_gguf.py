@@ -1,0 +1,135 @@
+"""GGUF files: the weights, config and tokenizer are those that were written; what is not proven is refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from fcsd.checkpoint.gguf import unpack_gguf
+from fcsd.convert import convert_checkpoint
+from fcsd.errors import BadInputError, ConfigError
+
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp's order of the rows of queries and keys: the two halves of a rotated pair are neighbours."""
+    return weight.reshape(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+
+
+def write(path: Path, *, arch: str = "llama", quantised: Any = None, **more: Any) -> dict[str, torch.Tensor]:
+    """A tiny llama as a GGUF file; the tensors by transformers' names."""
+    config = tiny.config("llama", tie_word_embeddings=False, intermediate_size=128)
+    model = tiny.model("llama", tie_word_embeddings=False)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    names = ["<unk>", "<s>", "</s>", "a", "b", "ab"]
+    writer.add_token_list(names + [f"<{number}>" for number in range(len(names), config.vocab_size)])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_license("mit")
+    for key, value in more.items():
+        writer.add_uint32(key.replace("__", "."), value)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for name, weight in weights.items():
+        if name.startswith("model.layers."):
+            number, rest = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
+            stored = f"blk.{number}.{NAMES[rest]}.weight"
+        else:
+            stored = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}[
+                name.removesuffix(".weight")
+            ] + ".weight"
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        rows = (weight if heads is None else interleaved(weight, heads)).numpy()
+        if quantised is not None and rows.ndim == 2:
+            packed = gguf.quants.quantize(rows, quantised)
+            read = torch.from_numpy(gguf.quants.dequantize(packed, quantised).copy())
+            if heads is not None:  # back to transformers' order of rows
+                read = read.reshape(heads, -1, 2, read.shape[-1]).transpose(1, 2).reshape(read.shape)
+            weights[name] = read
+            writer.add_tensor(stored, packed, raw_dtype=quantised)
+        else:
+            writer.add_tensor(stored, rows)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights
+
+
+@pytest.mark.parametrize("quantised", [None, gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1])
+def test_a_conversion_has_the_weights_of_the_file(tmp_path: Path, quantised: Any) -> None:
+    expected = write(tmp_path / "m.gguf", quantised=quantised)
+    before = (tmp_path / "m.gguf").read_bytes()
+    report = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "out", wiring="ladder")
+    original = tmp_path / "out-original"
+    assert report.model == str(original) and report.parity == 4
+    found = load_file(original / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight.bfloat16()) for name, weight in expected.items())
+    if quantised is None:
+        plain = tiny.model("llama", tie_word_embeddings=False)
+        plain.load_state_dict({name: weight.bfloat16().float() for name, weight in expected.items()})
+        loaded = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32).eval()
+        with torch.no_grad():
+            assert torch.equal(loaded(tiny.tokens()).logits, plain(tiny.tokens()).logits)
+    assert "license: mit" in (original / "README.md").read_text()
+    assert (tmp_path / "m.gguf").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"arch": "falcon"}, "GGUF files of falcon are not proven"),
+        ({"split__count": 3}, "is one part of 3"),
+        ({"llama__expert_count": 8}, "what llama.expert_count changes"),
+        ({"llama__rope__scaling__factor": 8}, "what llama.rope.scaling.factor changes"),
+    ],
+)
+def test_what_is_not_proven_is_refused_and_nothing_is_written(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    write(tmp_path / "m.gguf", **changes)
+    with pytest.raises(BadInputError, match=reason):
+        unpack_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_damaged_files_and_existing_directories_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="there is no such file"):
+        convert_checkpoint(tmp_path / "none.gguf", tmp_path / "out")
+    (tmp_path / "text.gguf").write_text("a text, which is not such a file")
+    with pytest.raises(BadInputError, match="cannot be read"):
+        convert_checkpoint(tmp_path / "text.gguf", tmp_path / "out")
+    with pytest.raises(ConfigError, match="--dry-run cannot read a GGUF file"):
+        convert_checkpoint(tmp_path / "text.gguf", tmp_path / "out", dry_run=True)
+    (tmp_path / "out-original").mkdir()
+    with pytest.raises(ConfigError, match="out-original: exists") as caught:
+        convert_checkpoint(tmp_path / "text.gguf", tmp_path / "out")
+    assert f"fcsd convert {tmp_path / 'out-original'} {tmp_path / 'out'}" in str(caught.value.hint)
