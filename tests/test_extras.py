@@ -38,6 +38,7 @@ CORE = {
 def source(repo: Path) -> Source:
     return Source(repo)
 
+
 # What some calls of a core command need: --picture, and a GGUF file.
 OPTIONAL = {"plan": {"matplotlib"}, "convert": {"gguf"}}
 

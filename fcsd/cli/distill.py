@@ -1,8 +1,9 @@
-"""The commands `fcsd distill`, `cache-teacher` and `plan`."""
+"""The commands `fcsd distill`, `cache-teacher`, `write` and `plan`."""
 
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from fcsd.cli.options import (
     AsJson,
     DryRun,
     Gpus,
+    Model,
     PlannedGpus,
     Recipe,
     RecipeOption,
@@ -161,6 +163,59 @@ def cache_teacher(
     directory = run(resolved)
     if first_rank():
         emit(json.dumps({"cache": str(directory)}) if as_json else directory)
+
+
+def write(
+    model: Model,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The directory for the text; a killed call goes on there.")],
+    tokens: Annotated[str, typer.Option(metavar="N", help="How many tokens to write: 20000, 500K or 50M.")] = "50M",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Users' turns to answer (column `text`); by default the model invents them."),
+    ] = None,
+    form: Annotated[
+        str | None, typer.Option(help="chat or document; chat is the default of a model with a chat template.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Of the distribution from which tokens are drawn.")] = 1.0,
+    greedy: Annotated[float, typer.Option(help="The share of answers written with the most likely tokens.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="The most tokens of a user's turn, an answer or a document.")] = 512,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Documents that are written at a time.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
+    gpus: Gpus = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let MODEL write the text on which its conversion is healed. Prints what a recipe says to read it."""
+    require_extra("train", "fcsd write", "pyarrow")
+    wanted = _tokens(tokens)
+
+    from fcsd.launch.world import ensure_world
+
+    ensure_world(gpus)
+
+    from fcsd.distill.own_text import to_text, write_own_text
+
+    record = write_own_text(
+        model,
+        out,
+        tokens=wanted,
+        prompts=prompts,
+        form=form,
+        temperature=temperature,
+        greedy=greedy,
+        max_tokens=max_tokens,
+        batch_size=batch_size,
+        seed=seed,
+    )
+    if first_rank():
+        emit(json.dumps(record, indent=1) if as_json else to_text(record, out))
+
+
+def _tokens(text: str) -> int:
+    """The number behind ``20000``, ``500K``, ``50M`` or ``1B``."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMB]?)", text.strip().upper())
+    if found is None or not (number := float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[found[2]]) >= 1:
+        raise ConfigError(f"--tokens: {text!r} is not a number of tokens", "write for example 50M")
+    return round(number)
 
 
 def plan(

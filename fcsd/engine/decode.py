@@ -1,4 +1,4 @@
-"""Generates greedily in slots of fixed shape, so that a step can be a CUDA graph.
+"""Generates in slots of fixed shape, greedily or by sampling, so that a step can be a CUDA graph.
 
 A step of transformers' ``generate`` launches hundreds of small kernels and waits for the device several times, so that
 on a fast GPU the host limits the speed. A step of this module reads and writes buffers of fixed shape and never waits
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def plan_slots(
-    sizes: Sequence[int], prompts: Sequence[int], batch_size: int | None
+    sizes: Sequence[int], prompts: Sequence[int], batch_size: int | None, cache_tokens: int = CACHE_TOKENS
 ) -> tuple[int, int, list[list[int]]]:
     """The number of slots, the length of a slot in tokens, and the groups of prompts that one prefill reads.
 
@@ -46,10 +46,11 @@ def plan_slots(
     Args:
         sizes: for each prompt, its length in tokens plus the most tokens of its answer.
         prompts: for each prompt, its length in tokens.
-        batch_size: the most slots; None for as many as ``CACHE_TOKENS`` and ``MAX_SLOTS`` allow.
+        batch_size: the most slots; None for as many as ``cache_tokens`` and ``MAX_SLOTS`` allow.
+        cache_tokens: the most tokens of all slots.
     """
     length = _up(max(sizes), GRAIN)
-    count = min(len(sizes), batch_size or MAX_SLOTS, max(1, CACHE_TOKENS // length))
+    count = min(len(sizes), batch_size or MAX_SLOTS, max(1, cache_tokens // length))
     return count, length, list(batches(prompts, FORWARD_TOKENS, max(1, count // 4)))
 
 
@@ -64,8 +65,9 @@ def generate_in_slots(
     max_new_tokens: int,
     ended: Callable[[list[int], int], int | None],
     graphs: bool,
+    temperatures: Sequence[float] | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
-    """Continue prompts with their most likely tokens, as ``generate_greedy`` does.
+    """Continue prompts with their most likely tokens, as ``generate_greedy`` does, or with drawn ones.
 
     Args:
         model: a causal LM in eval mode for which ``why_no_slots`` returns None.
@@ -78,6 +80,8 @@ def generate_in_slots(
             number of tokens after which the answer ends, or None.
         graphs: whether to capture the steps as CUDA graphs. If that fails, the reason is logged and the kernels of
             each step are launched one by one.
+        temperatures: for each prompt, the temperature of the distribution from which its tokens are drawn, by the
+            random numbers of the model's device; 0 takes the most likely ones. None takes them for all prompts.
 
     Yields:
         ``(index of the prompt, its new token ids, with the one that ended the answer)`` as soon as an answer ends.
@@ -85,7 +89,7 @@ def generate_in_slots(
     Raises:
         NonFiniteError: the model gives NaN or infinite logits.
     """
-    stepper = Stepper(model, Slots(count, length, model.device), graphs)
+    stepper = Stepper(model, Slots(count, length, model.device), graphs, sampled=temperatures is not None)
     queue, free = deque(groups), list(range(count))
     running: dict[int, int] = {}  # slot -> prompt
     new: dict[int, list[int]] = {}
@@ -107,7 +111,8 @@ def generate_in_slots(
             slots = [free.pop() for _ in group]
             running |= dict(zip(slots, group, strict=True))
             new |= {index: [] for index in group}
-            first = stepper.prefill([prompts[index] for index in group], slots)
+            heat = None if temperatures is None else [temperatures[index] for index in group]
+            first = stepper.prefill([prompts[index] for index in group], slots, heat)
             yield from take({slot: [token] for slot, token in zip(slots, first, strict=True)})
         if running:
             lengths = [(len(prompts[index]), len(new[index])) for index in running.values()]
@@ -126,6 +131,20 @@ def most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return logits.argmax(-1, keepdim=True), logits.isfinite().all(-1)
 
 
+def drawn(logits: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token id drawn for each row of logits ``[rows, vocab]``, ``[rows, 1]``, and whether all are finite.
+
+    The largest of ``logits / temperature`` plus Gumbel noise is a draw from their softmax; this needs no sum over the
+    vocabulary, and none of the noise for rows of temperature 0.
+
+    Args:
+        temperatures: ``[rows]``; 0 takes the most likely token.
+    """
+    heat = temperatures[:, None]
+    noise = -torch.empty_like(logits, dtype=torch.float32).exponential_().log()
+    return (logits.float() + heat * noise).argmax(-1, keepdim=True), logits.isfinite().all(-1)
+
+
 class Stepper:
     """The model and its buffers of fixed shape.
 
@@ -136,6 +155,7 @@ class Stepper:
         cache: the keys and values of ``slots``, if another stepper of the same slots has made them.
         attention: how a step attends, ``grouped`` or ``split``; see ``grouped_attention``. ``split`` is for models for
             which ``why_not_split`` returns None. None chooses by ``usual_attention``.
+        sampled: whether tokens are drawn, at the temperatures that ``prefill`` gets.
 
     Attributes:
         ids: the last token id of every slot, ``[slots, 1]``.
@@ -150,6 +170,7 @@ class Stepper:
         graphs: bool,
         cache: Cache | None = None,
         attention: str | None = None,
+        sampled: bool = False,
     ) -> None:
         self.model = model
         self.slots = slots
@@ -158,10 +179,13 @@ class Stepper:
         self.finite = torch.ones(slots.count, dtype=torch.bool, device=model.device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if graphs else None
         self._attention = attention or usual_attention(model)
+        self._temperatures = torch.zeros(slots.count, device=model.device) if sampled else None
 
     @torch.no_grad()
-    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> list[int]:
-        """Read prompts into slots and return the first new token id of each."""
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], slots: Sequence[int], temperatures: Sequence[float] | None = None
+    ) -> list[int]:
+        """Read prompts into slots, each with its temperature, and return the first new token id of each."""
         width = max(map(len, prompts))
         device = self.model.device
         rows = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=device)
@@ -174,7 +198,9 @@ class Stepper:
         finally:
             filling, self.slots.filling = self.slots.filling, None
         logits = head_logits(self.model, hidden[torch.arange(len(prompts), device=device), ends - 1])
-        first, finite = most_likely(logits)
+        if self._temperatures is not None:
+            self._temperatures[filling] = torch.tensor(temperatures, dtype=torch.float32, device=device)
+        first, finite = self._choose(logits, filling)
         ALONE.require_finite(bool(finite.all()))
         self.ids[filling] = first
         self.slots.positions[filling] = ends
@@ -204,11 +230,17 @@ class Stepper:
                 past_key_values=self.cache,
                 use_cache=True,
             ).logits[:, -1]
-        ids, finite = most_likely(logits)
+        ids, finite = self._choose(logits)
         self.ids.copy_(ids)
         self.finite &= finite
         slots.positions.add_(1).clamp_(max=slots.length - 1)  # writes of ended answers stay inside of their slots
         return logits
+
+    def _choose(self, logits: torch.Tensor, slots: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next token id of each row of logits ``[rows, vocab]``; the rows are all slots, or these."""
+        if self._temperatures is None:
+            return most_likely(logits)
+        return drawn(logits, self._temperatures if slots is None else self._temperatures[slots])
 
     def _play(self) -> None:
         if self.graphs is not None and self.slots.width not in self.graphs:

@@ -1,0 +1,389 @@
+"""``fcsd write``: a model writes the text on which its own conversion is healed.
+
+A conversion heals best on text of the kind that its teacher was trained on, which few people have. The teacher can
+write it. A model with a chat template first invents the user's turn, after the template's text up to it, and then
+answers; other models write documents from their first token on. Documents are token ids, so training reads exactly
+what was written.
+"""
+
+import hashlib
+import json
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fcsd.checkpoint import fingerprint, read_layout, resolve
+from fcsd.checkpoint.tokenizer import load_tokenizer
+from fcsd.disk import write_text
+from fcsd.engine.decode import GRAIN, generate_in_slots, plan_slots
+from fcsd.engine.slots import why_no_slots
+from fcsd.errors import BadInputError, ConfigError
+from fcsd.launch.world import World, join_world
+from fcsd.progress import progress
+
+log = logging.getLogger(__name__)
+
+RECORD = "write.json"
+GPU_BATCH, CPU_BATCH = 512, 32  # documents that are written at a time
+TRAIN, HELD_OUT = "train", "held_out"
+_HELD_OUT_EACH = 50  # one document of so many is for the held-out loss
+_SHINGLE = 8  # tokens
+_HASHES, _BANDS = 8, 4
+_STRIDE = 1_000_003  # prompts of a file from one shard to the next; a prime, so that shards begin elsewhere
+_LOOP = 0.5  # the least share of distinct shingles
+_LOOP_TOKENS = 64  # shorter documents cannot loop
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How text is written; ``write.json`` records it, and a call that goes on needs the same values.
+
+    Attributes:
+        temperature: of the distribution from which tokens are drawn.
+        greedy: the share of answers that are written with the most likely tokens. Users' turns are always drawn.
+        form: ``chat``, a user's turn and its answer in the chat template, or ``document``.
+        max_tokens: the most tokens of a user's turn, of an answer and of a document.
+        shard_tokens: about how many tokens a file holds.
+        seed: of the random numbers.
+    """
+
+    temperature: float = 1.0
+    greedy: float = 0.0
+    form: str = "chat"
+    max_tokens: int = 512
+    shard_tokens: int = 2_000_000
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The token ids of a chat template around the user's turn and the answer."""
+
+    before: list[int]
+    after: list[int]
+
+
+def write_own_text(
+    model: str,
+    out: Path,
+    *,
+    tokens: int,
+    prompts: Path | None = None,
+    form: str | None = None,
+    temperature: float = 1.0,
+    greedy: float = 0.0,
+    max_tokens: int = 512,
+    batch_size: int | None = None,
+    shard_tokens: int = 2_000_000,
+    seed: int = 0,
+    dtype: str | None = None,
+) -> dict[str, Any]:
+    """Let a model write text, in files from which a call that was killed goes on. Every process calls this.
+
+    Args:
+        model: directory or hub id of an original or converted model.
+        out: receives ``train/part-N.parquet`` and ``held_out/part-N.parquet``, whose column ``input_ids`` a recipe
+            reads with ``token_ids: input_ids``, and ``write.json``.
+        tokens: how many tokens to write, over all processes.
+        prompts: a text file (``.jsonl`` or ``.parquet``, column ``text``) of users' turns, instead of invented ones;
+            they are answered in turn, several times if they are few.
+        form: ``chat`` or ``document``; None is ``chat`` if the tokenizer has a chat template.
+        temperature, greedy, max_tokens, shard_tokens, seed: see ``Writing``.
+        batch_size: how many documents are written at a time; None for ``GPU_BATCH`` or ``CPU_BATCH``. Their keys and
+            values are in memory.
+        dtype: the dtype of the weights; None for bfloat16 on GPUs and float32 on CPUs.
+
+    Returns:
+        The content of ``write.json``: the model, the settings, and for all files the documents and tokens that were
+        written, and how many documents were dropped because they loop or nearly repeat another one of their file.
+
+    Raises:
+        BadInputError: the checkpoint, its tokenizer or the prompts cannot be used.
+        ConfigError: a setting has no meaning, the model cannot decode in slots, or ``out`` holds text that was written
+            with other settings.
+    """
+    world = join_world()
+    path = resolve(model).path
+    tokenizer = load_tokenizer(path)
+    form = form or ("chat" if tokenizer.chat_template else "document")
+    writing = Writing(temperature, greedy, form, max_tokens, min(shard_tokens, tokens), seed)
+    _check(writing, tokens, tokenizer, prompts)
+    questions = None if prompts is None else _read_prompts(prompts, tokenizer, max_tokens)
+    identity = {
+        "model_sha256": fingerprint(read_layout(path)),
+        **asdict(writing),
+        "prompts_sha256": None if questions is None else hashlib.sha256(json.dumps(questions).encode()).hexdigest(),
+    }
+    count = max(1, round(tokens / writing.shard_tokens))
+    world.on_first(lambda: _claim(out, identity))
+    missing = [number for number in range(count) if not (out / _name(TRAIN, number)).exists()]
+    mine = missing[world.rank :: world.size]
+    if mine:
+        network = _load(path, world, dtype)
+        if reason := why_no_slots(network, 3 * max_tokens):
+            raise ConfigError(f"{model} cannot write text: {reason}")
+        on_gpu = world.device.type == "cuda"
+        writer = _Writer(network, tokenizer, writing, questions, batch_size or (GPU_BATCH if on_gpu else CPU_BATCH))
+        quiet = world.rank > 0
+        with progress("writing, million tokens", len(mine) * writing.shard_tokens / 1e6, quiet=quiet) as advance:
+            for number in mine:
+                _write_shard(out, number, writer, advance)
+    world.everywhere(lambda: None)  # waits until all files are there
+    return world.on_first(lambda: _record(out, identity, model, count, tokenizer))
+
+
+def _check(writing: Writing, tokens: int, tokenizer: PreTrainedTokenizerBase, prompts: Path | None) -> None:
+    if writing.form not in ("chat", "document"):
+        raise ConfigError(f"--form: {writing.form!r} is not a form", "write chat or document")
+    if writing.form == "chat" and not tokenizer.chat_template:
+        raise ConfigError("--form chat needs a chat template, and the tokenizer has none", "--form document")
+    if writing.form == "document" and prompts is not None:
+        raise ConfigError("--prompts are users' turns, which --form document does not have", "leave one of them out")
+    if not writing.temperature > 0 or not 0 <= writing.greedy <= 1 or min(tokens, writing.max_tokens) < 1:
+        raise ConfigError("--temperature must be above 0, --greedy a share from 0 to 1, and tokens at least 1")
+    if writing.greedy and writing.form == "document":
+        raise ConfigError("--greedy is a share of answers; a document written greedily is always the same one")
+
+
+def _read_prompts(file: Path, tokenizer: PreTrainedTokenizerBase, most: int) -> list[list[int]]:
+    from fcsd.eval.perplexity import read_texts
+
+    read = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in read_texts(file)]
+    fitting = [ids for ids in read if 0 < len(ids) <= most]
+    if not fitting:
+        raise BadInputError(f"{file}: no prompt has at most {most} tokens", "raise --max-tokens")
+    return fitting
+
+
+def _claim(out: Path, identity: dict[str, Any]) -> None:
+    """Record the settings in ``out`` before anything is written, or compare them with those that are recorded."""
+    file = out / RECORD
+    if file.is_file():
+        try:
+            known = json.loads(file.read_text(encoding="utf-8"))["settings"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadInputError(f"{file}: is damaged", "Choose another directory.") from error
+        changed = [key for key in identity if known.get(key) != identity[key]]
+        if changed:
+            raise ConfigError(
+                f"{out}: holds text that was written with another {changed[0]}: {known.get(changed[0])!r}",
+                "Choose another directory.",
+            )
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: is not empty and holds no text of fcsd write", "Choose another directory.")
+    for part in (TRAIN, HELD_OUT):
+        (out / part).mkdir(parents=True, exist_ok=True)
+    write_text(file, json.dumps({"settings": identity}, indent=1) + "\n")
+
+
+def _load(path: Path, world: World, dtype: str | None) -> PreTrainedModel:
+    from fcsd.engine.fused import fuse
+    from fcsd.models.build import load_model
+
+    on_gpu = world.device.type == "cuda"
+    network = load_model(path, dtype=dtype or ("bfloat16" if on_gpu else "float32")).to(world.device).eval()
+    fuse(network, on_gpu)
+    return network
+
+
+class _Writer:
+    """A model in memory that writes documents."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        writing: Writing,
+        questions: list[list[int]] | None,
+        batch_size: int,
+    ) -> None:
+        self.model, self.tokenizer, self.writing = model, tokenizer, writing
+        self._questions, self._batch_size = questions, batch_size
+        self._ends = _ends(model, tokenizer)
+        self._turns = turns_of(tokenizer) if writing.form == "chat" else None
+
+    def documents(self, shard: int, first: int, count: int) -> Iterator[list[int]]:
+        """``count`` documents of token ids, the ``first`` and those after it of a shard.
+
+        Those whose user's turn is empty are left out.
+        """
+        writing, turns = self.writing, self._turns
+        torch.manual_seed(int.from_bytes(hashlib.sha256(f"{writing.seed} {shard} {first}".encode()).digest()[:7]))
+        if turns is None:
+            start = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else min(self._ends)
+            yield from (document for _, document in self._generate([[start]] * count, [writing.temperature] * count))
+            return
+        if self._questions is None:
+            invented = self._generate([turns.before] * count, [writing.temperature] * count)
+            asked = [ids[:-1] if ids[-1] in self._ends else ids for _, ids in invented]
+            asked = [ids for ids in asked if ids]
+        else:
+            place = shard * _STRIDE + first
+            asked = [self._questions[(place + i) % len(self._questions)] for i in range(count)]
+        prompts = [[*turns.before, *ids, *turns.after] for ids in asked]
+        greedy = int(writing.greedy * len(prompts))
+        heat = [0.0] * greedy + [writing.temperature] * (len(prompts) - greedy)
+        for index, answer in self._generate(prompts, heat):
+            yield [*prompts[index], *answer]
+
+    def _generate(self, prompts: Sequence[list[int]], temperatures: Sequence[float]) -> Iterator[tuple[int, list[int]]]:
+        most = self.writing.max_tokens
+        sizes, lengths = [len(prompt) + most for prompt in prompts], list(map(len, prompts))
+        room = self._batch_size * (max(sizes) + GRAIN)
+        count, length, groups = plan_slots(sizes, lengths, self._batch_size, cache_tokens=room)
+        return generate_in_slots(
+            self.model,
+            prompts,
+            groups,
+            count=count,
+            length=length,
+            max_new_tokens=most,
+            ended=self._ended,
+            graphs=self.model.device.type == "cuda",
+            temperatures=temperatures,
+        )
+
+    def _ended(self, ids: list[int], seen: int) -> int | None:
+        return next((n + 1 for n in range(seen, len(ids)) if ids[n] in self._ends), None)
+
+
+def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The token ids that end a turn or a document."""
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    found = frozenset(ids for ids in [*ends, tokenizer.eos_token_id] if ids is not None)
+    if not found:
+        raise BadInputError("the model names no token that ends a text: eos_token_id is missing everywhere")
+    return found
+
+
+def turns_of(tokenizer: PreTrainedTokenizerBase) -> Turns:
+    """The token ids that the chat template puts before a user's turn, and between it and the answer.
+
+    Raises:
+        BadInputError: the template changes the user's text.
+    """
+    mark = "\ue000fcsd\ue001"  # private-use characters, which occur in no template
+    chat = [{"role": "user", "content": mark}]
+    text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+    if text.count(mark) != 1:
+        raise BadInputError("the chat template does not show the user's turn once and unchanged", "--form document")
+    before, after = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in text.split(mark))
+    return Turns(before, after)
+
+
+def _write_shard(out: Path, number: int, writer: _Writer, advance: Any) -> None:
+    """Write documents until the shard has its tokens. Its training file comes last, and says that it is whole."""
+    import pyarrow as pa
+
+    writing, kept, dropped = writer.writing, [], {"loops": 0, "repeats": 0}
+    seen: set[tuple[int, ...]] = set()
+    total, written, asked = 0, 0, 0
+    while total < writing.shard_tokens:
+        mean = written / asked if asked else writing.max_tokens
+        count = max(16, int((writing.shard_tokens - total) / max(mean, 1.0)))
+        for ids in writer.documents(number, asked, count):
+            written += len(ids)
+            if loops(ids):
+                dropped["loops"] += 1
+            elif repeats(ids, seen):
+                dropped["repeats"] += 1
+            else:
+                kept.append(ids)
+                total += len(ids)
+                advance(len(ids) / 1e6)
+        asked += count
+        if not total and asked >= 1000:
+            raise BadInputError("the model writes nothing that does not loop or repeat", "raise --temperature")
+    held_out, train = kept[::_HELD_OUT_EACH], [ids for i, ids in enumerate(kept) if i % _HELD_OUT_EACH]
+    for part, documents in ((HELD_OUT, held_out), (TRAIN, train)):
+        table = pa.table({"input_ids": pa.array(documents, pa.list_(pa.int32()))})
+        table = table.replace_schema_metadata({"fcsd": json.dumps(dropped)})
+        _replace(out / _name(part, number), table)
+
+
+def _replace(file: Path, table: Any) -> None:
+    """Write a parquet file that exists as a whole or not at all."""
+    import os
+
+    import pyarrow.parquet as pq
+
+    temporary = file.with_name(f".{file.name}.tmp")
+    pq.write_table(table, temporary, compression="zstd")
+    os.replace(temporary, file)
+
+
+def loops(ids: Sequence[int]) -> bool:
+    """Whether a document repeats itself: fewer than half of its sequences of eight tokens are distinct."""
+    count = len(ids) - _SHINGLE + 1
+    return len(ids) >= _LOOP_TOKENS and len(_shingles(ids)) < _LOOP * count
+
+
+def repeats(ids: Sequence[int], seen: set[tuple[int, ...]]) -> bool:
+    """Whether a document is nearly one that was seen, by the smallest hashes of its sequences of eight tokens.
+
+    Two documents that share three quarters of these sequences are found in about 95 % of cases, and two that share a
+    quarter in about 20 %.
+    """
+    shingles = _shingles(ids)
+    least = [min(zlib.crc32(shingle, seed) for shingle in shingles) for seed in range(_HASHES)]
+    width = _HASHES // _BANDS
+    bands = {(band, *least[band * width : (band + 1) * width]) for band in range(_BANDS)}
+    found = not seen.isdisjoint(bands)
+    seen |= bands
+    return found
+
+
+def _shingles(ids: Sequence[int]) -> set[bytes]:
+    texts = [token.to_bytes(4) for token in ids]
+    return {b"".join(texts[n : n + _SHINGLE]) for n in range(max(1, len(ids) - _SHINGLE + 1))}
+
+
+def _name(part: str, number: int) -> str:
+    return f"{part}/part-{number:05d}.parquet"
+
+
+def _record(
+    out: Path, identity: dict[str, Any], model: str, count: int, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Count what all files hold, and write ``write.json``."""
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    totals = {"documents": 0, "tokens": 0, "held_out_documents": 0, "loops": 0, "repeats": 0}
+    for number in range(count):
+        for part in (TRAIN, HELD_OUT):
+            table = pq.read_table(out / _name(part, number))
+            if part == HELD_OUT:
+                totals["held_out_documents"] += table.num_rows
+                for key, value in json.loads(table.schema.metadata[b"fcsd"]).items():
+                    totals[key] += value
+            else:
+                totals["documents"] += table.num_rows
+                totals["tokens"] += pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0
+    first = pq.read_table(out / _name(TRAIN, 0))["input_ids"][0].as_py()
+    record = {"model": model, "settings": identity, "written": totals, "example": tokenizer.decode(first)}
+    write_text(out / RECORD, json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def to_text(record: dict[str, Any], out: Path) -> str:
+    """What was written, and the lines of a recipe that read it."""
+    written = record["written"]
+    return "\n".join(
+        [
+            f"written  {written['tokens']} tokens in {written['documents']} documents, "
+            f"and {written['held_out_documents']} documents for the held-out loss",
+            f"dropped  {written['loops']} that loop, {written['repeats']} that nearly repeat another",
+            "recipe   data:",
+            f"           sources: [{{path: '{out}/{TRAIN}/*.parquet', token_ids: input_ids}}]",
+            f"           held_out: {{path: '{out}/{HELD_OUT}/*.parquet', token_ids: input_ids}}",
+        ]
+    )

@@ -1,0 +1,1 @@
+"""Healing of models that people know: from a checkpoint to its figures."""

@@ -1,0 +1,197 @@
+"""Heals conversions of one real model by several recipes, a run on each GPU at a time, and measures what came back.
+
+    python -m studies.real.heal TEACHER OUT --cases FILE --text own=DIR --text foreign=DIR [--mirror DIR] [--gpus N]
+
+A case is a line of JSON: its name, what `fcsd convert` takes (wiring, layers), the text (a name, or two with `+`), the
+tokens, and what else the recipe sets, by dotted keys. `eval` asks for the benchmarks as well. A directory of text holds
+`train` and `held_out` with parquet files of token ids, as `fcsd write` leaves them. `OUT/results.jsonl` receives a line
+for each case that has ended; cases that are there are not run again.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+TASKS = "piqa,arc_easy,arc_challenge,hellaswag,openbookqa,winogrande,commonsense_qa"
+SEQ, BATCH, MICRO = 1024, 131072, 32
+HELD_OUT_ROWS = 128
+
+
+def main() -> None:
+    """Run the cases that have no result yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("teacher", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--cases", type=Path, required=True)
+    parser.add_argument("--text", action="append", required=True, metavar="NAME=DIR")
+    parser.add_argument("--mirror", type=Path)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--limit", type=int, default=1000)
+    parser.add_argument("--measure", type=Path, metavar="STUDENT", help="print the divergences of one model, and stop")
+    given = parser.parse_args()
+    texts = {name: Path(folder) for name, folder in (text.split("=", 1) for text in given.text)}
+    if given.measure:
+        print(json.dumps(measure(given.measure, given.teacher, texts)))
+        return
+    given.out.mkdir(parents=True, exist_ok=True)
+    results = given.out / "results.jsonl"
+    ended = {json.loads(line)["name"] for line in results.read_text().splitlines()} if results.exists() else set()
+    queue: Queue[dict[str, Any]] = Queue()
+    for line in given.cases.read_text().splitlines():
+        if line.strip() and json.loads(line)["name"] not in ended:
+            queue.put(json.loads(line))
+    writing = threading.Lock()
+
+    def work(gpu: int) -> None:
+        while True:
+            try:
+                case = queue.get_nowait()
+            except Empty:
+                return
+            try:
+                found = heal(case, given.teacher, given.out, texts, given.mirror, given.limit, gpu)
+            except (subprocess.CalledProcessError, OSError, ValueError) as error:
+                found = {**case, "failed": str(error)[-500:]}
+            with writing, results.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+
+    workers = [threading.Thread(target=work, args=(gpu,)) for gpu in range(given.gpus)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def heal(
+    case: dict[str, Any], teacher: Path, out: Path, texts: dict[str, Path], mirror: Path | None, limit: int, gpu: int
+) -> dict[str, Any]:
+    """Convert, distil and measure one case on one GPU."""
+    name, began = case["name"], time.time()
+    folder = out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "MASTER_PORT": str(29600 + gpu), "OMP_NUM_THREADS": "4"}
+
+    def fcsd(*arguments: object, out: Path | None = None) -> None:
+        with (folder / "log.txt").open("a") as log:
+            words = [sys.executable, "-m", "fcsd", *map(str, arguments)]
+            where = log if out is None else out.open("w")
+            subprocess.run(words, check=True, env=env, stdout=where, stderr=log)
+
+    student = folder / "student"
+    if not student.exists():
+        fcsd("convert", teacher, student, "--wiring", case["wiring"], "--layers", case["layers"], "--no-check")
+    recipe = recipe_of(case, student, folder, texts)
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    fcsd("distill", folder / "recipe.yaml")
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    rates = sorted(line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
+    held_out = [[line["step"], line["held_out_kl"]] for line in lines if "held_out_kl" in line]
+    final = folder / "run" / "final"
+    words = [f"--text={text}={where}" for text, where in texts.items()]
+    command = [sys.executable, "-m", "studies.real.heal", teacher, out, "--cases", os.devnull, *words, "--measure"]
+    with (folder / "log.txt").open("a") as log:
+        run = [subprocess.run([*map(str, command), str(m)], env=env, check=True, stdout=-1, stderr=log) for m in
+               ([student, final] if case.get("untrained") else [final])]  # fmt: skip
+    found = {
+        **case,
+        "steps": recipe["train"]["steps"],
+        "tokens_per_second": rates[len(rates) // 2] if rates else None,
+        "held_out": held_out,
+        "kl": json.loads(run[-1].stdout),
+    }
+    if len(run) > 1:
+        found["untrained_kl"] = json.loads(run[0].stdout)
+    if case.get("eval") and mirror is not None:
+        answers = folder / "eval.json"
+        words = ["--baseline", teacher, "--tasks", TASKS, "--data-mirror", mirror, "--limit", limit]
+        if case.get("untrained"):
+            words += ["--untrained", student]
+        models = [student, final] if case.get("untrained") else [final]
+        fcsd("eval", *models, *words, "--out", folder / "eval", "--json", out=answers)
+        found["scores"] = {
+            Path(file).stem: {row["column"]: [row["value"], row["stderr"]] for row in json.loads(file.read_text())}
+            for file in sorted((folder / "eval").glob("*.json"))
+            if isinstance(json.loads(file.read_text()), list)
+        }
+    return {**found, "seconds": time.time() - began}
+
+
+def recipe_of(case: dict[str, Any], student: Path, folder: Path, texts: dict[str, Path]) -> dict[str, Any]:
+    """The recipe of a case, with the values of SmolLM2's table unless the case sets others."""
+    names = case["text"].split("+")
+    batch, lr = case.get("batch", BATCH), case["lr"]
+    steps = max(1, round(case["tokens"] / batch))
+
+    def source(name: str, part: str) -> dict[str, Any]:
+        return {"path": f"{texts[name]}/{part}/*.parquet", "token_ids": "input_ids"}
+
+    recipe: dict[str, Any] = {
+        "name": case["name"],
+        "model": str(student),
+        "output_dir": str(folder / "run"),
+        "seed": case.get("seed", 0),
+        "data": {
+            "seq_len": SEQ,
+            "sources": [source(name, "train") for name in names],
+            "held_out": {**source(names[0], "held_out"), "max_rows": 300},
+        },
+        "objective": {"kl": 1.0, "sft": 0.0},
+        "train": {"batch_tokens": batch, "micro_batch_size": min(MICRO, batch // SEQ), "steps": steps, "log_every": 5,
+                  "eval_every": max(1, steps // 3), "sample_tokens": 0, "compile": True},
+        "optim": {"lr": lr, "min_lr": lr / 50, "warmup_steps": max(1, min(50, steps // 10))},
+        "checkpoint": {"every_steps": 0, "keep": 1},
+    }  # fmt: skip
+    for key, value in case.get("set", {}).items():
+        *sections, last = key.split(".")
+        place = recipe
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return recipe
+
+
+def measure(student: Path, teacher: Path, texts: dict[str, Path]) -> dict[str, Any]:
+    """KL(teacher || student) and both losses in nats per token, on the held-out rows of every text.
+
+    Rows are packed as in training, but attention reads over the borders of documents, for both models alike.
+    """
+    import pyarrow.parquet as pq
+    import torch
+    import torch.nn.functional as F
+
+    from fcsd.models.build import load_model
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    models = [load_model(path, dtype=dtype).to(device).eval() for path in (student, teacher)]
+    found = {}
+    for name, folder in texts.items():
+        ids: list[int] = []
+        for file in sorted((folder / "held_out").glob("*.parquet")):
+            for row in pq.read_table(file)["input_ids"]:
+                ids += row.as_py()
+            if len(ids) >= HELD_OUT_ROWS * SEQ:
+                break
+        rows = torch.tensor(ids[: len(ids) // SEQ * SEQ][: HELD_OUT_ROWS * SEQ], device=device).view(-1, SEQ)
+        sums = torch.zeros(3, dtype=torch.float64)
+        for batch in rows.split(4):
+            with torch.no_grad():
+                own, theirs = (F.log_softmax(model(batch).logits[:, :-1].float(), -1) for model in models)
+            kl = (theirs.exp() * (theirs - own)).sum(-1)
+            losses = [-log.gather(-1, batch[:, 1:, None]) for log in (own, theirs)]
+            sums += torch.stack([value.double().sum().cpu() for value in (kl, *losses)])
+        tokens = rows.shape[0] * (SEQ - 1)
+        found[name] = dict(zip(("kl", "loss", "teacher_loss"), (sums / tokens).tolist(), strict=True))
+        found[name]["tokens"] = tokens
+    return found
+
+
+if __name__ == "__main__":
+    main()
