@@ -209,7 +209,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load an original or converted checkpoint directory, in eval mode.
 
-    A tensor that is missing, left over or of the wrong shape is an error.
+    A tensor that is missing, left over or of the wrong shape is an error. So is an output head that differs from the
+    embedding although the config ties them: other programs would tie them, and compute another function.
 
     Args:
         path: the directory. A converted model has the wiring that it was converted to.
@@ -248,6 +249,10 @@ def load_model(
     ]
     if problems:
         raise BadInputError(f"{path}: tensors do not match the config: {'; '.join(problems)}")
+    if untied := sorted(model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys):
+        # transformers has found other values than in the tensor to which the config ties them, and kept both
+        hint = 'If the separate tensor is the right one, set "tie_word_embeddings": false in config.json.'
+        raise BadInputError(f"{path}: config.json ties {untied} to a tensor that has other values", hint)
     return model if device is None else model.to(device)
 
 
