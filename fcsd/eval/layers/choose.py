@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fcsd.checkpoint.tokenizer import text_ids
 from fcsd.disk import json_sha256, write_text
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import HFAdapter
@@ -243,7 +244,7 @@ def take(texts: list[str], tokens: int, subject: Subject) -> list[str]:
         if total >= tokens:
             break
         taken.append(text)
-        total += len(subject.tokenizer(text)["input_ids"])
+        total += len(text_ids([text], subject.tokenizer)[0])
     return taken
 
 
