@@ -185,6 +185,8 @@ def _mxfp4(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], conf
     for name, shape in parameters.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             experts, inner, outer = shape
+            if inner % MXFP4_BLOCK:
+                raise BadInputError(f"{shown(name)}: {inner} values cannot be stored in MXFP4 blocks of {MXFP4_BLOCK}")
             scales = (experts, outer, inner // MXFP4_BLOCK)
             expected[f"{name}_blocks"] = ((*scales, 16), ("U8",))
             expected[f"{name}_scales"] = (scales, ("U8",))

@@ -21,6 +21,7 @@ from ..extras import require_extra
 from ..foreign_errors import first_line
 from .archs import ARCHS, Arch
 from .config_keys import PREFIX, WEIGHTS_FILE, expert_count
+from .fp8 import blocks_of_config
 from .fused.model import fuse_parts
 from .load_options import default_dtype
 from .products import family, supported
@@ -231,16 +232,17 @@ def load_model(
     try:
         config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
         arch_of(config)
-        model, report = getattr(transformers, auto).from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            device_map=device_map,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are reported below, by name
-            **kwargs,
-        )
+        with blocks_of_config():
+            model, report = getattr(transformers, auto).from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                device_map=device_map,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are reported below, by name
+                **kwargs,
+            )
     except (RuntimeError, ValueError, FileNotFoundError) as error:
         hint = f"`fcsd inspect {path} --verify` says what is wrong."
         raise BadInputError(f"{path}: {first_line(error)}", hint) from error
