@@ -17,7 +17,7 @@ from fcsd.engine.generate import CACHE_TOKENS, generate_greedy
 from fcsd.engine.logprobs import batches, check_head, continuation_logprobs
 from fcsd.engine.slots import why_no_slots
 from fcsd.errors import BadInputError
-from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.engines.answer_cache import AnswerCache, is_loglikelihood, is_text
 from fcsd.eval.engines.interface import Adapter
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.progress import progress
@@ -133,7 +133,7 @@ class HFAdapter(Adapter):
             if not context_ids or not ids:
                 raise BadInputError(f"a request has no tokens to score: {(context + continuation)[-80:]!r}")
             self.require_fits(len(context_ids) + len(ids) - 1, context)
-        answers: list[Any] = [self.cached(["loglikelihood", *texts]) for texts, _, _ in requests]
+        answers: list[Any] = [self.cached(["loglikelihood", *texts], is_loglikelihood) for texts, _, _ in requests]
         open_ = [i for i, answer in enumerate(answers) if answer is None]
         with self._progress("scoring", len(open_)) as advance:
 
@@ -169,7 +169,7 @@ class HFAdapter(Adapter):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy answers, cut before the first stop string. A task that asks for sampling is refused."""
-        answers: list[Any] = [self.cached(["generate_until", *request.args]) for request in requests]
+        answers: list[Any] = [self.cached(["generate_until", *request.args], is_text) for request in requests]
         groups: dict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             settings = self.greedy_settings(request)

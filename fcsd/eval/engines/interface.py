@@ -1,6 +1,7 @@
 """The interface of a model in an evaluation: lm-eval's own, and what fcsd needs beyond it, for every engine."""
 
 import abc
+from collections.abc import Callable
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -90,9 +91,13 @@ class Adapter(TemplateLM):
                 "leave the task out, or lower its shots or answer length; a cut prompt would be a false score",
             )
 
-    def cached(self, request: list[Any]) -> Any:
-        """The answer of an earlier run, or None."""
-        return None if self.cache is None else self.cache.get(request)
+    def cached(self, request: list[Any], valid: Callable[[Any], bool]) -> Any:
+        """The answer of an earlier run, or None.
+
+        Raises:
+            BadInputError: ``valid`` says that the stored answer cannot be one.
+        """
+        return None if self.cache is None else self.cache.get(request, valid)
 
     def store(self, request: list[Any], answer: Any) -> None:
         """Keep an answer that this rank computed. If all ranks computed it, the first one writes it down."""

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform  # pyright: ignore[reportMissingImpo
 
 from fcsd.checkpoint.tokenizer import text_ids
 from fcsd.errors import BadInputError, NonFiniteError
-from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.engines.answer_cache import AnswerCache, is_loglikelihood, is_text
 from fcsd.eval.engines.interface import MAX_NEW_TOKENS, Adapter
 from fcsd.launch.shared_work import ALONE
 from fcsd.serve.vllm.support import installed_version
@@ -85,7 +85,10 @@ class VLLMAdapter(_VLLM, Adapter):
                 raise NonFiniteError("vLLM gives log-probabilities that are NaN or infinite", "no score is reported")
             return answers
 
-        found = self._through_cache(requests, lambda r: ["loglikelihood", list(r[1]), list(r[2])], score)
+        def key(request: Any) -> list[Any]:
+            return ["loglikelihood", list(request[1]), list(request[2])]
+
+        found = self._through_cache(requests, key, is_loglikelihood, score)
         return [(float(logprob), bool(greedy)) for logprob, greedy in found]
 
     @property
@@ -109,13 +112,17 @@ class VLLMAdapter(_VLLM, Adapter):
         def generate(chosen: list[Any]) -> list[str]:
             return _VLLM.generate_until(self, chosen, disable_tqdm=True)
 
-        return self._through_cache(requests, lambda r: ["generate_until", *r.args], generate)
+        return self._through_cache(requests, lambda r: ["generate_until", *r.args], is_text, generate)
 
     def _through_cache(
-        self, requests: Sequence[T], key: Callable[[T], list[Any]], compute: Callable[[list[T]], list[Any]]
+        self,
+        requests: Sequence[T],
+        key: Callable[[T], list[Any]],
+        valid: Callable[[Any], bool],
+        compute: Callable[[list[T]], list[Any]],
     ) -> list[Any]:
         """Answers to all requests, chunk by chunk; those known from an earlier run are not computed again."""
-        answers = [self.cached(key(request)) for request in requests]
+        answers = [self.cached(key(request), valid) for request in requests]
         missing = [index for index, answer in enumerate(answers) if answer is None]
         for start in range(0, len(missing), CHUNK):
             chunk = missing[start : start + CHUNK]
