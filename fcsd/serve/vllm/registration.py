@@ -55,7 +55,9 @@ def register() -> None:
 def _hooks(checked: Callable[[Any], None], base: Any) -> type:
     """What vLLM calls with its settings: ``checked``, and what it calls for the base, if there is one."""
 
-    class Hooks(base if isinstance(base, type) else object):
+    derived: Any = base if isinstance(base, type) else object  # keeps whatever else vLLM's class has
+
+    class Hooks(derived):
         @staticmethod
         def verify_and_update_config(vllm_config: Any) -> None:
             checked(vllm_config)
