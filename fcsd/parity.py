@@ -193,6 +193,7 @@ def first_layers(
     from safetensors import safe_open
 
     from fcsd.models.build import causal_lm_class, register
+    from fcsd.models.fp8 import blocks_of_config
 
     register()
     config = shortened(transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False), layers)
@@ -200,14 +201,15 @@ def first_layers(
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in _wanted(file.keys(), arch, layers)}
-    loaded: Any = causal_lm_class(config).from_pretrained(
-        None,
-        config=config,
-        state_dict=tensors,
-        output_loading_info=True,
-        quantization_config=_dequantise(base),
-        experts_implementation="eager",  # the default depends on how quantisation was turned off
-    )
+    with blocks_of_config():
+        loaded: Any = causal_lm_class(config).from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            output_loading_info=True,
+            quantization_config=_dequantise(base),
+            experts_implementation="eager",  # the default depends on how quantisation was turned off
+        )
     model, report = loaded
     if problems := {kind: sorted(map(str, keys))[:5] for kind, keys in report.items() if keys}:
         raise BadInputError(f"{directory}: the first {layers} layers do not load: {problems}")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fcsd.eval.engines.adapter import HFAdapter
@@ -15,8 +15,13 @@ from fcsd.eval.engines.adapter import HFAdapter
 WORDS = ["river", "stone", "lamp", "garden", "window", "bread", "music", "winter", "paper", "silver", "apple"]
 
 
-def tokenizer(vocab: int = 400) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with ``<pad>``, ``<s>``, ``</s>`` as ids 0, 1, 2."""
+def tokenizer(vocab: int = 400, *, add_bos: bool = False, add_eos: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with ``<pad>``, ``<s>``, ``</s>`` as ids 0, 1, 2.
+
+    Args:
+        add_bos: whether it puts ``<s>`` before a text.
+        add_eos: whether it appends ``</s>`` to a text.
+    """
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -27,6 +32,9 @@ def tokenizer(vocab: int = 400) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     raw.train_from_iterator(["Question: the river and the stone\nAnswer: garden " + " ".join(WORDS)] * 3, trainer)
+    if add_bos or add_eos:
+        pattern = f"{'<s> ' * add_bos}$A{' </s>' * add_eos}"
+        raw.post_processor = processors.TemplateProcessing(single=pattern, special_tokens=[("<s>", 1), ("</s>", 2)])
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 

@@ -118,8 +118,12 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
         raise BadInputError(problem, "If the file is damaged, download it again.")
     comparison = None if config.foreign or verify else compare_layers(layout, config)
     verified = comparison is None and not config.foreign
+    differing: list[str] = []
     if verified:
+        from fcsd.checkpoint.tied import differing_copies
+
         comparison = compare_tensors(layout, config)
+        differing = differing_copies(layout, comparison.tied)
     tensors = layout.tensors
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
@@ -137,7 +141,9 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
         rewired=config.rewired,
         carried=comparison.carried if comparison else [],
         verified=verified,
-        problems=_problems(layout, comparison) + ([GATED_ATTENTION] if has_gated_attention(config.raw) else []),
+        problems=_problems(layout, comparison)
+        + differing
+        + ([GATED_ATTENTION] if has_gated_attention(config.raw) else []),
     )
 
 

@@ -1,7 +1,13 @@
-"""Loads the tokenizer of a model directory, and says so in one line if there is none."""
+"""Loads the tokenizer of a model directory, and decides which special tokens a text has when a model reads it.
 
+Tokenizers differ: some put BOS before a text (``add_bos_token``), some append EOS (``add_eos_token``), some do neither.
+A text that a model continues or scores, and the text of a training document, begin with what the tokenizer puts before
+a text, once. They never end with what it appends. A training document ends with one EOS.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fcsd.errors import BadInputError
 
@@ -25,3 +31,46 @@ def load_tokenizer(model: Path) -> "PreTrainedTokenizerBase":
             f"{model}: there is no usable tokenizer ({reason})",
             "Copy tokenizer.json and tokenizer_config.json of the model into this directory.",
         ) from error
+
+
+def tokens_before(tokenizer: Any, texts: Sequence[str] = ()) -> list[int]:
+    """The special tokens that a tokenizer puts before a text: mostly BOS or nothing.
+
+    Args:
+        texts: texts to find it out by if the tokenizer has no token for the letter a.
+    """
+    for text in ("a", *texts):
+        bare, full = (list(tokenizer(text, add_special_tokens=special)["input_ids"]) for special in (False, True))
+        if bare:
+            starts = range(len(full) - len(bare) + 1)
+            return full[: next((start for start in starts if full[start : start + len(bare)] == bare), 0)]
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos] else []
+
+
+def text_ids(texts: Sequence[str], tokenizer: Any, special: bool | None = None) -> list[list[int]]:
+    """The token ids of texts as a model reads them: see the top of this file.
+
+    Args:
+        special: whether the tokenizer's tokens come before a text. None puts them there unless the text has them.
+    """
+    if not texts:
+        return []
+    bare = [list(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+    before = [] if special is False else tokens_before(tokenizer, texts)
+    return [[*before, *ids] if special or not count_before(ids, before, tokenizer) else ids for ids in bare]
+
+
+def count_before(ids: Sequence[int], before: Sequence[int], tokenizer: Any) -> int:
+    """How many special tokens come before a text in ``ids``: those of ``before`` (see ``tokens_before``), or a BOS."""
+    if before and list(ids[: len(before)]) == list(before):
+        return len(before)
+    return int(list(ids[:1]) == [tokenizer.bos_token_id])
+
+
+def document_ids(text: str, tokenizer: Any, before: Sequence[int]) -> list[int]:
+    """The token ids of a training document: ``before`` (see ``tokens_before``), the text and one EOS."""
+    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    start = [] if count_before(ids, before, tokenizer) else before
+    end = [] if ids[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]
+    return [*start, *ids, *end]

@@ -41,6 +41,7 @@ class Comparison:
         unexpected: tensors in the files that are neither expected nor declared by the base class as ignored.
         wrong: descriptions of the tensors that have another shape or dtype than expected.
         carried: tensors that the base class ignores (multi-token-prediction layers). They are kept and never loaded.
+        tied: the copies that config.json ties to other tensors: name of the copy -> name of the other tensor.
         text: the decoder's config with transformers' defaults filled in.
     """
 
@@ -50,6 +51,7 @@ class Comparison:
     wrong: list[str]
     carried: list[str]
     text: dict[str, Any] = field(repr=False)
+    tied: dict[str, str] = field(default_factory=dict)
 
     def problems(self) -> dict[str, str]:
         """The number and first names of the missing, unexpected and wrong tensors, without the kinds that have none."""
@@ -62,14 +64,18 @@ def verify_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
 
     Raises:
         BadInputError: a tensor is missing, is unexpected, or has another shape or dtype than in the base class. Tied
-            copies may be present or absent.
+            copies may be present or absent; one that is present has the values of the tensor to which it is tied.
     """
+    from fcsd.checkpoint.tied import FIX, differing_copies
+
     comparison = compare_tensors(layout, config)
     if problems := comparison.problems():
         raise BadInputError(
             f"{layout.path}: the files do not match config.json: {'; '.join(problems.values())}",
             "config.json belongs to another model, or the checkpoint is incomplete: download it again.",
         )
+    if differing := differing_copies(layout, comparison.tied):
+        raise BadInputError(f"{layout.path}: {'; '.join(differing)}", FIX)
     return comparison
 
 
@@ -104,6 +110,13 @@ def compare_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
         ],
         carried=[name for name in left_over if _matches(name, carried_patterns)],
         text=model.config.get_text_config().to_dict(),
+        tied={
+            one: other
+            for copy, source in model.all_tied_weights_keys.items()
+            for one, other in zip(
+                _on_disk(model, {copy: state[copy]}), _on_disk(model, {source: state[source]}), strict=True
+            )
+        },
     )
 
 
@@ -172,6 +185,8 @@ def _mxfp4(parameters: dict[str, Shape], tensors: Mapping[str, TensorInfo], conf
     for name, shape in parameters.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             experts, inner, outer = shape
+            if inner % MXFP4_BLOCK:
+                raise BadInputError(f"{shown(name)}: {inner} values cannot be stored in MXFP4 blocks of {MXFP4_BLOCK}")
             scales = (experts, outer, inner // MXFP4_BLOCK)
             expected[f"{name}_blocks"] = ((*scales, 16), ("U8",))
             expected[f"{name}_scales"] = (scales, ("U8",))

@@ -77,7 +77,7 @@ def held_out_result(text: HeldOut, lm: Adapter) -> dict[str, Any]:
     """
     items = [(-loglikelihood, tokens) for loglikelihood, tokens in lm.text_loglikelihoods(text.texts)]
     value, stderr = estimate(items)
-    settings = {"harness": "fcsd", "task": "held_out", "max_length": lm.max_length}
+    settings = {"harness": "fcsd", "task": "held_out", "max_length": lm.max_length, "bos": "not scored"}
     return {
         "column": HELD_OUT,
         "task": "held_out",

@@ -11,6 +11,7 @@ from typing import Any
 
 from fcsd.disk import write_text
 from fcsd.errors import BadInputError
+from fcsd.eval.engines.answer_cache import is_number
 
 # One model's score on one task, as ``evaluate_models`` describes it.
 Result = dict[str, Any]
@@ -35,6 +36,20 @@ def read_results(path: Path) -> list[Result]:
     except (OSError, ValueError, TypeError) as error:
         raise BadInputError(f"{path} is not a result file of fcsd eval") from error
     return results
+
+
+def are_sound(results: Any) -> bool:
+    """Whether a value is a list of results whose numbers are finite; the error of a single question is NaN."""
+    needed = {"column", "metric", "value", "stderr", "n", "items"}
+    return isinstance(results, list) and all(
+        isinstance(result, dict)
+        and needed <= result.keys()
+        and is_number(result["value"])
+        and (result["n"] == 1 or is_number(result["stderr"]))
+        and len(result["items"]) == result["n"]
+        and all(is_number(x) for item in result["items"] for x in (item if isinstance(item, list | tuple) else [item]))
+        for result in results
+    )
 
 
 def read_directory(directory: Path) -> list[Result]:

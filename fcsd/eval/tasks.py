@@ -7,6 +7,7 @@ task definitions read real and mirrored data. For the same reason, it would read
 """
 
 import contextlib
+import itertools
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -217,7 +218,8 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
     """Run a task and return the fields of its result that come from lm-eval, and ``samples``: what the model answered.
 
     Raises:
-        BadInputError: a prompt is longer than the model takes, or the model lacks a chat template that is asked for.
+        BadInputError: a prompt is longer than the model takes, the model lacks a chat template that is asked for, or a
+            question's label is none of its choices.
         ConfigError: a task outside of the suites has scores that are not between 0 and 1.
         NonFiniteError: the model gives NaN or infinite logits.
     """
@@ -228,6 +230,8 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
         raise BadInputError(f"{benchmark.column}: the model has no chat template", "leave out --apply-chat-template")
     for leaf in task.lm_eval["tasks"].values():
         leaf.set_fewshot_seed(FEWSHOT_SEED)  # the same examples for every model
+    for name, leaf in task.lm_eval["tasks"].items():
+        _check_labels(f"{benchmark.column}: {name}", leaf, limit)
     try:
         answer: Any = run(
             lm,
@@ -296,6 +300,31 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
             for (name, sample), item in zip(named, items, strict=True)
         ],
     }
+
+
+def _check_labels(what: str, leaf: Any, limit: int | None) -> None:
+    """Refuse questions with choices whose right answer is not among them; lm-eval would count them as wrong.
+
+    Raises:
+        BadInputError: the label of a question is not the number or the text of one of its choices.
+    """
+    if leaf.OUTPUT_TYPE != "multiple_choice" or callable(leaf.config.process_results):
+        return
+    for number, doc in enumerate(itertools.islice(leaf.eval_docs, limit)):
+        try:
+            choices = leaf.doc_to_choice(doc)
+            gold = leaf.doc_to_text(doc) if leaf.multiple_input else leaf.doc_to_target(doc)
+        except Exception as error:  # a template can fail in any way on data of another form
+            raise BadInputError(f"{what}: question {number} cannot be read: {first_line(error):.200}") from error
+        right = gold if isinstance(gold, list) else [gold]
+        if not right or not all(
+            label in choices if isinstance(label, str) else isinstance(label, int) and 0 <= label < len(choices)
+            for label in right
+        ):
+            raise BadInputError(
+                f"{what}: question {number} has the label {gold!r:.40}, which is none of its {len(choices)} choices",
+                "the data of this benchmark are damaged: fetch them again",
+            )
 
 
 def _score(item: Any, benchmark: Benchmark) -> float:

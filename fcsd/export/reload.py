@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.checkpoint import CheckpointConfig, Layout, fingerprint, read_layout, read_object
+from fcsd.checkpoint.files import quoted
 from fcsd.disk import bytes_sha256, file_sha256
 from fcsd.errors import BadInputError, DoesNotFitError, FcsdError
 from fcsd.parity import first_layers, logits, plan_proof, shortened, token_ids
@@ -28,11 +29,17 @@ def prove_reload(source: Layout, directory: Path, config: CheckpointConfig, arch
 
     Raises:
         FcsdError: the directory does not load, or its logits are not equal bit for bit.
+        BadInputError: the model has fp8 blocks that transformers cannot read without a GPU.
         DoesNotFitError: not even one layer fits in memory.
     """
     import torch
     import transformers
 
+    if uneven := _uneven_blocks(source, config):
+        raise BadInputError(
+            f"{source.path}: transformers on a CPU misreads the fp8 blocks of {quoted(uneven)}, which do not divide it",
+            "Save a dequantised copy in bf16, and convert and export that.",
+        )
     proof = plan_proof(source, config, arch)
     if proof.layers == 0:
         raise DoesNotFitError(
@@ -55,6 +62,19 @@ def prove_reload(source: Layout, directory: Path, config: CheckpointConfig, arch
         "logits_sha256": bytes_sha256(expected.float().numpy().tobytes()),
         **_identity(directory),
     }
+
+
+def _uneven_blocks(source: Layout, config: CheckpointConfig) -> str | None:
+    """An fp8 matrix whose last block is smaller than the others, which transformers alone dequantises wrongly."""
+    if config.quantization != "fp8":
+        return None
+    block, tensors = config.raw["quantization_config"]["weight_block_size"], source.tensors
+    for name, tensor in tensors.items():
+        if tensor.dtype == "F8_E4M3" and any(
+            size > wide and size % wide for size, wide in zip(tensor.shape, block, strict=True)
+        ):
+            return name
+    return None
 
 
 def check_record(directory: Path) -> None:

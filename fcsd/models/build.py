@@ -21,6 +21,7 @@ from ..extras import require_extra
 from ..foreign_errors import first_line
 from .archs import ARCHS, Arch
 from .config_keys import PREFIX, WEIGHTS_FILE, expert_count
+from .fp8 import blocks_of_config
 from .fused.model import fuse_parts
 from .load_options import default_dtype
 from .products import family, supported
@@ -209,7 +210,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load an original or converted checkpoint directory, in eval mode.
 
-    A tensor that is missing, left over or of the wrong shape is an error.
+    A tensor that is missing, left over or of the wrong shape is an error. So is an output head that differs from the
+    embedding although the config ties them: other programs would tie them, and compute another function.
 
     Args:
         path: the directory. A converted model has the wiring that it was converted to.
@@ -230,16 +232,17 @@ def load_model(
     try:
         config = config or AutoConfig.from_pretrained(path, trust_remote_code=False)
         arch_of(config)
-        model, report = getattr(transformers, auto).from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            device_map=device_map,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are reported below, by name
-            **kwargs,
-        )
+        with blocks_of_config():
+            model, report = getattr(transformers, auto).from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                device_map=device_map,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are reported below, by name
+                **kwargs,
+            )
     except (RuntimeError, ValueError, FileNotFoundError) as error:
         hint = f"`fcsd inspect {path} --verify` says what is wrong."
         raise BadInputError(f"{path}: {first_line(error)}", hint) from error
@@ -248,6 +251,10 @@ def load_model(
     ]
     if problems:
         raise BadInputError(f"{path}: tensors do not match the config: {'; '.join(problems)}")
+    if untied := sorted(model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys):
+        # transformers has found other values than in the tensor to which the config ties them, and kept both
+        hint = 'If the separate tensor is the right one, set "tie_word_embeddings": false in config.json.'
+        raise BadInputError(f"{path}: config.json ties {untied} to a tensor that has other values", hint)
     return model if device is None else model.to(device)
 
 

@@ -273,6 +273,28 @@ def unwire_layers(layers: Any) -> None:
             layer.__class__ = layer.unwired  # pyright: ignore[reportAttributeAccessIssue]
 
 
+# What transformers itself attends by, and fcsd's training. ``paged|`` comes before a name, ``/`` is in hub kernels.
+_ATTENTION = ("eager", "sdpa", "flash_attention", "flex_attention", "paged|", "fcsd_", "packed")
+
+
+def refuse_unknown_backend(config: Any) -> None:
+    """Refuse to be built by an inference server that brings its own attention, as vLLM's Transformers backend does.
+
+    Such a server also replaces linear layers, experts and reductions, and knows nothing of the wiring. The model would
+    compute another function without an error.
+
+    Raises:
+        ValueError: the config, or that of its decoder, names an attention that is not transformers'.
+    """
+    for part in (config, config.get_text_config()):
+        name = getattr(part, "_attn_implementation", None)
+        if name is not None and "/" not in name and not name.startswith(_ATTENTION):
+            raise ValueError(
+                f"this rewired model cannot be built by a backend with attention {name!r}, which does not know its "
+                "wiring; serve it by vLLM with fcsd's plugin (pip install 'fcsd[vllm]')"
+            )
+
+
 class WiredModel(nn.Module):
     """A mixin for a transformers model class: the model is built as usual, and then wired as ``config.fcsd`` says."""
 
@@ -280,6 +302,7 @@ class WiredModel(nn.Module):
     fcsd_blocks = Blocks()
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        refuse_unknown_backend(config)
         super().__init__(config, *args, **kwargs)
         layers: Any = self.get_submodule(self.fcsd_decoder).layers
         wire_layers(layers, Wiring.from_block(config.fcsd), partial(hf_parts, self.fcsd_blocks))

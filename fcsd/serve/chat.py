@@ -197,12 +197,15 @@ def answer(
         BadInputError: the conversation is longer than the model takes.
     """
     import torch
-    from transformers import set_seed
+    from transformers import BatchEncoding, set_seed
+
+    from fcsd.checkpoint.tokenizer import text_ids
 
     model: Any = speaker.model
     tokenizer: Any = speaker.tokenizer
     if tokenizer.chat_template is None:
-        inputs = tokenizer(history[-1]["content"], return_tensors="pt", return_token_type_ids=False)
+        [ids] = text_ids([history[-1]["content"]], tokenizer)
+        inputs = BatchEncoding({"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long()})
     else:
         inputs = tokenizer.apply_chat_template(
             list(history), add_generation_prompt=True, return_dict=True, return_tensors="pt"

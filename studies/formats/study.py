@@ -26,7 +26,7 @@ from fcsd.checkpoint.tokenizer import load_tokenizer
 from fcsd.disk import file_sha256, json_sha256, write_text
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import HFAdapter
-from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.engines.answer_cache import AnswerCache, are_losses
 from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.layers.rewiring import model_sha256
@@ -138,10 +138,10 @@ def run(study: Study, out: Path) -> dict[str, Any]:
         wanted += [Piece("tasks"), *(Piece("tasks", "all-reduce", row.format) for row in TABLE_7)]
     known = AnswerCache(out / "pieces.jsonl")
     try:
-        for piece, answer in _measured(study, [piece for piece in wanted if known.get(key(piece)) is None]):
+        for piece, answer in _measured(study, [piece for piece in wanted if known.get(key(piece), _is_answer) is None]):
             known.add(key(piece), answer)
             log.info("%s, %s over %s: measured", piece.kind, piece.direction or "no wire", piece.format or "bf16")
-        answers = {piece: known.get(key(piece)) for piece in wanted}
+        answers = {piece: known.get(key(piece), _is_answer) for piece in wanted}
     finally:
         known.close()
     without = answers[Piece("losses")]
@@ -219,6 +219,11 @@ def _measure(study: Study, piece: Piece, opened: Opened) -> Any:
     )
     keys = ("column", "metric", "n", "settings_sha256", "data_sha256", "items")
     return {"format": format, "results": [{key: result[key] for key in keys} for result in results]}
+
+
+def _is_answer(answer: Any) -> bool:
+    """Whether an answer is one of ``_measure``: losses of documents, or scores of tasks."""
+    return are_losses(answer) or (isinstance(answer, dict) and answer.keys() == {"format", "results"})
 
 
 def _loss(direction: Direction, format: str, items: Any, without: Any) -> dict[str, Any]:

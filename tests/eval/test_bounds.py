@@ -98,6 +98,12 @@ def test_the_exact_p_value_is_that_of_its_definition(gains: int, losses: int, le
     assert p_above(gains, losses, 12, level) >= 0.6 * slow, "the interval of discordances left much out"
 
 
+def test_no_p_value_is_below_what_its_interval_of_discordances_may_leave_out() -> None:
+    """The interval holds the true discordance with this confidence only, so no outcome says more than that."""
+    for gains, level in ((12, -0.9), (11, -0.95)):
+        assert LEFT_OUT <= p_above(gains, 0, 12, level) < 1.01 * LEFT_OUT
+
+
 def test_bounds_of_the_exchanged_models_are_the_negative_ones() -> None:
     for counts in (Counts(3, 7, 60), Counts(0, 4, 30), Counts(12, 2, 40)):
         low, high = task_bounds(counts)

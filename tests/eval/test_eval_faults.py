@@ -1,8 +1,10 @@
 """What must not change a score: kills at any moment, the batch size; and what must not get one."""
 
 import json
+import math
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from unittest.mock import patch
@@ -15,9 +17,10 @@ from lm_eval.api.instance import Instance
 
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.adapter import HFAdapter
-from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.engines.answer_cache import AnswerCache, are_losses, is_loglikelihood
 from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import evaluate_models
+from fcsd.eval.results import are_sound
 
 TASKS = ["PIQA", "HS", "GSM-8K"]
 
@@ -96,3 +99,81 @@ def test_a_request_without_tokens_is_an_error() -> None:
             lm.loglikelihood([Instance("loglikelihood", {}, pair, 0)])
     with pytest.raises(BadInputError, match="no tokens"):
         lm.generate_until([Instance("generate_until", {}, ("", {"until": []}), 0)])
+
+
+@pytest.mark.parametrize("stored", ["[NaN, true]", "[3.2, true]"])
+def test_a_stored_log_probability_that_cannot_be_one_is_refused(stored: str, model: Path, mirror: Path, tmp_path: Path):
+    scores(model, mirror, tmp_path)
+    [path] = (tmp_path / "answers").iterdir()
+    lines = path.read_text().splitlines()
+    spoilt = next(i for i, line in enumerate(lines) if line and isinstance(json.loads(line)[1], list))
+    key, _ = json.loads(lines[spoilt])
+    path.write_text("\n".join([*lines[:spoilt], f'["{key}", {stored}]', *lines[spoilt + 1 :]]) + "\n")
+    with pytest.raises(BadInputError, match="a stored answer cannot be right") as caught:
+        scores(model, mirror, tmp_path)
+    assert caught.value.exit_code == 3 and str(path) in str(caught.value)
+
+
+def test_a_stored_text_that_is_none_is_refused(model: Path, mirror: Path, tmp_path: Path) -> None:
+    scores(model, mirror, tmp_path)
+    [path] = (tmp_path / "answers").iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line]
+    path.write_text("".join(json.dumps([key, 5 if isinstance(value, str) else value]) + "\n" for key, value in lines))
+    with pytest.raises(BadInputError, match="a stored answer cannot be right"):
+        scores(model, mirror, tmp_path)
+
+
+def test_stored_losses_and_results_are_checked() -> None:
+    assert is_loglikelihood((-3.2, True)) and is_loglikelihood([0.0, False]) and is_loglikelihood([1e-6, False])
+    for wrong in ("[-Infinity, true]", "[-1e400, true]", "[3.2, true]", "[-3.2, 1]", "[-3.2]", "[true, true]", '"a"'):
+        assert not is_loglikelihood(json.loads(wrong)), wrong
+    assert are_losses([]) and are_losses([(0.5, 3), [0, 0]])
+    for wrong in ([[math.nan, 3]], [[math.inf, 3]], [[-1.0, 3]], [[1.0, -3]], [[1.0, 2.5]], [[1.0]], {"a": 1}, "ab"):
+        assert not are_losses(wrong), wrong
+    sound = {"column": "PIQA", "metric": "acc", "value": 0.5, "stderr": 0.5, "n": 2, "items": [0.0, 1.0]}
+    alone = sound | {"n": 1, "items": [[1.0, 2]], "stderr": math.nan}
+    assert are_sound([sound, alone])
+    for change in (
+        {"value": math.nan},
+        {"stderr": math.inf},
+        {"n": 3},
+        {"items": [0.0, math.nan]},
+        {"items": ["a", "b"]},
+    ):
+        assert not are_sound([sound | change]), change
+    assert not are_sound([{}]) and not are_sound(None)
+
+
+@pytest.mark.parametrize(
+    "task, change, says",
+    [
+        ("PIQA", {"label": -1}, "the label -1, which is none of its 2 choices"),
+        ("PIQA", {"label": math.nan}, "label"),
+        ("PIQA", {"label": None}, "label"),
+        ("PIQA", {"label": 2}, "the label 2, which is none of its 2 choices"),
+        ("HS", {"label": "-1"}, "the label '-1', which is none of its 4 choices"),
+        ("ARC-E", {"answerKey": "Z"}, "question 1 cannot be read"),
+        ("WG", {"answer": "3"}, "question 1 "),
+    ],
+)
+def test_a_label_that_is_no_choice_is_refused(
+    task: str, change: dict, says: str, model: Path, mirror: Path, tmp_path: Path
+) -> None:
+    """lm-eval counts such a question as wrong and goes on."""
+    folders = {
+        "PIQA": "baber/piqa/default",
+        "HS": "Rowan/hellaswag/default",
+        "ARC-E": "allenai/ai2_arc/ARC-Easy",
+        "WG": "allenai/winogrande/winogrande_xl",
+    }
+    shutil.copytree(mirror, tmp_path / "mirror")
+    for path in (tmp_path / "mirror" / folders[task]).glob("*.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows[1] |= change
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked: dict = {"tasks": [task], "data_mirror": tmp_path / "mirror", "engine": Engine(device="cpu")}
+    with pytest.raises(BadInputError, match=says) as caught:
+        evaluate_models([str(model)], **asked)
+    assert str(caught.value).startswith(task)
+    if change in ({"label": -1}, {"label": 2}):  # a question that is not asked needs no label
+        evaluate_models([str(model)], limit=1, **asked)

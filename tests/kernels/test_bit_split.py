@@ -27,6 +27,24 @@ def snr(rows: Tensor, name: str) -> float:
     return float(10 * torch.log10(rows.square().sum() / error.square().sum()))
 
 
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_the_greatest_value_is_cut_by_what_the_page_says(bits: int) -> None:
+    """In steps of the scale that is stored: bf16 rows, the ends of groups at many distances."""
+    random = torch.Generator().manual_seed(bits)
+    ends = torch.randn(20000, 2, generator=random).sort(dim=1).values
+    between = ends[:, :1] + torch.rand(20000, 14, generator=random) * (ends[:, 1:] - ends[:, :1])
+    rows = torch.cat([ends[:, :1], between, ends[:, 1:]], 1).bfloat16()
+    format, levels = Format(bits, group=16), 2**bits - 1
+    records = encode(rows, format)
+    steps = records[:, 2 * bits : 2 * bits + 2].contiguous().view(torch.bfloat16).float()  # after the codes
+    error = (rows.float() - decode(records, format, 16, torch.float32)) / steps
+    top = rows == rows.amax(1, keepdim=True)
+    most = levels / 256
+    assert 0.9 * most < float(error[top].max()) <= most
+    assert float(error[~top].abs().max()) <= max(most, 0.5001)
+    assert float(-error[top].min()) <= 0.5001
+
+
 def test_planes_of_eight_values():
     codes = torch.tensor([[0b0001_01_1, 0b0010_10_0, 0b0011_11_1, 0b0100_00_0, 43, 52, 63, 64]], dtype=torch.int32)
     four, two, one = split(codes, Format(7))

@@ -4,9 +4,11 @@ The kernels are compiled on a GPU and run in Triton's interpreter elsewhere.
 """
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 from fcsd.kernels.decode.experts import few_experts, few_experts_reference
@@ -43,7 +45,16 @@ def test_one_expert_may_get_all_tokens() -> None:
     torch.testing.assert_close(few_experts(x, chosen, *rest), few_experts_reference(x, chosen, *rest))
 
 
-def test_experts_of_other_ranks_add_nothing() -> None:
+@pytest.fixture
+def undefined_is_nan() -> Iterator[None]:
+    """Memory that is allocated without a value holds NaN, so that nothing can be read from it unnoticed."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_experts_of_other_ranks_add_nothing(undefined_is_nan: None) -> None:
     x, chosen, weights, *matrices = draw(6, 2, 4, 64, 32)
     elsewhere = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.4
     assert elsewhere.any() and not elsewhere.all()

@@ -17,7 +17,7 @@ import fcsd
 from fcsd.models import build
 from fcsd.models.archs import ARCHS
 from fcsd.models.export_template import CONFIGURATION, MODELING, auto_map, render
-from fcsd.models.wiring import Wiring
+from fcsd.models.wiring import Wiring, refuse_unknown_backend
 
 
 def wired_directory(arch: str, auto: str, out: Path) -> transformers.PreTrainedModel:
@@ -123,3 +123,33 @@ def test_neither_fcsd_nor_remote_code_is_an_error_never_the_base_graph(tmp_path:
                 raise AssertionError(options)
     """
     subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, stdin=subprocess.DEVNULL, check=True)
+
+
+@pytest.mark.parametrize("auto", ["AutoModelForCausalLM", "AutoModel"])
+def test_a_backend_that_brings_its_own_attention_is_refused(auto: str, tmp_path: Path) -> None:
+    """As vLLM's Transformers backend does: it names its attention in the config, and then builds the model."""
+    saved = wired_directory("qwen3_moe", auto, tmp_path)
+    package = f"built_by_a_backend_{auto}"
+    config = load_module(tmp_path, package, CONFIGURATION).FcsdQwen3MoeConfig.from_pretrained(tmp_path)
+    shipped = getattr(load_module(tmp_path, package, MODELING), type(saved).__name__)
+    config._attn_implementation = "vllm"
+    with pytest.raises(ValueError, match=r"'vllm', which does not know its wiring.*fcsd's plugin"):
+        shipped._from_config(config)
+    config._attn_implementation = "eager"
+    assert shipped._from_config(config).config.fcsd == saved.config.fcsd
+
+
+@pytest.mark.parametrize(
+    "name", [None, "eager", "sdpa", "flash_attention_3", "paged|sdpa", "kernels-community/flash-attn"]
+)
+def test_the_attention_of_transformers_is_known(name: str | None) -> None:
+    config = tiny.config("llama")
+    config._attn_implementation_internal = name
+    refuse_unknown_backend(config)
+
+
+def test_the_attention_of_a_decoder_counts() -> None:
+    config = transformers.Llama4Config(text_config=tiny.config("llama4_text").to_dict())
+    config.text_config._attn_implementation_internal = "sglang"
+    with pytest.raises(ValueError, match="sglang"):
+        refuse_unknown_backend(config)

@@ -283,6 +283,24 @@ def test_runs_of_a_family_are_predicted_from_the_other_families(family: str) -> 
             assert run.step == pytest.approx(predicted(run, constants), rel=within), run.listed["run"]
 
 
+def test_the_table_of_the_page_is_the_prediction() -> None:
+    """Steps in ms, speeds in per cent, peaks in GiB; the last digit may be off, which depends on torch's version."""
+    text = (REPO / "docs/planning.md").read_text().split("### How far the plan is from measured runs")[1]
+    rows = re.findall(r"^\|.*\|$", text, re.MULTILINE)[2 : 2 + len(NAMES)]
+    for name, row in zip(NAMES, rows, strict=True):
+        run, cells = stored(name), [cell.strip(" *").removesuffix(" %") for cell in row.split("|")[2:-1]]
+        others = fit([other for other in map(stored, NAMES) if other.listed["family"] != run.listed["family"]])
+        step, without = predicted(run, shipped()), predicted(run, others)
+        expected: list[float | None] = [1e3 * run.step, 1e3 * step, 100 * (run.step / step - 1)]
+        expected.append(None if run.setup.graph else 100 * (run.step / without - 1))
+        if run.peak is not None:
+            planned = plan_setup("run", run.model, run.model.numbers, run.setup, Hardware(gpus=run.setup.world))
+            expected += [run.peak / GIB, planned.memory.peak.total / GIB]
+        for cell, value, unit in zip(cells, expected, (1, 1, 1, 1, 0.1, 0.1), strict=False):
+            assert cell[-1:].isdigit() == (value is not None), (name, row)  # a dash stands for none
+            assert value is None or float(cell) == pytest.approx(value, abs=1.1 * unit), (name, row)
+
+
 def test_a_run_that_no_stored_run_resembles() -> None:
     """``benchmarks/distill/resume.sh 2 3`` was not used for the fit: 3 layers, EP 2, ZeRO-2, KL and cross-entropy."""
     text = (REPO / "benchmarks/results/distillation.md").read_text()

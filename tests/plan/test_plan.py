@@ -30,6 +30,7 @@ from fcsd.plan.speed import (
     COPY,
     GRAPH,
     LAUNCH,
+    MASKED_ATTENTION,
     MICRO_BATCH,
     PEAK,
     UPDATE,
@@ -161,6 +162,21 @@ def test_each_knob_saves_memory(tmp_path):
         assert total(**change) < whole, change
     assert total(ep_size=8, teacher="sharded") < total(ep_size=8)
     assert total(zero_stage=0) > whole
+
+
+def test_masked_attention_weighs_every_pass_over_a_layer(tmp_path):
+    """Forward, twice as much backward, the forward pass that is recomputed, and the teacher's."""
+    numbers = meta(tmp_path, tiny.config("llama")).numbers
+    masked = replace(SMALL, masked=True, teacher="none", terms=("sft",))
+    one = (MASKED_ATTENTION - 1) * attention_flops(numbers, SMALL.seq_len)
+    for setup, passes in (
+        (masked, 3),
+        (replace(masked, recompute=True), 4),
+        (replace(masked, teacher="replicated"), 4),
+        (replace(masked, recompute=True, teacher="replicated"), 5),
+    ):
+        added = work_per_token(numbers, numbers, setup) - flops_per_token(numbers, numbers, setup)
+        assert added == pytest.approx(passes * one)
 
 
 @pytest.mark.parametrize(("config", "total", "active"), [("DeepseekV3Config", 671, 37), ("Llama4Config", 108, 17)])

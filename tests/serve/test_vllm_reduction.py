@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcsd.serve.vllm import reduction
 
@@ -48,6 +49,30 @@ def test_both_operators_sum_at_once_on_a_cpu(module, monkeypatch):
     assert asked == [("the process group", "quantised:int8")]
     for alone in (reduction.Reducer(1, "tp:0"), reduction.Reducer(2, "tp:0", "none")):
         assert alone.start(x).total is x and alone.now(x).total is x and alone.wait(alone.start(x), x) is x
+
+
+def test_a_wait_stays_behind_another_tensor_than_the_one_it_completes(module):
+    """The operator writes to the sum; an operator may not read through one argument what it writes through another."""
+    ranks = SimpleNamespace(_all_reduce_out_place=lambda x: x.mul_(2), device_group="the process group")
+    parallel_state = module("vllm.distributed.parallel_state", _groups={"tp:0": lambda: ranks})
+    module("vllm.distributed", parallel_state=parallel_state)
+    reduction.define_operators()
+    behind = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.fcsd.reduce_wait.default:
+                total, _, after, _ = args
+                behind.append((after, total))
+            return func(*args, **(kwargs or {}))
+
+    reducer, x, newest = reduction.Reducer(2, "tp:0"), torch.ones(2, 3), torch.ones(4)
+    with Watch():
+        for latest in (newest, None):
+            started = reducer.start(x)
+            reducer.wait(started, started.total if latest is None else latest)
+    (first, _), (second, total) = behind
+    assert first is newest and second is x and second.data_ptr() != total.data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
 from fcsd.checkpoint.tokenizer import load_tokenizer as any_tokenizer
+from fcsd.checkpoint.tokenizer import tokens_before
 from fcsd.config import Source
 from fcsd.distill.data.chat_template import Rendering, read_template, render_chat
 from fcsd.distill.data.encode import Document, encode_rendering, encode_text
@@ -30,7 +31,7 @@ from fcsd.distill.data.raw_table import RawTable, cache_folder, digest, open_sou
 from fcsd.distill.data.token_slices import TokenSlices
 from fcsd.errors import BadInputError
 
-_VERSION = 2  # version of the cached tokens; raise it when the way in which text or chats become tokens changes
+_VERSION = 3  # version of the cached tokens; raise it when the way in which text or chats become tokens changes
 _ROWS_PER_PROCESS = 20_000
 _HOPELESS = 3  # the run ends if a template exceeds its limits on this many chats before it has rendered one
 _FEATURES = {
@@ -172,6 +173,7 @@ def _encode(
     render = partial(
         render_chat, template=template or "", special_tokens=dict(tokenizer.special_tokens_map), source=source
     )
+    before = tokens_before(tokenizer)
     with LimitedProcess(render) as limited:
         for values in zip(*columns, strict=True):
             reason = None
@@ -183,7 +185,7 @@ def _encode(
                     ids = token_ids_of(row, source.token_ids)
                     documents = [Document(ids, [True] * len(ids))]
                 elif template is None:
-                    documents = [encode_text(text_of(row, source), tokenizer)]
+                    documents = [encode_text(text_of(row, source), tokenizer, before)]
                 else:
                     renderings = _rendered(chat_of(row, source), limited, source)
                     documents = [encode_rendering(rendering, tokenizer) for rendering in renderings]

@@ -4,11 +4,13 @@ In a plain text every token counts, including the EOS token at its end. The rend
 and no token is added to it.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from fcsd.checkpoint.tokenizer import document_ids
 from fcsd.distill.data.chat_template import Rendering
 
 
@@ -24,9 +26,13 @@ class Document(NamedTuple):
     counts: list[bool]
 
 
-def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Document:
-    """The tokens of a plain text, followed by EOS. All of them count."""
-    ids: Any = [*tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]  # type: ignore[misc]
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, before: Sequence[int]) -> Document:
+    """The tokens of a plain text, with one EOS at the end. All of them count.
+
+    Args:
+        before: the special tokens that the tokenizer puts before a text; see ``tokens_before``.
+    """
+    ids = document_ids(text, tokenizer, before)
     return Document(ids, [True] * len(ids))
 
 

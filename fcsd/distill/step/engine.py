@@ -117,6 +117,20 @@ class Student(nn.Module):
         return losses
 
 
+def switch_off_noise(model: nn.Module) -> None:
+    """Switches off what a model's config makes random in training: dropout, and the jitter of a router's input.
+
+    The teacher runs without it. The student is to compute the teacher's function, and noise that the student alone has
+    would count as a difference. The config stays as it is, and so does that of ``final/``.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if ("dropout" in name or "jitter" in name) and type(value) in (int, float):
+                setattr(module, name, 0.0)
+
+
 def freeze(model: PreTrainedModel, objective: Objective) -> None:
     """Freezes the embeddings and the output head if the recipe says so.
 
@@ -193,6 +207,7 @@ def build_engine(
     pack_attention(model, recipe)
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    switch_off_noise(model)
     student = Student(model, recipe.objective, quantiser_of(recipe)).train()
     engine, *_ = deepspeed.initialize(
         model=student,

@@ -10,13 +10,14 @@ from lm_eval.models.utils import resolve_max_length
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fcsd.checkpoint.tokenizer import text_ids
 from fcsd.engine.answer_end import ending
 from fcsd.engine.decode import generate_in_slots, plan_slots
 from fcsd.engine.generate import CACHE_TOKENS, generate_greedy
 from fcsd.engine.logprobs import batches, check_head, continuation_logprobs
 from fcsd.engine.slots import why_no_slots
 from fcsd.errors import BadInputError
-from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.engines.answer_cache import AnswerCache, is_loglikelihood, is_text
 from fcsd.eval.engines.interface import Adapter
 from fcsd.launch.shared_work import ALONE, Team
 from fcsd.progress import progress
@@ -103,21 +104,7 @@ class HFAdapter(Adapter):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return self._encode_all([string], add_special_tokens)[0]
-
-    def _encode_all(self, strings: list[str], add_special_tokens: bool | None = None) -> list[list[int]]:
-        """Token ids of each string. The tokenizer adds its special tokens unless the text begins with BOS."""
-        prefix = self.tokenizer.decode(self.prefix_token_id)
-        ids: list[list[int]] = [[]] * len(strings)
-        groups: dict[bool, list[int]] = defaultdict(list)
-        for index, string in enumerate(strings):
-            special = not string.startswith(prefix) if add_special_tokens is None else add_special_tokens
-            groups[special].append(index)
-        for special, members in groups.items():
-            encoded = self.tokenizer([strings[i] for i in members], add_special_tokens=special)["input_ids"]
-            for index, tokens in zip(members, encoded, strict=True):
-                ids[index] = tokens
-        return ids
+        return text_ids([string], self.tokenizer, add_special_tokens)[0]
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """As in the base class, but the tokenizer gets whole batches, and each context only once."""
@@ -126,10 +113,10 @@ class HFAdapter(Adapter):
         stripped = [context.rstrip() for context, _ in texts]
         split = [(left, c[len(left) :] + rest) for left, (c, rest) in zip(stripped, texts, strict=True)]
         lefts = list(dict.fromkeys(left for left in stripped if left))
-        encoded = dict(zip(lefts, self._encode_all(lefts), strict=True))
-        wholes = self._encode_all([left + right for left, right in split])
+        encoded = dict(zip(lefts, text_ids(lefts, self.tokenizer), strict=True))
+        wholes = text_ids([left + right for left, right in split], self.tokenizer)
         bare = [i for i, (left, _) in enumerate(split) if not left]
-        for i, tokens in zip(bare, self._encode_all([split[i][1] for i in bare], False), strict=True):
+        for i, tokens in zip(bare, text_ids([split[i][1] for i in bare], self.tokenizer, False), strict=True):
             wholes[i] = tokens
         pairs = []
         for (context, continuation), (left, _), whole in zip(texts, split, wholes, strict=True):
@@ -146,7 +133,7 @@ class HFAdapter(Adapter):
             if not context_ids or not ids:
                 raise BadInputError(f"a request has no tokens to score: {(context + continuation)[-80:]!r}")
             self.require_fits(len(context_ids) + len(ids) - 1, context)
-        answers: list[Any] = [self.cached(["loglikelihood", *texts]) for texts, _, _ in requests]
+        answers: list[Any] = [self.cached(["loglikelihood", *texts], is_loglikelihood) for texts, _, _ in requests]
         open_ = [i for i, answer in enumerate(answers) if answer is None]
         with self._progress("scoring", len(open_)) as advance:
 
@@ -164,35 +151,31 @@ class HFAdapter(Adapter):
         return [(float(logprob), bool(greedy)) for logprob, greedy in answers]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each whole text, in disjoint windows of ``max_length`` tokens."""
-        return [sum(parts) for parts in self._rolling([request.args[0] for request in requests])]
+        """Log-likelihood of each whole text as HFLM counts it, in disjoint windows of ``max_length`` tokens.
 
-    def text_loglikelihoods(self, texts: list[str]) -> list[tuple[float, int]]:
-        counts = [len(tokens) for tokens in self._encode_all(texts)]
-        return list(zip(map(sum, self._rolling(texts)), counts, strict=True))
-
-    def _rolling(self, texts: list[str]) -> list[list[float]]:
-        owners, requests = [], []
-        for owner, tokens in enumerate(self._encode_all(texts)):
+        A BOS that the tokenizer adds is scored too; ``text_loglikelihoods`` leaves it out.
+        """
+        texts = [request.args[0] for request in requests]
+        owners, asked = [], []
+        for owner, tokens in enumerate(text_ids(texts, self.tokenizer)):
             windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
             for number, window in enumerate(windows):
                 owners.append(owner)
-                context, continuation = make_disjoint_window(window)
-                requests.append(((f"window {number}", texts[owner]), context, continuation))
-        totals: list[list[float]] = [[] for _ in texts]
-        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(requests), strict=True):
-            totals[owner].append(logprob)
+                asked.append(((f"window {number}", texts[owner]), *make_disjoint_window(window)))
+        totals = [0.0] * len(texts)
+        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(asked), strict=True):
+            totals[owner] += logprob
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy answers, cut before the first stop string. A task that asks for sampling is refused."""
-        answers: list[Any] = [self.cached(["generate_until", *request.args]) for request in requests]
+        answers: list[Any] = [self.cached(["generate_until", *request.args], is_text) for request in requests]
         groups: dict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             settings = self.greedy_settings(request)
             if answers[index] is None:
                 groups[settings].append(index)
-        prompts = dict(enumerate(self._encode_all([request.args[0] for request in requests])))
+        prompts = dict(enumerate(text_ids([request.args[0] for request in requests], self.tokenizer)))
         for (_, max_new_tokens), members in groups.items():
             for index in members:
                 if not prompts[index]:

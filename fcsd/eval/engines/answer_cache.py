@@ -1,13 +1,21 @@
-"""Stores computed answers, one JSON line each, so that a killed evaluation repeats none of them."""
+"""Stores computed answers, one JSON line each, so that a killed evaluation repeats none of them.
+
+A stored answer is checked before it is used: no score may come from a file that something else has changed.
+"""
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fcsd.errors import BadInputError
 from fcsd.launch.world import World
+
+# A log-probability is at most zero. Rounding may raise a sum of many above it by less than this.
+_ROUNDING = 1e-3
 
 
 class AnswerCache:
@@ -19,6 +27,7 @@ class AnswerCache:
     """
 
     def __init__(self, path: Path, world: World | None = None) -> None:
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         files = [path, *path.parent.glob(f"{path.stem}.*{path.suffix}")]
         self._answers: dict[str, Any] = {}
@@ -28,9 +37,19 @@ class AnswerCache:
         self._file = (path.with_suffix(f".{rank}{path.suffix}") if rank else path).open("a")
         self._file.write("\n")  # ends a line that a killed process may have left incomplete
 
-    def get(self, request: Any) -> Any:
-        """The stored answer to a JSON-like request, or None."""
-        return self._answers.get(_key(request))
+    def get(self, request: Any, valid: Callable[[Any], bool]) -> Any:
+        """The stored answer to a JSON-like request, or None.
+
+        Raises:
+            BadInputError: ``valid`` says of the stored answer that it cannot be one.
+        """
+        answer = self._answers.get(_key(request))
+        if answer is not None and not valid(answer):
+            raise BadInputError(
+                f"{self._path}: a stored answer cannot be right: {answer!r:.80}",
+                "the file was changed or damaged: delete it, and the evaluation computes its answers again",
+            )
+        return answer
 
     def add(self, request: Any, answer: Any) -> None:
         """Store an answer in the file, where it remains if this process is killed."""
@@ -45,6 +64,35 @@ class AnswerCache:
     def close(self) -> None:
         """Close the file; the cache cannot be used afterwards."""
         self._file.close()
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_loglikelihood(answer: Any) -> bool:
+    """Whether an answer is ``(log-probability in nats, whether it is the greedy continuation)``."""
+    pair = isinstance(answer, list | tuple) and len(answer) == 2
+    return pair and is_number(answer[0]) and answer[0] <= _ROUNDING and isinstance(answer[1], bool)
+
+
+def is_text(answer: Any) -> bool:
+    """Whether an answer is a generated text."""
+    return isinstance(answer, str)
+
+
+def are_losses(answer: Any) -> bool:
+    """Whether an answer is a list of ``(negative log-likelihood in nats, tokens)``, one for each document."""
+    return isinstance(answer, list) and all(
+        isinstance(item, list | tuple)
+        and len(item) == 2
+        and is_number(item[0])
+        and item[0] >= -_ROUNDING
+        and type(item[1]) is int
+        and item[1] >= 0
+        for item in answer
+    )
 
 
 def _key(request: Any) -> str:

@@ -1,11 +1,14 @@
 """The interface of a model in an evaluation: lm-eval's own, and what fcsd needs beyond it, for every engine."""
 
 import abc
+from collections.abc import Callable
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from fcsd.checkpoint.tokenizer import count_before, text_ids, tokens_before
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.launch.shared_work import Team
@@ -32,9 +35,34 @@ class Adapter(TemplateLM):
     def max_length(self) -> int:
         """The longest input in tokens."""
 
-    @abc.abstractmethod
+    @property
+    def window(self) -> int:
+        """The most tokens of a text that are scored at once."""
+        return self.max_length
+
     def text_loglikelihoods(self, texts: list[str]) -> list[tuple[float, int]]:
-        """``(log-likelihood in nats, tokens)`` of each text, in disjoint windows of ``max_length`` tokens."""
+        """``(log-likelihood in nats, tokens)`` of each text, in disjoint windows of ``window`` tokens.
+
+        The special tokens before a text (BOS) are read and not scored, since they are the same for every text. A text
+        without them begins after the prefix token. lm-eval's ``loglikelihood_rolling`` scores a BOS after a BOS.
+        """
+        before = tokens_before(self.tokenizer, texts)
+        owners, requests, counts = [], [], []
+        for owner, ids in enumerate(text_ids(texts, self.tokenizer)):
+            held = count_before(ids, before, self.tokenizer)
+            first, *others = ids[:held] or [self.prefix_token_id]
+            windows = get_rolling_token_windows([*others, *ids[held:]], first, self.window, context_len=1)
+            for number, (context, scored) in enumerate(map(make_disjoint_window, windows)):
+                read = 0 if number else len(others)
+                request = ((f"window {number} of a document", texts[owner]), context + scored[:read], scored[read:])
+                if request[2]:
+                    owners.append(owner)
+                    requests.append(request)
+            counts.append(len(ids) - held)
+        totals = [0.0] * len(texts)
+        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(requests), strict=True):
+            totals[owner] += logprob
+        return list(zip(totals, counts, strict=True))
 
     @abc.abstractmethod
     def engine(self) -> dict[str, Any]:
@@ -63,9 +91,13 @@ class Adapter(TemplateLM):
                 "leave the task out, or lower its shots or answer length; a cut prompt would be a false score",
             )
 
-    def cached(self, request: list[Any]) -> Any:
-        """The answer of an earlier run, or None."""
-        return None if self.cache is None else self.cache.get(request)
+    def cached(self, request: list[Any], valid: Callable[[Any], bool]) -> Any:
+        """The answer of an earlier run, or None.
+
+        Raises:
+            BadInputError: ``valid`` says that the stored answer cannot be one.
+        """
+        return None if self.cache is None else self.cache.get(request, valid)
 
     def store(self, request: list[Any], answer: Any) -> None:
         """Keep an answer that this rank computed. If all ranks computed it, the first one writes it down."""

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lm_eval.api.instance import Instance
 from lm_eval.models import vllm_causallms
 from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
+from fcsd.checkpoint.tokenizer import text_ids
 from fcsd.errors import BadInputError, NonFiniteError
-from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.engines.answer_cache import AnswerCache, is_loglikelihood, is_text
 from fcsd.eval.engines.interface import MAX_NEW_TOKENS, Adapter
 from fcsd.launch.shared_work import ALONE
 from fcsd.serve.vllm.support import installed_version
@@ -73,7 +73,7 @@ class VLLMAdapter(_VLLM, Adapter):
             "max_length": self.max_length,
         }
 
-    def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         for texts, context_ids, ids in requests:
             if not context_ids or not ids:
                 raise BadInputError(f"a request has no tokens to score: {texts!r:.80}")
@@ -85,13 +85,21 @@ class VLLMAdapter(_VLLM, Adapter):
                 raise NonFiniteError("vLLM gives log-probabilities that are NaN or infinite", "no score is reported")
             return answers
 
-        found = self._through_cache(requests, lambda r: ["loglikelihood", list(r[1]), list(r[2])], score)
+        def key(request: Any) -> list[Any]:
+            return ["loglikelihood", list(request[1]), list(request[2])]
+
+        found = self._through_cache(requests, key, is_loglikelihood, score)
         return [(float(logprob), bool(greedy)) for logprob, greedy in found]
 
-    def text_loglikelihoods(self, texts: list[str]) -> list[tuple[float, int]]:
-        requests = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
-        counts = [len(self.tok_encode(text)) for text in texts]
-        return list(zip(self.loglikelihood_rolling(requests, disable_tqdm=True), counts, strict=True))
+    @property
+    def window(self) -> int:
+        return self.max_length - 2  # one token of context, and vLLM always generates one
+
+    def tok_encode(self, string: str | list[str], add_special_tokens: bool | None = None, **kwargs: Any) -> Any:
+        """The token ids of a text, or a list of them for a list of texts."""
+        texts = [string] if isinstance(string, str) else string
+        ids = text_ids(texts, self.tokenizer, add_special_tokens)
+        return ids[0] if isinstance(string, str) else ids
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         for request in requests:
@@ -104,13 +112,17 @@ class VLLMAdapter(_VLLM, Adapter):
         def generate(chosen: list[Any]) -> list[str]:
             return _VLLM.generate_until(self, chosen, disable_tqdm=True)
 
-        return self._through_cache(requests, lambda r: ["generate_until", *r.args], generate)
+        return self._through_cache(requests, lambda r: ["generate_until", *r.args], is_text, generate)
 
     def _through_cache(
-        self, requests: Sequence[T], key: Callable[[T], list[Any]], compute: Callable[[list[T]], list[Any]]
+        self,
+        requests: Sequence[T],
+        key: Callable[[T], list[Any]],
+        valid: Callable[[Any], bool],
+        compute: Callable[[list[T]], list[Any]],
     ) -> list[Any]:
         """Answers to all requests, chunk by chunk; those known from an earlier run are not computed again."""
-        answers = [self.cached(key(request)) for request in requests]
+        answers = [self.cached(key(request), valid) for request in requests]
         missing = [index for index, answer in enumerate(answers) if answer is None]
         for start in range(0, len(missing), CHUNK):
             chunk = missing[start : start + CHUNK]

@@ -16,10 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fcsd.checkpoint.tokenizer import text_ids
 from fcsd.disk import json_sha256, write_text
 from fcsd.errors import ConfigError
 from fcsd.eval.engines.adapter import HFAdapter
-from fcsd.eval.engines.answer_cache import AnswerCache
+from fcsd.eval.engines.answer_cache import AnswerCache, are_losses
 from fcsd.eval.layers.compare_choice import compare_choice, draw, table
 from fcsd.eval.layers.rewiring import Layers, Subject, first, last, load_subject, reads_in_flight
 from fcsd.eval.perplexity import read_texts
@@ -222,9 +223,12 @@ def measuring(
     key = json_sha256([subject.identity(), texts])
     adapter = HFAdapter(subject.model, subject.tokenizer, batch_size=batch_size)
 
+    def valid(answer: Any) -> bool:
+        return are_losses(answer) and len(answer) == len(texts)
+
     @cache
     def measure(layers: Layers) -> list[tuple[float, int]]:
-        known = None if answers is None else answers.get([key, layers])
+        known = None if answers is None else answers.get([key, layers], valid)
         if known is not None:
             return known
         with subject.converted(layers):
@@ -243,7 +247,7 @@ def take(texts: list[str], tokens: int, subject: Subject) -> list[str]:
         if total >= tokens:
             break
         taken.append(text)
-        total += len(subject.tokenizer(text)["input_ids"])
+        total += len(text_ids([text], subject.tokenizer)[0])
     return taken
 
 

@@ -15,7 +15,7 @@ from fcsd.eval.engines.engine import Engine
 from fcsd.eval.harness import Loaded, evaluate_models
 from fcsd.eval.layers.rewiring import Layers, Subject, first, last, load_subject, reads_in_flight
 from fcsd.eval.perplexity import HeldOut, held_out_result
-from fcsd.eval.results import Result, is_accuracy, shown
+from fcsd.eval.results import Result, are_sound, is_accuracy, shown
 from fcsd.eval.statistics import paired_difference
 from fcsd.models.selection import layers_text
 from fcsd.progress import progress
@@ -110,7 +110,7 @@ def sweep_layers(
     try:
         with progress("measuring points", len(points_to_measure)) as advance:
             for layers in points_to_measure:
-                results = cache.get([identity, layers])
+                results = cache.get([identity, layers], are_sound)
                 if results is None:
                     with subject.converted(layers):
                         results = measure()

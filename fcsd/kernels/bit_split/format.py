@@ -45,7 +45,8 @@ class Format:
         group: how many values share a scale: 16, 32, 64, 128 or 256.
         spikes: whether the least and the greatest value of each group are stored in bf16 (spike reserving).
         meta: how scales and zeros are stored: "bf16" or "int". They and the indices of spikes take two bytes each with
-            "bf16" and one with "int", as in the paper's Table 4.
+            "bf16" and one with "int", as in the paper's Table 4. A bf16 scale is rounded to nearest: the greatest
+            value of a group may be cut by up to (2^bits - 1) / 256 steps.
         clip: the factor by which the range of the other values is multiplied, 0.1 to 1. It may be below 1 only with
             spikes and at most 3 bits: without spike reserving the largest activations would be clipped.
 

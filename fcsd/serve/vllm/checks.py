@@ -31,6 +31,23 @@ def check(vllm_config: Any, model_type: str) -> None:
         raise ConfigError(f"converted model: {problem}")
 
 
+def refuse_other_architecture(vllm_config: Any, name: str) -> None:
+    """Refuse a converted model of which vLLM is about to build another class than the rewired one.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``. The plugin's config parser puts the ``fcsd`` block into ``hf_config``.
+        name: the architecture that vLLM builds.
+
+    Raises:
+        ConfigError: the model is a converted one.
+    """
+    if getattr(vllm_config.model_config.hf_config, "fcsd", None) is not None:
+        raise ConfigError(
+            f"converted model: vLLM would build it as {name}, which computes another function; "
+            "leave --model-impl, and architectures in --hf-overrides, out"
+        )
+
+
 def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     """One line for each setting that does not go with the model; see ``check``."""
     wiring = Wiring.from_block(vllm_config.model_config.hf_config.fcsd)

@@ -1,8 +1,9 @@
 """The entry point ``vllm.general_plugins``: vLLM calls ``register`` once in each of its processes.
 
-vLLM calls it for every model that is served, so the function is cheap, and it fails for nobody: with a version of vLLM
-that is not supported it reports one line and changes nothing. vLLM then refuses converted models, because it does not
-know their architectures.
+vLLM calls it for every model that is served, so the function is cheap, and it fails for nobody: vLLM does not catch
+what a plugin raises, and would end for models that are none of fcsd's. With a version of vLLM that is not supported,
+and where anything goes wrong, it reports one line. vLLM then refuses converted models, because it cannot read their
+configs.
 """
 
 import logging
@@ -19,6 +20,12 @@ def register() -> None:
     if problem := why_unsupported(__version__):
         log.error(problem)
         return
-    from fcsd.serve.vllm import registration
+    try:
+        from fcsd.serve.vllm import registration
 
-    registration.register()
+        registration.register()
+    except Exception as error:  # anything in vLLM may have another name or form than the plugin expects
+        reason = (str(error).strip().splitlines() or [""])[0]
+        log.error(
+            "fcsd's plugin cannot be used, so converted models cannot be served: %s: %s", type(error).__name__, reason
+        )

@@ -1,9 +1,14 @@
 """Registers the converted architectures with vLLM: model classes, checks, config parser, model runner, tokenizers.
 
+Every other architecture of vLLM gets a check as well: it refuses a converted model, which ``--hf-overrides`` or
+``--model-impl`` could otherwise have built as its original.
+
 The config parser comes last. If anything before it fails, vLLM cannot read the config of a converted model, and refuses
 it.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import vllm.config.vllm as settings  # pyright: ignore[reportMissingImports]
@@ -13,7 +18,7 @@ from vllm.transformers_utils import config as parsing  # pyright: ignore[reportM
 
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import register_configs
-from fcsd.serve.vllm.checks import check
+from fcsd.serve.vllm.checks import check, refuse_other_architecture
 from fcsd.serve.vllm.config import parser_for
 
 _MODELS = "fcsd.serve.vllm.models"
@@ -26,10 +31,17 @@ def register() -> None:
     # vLLM's own function for this warns that the format is taken.
     formats = parsing._CONFIG_FORMAT_TO_CONFIG_PARSER
     parser = parser_for(formats["hf"])
+    others = {arch.causal_lm for arch in ARCHS.values()} | MODELS_CONFIG_MAP.keys()
+    others |= set(getattr(ModelRegistry, "get_supported_archs", set)())
+    hooks: dict[str, type] = {}
+    for name in others:
+        hooks[name] = _hooks(partial(refuse_other_architecture, name=name), MODELS_CONFIG_MAP.get(name))
     for model_type, arch in ARCHS.items():
-        name = arch.wired_causal_lm
-        ModelRegistry.register_model(name, f"{_MODELS}:{name}")
-        MODELS_CONFIG_MAP[name] = _hooks(model_type, MODELS_CONFIG_MAP.get(arch.causal_lm))
+        own = partial(check, model_type=model_type)
+        hooks[arch.wired_causal_lm] = _hooks(own, MODELS_CONFIG_MAP.get(arch.causal_lm))
+    for arch in ARCHS.values():
+        ModelRegistry.register_model(arch.wired_causal_lm, f"{_MODELS}:{arch.wired_causal_lm}")
+    MODELS_CONFIG_MAP.update(hooks)
     # vLLM has two model runners. A converted model gets that of its base, or the two could not be compared.
     defaults = settings.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES
     same = {arch.wired_causal_lm for arch in ARCHS.values() if arch.causal_lm in defaults}
@@ -40,13 +52,15 @@ def register() -> None:
     formats["hf"] = parser
 
 
-def _hooks(model_type: str, base: Any) -> type:
-    """What vLLM calls with its settings: the checks, and what it calls for the base."""
+def _hooks(checked: Callable[[Any], None], base: Any) -> type:
+    """What vLLM calls with its settings: ``checked``, and what it calls for the base, if there is one."""
 
-    class Hooks:
+    derived: Any = base if isinstance(base, type) else object  # keeps whatever else vLLM's class has
+
+    class Hooks(derived):
         @staticmethod
         def verify_and_update_config(vllm_config: Any) -> None:
-            check(vllm_config, model_type)
+            checked(vllm_config)
             if base is not None:
                 base.verify_and_update_config(vllm_config)
 

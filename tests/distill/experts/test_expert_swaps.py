@@ -4,6 +4,7 @@ import json
 import shutil
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from fcsd.config import ResolvedRecipe
 from fcsd.config.parallel import Parallel
 from fcsd.distill import loop
 from fcsd.distill.experts.states import expert_shares
-from fcsd.distill.experts.swaps import FILE, levels_of
+from fcsd.distill.experts.swaps import FILE, levels_of, objective_of
 from fcsd.distill.run.report import read_metrics
 from fcsd.errors import ConfigError
+from fcsd.kernels.bit_split import Format
 from fcsd.parallel.expert.block import expert_blocks
 from fcsd.parallel.placement.pair_counts import Level
 
@@ -154,3 +156,22 @@ def test_what_a_search_counts() -> None:
     assert levels(True, {"work_cost": 0.5}, **nodes)[2:] == (Level(8, 0.5, deduplicated=False),)
     pairs = Level(8, 1.0, deduplicated=False)
     assert levels(False, {}, **nodes) == (pairs, pairs), "without deduplication a row is a pair, and by default as long"
+
+
+def test_what_a_move_costs_is_counted_in_rows_of_all_passes(tmp_path: Path) -> None:
+    """A row travels four times in a step, and dispatch and combine again if layers are recomputed."""
+    weights = torch.nn.ParameterDict({"up": torch.zeros(4, 10, 8), "down": torch.zeros(4, 8, 10)})
+    block: Any = SimpleNamespace(experts=weights, top_k=2, placement=SimpleNamespace(slots=4))
+
+    def cost(**changes: Any) -> float:
+        recipe = runs.resolved(tmp_path, **SWAPS, parallel__ep_size=2, train__steps=4, **changes).recipe
+        return objective_of(recipe, 2, block, width=64).move
+
+    stored = 160 * 4 + 160 * (4 + 8)  # an expert's weights, and their fp32 master and moments with ZeRO
+    row = 64 * 4
+    assert cost() == pytest.approx(stored / (4 * row * 2))
+    assert cost(train__activation_checkpointing=True) == pytest.approx(stored / (6 * row * 2))
+    rounded = {"parallel__quantised": {"dispatch": "int8:g64", "combine": "int8:g64"}}
+    int8 = Format.parse("int8:g64").row_bytes(64)
+    assert cost(**rounded) == pytest.approx(stored / ((2 * int8 + 2 * row) * 2))
+    assert cost(**rounded, train__activation_checkpointing=True) == pytest.approx(stored / ((4 * int8 + 2 * row) * 2))

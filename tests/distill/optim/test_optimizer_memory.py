@@ -44,6 +44,16 @@ def test_rounding_takes_a_neighbour_by_its_nearness_and_keeps_what_bf16_has() ->
             assert len(found) == 2 and rounded.double().mean().item() == pytest.approx(value, rel=1e-9)
 
 
+def test_the_two_moments_are_rounded_by_independent_numbers() -> None:
+    """Every number from 0 to 65535 is as likely as another, and one moment's says nothing of the other's."""
+    first, second = (noise.double() for noise in chunked._noise(3, 100_000, torch.device("cpu")))
+    for noise in (first, second):
+        assert noise.min() >= 0 and noise.max() <= 65535
+        assert float(noise.mean()) == pytest.approx(32767.5, rel=0.01)
+        assert float(noise.std()) == pytest.approx(65536 / 12**0.5, rel=0.01)
+    assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 0.02
+
+
 def trained(make: Any, steps: int, beta2: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights and the second moments of a small network after training on noisy batches, both flat and in fp32."""
     torch.manual_seed(0)

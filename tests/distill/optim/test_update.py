@@ -61,6 +61,22 @@ def test_the_norm_of_partitions_counts_every_gradient_once_and_reads_no_value(mo
         assert norm([[gradient.to("meta") for gradient in groups[0]]], dtype).shape == ()
 
 
+def norm_of_divided_experts(rank: int) -> float:
+    """The norm that a rank computes where two of four ranks divide the experts: the other two have the same again."""
+    module = torch.nn.ParameterDict({"shared": torch.ones(3), "expert": torch.ones(2)})
+    expert: Any = module["expert"]
+    expert.allreduce = False  # DeepSpeed's mark of a parameter of experts
+    module["shared"].grad = torch.tensor([1.0, 2.0, 2.0])
+    expert.grad = torch.tensor([[4.0, 0.0], [0.0, 12.0]][rank % 2])
+    recipe: Any = SimpleNamespace(parallel=SimpleNamespace(ep_size=2))
+    engine, world = SimpleNamespace(module=module), SimpleNamespace(size=4)
+    return float(update.global_norm(engine, recipe, world))  # type: ignore[arg-type]
+
+
+def test_the_norm_without_zero_counts_every_expert_once() -> None:
+    assert ranks.in_group(4, norm_of_divided_experts) == pytest.approx([13.0] * 4)  # the root of 9 + 16 + 144
+
+
 def configured(resolved: Any) -> Any:
     """What DeepSpeed would wait for, as the engine of a run has it."""
     from fcsd.distill import prepare

@@ -81,11 +81,13 @@ def test_generations_equal_hflm(arch, caplog):
     assert any(len(short) < len(long) for short, long in zip(ours, free, strict=True))
 
 
-def test_rolling_loglikelihood_equals_hflm_across_windows():
-    network = model(max_position_embeddings=32)
+@pytest.mark.parametrize("bos", [False, True])
+def test_rolling_loglikelihood_equals_hflm_across_windows(bos):
+    """Also where HFLM scores a BOS after a BOS: the suites keep its numbers."""
+    network, tokenizer = model(max_position_embeddings=32), eval_data.tokenizer(add_bos=bos)
     texts = [(" ".join(eval_data.WORDS * 5),), ("lamp",)]
-    ours = HFAdapter(network, TOKENIZER).loglikelihood_rolling(instances("loglikelihood_rolling", texts))
-    theirs = HFLM(pretrained=network, tokenizer=TOKENIZER).loglikelihood_rolling(
+    ours = HFAdapter(network, tokenizer).loglikelihood_rolling(instances("loglikelihood_rolling", texts))
+    theirs = HFLM(pretrained=network, tokenizer=tokenizer).loglikelihood_rolling(
         instances("loglikelihood_rolling", texts), disable_tqdm=True
     )
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-4)

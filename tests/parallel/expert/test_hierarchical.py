@@ -19,6 +19,7 @@ from torch import Tensor
 from fcsd.models.archs import ARCHS
 from fcsd.models.build import arch_of
 from fcsd.models.wiring import Wiring
+from fcsd.parallel.deferred import Deferred, Exchange
 from fcsd.parallel.expert.autoep import allow_string_keys, expert_parallel_config, shard_experts
 from fcsd.parallel.expert.dispatcher import Dispatcher, Mode, Transfer
 from fcsd.parallel.expert.flat import flat
@@ -186,6 +187,23 @@ def wrong_wires(rank: int) -> list[str]:
     return problems
 
 
+def rounded_exchanges(rank: int) -> list[tuple[str, bool, bool]]:
+    """The exchanges of a pass over two levels, in order: name, and whether rows and gradients are rounded in them."""
+    found: list[tuple[str, bool, bool]] = []
+
+    class Watched(Transfer):
+        def send(self, rows: Tensor, exchange: Exchange, awaited_at: int | None) -> Deferred:
+            found.append((exchange.name, exchange.codec is not None, exchange.back_codec is not None))
+            return super().send(rows, exchange, awaited_at)
+
+    _, block, _ = next(blocks(rank))
+    gate = torch.randn(16, EXPERTS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(rank))
+    transfer = Watched(mode="off", quantiser=Quantiser(Formats.parse("int8:g16")))
+    through(hierarchical(two_levels(4, 2)), replace(block, gate=gate.float(), scale=block.scale.float()), x, transfer)
+    return found
+
+
 def wrong_training(rank: int) -> list[str]:
     """Losses of DeepSpeed engines, overlapped against blocking and against the flat dispatcher."""
     import deepspeed
@@ -229,6 +247,7 @@ def found_on_a_rank(rank: int, folder: str) -> dict[str, Any]:
         "blocks": wrong_blocks(rank),
         "bf16": worse_in_bf16(rank),
         "models": wrong_models(rank, folder) + wrong_wires(rank),
+        "rounded": rounded_exchanges(rank) if dist.get_world_size() == 4 else None,
         "training": wrong_training(rank) if dist.get_world_size() == 2 else [],
     }
 
@@ -241,6 +260,13 @@ def ranks(request, tmp_path_factory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("what", ["blocks", "models", "training"])
 def test_deduplicated_is_flat_and_overlapped_is_blocking(ranks: list[dict[str, Any]], what: str) -> None:
     assert [problem for rank in ranks for problem in rank[what]] == []
+
+
+def test_rows_are_rounded_between_nodes_alone(ranks: list[dict[str, Any]]) -> None:
+    """Each row once on its way: at the outer level of dispatch, which is the first, and of combine, the last."""
+    inside, between = (False, False), (True, True)
+    once = [("dispatch", *between), ("dispatch", *inside), ("combine", *inside), ("combine", *between)]
+    assert [rank["rounded"] for rank in ranks] == [once if len(ranks) == 4 else None] * len(ranks)
 
 
 def test_more_roundings_cost_little(ranks: list[dict[str, Any]]) -> None:

@@ -126,9 +126,13 @@ def test_what_does_not_match_is_refused_before_it_is_read(tmp_path):
     save_file({k: v for k, v in tensors.items() if k != gone} | {"stray": torch.ones(1)}, lacking / SINGLE)
     save_file({k: v.T.contiguous() if k == gone else v for k, v in tensors.items()}, misshapen / SINGLE)
     fp8 = quantised.write("deepseek_v3", tmp_path / "fp8")
+    untied = write_checkpoint(tmp_path / "untied", "mixtral", tie_word_embeddings=True)
+    tensors = load_file(untied / SINGLE)
+    save_file({**tensors, "lm_head.weight": -tensors["model.embed_tokens.weight"]}, untied / SINGLE)
 
-    (errors,) = on_ranks(1, _refusals, [lacking, misshapen, fp8, dense])
+    (errors,) = on_ranks(1, _refusals, [lacking, misshapen, fp8, dense, untied])
     assert gone in errors[0] and "1 missing" in errors[0] and "1 unexpected (stray)" in errors[0]
     assert gone in errors[1] and "F32 [64, 32]" in errors[1]
     assert "quantised (fp8)" in errors[2]
     assert "cannot be expert-parallel" in errors[3]
+    assert "lm_head.weight differs from model.embed_tokens.weight" in errors[4]
