@@ -31,12 +31,13 @@ from torch import Tensor
 
 from fcsd.config import Recipe
 from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
+from fcsd.distill.train_engine import TrainEngine
 from fcsd.launch.world import World
 
 _EPSILON = 1e-6  # added to the norm before the division, as DeepSpeed and torch do
 
 
-def install(engine: Any, recipe: Recipe) -> None:
+def install(engine: TrainEngine, recipe: Recipe) -> None:
     """Makes ZeRO's inner optimizer clip the gradients by a hook. Call this after a checkpoint is loaded.
 
     DeepSpeed's ``step`` would wait for the norm twice: once to decide whether to skip the step, and once to clip.
@@ -86,7 +87,7 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def update(engine: Any, recipe: Recipe, world: World) -> Tensor | float:
+def update(engine: TrainEngine, recipe: Recipe, world: World) -> Tensor | float:
     """Clips the gradients and takes the optimizer's step. Call this after the backward pass of the last micro-batch.
 
     If the norm is not finite, no weight and no moment changes on any rank.
@@ -148,7 +149,7 @@ def partitions_norm(zero: Any, dtype: torch.dtype) -> Tensor:
     return torch.linalg.vector_norm(norms).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-def global_norm(engine: Any, recipe: Recipe, world: World) -> Tensor:
+def global_norm(engine: TrainEngine, recipe: Recipe, world: World) -> Tensor:
     """The L2 norm of all gradients for ZeRO stage 0, including those of the experts on other processes.
 
     DeepSpeed's own norm covers only the experts of this process.

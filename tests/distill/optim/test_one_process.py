@@ -36,12 +36,12 @@ def with_and_without_zero(zero: Any, alone: Any) -> list[str]:
     made: list[str] = []
     by_zero = True
 
-    def built(model: Any, recipe: Any, world: Any, *_: Any) -> Any:
-        result = engine.build_engine(model, recipe, world, by_zero=by_zero)
-        made.append(type(result.optimizer).__name__)
+    def built(model: Any, source: Any, recipe: Any, world: Any, *_: Any) -> Any:
+        result = engine.build_training(model, source, recipe, world, by_zero=by_zero)
+        made.append(type(result.engine.optimizer).__name__)
         return result
 
-    prepare.build_engine = built
+    prepare.build_training = built
     loop.distill_model(zero)
     by_zero = False
     loop.distill_model(alone)

@@ -67,7 +67,7 @@ def configured(resolved: Any) -> Any:
     from fcsd.launch.world import join_world
 
     Path(resolved.recipe.output_dir).mkdir(exist_ok=True)
-    made = prepare.prepare_run(resolved, "auto", join_world()).engine
+    made: Any = prepare.prepare_run(resolved, "auto", join_world()).training.engine
     return made.tput_timer.config.enabled, made.optimizer.check_grad_overflow, made.optimizer.clip_grad
 
 
@@ -94,7 +94,7 @@ def in_bf16_without_zero(resolved: Any) -> Any:
     Path(resolved.recipe.output_dir).mkdir()
     run = prepare.prepare_run(resolved, "auto", join_world())
     for step in (1, 2):
-        train_step(run.engine, run.live, run.rows, run.recipe, run.world, step)
+        train_step(run.training, run.rows, run.recipe, run.world, step)
     return found, {name: tensor.clone() for name, tensor in run.student.state_dict().items()}
 
 
