@@ -15,8 +15,7 @@ from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.loss.losses import IGNORE, cross_entropy, kl_divergence, only_counted, squared_distance
 from fcsd.distill.loss.top_k import TopK, kl_from_top_k
-from fcsd.distill.optim.adamw_one_process import updates_alone
-from fcsd.distill.optim.optimizer import adamw_settings, chunked, own_optimizer, parameter_groups
+from fcsd.distill.optim.adamw_choice import adamw_settings, chunked, own_adamw, parameter_groups, updates_alone
 from fcsd.distill.step.phases import phase
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
 from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource, captured, compared_layers
@@ -200,7 +199,7 @@ def build_training(
         model=student,
         model_parameters=parameter_groups(student, recipe),
         config=deepspeed_config(recipe, world.size, alone),
-        optimizer=own_optimizer(recipe, alone),
+        optimizer=own_adamw(recipe, alone),
     )[0]
     if alone:
         engine.enable_backward_allreduce = False  # it would copy all gradients, also on one process

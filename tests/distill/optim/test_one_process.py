@@ -13,7 +13,9 @@ from torch import Tensor
 
 from fcsd.config import Recipe
 from fcsd.distill import loop, prepare
-from fcsd.distill.optim.adamw_one_process import OneProcessAdamW, l2_norm, updates_alone
+from fcsd.distill.optim.adamw_choice import updates_alone
+from fcsd.distill.optim.adamw_norms import l2_norm
+from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.step import engine
 from fcsd.plan.setup import setup_of
