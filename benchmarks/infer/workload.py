@@ -14,11 +14,13 @@ from fcsd.engine.tp_plan import Experts
 from fcsd.errors import ConfigError, unknown_value
 from fcsd.models.build import check_desync, wiring_of
 from fcsd.models.wiring_block import DESYNC, NAMES, Wiring
-from fcsd.parallel.all_reduce.reduce import WRONG_RESULTS, Kind, format_of
+from fcsd.parallel.all_reduce.backends import User, backend_of, is_bound
+from fcsd.parallel.all_reduce.reduce import Kind
 from fcsd.serve.vllm.reduction import read_settings
 
 ENGINES = ("own", "vllm")
 REDUCE: dict[str, tuple[Kind, ...]] = {"own": ("nccl", "none"), "vllm": ("vllm", "none")}  # the defaults
+USERS: dict[str, User] = {"own": "engine", "vllm": "plugin"}  # in the table of backends
 STANDARD, OWN = "standard", "own"
 Times = dict[str, list[float]]  # milliseconds in each round: of the ``prefill``, and of one step of ``decode``
 
@@ -35,7 +37,7 @@ class Workload:
         prompt: tokens of a prompt.
         new: tokens that are decoded after each prompt, the first of which comes from the prefill.
         wirings: names of wirings, each applied to every layer; ``own`` is the wiring of the checkpoint.
-        reduce: kinds of reduction, see ``parallel.all_reduce.reduce``, and ``serve.vllm.reduction``. None stands
+        reduce: kinds of reduction of the engine, see ``parallel.all_reduce.backends``. None stands
             for the engine's entry in ``REDUCE``.
         bounds: the wirings that are also timed by the kinds with wrong results; None for all of them.
         experts: how ranks share the experts, see ``load_tensor_parallel``.
@@ -81,7 +83,7 @@ class Workload:
                 raise unknown_value("wiring for a bound", name, self.wirings)
         for kind in self.kinds:
             if self.engine == "own":
-                format_of(kind)
+                backend_of(kind, "engine")
             else:
                 read_settings({"fcsd": {"reduce": kind}})
         if not self.compile and self.engine != "own":
@@ -106,7 +108,7 @@ class Workload:
 
     def times(self, name: str, kind: Kind) -> bool:
         """Whether a wiring is timed with a kind of reduction; ``bounds`` says which wirings have a bound."""
-        return kind not in WRONG_RESULTS or self.bounds is None or name in self.bounds
+        return not is_bound(kind, USERS[self.engine]) or self.bounds is None or name in self.bounds
 
     def prompts(self, batch: int, vocabulary: int) -> list[list[int]]:
         """The token ids of the prompts of a batch. They are the same for all variants and for both engines."""
@@ -140,7 +142,7 @@ def row(load: Workload, degree: int, batch: int, wiring: str, kind: Kind, times:
         "batch": batch,
         "wiring": wiring,
         "reduce": kind,
-        "exact": kind not in WRONG_RESULTS,
+        "exact": not is_bound(kind, USERS[load.engine]),
         "out_of_memory": times is None,
         "prefill_ms": prefill,
         "decode_ms": decode,

@@ -9,7 +9,8 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from transformers import PretrainedConfig
@@ -22,10 +23,11 @@ from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import randomise, wire_sharded
 from fcsd.distill.optim import update
 from fcsd.distill.prepare import training_rows
-from fcsd.distill.step.engine import build_engine
+from fcsd.distill.step.engine import build_training
 from fcsd.distill.step.one_step import train_step
 from fcsd.distill.teacher.original import compile_layers, needs_teacher, pack_attention
-from fcsd.distill.teacher.targets import live_teacher
+from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
+from fcsd.distill.train_engine import TrainEngine
 from fcsd.errors import unknown_value
 from fcsd.foreign_errors import first_line
 from fcsd.launch.world import World, join_world
@@ -130,24 +132,25 @@ def _measure(recipe: Recipe, rewired: PretrainedConfig, original: PretrainedConf
     train, parallel = recipe.train, recipe.parallel
     draw: Any = {"dtype": DTYPES[train.dtype], "device": world.device, "seed": recipe.seed}
     model = randomise(rewired, parallel.ep_size, **draw, dispatched=parallel.quantised.any)
-    sizes, targets = {"weights": since(), "teacher": 0}, None
+    sizes, source = {"weights": since(), "teacher": 0}, TeacherSource()
     if needs_teacher(recipe):
         teacher = randomise(original, parallel.teacher_ep_size, **draw)
         pack_attention(teacher, recipe)
         compile_layers(teacher, recipe)
         wire_sharded(teacher, parallel.teacher_ep_size, parallel)
-        targets = live_teacher(teacher.requires_grad_(False), recipe.objective)
+        source = LiveTeacher(teacher.requires_grad_(False), recipe.objective)
         sizes["teacher"] = since()
-    built = build_engine(model, recipe, world)
-    update.install(built, recipe)
-    engine = _Watched(built, world)
+    built = build_training(model, source, recipe, world)
+    update.install(built.engine, recipe)
+    engine = _Watched(built.engine, world)
+    training = replace(built, engine=cast(TrainEngine, engine))
     rows = training_rows(recipe, [random_corpus(model.config.vocab_size, recipe.data.seq_len)])
     losses: list[float] = []
     seconds: list[float] = []
     for step in range(1, train.steps + 1):
         engine.peaks.clear()  # only the last step counts, because the first one allocates buffers and tunes kernels
         began = time.perf_counter()
-        losses.append(train_step(engine, targets, rows, recipe, world, step)["loss"])
+        losses.append(train_step(training, rows, recipe, world, step)["loss"])
         seconds.append(time.perf_counter() - began)
     sizes |= {"optimizer": since(), **engine.peaks, "peak": max(engine.peaks.values(), default=0)}
     if world.device.type == "cuda":
@@ -168,7 +171,7 @@ class _Watched:
         updates: the seconds of each optimizer step, from the end of the backward pass on.
     """
 
-    def __init__(self, engine: Any, world: World) -> None:
+    def __init__(self, engine: TrainEngine, world: World) -> None:
         self._engine, self._device = engine, world.device
         self.peaks: dict[str, int] = {}
         self.updates: list[float] = []

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from fcsd.errors import ConfigError
+from fcsd.parallel.all_reduce.backends import described
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a hub id: org/name[@revision].")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; it must be empty or not exist.")]
@@ -73,8 +74,7 @@ Reduce = Annotated[
     str,
     typer.Option(
         metavar="KIND",
-        help="How the ranks of fcsd's engine sum partial results: nccl, symmetric, auto, or quantised:FORMAT, which is "
-        "for GPUs without peer access; see docs/engine.md.",
+        help=f"How the ranks of fcsd's engine sum partial results: {described('engine')}; see docs/engine.md.",
     ),
 ]
 NoCompile = Annotated[

@@ -25,7 +25,6 @@ from fcsd.distill.run.saver import Saver
 from fcsd.distill.run.signals import Preemption
 from fcsd.distill.run.watchdog import Watchdog, watched
 from fcsd.distill.samples import Samples
-from fcsd.distill.step.engine import without_rounding
 from fcsd.distill.step.feed import Feed, feeding
 from fcsd.distill.step.one_step import LaunchedStep, launch_step, measure
 from fcsd.distill.student import write_student
@@ -132,7 +131,7 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, watchdo
     saver = Saver(
         run.folder,
         run.world,
-        run.engine,
+        run.training,
         run.identity,
         lambda part, directory, world: write_student(part, run.source, directory, world, random=random),
         settings=recipe.checkpoint,
@@ -144,7 +143,7 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, watchdo
     scores = ScoreHistory(recipe.early_stop, scorer, run.progress)
     skips = Skips(recipe, run.world, run.progress)
     if scores.missed(run.done):
-        with without_rounding(run.engine):
+        with run.training.without_rounding():
             scores.take(run.student, run.tokenizer, run.done, _held_out(run))
     with ExitStack() as shown:
         reporter = None
@@ -154,9 +153,9 @@ def _train(run: Prepared, scorer: Scorer | None, preemption: Preemption, watchdo
         shown.callback(watchdog.leave)  # after the last step, ranks may work for different times, so none is watched
         shown.callback(saver.close)
         steps = recipe.train.steps if not scores.verdict.stop else run.done
-        feed = shown.enter_context(feeding(run.rows, recipe, run.world, first, steps, run.cache))
+        feed = shown.enter_context(feeding(run.rows, recipe, run.world, first, steps, run.training.source))
         meter = Meter(run.directory, recipe, run.world, run.hosts, run.done, feed, run.traffic)
-        swaps = ExpertSwaps(run.directory, recipe, run.world, run.hosts, run.engine, run.progress)
+        swaps = ExpertSwaps(run.directory, recipe, run.world, run.hosts, run.training, run.progress)
         say = reporter.say if reporter else print
         dedup = DedupChoice(run.directory, recipe, run.world, run.hosts, run.student, run.dispatcher, run.progress, say)
         tools = Tools(feed, scores, skips, saver, samples, meter, dedup, swaps, reporter, preemption, watchdog)
@@ -180,7 +179,7 @@ def take_steps(run: Prepared, tools: Tools, steps: range) -> None:
         tools.saver.poll(run.hosts)
         with tools.meter.step(step):
             with tools.swaps.step(step), tools.dedup.step():
-                launched = launch_step(run.engine, run.live, tools.feed.take(), run.recipe, run.world, step)
+                launched = launch_step(run.training, tools.feed.take(), run.recipe, run.world, step)
             if unjudged is not None:
                 _log_if_skipped(run, tools, unjudged)
             duties = duties_after(run, tools, step)
@@ -220,7 +219,7 @@ def finish_step(
         PreemptedError: the run was asked to end; a checkpoint was saved if there was time.
     """
     found = dict(metrics)
-    with without_compiling(run.recipe), without_rounding(run.engine):
+    with without_compiling(run.recipe), run.training.without_rounding():
         if duties.evaluate:
             found |= _held_out(run)
             if not duties.end:
@@ -282,7 +281,7 @@ def _log(run: Prepared, tools: Tools, step: int, metrics: dict[str, float]) -> N
 
 def _held_out(run: Prepared) -> dict[str, float]:
     """The losses on the held-out text, if there is any."""
-    return measure(run.engine, run.live, run.held_out, run.recipe, run.world) if run.held_out else {}
+    return measure(run.training, run.held_out, run.recipe, run.world) if run.held_out else {}
 
 
 def _counts(run: Prepared, step: int) -> dict[str, int]:

@@ -24,7 +24,7 @@ from fcsd.distill.optim import update
 from fcsd.distill.run import checkpoints, manifest, run_dir
 from fcsd.distill.run.identity import flat, require_agreement, run_identity
 from fcsd.distill.step import graphs
-from fcsd.distill.step.engine import build_engine, import_deepspeed
+from fcsd.distill.step.engine import Training, build_training, import_deepspeed
 from fcsd.distill.student import load_student, student_config
 from fcsd.distill.teacher.cache import read_teacher_cache
 from fcsd.distill.teacher.original import (
@@ -34,7 +34,7 @@ from fcsd.distill.teacher.original import (
     pack_attention,
     teacher_name,
 )
-from fcsd.distill.teacher.targets import Teacher, expect_comparable, live_teacher
+from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource, expect_comparable
 from fcsd.launch.world import World
 from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.transports.traffic import Traffic
@@ -48,10 +48,8 @@ class Prepared:
         world: the processes of the run; their collectives run on the device.
         hosts: the same processes in a gloo group; its collectives do not make a host wait for its device.
         source: the directory that the student was made from.
-        student: the model inside ``engine``.
+        training: the student, its engine, and the source of its targets.
         teacher: the teacher in memory, if the run has one.
-        live: computes the targets with ``teacher``; None without it.
-        cache: reads the targets from a teacher cache, if the run has one.
         traffic: counts the bytes that dispatch and combine send; None if no experts are divided.
         dispatcher: makes the dispatchers of the student's layers and of a teacher with divided experts.
         rows: the rows of the whole schedule.
@@ -65,12 +63,9 @@ class Prepared:
     world: World
     hosts: World
     source: Path
-    student: PreTrainedModel
+    training: Training
     teacher: PreTrainedModel | None
-    live: Teacher | None
-    cache: Teacher | None
     tokenizer: PreTrainedTokenizerBase
-    engine: Any
     traffic: Traffic | None
     dispatcher: Dispatcher
     rows: Mixture
@@ -83,6 +78,11 @@ class Prepared:
     def recipe(self) -> Recipe:
         """The recipe of the run."""
         return self.resolved.recipe
+
+    @property
+    def student(self) -> PreTrainedModel:
+        """The model that is trained."""
+        return self.training.model
 
     @property
     def directory(self) -> Path:
@@ -119,11 +119,11 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     checkpoint = world.on_first(lambda: checkpoints.find(directory / run_dir.CHECKPOINTS, resume, _say))
     if checkpoint:
         world.on_first(lambda: checkpoints.require_model(checkpoint, flat(recipe.model_dump())))
-    source = student_source(recipe)
-    config = student_config(recipe, source)
+    original = student_source(recipe)
+    config = student_config(recipe, original)
     hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
     # The data come first, because a fault in them is found in less time than it takes to load a model.
-    tokenizer, vocab_size = load_tokenizer(source.path), config.get_text_config().vocab_size
+    tokenizer, vocab_size = load_tokenizer(original.path), config.get_text_config().vocab_size
     corpora, rows, held_out = read_data(recipe, tokenizer, vocab_size, world)
     trained = checkpoint / manifest.MODEL if checkpoint else None
     orders = orders_of(manifest.read_manifest(checkpoint)["progress"]) if checkpoint else None
@@ -133,28 +133,26 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
     teacher = load_teacher(recipe, student, world, traffic, dispatcher) if needs_teacher(recipe) else None
-    live = None if teacher is None else live_teacher(teacher, recipe.objective)
-    identity, cache = run_identity(recipe, corpora, world), None
+    source = TeacherSource() if teacher is None else LiveTeacher(teacher, recipe.objective)
+    identity = run_identity(recipe, corpora, world)
     if settings := recipe.objective.teacher_cache:
-        cache, hashes = read_teacher_cache(recipe, settings, identity, vocab_size, world)
+        source, hashes = read_teacher_cache(recipe, settings, identity, vocab_size, world)
     identity |= hashes
-    engine = build_engine(student, recipe, world, traffic, dispatcher)
-    progress = checkpoints.load(checkpoint, world, engine, identity) if checkpoint else {"step": 0}
-    update.install(engine, recipe)
-    graphs.install(engine.module, live, recipe, [model for model in (student, teacher) if model is not None])
+    training = build_training(student, source, recipe, world, traffic, dispatcher)
+    progress = checkpoints.load(checkpoint, world, training, identity) if checkpoint else {"step": 0}
+    # Both take what a checkpoint has put into the engine.
+    update.install(training.engine, recipe)
+    training = graphs.with_fixed_passes(training, recipe, [student] if teacher is None else [student, teacher])
     require_agreement(world, {**identity, "vocabulary": vocab_size, "first step": progress["step"] + 1})
     world.on_first(lambda: run_dir.describe(directory, resolved))
     return Prepared(
         resolved=resolved,
         world=world,
         hosts=hosts_of(world),
-        source=source.path,
-        student=student,
+        source=original.path,
+        training=training,
         teacher=teacher,
-        live=live,
-        cache=cache,
         tokenizer=tokenizer,
-        engine=engine,
         traffic=traffic,
         dispatcher=dispatcher,
         rows=rows,

@@ -46,7 +46,7 @@ class Schedule:
         starts: maps the output after which a reduction starts to the reduction.
         last: the read of the final norm.
         ranks: the ranks that divide the model.
-        kind: how the ranks reduce; see ``reduce.Kind``.
+        kind: how the ranks reduce; see ``parallel.all_reduce.backends``.
         eager: whether every reduction is awaited where it starts. The code is the same, but nothing overlaps.
         desync: whether the residuals of the ranks differ between reductions.
         compiled: whether the parts of a decoding step with a cache of fixed shape are compiled.
@@ -197,7 +197,7 @@ def wire_tensor_parallel(
     Args:
         wiring: any wiring that fits the model, Desync with a degree that is the number of ranks.
         ranks: the ranks that divide the model.
-        kind: how the ranks reduce; see ``reduce.Kind``.
+        kind: how the ranks reduce; see ``parallel.all_reduce.backends``.
         eager: whether every reduction is awaited where it starts; the results are the same, bit for bit.
         compile_steps: whether to compile the parts of decoding steps in slots, see ``compiled``; the results are the
             same up to rounding.

@@ -14,9 +14,9 @@ from fcsd.engine.fused import fuse
 from fcsd.engine.layer import wire_tensor_parallel
 from fcsd.engine.tp_plan import Experts, TensorGroup
 from fcsd.engine.weights import load_tensor_parallel
-from fcsd.errors import ConfigError
 from fcsd.parallel import process_settings
-from fcsd.parallel.all_reduce.reduce import WRONG_RESULTS, Kind, Reduction
+from fcsd.parallel.all_reduce.backends import require_right
+from fcsd.parallel.all_reduce.reduce import Kind, Reduction
 from fcsd.parallel.placement.stored import read_orders
 
 if TYPE_CHECKING:
@@ -72,16 +72,3 @@ def open_engine(
     fuse(model, on_gpu)
     wire_tensor_parallel(model, wiring_of(model.config), ranks, reduce, compile_steps=compile_steps and on_gpu)
     return model
-
-
-def require_right(reduce: Kind) -> None:
-    """Refuse a kind of reduction that exists for measurements of time alone.
-
-    Raises:
-        ConfigError: the kind gives wrong results.
-    """
-    if reduce in WRONG_RESULTS:
-        raise ConfigError(
-            f"reductions of kind {reduce} give wrong results; only python -m benchmarks.infer takes them",
-            hint="leave --reduce out, or use --reduce nccl",
-        )

@@ -34,6 +34,11 @@ class Moments(NamedTuple):
     second: Tensor
 
 
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """What gradients of the norm ``norm`` are multiplied by, so that their norm is at most ``limit``; at most 1."""
+    return 1.0 / torch.clamp((norm + 1e-6) / limit, min=1.0)  # 1e-6, as DeepSpeed and torch do
+
+
 def device_numbers(norm: Tensor, taken: Tensor, limit: float, rates: Rates) -> Tensor:
     """The numbers of the update that depend on what is on the device, fp32 ``[4]``.
 
@@ -45,7 +50,7 @@ def device_numbers(norm: Tensor, taken: Tensor, limit: float, rates: Rates) -> T
         taken: fp64, the number of steps taken so far, this one included if it is taken.
         limit: the norm to which the gradients are clipped; 0 does not clip.
     """
-    factor = 1.0 / torch.clamp((norm + 1e-6) / limit, min=1.0) if limit else torch.ones_like(norm)
+    factor = clip_factor(norm, limit) if limit else torch.ones_like(norm)
     corrections = 1.0 / (1.0 - rates.beta1**taken), (1.0 - rates.beta2**taken).rsqrt()
     return torch.stack([number.float() for number in (norm.isfinite(), factor, *corrections)])
 

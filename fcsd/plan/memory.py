@@ -22,8 +22,8 @@ from fcsd.plan.setup import GIB, USABLE, Hardware, Setup
 from fcsd.plan.shard import Shard, shard
 
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
-CHUNK = 2**23  # parameters that ``fcsd.distill.optim.adamw_moments`` updates at a time
-SLOTS = 3  # pairs of buffers for moments on their way from and to the host; that of ``fcsd.distill.optim.host_moments``
+CHUNK = 2**23  # parameters that ``fcsd.distill.optim.adamw_chunked`` updates at a time
+SLOTS = 3  # pairs of buffers for moments on their way; that of ``fcsd.distill.optim.adamw_host_moments``
 
 # Memory that max_memory_allocated does not count. These are assumptions; nvidia-smi and memory_reserved can check them.
 CONTEXT = int(0.8 * GIB)  # CUDA context, kernels, cuBLAS workspaces

@@ -4,7 +4,8 @@
 in pinned host memory, and the optimizer keeps its moments in ordinary memory (``runtime/zero/stage_1_and_2.py``). The
 GPU keeps a buffer of the size of the largest tensor.
 
-**Moments.** They are in pinned host memory, and the GPU keeps buffers for some chunks (``distill.optim.host_moments``).
+**Moments.** They are in pinned host memory, and the GPU keeps buffers for some chunks
+(``distill.optim.adamw_host_moments``).
 
 The times add up the bytes that cross the bus, and the bytes that AdamW and the copies around it read and write in host
 memory. One run on four H200s with its moments on the host measured the rate of the bus, 25 GB/s in each direction. The

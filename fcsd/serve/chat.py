@@ -96,7 +96,7 @@ def chat(
     check_dtype(dtype)
     check_device(device)
     if divided:
-        from fcsd.engine.open import require_right
+        from fcsd.parallel.all_reduce.backends import require_right
 
         require_right(reduce)
     elif reduce != "nccl":

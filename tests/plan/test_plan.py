@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from fcsd.bench.shapes import deepseek_v2_lite
 from fcsd.cli.main import app
 from fcsd.config import load_recipe
-from fcsd.distill.optim import adamw_moments as chunked
-from fcsd.distill.optim import host_moments, optimizer
-from fcsd.distill.optim.adamw_one_process import updates_alone
+from fcsd.distill.optim import adamw_choice, adamw_host_moments
+from fcsd.distill.optim import adamw_chunked as chunked
+from fcsd.distill.optim.adamw_choice import updates_alone
 from fcsd.errors import BadInputError, ConfigError, DoesNotFitError
 from fcsd.plan import Hardware, Setup, plan_run, plan_setup
 from fcsd.plan.memory import BUCKET, CHUNK, SLOTS, checkpoint_bytes, copy_bytes, disk_bytes, loss_bytes, optimizer_bytes
@@ -354,7 +354,7 @@ def test_a_plan_that_fits_only_with_the_optimizer_on_the_host_says_what_it_takes
 
 
 def test_sizes_in_the_plan_are_the_optimizers():
-    assert (chunked.CHUNK, host_moments.SLOTS, optimizer.GROUP) == (CHUNK, SLOTS, GROUP)
+    assert (chunked.CHUNK, adamw_host_moments.SLOTS, adamw_choice.GROUP) == (CHUNK, SLOTS, GROUP)
 
 
 def test_hours_are_steps_and_what_runs_between_them(tmp_path):

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallba
 
 from fcsd.distill.data.rows import batch
 from fcsd.distill.loss.losses import IGNORE
-from fcsd.distill.optim.optimizer import adamw_settings
+from fcsd.distill.optim.adamw_choice import adamw_settings
 from fcsd.distill.teacher.original import compile_layers
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fcsd.distill.data.rows import Mixture
 from fcsd.distill.loss.losses import IGNORE
-from fcsd.distill.optim.optimizer import adamw_settings
+from fcsd.distill.optim.adamw_choice import adamw_settings
 from fcsd.distill.teacher.original import compile_layers, output_head
 
 # (student's hidden states [tokens, hidden], its head [vocab, hidden], the same of the teacher, labels [tokens])

@@ -6,11 +6,11 @@ from benchmarks.distill.baselines.setting import Setting, Watch
 
 from fcsd.distill.experts.expert_parallel import wire_sharded
 from fcsd.distill.optim import update
-from fcsd.distill.step.engine import build_engine
+from fcsd.distill.step.engine import build_training
 from fcsd.distill.step.feed import feeding
 from fcsd.distill.step.one_step import launch_step
 from fcsd.distill.teacher.original import pack_attention
-from fcsd.distill.teacher.targets import live_teacher
+from fcsd.distill.teacher.targets import LiveTeacher
 
 
 def distill(setting: Setting, watch: Watch) -> float:
@@ -29,17 +29,17 @@ def _distill(setting: Setting, watch: Watch, *, by_zero: bool) -> float:
     recipe, world = setting.recipe, setting.world
     pack_attention(setting.teacher, recipe)
     wire_sharded(setting.teacher, 1, recipe.parallel)
-    teacher = live_teacher(setting.teacher, recipe.objective)
-    engine = build_engine(setting.new_student(), recipe, world, by_zero=by_zero)
-    update.install(engine, recipe)
+    source = LiveTeacher(setting.teacher, recipe.objective)
+    training = build_training(setting.new_student(), source, recipe, world, by_zero=by_zero)
+    update.install(training.engine, recipe)
     loss = float("nan")
-    with feeding(setting.rows, recipe, world, 1, watch.steps) as feed:
+    with feeding(setting.rows, recipe, world, 1, watch.steps, source) as feed:
         for step in range(1, watch.steps + 1):
             micros = feed.take()
             watch.waited = feed.waited
-            launched = launch_step(engine, teacher, micros, recipe, world, step)
+            launched = launch_step(training, micros, recipe, world, step)
             if step == 1:
                 loss = launched.metrics()["loss"]
             watch.ended(step)
-    engine.destroy()
+    training.engine.destroy()
     return loss

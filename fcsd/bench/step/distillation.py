@@ -5,14 +5,14 @@ loss, the engine and the optimizer step are those of ``fcsd distill``.
 """
 
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fcsd.bench.random_run import draw_models, random_corpus, random_run
 from fcsd.bench.runner import finished, reset_peak
-from fcsd.bench.step.model import Phases
+from fcsd.bench.step.model import in_phases
 from fcsd.bench.step.no_exchange import NoExchange
 from fcsd.bench.step.workload import BLOCKING, MASKED, OVERLAPPED, Workload
 from fcsd.config import Recipe
@@ -21,12 +21,11 @@ from fcsd.distill.metrics import full_speed, gpu_peak
 from fcsd.distill.optim import update
 from fcsd.distill.prepare import training_rows
 from fcsd.distill.step import graphs
-from fcsd.distill.step.engine import build_engine
+from fcsd.distill.step.engine import build_training
 from fcsd.distill.step.feed import feeding
 from fcsd.distill.step.one_step import launch_step, train_step
-from fcsd.distill.step.phases import phase
 from fcsd.distill.teacher.original import compile_layers, pack_attention
-from fcsd.distill.teacher.targets import live_teacher
+from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World, barrier
 from fcsd.models.build import wiring_of
@@ -59,14 +58,14 @@ class Distillation:
         self._recipe, self._world, self._taken = recipe, world, 0
         self.batch_tokens = recipe.train.batch_tokens
         student, teacher = draw_models(recipe, rewired, original, world)
-        self.models, self._teacher = [student], None
+        self.models, source = [student], TeacherSource()
         if teacher is not None:
             compile_layers(teacher, recipe)
             self.models.append(teacher)
-            self._teacher = _in_phase("teacher", live_teacher(teacher, recipe.objective))
-        engine = build_engine(student, recipe, world)
-        update.install(engine, recipe)
-        self._engine = Phases(engine)
+            source = LiveTeacher(teacher, recipe.objective)
+        built = build_training(student, source, recipe, world)
+        update.install(built.engine, recipe)
+        self._built = self._training = replace(built, engine=in_phases(built.engine))
         self._rows = training_rows(recipe, [random_corpus(student.config.vocab_size, recipe.data.seq_len)])
 
     def check(self) -> dict[str, Any]:
@@ -78,7 +77,6 @@ class Distillation:
         parallel = self._recipe.parallel
         variant, _, format = variant.partition("+")
         quantiser = Quantiser(Formats.parse(format), self._recipe.seed) if format else quantiser_of(self._recipe)
-        self._engine.module.quantiser = quantiser
         on_cuda = self._world.device.type == "cuda"
         for model, ep_size, own in zip(
             self.models, (parallel.ep_size, parallel.teacher_ep_size), (quantiser, None), strict=False
@@ -95,12 +93,13 @@ class Distillation:
                 overlap(model, wiring_of(model.config), "off", fused=fused, dispatcher=dispatcher, quantiser=own)
             else:
                 overlap(model, wiring_of(model.config), fused=parallel.fused and on_cuda, transport=NoExchange())
-        graphs.install(self._engine.module, self._teacher, self._recipe, self.models)  # captured passes do not change
+        # Captured passes do not change, so each variant has its own.
+        self._training = graphs.with_fixed_passes(replace(self._built, quantiser=quantiser), self._recipe, self.models)
 
     def one(self) -> None:
         """Runs one step and waits until it is complete."""
         self._taken += 1
-        train_step(self._engine, self._teacher, self._rows, self._recipe, self._world, self._taken)
+        train_step(self._training, self._rows, self._recipe, self._world, self._taken)
 
     def several(self, count: int) -> dict[str, Any]:
         """Runs one step that is not timed, then ``count`` timed steps in the way of ``fcsd distill``.
@@ -113,9 +112,9 @@ class Distillation:
         self._taken = last
         began = waited = 0.0
         metrics: dict[str, float] = {}
-        with feeding(self._rows, self._recipe, self._world, first, last) as feed:
+        with feeding(self._rows, self._recipe, self._world, first, last, self._training.source) as feed:
             for step in range(first, last + 1):
-                launched = launch_step(self._engine, self._teacher, feed.take(), self._recipe, self._world, step)
+                launched = launch_step(self._training, feed.take(), self._recipe, self._world, step)
                 if step in (first, last):
                     metrics = launched.metrics()
                     finished(self._world.device)
@@ -133,11 +132,3 @@ def _full_speed(recipe: Recipe, world: World) -> float | None:
         return None
     peak = gpu_peak(torch.cuda.get_device_name(world.device), recipe.train.dtype)
     return None if peak is None else full_speed(recipe, world.size, peak)
-
-
-def _in_phase(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arguments: Any) -> Any:
-        with phase(name):
-            return function(*arguments)
-
-    return run

@@ -1,15 +1,14 @@
 """Compares the loss and the norm of every gradient of two variants of a training step."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fcsd.distill.train_engine import PassEngine
 from fcsd.launch.world import World
 
 
-def loss_and_norms(engine: Any, ids: Tensor) -> dict[str, float]:
+def loss_and_norms(engine: PassEngine, ids: Tensor) -> dict[str, float]:
     """Runs a step; returns its loss and the norm of every gradient on this rank, before averaging over the ranks.
 
     Args:

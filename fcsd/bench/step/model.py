@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fcsd.distill.loss.losses import cross_entropy
 from fcsd.distill.step.engine import import_deepspeed
 from fcsd.distill.step.phases import phase
+from fcsd.distill.train_engine import PassEngine
 from fcsd.launch.world import World
 from fcsd.parallel.expert.block import expert_blocks
 from fcsd.parallel.weights.random_init import random_expert_parallel
+
+Engine = TypeVar("Engine", bound=PassEngine)
 
 
 class Decoder(nn.Module):
@@ -37,20 +40,23 @@ class _Bare:
     def __init__(self, module: Decoder) -> None:
         self.module = module
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        return self.module(ids)
+    def __call__(self, *ids: Any) -> Tensor:
+        return self.module(*ids)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, **_: Any) -> None:
         loss.backward()
 
     def step(self) -> None:
         self.module.zero_grad(set_to_none=True)
 
 
-class Phases:
-    """Wraps an engine so that each of its passes is recorded as a phase, which ``account`` reads."""
+def in_phases(engine: Engine) -> Engine:
+    """The engine, but each of its passes is recorded as a phase, which ``account`` reads."""
+    return cast(Engine, _Phases(engine))
 
-    def __init__(self, engine: Any) -> None:
+
+class _Phases:
+    def __init__(self, engine: PassEngine) -> None:
         self._engine = engine
 
     def __getattr__(self, name: str) -> Any:
@@ -69,8 +75,10 @@ class Phases:
             return self._engine.step()
 
 
-def make_engine(config: PretrainedConfig, micro_batch: int, world: World, *, recompute: bool, optimizer: bool) -> Any:
-    """Builds a model of random weights in a DeepSpeed engine with ZeRO-1 and AdamW, whose learning rate is 0.
+def make_engine(
+    config: PretrainedConfig, micro_batch: int, world: World, *, recompute: bool, optimizer: bool
+) -> tuple[PassEngine, PreTrainedModel]:
+    """Builds a DeepSpeed engine and in it a model of random weights, with ZeRO-1 and AdamW, whose learning rate is 0.
 
     The weights do not depend on the number of ranks.
 
@@ -88,7 +96,7 @@ def make_engine(config: PretrainedConfig, micro_batch: int, world: World, *, rec
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     decoder = Decoder(model)
     if not optimizer:
-        return _Bare(decoder)
+        return _Bare(decoder), model
     settings = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "bf16": {"enabled": on_cuda},
@@ -96,7 +104,7 @@ def make_engine(config: PretrainedConfig, micro_batch: int, world: World, *, rec
         "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0, "torch_adam": True, "fused": True}},
     }
     parameters: Any = list(decoder.parameters())
-    return deepspeed.initialize(model=decoder, model_parameters=parameters, config=settings)[0]
+    return deepspeed.initialize(model=decoder, model_parameters=parameters, config=settings)[0], model
 
 
 @contextmanager

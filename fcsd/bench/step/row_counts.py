@@ -6,24 +6,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from fcsd.distill.train_engine import PassEngine
 from fcsd.parallel.expert.block import ExpertBlock, expert_blocks
 from fcsd.parallel.expert.levels import Levels, one_level, pairs_sent, rows_sent, two_levels
 
 
-def measure(engine: Any, ids: Tensor, node_size: int | None) -> dict[str, list[float]]:
+def measure(engine: PassEngine, model: PreTrainedModel, ids: Tensor, node_size: int | None) -> dict[str, list[float]]:
     """The rows that dispatch sends from one rank to another, divided by the number of tokens, on average over layers.
 
     Combine and the gradients of both send as many. Every rank must call this.
 
     Args:
-        engine: runs a forward pass on ``ids``.
+        engine: runs a forward pass of ``model`` on ``ids``.
         node_size: neighbouring ranks that form a node; None counts no nodes.
 
     Returns: for ``off``, ``rank`` and, with a node size, ``node``: the rows of each level, from the outermost one.
     """
     found: list[dict[str, list[int]]] = []
-    blocks = list(expert_blocks(engine.module.model).values())
+    blocks = list(expert_blocks(model).values())
     chosen: list[Tensor] = []
 
     def note(block: ExpertBlock, _router: Any, _inputs: Any, routing: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from fcsd.bench.runner import finished, reset_peak, say
 from fcsd.bench.step import row_counts
 from fcsd.bench.step.equality import loss_and_norms, worst_difference
-from fcsd.bench.step.model import Phases, make_engine
+from fcsd.bench.step.model import in_phases, make_engine
 from fcsd.bench.step.variants import eager_name, variants
 from fcsd.bench.step.workload import COPIES, Workload
 from fcsd.errors import ConfigError
@@ -48,9 +48,9 @@ class Training:
         quantisers = {formats: Quantiser(Formats.parse(formats)) for formats in load.formats}
         for quantiser in quantisers.values():
             check_formats(quantiser.formats, config, load.shape)
-        engine = make_engine(config, load.micro_batch, world, recompute=load.recompute, optimizer=load.optimizer)
-        self._load, self._world, self._engine = load, world, Phases(engine)
-        self.models = [engine.module.model]
+        choices: Any = {"recompute": load.recompute, "optimizer": load.optimizer}
+        engine, model = make_engine(config, load.micro_batch, world, **choices)
+        self._load, self._world, self._engine, self.models = load, world, in_phases(engine), [model]
         self.batch_tokens = world.size * load.micro_batch * load.seq
         generator = torch.Generator().manual_seed(world.rank)
         size, vocabulary = (load.micro_batch, load.seq), self.models[0].config.vocab_size
@@ -66,7 +66,7 @@ class Training:
     def check(self) -> dict[str, Any]:
         """The ``rows`` that dispatch sends, and the ``equality`` of overlapped variants with eager-sync ones."""
         self.choose(self._load.variants[0])
-        rows = row_counts.measure(self._engine, self._ids, self._load.node_size)
+        rows = row_counts.measure(self._engine, self.models[0], self._ids, self._load.node_size)
         say(self._world, row_counts.to_text(rows))
         equality = {name: self._held(name) for name in (*self._load.overlapped, *self._load.changed)}
         for name, held in equality.items():

@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fcsd.distill.train_engine import TrainEngine
 from fcsd.parallel.expert.block import ExpertBlock
 from fcsd.parallel.placement.moving import Share
 
 
-def expert_shares(engine: Any, block: ExpertBlock) -> dict[str, Share]:
+def expert_shares(engine: TrainEngine, block: ExpertBlock) -> dict[str, Share]:
     """What this rank holds of the tensors of a block's experts, by names that are the same on every rank. No copies.
 
     Call this after the first step of the optimizer, which creates the moments.
@@ -27,7 +28,7 @@ def expert_shares(engine: Any, block: ExpertBlock) -> dict[str, Share]:
     return shares
 
 
-def _states(engine: Any, parameter: nn.Parameter) -> Iterator[tuple[str, int, Tensor]]:
+def _states(engine: TrainEngine, parameter: nn.Parameter) -> Iterator[tuple[str, int, Tensor]]:
     """The optimizer's tensors for a parameter: what they are, the first element that this rank holds, and the values.
 
     - ZeRO concatenates parameters and gives each rank an interval, which ``_hp_mapping`` describes. It is None if no

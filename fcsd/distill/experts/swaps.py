@@ -20,6 +20,7 @@ from fcsd.config import Parallel, Recipe
 from fcsd.disk import write_json
 from fcsd.distill.experts.routing_record import RoutingRecord
 from fcsd.distill.experts.states import expert_shares
+from fcsd.distill.train_engine import Trained
 from fcsd.kernels.bit_split import Format
 from fcsd.launch.world import World
 from fcsd.parallel.expert.block import ExpertBlock, expert_blocks
@@ -38,16 +39,16 @@ class ExpertSwaps:
         run: the run directory, in which rank 0 writes ``placement.json``.
         world: the processes, on their devices.
         hosts: the same processes, in a group whose collectives do not involve a device.
-        engine: DeepSpeed's engine, whose model has the placement that ``progress`` names.
+        trained: the student and its engine. The student has the placement that ``progress`` names.
         progress: the progress of the run.
     """
 
     def __init__(
-        self, run: Path, recipe: Recipe, world: World, hosts: World, engine: Any, progress: dict[str, Any]
+        self, run: Path, recipe: Recipe, world: World, hosts: World, trained: Trained, progress: dict[str, Any]
     ) -> None:
-        self._file, self._recipe, self._world, self._hosts, self._engine = run / FILE, recipe, world, hosts, engine
+        self._file, self._recipe, self._world, self._hosts, self._trained = run / FILE, recipe, world, hosts, trained
         self._every = recipe.parallel.placement.every
-        self._blocks = expert_blocks(engine.module.model) if self._every else {}
+        self._blocks = expert_blocks(trained.model) if self._every else {}
         self._record = RoutingRecord({path: block.router for path, block in self._blocks.items()})
         self._swaps, self._seconds = progress.get("placement", {}).get("swaps", 0), 0.0
         if self._every:
@@ -89,7 +90,7 @@ class ExpertSwaps:
         settings = self._recipe.parallel.placement
         blocks = list(self._blocks.values())
         before = [block.placement for block in blocks]
-        width = self._engine.module.model.config.get_text_config().hidden_size
+        width = self._trained.model.config.get_text_config().hidden_size
         together = Ranks(self._world.rank, self._world.size, self._sum, self._hosts.everywhere)
         objective = objective_of(self._recipe, self._world.size, blocks[0], width)
         after, swaps = greedy(chosen, before, objective, settings.swaps, together)
@@ -100,7 +101,7 @@ class ExpertSwaps:
         self._write()
 
     def _move(self, block: ExpertBlock, before: Placement, after: Placement) -> None:
-        shares = expert_shares(self._engine, block)
+        shares = expert_shares(self._trained.engine, block)
         held = self._hosts.everywhere(lambda: {name: share.interval for name, share in shares.items()})
         sizes = {name: block.experts.get_parameter(name.split()[0])[0].numel() for of in held for name in sorted(of)}
         move(shares, plan(before, after, held, sizes), self._world.rank, self._world.size)

@@ -15,21 +15,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from fcsd.config import Recipe
+from fcsd.distill.optim.adamw_norms import l2_norm
 from fcsd.kernels import adamw
 from fcsd.kernels.adamw import Moments, Rates
 
 _NAMES = ("master", "exp_avg", "exp_avg_sq")  # the names of the fields of ``Moments`` in checkpoints
-
-
-def updates_alone(recipe: Recipe, processes: int) -> bool:
-    """Whether a run updates its weights with ``OneProcessAdamW``: one that would use ZeRO, but has one process.
-
-    It trains in bf16, its states are in fp32 on the device, and its rows are not rounded by ``parallel.quantised``.
-    """
-    optim, parallel = recipe.optim, recipe.parallel
-    plain = (recipe.train.dtype, optim.moments, optim.offload) == ("bf16", "fp32", "none")
-    return processes == 1 and parallel.zero_stage > 0 and plain and not parallel.quantised.any
 
 
 class OneProcessAdamW(Optimizer):
@@ -102,11 +92,3 @@ class OneProcessAdamW(Optimizer):
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-
-def l2_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """The norm of all elements of the tensors, an fp32 scalar; squares and sums are in fp32, whatever their dtype."""
-    if not tensors:
-        return torch.zeros((), device=device)
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-    return torch.stack(list(norms)).norm()

@@ -19,7 +19,6 @@ With ``optim.offload: host`` AdamW itself runs on the host, which therefore wait
 ``optim.offload: moments`` it runs on the device. ``ChunkedAdamW`` takes the flag ``found_inf`` as torch's AdamW does.
 """
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,13 +29,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcsd.config import Recipe
+from fcsd.distill.optim.adamw_norms import found_inf, global_norm, partitions_norm
 from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
+from fcsd.distill.train_engine import TrainEngine
+from fcsd.kernels.adamw import clip_factor
 from fcsd.launch.world import World
 
-_EPSILON = 1e-6  # added to the norm before the division, as DeepSpeed and torch do
 
-
-def install(engine: Any, recipe: Recipe) -> None:
+def install(engine: TrainEngine, recipe: Recipe) -> None:
     """Makes ZeRO's inner optimizer clip the gradients by a hook. Call this after a checkpoint is loaded.
 
     DeepSpeed's ``step`` would wait for the norm twice: once to decide whether to skip the step, and once to clip.
@@ -55,8 +55,8 @@ def install(engine: Any, recipe: Recipe) -> None:
     def before_step(optimizer: Any, *_: Any) -> None:
         norm = zero._global_grad_norm
         if on_device:
-            optimizer.found_inf = (~norm.isfinite()).float()
-        factor = 1.0 / torch.clamp((norm + _EPSILON) / limit, min=1.0) if limit else None
+            optimizer.found_inf = found_inf(norm)
+        factor = clip_factor(norm, limit) if limit else None
         if factor is None or (not on_device and factor == 1):
             return
         for group in optimizer.param_groups:
@@ -86,7 +86,7 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def update(engine: Any, recipe: Recipe, world: World) -> Tensor | float:
+def update(engine: TrainEngine, recipe: Recipe, world: World) -> Tensor | float:
     """Clips the gradients and takes the optimizer's step. Call this after the backward pass of the last micro-batch.
 
     If the norm is not finite, no weight and no moment changes on any rank.
@@ -109,7 +109,7 @@ def update(engine: Any, recipe: Recipe, world: World) -> Tensor | float:
         with_gradient = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(with_gradient, recipe.optim.grad_clip, norm)
     if recipe.train.dtype == "fp32":  # the engine calls torch's optimizer directly, which reads found_inf
-        engine.optimizer.found_inf = (~norm.isfinite()).float()
+        engine.optimizer.found_inf = found_inf(norm)
         engine.step()
     elif norm.isfinite():  # the host waits; DeepSpeed's wrapper of bf16 without ZeRO reads norms on the host anyway
         engine.step()
@@ -117,56 +117,3 @@ def update(engine: Any, recipe: Recipe, world: World) -> Tensor | float:
         engine.zero_grad()
         engine.micro_steps += 1
     return norm
-
-
-def partitions_norm(zero: Any, dtype: torch.dtype) -> Tensor:
-    """The L2 norm of all gradients of ZeRO-1 or ZeRO-2, ``[]`` fp32; infinite if a gradient is not finite.
-
-    It replaces DeepSpeed's ``scaled_global_norm``, which is slow on a GPU for two reasons. For each group of parameters
-    the host waits for the device twice, to replace a norm that is not finite by -1. And each gradient is converted to
-    fp64 before its squares are summed. Here the host does not wait, and all groups are reduced together.
-
-    Args:
-        zero: DeepSpeed's optimizer. Each rank has the gradients of its partitions in ``averaged_gradients``, a list for
-            each group of parameters. No gradient is in the partitions of two ranks.
-        dtype: the dtype of the sums over a tensor. With fp64, which needs a copy of the gradient, the result has the
-            bits of DeepSpeed's norm for an optimizer on the host. For one beside the weights DeepSpeed takes the root
-            in fp32, whose last bit may differ.
-    """
-    squares = []
-    for number in range(len(zero.bit16_groups)):
-        partition = zero.averaged_gradients[number]
-        gradients = [gradient for gradient in partition if not getattr(gradient, "_zero_padding", False)]
-        if gradients:
-            norms = torch._foreach_norm(gradients, 2, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
-            squares.append(torch.stack(list(norms)).double().square().sum().float())
-        else:
-            squares.append(torch.zeros((), device=zero.device))
-    whole = torch.stack(squares)
-    dist.all_reduce(whole, group=zero.dp_process_group)
-    norms = whole.double().sqrt().float()  # a root in fp32 may be wrong in its last bit on CPUs
-    return torch.linalg.vector_norm(norms).nan_to_num(nan=math.inf, posinf=math.inf)
-
-
-def global_norm(engine: Any, recipe: Recipe, world: World) -> Tensor:
-    """The L2 norm of all gradients for ZeRO stage 0, including those of the experts on other processes.
-
-    DeepSpeed's own norm covers only the experts of this process.
-    """
-    ep_size = recipe.parallel.ep_size
-    gradients: dict[bool, list[Tensor]] = {True: [], False: []}
-    for parameter in engine.module.parameters():
-        if parameter.grad is not None:
-            gradients[_is_expert(parameter)].append(parameter.grad)
-    norm = torch.nn.utils.get_total_norm(gradients[False])
-    if gradients[True]:
-        squared = torch.nn.utils.get_total_norm(gradients[True]).square()
-        dist.all_reduce(squared)  # each expert is summed world.size / ep_size times
-        norm = (norm.square() + squared * ep_size / world.size).sqrt()
-    return norm
-
-
-def _is_expert(parameter: Tensor) -> bool:
-    from deepspeed.moe.utils import is_moe_param
-
-    return is_moe_param(parameter)

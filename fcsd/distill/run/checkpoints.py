@@ -18,6 +18,7 @@ from fcsd.disk import sync, sync_directories
 from fcsd.distill.run import manifest, snapshot
 from fcsd.distill.run.identity import differences
 from fcsd.distill.run.snapshot import OPTIMIZER, Snapshot, write_states
+from fcsd.distill.train_engine import Trained
 from fcsd.errors import CheckpointError, CheckpointVersionError, ConfigError
 from fcsd.launch.world import World
 from fcsd.parallel.weights.saving import OwnPart
@@ -64,7 +65,7 @@ def save(
     return world.on_first(commit)
 
 
-def load(checkpoint: Path, world: World, engine: Any, identity: dict[str, Any]) -> dict[str, Any]:
+def load(checkpoint: Path, world: World, trained: Trained, identity: dict[str, Any]) -> dict[str, Any]:
     """Loads a checkpoint from ``find`` into the engine and the random generators, and returns its ``progress``.
 
     The engine's model has the weights of the checkpoint's ``model/`` already.
@@ -78,7 +79,7 @@ def load(checkpoint: Path, world: World, engine: Any, identity: dict[str, Any]) 
     content = world.everywhere(lambda: manifest.read_manifest(checkpoint))[0]
     if changed := differences(content["identity"], identity):
         raise _of_another_run(checkpoint, changed)
-    snapshot.restore(checkpoint, world, engine)
+    snapshot.restore(checkpoint, world, trained)
     return content["progress"]
 
 

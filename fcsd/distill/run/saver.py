@@ -24,6 +24,7 @@ from fcsd.distill.optim.host_copies import HostCopies, room_for
 from fcsd.distill.run import checkpoints, manifest, snapshot
 from fcsd.distill.run.checkpoints import WriteModel
 from fcsd.distill.run.snapshot import Snapshot
+from fcsd.distill.train_engine import Trained
 from fcsd.errors import DiskError
 from fcsd.foreign_errors import translate
 from fcsd.launch.world import World
@@ -51,7 +52,7 @@ class Saver:
         self,
         folder: Path,
         world: World,
-        engine: Any,
+        trained: Trained,
         identity: dict[str, Any],
         write_model: WriteModel,
         *,
@@ -59,7 +60,7 @@ class Saver:
         failures: int,
         checkpoint: Path | None,
     ) -> None:
-        self._folder, self._world, self._engine, self._identity = folder, world, engine, identity
+        self._folder, self._world, self._trained, self._identity = folder, world, trained, identity
         self._write_model, self._settings, self._failures = write_model, settings, failures
         self._failed, self._last = 0, time.monotonic()
         self._pending: tuple[int, Future[None]] | None = None  # the step whose checkpoint the thread writes
@@ -101,7 +102,7 @@ class Saver:
         """
         self.finish()
         began = time.perf_counter()
-        taken = snapshot.take(self._engine, self._world)
+        taken = snapshot.take(self._trained, self._world)
         write = partial(self._write, step=step, progress=progress, best=best, began=began)
         if wait or last or not self._overlaps(taken):
             self._settle(partial(write, taken, self._world), step, last)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fcsd.disk import write_json
 from fcsd.distill.optim.host_copies import HostCopies, size_of
+from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import DiskError
 from fcsd.launch.world import World
 from fcsd.parallel.weights.saving import OwnPart, own_part
@@ -44,9 +45,9 @@ class Snapshot:
     states: dict[str, Any]
 
 
-def take(engine: Any, world: World) -> Snapshot:
+def take(trained: Trained, world: World) -> Snapshot:
     """The state of this rank. Its tensors are those of the run, not copies."""
-    part = own_part(engine.module.model)
+    engine, part = trained.engine, own_part(trained.model)
     states = {"engine": {name: getattr(engine, name) for name in _COUNTERS}, "random": random_state()}
     return Snapshot(part, _optimizer_state(engine) if _writes(engine, part, world) else None, states)
 
@@ -87,14 +88,15 @@ def write_states(snapshot: Snapshot, directory: Path, rank: int) -> None:
         raise
 
 
-def restore(checkpoint: Path, world: World, engine: Any) -> None:
+def restore(checkpoint: Path, world: World, trained: Trained) -> None:
     """Loads the state of this rank from a verified checkpoint.
 
     The engine's model has the weights of ``model/`` already.
     """
+    engine = trained.engine
     saved = json.loads(_states_file(checkpoint, world.rank).read_text())
     zero = engine.zero_optimization()
-    rank = world.rank if zero else world.rank % own_part(engine.module.model).group_size
+    rank = world.rank if zero else world.rank % own_part(trained.model).group_size
     # The file is a pickle of DeepSpeed's classes. Its hash was compared with the manifest, so this project wrote it.
     state = torch.load(_optimizer_file(checkpoint, rank), map_location="cpu", weights_only=False)
     if zero:
@@ -107,11 +109,11 @@ def restore(checkpoint: Path, world: World, engine: Any) -> None:
     set_random_state(saved["random"])
 
 
-def _writes(engine: Any, part: OwnPart, world: World) -> bool:
+def _writes(engine: TrainEngine, part: OwnPart, world: World) -> bool:
     return engine.zero_optimization() or world.rank < part.group_size
 
 
-def _optimizer_state(engine: Any) -> dict[str, Any]:
+def _optimizer_state(engine: TrainEngine) -> dict[str, Any]:
     from deepspeed.checkpoint.constants import SINGLE_PARTITION_OF_FP32_GROUPS
 
     state = engine.optimizer.state_dict()

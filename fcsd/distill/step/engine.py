@@ -2,8 +2,8 @@
 
 import logging
 import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from fcsd.distill.dtypes import DTYPES
 from fcsd.distill.experts.expert_parallel import quantiser_of, wire_sharded
 from fcsd.distill.loss.losses import IGNORE, cross_entropy, kl_divergence, only_counted, squared_distance
 from fcsd.distill.loss.top_k import TopK, kl_from_top_k
-from fcsd.distill.optim.adamw_one_process import updates_alone
-from fcsd.distill.optim.optimizer import adamw_settings, chunked, own_optimizer, parameter_groups
+from fcsd.distill.optim.adamw_choice import adamw_settings, chunked, own_adamw, parameter_groups, updates_alone
 from fcsd.distill.step.phases import phase
 from fcsd.distill.teacher.original import compile_layers, final_hidden, output_head, pack_attention
-from fcsd.distill.teacher.targets import Targets, captured, compared_layers
+from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource, captured, compared_layers
+from fcsd.distill.train_engine import Trained, TrainEngine
 from fcsd.errors import ConfigError
 from fcsd.launch.world import World
 from fcsd.models.annealed import Annealing, anneal
@@ -27,29 +27,19 @@ from fcsd.parallel.expert.dispatcher import Dispatcher
 from fcsd.parallel.quantised.rows import Quantiser
 from fcsd.parallel.transports.traffic import Traffic
 
-# (micro-batch, denominator, names of the terms) -> the loss terms by name; see ``fcsd.distill.step.graphs``
-FixedLosses = Callable[[dict[str, Tensor], Tensor, tuple[str, ...]], dict[str, Tensor]]
-
 
 class Student(nn.Module):
-    """A causal LM together with the objective that it is trained on.
+    """A causal LM together with the objective that it is trained on."""
 
-    Args:
-        quantiser: rounds the rows of dispatch and combine; None if they are sent as they are.
-    """
-
-    def __init__(self, model: PreTrainedModel, objective: Objective, quantiser: Quantiser | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
-        self.quantiser = quantiser
-        self.annealing: Annealing | None = None  # how far the wiring of the model is annealed; None if it is not
-        self.fixed: FixedLosses | None = None  # runs the training passes, teacher included, if it is installed
 
     def forward(
         self,
         batch: dict[str, Tensor],
-        targets: Targets | None,
+        targets: Targets | FixedLosses | None,
         denominator: Tensor,
         terms: tuple[str, ...],
     ) -> dict[str, Tensor]:
@@ -59,22 +49,12 @@ class Student(nn.Module):
             batch: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]``. It may also have ``kept``, the
                 positions in the flattened batch whose logits are computed, if the host knows them: those with a label,
                 or all.
-            targets: the teacher's output, which ``kl`` and ``hidden`` need. With ``fixed`` it is None in training.
+            targets: the teacher's output, which ``kl`` and ``hidden`` need; or a function that computes the terms.
             denominator: the number by which the sums over tokens are divided.
             terms: the names of the loss terms to compute.
         """
-        if self.fixed is not None and torch.is_grad_enabled():
-            return self.fixed(batch, denominator, terms)
-        return self.losses(batch, targets, denominator, terms)
-
-    def losses(
-        self,
-        batch: dict[str, Tensor],
-        targets: Targets | None,
-        denominator: Tensor,
-        terms: tuple[str, ...],
-    ) -> dict[str, Tensor]:
-        """What ``forward`` returns, computed by torch's operations one after the other."""
+        if targets is not None and not isinstance(targets, Targets):
+            return targets(batch, denominator, terms)
         compared = compared_layers(self.model, self.objective) if targets is not None and "hidden" in terms else ()
         with captured(self.model, compared) as streams:
             hidden = final_hidden(self.model, batch)
@@ -129,6 +109,25 @@ def switch_off_noise(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if ("dropout" in name or "jitter" in name) and type(value) in (int, float):
                 setattr(module, name, 0.0)
+
+
+@dataclass(frozen=True)
+class Training(Trained):
+    """The student in training, and what a step needs besides.
+
+    Attributes:
+        source: gives the targets.
+        quantiser: rounds the rows of dispatch and combine; None if they are sent as they are.
+        annealing: how far the wiring of the student is annealed; None if it is not.
+    """
+
+    source: TeacherSource
+    quantiser: Quantiser | None
+    annealing: Annealing | None
+
+    def without_rounding(self) -> AbstractContextManager[None]:
+        """A block in which all rows of the student are sent as they are, so that it computes as the exported model."""
+        return nullcontext() if self.quantiser is None else self.quantiser.paused()
 
 
 def freeze(model: PreTrainedModel, objective: Objective) -> None:
@@ -186,17 +185,19 @@ def deepspeed_config(recipe: Recipe, world_size: int, alone: bool = False) -> di
     return config
 
 
-def build_engine(
+def build_training(
     model: PreTrainedModel,
+    source: TeacherSource,
     recipe: Recipe,
     world: World,
     traffic: Traffic | None = None,
     dispatcher: Dispatcher | None = None,
     by_zero: bool = False,
-) -> Any:
-    """A DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
+) -> Training:
+    """Builds a DeepSpeed engine around ``Student(model)`` in training mode. Experts that are already sharded stay so.
 
     Args:
+        source: gives the targets.
         traffic: counts the bytes that dispatch and combine send; None does not count.
         dispatcher: see ``wire_sharded``.
         by_zero: whether DeepSpeed's ZeRO updates the weights also on one process, to compare with it.
@@ -208,30 +209,24 @@ def build_engine(
     if recipe.train.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     switch_off_noise(model)
-    student = Student(model, recipe.objective, quantiser_of(recipe)).train()
-    engine, *_ = deepspeed.initialize(
+    student = Student(model, recipe.objective).train()
+    engine: TrainEngine = deepspeed.initialize(
         model=student,
         model_parameters=parameter_groups(student, recipe),
         config=deepspeed_config(recipe, world.size, alone),
-        optimizer=own_optimizer(recipe, alone),
-    )
+        optimizer=own_adamw(recipe, alone),
+    )[0]
     if alone:
         engine.enable_backward_allreduce = False  # it would copy all gradients, also on one process
     if not engine.zero_optimization():
         for parameter in student.parameters():
             if parameter.requires_grad:
                 parameter.grad_dtype = DTYPES[recipe.accumulate_dtype]  # autograd and DeepSpeed sum in it
-    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, student.quantiser, traffic, dispatcher)
-    if recipe.train.anneal_share:
-        student.annealing = anneal(model)
+    quantiser = quantiser_of(recipe)
+    wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, quantiser, traffic, dispatcher)
+    annealing = anneal(model) if recipe.train.anneal_share else None
     compile_layers(model, recipe)
-    return engine
-
-
-def without_rounding(engine: Any) -> AbstractContextManager[None]:
-    """A block in which all rows of the student are sent as they are, so that it computes as the exported model does."""
-    quantiser = engine.module.quantiser
-    return nullcontext() if quantiser is None else quantiser.paused()
+    return Training(engine, model, source, quantiser, annealing)
 
 
 def import_deepspeed() -> Any:

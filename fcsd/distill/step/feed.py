@@ -1,9 +1,9 @@
 """Prepares the micro-batches of the coming steps in a thread while the device computes.
 
-The thread works one step ahead of the training thread: it packs rows and reads the targets of a teacher cache. On GPUs
-a micro-batch is copied from pinned memory on a separate stream, and an event tells the stream of the training thread
-when the copy is done. The thread draws no random number. The rows of a step depend only on the number of the step, so
-neither their order nor the point where a resumed run continues depends on the thread.
+The thread works one step ahead of the training thread: it packs rows and reads what the teacher's source stores for
+them. On GPUs a micro-batch is copied from pinned memory on a separate stream, and an event tells the stream of the
+training thread when the copy is done. The thread draws no random number. The rows of a step depend only on the number
+of the step, so neither their order nor the point where a resumed run continues depends on the thread.
 """
 
 import queue
@@ -20,7 +20,7 @@ from fcsd.config import Recipe
 from fcsd.distill.data.rows import Mixture, batch
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.loss.top_k import TopK
-from fcsd.distill.teacher.targets import Targets, Teacher
+from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.launch.world import World
 
 _AHEAD = 1  # the number of steps that wait in the queue, besides the one that the thread is preparing
@@ -35,13 +35,13 @@ class MicroBatch(NamedTuple):
         columns: ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq]`` int64, and ``kept``, the
             positions in the flattened batch that have a label, ``[counted]`` int64.
         counted: ``[]`` int64, the number of positions with a label.
-        targets: what a teacher cache holds for the rows, in host memory; None without a cache.
+        stored: what the teacher's source stores for the rows, in host memory; see ``TeacherSource.read``.
     """
 
     rows: range
     columns: dict[str, Tensor]
     counted: Tensor
-    targets: Targets | None
+    stored: TopK | None
 
 
 def rows_of_step(recipe: Recipe, world: World, step: int) -> list[range]:
@@ -51,26 +51,20 @@ def rows_of_step(recipe: Recipe, world: World, step: int) -> list[range]:
     return [range(start, start + micro) for start in range(first, step * whole, micro * world.size)]
 
 
-def gather_step(
-    rows: Mixture, recipe: Recipe, world: World, step: int, cache: Teacher | None = None
-) -> list[MicroBatch]:
-    """This rank's micro-batches of a step, in host memory.
-
-    Args:
-        cache: the targets of a teacher cache, if the run has one.
-    """
+def gather_step(rows: Mixture, recipe: Recipe, world: World, step: int, source: TeacherSource) -> list[MicroBatch]:
+    """This rank's micro-batches of a step, in host memory."""
     gathered = []
     for numbers in rows_of_step(recipe, world, step):
         columns = batch(rows, numbers)
-        targets = None if cache is None else cache(columns, numbers)
+        stored = source.read(columns, numbers)
         # The positions are computed on the host. On a GPU the host would have to wait to learn how many they are.
         columns["kept"] = (columns["labels"].flatten() != IGNORE).nonzero().squeeze(1)
-        gathered.append(MicroBatch(numbers, columns, torch.tensor(len(columns["kept"])), targets))
+        gathered.append(MicroBatch(numbers, columns, torch.tensor(len(columns["kept"])), stored))
     return gathered
 
 
 def to_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    """Copies the columns of a micro-batch to ``device``. The targets stay where they are.
+    """Copies the columns of a micro-batch to ``device``. What is stored stays where it is.
 
     A copy from pinned memory is only launched; the host does not wait for it.
     """
@@ -86,10 +80,10 @@ class Feed:
     """
 
     def __init__(
-        self, rows: Mixture, recipe: Recipe, world: World, first: int, last: int, cache: Teacher | None
+        self, rows: Mixture, recipe: Recipe, world: World, first: int, last: int, source: TeacherSource
     ) -> None:
         self.waited = 0.0
-        self._rows, self._recipe, self._world, self._cache = rows, recipe, world, cache
+        self._rows, self._recipe, self._world, self._source = rows, recipe, world, source
         self._copies = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self._ready: queue.Queue[tuple[list[MicroBatch], torch.cuda.Event | None] | Exception]
         self._ready = queue.Queue(_AHEAD)
@@ -127,7 +121,7 @@ class Feed:
     def _work(self, first: int, last: int) -> None:
         try:
             for step in range(first, last + 1):
-                micros = gather_step(self._rows, self._recipe, self._world, step, self._cache)
+                micros = gather_step(self._rows, self._recipe, self._world, step, self._source)
                 self._put(self._copied(micros))
                 if self._ended.is_set():
                     return
@@ -151,10 +145,10 @@ class Feed:
 
 @contextmanager
 def feeding(
-    rows: Mixture, recipe: Recipe, world: World, first: int, last: int, cache: Teacher | None = None
+    rows: Mixture, recipe: Recipe, world: World, first: int, last: int, source: TeacherSource
 ) -> Iterator[Feed]:
     """Prepares the micro-batches of the steps ``first`` to ``last`` ahead of time, as long as the block runs."""
-    feed = Feed(rows, recipe, world, first, last, cache)
+    feed = Feed(rows, recipe, world, first, last, source)
     try:
         yield feed
     finally:
@@ -163,8 +157,6 @@ def feeding(
 
 def _pinned(micro: MicroBatch) -> MicroBatch:
     """A micro-batch in page-locked memory, from which copies to a GPU do not make the host wait."""
-    targets = micro.targets
-    if targets is not None and isinstance(targets.output, TopK):
-        targets = targets._replace(output=TopK(*(column.pin_memory() for column in targets.output)))
+    stored = None if micro.stored is None else TopK(*(column.pin_memory() for column in micro.stored))
     columns = {name: column.pin_memory() for name, column in micro.columns.items()}
-    return micro._replace(columns=columns, counted=micro.counted.pin_memory(), targets=targets)
+    return micro._replace(columns=columns, counted=micro.counted.pin_memory(), stored=stored)

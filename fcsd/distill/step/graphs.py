@@ -18,6 +18,7 @@ and the only way on a CPU.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,30 +27,31 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from fcsd.config import Recipe
-from fcsd.distill.step.engine import Student
-from fcsd.distill.teacher.targets import Teacher
+from fcsd.distill.loss.top_k import TopK
+from fcsd.distill.step.engine import Student, Training
+from fcsd.distill.teacher.targets import FixedLosses, Targets, TeacherSource
 from fcsd.errors import ConfigError
 from fcsd.kernels.packed_attention import takes_borders
+from fcsd.models.annealed import Annealing
 
 _WARM_UPS = 2  # runs before the capture, in which kernels are compiled and libraries allocate their workspaces
 # (columns of a micro-batch, denominator) -> the loss terms [terms] fp32
 Losses = Callable[[dict[str, Tensor], Tensor], Tensor]
 
 
-def install(student: Student, teacher: Teacher | None, recipe: Recipe, models: Sequence[Any]) -> None:
-    """Makes ``student`` run its training passes on fixed buffers, if the recipe has ``train.graph``.
+def with_fixed_passes(training: Training, recipe: Recipe, models: Sequence[Any]) -> Training:
+    """The training whose passes run on fixed buffers, if the recipe has ``train.graph``; otherwise ``training``.
 
     Call this after a checkpoint is loaded. The capture itself takes place in the first step that is not annealed.
 
     Args:
-        teacher: computes the targets with the teacher in memory; None if the loss needs no teacher.
         models: the student's model and, if there is one, the teacher's.
 
     Raises:
         ConfigError: a model on a GPU cannot use packed attention, without which the shapes depend on the data.
     """
     if not recipe.train.graph:
-        return
+        return training
     on_gpu = models[0].device.type == "cuda"
     for model in models:
         if on_gpu and not takes_borders(model):
@@ -58,25 +60,34 @@ def install(student: Student, teacher: Teacher | None, recipe: Recipe, models: S
                 hint="packed attention needs train.attention packed, train.dtype bf16, and layers that attend to all "
                 "earlier tokens; or set train.graph: false",
             )
-    student.fixed = FixedPasses(student, teacher, capture=on_gpu)
+    passes = FixedPasses(Student(training.model, recipe.objective), training.source, training.annealing, capture=on_gpu)
+    return replace(training, source=passes)
 
 
-class FixedPasses:
-    """Computes the loss terms of micro-batches that all have one number of rows and tokens.
+class FixedPasses(TeacherSource):
+    """Computes the loss terms of micro-batches that all have one number of rows and tokens, targets included.
 
     Args:
         student: the model and its objective.
-        teacher: see ``install``.
+        source: gives the targets inside the passes, and where nothing is trained.
+        annealing: see ``Training``.
         capture: whether the passes are captured as CUDA graphs.
     """
 
-    def __init__(self, student: Student, teacher: Teacher | None, *, capture: bool) -> None:
-        self._module, self._teacher, self._capture = _Losses(student), teacher, capture
-        self._named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+    def __init__(
+        self, student: Student, source: TeacherSource, annealing: Annealing | None = None, *, capture: bool
+    ) -> None:
+        self.any_text = source.any_text
+        self._student, self._source, self._capture = student, source, capture
+        self._named = {name: p for name, p in student.named_parameters() if p.requires_grad}
         self._parameters = list(self._named.values())
-        self._annealing = student.annealing
+        self._annealing = annealing
         self._passes: Passes | None = None
         self._made_for: Any = None  # the terms, whether to capture, and the addresses of the weights
+
+    def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets | FixedLosses | None:
+        """See ``TeacherSource``. In training they are this object itself."""
+        return self if torch.is_grad_enabled() else self._source.get_targets(columns, stored)
 
     def __call__(self, batch: dict[str, Tensor], denominator: Tensor, terms: tuple[str, ...]) -> dict[str, Tensor]:
         """The loss terms by name; arguments and results are those of ``Student.forward``.
@@ -100,22 +111,11 @@ class FixedPasses:
 
     def _losses(self, terms: tuple[str, ...], aliases: dict[str, Tensor]) -> Losses:
         def losses(columns: dict[str, Tensor], denominator: Tensor) -> Tensor:
-            targets = None if self._teacher is None else self._teacher(columns, ())
-            found = functional_call(self._module, aliases, (columns, targets, denominator, terms))
+            targets = self._source.get_targets(columns)
+            found = functional_call(self._student, aliases, (columns, targets, denominator, terms))
             return torch.stack([found[name] for name in terms])
 
         return losses
-
-
-class _Losses(nn.Module):
-    """Calls ``Student.losses``, because ``functional_call`` calls ``forward``."""
-
-    def __init__(self, student: Student) -> None:
-        super().__init__()
-        self.student = student
-
-    def forward(self, *arguments: Any) -> dict[str, Tensor]:
-        return self.student.losses(*arguments)
 
 
 class Passes:

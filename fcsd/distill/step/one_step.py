@@ -12,13 +12,14 @@ from torch import Tensor
 from fcsd.config import Recipe
 from fcsd.distill.data.rows import Mixture, Rows, batch
 from fcsd.distill.loss.losses import IGNORE
-from fcsd.distill.loss.top_k import TopK
 from fcsd.distill.optim.update import update
+from fcsd.distill.step.engine import Training
 from fcsd.distill.step.feed import MicroBatch, gather_step, to_device
+from fcsd.distill.step.phases import phase
 from fcsd.distill.step.readback import Readback
-from fcsd.distill.teacher.targets import Targets, Teacher
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
+from fcsd.parallel.quantised.rows import Quantiser
 
 
 def loss_weights(recipe: Recipe) -> dict[str, float]:
@@ -87,9 +88,7 @@ class LaunchedStep:
         return {"loss": loss, **found, **self.settings, "grad_norm": norm}
 
 
-def launch_step(
-    engine: Any, teacher: Teacher | None, micros: list[MicroBatch], recipe: Recipe, world: World, step: int
-) -> LaunchedStep:
+def launch_step(training: Training, micros: list[MicroBatch], recipe: Recipe, world: World, step: int) -> LaunchedStep:
     """Launches a step. The host does not wait until the device has taken it, except in two places.
 
     With divided experts, each MoE layer needs the splits of its all-to-alls on the host, to size buffers and
@@ -100,26 +99,25 @@ def launch_step(
     ``grad_norm`` is not finite either, and no rank changes its weights or its optimizer's moments.
 
     Args:
-        teacher: computes the targets with the teacher in memory; None if the loss needs no such teacher.
         micros: this rank's part of the step, on the device.
         step: the number of the step, counted from 1.
     """
-    weights = loss_weights(recipe)
+    engine, weights = training.engine, loss_weights(recipe)
     counted = torch.stack([micro.counted for micro in micros]).sum()
     dist.all_reduce(counted)
     denominator = counted.clamp(min=1) if recipe.objective.reduction == "mean" else torch.ones_like(counted)
     rate = learning_rate(recipe, step)
     settings: dict[str, Any] = {"lr": rate}
-    if (annealing := engine.module.annealing) is not None:
-        annealing.weight = settings["anneal"] = anneal_weight(recipe, step)
+    if training.annealing is not None:
+        training.annealing.weight = settings["anneal"] = anneal_weight(recipe, step)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     totals = torch.zeros(len(weights), device=world.device)
     norm: Tensor | float = 0.0
     for micro in micros:
-        with _numbered(engine, micro, recipe, step):
-            # With fixed passes the student's forward pass includes the teacher's.
-            targets = None if engine.module.fixed else _targets(micro, teacher, world)
+        with _numbered(training.quantiser, micro, recipe, step):
+            with phase("teacher"):
+                targets = training.source.get_targets(micro.columns, micro.stored)
             terms = engine(micro.columns, targets, denominator, tuple(weights))
             totals += torch.stack([terms[name].detach() for name in weights])
             loss = torch.stack([weight * terms[name] for name, weight in weights.items()]).sum()
@@ -141,31 +139,23 @@ def launch_step(
     return LaunchedStep(step, settings, weights, numbers, rows)
 
 
-def train_step(
-    engine: Any,
-    teacher: Teacher | None,
-    rows: Mixture,
-    recipe: Recipe,
-    world: World,
-    step: int,
-    cache: Teacher | None = None,
-) -> dict[str, float]:
+def train_step(training: Training, rows: Mixture, recipe: Recipe, world: World, step: int) -> dict[str, float]:
     """Takes a step in one thread and waits for it. This is the reference of ``launch_step`` with ``distill.step.feed``.
 
     Args:
         step: the number of the step, counted from 1.
-        cache: reads the targets from a teacher cache, if the run has one.
 
     Returns: the metrics of the step.
     """
-    gathered = gather_step(rows, recipe, world, step, cache)
+    gathered = gather_step(rows, recipe, world, step, training.source)
     micros = [to_device(micro, world.device) for micro in gathered]
-    return launch_step(engine, teacher, micros, recipe, world, step).metrics()
+    return launch_step(training, micros, recipe, world, step).metrics()
 
 
-def _numbered(engine: Any, micro: MicroBatch, recipe: Recipe, step: int) -> AbstractContextManager[None]:
+def _numbered(
+    quantiser: Quantiser | None, micro: MicroBatch, recipe: Recipe, step: int
+) -> AbstractContextManager[None]:
     """A block in which the rows of a micro-batch are rounded by the numbers of its tokens in the global batch."""
-    quantiser = engine.module.quantiser
     if quantiser is None:
         return nullcontext()
     before = (step - 1) * recipe.train.batch_tokens
@@ -173,22 +163,15 @@ def _numbered(engine: Any, micro: MicroBatch, recipe: Recipe, step: int) -> Abst
     return quantiser.training_step(step, torch.arange(*numbers, device=micro.counted.device))
 
 
-def _targets(micro: MicroBatch, teacher: Teacher | None, world: World) -> Targets | None:
-    """The targets of the student on a micro-batch; None without a teacher."""
-    if micro.targets is not None:
-        assert isinstance(micro.targets.output, TopK)
-        kept = TopK(*(column.to(world.device, non_blocking=True) for column in micro.targets.output))
-        return micro.targets._replace(output=kept)
-    return None if teacher is None else teacher(micro.columns, micro.rows)
-
-
 @torch.no_grad()
-def measure(engine: Any, teacher: Teacher | None, rows: Rows, recipe: Recipe, world: World) -> dict[str, float]:
+def measure(training: Training, rows: Rows, recipe: Recipe, world: World) -> dict[str, float]:
     """Measures the loss terms per token over all rows of one epoch. No random number is drawn.
 
-    Returns: ``held_out_sft``, with a teacher ``held_out_kl``, and ``held_out_hidden`` if the term has a weight.
+    Returns: ``held_out_sft``, with a teacher in memory ``held_out_kl``, and ``held_out_hidden`` if the term has a
+        weight.
     """
-    terms = ("sft",) if teacher is None else ("kl", "sft")
+    engine, source = training.engine, training.source
+    terms = ("kl", "sft") if source.any_text else ("sft",)
     if recipe.objective.hidden.weight:
         terms = (*terms, "hidden")
     micro = recipe.train.micro_batch_size
@@ -202,8 +185,7 @@ def measure(engine: Any, teacher: Teacher | None, rows: Rows, recipe: Recipe, wo
         data = {name: column.to(world.device) for name, column in batch(rows, numbers or [0]).items()}
         if not numbers:
             data["labels"].fill_(IGNORE)
-        targets = None if teacher is None else teacher(data, numbers or [0])
-        losses = engine(data, targets, one, terms)
+        losses = engine(data, source.get_targets(data) if source.any_text else None, one, terms)
         totals += torch.stack([*(losses[name] for name in terms), (data["labels"] != IGNORE).sum()])
     engine.train()
     dist.all_reduce(totals)

@@ -23,7 +23,7 @@ from fcsd.disk import write_bytes
 from fcsd.distill.loss.top_k import TopK
 from fcsd.distill.run.identity import differences
 from fcsd.distill.teacher.original import expect_fingerprint, identify_teacher, teacher_name
-from fcsd.distill.teacher.targets import Targets, Teacher
+from fcsd.distill.teacher.targets import Targets, TeacherSource
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 
@@ -40,7 +40,7 @@ class Shard(NamedTuple):
 
 def read_teacher_cache(
     recipe: Recipe, settings: TeacherCache, identity: dict[str, object], vocab_size: int, world: World
-) -> tuple[Teacher, dict[str, Any]]:
+) -> tuple[TeacherSource, dict[str, Any]]:
     """The targets of a run from its cache, and the hashes of the teacher that wrote it.
 
     Args:
@@ -57,7 +57,7 @@ def read_teacher_cache(
     else:
         expect_fingerprint(recipe, teacher["teacher.fingerprint"], f"the teacher of {folder}")
     expect_key(folder, key_of(recipe, settings, identity, teacher, vocab_size))
-    return _from_shards(folder, rows_needed(recipe)), teacher
+    return CachedTeacher(folder, rows_needed(recipe)), teacher
 
 
 def key_of(
@@ -145,39 +145,49 @@ def expect_key(folder: Path, key: dict[str, Any]) -> None:
         )
 
 
-def _from_shards(folder: Path, rows: int) -> Teacher:
-    """The function that reads the targets from a cache of at least ``rows`` rows, whose key was checked before.
+class CachedTeacher(TeacherSource):
+    """Reads the targets from a cache of at least ``rows`` rows, whose key was checked before.
 
     Raises:
-        BadInputError: the cache is not complete or has too few rows. The returned function raises it if a shard is
-            damaged, or if the text of a row is not the text in the cache.
+        BadInputError: the cache is not complete or has too few rows.
     """
-    manifest = _read(folder / MANIFEST)
-    starts = [entry["rows"][0] for entry in manifest.values()]
-    held = max(entry["rows"][1] for entry in manifest.values())
-    if held < rows:
-        raise BadInputError(
-            f"{folder} holds {held} rows, the run needs {rows}",
-            "Run `fcsd cache-teacher` with this recipe; it writes the rows that are missing.",
-        )
-    names = list(manifest)
-    load = lru_cache(maxsize=2)(lambda name: _load(folder / name, manifest[name]))
 
-    def targets(micro: dict[str, Tensor], numbers: Sequence[int]) -> Targets:
+    def __init__(self, folder: Path, rows: int) -> None:
+        manifest = _read(folder / MANIFEST)
+        held = max(entry["rows"][1] for entry in manifest.values())
+        if held < rows:
+            raise BadInputError(
+                f"{folder} holds {held} rows, the run needs {rows}",
+                "Run `fcsd cache-teacher` with this recipe; it writes the rows that are missing.",
+            )
+        self._folder, self._names = folder, list(manifest)
+        self._starts = [entry["rows"][0] for entry in manifest.values()]
+        self._load = lru_cache(maxsize=2)(lambda name: _load(folder / name, manifest[name]))
+
+    def read(self, columns: dict[str, Tensor], rows: Sequence[int]) -> TopK:
+        """See ``TeacherSource``.
+
+        Raises:
+            BadInputError: a shard is damaged, or the text of a row is not the text in the cache.
+        """
         found = []
-        for at, number in enumerate(numbers):
-            which = int(np.searchsorted(starts, number, side="right")) - 1
-            kept, ends, digests = load(names[which])
-            row = number - starts[which]
-            if digests[row] != row_digest(micro, at):
+        for at, number in enumerate(rows):
+            which = int(np.searchsorted(self._starts, number, side="right")) - 1
+            kept, ends, digests = self._load(self._names[which])
+            row = number - self._starts[which]
+            if digests[row] != row_digest(columns, at):
                 raise BadInputError(
-                    f"{folder}: row {number} of the run is not the text that the teacher was given",
+                    f"{self._folder}: row {number} of the run is not the text that the teacher was given",
                     hint="the data, the tokenizer or the packing changed: write the cache again",
                 )
             found.append(TopK(*(column[ends[row] : ends[row + 1]] for column in kept)))
-        return Targets(TopK(*(torch.cat(column) for column in zip(*found, strict=True))), {})
+        return TopK(*(torch.cat(column) for column in zip(*found, strict=True)))
 
-    return targets
+    def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets:
+        """See ``TeacherSource``."""
+        assert stored is not None, "a cache has targets for the rows of the run alone"
+        device = columns["input_ids"].device
+        return Targets(TopK(*(column.to(device, non_blocking=True) for column in stored)), {})
 
 
 def row_digest(micro: dict[str, Tensor], at: int) -> bytes:

@@ -1,4 +1,8 @@
-"""The targets of the student: the teacher's final hidden states, and its streams after selected layers."""
+"""The targets of the student, and where they come from: a ``TeacherSource``.
+
+A run has one source. This module has that of a teacher in memory. ``fcsd.distill.teacher.cache`` reads targets from
+disk, and ``fcsd.distill.step.graphs`` computes them in the passes of the student.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,21 +34,52 @@ class Targets(NamedTuple):
     streams: dict[int, Tensor]
 
 
-# (micro-batch, the numbers of its rows in the run) -> the targets on this micro-batch
-Teacher = Callable[[dict[str, Tensor], Sequence[int]], Targets]
+# (micro-batch, denominator, names of the terms) -> the loss terms by name; see ``Student.forward``
+FixedLosses = Callable[[dict[str, Tensor], Tensor, tuple[str, ...]], dict[str, Tensor]]
 
 
-def live_teacher(model: PreTrainedModel, objective: Objective) -> Teacher:
-    """The function that computes the targets with a frozen model in memory."""
-    layers = compared_layers(model, objective)
+class TeacherSource:
+    """Gives the targets of the student, whatever is behind it. This class itself is the source without a teacher.
+
+    Attributes:
+        any_text: whether it has targets for every text, such as held-out text, and not only for the rows of the run.
+    """
+
+    any_text = False
+
+    def read(self, columns: dict[str, Tensor], rows: Sequence[int]) -> TopK | None:
+        """What is stored for rows of the run, in host memory. It may be called in another thread, ahead of time.
+
+        Args:
+            columns: the columns of the rows, see ``MicroBatch``, in host memory.
+            rows: the numbers of the rows in the run.
+        """
+        return None
+
+    def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets | FixedLosses | None:
+        """What ``Student.forward`` takes as the targets on a micro-batch.
+
+        Args:
+            columns: the columns of the micro-batch, on the device.
+            stored: what ``read`` has returned for its rows.
+        """
+        return None
+
+
+class LiveTeacher(TeacherSource):
+    """Computes the targets with a frozen model in memory."""
+
+    any_text = True
+
+    def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
+        self._model, self._layers = model, compared_layers(model, objective)
 
     @torch.no_grad()
-    def targets(micro: dict[str, Tensor], _: Sequence[int]) -> Targets:
-        with captured(model, layers) as streams:
-            hidden = final_hidden(model, micro)
-        return Targets((hidden, output_head(model)), streams)
-
-    return targets
+    def get_targets(self, columns: dict[str, Tensor], stored: TopK | None = None) -> Targets:
+        """See ``TeacherSource``."""
+        with captured(self._model, self._layers) as streams:
+            hidden = final_hidden(self._model, columns)
+        return Targets((hidden, output_head(self._model)), streams)
 
 
 def compared_layers(model: PreTrainedModel, objective: Objective) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ class Engine:
         generation: one of ``adapter.GENERATION``; None for the fastest that the device supports.
         ep_size: the expert-parallel size, the number of ranks that divide the experts of every layer.
         gpus: the tensor-parallel degree under vLLM and in fcsd's engine.
-        reduce: how the ranks of fcsd's engine reduce; see ``parallel.all_reduce.reduce.Kind``.
+        reduce: how the ranks of fcsd's engine reduce; see ``parallel.all_reduce.backends``.
         compile: whether fcsd's engine may compile parts of decoding steps, see ``engine.open.open_engine``.
         quantised: the quantised communication that is simulated; None for none.
     """
@@ -94,7 +94,7 @@ class Engine:
             require_extra("train", "--ep-size", "deepspeed")  # its AutoEP divides the experts
 
     def _check_own(self, ranks: int) -> None:
-        from fcsd.engine.open import require_right
+        from fcsd.parallel.all_reduce.backends import require_right
 
         require_right(self.reduce)
         if self.device == "auto" or self.ep_size > 1:

@@ -3,13 +3,7 @@
 Under tensor parallelism (Megatron-LM §3) the ranks hold partial sums of the output of attention and of the MLP.
 ``reduce`` sums them: its gradient is the identity, because every rank computes the same loss from the same sum.
 
-The kinds of reduction are
-
-    nccl               the all-reduce of torch.distributed, by gloo on CPUs
-    symmetric          one kernel in the symmetric memory of the GPUs of one host, see ``symmetric``
-    auto               ``nccl`` or ``symmetric``, by the size of the message, see ``choice``
-    quantised:FORMAT   rows in a format, see ``quantised`` and docs/quantised_communication.md
-    none               sends nothing, so its results are wrong; its time is a lower bound for all other kinds
+``backends`` has the table of the ways in which ranks sum.
 """
 
 from typing import Any
@@ -19,17 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from fcsd.errors import unknown_value
-from fcsd.kernels.bit_split import Format
-from fcsd.kernels.bit_split.format import format_of_reduction
 from fcsd.parallel import order
-from fcsd.parallel.all_reduce import choice, quantised, symmetric, window
+from fcsd.parallel.all_reduce.backends import Start, backend_of
 from fcsd.parallel.transports.transport import Work
 
-Kind = str
-KINDS = ("nccl", "symmetric", "auto", "quantised:FORMAT", "none")
-WRONG_RESULTS = ("none",)
-_QUANTISED = "quantised:"
+Kind = str  # the name of a backend
 
 
 class Reduction:
@@ -39,40 +27,25 @@ class Reduction:
         ConfigError: the kind or its format is unknown, or the ranks cannot reduce in this way.
 
     Attributes:
-        exact: whether ``wait`` returns the sum, up to the rounding of a format; False for the kinds in
-            ``WRONG_RESULTS``.
+        exact: whether ``wait`` returns the sum, up to the rounding of a format; False for the bound.
         format: the format of the values sent; None for the values as they are.
     """
 
     def __init__(self, group: Any, kind: Kind, layer: int) -> None:
-        self.format = format_of(kind)
-        self.exact = kind not in WRONG_RESULTS
-        self._group, self._layer, self._kind = group, layer, kind
-        self._sends = kind != "none" and dist.get_world_size(group) > 1
-        if self._sends and kind == "symmetric":
-            window.window_of(group)
-        elif self._sends and kind == "auto":
-            window.try_window(group)  # now, because it cannot be made while a CUDA graph is captured
+        backend, self.format = backend_of(kind, "engine")
+        self.exact, self._layer = not backend.bound, layer
+        self._start: Start | None = None
+        if backend.open is not None and dist.get_world_size(group) > 1:
+            self._start = backend.open(group, self.format)
         self._work: Work | None = None
         self._tensor: Tensor | None = None
 
     def start(self, x: Tensor, passes: str) -> None:
         """Start to replace ``x`` by its sum; ``passes`` is ``fwd`` or ``recompute``."""
         self._tensor = x
-        if self._sends:
+        if self._start is not None:
             with record_function(f"fcsd::reduce.{passes}.L{self._layer}"):
-                if self.format is not None:
-                    self._work = quantised.all_reduce(x, self.format, self._group)
-                else:
-                    self._work = self._started(x)
-
-    def _started(self, x: Tensor) -> Work | None:
-        """The all-reduce of values that are not quantised."""
-        group = self._group
-        kind = choice.fastest(x, group) if self._kind == "auto" else self._kind
-        if kind == "symmetric":
-            return symmetric.all_reduce(x.detach(), group)
-        return dist.all_reduce(x, group=group, async_op=True)
+                self._work = self._start(x)
 
     def wait(self) -> Tensor:
         """Wait, and return the sum in the memory of the tensor that was passed to ``start``. It is called once."""
@@ -84,18 +57,6 @@ class Reduction:
         return tensor
 
 
-def format_of(kind: Kind) -> Format | None:
-    """The format of a quantised kind of reduction; None for the other kinds.
-
-    Raises:
-        ConfigError: there is no such kind, or no such format.
-    """
-    format = format_of_reduction(kind)
-    if format is None and kind not in KINDS:
-        raise unknown_value("kind of reduction", kind, KINDS)
-    return format
-
-
 def reduce(x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0) -> Reduction:
     """Start to sum ``x``, of any shape, over the ranks of ``group``; differentiable.
 
@@ -104,7 +65,7 @@ def reduce(x: Tensor, group: Any, kind: Kind = "nccl", layer: int = 0) -> Reduct
 
     Args:
         group: the process group.
-        kind: how the ranks reduce; see the list at the top of this file.
+        kind: the name of the backend, see ``backends``.
         layer: 0-based index of the decoder layer, for the profiler.
 
     Raises:

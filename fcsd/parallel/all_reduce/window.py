@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.all_reduce.memory import MOST_RANKS, Memory, Rooms, memory_of, room_bytes, rooms_of, total_bytes
+from fcsd.parallel.all_reduce.backends import PEERS
 from fcsd.parallel.transports.copies import PeerBuffers
 from fcsd.parallel.transports.symmetric_memory import open_buffers
 
@@ -59,9 +60,7 @@ def window_of(group: Any) -> Window:
     """
     window = try_window(group)
     if window is None:
-        raise ConfigError(
-            "this kind of reduction needs 2 to 8 GPUs of one host that can access each other's memory", hint=_INSTEAD
-        )
+        raise ConfigError(f"this kind of reduction needs {PEERS}", hint=_INSTEAD)
     return window
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from fcsd.errors import ConfigError
 from fcsd.models.archs import ARCHS
 from fcsd.models.wiring_block import DESYNC, Wiring
-from fcsd.serve.vllm.reduction import WRONG_RESULTS, read_settings
+from fcsd.parallel.all_reduce.backends import is_bound
+from fcsd.serve.vllm.reduction import read_settings
 from fcsd.serve.vllm.support import RIGHT_RESULTS
 
 # Methods of speculation that read nothing inside of the model.
@@ -74,7 +75,7 @@ def problems(vllm_config: Any, model_type: str) -> Iterator[str]:
     if vllm_config.lora_config is not None:
         yield "LoRA was not tested; merge the adapter into the model, or leave --enable-lora out"
     kind = read_settings(vllm_config.additional_config).kind
-    if kind in WRONG_RESULTS and os.environ.get(RIGHT_RESULTS):
+    if is_bound(kind, "plugin") and os.environ.get(RIGHT_RESULTS):
         yield f"reduce {kind} gives wrong results, which fcsd serve and fcsd eval refuse; start vLLM itself for a bound"
 
 

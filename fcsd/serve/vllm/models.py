@@ -18,9 +18,10 @@ from vllm.model_executor.models.utils import PPMissingLayer  # pyright: ignore[r
 from fcsd.models.archs import ARCHS, VllmNames
 from fcsd.models.schedule import Kind
 from fcsd.models.wiring_block import Wiring
+from fcsd.parallel.all_reduce.backends import is_bound
 from fcsd.serve.vllm.layer import Wired, kind_of, take_apart
 from fcsd.serve.vllm.plan import plan_layers
-from fcsd.serve.vllm.reduction import WRONG_RESULTS, Reducer, define_operators, read_settings
+from fcsd.serve.vllm.reduction import Reducer, define_operators, read_settings
 
 log = logging.getLogger("vllm.fcsd")
 
@@ -41,7 +42,7 @@ def rewire(model: Any, names: VllmNames, wiring: Wiring, reducer: Reducer) -> No
 
 def _reducer(vllm_config: Any) -> Reducer:
     kind, overlap_from = read_settings(vllm_config.additional_config)
-    if kind in WRONG_RESULTS:
+    if is_bound(kind, "plugin"):
         log.warning("WRONG RESULTS: reduce=%s leaves every sum out. Use it to measure a bound, and nothing else.", kind)
     define_operators()
     return Reducer(get_tensor_model_parallel_world_size(), get_tp_group().unique_name, kind, overlap_from)

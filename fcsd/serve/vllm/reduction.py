@@ -20,7 +20,7 @@ A sum is complete when ``reduce_start`` returns, and nothing is overlapped, in t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,14 +28,9 @@ import torch
 from torch import Tensor
 
 from fcsd.errors import ConfigError
-from fcsd.kernels.bit_split.format import format_of_reduction
+from fcsd.parallel.all_reduce.backends import backend_of, is_bound
 
-# ``vllm`` is vLLM's own choice of all-reduce, and ``auto`` is ``vllm`` today. The other kinds are those of
-# ``parallel.all_reduce.reduce``. ``none`` sends nothing, so its results are wrong, and its time is a lower bound.
-Kind = str
-KINDS = ("auto", "vllm", "symmetric", "quantised:FORMAT", "none")
-OF_VLLM = ("auto", "vllm")
-WRONG_RESULTS = ("none",)
+Kind = str  # the name of a backend, see ``parallel.all_reduce.backends``
 # Tokens. A server whose steps without a graph had some 1100 tokens was slower with sums in flight; one with 8192 was
 # faster (benchmarks/results, "Serving by vLLM"). Nothing between them was measured.
 OVERLAP_FROM = 2048
@@ -74,17 +69,17 @@ class Reducer:
         group: the name of the group in vLLM.
         kind: see ``Kind``.
         overlap_from: see ``Settings``.
+        sends: whether anything is sent. It is a value, because torch.compile reads it.
     """
 
     size: int
     group: str = ""
     kind: Kind = "auto"
     overlap_from: int = OVERLAP_FROM
+    sends: bool = field(init=False)
 
-    @property
-    def sends(self) -> bool:
-        """Whether anything is sent."""
-        return self.size > 1 and self.kind not in WRONG_RESULTS
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sends", self.size > 1 and not is_bound(self.kind, "plugin"))
 
     def start(self, x: Tensor) -> Sum:
         """Start to sum ``x``, which must not be changed before the sum is awaited."""
@@ -135,8 +130,7 @@ def read_settings(additional_config: Any) -> Settings:
     if not isinstance(section, dict) or section.keys() - {"reduce", "overlap_from"}:
         raise ConfigError('--additional-config: the section "fcsd" has the keys "reduce" and "overlap_from" alone')
     kind = str(section.get("reduce", "auto"))
-    if format_of_reduction(kind) is None and kind not in KINDS:
-        raise ConfigError(f"unknown kind of reduction {kind!r}; one of {', '.join(KINDS)}")
+    backend_of(kind, "plugin")
     overlap_from = section.get("overlap_from", OVERLAP_FROM)
     if type(overlap_from) is not int or overlap_from < 0:
         raise ConfigError(f"overlap_from is a number of tokens, not {overlap_from!r}; 0 always overlaps")
@@ -170,7 +164,7 @@ def _start(x: Tensor, group: str, kind: Kind, overlap_from: int) -> Tensor:
     from vllm.distributed import parallel_state  # pyright: ignore[reportMissingImports]
 
     ranks = parallel_state._groups[group]()
-    if kind not in OF_VLLM:
+    if not backend_of(kind, "plugin")[0].by_vllm:
         return _start_of_fcsd(x, ranks.device_group, kind, overlap_from)
     if x.device.type == "cpu":
         return ranks._all_reduce_out_place(x.clone())  # the communicator of CPUs writes over its input

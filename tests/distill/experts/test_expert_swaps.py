@@ -54,7 +54,7 @@ def states(run: Any) -> dict[str, torch.Tensor]:
     """Weights, fp32 weights and moments of all experts, ``[experts, elements]`` in the order of their numbers."""
     found: dict[str, torch.Tensor] = {}
     for path, block in expert_blocks(run.student).items():
-        shares = expert_shares(run.engine, block)
+        shares = expert_shares(run.training.engine, block)
         everyone = run.world.everywhere(lambda: {name: (s.start, s.values.clone()) for name, s in shares.items()})  # noqa: B023
         numbers, ep_size = torch.tensor(block.placement.numbers), block.placement.ranks
         for name in {name for of in everyone for name in of}:

@@ -16,7 +16,7 @@ from fcsd.distill import loop
 from fcsd.distill.loss.losses import IGNORE, squared_distance
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.step.engine import Student
-from fcsd.distill.teacher.targets import Targets, captured, live_teacher
+from fcsd.distill.teacher.targets import LiveTeacher, Targets, captured
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.models.build import decoder_layers, load_model, unwired, wire
 from fcsd.models.wiring import Wiring
@@ -96,7 +96,7 @@ def test_loss_of_a_wired_model_is_equation_5_recomputed_or_not(arch: str, wiring
         if recomputed:
             student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         student.zero_grad()
-        targets = live_teacher(teacher, objective)(data, [0, 1])
+        targets = LiveTeacher(teacher, objective).get_targets(data)
         assert tuple(targets.streams) == chosen
         loss = module(data, targets, torch.ones(()), ("hidden",))["hidden"]
         loss.backward()
@@ -109,7 +109,7 @@ def test_loss_of_a_wired_model_is_equation_5_recomputed_or_not(arch: str, wiring
 
 def test_no_stream_outlives_its_use_and_no_hook_stays() -> None:
     model, objective = tiny.model("llama"), Objective(hidden=Hidden(weight=1.0))
-    targets = live_teacher(model, objective)(batch(), [0, 1])
+    targets = LiveTeacher(model, objective).get_targets(batch())
     Student(model, objective)(batch(), targets, torch.ones(()), ("hidden", "kl"))
     assert targets.streams == {}
     assert not any(layer._forward_hooks for layer in decoder_layers(model))

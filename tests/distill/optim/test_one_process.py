@@ -13,7 +13,9 @@ from torch import Tensor
 
 from fcsd.config import Recipe
 from fcsd.distill import loop, prepare
-from fcsd.distill.optim.adamw_one_process import OneProcessAdamW, l2_norm, updates_alone
+from fcsd.distill.optim.adamw_choice import updates_alone
+from fcsd.distill.optim.adamw_norms import l2_norm
+from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
 from fcsd.distill.run.report import read_metrics
 from fcsd.distill.step import engine
 from fcsd.plan.setup import setup_of
@@ -36,12 +38,12 @@ def with_and_without_zero(zero: Any, alone: Any) -> list[str]:
     made: list[str] = []
     by_zero = True
 
-    def built(model: Any, recipe: Any, world: Any, *_: Any) -> Any:
-        result = engine.build_engine(model, recipe, world, by_zero=by_zero)
-        made.append(type(result.optimizer).__name__)
+    def built(model: Any, source: Any, recipe: Any, world: Any, *_: Any) -> Any:
+        result = engine.build_training(model, source, recipe, world, by_zero=by_zero)
+        made.append(type(result.engine.optimizer).__name__)
         return result
 
-    prepare.build_engine = built
+    prepare.build_training = built
     loop.distill_model(zero)
     by_zero = False
     loop.distill_model(alone)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from fcsd.config import ResolvedRecipe
 from fcsd.distill import loop
-from fcsd.distill.optim import adamw_moments as chunked
-from fcsd.distill.optim.adamw_moments import ChunkedAdamW, round_into
+from fcsd.distill.optim import adamw_chunked as chunked
+from fcsd.distill.optim.adamw_chunked import ChunkedAdamW, round_into
 from fcsd.distill.optim.update import update
 from fcsd.distill.run.identity import run_identity
 from fcsd.distill.run.manifest import read_manifest

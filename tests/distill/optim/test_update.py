@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from fcsd.distill import loop
-from fcsd.distill.optim import optimizer, update
+from fcsd.distill.optim import adamw_choice, adamw_norms, update
 from fcsd.distill.step import engine
 
 
@@ -49,7 +49,7 @@ def test_the_norm_of_partitions_counts_every_gradient_once_and_reads_no_value(mo
 
     def norm(groups: list[list[torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
         named = {"bit16_groups": groups, "averaged_gradients": dict(enumerate(groups)), "dp_process_group": None}
-        return update.partitions_norm(SimpleNamespace(**named, device=groups[0][0].device), dtype)
+        return adamw_norms.partitions_norm(SimpleNamespace(**named, device=groups[0][0].device), dtype)
 
     expected = torch.cat([groups[0][0], groups[0][1], groups[2][0]]).double().norm()
     for dtype in (torch.float32, torch.float64):
@@ -83,7 +83,7 @@ def configured(resolved: Any) -> Any:
     from fcsd.launch.world import join_world
 
     Path(resolved.recipe.output_dir).mkdir(exist_ok=True)
-    made = prepare.prepare_run(resolved, "auto", join_world()).engine
+    made: Any = prepare.prepare_run(resolved, "auto", join_world()).training.engine
     return made.tput_timer.config.enabled, made.optimizer.check_grad_overflow, made.optimizer.clip_grad
 
 
@@ -110,7 +110,7 @@ def in_bf16_without_zero(resolved: Any) -> Any:
     Path(resolved.recipe.output_dir).mkdir()
     run = prepare.prepare_run(resolved, "auto", join_world())
     for step in (1, 2):
-        train_step(run.engine, run.live, run.rows, run.recipe, run.world, step)
+        train_step(run.training, run.rows, run.recipe, run.world, step)
     return found, {name: tensor.clone() for name, tensor in run.student.state_dict().items()}
 
 
@@ -139,7 +139,7 @@ def groups(resolved: Any) -> list[tuple[float, set[int]]]:
 
     model = load_student(resolved.recipe, dtype=torch.float32, device=torch.device("cpu"))
     student = engine.Student(model, resolved.recipe.objective)
-    made = optimizer.parameter_groups(student, resolved.recipe)
+    made = adamw_choice.parameter_groups(student, resolved.recipe)
     assert sum(len(group["params"]) for group in made) == len(list(student.parameters()))
     return [(group["weight_decay"], {parameter.ndim for parameter in group["params"]}) for group in made]
 
@@ -164,7 +164,7 @@ def in_small_groups(one: Any, several: Any) -> int:
     Returns: the number of groups.
     """
     loop.distill_model(one)
-    optimizer.GROUP = 20_000
+    adamw_choice.GROUP = 20_000
     out = Path(several.recipe.output_dir)
     loop.distill_model(several)
     shutil.copytree(out, out.with_suffix(".whole"))

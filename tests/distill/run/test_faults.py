@@ -164,9 +164,9 @@ def dying(recipe: Any, phase: str, end: Callable[[], None]) -> None:
 
         return reached
 
-    build = prepare.build_engine
+    build = prepare.build_training
     if phase == "load":
-        prepare.build_engine = deadly(build, 1)
+        prepare.build_training = deadly(build, 1)
     elif phase == "forward":
         engine.Student.forward = deadly(engine.Student.forward, 5)
     elif phase == "evaluation":
@@ -176,12 +176,12 @@ def dying(recipe: Any, phase: str, end: Callable[[], None]) -> None:
         def built(model: Any, *arguments: Any) -> Any:
             made = build(model, *arguments)
             if phase == "optimizer":
-                made.optimizer.step = deadly(made.optimizer.step, 3)
+                made.engine.optimizer.step = deadly(made.engine.optimizer.step, 3)
             else:
                 model.lm_head.weight.register_hook(deadly(lambda grad: grad, 5))
             return made
 
-        prepare.build_engine = built
+        prepare.build_training = built
     loop.distill_model(recipe)
 
 

@@ -12,13 +12,14 @@ import torch
 from fcsd.distill import loop, prepare
 from fcsd.distill.run import checkpoints, manifest
 from fcsd.distill.run.report import read_metrics
+from fcsd.distill.teacher.targets import LiveTeacher
 
 TEACHERS = {"teacher": torch.nan, "infinite teacher": 3e38, "indifferent teacher": 0.0}
 
 
 def poisoned(recipe: Any, where: str, steps: tuple[int, ...]) -> None:
     """A run whose teacher's or gradients' numbers are broken in some steps, on the last rank only."""
-    build, launch_step, live_teacher = prepare.build_engine, loop.launch_step, prepare.live_teacher
+    build, launch_step = prepare.build_training, loop.launch_step
     now, here = 0, os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
 
     def broken(place: str) -> bool:
@@ -33,17 +34,14 @@ def poisoned(recipe: Any, where: str, steps: tuple[int, ...]) -> None:
         model.lm_head.weight.register_hook(lambda grad: grad * torch.inf if broken("gradient") else grad)
         return build(model, *arguments)
 
-    def teaching(*arguments: Any) -> Any:
-        targets = live_teacher(*arguments)
-
-        def spoilt(*batch: Any) -> Any:
-            (hidden, head), streams = targets(*batch)
+    class Spoilt(LiveTeacher):
+        def get_targets(self, *batch: Any) -> Any:
+            targets = super().get_targets(*batch)
+            hidden, head = targets.output
             factor = next((factor for place, factor in TEACHERS.items() if broken(place)), 1.0)
-            return type(targets(*batch))((hidden * factor, head), streams)
+            return targets._replace(output=(hidden * factor, head))
 
-        return spoilt
-
-    prepare.build_engine, loop.launch_step, prepare.live_teacher = built, counted, teaching
+    prepare.build_training, loop.launch_step, prepare.LiveTeacher = built, counted, Spoilt
     loop.distill_model(recipe)
 
 

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PHASES = {  # where the signal comes -> the function it comes in, and at which of its calls
-    "load": (prepare, "build_engine", 1),
+    "load": (prepare, "build_training", 1),
     "step": (loop, "launch_step", 3),
     "evaluation": (loop, "measure", 1),
     "save": (manifest, "sync", 3),

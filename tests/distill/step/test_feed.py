@@ -19,6 +19,7 @@ from fcsd.distill.run.report import read_metrics
 from fcsd.distill.step.feed import MicroBatch, feeding, gather_step
 from fcsd.distill.step.one_step import train_step
 from fcsd.distill.step.readback import Readback
+from fcsd.distill.teacher.targets import TeacherSource
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 
@@ -37,9 +38,9 @@ def test_a_feed_gives_the_rows_of_each_step_in_order(folder: Path, first: int) -
     recipe, rows = text_of(folder)
     for rank in range(2):
         world = World(rank, 2, torch.device("cpu"))
-        with feeding(rows, recipe, world, first, 4) as feed:
+        with feeding(rows, recipe, world, first, 4, TeacherSource()) as feed:
             for step in range(first, 5):
-                assert tensors(feed.take()) == tensors(gather_step(rows, recipe, world, step))
+                assert tensors(feed.take()) == tensors(gather_step(rows, recipe, world, step, TeacherSource()))
         assert feed.waited > 0
 
 
@@ -47,11 +48,12 @@ def test_an_error_of_the_thread_is_raised_at_the_step_that_needs_the_data(folder
     recipe, rows = text_of(folder)
     before = threading.active_count()
 
-    def cache(columns: Any, numbers: Any) -> Any:
-        if 16 in numbers:
-            raise BadInputError("row 16 is damaged")
+    class Damaged(TeacherSource):
+        def read(self, columns: Any, rows: Any) -> Any:
+            if 16 in rows:
+                raise BadInputError("row 16 is damaged")
 
-    with feeding(rows, recipe, World(0, 1, torch.device("cpu")), 1, 4, cache) as feed:
+    with feeding(rows, recipe, World(0, 1, torch.device("cpu")), 1, 4, Damaged()) as feed:
         feed.take()
         feed.take()
         with pytest.raises(BadInputError, match="row 16 is damaged"):
@@ -62,7 +64,8 @@ def test_an_error_of_the_thread_is_raised_at_the_step_that_needs_the_data(folder
 def test_a_run_that_ends_early_leaves_no_thread(folder: Path) -> None:
     recipe, rows = text_of(folder)
     before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt), feeding(rows, recipe, World(0, 1, torch.device("cpu")), 1, 4):
+    world = World(0, 1, torch.device("cpu"))
+    with pytest.raises(KeyboardInterrupt), feeding(rows, recipe, world, 1, 4, TeacherSource()):
         raise KeyboardInterrupt
     assert threading.active_count() == before
 
@@ -71,7 +74,7 @@ def in_one_thread(resolved: Any) -> tuple[list[dict[str, float]], dict[str, torc
     """Metrics and weights of a run whose steps are taken one by one, each awaited before the next."""
     run = prepare.prepare_run(resolved, "auto", World(0, 1, torch.device("cpu")))
     steps = range(run.done + 1, run.recipe.train.steps + 1)
-    metrics = [train_step(run.engine, run.live, run.rows, run.recipe, run.world, step, run.cache) for step in steps]
+    metrics = [train_step(run.training, run.rows, run.recipe, run.world, step) for step in steps]
     return metrics, {name: tensor.clone() for name, tensor in run.student.state_dict().items()}
 
 

@@ -18,7 +18,7 @@ from fcsd.config import Hidden, Objective
 from fcsd.distill.loss.losses import IGNORE
 from fcsd.distill.step.engine import Student
 from fcsd.distill.step.graphs import FixedPasses
-from fcsd.distill.teacher.targets import live_teacher
+from fcsd.distill.teacher.targets import LiveTeacher, TeacherSource
 from fcsd.errors import ConfigError
 from fcsd.kernels.packed_attention import document_borders, use_packed_attention
 from fcsd.models.annealed import Annealing
@@ -43,7 +43,7 @@ def micro_batch(lengths: list[list[int]], seed: int, device: str = "cpu") -> dic
     return {name: column.to(device) for name, column in columns.items()}
 
 
-def models(device: str, dtype: torch.dtype, kind: str = "deepseek_v2") -> tuple[Student, Any]:
+def models(device: str, dtype: torch.dtype, kind: str = "deepseek_v2") -> tuple[Student, LiveTeacher]:
     """A wired student in training mode and its teacher, both with packed attention."""
     objective = Objective(kl=1.0, sft=0.5, hidden=Hidden(weight=0.1), chunk_tokens=8)
     student, teacher = (tiny.model(kind, seed=seed).to(device, dtype) for seed in (1, 2))
@@ -52,18 +52,17 @@ def models(device: str, dtype: torch.dtype, kind: str = "deepseek_v2") -> tuple[
         if dtype == torch.float64:
             model.set_experts_implementation("eager")  # grouped products have no fp64
     wire(student, Wiring(KINDS[kind], tuple(range(student.config.num_hidden_layers))))
-    return Student(student, objective).train(), live_teacher(teacher.requires_grad_(False).eval(), objective)
+    return Student(student, objective).train(), LiveTeacher(teacher.requires_grad_(False).eval(), objective)
 
 
-def steps(student: Student, teacher: Any, device: str) -> list[Tensor]:
+def steps(student: Student, source: TeacherSource, device: str) -> list[Tensor]:
     """Two steps of three micro-batches: their terms and summed gradients. The weights change between the steps."""
     found = []
     for step in range(2):
         for seed, lengths in enumerate(LENGTHS):
             batch = micro_batch(lengths, seed, device)
             denominator = torch.tensor(5 + seed, device=device)
-            targets = None if student.fixed else teacher(batch, ())
-            terms = student(batch, targets, denominator, TERMS)
+            terms = student(batch, source.get_targets(batch), denominator, TERMS)
             (torch.stack([(2 + n) * terms[name] for n, name in enumerate(TERMS)]).sum() * (1 + step)).backward()
             found += [terms[name].detach().clone() for name in TERMS]
         gradients = [(p, p.grad) for p in student.parameters() if p.grad is not None]
@@ -81,8 +80,7 @@ def test_fixed_passes_give_the_terms_and_gradients_of_ordinary_ones(kind: str) -
     results = []
     for fixed in (False, True):
         student, teacher = models("cpu", torch.float64, kind)
-        student.fixed = FixedPasses(student, teacher, capture=False) if fixed else None
-        results.append(steps(student, teacher, "cpu"))
+        results.append(steps(student, FixedPasses(student, teacher, capture=False) if fixed else teacher, "cpu"))
     assert len(results[0]) == len(results[1]) > 18
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(other, one)
@@ -92,13 +90,13 @@ def test_a_loss_that_is_not_finite_spoils_no_later_step() -> None:
     results = []
     for spoiled in (False, True):
         student, teacher = models("cpu", torch.float32)
-        student.fixed = FixedPasses(student, teacher, capture=False)
+        passes = FixedPasses(student, teacher, capture=False)
         if spoiled:
-            terms = student(micro_batch(LENGTHS[0], 1), None, torch.tensor(5), TERMS)
+            terms = student(micro_batch(LENGTHS[0], 1), passes, torch.tensor(5), TERMS)
             (torch.stack(list(terms.values())).sum() * math.nan).backward()  # as ``launch_step`` does
             assert all(p.grad.isnan().any() for p in student.parameters() if p.grad is not None)
             student.zero_grad()
-        results.append(steps(student, teacher, "cpu"))
+        results.append(steps(student, passes, "cpu"))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
@@ -106,12 +104,12 @@ def test_a_frozen_weight_gets_no_gradient_and_evaluation_takes_the_ordinary_way(
     student, teacher = models("cpu", torch.float32)
     frozen: Any = student.model.get_input_embeddings()
     frozen.weight.requires_grad_(False)
-    student.fixed = FixedPasses(student, teacher, capture=False)
-    steps(student, teacher, "cpu")
+    passes = FixedPasses(student, teacher, capture=False)
+    steps(student, passes, "cpu")
     assert frozen.weight.grad is None
     batch = micro_batch(LENGTHS[1], 1)
     with torch.no_grad():
-        terms = student(batch, teacher(batch, ()), torch.ones(()), ("sft",))
+        terms = student(batch, passes.get_targets(batch), torch.ones(()), ("sft",))
     assert not terms["sft"].requires_grad
 
 
@@ -126,8 +124,7 @@ def test_captured_passes_are_those_on_fixed_buffers_bit_by_bit(kind: str) -> Non
     for capture in (False, True):
         student, teacher = models("cuda", torch.bfloat16, kind)
         nodes: list[Any] = [p.view_as(p).grad_fn for p in student.parameters()]
-        student.fixed = FixedPasses(student, teacher, capture=capture)
-        results.append(steps(student, teacher, "cuda"))
+        results.append(steps(student, FixedPasses(student, teacher, capture=capture), "cuda"))
         assert all(node.next_functions for node in nodes)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -165,11 +162,11 @@ def test_a_capture_that_fails_says_why_and_restores_the_stream(
     for name, double in doubles.items():
         monkeypatch.setattr(torch.cuda, name, double)
     student, teacher = models("cpu", torch.float32)
-    student.annealing = Annealing(0.5)
-    student.fixed = FixedPasses(student, teacher, capture=True)
-    call = partial(student, micro_batch(LENGTHS[0], 1), None, torch.tensor(5), TERMS)
+    annealing = Annealing(0.5)
+    passes = FixedPasses(student, teacher, annealing, capture=True)
+    call = partial(student, micro_batch(LENGTHS[0], 1), passes, torch.tensor(5), TERMS)
     assert call()["kl"].isfinite()  # while the wiring is annealed, nothing is captured
-    student.annealing.weight = 1.0
+    annealing.weight = 1.0
     with pytest.raises(raised, match=words):
         call()
     assert streams[-1] == "restored"

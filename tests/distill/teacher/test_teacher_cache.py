@@ -185,10 +185,10 @@ def test_damage_and_rows_of_another_text_are_found(folder: Path, written: Path, 
     on_ranks(1, write, recipe(folder, tmp_path))
     assert contents(tmp_path / "cache") == contents(written / "cache")
     # The key knows the files of the text, not how rows are cut: every row is held against its own hash.
-    teacher = teacher_cache._from_shards(tmp_path / "cache", 32)
+    teacher = teacher_cache.CachedTeacher(tmp_path / "cache", 32)
     row = {name: torch.zeros(1, 32).long() for name in ("input_ids", "position_ids", "labels")}
     with pytest.raises(BadInputError, match="row 7 of the run is not the text"):
-        teacher(row, [7])
+        teacher.read(row, [7])
 
 
 def test_recipes_that_make_no_sense_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 AdamW runs in one of three implementations. ``OneProcessAdamW`` updates the weights of a run of one process.
 ``ChunkedAdamW`` keeps its moments in bf16 or in host memory. In all other runs DeepSpeed makes torch's fused AdamW from
-its configuration (``fcsd.distill.step.engine.deepspeed_config``).
+its configuration (``fcsd.distill.step.engine.deepspeed_config``). ``update`` clips and skips for all of them.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import nn
 
 from fcsd.config import Recipe
 from fcsd.distill.dtypes import DTYPES
-from fcsd.distill.optim.adamw_moments import ChunkedAdamW
+from fcsd.distill.optim.adamw_chunked import ChunkedAdamW
 from fcsd.distill.optim.adamw_one_process import OneProcessAdamW
 
 GROUP = 2**28  # most parameters of a group of the optimizer, unless one tensor has more
@@ -24,12 +24,22 @@ def adamw_settings(recipe: Recipe) -> dict[str, Any]:
     return {"lr": optim.lr, "betas": list(optim.betas), "eps": 1e-8, "weight_decay": optim.weight_decay}
 
 
+def updates_alone(recipe: Recipe, processes: int) -> bool:
+    """Whether a run updates its weights with ``OneProcessAdamW``: one that would use ZeRO, but has one process.
+
+    It trains in bf16, its states are in fp32 on the device, and its rows are not rounded by ``parallel.quantised``.
+    """
+    optim, parallel = recipe.optim, recipe.parallel
+    plain = (recipe.train.dtype, optim.moments, optim.offload) == ("bf16", "fp32", "none")
+    return processes == 1 and parallel.zero_stage > 0 and plain and not parallel.quantised.any
+
+
 def chunked(recipe: Recipe) -> bool:
     """Whether ``ChunkedAdamW`` is needed: torch's own AdamW keeps moments neither in bf16 nor in host memory."""
     return recipe.optim.moments == "bf16" or recipe.optim.offload == "moments"
 
 
-def own_optimizer(recipe: Recipe, alone: bool) -> Callable[[Any], ChunkedAdamW | OneProcessAdamW] | None:
+def own_adamw(recipe: Recipe, alone: bool) -> Callable[[Any], ChunkedAdamW | OneProcessAdamW] | None:
     """The function that makes the optimizer for ``deepspeed.initialize``; None if its configuration describes it.
 
     Args:

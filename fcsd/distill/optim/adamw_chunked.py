@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
+from fcsd.distill.optim.adamw_host_moments import HostMoments
 from fcsd.distill.optim.host_copies import host_memory
-from fcsd.distill.optim.host_moments import HostMoments
 
 CHUNK = 2**23  # elements that are updated at a time; their moments exist in fp32 on the parameters' device meanwhile
 

@@ -1,0 +1,137 @@
+"""The table of all-reduce backends: the ways in which ranks sum, by the names that users write.
+
+fcsd's engine, ``fcsd chat``, ``fcsd eval``, the vLLM plugin and the benchmarks read it for names, help texts and
+errors. It imports torch only when a backend is opened, so that the command line can read it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from fcsd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fcsd.kernels.bit_split import Format
+    from fcsd.parallel.transports.transport import Work
+
+User = Literal["engine", "plugin"]  # fcsd's own engine, and the plugin for vLLM
+Start = Callable[["Tensor"], "Work"]  # starts to replace a tensor by its sum over the ranks, in place
+PEERS = "2 to 8 GPUs of one host that can access each other's memory"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to sum over ranks; its field ``open`` says who opens it, and how.
+
+    Attributes:
+        name: what users write; FORMAT stands for a format of quantised communication.
+        users: where it can be chosen.
+        open: prepares a group of ranks, and returns what starts a sum; it takes the group and the format, and raises
+            ConfigError if the ranks cannot sum in this way. None if fcsd opens nothing.
+        only: where it works or pays, for help texts; empty if that is everywhere.
+        by_vllm: whether vLLM itself sums in the plugin.
+        bound: whether it sends nothing. Its results are wrong, and its time is a lower bound for all others.
+    """
+
+    name: str
+    users: tuple[User, ...] = ("engine", "plugin")
+    open: "Callable[[Any, Format | None], Start] | None" = None
+    only: str = ""
+    by_vllm: bool = False
+    bound: bool = False
+
+
+def _nccl(group: Any, _: "Format | None") -> Start:
+    """The all-reduce of torch.distributed, by gloo on CPUs."""
+    import torch.distributed as dist
+
+    return lambda x: dist.all_reduce(x, group=group, async_op=True)  # pyright: ignore[reportReturnType]
+
+
+def _symmetric(group: Any, _: "Format | None") -> Start:
+    """One kernel in the symmetric memory of the GPUs of one host."""
+    from fcsd.parallel.all_reduce import symmetric, window
+
+    window.window_of(group)
+    return lambda x: symmetric.all_reduce(x.detach(), group)
+
+
+def _auto(group: Any, _: "Format | None") -> Start:
+    """``nccl`` or ``symmetric``, by the size of the message; see ``choice``."""
+    from fcsd.parallel.all_reduce import choice, symmetric, window
+
+    window.try_window(group)  # now, because it cannot be made while a CUDA graph is captured
+    nccl = _nccl(group, None)
+    return lambda x: symmetric.all_reduce(x.detach(), group) if choice.fastest(x, group) == "symmetric" else nccl(x)
+
+
+def _quantised(group: Any, format: "Format | None") -> Start:
+    """Rows in a format; see ``quantised`` and docs/quantised_communication.md."""
+    from fcsd.parallel.all_reduce import quantised
+
+    assert format is not None, "the name of a quantised backend has a format"
+    return lambda x: quantised.all_reduce(x, format, group)
+
+
+BACKENDS = (
+    Backend("nccl", ("engine",), _nccl),
+    Backend("symmetric", open=_symmetric, only=f"between {PEERS}"),
+    Backend("auto", open=_auto, by_vllm=True),  # in the plugin it is ``vllm`` today
+    Backend("vllm", ("plugin",), by_vllm=True),  # vLLM's own choice of all-reduce
+    Backend("quantised:FORMAT", open=_quantised, only="for GPUs without peer access"),
+    Backend("none", bound=True),
+)
+
+
+def names(user: User) -> list[str]:
+    """The names of the backends that a user can choose."""
+    return [backend.name for backend in BACKENDS if user in backend.users]
+
+
+def described(user: User) -> str:
+    """The backends with right results, for the help of an option."""
+    rows = [backend for backend in BACKENDS if user in backend.users and not backend.bound]
+    *first, last = (f"{row.name} ({row.only})" if row.only else row.name for row in rows)
+    return f"{', '.join(first)}, or {last}"
+
+
+@cache
+def backend_of(name: str, user: User) -> "tuple[Backend, Format | None]":
+    """The backend of a name, and the format in which it sends; None for the values as they are.
+
+    Raises:
+        ConfigError: there is no such backend for this user, or no such format.
+    """
+    from fcsd.kernels.bit_split.format import format_of_reduction
+
+    format = format_of_reduction(name)
+    known = names(user)
+    for backend in BACKENDS:
+        if backend.name == ("quantised:FORMAT" if format else name) and user in backend.users:
+            return backend, format
+    raise ConfigError(f"unknown kind of reduction {name!r}; one of {', '.join(known)}")
+
+
+def is_bound(name: str, user: User = "engine") -> bool:
+    """Whether a backend gives wrong results, because it exists for measurements of time alone.
+
+    Raises:
+        ConfigError: see ``backend_of``.
+    """
+    return backend_of(name, user)[0].bound
+
+
+def require_right(name: str) -> None:
+    """Refuse a backend of fcsd's engine that exists for measurements of time alone.
+
+    Raises:
+        ConfigError: it gives wrong results; see also ``backend_of``.
+    """
+    if is_bound(name):
+        raise ConfigError(
+            f"reductions of kind {name} give wrong results; only python -m benchmarks.infer takes them",
+            hint="leave --reduce out, or use --reduce nccl",
+        )
