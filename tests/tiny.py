@@ -43,6 +43,7 @@ _LLAMA4 = dict(
 # architecture -> (config class, the fields that differ from _SHARED)
 CONFIGS: dict[str, tuple[str, dict]] = {
     "llama": ("LlamaConfig", dict(intermediate_size=128)),
+    "qwen2": ("Qwen2Config", dict(intermediate_size=128)),
     "qwen3": ("Qwen3Config", dict(intermediate_size=128, head_dim=16)),
     "qwen3_moe": (
         "Qwen3MoeConfig",

@@ -152,6 +152,7 @@ _LLAMA4_AUTOEP = {
 
 _ROWS = (
     _row("llama", "Llama"),
+    _row("qwen2", "Qwen2"),
     _row("qwen3", "Qwen3"),
     _row("qwen3_moe", "Qwen3Moe", autoep="qwen3_moe"),
     _row(
