@@ -14,11 +14,13 @@ import pytest
 import tiny
 import torch
 import transformers
+from test_norms import DEVICE
 from torch import Tensor
 
 from fcsd.models import archs
 from fcsd.models.archs import ARCHS
-from fcsd.models.build import unwired, wire
+from fcsd.models.build import arch_of, unwired, wire
+from fcsd.models.fused.model import fuse_parts
 from fcsd.models.wiring import WiredLayer, Wiring
 
 ALL = (0, 1, 2, 3)
@@ -69,6 +71,8 @@ _LATENT = dict(
 )
 # What moves the fields that a family has alone, or that would not be moved by the values above.
 OWN: dict[str, dict[str, Any]] = {
+    "seed_oss": dict(attention_bias=False, attention_out_bias=True, residual_dropout=0.3),
+    "smollm3": dict(no_rope_layers=[1, 0, 1, 0]),
     "qwen3_moe": dict(_EXPERTS, norm_topk_prob=True, decoder_sparse_step=2, mlp_only_layers=[1]),
     "qwen2_moe": dict(
         _EXPERTS,
@@ -179,6 +183,19 @@ def test_every_field_that_the_code_reads_is_moved(arch: str) -> None:
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
 def test_off_is_off(arch: str) -> None:
     assert off_is_off(guarded_model(arch))
+
+
+@pytest.mark.parametrize("arch", tiny.CONFIGS)
+@pytest.mark.skipif(DEVICE != "cpu", reason="dropout draws other numbers on a GPU")
+def test_kernels_compute_the_same(arch: str) -> None:
+    """With dropout, which a kernel could leave out."""
+    model, ids = guarded_model(arch), tiny.tokens(batch=1, length=5)
+    plain = outputs(model, ids)
+    fuse_parts(model, arch_of(model.config), True)
+    fused = outputs(model, ids)
+    assert len(fused) == len(plain)
+    for found, own in zip(fused, plain, strict=True):
+        assert (found - own).norm() <= 1e-4 * own.norm() + 1e-6  # a key bias without positions has no gradient
 
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
