@@ -41,7 +41,7 @@ def settled_and_routed(mlp: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(x), whole(mlp, x)
     with zeroed(mlp.experts.down_proj):
         s = whole(mlp, x)
-    with zeroed(shared.down_proj.weight):
+    with zeroed(*shared.down_proj.parameters()):  # the weight, and the bias if there is one
         r = whole(mlp, x)
     return s, r
 

@@ -43,6 +43,15 @@ _LLAMA4 = dict(
 # architecture -> (config class, the fields that differ from _SHARED)
 CONFIGS: dict[str, tuple[str, dict]] = {
     "llama": ("LlamaConfig", dict(intermediate_size=128)),
+    "qwen2": ("Qwen2Config", dict(intermediate_size=128)),
+    "seed_oss": (
+        "SeedOssConfig",
+        dict(intermediate_size=128, head_dim=16, attention_dropout=0.0, residual_dropout=0.0),
+    ),
+    "arcee": ("ArceeConfig", dict(intermediate_size=128)),
+    "cwm": ("CwmConfig", dict(intermediate_size=128, head_dim=16, sliding_window=16)),
+    "smollm3": ("SmolLM3Config", dict(intermediate_size=128, tie_word_embeddings=False)),
+    "ministral": ("MinistralConfig", dict(intermediate_size=128, head_dim=16, sliding_window=16)),
     "qwen3": ("Qwen3Config", dict(intermediate_size=128, head_dim=16)),
     "qwen3_moe": (
         "Qwen3MoeConfig",

@@ -66,6 +66,8 @@ def used() -> set[str]:
     names = {f"{module}:{name}" for module, name in imported()}
     names |= {f"{module}:{name}" for module, attributes in ATTRIBUTES.items() for name in attributes}
     for arch in ARCHS.values():
+        if arch.no_vllm is not None:
+            continue
         names.add(arch.causal_lm)
         if "." not in arch.vllm.decoder:  # the multimodal class holds the language model, whose row has the same layers
             names |= {f"{arch.causal_lm}.{name}" for name in children(arch)}

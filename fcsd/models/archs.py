@@ -59,6 +59,7 @@ class Arch:
             ``fcsd.engine.tp_plan`` explains the styles.
         norms_over_heads: the paths inside a layer of norms that normalise over all heads at once, so that
             tensor-parallel ranks must sum their means.
+        no_vllm: why the plugin cannot serve the type; None if it can.
         later_layers: whether checkpoints may have layers after the last one, which predict further tokens. transformers
             does not load them.
     """
@@ -77,6 +78,7 @@ class Arch:
     rotates_halves: bool = True
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     norms_over_heads: tuple[str, ...] = ()
+    no_vllm: str | None = None
     later_layers: bool = False
 
     @property
@@ -115,6 +117,8 @@ def _row(model_type: str, stem: str, *, vllm: Mapping[str, Any] | None = None, *
     return Arch(model_type, vllm=VllmNames(**names), **fields)
 
 
+_NO_CLASS = "vLLM has no class of its own for this type"
+
 _SHARED_EXPERTS = Blocks(shared="shared_experts")
 
 # Multi-head latent attention: every rank makes the latents of all heads, and unfolds them for its own heads.
@@ -152,6 +156,12 @@ _LLAMA4_AUTOEP = {
 
 _ROWS = (
     _row("llama", "Llama"),
+    _row("qwen2", "Qwen2"),
+    _row("seed_oss", "SeedOss"),
+    _row("arcee", "Arcee"),
+    _row("cwm", "Cwm"),
+    _row("smollm3", "SmolLM3", no_vllm=_NO_CLASS),
+    _row("ministral", "Ministral", no_vllm=_NO_CLASS),
     _row("qwen3", "Qwen3"),
     _row("qwen3_moe", "Qwen3Moe", autoep="qwen3_moe"),
     _row(

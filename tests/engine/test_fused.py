@@ -23,7 +23,7 @@ from fcsd.models.fused.rotary import FusedRotary
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 # All their MLPs are experts, and llama4's have another name for the activation.
-NO_MLP = {"mixtral", "olmoe", "gpt_oss", "llama4_text"}
+NO_MLP = {"mixtral", "olmoe", "gpt_oss", "llama4_text", "arcee", "seed_oss"}
 # One has experts with biases, and one experts whose inputs are weighted.
 OTHER_EXPERTS = {"gpt_oss", "llama4_text"}
 

@@ -64,12 +64,12 @@ def test_inspect_and_plan_translate_a_name_that_is_no_model_here(tmp_path: Path,
 
 
 def test_an_unsupported_type_is_named_with_its_family_and_the_supported_ones(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_k2", "architectures": ["KimiForCausalLM"]}))
     (tmp_path / "model.safetensors").write_bytes(b"")
     for command in (["inspect", str(tmp_path)], ["plan", "tiny", "--set", f"model={tmp_path}", "--gpus", "1"]):
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 3
-        assert "model_type 'qwen2' (Qwen2, Qwen2.5) is not supported" in done.stderr
+        assert "model_type 'kimi_k2' (Kimi-K2; its layers are those of deepseek_v3) is not supported" in done.stderr
         assert "glm4_moe (GLM-4.5, GLM-4.6)" in done.stderr
 
 

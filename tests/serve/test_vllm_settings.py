@@ -65,6 +65,12 @@ def test_a_block_that_does_not_belong_is_refused():
             base_config(raw, "x")
 
 
+def test_a_family_that_vllm_does_not_have_is_refused_by_name():
+    raw = {"model_type": "fcsd_smollm3", "fcsd": Wiring("ladder", (1,)).to_block()}
+    with pytest.raises(BadInputError, match=r"^x: the vLLM plugin cannot serve smollm3: vLLM has no class of its own"):
+        base_config(raw, "x")
+
+
 def settings(wiring: Wiring, dtype: torch.dtype = torch.bfloat16, moe: bool = True, **changes: Any) -> Any:
     """vLLM's settings; the changes are to ``parallel_config``, or replace a whole part of the settings."""
     parallel = dict(

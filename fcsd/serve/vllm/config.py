@@ -42,6 +42,8 @@ def base_config(raw: dict[str, Any], where: str | Path) -> tuple[dict[str, Any],
         raise BadInputError(f"{where}: model_type {declared!r} and its fcsd block do not belong together")
     if model_type not in ARCHS:
         raise BadInputError(f"{where}: the vLLM plugin does not have the architecture {model_type!r}")
+    if (reason := ARCHS[model_type].no_vllm) is not None:
+        raise BadInputError(f"{where}: the vLLM plugin cannot serve {model_type}: {reason}", "Use fcsd's own engine.")
     try:
         Wiring.from_block(block)
     except (ValueError, TypeError, KeyError) as error:
