@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import re
+import stat
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +42,19 @@ def write_bytes(path: Path, data: bytes) -> None:
             temporary.unlink()
         raise
     sync(path.parent)
+
+
+def left_over(folder: Path, before: str, *, directories: bool) -> list[Path]:
+    """What killed processes left in a folder: entries whose name is ``before`` and 8 hexadecimal digits.
+
+    Args:
+        before: a regular expression, in which names of a user are escaped.
+        directories: whether the entries are directories; if not, they are regular files. Links are never among them.
+    """
+    name = re.compile(rf"(?:{before})[0-9a-f]{{8}}")
+    kind = stat.S_ISDIR if directories else stat.S_ISREG
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in entries if name.fullmatch(path.name) and kind(path.lstat().st_mode)]
 
 
 def sync(path: Path) -> None:

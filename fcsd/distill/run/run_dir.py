@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fcsd.config import ResolvedRecipe
-from fcsd.disk import write_text
+from fcsd.disk import left_over, write_text
 from fcsd.errors import ConfigError
 from fcsd.launch import environment
 
@@ -62,7 +62,9 @@ def claim(run: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
-        for unfinished in run.glob(f"{FINAL}.tmp-*"):  # left by a run that was killed in `publish`
+        for unfinished in left_over(
+            run, rf"{FINAL}\.tmp-", directories=True
+        ):  # left by a run that was killed in `publish`
             shutil.rmtree(unfinished)
         try:
             yield

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ class AnswerCache:
     def __init__(self, path: Path, world: World | None = None) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        files = [path, *path.parent.glob(f"{path.stem}.*{path.suffix}")]
+        of_rank = re.compile(rf"{re.escape(path.stem)}\.\d+{re.escape(path.suffix)}")
+        files = [path, *(file for file in path.parent.iterdir() if of_rank.fullmatch(file.name))]
         self._answers: dict[str, Any] = {}
         for stored in [_read(files)] if world is None else world.everywhere(lambda: _read(files)):
             self._answers |= stored

@@ -222,6 +222,15 @@ def test_what_a_killed_publication_left_goes_at_the_next_start(tmp_path: Path) -
         assert not list((tmp_path / "run").glob("final.*"))
 
 
+def test_what_only_looks_unfinished_stays(tmp_path: Path) -> None:
+    mine = [tmp_path / "run" / name for name in ("final.tmp-mine", "step-1.tmp-mine", "step-x.tmp-0123abcd")]
+    for path in mine:
+        path.mkdir(parents=True)
+    with run_dir.claim(tmp_path / "run"):
+        checkpoints.remove_unfinished(tmp_path / "run")
+    assert all(path.is_dir() for path in mine)
+
+
 def test_an_output_dir_that_cannot_be_one_is_refused_first(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for place, reason in [
