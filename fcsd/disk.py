@@ -8,7 +8,9 @@ import stat
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from fcsd.errors import ConfigError
 
 
 def write_text(path: Path, text: str) -> None:
@@ -27,12 +29,18 @@ def write_bytes(path: Path, data: bytes) -> None:
     The data is written to a temporary file in the same directory, synced to disk and renamed. A file that ``path``
     shared with another directory by a hard link is replaced here and left unchanged there.
 
+    A file that is replaced keeps its permissions.
+
     Raises:
+        ConfigError: ``path`` is a link, a directory or anything else but a regular file; it is left as it is.
         OSError: the directory cannot be written. The temporary file is removed, and ``path`` is as it was.
     """
+    mode = _mode_of_regular(path)
     temporary = path.with_name(f".{path.name[:200]}.part-{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -42,6 +50,32 @@ def write_bytes(path: Path, data: bytes) -> None:
             temporary.unlink()
         raise
     sync(path.parent)
+
+
+def open_to_append(path: Path) -> TextIO:
+    """Open a file of UTF-8 text to read it and to add to its end; it is created if it does not exist.
+
+    Raises:
+        ConfigError: ``path`` is a link, a directory or anything else but a regular file; it is left as it is.
+        OSError: the file cannot be written.
+    """
+    _mode_of_regular(path)
+    # The flags hold even if a link or a FIFO replaces the file after the check.
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "a+", encoding="utf-8")
+
+
+def _mode_of_regular(path: Path) -> int | None:
+    """The permissions of a regular file that is about to be written; None if it does not exist."""
+    try:
+        found = path.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found):
+        raise ConfigError(
+            f"{path}: is not a regular file, so it is not written", "Remove it, or choose another name for the output."
+        )
+    return stat.S_IMODE(found)
 
 
 def left_over(folder: Path, before: str, *, directories: bool) -> list[Path]:

@@ -2,11 +2,13 @@
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
 from fcsd import disk
+from fcsd.errors import ConfigError
 
 
 def test_a_file_is_created_and_replaced(tmp_path: Path) -> None:
@@ -24,6 +26,27 @@ def test_a_linked_file_is_replaced_and_not_written_through(tmp_path: Path) -> No
     link.hardlink_to(original)
     disk.write_text(link, "after")
     assert (original.read_text(), link.read_text()) == ("before", "after")
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "fifo", "directory"])
+def test_only_regular_files_are_written(tmp_path: Path, kind: str) -> None:
+    target, path = tmp_path / "target", tmp_path / "path"
+    if kind == "link":
+        target.write_text("before")
+    {"fifo": os.mkfifo, "directory": os.mkdir}.get(kind, lambda path: path.symlink_to(target))(path)
+    was = path.lstat()
+    for write in (lambda: disk.write_text(path, "after"), lambda: disk.open_to_append(path)):
+        with pytest.raises(ConfigError, match="not a regular file"):
+            write()
+    assert path.lstat() == was and (target.read_text() == "before" if kind == "link" else not target.exists())
+
+
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "private"
+    path.write_text("before")
+    path.chmod(0o640)
+    disk.write_text(path, "after")
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("after", 0o640)
 
 
 def test_a_full_disk_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import open_to_append
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 
@@ -36,7 +37,7 @@ class AnswerCache:
         for stored in [_read(files)] if world is None else world.everywhere(lambda: _read(files)):
             self._answers |= stored
         rank = 0 if world is None else world.rank
-        self._file = (path.with_suffix(f".{rank}{path.suffix}") if rank else path).open("a")
+        self._file = open_to_append(path.with_suffix(f".{rank}{path.suffix}") if rank else path)
         self._file.write("\n")  # ends a line that a killed process may have left incomplete
 
     def get(self, request: Any, valid: Callable[[Any], bool]) -> Any:

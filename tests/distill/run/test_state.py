@@ -222,6 +222,16 @@ def test_what_a_killed_publication_left_goes_at_the_next_start(tmp_path: Path) -
         assert not list((tmp_path / "run").glob("final.*"))
 
 
+@pytest.mark.parametrize("name", [".lock", "command.txt"])
+def test_a_link_in_the_run_directory_is_not_followed(folder: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "target").write_text("irreplaceable")
+    (tmp_path / "run" / name).symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match="not a regular file"), run_dir.claim(tmp_path / "run"):
+        run_dir.describe(tmp_path / "run", runs.resolved(folder))
+    assert (tmp_path / "target").read_text() == "irreplaceable"
+
+
 def test_what_only_looks_unfinished_stays(tmp_path: Path) -> None:
     mine = [tmp_path / "run" / name for name in ("final.tmp-mine", "step-1.tmp-mine", "step-x.tmp-0123abcd")]
     for path in mine:
