@@ -5,7 +5,7 @@ optimizer for each rank that has a state of its own), one ``rank-R.json`` of ran
 ``MANIFEST.json``: the size and sha256 of every file, the position of the run, and the facts on which the run depends.
 All files are written to a temporary directory and synced to disk, and then the directory is renamed. A directory that
 does not match its manifest was therefore never complete, or was damaged later. No file of a checkpoint is loaded before
-its hash matches, which matters most for the optimizer's pickles.
+its hash matches.
 """
 
 import shutil

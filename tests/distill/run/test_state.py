@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
@@ -98,6 +99,30 @@ def test_when_all_are_damaged_nothing_is_deleted_or_started_over(finished: tuple
     assert len(list(tmp_path.glob("checkpoints/*/model/model.safetensors"))) == 2
     with pytest.raises(CheckpointError):
         checkpoints.find(tmp_path / "checkpoints", str(next(tmp_path.glob("checkpoints/*"))), print)
+
+
+class Planted:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._mark,)
+
+
+def test_a_sealed_checkpoint_runs_no_code(folder: Path, single: Path, tmp_path: Path) -> None:
+    run = cut_short(single, tmp_path / "run")
+    checkpoint = run / "checkpoints" / "step-2"
+    torch.save({"state": Planted(tmp_path / "ran")}, checkpoint / "optimizer/rank-0.pt")
+    content = manifest.read_manifest(checkpoint)
+    names = manifest.files(checkpoint)
+    names.remove(manifest.MANIFEST)
+    content = {key: content[key] for key in ("step", "identity", "progress")}
+    manifest.write_manifest(checkpoint, {**content, "files": manifest.described(checkpoint, names)})
+    with pytest.raises(CheckpointError, match="holds objects that no optimizer"):
+        loop.distill_model(runs.resolved(folder, output_dir=str(run)))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_changed_run_is_refused_by_name(folder: Path, single: Path, tmp_path: Path) -> None:
