@@ -1,5 +1,6 @@
 """Files that appear as a whole and are on disk when a call returns, and the SHA-256 of files, bytes and JSON."""
 
+import errno
 import hashlib
 import json
 import os
@@ -50,6 +51,38 @@ def write_bytes(path: Path, data: bytes) -> None:
             temporary.unlink()
         raise
     sync(path.parent)
+
+
+def read_input(path: Path, limit: int = 256 << 20) -> bytes:
+    """The content of a file that a user or another program wrote.
+
+    Args:
+        limit: the most bytes that such a file may have.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        OSError: it cannot be read, is not a regular file, which could be endless or never begin, or is too large.
+    """
+    # O_NONBLOCK: the call returns at once at a FIFO, at which it would otherwise wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with os.fdopen(descriptor, "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit >> 20} MB", str(path))
+    return data
+
+
+def read_input_text(path: Path, limit: int = 256 << 20, encoding: str = "utf-8") -> str:
+    """The content of a text file, in which every line ends with a line feed; see :func:`read_input`.
+
+    Raises:
+        OSError: see :func:`read_input`.
+        UnicodeDecodeError: the file has another encoding.
+    """
+    return read_input(path, limit).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def open_to_append(path: Path) -> TextIO:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fcsd.config import Recipe, TeacherCache
-from fcsd.disk import left_over, write_bytes
+from fcsd.disk import left_over, read_input, write_bytes
 from fcsd.distill.loss.top_k import TopK
 from fcsd.distill.run.identity import differences
 from fcsd.distill.teacher.original import expect_fingerprint, identify_teacher, teacher_name
@@ -233,7 +233,7 @@ def _record(folder: Path, shard: Shard) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        return json.loads(read_input(path))
     except (OSError, ValueError):
         hint = "Run fcsd cache-teacher with this recipe; it writes the files that are missing."
         raise BadInputError(f"{path}: is missing or unreadable", hint) from None
