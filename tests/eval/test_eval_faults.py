@@ -77,6 +77,12 @@ def test_another_cache_with_a_similar_name_is_not_read(tmp_path: Path) -> None:
     assert found == ["stored", None, None]
 
 
+def test_a_fifo_in_the_place_of_stored_answers_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "answers.jsonl")
+    with pytest.raises(BadInputError, match="not a regular file"):
+        AnswerCache(tmp_path / "answers.jsonl")
+
+
 def test_an_evaluation_killed_again_and_again_repeats_no_request(model: Path, mirror: Path, tmp_path: Path) -> None:
     whole = scores(model, mirror, tmp_path / "whole")
     rng = random.Random(0)

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.disk import open_to_append
+from fcsd.disk import open_to_append, read_input_text
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 
 # A log-probability is at most zero. Rounding may raise a sum of many above it by less than this.
 _ROUNDING = 1e-3
+_MOST = 4 << 30  # bytes of a file of answers
 
 
 class AnswerCache:
@@ -104,7 +105,11 @@ def _key(request: Any) -> str:
 
 def _read(files: Sequence[Path]) -> dict[str, Any]:
     answers = {}
-    for line in "\n".join(path.read_text() for path in files if path.exists()).splitlines():
+    try:
+        texts = [read_input_text(path, _MOST) for path in files if path.exists()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{files[0]}: stored answers cannot be read: {error}", "delete the file") from error
+    for line in "\n".join(texts).splitlines():
         with contextlib.suppress(json.JSONDecodeError):  # an empty or incomplete line
             key, answer = json.loads(line)
             answers[key] = answer
