@@ -1,12 +1,17 @@
 """Files that appear as a whole and are on disk when a call returns, and the SHA-256 of files, bytes and JSON."""
 
+import errno
 import hashlib
 import json
 import os
+import re
+import stat
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from fcsd.errors import ConfigError
 
 
 def write_text(path: Path, text: str) -> None:
@@ -25,12 +30,18 @@ def write_bytes(path: Path, data: bytes) -> None:
     The data is written to a temporary file in the same directory, synced to disk and renamed. A file that ``path``
     shared with another directory by a hard link is replaced here and left unchanged there.
 
+    A file that is replaced keeps its permissions.
+
     Raises:
+        ConfigError: ``path`` is a link, a directory or anything else but a regular file; it is left as it is.
         OSError: the directory cannot be written. The temporary file is removed, and ``path`` is as it was.
     """
+    mode = _mode_of_regular(path)
     temporary = path.with_name(f".{path.name[:200]}.part-{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -40,6 +51,77 @@ def write_bytes(path: Path, data: bytes) -> None:
             temporary.unlink()
         raise
     sync(path.parent)
+
+
+def read_input(path: Path, limit: int = 256 << 20) -> bytes:
+    """The content of a file that a user or another program wrote.
+
+    Args:
+        limit: the most bytes that such a file may have.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        OSError: it cannot be read, is not a regular file, which could be endless or never begin, or is too large.
+    """
+    # O_NONBLOCK: the call returns at once at a FIFO, at which it would otherwise wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with os.fdopen(descriptor, "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit >> 20} MB", str(path))
+    return data
+
+
+def read_input_text(path: Path, limit: int = 256 << 20, encoding: str = "utf-8") -> str:
+    """The content of a text file, in which every line ends with a line feed; see :func:`read_input`.
+
+    Raises:
+        OSError: see :func:`read_input`.
+        UnicodeDecodeError: the file has another encoding.
+    """
+    return read_input(path, limit).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def open_to_append(path: Path) -> TextIO:
+    """Open a file of UTF-8 text to read it and to add to its end; it is created if it does not exist.
+
+    Raises:
+        ConfigError: ``path`` is a link, a directory or anything else but a regular file; it is left as it is.
+        OSError: the file cannot be written.
+    """
+    _mode_of_regular(path)
+    # The flags hold even if a link or a FIFO replaces the file after the check.
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "a+", encoding="utf-8")
+
+
+def _mode_of_regular(path: Path) -> int | None:
+    """The permissions of a regular file that is about to be written; None if it does not exist."""
+    try:
+        found = path.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found):
+        raise ConfigError(
+            f"{path}: is not a regular file, so it is not written", "Remove it, or choose another name for the output."
+        )
+    return stat.S_IMODE(found)
+
+
+def left_over(folder: Path, before: str, *, directories: bool) -> list[Path]:
+    """What killed processes left in a folder: entries whose name is ``before`` and 8 hexadecimal digits.
+
+    Args:
+        before: a regular expression, in which names of a user are escaped.
+        directories: whether the entries are directories; if not, they are regular files. Links are never among them.
+    """
+    name = re.compile(rf"(?:{before})[0-9a-f]{{8}}")
+    kind = stat.S_ISDIR if directories else stat.S_ISREG
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in entries if name.fullmatch(path.name) and kind(path.lstat().st_mode)]
 
 
 def sync(path: Path) -> None:

@@ -2,11 +2,19 @@
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
 from fcsd import disk
+from fcsd.distill.run.manifest import read_manifest
+from fcsd.distill.teacher.cache import read_key
+from fcsd.errors import ConfigError, FcsdError
+from fcsd.eval.results import read_results
+from fcsd.parallel.machine import read_machine
+from fcsd.parallel.placement.stored import read_orders
+from fcsd.serve.chat import read_prompts
 
 
 def test_a_file_is_created_and_replaced(tmp_path: Path) -> None:
@@ -24,6 +32,60 @@ def test_a_linked_file_is_replaced_and_not_written_through(tmp_path: Path) -> No
     link.hardlink_to(original)
     disk.write_text(link, "after")
     assert (original.read_text(), link.read_text()) == ("before", "after")
+
+
+def test_inputs_are_regular_files_of_bounded_size(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").write_bytes(b"1234")
+    (tmp_path / "link").symlink_to("file")
+    assert disk.read_input(tmp_path / "file", 4) == disk.read_input(tmp_path / "link") == b"1234"
+    for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
+        with pytest.raises(OSError, match="not a regular file"):
+            disk.read_input(path)
+    with pytest.raises(OSError, match="larger than"):
+        disk.read_input(tmp_path / "file", 3)
+    (tmp_path / "text").write_bytes(b"a\r\nb\rc\n")
+    assert disk.read_input_text(tmp_path / "text") == (tmp_path / "text").read_text()
+    with pytest.raises(FileNotFoundError):
+        disk.read_input(tmp_path / "none")
+
+
+READERS = {
+    "machine.json": read_machine,
+    "placement.json": read_orders,
+    "prompts.txt": read_prompts,
+    "results.json": read_results,
+    "KEY.json": lambda path: read_key(path.parent),
+    "MANIFEST.json": lambda path: read_manifest(path.parent),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_fifo_in_the_place_of_an_input_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(FcsdError):
+        READERS[name](tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "fifo", "directory"])
+def test_only_regular_files_are_written(tmp_path: Path, kind: str) -> None:
+    target, path = tmp_path / "target", tmp_path / "path"
+    if kind == "link":
+        target.write_text("before")
+    {"fifo": os.mkfifo, "directory": os.mkdir}.get(kind, lambda path: path.symlink_to(target))(path)
+    was = path.lstat()
+    for write in (lambda: disk.write_text(path, "after"), lambda: disk.open_to_append(path)):
+        with pytest.raises(ConfigError, match="not a regular file"):
+            write()
+    assert path.lstat() == was and (target.read_text() == "before" if kind == "link" else not target.exists())
+
+
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "private"
+    path.write_text("before")
+    path.chmod(0o640)
+    disk.write_text(path, "after")
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("after", 0o640)
 
 
 def test_a_full_disk_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

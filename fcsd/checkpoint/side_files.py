@@ -1,7 +1,7 @@
 """Chooses and checks the files beside the weights that a new directory copies: tokenizer, templates, licence, card.
 
-A directory that fcsd writes contains no code but fcsd's own. Code files of an original are not copied, and an
-``auto_map`` of an original is removed from the files that hold one.
+A directory that fcsd writes contains no code but fcsd's own. Code files and pickles of an original are not copied, and
+an ``auto_map`` of an original is removed from the files that hold one.
 """
 
 import json
@@ -18,6 +18,8 @@ OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5",
 MAX_SIDE_FILE = 256 << 20  # bytes; the longest tokenizer.json in use is below 40 MB
 _TEMPLATES = "additional_chat_templates"  # the only folder whose files are copied
 _CODE = (".py", ".pyc", ".so")
+# Files that run code when they are loaded. The tokenizers that transformers builds need none of them.
+_PICKLES = (".pkl", ".pickle", ".joblib", ".dill")
 
 # The files that transformers reads as JSON objects, and may read an ``auto_map`` from.
 _MAY_NAME_CODE = ("config.json", "generation_config.json", "tokenizer_config.json", "processor_config.json")
@@ -28,7 +30,7 @@ _OBJECTS = (*_MAY_NAME_CODE, "tokenizer.json", "special_tokens_map.json", "added
 def side_files(path: Path, written: Set[str] = frozenset(), *, code: Set[str] = frozenset()) -> dict[str, Path]:
     """The files of a checkpoint directory that a new directory copies unchanged, and the index of its weights.
 
-    Hidden files, weights and folders other than ``additional_chat_templates`` are left out.
+    Hidden files, weights, pickles and folders other than ``additional_chat_templates`` are left out.
 
     Args:
         path: the checkpoint's directory.
@@ -44,9 +46,9 @@ def side_files(path: Path, written: Set[str] = frozenset(), *, code: Set[str] = 
     """
     names = [entry.name for entry in path.iterdir() if not entry.is_dir()]
     names = [name for name in names if not name.startswith(".") and not name.endswith(OTHER_WEIGHTS)]
-    names = [name for name in names if name in code or not name.endswith(_CODE)]
     if (path / _TEMPLATES).is_dir():
         names += [f"{_TEMPLATES}/{entry.name}" for entry in (path / _TEMPLATES).iterdir()]
+    names = [name for name in names if name in code or not name.lower().endswith(_CODE + _PICKLES)]
     found = {name: contained(path, *name.split("/", 1)) for name in sorted(set(names) - written)}
     for name, file in found.items():
         size = check_regular(file)

@@ -8,6 +8,7 @@ deleted.
 import errno
 import fcntl
 import os
+import re
 import shutil
 import signal
 import threading
@@ -18,12 +19,13 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from fcsd.checkpoint import read_object
-from fcsd.disk import sync, sync_directories
+from fcsd.disk import left_over, sync, sync_directories
 from fcsd.errors import ConfigError, DiskError, PreemptedError
 from fcsd.progress import progress
 
 Contents = frozenset[tuple[str, int, int, int]]  # path, inode, size and time of every entry of a directory
 
+_UNFINISHED = ".fcsd-unfinished"  # the file that marks a directory as ours to delete
 _CHUNK = 64 << 20  # bytes that are copied between two updates of the progress
 # The errors of os.link when two directories cannot share a file: they are on different file systems, the file system
 # has no links, the file belongs to another user, or it has too many links.
@@ -76,8 +78,10 @@ def staged(out: Path, former: Contents | None = None) -> Iterator[Path]:
     stage.mkdir()
     lock = _lock(stage)
     try:
+        (stage / _UNFINISHED).touch()
         with _interruptible():
             yield stage
+        (stage / _UNFINISHED).unlink()
         sync_directories(stage)
         if former is None:
             _rename_to_empty(stage, real)
@@ -192,18 +196,19 @@ def _copy_chunk(source: BinaryIO, target: BinaryIO) -> int:
 
 def _lock(directory: Path) -> int:
     """Lock a directory until the returned descriptor is closed, at the latest when this process ends."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 
 
 def _remove_abandoned(out: Path) -> None:
     """Delete directories that killed processes left beside ``out``. A process that still runs holds its lock."""
-    for stage in out.parent.glob(f".{out.name}.tmp-*"):
-        with suppress(BlockingIOError):
-            lock = _lock(stage)
-            shutil.rmtree(stage)
-            os.close(lock)
+    for stage in left_over(out.parent, re.escape(f".{out.name}.tmp-"), directories=True):
+        if (stage / _UNFINISHED).is_file():  # otherwise it is not ours, whatever its name
+            with suppress(BlockingIOError):
+                lock = _lock(stage)
+                shutil.rmtree(stage)
+                os.close(lock)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config import Recipe
-from fcsd.disk import write_text
+from fcsd.disk import open_to_append, write_text
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 from fcsd.serve.chat import PROMPTS, Speaker, answer
@@ -54,7 +54,7 @@ class Samples:
             line = {"step": step, "prompt": prompt, "student": self._answer(self._student, prompt)}
             lines.append(line | ({"teacher": self._known[prompt]} if self._known else {}))
         if self._world.rank == 0:
-            with self._path.open("a") as file:
+            with open_to_append(self._path) as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
     def _answer(self, speaker: Speaker, prompt: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.disk import write_text
+from fcsd.disk import read_input, write_text
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.answer_cache import is_number
 
@@ -18,6 +18,7 @@ Result = dict[str, Any]
 
 # The verdicts on the models of a directory; no model's file may have this name.
 COMPARISON = "comparison.json"
+_MAX_RESULTS = 4 << 30  # bytes; a file holds every item of every task
 
 # Metrics whose items are (log-likelihood, units), and the unit. Their value is exp(-log-likelihood per unit).
 PERPLEXITIES = {"word_perplexity": "word", "byte_perplexity": "byte"}
@@ -30,7 +31,7 @@ def read_results(path: Path) -> list[Result]:
         BadInputError: the file is missing or holds something else.
     """
     try:
-        results = json.loads(path.read_text())
+        results = json.loads(read_input(path, _MAX_RESULTS))
         if not all(isinstance(result, dict) and {"model", "column", "items"} <= result.keys() for result in results):
             raise ValueError("no results")
     except (OSError, ValueError, TypeError) as error:

@@ -2,11 +2,11 @@
 
 import re
 import shlex
-import sys
 from dataclasses import dataclass
 
 from fcsd.config import ResolvedRecipe
 from fcsd.errors import ConfigError
+from fcsd.launch import own_code
 
 PORT = 29400
 GRACE = 120  # seconds between the signal to save and the time limit of the job
@@ -68,7 +68,7 @@ def node_commands(arguments: list[str], nodes: int, rendezvous: str | None) -> s
         rendezvous: ``HOST:PORT`` of node 0; with None the commands contain a placeholder for the host.
     """
     meet = rendezvous or f"HOST_OF_NODE_0:{PORT}"
-    run = [*_fcsd(), *arguments, *([] if rendezvous else ["--rendezvous", meet])]
+    run = [*own_code.command(), *arguments, *([] if rendezvous else ["--rendezvous", meet])]
     lines = [f"# node {rank}\n{shlex.join([*run, '--node-rank', str(rank)])}" for rank in range(nodes)]
     return "\n".join(lines)
 
@@ -93,7 +93,7 @@ def slurm_script(resolved: ResolvedRecipe, *, nodes: int, gpus: int, options: li
         start = f'{shlex.join(srun(nodes, gpus, options, logs=logs, grace=grace))} "$recipe"'
     else:  # The sweep starts a job step for each of its runs.
         several = ["--gpus", str(gpus), "--nodes", str(nodes), *options]
-        start = f'{shlex.join([*_fcsd(), "distill", *several])} --sweep "$recipe"'
+        start = f'{shlex.join([*own_code.command(), "distill", *several])} --sweep "$recipe"'
     return f"""#!/bin/bash
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
@@ -132,10 +132,6 @@ def srun(nodes: int, gpus: int, options: list[str], *, logs: list[str], grace: i
     The caller appends the path of the recipe to the command. The variables ``host`` and ``port`` of the batch script
     must be in the environment. After the first node has ended, the others have ``grace`` seconds to save and end.
     """
-    run = shlex.join([*_fcsd(), "distill", "--gpus", str(gpus), "--nodes", str(nodes), *options])
+    run = shlex.join([*own_code.command(), "distill", "--gpus", str(gpus), "--nodes", str(nodes), *options])
     task = f'exec {run} --node-rank "$SLURM_NODEID" --rendezvous "$host:$port" "$0"'
     return ["srun", "--kill-on-bad-exit=0", f"--wait={grace}", *logs, "bash", "-c", task]
-
-
-def _fcsd() -> list[str]:
-    return [sys.executable, "-m", "fcsd"]

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from fcsd.errors import ConfigError, PeerLostError, PreemptedError
-from fcsd.launch import preflight
+from fcsd.launch import own_code, preflight
 from fcsd.parallel import process_settings
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def ensure_world(
     # The processes share the cores, unless the user has set a number. torchrun would give each one core and warn.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus)))
     process_settings.set_defaults(os.environ)
+    own_code.leave_out_current_directory(os.environ)
     where = ["--standalone"]
     if node is not None:
         store = preflight.meet("node", node.rank, node.count, *node.meeting, serves=node.rank == 0, timeout=timeout)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fcsd.config.explain import explain
+from fcsd.disk import read_input
 from fcsd.errors import ConfigError
 from fcsd.parallel.cost import Dedup, Line, Links
 
@@ -113,7 +114,7 @@ def read_machine(path: Path) -> Machine:
             unknown one the key that was probably meant.
     """
     try:
-        return Machine.model_validate_json(path.read_text(encoding="utf-8"))
+        return Machine.model_validate_json(read_input(path).decode())
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file", hint=f"Measure one: fcsd bench links --out {path}") from None
     except (OSError, UnicodeDecodeError) as error:

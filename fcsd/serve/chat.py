@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fcsd.disk import read_input_text
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.foreign_errors import first_line
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
@@ -233,7 +234,7 @@ def read_prompts(path: Path) -> list[str]:
     """
     hint = 'Give a file with a prompt per line, or .jsonl with a "prompt" per line.'
     try:
-        text = path.read_text(encoding="utf-8-sig")  # a BOM is no part of the first prompt
+        text = read_input_text(path, encoding="utf-8-sig")  # a BOM is no part of the first prompt
         lines = [line for line in text.split("\n") if line.strip()]  # U+2028 and U+0085 may stand in a prompt
     except FileNotFoundError:
         raise BadInputError(f"{path}: no such file", hint) from None

@@ -67,7 +67,7 @@ def serve(
 def _command(path: Path, model: str, gpus: int, port: int, options: Sequence[str]) -> list[str]:
     named = any(option.startswith("--served-model-name") for option in options)
     return [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(path)),
+        *(sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(path)),
         *("--tensor-parallel-size", str(gpus), "--port", str(port)),
         *([] if named else ["--served-model-name", model]),
         *options,

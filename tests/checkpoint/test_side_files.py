@@ -72,6 +72,17 @@ def test_code_of_an_original_is_left_behind(model: Path, tmp_path: Path) -> None
     inspect_checkpoint(str(out))  # is accepted without trust
 
 
+def test_pickles_and_code_are_left_behind_wherever_they_lie(model: Path, tmp_path: Path) -> None:
+    folder = template(model).parent
+    for file in (model / "tokenizer.pkl", model / "VOCAB.PICKLE", folder / "evil.py", folder / "evil.pkl"):
+        file.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    (folder / "tools.jinja").write_text("{{ messages }}")
+    convert_checkpoint(str(model), tmp_path / "out", check=False)
+    assert not [path for path in (tmp_path / "out").rglob("*") if "evil" in path.name or "pkl" in path.name]
+    assert not (tmp_path / "out" / "VOCAB.PICKLE").exists()
+    assert (tmp_path / "out" / folder.name / "tools.jinja").exists()
+
+
 def own_auto_map(converted: Path) -> None:
     edit(converted / "config.json", lambda config: config["auto_map"].update(AutoTokenizer=["evil.Evil", None]))
 

@@ -1,6 +1,7 @@
 """OUT is looked at again at the rename: what appeared there while a command ran is neither replaced nor deleted."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,26 @@ def test_an_out_that_was_removed_meanwhile_is_written(tmp_path: Path) -> None:
         (out / "config.json").unlink()
         out.rmdir()
     assert (out / "config.json").read_text() == "new"
+
+
+def test_what_only_looks_like_a_left_over_stays(tmp_path: Path) -> None:
+    for name in (".out.tmp-mine", ".out.tmp-0123abcd", ".outer.tmp-0123abcd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("irreplaceable")
+    os.mkfifo(tmp_path / ".out.tmp-89abcdef")  # to open it would block
+    (tmp_path / ".out.tmp-01234567").symlink_to(tmp_path / ".out.tmp-mine")
+    before = {path.name for path in tmp_path.iterdir()}
+    for name in ("out", "*"):
+        with staged(tmp_path / name) as stage:
+            (stage / "a").touch()
+        assert os.listdir(tmp_path / name) == ["a"]
+    assert {path.name for path in tmp_path.iterdir()} == {*before, "out", "*"}
+
+
+def test_what_a_killed_command_left_goes_whatever_out_is_called(tmp_path: Path) -> None:
+    killed = tmp_path / ".[x].tmp-0123abcd"
+    killed.mkdir()
+    (killed / ".fcsd-unfinished").touch()
+    with staged(tmp_path / "[x]"):
+        pass
+    assert os.listdir(tmp_path) == ["[x]"]

@@ -94,7 +94,7 @@ def test_each_worker_of_ray_calls_fcsd_for_its_node(repo: Path, monkeypatch: pyt
     exec(block(repo, "python"), {})
     where = ["--gpus", "8", "--rendezvous", "node-0:29400"]
     assert [command[1:] for command, _ in started] == [
-        ["-m", "fcsd", "distill", "/shared/recipe.yaml", "--nodes", "2", "--node-rank", str(node), *where]
+        ["-P", "-m", "fcsd", "distill", "/shared/recipe.yaml", "--nodes", "2", "--node-rank", str(node), *where]
         for node in (0, 1)
     ]
     assert {word for word in started[0][0][1:] if word.startswith("--")} <= distill_options()

@@ -65,6 +65,24 @@ def killed_after(answers: list[int], model: Path, mirror: Path, out: Path) -> No
         assert os.WIFSIGNALED(os.wait()[1]), "it ended before it was killed"
 
 
+def test_another_cache_with_a_similar_name_is_not_read(tmp_path: Path) -> None:
+    for name in ("a[1]", "a[1].b", "a1.1"):
+        other = AnswerCache(tmp_path / f"{name}.jsonl")
+        other.add(name, "stored")
+        other.close()
+    (tmp_path / "a[1].jsonl").rename(tmp_path / "a[1].2.jsonl")  # what rank 2 stored
+    cache = AnswerCache(tmp_path / "a[1].jsonl")
+    found = [cache.get(name, bool) for name in ("a[1]", "a[1].b", "a1.1")]
+    cache.close()
+    assert found == ["stored", None, None]
+
+
+def test_a_fifo_in_the_place_of_stored_answers_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "answers.jsonl")
+    with pytest.raises(BadInputError, match="not a regular file"):
+        AnswerCache(tmp_path / "answers.jsonl")
+
+
 def test_an_evaluation_killed_again_and_again_repeats_no_request(model: Path, mirror: Path, tmp_path: Path) -> None:
     whole = scores(model, mirror, tmp_path / "whole")
     rng = random.Random(0)

@@ -19,6 +19,7 @@ from fcsd.launch import world as launch
 
 def test_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
     monkeypatch.setattr(launch, "_torchrun", started.append)
     monkeypatch.setattr(sys, "argv", ["fcsd", "distill", "r.yaml", "--gpus", "2"])
     launch.ensure_world(None)
@@ -27,6 +28,7 @@ def test_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPat
     launch.ensure_world(2)
     assert started[0][-7:] == ["-m", "--", "fcsd", "distill", "r.yaml", "--gpus", "2"]
     assert "--nproc-per-node=2" in started[0]
+    assert os.environ["PYTHONSAFEPATH"] == "1"  # otherwise each process would import from the current directory
     monkeypatch.setenv("WORLD_SIZE", "2")
     launch.ensure_world(2)
     assert len(started) == 1

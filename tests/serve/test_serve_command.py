@@ -143,6 +143,6 @@ def test_what_is_checked_before_vllm_starts(models, monkeypatch):
     port = free_port()
     server.serve(str(models / "desync"), gpus=2, port=port, options=["--max-model-len", "64"], ready=never)
     ((command, url, ready),) = run
-    assert command[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", str(models / "desync")]
+    assert command[1:6] == ["-P", "-m", "vllm.entrypoints.cli.main", "serve", str(models / "desync")]
     assert command[-2:] == ["--max-model-len", "64"] and url == f"http://127.0.0.1:{port}" and ready is never
     assert command[command.index("--tensor-parallel-size") + 1] == "2"

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fcsd.config import Source
+from fcsd.disk import read_input_text
 from fcsd.distill.data.examples import MAX_CHARACTERS, Message, Skip, too_long
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.foreign_errors import first_line
@@ -48,6 +49,7 @@ class Rendering(NamedTuple):
     spans: list[tuple[int, int]]
 
 
+_MAX_TEMPLATE = 1 << 20  # bytes
 # messages, and whether the generation prompt follows them -> their rendering and the spans that the template marks
 _Render = Callable[[list[Message], bool], Rendering]
 
@@ -61,7 +63,7 @@ def read_template(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
     """
     if source.chat_template is not None:
         try:
-            return Path(source.chat_template).read_text(encoding="utf-8")
+            return read_input_text(Path(source.chat_template), _MAX_TEMPLATE)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{source.chat_template}: cannot be read as a chat template: {error}") from error
     try:

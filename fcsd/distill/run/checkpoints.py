@@ -5,7 +5,7 @@ optimizer for each rank that has a state of its own), one ``rank-R.json`` of ran
 ``MANIFEST.json``: the size and sha256 of every file, the position of the run, and the facts on which the run depends.
 All files are written to a temporary directory and synced to disk, and then the directory is renamed. A directory that
 does not match its manifest was therefore never complete, or was damaged later. No file of a checkpoint is loaded before
-its hash matches, which matters most for the optimizer's pickles.
+its hash matches.
 """
 
 import shutil
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fcsd.disk import sync, sync_directories
+from fcsd.disk import left_over, sync, sync_directories
 from fcsd.distill.run import manifest, snapshot
 from fcsd.distill.run.identity import differences
 from fcsd.distill.run.snapshot import OPTIMIZER, Snapshot, write_states
@@ -172,7 +172,7 @@ def _newest(folder: Path, report: Callable[[str], None]) -> Path | None:
 
 def remove_unfinished(folder: Path) -> None:
     """Deletes the temporary directories of interrupted saves."""
-    for partial in folder.glob("step-*.tmp-*"):
+    for partial in left_over(folder, r"step-\d+\.tmp-", directories=True):
         shutil.rmtree(partial)
 
 

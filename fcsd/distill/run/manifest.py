@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fcsd.disk import file_sha256, json_sha256, sync, write_json
+from fcsd.disk import file_sha256, json_sha256, read_input, sync, write_json
 from fcsd.errors import CheckpointError, CheckpointVersionError
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: the manifest is missing or damaged, or the name of the directory has another step.
     """
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        manifest = json.loads(read_input(checkpoint / MANIFEST))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint}: {MANIFEST} is missing or unreadable") from error
     if not isinstance(manifest, dict) or manifest.pop("seal", None) != json_sha256(manifest):

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from fcsd.config import Recipe, ResolvedRecipe
-from fcsd.disk import write_text
+from fcsd.disk import open_to_append, write_text
 from fcsd.distill.run.run_dir import CHECKPOINTS
 from fcsd.distill.run.trackers import Log, tracking
 from fcsd.progress import duration
@@ -57,7 +57,7 @@ class Reporter:
             metrics: the values by name, including ``step``.
         """
         record = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in metrics.items()}
-        with self._path.open("a") as file:
+        with open_to_append(self._path) as file:
             file.write(json.dumps(record) + "\n")
         self._track({k: v for k, v in metrics.items() if k != "step"}, metrics["step"])
         shown = "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())

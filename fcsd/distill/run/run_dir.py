@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fcsd.config import ResolvedRecipe
-from fcsd.disk import write_text
+from fcsd.disk import left_over, open_to_append, write_text
 from fcsd.errors import ConfigError
 from fcsd.launch import environment
 
@@ -51,7 +51,7 @@ def claim(run: Path) -> Iterator[None]:
         ConfigError: another process holds the lock.
     """
     run.mkdir(parents=True, exist_ok=True)
-    with (run / _LOCK).open("a+") as lock:
+    with open_to_append(run / _LOCK) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -62,7 +62,9 @@ def claim(run: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
-        for unfinished in run.glob(f"{FINAL}.tmp-*"):  # left by a run that was killed in `publish`
+        for unfinished in left_over(
+            run, rf"{FINAL}\.tmp-", directories=True
+        ):  # left by a run that was killed in `publish`
             shutil.rmtree(unfinished)
         try:
             yield
@@ -77,7 +79,7 @@ def describe(run: Path, resolved: ResolvedRecipe) -> None:
     """Writes ``config.resolved.yaml`` and ``env.json``, and appends the command to ``command.txt``."""
     write_text(run / "config.resolved.yaml", resolved.to_yaml())
     write_text(run / "env.json", json.dumps(environment.snapshot(), indent=2) + "\n")
-    with (run / "command.txt").open("a") as file:
+    with open_to_append(run / "command.txt") as file:
         file.write(shlex.join(sys.argv) + "\n")
 
 

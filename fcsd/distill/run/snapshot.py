@@ -9,6 +9,7 @@ the first group writes them.
 
 import base64
 import json
+import pickle
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from torch import Tensor
 from fcsd.disk import write_json
 from fcsd.distill.optim.host_copies import HostCopies, size_of
 from fcsd.distill.train_engine import Trained, TrainEngine
-from fcsd.errors import DiskError
+from fcsd.errors import CheckpointError, DiskError
 from fcsd.launch.world import World
 from fcsd.parallel.weights.saving import OwnPart, own_part
 
@@ -92,13 +93,15 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
     """Loads the state of this rank from a verified checkpoint.
 
     The engine's model has the weights of ``model/`` already.
+
+    Raises:
+        CheckpointError: the optimizer's file asks for a class that DeepSpeed's files do not need.
     """
     engine = trained.engine
     saved = json.loads(_states_file(checkpoint, world.rank).read_text())
     zero = engine.zero_optimization()
     rank = world.rank if zero else world.rank % own_part(trained.model).group_size
-    # The file is a pickle of DeepSpeed's classes. Its hash was compared with the manifest, so this project wrote it.
-    state = torch.load(_optimizer_file(checkpoint, rank), map_location="cpu", weights_only=False)
+    state = _read_optimizer(_optimizer_file(checkpoint, rank))
     if zero:
         # DeepSpeed expects the states of all ranks, but reads only that of this rank.
         engine.optimizer.load_state_dict([state] * world.size, load_from_fp32_weights=engine.bfloat16_enabled())
@@ -107,6 +110,25 @@ def restore(checkpoint: Path, world: World, trained: Trained) -> None:
     for name in _COUNTERS:
         setattr(engine, name, saved["engine"][name])
     set_random_state(saved["random"])
+
+
+def _read_optimizer(path: Path) -> Any:
+    """The state in an optimizer's file, which is a pickle. It may name tensors and three classes of DeepSpeed only.
+
+    The hashes in the manifest do not protect against somebody who writes the manifest anew.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: holds objects that no optimizer of fcsd saves; none was loaded",
+            "Do not use this checkpoint: somebody changed it, or another version of DeepSpeed wrote it.",
+        ) from error
 
 
 def _writes(engine: TrainEngine, part: OwnPart, world: World) -> bool:

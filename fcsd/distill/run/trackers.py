@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fcsd.config import Recipe
+from fcsd.disk import write_text
 from fcsd.extras import require_extra
 from fcsd.foreign_errors import first_line
 
@@ -108,5 +109,5 @@ _OPEN: dict[str, Callable[[Path, Recipe, int], Tracker]] = {
 def _id(run: Path) -> str:
     path = run / _ID
     if not path.exists():
-        path.write_text(uuid.uuid4().hex[:8])
+        write_text(path, uuid.uuid4().hex[:8])
     return path.read_text()

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from fcsd.errors import ConfigError, PreemptedError
+from fcsd.launch import own_code
 from fcsd.launch.nodes import srun
 
 
@@ -57,7 +58,7 @@ def launcher(gpus: int | None = None, accept_unsafe_exec: bool = False, nodes: i
             )
         return partial(_run, command=srun(nodes, gpus or 1, options, logs=[]))
     options += ["--gpus", str(gpus)] if gpus else []
-    return partial(_run, command=[sys.executable, "-m", "fcsd", "distill", *options])
+    return partial(_run, command=[*own_code.command(), "distill", *options])
 
 
 @contextmanager

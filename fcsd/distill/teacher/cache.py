@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fcsd.config import Recipe, TeacherCache
-from fcsd.disk import write_bytes
+from fcsd.disk import left_over, read_input, write_bytes
 from fcsd.distill.loss.top_k import TopK
 from fcsd.distill.run.identity import differences
 from fcsd.distill.teacher.original import expect_fingerprint, identify_teacher, teacher_name
@@ -28,6 +28,7 @@ from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 
 KEY, MANIFEST = "KEY.json", "MANIFEST.json"
+_PART = r"\.(?:KEY\.json|MANIFEST\.json|shard-\d+\.(?:json|safetensors))\.part-"  # of the names of unfinished files
 _POSITION = 8  # bytes of each of the k entries of a position: fp32 log-probability and int32 token id
 
 
@@ -96,7 +97,7 @@ def begin(folder: Path, key: dict[str, Any], shards: list[Shard]) -> list[Shard]
         expect_key(folder, key)
     else:
         commit_json(folder / KEY, key)
-    for part in folder.glob(".*.part-*"):  # what ``write_bytes`` leaves where it was killed
+    for part in left_over(folder, _PART, directories=False):  # what ``write_bytes`` leaves where it was killed
         part.unlink()
     return [shard for shard in shards if not _is_written(folder, shard)]
 
@@ -232,7 +233,7 @@ def _record(folder: Path, shard: Shard) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        return json.loads(read_input(path))
     except (OSError, ValueError):
         hint = "Run fcsd cache-teacher with this recipe; it writes the files that are missing."
         raise BadInputError(f"{path}: is missing or unreadable", hint) from None

@@ -7,15 +7,18 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fcsd.disk import open_to_append, read_input_text
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 
 # A log-probability is at most zero. Rounding may raise a sum of many above it by less than this.
 _ROUNDING = 1e-3
+_MOST = 4 << 30  # bytes of a file of answers
 
 
 class AnswerCache:
@@ -29,12 +32,13 @@ class AnswerCache:
     def __init__(self, path: Path, world: World | None = None) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        files = [path, *path.parent.glob(f"{path.stem}.*{path.suffix}")]
+        of_rank = re.compile(rf"{re.escape(path.stem)}\.\d+{re.escape(path.suffix)}")
+        files = [path, *(file for file in path.parent.iterdir() if of_rank.fullmatch(file.name))]
         self._answers: dict[str, Any] = {}
         for stored in [_read(files)] if world is None else world.everywhere(lambda: _read(files)):
             self._answers |= stored
         rank = 0 if world is None else world.rank
-        self._file = (path.with_suffix(f".{rank}{path.suffix}") if rank else path).open("a")
+        self._file = open_to_append(path.with_suffix(f".{rank}{path.suffix}") if rank else path)
         self._file.write("\n")  # ends a line that a killed process may have left incomplete
 
     def get(self, request: Any, valid: Callable[[Any], bool]) -> Any:
@@ -101,7 +105,11 @@ def _key(request: Any) -> str:
 
 def _read(files: Sequence[Path]) -> dict[str, Any]:
     answers = {}
-    for line in "\n".join(path.read_text() for path in files if path.exists()).splitlines():
+    try:
+        texts = [read_input_text(path, _MOST) for path in files if path.exists()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{files[0]}: stored answers cannot be read: {error}", "delete the file") from error
+    for line in "\n".join(texts).splitlines():
         with contextlib.suppress(json.JSONDecodeError):  # an empty or incomplete line
             key, answer = json.loads(line)
             answers[key] = answer

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 
+from fcsd.disk import read_input
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.parallel.placement.placement import Placement
 
@@ -24,7 +25,7 @@ def read_orders(path: Path) -> Orders:
         BadInputError: the file cannot be read, or is not a placement of a run.
     """
     try:
-        layers = json.loads(path.read_text(encoding="utf-8"))[LAYERS]
+        layers = json.loads(read_input(path))[LAYERS]
         found = {block: tuple(chain.from_iterable(by_rank)) for block, by_rank in layers.items()}
         if not all(sorted(order) == list(range(len(order))) for order in found.values()):
             raise ValueError("a layer does not list each of its experts once")

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
@@ -98,6 +99,30 @@ def test_when_all_are_damaged_nothing_is_deleted_or_started_over(finished: tuple
     assert len(list(tmp_path.glob("checkpoints/*/model/model.safetensors"))) == 2
     with pytest.raises(CheckpointError):
         checkpoints.find(tmp_path / "checkpoints", str(next(tmp_path.glob("checkpoints/*"))), print)
+
+
+class Planted:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._mark,)
+
+
+def test_a_sealed_checkpoint_runs_no_code(folder: Path, single: Path, tmp_path: Path) -> None:
+    run = cut_short(single, tmp_path / "run")
+    checkpoint = run / "checkpoints" / "step-2"
+    torch.save({"state": Planted(tmp_path / "ran")}, checkpoint / "optimizer/rank-0.pt")
+    content = manifest.read_manifest(checkpoint)
+    names = manifest.files(checkpoint)
+    names.remove(manifest.MANIFEST)
+    content = {key: content[key] for key in ("step", "identity", "progress")}
+    manifest.write_manifest(checkpoint, {**content, "files": manifest.described(checkpoint, names)})
+    with pytest.raises(CheckpointError, match="holds objects that no optimizer"):
+        loop.distill_model(runs.resolved(folder, output_dir=str(run)))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_changed_run_is_refused_by_name(folder: Path, single: Path, tmp_path: Path) -> None:
@@ -220,6 +245,25 @@ def test_what_a_killed_publication_left_goes_at_the_next_start(tmp_path: Path) -
     (tmp_path / "run" / "metrics.jsonl").touch()
     with run_dir.claim(tmp_path / "run"):
         assert not list((tmp_path / "run").glob("final.*"))
+
+
+@pytest.mark.parametrize("name", [".lock", "command.txt"])
+def test_a_link_in_the_run_directory_is_not_followed(folder: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "target").write_text("irreplaceable")
+    (tmp_path / "run" / name).symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match="not a regular file"), run_dir.claim(tmp_path / "run"):
+        run_dir.describe(tmp_path / "run", runs.resolved(folder))
+    assert (tmp_path / "target").read_text() == "irreplaceable"
+
+
+def test_what_only_looks_unfinished_stays(tmp_path: Path) -> None:
+    mine = [tmp_path / "run" / name for name in ("final.tmp-mine", "step-1.tmp-mine", "step-x.tmp-0123abcd")]
+    for path in mine:
+        path.mkdir(parents=True)
+    with run_dir.claim(tmp_path / "run"):
+        checkpoints.remove_unfinished(tmp_path / "run")
+    assert all(path.is_dir() for path in mine)
 
 
 def test_an_output_dir_that_cannot_be_one_is_refused_first(folder: Path, tmp_path: Path) -> None:
