@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint import fingerprint, read_layout, resolve
-from fcsd.checkpoint.tokenizer import load_tokenizer
+from fcsd.checkpoint.tokenizer import load_tokenizer, tokens_before
 from fcsd.disk import write_text
 from fcsd.engine.decode import GRAIN, generate_in_slots, plan_slots
 from fcsd.engine.slots import why_no_slots
@@ -188,7 +188,7 @@ def _load(path: Path, world: World, dtype: str | None) -> PreTrainedModel:
     from fcsd.models.build import load_model
 
     on_gpu = world.device.type == "cuda"
-    network = load_model(path, dtype=dtype or ("bfloat16" if on_gpu else "float32")).to(world.device).eval()
+    network = load_model(path, dtype=dtype or ("bfloat16" if on_gpu else "float32"), device=world.device)
     fuse(network, on_gpu)
     return network
 
@@ -217,8 +217,11 @@ class _Writer:
         writing, turns = self.writing, self._turns
         torch.manual_seed(int.from_bytes(hashlib.sha256(f"{writing.seed} {shard} {first}".encode()).digest()[:7]))
         if turns is None:
-            start = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else min(self._ends)
-            yield from (document for _, document in self._generate([[start]] * count, [writing.temperature] * count))
+            before = tokens_before(self.tokenizer)
+            bos: Any = self.tokenizer.bos_token_id
+            start = before or [min(self._ends) if bos is None else bos]
+            for _, document in self._generate([start] * count, [writing.temperature] * count):
+                yield [*before, *document]
             return
         if self._questions is None:
             invented = self._generate([turns.before] * count, [writing.temperature] * count)
@@ -256,9 +259,10 @@ class _Writer:
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The token ids that end a turn or a document."""
-    ends = getattr(model.generation_config, "eos_token_id", None)
+    ends: Any = getattr(model.generation_config, "eos_token_id", None)
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    found = frozenset(ids for ids in [*ends, tokenizer.eos_token_id] if ids is not None)
+    own: Any = tokenizer.eos_token_id
+    found = frozenset(end for end in [*ends, own] if end is not None)
     if not found:
         raise BadInputError("the model names no token that ends a text: eos_token_id is missing everywhere")
     return found
@@ -354,7 +358,6 @@ def _record(
     out: Path, identity: dict[str, Any], model: str, count: int, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Count what all files hold, and write ``write.json``."""
-    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     totals = {"documents": 0, "tokens": 0, "held_out_documents": 0, "loops": 0, "repeats": 0}
@@ -367,7 +370,7 @@ def _record(
                     totals[key] += value
             else:
                 totals["documents"] += table.num_rows
-                totals["tokens"] += pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0
+                totals["tokens"] += sum(len(ids) for ids in table["input_ids"].to_pylist())
     first = pq.read_table(out / _name(TRAIN, 0))["input_ids"][0].as_py()
     record = {"model": model, "settings": identity, "written": totals, "example": tokenizer.decode(first)}
     write_text(out / RECORD, json.dumps(record, indent=1) + "\n")

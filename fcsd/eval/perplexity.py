@@ -4,13 +4,15 @@ import gzip
 import json
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fcsd.disk import file_sha256, json_sha256
 from fcsd.errors import BadInputError
-from fcsd.eval.engines.interface import Adapter
 from fcsd.eval.statistics import estimate
 from fcsd.foreign_errors import first_line
+
+if TYPE_CHECKING:
+    from fcsd.eval.engines.interface import Adapter
 
 HELD_OUT = "Held-out loss"
 COLUMN = "text"  # of a file of documents
@@ -70,7 +72,7 @@ def _text(line: str, number: int, path: Path) -> str:
     return text
 
 
-def held_out_result(text: HeldOut, lm: Adapter) -> dict[str, Any]:
+def held_out_result(text: HeldOut, lm: "Adapter") -> dict[str, Any]:
     """The held-out loss as a result; each item is ``(negative log-likelihood in nats, tokens)`` of a document.
 
     Documents are read in disjoint windows of the model's length. The perplexity is the exponential of the value.

@@ -1,0 +1,144 @@
+"""``fcsd write``: documents are the model's own draws, files resume, and loops and repeats are dropped."""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import tiny
+import torch
+from typer.testing import CliRunner
+
+from fcsd.checkpoint.tokenizer import load_tokenizer, tokens_before
+from fcsd.cli.main import app
+from fcsd.distill import own_text
+from fcsd.distill.own_text import loops, repeats, turns_of, write_own_text
+from fcsd.engine.decode import drawn, generate_in_slots, plan_slots
+from fcsd.errors import BadInputError, ConfigError
+
+
+@pytest.fixture(scope="module")
+def teacher(repo: Path) -> Path:
+    return repo / "assets" / "teacher"
+
+
+def documents(out: Path, part: str) -> list[list[int]]:
+    return [
+        ids for file in sorted((out / part).glob("*.parquet")) for ids in pq.read_table(file)["input_ids"].to_pylist()
+    ]
+
+
+def test_draws_follow_the_softmax_and_temperature_0_is_greedy() -> None:
+    torch.manual_seed(0)
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+    rows = logits.expand(20000, -1)
+    for heat in (1.0, 0.5):
+        ids, finite = drawn(rows, torch.full((20000,), heat))
+        shares = torch.bincount(ids[:, 0], minlength=4) / 20000
+        assert bool(finite.all()) and (shares - (logits[0] / heat).softmax(-1)).abs().max() < 0.015
+    assert set(drawn(rows, torch.zeros(20000))[0][:, 0].tolist()) == {2}
+    assert not bool(drawn(torch.tensor([[0.0, float("nan")]]), torch.ones(1))[1])
+
+
+def test_prompts_of_temperature_0_are_continued_greedily_beside_drawn_ones() -> None:
+    model = tiny.model("llama")
+    prompts = [[5, 6, 7], [9, 8], [5, 6, 7], [9, 8]]
+    count, length, groups = plan_slots([len(p) + 6 for p in prompts], list(map(len, prompts)), 4)
+    how = dict(count=count, length=length, max_new_tokens=6, ended=lambda ids, seen: None, graphs=False)
+    greedy = dict(generate_in_slots(model, prompts, groups, **how))
+    torch.manual_seed(1)
+    mixed = dict(generate_in_slots(model, prompts, groups, temperatures=[0, 0, 1.0, 1.0], **how))
+    assert [mixed[0], mixed[1]] == [greedy[0], greedy[1]]
+    assert mixed[2] != greedy[2] and mixed[3] != greedy[3]
+
+
+def test_a_model_writes_documents_and_a_killed_call_goes_on(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = dict(tokens=1500, shard_tokens=500, form="document", max_tokens=40)
+    whole = write_own_text(str(teacher), tmp_path / "whole", **how)
+    train, held_out = (documents(tmp_path / "whole", part) for part in ("train", "held_out"))
+    before = tokens_before(load_tokenizer(teacher))
+    assert whole["written"]["tokens"] == sum(map(len, train)) and len(held_out) == 3
+    assert sum(map(len, train + held_out)) >= 1500 and all(ids[: len(before)] == before for ids in train)
+
+    write = own_text._write_shard
+
+    def killed(out: Path, number: int, *arguments: object) -> None:
+        if number == 1:
+            raise KeyboardInterrupt
+        write(out, number, *arguments)
+
+    monkeypatch.setattr(own_text, "_write_shard", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_own_text(str(teacher), tmp_path / "again", **how)
+    monkeypatch.setattr(own_text, "_write_shard", write)
+    first = (tmp_path / "again/train/part-00000.parquet").stat()
+    write_own_text(str(teacher), tmp_path / "again", **how)
+    assert (tmp_path / "again/train/part-00000.parquet").stat().st_ino == first.st_ino
+    assert Counter(map(tuple, documents(tmp_path / "again", "train"))) == Counter(map(tuple, train))
+    with pytest.raises(ConfigError, match="another max_tokens: 40"):
+        write_own_text(str(teacher), tmp_path / "again", **{**how, "max_tokens": 41})
+
+
+def test_a_chat_model_invents_the_users_turn_and_answers(teacher: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(teacher)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    folder = shutil.copytree(teacher, tmp_path / "chat")
+    tokenizer.save_pretrained(folder)
+    turns = turns_of(tokenizer)
+    assert tokenizer.decode(turns.before) == "<user>" and tokenizer.decode(turns.after).endswith("<assistant>")
+    record = write_own_text(str(folder), tmp_path / "out", tokens=300, max_tokens=24)
+    assert record["settings"]["form"] == "chat"
+    for ids in documents(tmp_path / "out", "train"):
+        assert ids[: len(turns.before)] == turns.before
+        assert any(ids[n : n + len(turns.after)] == turns.after for n in range(len(ids)))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"text": "What is a whisk?"}) + "\n")
+    write_own_text(str(folder), tmp_path / "asked", tokens=300, max_tokens=24, prompts=prompts)
+    asked = tokenizer("What is a whisk?", add_special_tokens=False)["input_ids"]
+    start = [*turns.before, *asked, *turns.after]
+    assert all(ids[: len(start)] == start for ids in documents(tmp_path / "asked", "train"))
+
+
+def test_loops_and_near_repeats_are_found() -> None:
+    text = torch.randint(1000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    assert loops([1, 2, 3] * 40) and not loops(text) and not loops([1, 2, 3] * 5)
+    seen: set[tuple[int, ...]] = set()
+    assert not repeats(text, seen) and repeats([*text[:190], *range(10)], seen)
+    assert not repeats(text[::-1], seen)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"form": "chat"}, "needs a chat template"),
+        ({"form": "poem"}, "'poem' is not a form"),
+        ({"temperature": 0.0}, "--temperature must be above 0"),
+        ({"greedy": 0.5}, "--greedy is a share of answers"),
+        ({"prompts": Path("none.jsonl")}, "--form document does not have"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_before_anything_is_written(
+    teacher: Path, tmp_path: Path, changes: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        write_own_text(str(teacher), tmp_path / "out", **{"tokens": 100, "form": "document", **changes})
+    assert not (tmp_path / "out").exists()
+
+
+def test_foreign_directories_and_wrong_numbers_are_refused(teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("a file")
+    with pytest.raises(ConfigError, match="is not empty and holds no text"):
+        write_own_text(str(teacher), tmp_path, tokens=100, form="document")
+    (tmp_path / "write.json").write_text("{")
+    with pytest.raises(BadInputError, match="is damaged"):
+        write_own_text(str(teacher), tmp_path, tokens=100, form="document")
+    found = CliRunner().invoke(app, ["write", str(teacher), "--out", str(tmp_path / "new"), "--tokens", "many"])
+    assert found.exit_code == 2 or isinstance(found.exception, ConfigError)
+    assert not (tmp_path / "new").exists()
