@@ -114,9 +114,10 @@ def _load(file: Path) -> tuple[Any, Any]:
 
     where = {"gguf_file": file.name}
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             file.parent, **where, dtype=torch.float32, output_loading_info=True
         )
+        model, found = loaded
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
     except Exception as error:  # the parsers of transformers and tokenizers raise errors of every class
         raise BadInputError(f"{file}: transformers cannot read this GGUF file: {first_line(error)}") from error

@@ -13,6 +13,7 @@ import typer
 from fcsd.cli.command import emit
 from fcsd.cli.options import (
     AsJson,
+    BatchSize,
     DryRun,
     Gpus,
     Model,
@@ -179,7 +180,7 @@ def write(
     temperature: Annotated[float, typer.Option(help="Of the distribution from which tokens are drawn.")] = 1.0,
     greedy: Annotated[float, typer.Option(help="The share of answers written with the most likely tokens.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(help="The most tokens of a user's turn, an answer or a document.")] = 512,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Documents that are written at a time.")] = None,
+    batch_size: BatchSize = None,
     seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
     gpus: Gpus = None,
     as_json: AsJson = False,
