@@ -21,12 +21,12 @@ def test_tokens_are_numbered_in_the_global_batch_whatever_the_step_and_the_rank(
         told.append((step, tokens.tolist()))
         return nullcontext()
 
-    engine = SimpleNamespace(module=SimpleNamespace(quantiser=SimpleNamespace(training_step=training_step)))
+    quantiser: Any = SimpleNamespace(training_step=training_step)
     for step in (1, 3):
         told.clear()
         for rank in range(2):
             for rows in rows_of_step(recipe, SimpleNamespace(rank=rank, size=2), step):  # type: ignore[arg-type]
-                with _numbered(engine, MicroBatch(rows, {}, torch.tensor(0), None), recipe, step):
+                with _numbered(quantiser, MicroBatch(rows, {}, torch.tensor(0), None), recipe, step):
                     pass
         assert {number for number, _ in told} == {step}
         assert all(tokens == list(range(tokens[0], tokens[0] + 2 * recipe.data.seq_len)) for _, tokens in told)
