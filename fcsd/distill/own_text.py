@@ -7,6 +7,7 @@ what was written.
 """
 
 import hashlib
+import io
 import json
 import logging
 import zlib
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint import fingerprint, read_layout, resolve
 from fcsd.checkpoint.tokenizer import load_tokenizer, tokens_before
-from fcsd.disk import write_text
+from fcsd.disk import write_bytes, write_text
 from fcsd.engine.decode import GRAIN, generate_in_slots, plan_slots
 from fcsd.engine.slots import why_no_slots
 from fcsd.errors import BadInputError, ConfigError
@@ -315,13 +316,11 @@ def _write_shard(out: Path, number: int, writer: _Writer, advance: Any) -> None:
 
 def _replace(file: Path, table: Any) -> None:
     """Write a parquet file that exists as a whole or not at all."""
-    import os
-
     import pyarrow.parquet as pq
 
-    temporary = file.with_name(f".{file.name}.tmp")
-    pq.write_table(table, temporary, compression="zstd")
-    os.replace(temporary, file)
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer, compression="zstd")
+    write_bytes(file, buffer.getvalue())
 
 
 def loops(ids: Sequence[int]) -> bool:
@@ -370,7 +369,7 @@ def _record(
                     totals[key] += value
             else:
                 totals["documents"] += table.num_rows
-                totals["tokens"] += sum(len(ids) for ids in table["input_ids"].to_pylist())
+                totals["tokens"] += sum(len(chunk.flatten()) for chunk in table["input_ids"].chunks)
     first = pq.read_table(out / _name(TRAIN, 0))["input_ids"][0].as_py()
     record = {"model": model, "settings": identity, "written": totals, "example": tokenizer.decode(first)}
     write_text(out / RECORD, json.dumps(record, indent=1) + "\n")
