@@ -46,8 +46,8 @@ fine-tuning on the same text does not. These runs repeat its experiments on {sub
 under the suite `strict`, without a limit on questions. The items are about a small closed world
 ([assets/README.md](../../assets/README.md)), so the scores say how well the methods heal, and nothing about knowledge.
 
-The [raw file](../../benchmarks/results/capability{suffix}.jsonl) has the settings of every run. The programs that did the
-runs are in the history of the repository (`studies/capability` in commit 8a84521). {values}
+The [raw file](../../benchmarks/results/capability{suffix}.jsonl) has the settings of every run. The programs that did
+the runs are in the history of the repository (`studies/capability` in commit 8a84521). {values}
 The teacher was trained on {tokens:,.0f} M tokens. Device: {devices}.
 [results](../../benchmarks/results/capability.md#{section}) says what the tables show.
 
