@@ -10,7 +10,6 @@ pytestmark = pytest.mark.lab
 
 PROGRAMS = [
     "benchmarks.comm.all_reduce",
-    "benchmarks.comm.hierarchy.__main__",
     "benchmarks.comm.transports",
     "benchmarks.distill.memory_settings",
     "benchmarks.infer.evaluate",
@@ -18,7 +17,6 @@ PROGRAMS = [
     "benchmarks.kernels.decode",
     "benchmarks.kernels.formats",
     "benchmarks.kernels.kl",
-    "studies.placement.ablation",
 ]
 
 
