@@ -11,9 +11,6 @@ pytestmark = pytest.mark.lab
 PROGRAMS = [
     "benchmarks.comm.all_reduce",
     "benchmarks.comm.transports",
-    "benchmarks.distill.memory_settings",
-    "benchmarks.infer.evaluate",
-    "benchmarks.infer.generate",
     "benchmarks.kernels.decode",
     "benchmarks.kernels.formats",
     "benchmarks.kernels.kl",
