@@ -13,7 +13,6 @@ copy.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from benchmarks.out_file import out_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from fcsd.bench.runner import on_gpu
+from fcsd.bench.runner import on_gpu, table, write
 from fcsd.bench.shapes import SHAPES
 from fcsd.engine.latent_steps import attend_to_latents
 from fcsd.kernels.decode.attention import decode_attention
@@ -152,7 +151,7 @@ def main() -> None:
         sys.exit("benchmarks.kernels.decode times kernels on a GPU, and this machine has none")
     copies = copy_speed()
     result: dict[str, Any] = {"environment": snapshot(), "copies_bytes_per_s": copies, "keys": given.keys, "rows": []}
-    print(f"{'shape':20s} {'kernel':8s} tokens  kernels us  replaced us      x   bound us")
+    rows: dict[str, dict[str, str | None]] = {}
     for name in shapes:
         for tokens in given.tokens:
             found = cases(SHAPES[name](1), tokens, given.keys, device=torch.device("cuda"), dtype=torch.bfloat16)
@@ -160,14 +159,11 @@ def main() -> None:
                 row = measure(*case, copies)
                 result["rows"].append({"shape": name, "kernel": kernel, "tokens": tokens, **row})
                 gain = row["replaced"] / row["kernels"]
-                print(
-                    f"{name:20s} {kernel:8s} {tokens:6d} {row['kernels']:11.1f} {row['replaced']:12.1f} {gain:6.2f} "
-                    f"{row['bound']:10.1f}",
-                    flush=True,
-                )
+                figures = {key: f"{row[key]:.1f}" for key in ("kernels", "replaced", "bound")}
+                rows[f"{kernel} of {name}, {tokens} rows"] = {**figures, "x replaced": f"{gain:.2f}"}
+                write(result, given.out)
             del found
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=1))
+    print(table(rows, "microseconds"))
 
 
 if __name__ == "__main__":
