@@ -217,7 +217,7 @@ def compare(rate: float, began: float, limits: argparse.Namespace) -> list[Timin
 def cells(row: Timing) -> dict[str, str | None]:
     """The cells of a row in the table; a variant that failed has none but its error."""
     if row.note:
-        return {"ms": row.note}
+        return {"note": row.note}
     return {
         "ms": f"{row.ms:.2f}",
         "over torch": f"{row.over_torch:.2f}",

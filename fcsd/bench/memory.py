@@ -215,7 +215,7 @@ def to_text(result: dict[str, Any]) -> str:
         one, other = told[part], seen.get(part)
         measured = "not measured" if other is None else f"{other / GIB:.2f}"
         rows[part] = {"predicted GiB": f"{one / GIB:.2f}", "measured GiB": measured, "ratio": ratio(one, other, ".3f")}
-    rates = [x["tokens_per_second"] for x in (told, seen)]
-    cells = zip(("predicted GiB", "measured GiB"), (f"{rate:,.0f}" for rate in rates), strict=True)
-    rows["tokens/s"] = {**dict(cells), "ratio": ratio(*rates, ".3f")}
+    one, other = told["tokens_per_second"], seen["tokens_per_second"]
+    rates = {"predicted GiB": f"{one:,.0f}", "measured GiB": f"{other:,.0f}"}
+    rows["tokens/s"] = {**rates, "ratio": ratio(one, other, ".3f")}
     return "\n".join([title, table(rows), "losses " + " ".join(f"{loss:.4g}" for loss in seen["losses"])])
