@@ -11,7 +11,6 @@ memory, and a process can use only one backend.
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +23,7 @@ from benchmarks.comm import expert_rows
 from benchmarks.out_file import out_file
 from torch import Tensor
 
-from fcsd.bench.runner import table, together, write
+from fcsd.bench.runner import table, timings, write
 from fcsd.errors import FcsdError
 from fcsd.launch.environment import snapshot
 from fcsd.launch.world import World, join_world, leave
@@ -130,9 +129,7 @@ def measure(exchange: Callable[[], Any]) -> dict[str, float]:
         wait()
 
     runs = {"alone": lambda: exchange()(), "products": products, "both": both}
-    return {
-        name: statistics.median([together(run, a.device) for _ in range(REPEATS + 2)][2:]) for name, run in runs.items()
-    }
+    return {name: timed.median for name, timed in timings(runs, a.device, REPEATS).items()}
 
 
 def time_rows_to_experts(formats: list[str], tokens: int, repeats: int, out: Path | None) -> NoReturn:

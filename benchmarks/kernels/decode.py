@@ -20,11 +20,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from benchmarks.kernels.rates import copy_rate
 from benchmarks.out_file import out_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from fcsd.bench.runner import on_gpu, table, write
+from fcsd.bench.runner import table, timings, write
 from fcsd.bench.shapes import SHAPES
 from fcsd.engine.latent_steps import attend_to_latents
 from fcsd.kernels.decode.attention import decode_attention
@@ -91,12 +92,9 @@ def measure(ways: Ways, read: float, copies: float) -> dict[str, float]:
         read: the bytes that a call has to read.
         copies: the bytes that a copy within the GPU reads and writes in a second.
     """
-    graphs = {name: _captured(way) for name, way in ways.items()}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(REPEATS):
-        for name, graph in graphs.items():
-            times[name].append(on_gpu(graph.replay) * 1e3 / SETS)
-    return {**{name: statistics.median(each) for name, each in times.items()}, "bound": read / copies * 1e6}
+    graphs = {name: _captured(way).replay for name, way in ways.items()}
+    found = {name: each.median * 1e3 / SETS for name, each in timings(graphs, torch.device("cuda"), REPEATS).items()}
+    return {**found, "bound": read / copies * 1e6}
 
 
 def _captured(way: Callable[[int], Tensor]) -> torch.cuda.CUDAGraph:
@@ -109,21 +107,12 @@ def _captured(way: Callable[[int], Tensor]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         for number in range(SETS):
             way(number)
-    graph.replay()
     return graph
 
 
 def _generator(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     return lambda *shape: torch.randn(*shape, generator=generator, device=device, dtype=dtype)
-
-
-def copy_speed() -> float:
-    """Bytes that a copy within the GPU reads and writes in a second."""
-    source = torch.empty(COPIED, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return 2 * COPIED / (statistics.median(on_gpu(lambda: target.copy_(source)) for _ in range(REPEATS)) / 1e3)
 
 
 def cases(config: PretrainedConfig, tokens: int, keys: int, **where: Any) -> dict[str, tuple[Ways, float]]:
@@ -149,7 +138,7 @@ def main() -> None:
             parser.error(f"no MoE shape {name}: {', '.join(known)}")
     if not torch.cuda.is_available():
         sys.exit("benchmarks.kernels.decode times kernels on a GPU, and this machine has none")
-    copies = copy_speed()
+    copies = copy_rate(torch.empty(COPIED, dtype=torch.uint8, device="cuda"))
     result: dict[str, Any] = {"environment": snapshot(), "copies_bytes_per_s": copies, "keys": given.keys, "rows": []}
     rows: dict[str, dict[str, str | None]] = {}
     for name in shapes:

@@ -12,17 +12,17 @@ also move rows, beside those that move bf16.
 import argparse
 import multiprocessing
 import os
-import statistics
 from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any, Literal
 
 import torch
+from benchmarks.kernels.rates import copy_rate
 from benchmarks.out_file import out_file
 from torch import Tensor
 
-from fcsd.bench.runner import on_gpu, table, write
+from fcsd.bench.runner import table, timings, write
 from fcsd.kernels import rows as token_rows
 from fcsd.kernels.bit_split import Draws, Format, kernels, reference
 from fcsd.launch.environment import snapshot
@@ -133,8 +133,7 @@ def milliseconds(run: Callable[[], Any]) -> float:
         for _ in range(RUNS):
             run()
 
-    times = [on_gpu(several) for _ in range(REPEATS + 1)]
-    return statistics.median(times[1:]) / RUNS  # the first repeat is a warm-up
+    return timings({"": several}, torch.device("cuda"), REPEATS)[""].median / RUNS
 
 
 def measure(name: str, rows: Tensor, copy: float, launch: kernels.Launch | None = None) -> dict[str, float]:
@@ -243,8 +242,7 @@ def main() -> None:
     wrong = {name: parts for name, parts in found.items() if parts}
 
     rows = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(rows)
-    copy = 2 * rows.nbytes / milliseconds(lambda: target.copy_(rows))  # bytes per millisecond
+    copy = copy_rate(rows) / 1e3  # bytes per millisecond
     speeds = {name: measure(name, rows, copy) for name in TIMED}
     sweep = [{"format": name, **launch._asdict(), **measure(name, rows, copy, launch)} for name, launch in swept]
     moving = [None, *MOVED] if arguments.moves else []

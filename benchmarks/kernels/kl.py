@@ -11,18 +11,18 @@ with a trained output head. Each line of the result contains:
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
+from benchmarks.kernels.rates import product_rate
 from benchmarks.out_file import out_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from fcsd.bench.runner import on_gpu, table, write
+from fcsd.bench.runner import table, timings, write
 from fcsd.kernels.fused_kl import Tuning, kl_divergence
 
 SHAPES = [(2048, 151_936), (5120, 202_048), (2048, 102_400), (5120, 151_936), (2048, 202_048), (5120, 102_400)]
@@ -134,17 +134,6 @@ def distance(got: Tensor, truth: Tensor) -> float:
     return ((got.float() - truth).norm() / truth.norm()).item() if got.isfinite().all() else float("nan")
 
 
-def product_rate() -> float:
-    """FLOP/s of a large bf16 matrix product on random data."""
-    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / (clock(lambda: left @ right, 10) / 1e3)
-
-
-def clock(work: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds of ``work``, measured by CUDA events after two warm-up runs."""
-    return statistics.median([on_gpu(work) for _ in range(repeats + 2)][2:])
-
-
 def attempt(
     row: Timing, make: Callable[[], Loss], inputs: Sides, truth: tuple[Tensor, Tensor, Tensor], rate: float
 ) -> Timing:
@@ -168,7 +157,7 @@ def attempt(
         del results
         row.temporary_mb, row.gradient_mb = temporary / 1e6, returned / 1e6
         row.temporary_share = temporary / (4 * row.tokens * row.vocab)
-        row.ms = clock(lambda: gradients(loss, inputs), 5)
+        row.ms = timings({"": lambda: gradients(loss, inputs)}, inputs[0].device, 5)[""].median
         row.over_products = row.ms / (8e3 * row.tokens * row.hidden * row.vocab / rate)
     except Exception as error:  # a failing variant must not hide the others
         row.note = f"{type(error).__name__}: {error}".splitlines()[0][:100]
