@@ -1,4 +1,4 @@
-"""``benchmarks/vllm/vllm_gpu.sh`` leaves what its parts have found, and none of their processes, when it is stopped."""
+"""``benchmarks/carried/vllm_gpu.sh`` leaves what its parts have found, and none of their processes, when it is stopped."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_a_run_that_is_stopped_leaves_its_rows_and_no_process(repo: Path, tmp_pa
         PATH=f"{tools}:{os.environ['PATH']}", WORK=str(work), OUT=str(tmp_path / "out"), PROCESSES=str(processes)
     )
     stored = tmp_path / "out" / "tasks.json"
-    command = ["bash", "benchmarks/vllm/vllm_gpu.sh", "tasks", str(carried)]
+    command = ["bash", "benchmarks/carried/vllm_gpu.sh", "tasks", str(carried)]
     run = subprocess.Popen(command, cwd=repo, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         deadline = time.monotonic() + 60

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Carries vLLM to a Hopper GPU machine without a network, and checks originals and converted models there.
 #
-#   benchmarks/vllm/vllm_gpu.sh build [FOLDER]     on a machine with a package index: downloads vLLM and what it needs, takes out
-#                                          of vLLM what a Hopper GPU does not run, and writes about 41 MiB to FOLDER
-#   benchmarks/vllm/vllm_gpu.sh items [FOLDER]     in fcsd's own environment: writes the requests of the eleven tasks, with the
-#                                          answers of transformers, to FOLDER (some minutes on two CPU cores)
-#   benchmarks/vllm/vllm_gpu.sh one [FOLDER]       on one GPU: eager, whole CUDA graphs, compiled; the server
-#   benchmarks/vllm/vllm_gpu.sh tasks [FOLDER]     on one GPU: the eleven tasks
-#   benchmarks/vllm/vllm_gpu.sh two [FOLDER]       on two GPUs: tensor parallelism 2, with and without divided experts; two stages
-#   benchmarks/vllm/vllm_gpu.sh four [FOLDER]      on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
-#   benchmarks/vllm/vllm_gpu.sh infer [FOLDER]     prefill and decoding, by the options of `python -m benchmarks.infer` in INFER; its
-#                                          files are in $OUT/infer
+# Usage: benchmarks/carried/vllm_gpu.sh COMMAND [FOLDER]
+#   build   on a machine with a package index: downloads vLLM and what it needs, takes out of vLLM what a Hopper GPU does
+#           not run, and writes about 41 MiB to FOLDER
+#   items   in fcsd's own environment: writes the requests of the eleven tasks, with the answers of transformers, to
+#           FOLDER (some minutes on two CPU cores)
+#   one     on one GPU: eager, whole CUDA graphs, compiled; the server
+#   tasks   on one GPU: the eleven tasks
+#   two     on two GPUs: tensor parallelism 2, with and without divided experts; two stages
+#   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
+#   infer   prefill and decoding, by the options of `python -m benchmarks.infer` in INFER; its files are in $OUT/infer
 #
 # FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
-# fcsd, scripts, tests and assets of this repository. Every part ends before second $LIMIT; a part that fails or hangs
+# fcsd, benchmarks, tests and assets of this repository. Every part ends before second $LIMIT; a part that fails or hangs
 # does not keep the others from running. What the parts have found is in $OUT/COMMAND.json after every row of theirs; it
 # is printed at the end, and the logs are in $OUT/COMMAND-logs.tar.gz then. SIGINT and SIGTERM end all parts. The exit
 # status is 0 if every part ended and found what it should.
