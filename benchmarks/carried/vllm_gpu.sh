@@ -1,23 +1,19 @@
 #!/usr/bin/env bash
 # Carries vLLM to a Hopper GPU machine without a network, and checks originals and converted models there.
 #
-#   benchmarks/vllm/vllm_gpu.sh build [FOLDER]     on a machine with a package index: downloads vLLM and what it needs, takes out
-#                                          of vLLM what a Hopper GPU does not run, and writes about 41 MiB to FOLDER
-#   benchmarks/vllm/vllm_gpu.sh items [FOLDER]     in fcsd's own environment: writes the requests of the eleven tasks, with the
-#                                          answers of transformers, to FOLDER (some minutes on two CPU cores)
-#   benchmarks/vllm/vllm_gpu.sh one [FOLDER]       on one GPU: eager, whole CUDA graphs, compiled; the server
-#   benchmarks/vllm/vllm_gpu.sh tasks [FOLDER]     on one GPU: the eleven tasks
-#   benchmarks/vllm/vllm_gpu.sh two [FOLDER]       on two GPUs: tensor parallelism 2, with and without divided experts; two stages;
-#                                          a trace that shows on which stream vLLM reduces
-#   benchmarks/vllm/vllm_gpu.sh four [FOLDER]      on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
-#   benchmarks/vllm/vllm_gpu.sh time [FOLDER [NAME...]]   on two GPUs or more: time to first token, and a load of random arrivals:
-#                                          the measurements of these names in benchmarks/vllm/vllm_times.txt. Without a name, TIMES
-#                                          has one measurement in each line: options of benchmarks/vllm/vllm_first_tokens.py
-#   benchmarks/vllm/vllm_gpu.sh engines [FOLDER]   fcsd's own engine beside vLLM, by the options of benchmarks/vllm/vllm_engines.py in
-#                                          ENGINES (one GPU by default)
+# Usage: benchmarks/carried/vllm_gpu.sh COMMAND [FOLDER]
+#   build   on a machine with a package index: downloads vLLM and what it needs, takes out of vLLM what a Hopper GPU does
+#           not run, and writes about 41 MiB to FOLDER
+#   items   in fcsd's own environment: writes the requests of the eleven tasks, with the answers of transformers, to
+#           FOLDER (some minutes on two CPU cores)
+#   one     on one GPU: eager, whole CUDA graphs, compiled; the server
+#   tasks   on one GPU: the eleven tasks
+#   two     on two GPUs: tensor parallelism 2, with and without divided experts; two stages
+#   four    on four GPUs: the same with tensor parallelism 4, and two stages of two GPUs
+#   infer   prefill and decoding, by the options of `python -m benchmarks.infer` in INFER; its files are in $OUT/infer
 #
 # FOLDER is .vllm by default. The GPU machine needs Python 3.12, torch 2.11 for CUDA 13 and transformers 5.17, FOLDER, and
-# fcsd, scripts, tests and assets of this repository. Every part ends before second $LIMIT; a part that fails or hangs
+# fcsd, benchmarks, tests and assets of this repository. Every part ends before second $LIMIT; a part that fails or hangs
 # does not keep the others from running. What the parts have found is in $OUT/COMMAND.json after every row of theirs; it
 # is printed at the end, and the logs are in $OUT/COMMAND-logs.tar.gz then. SIGINT and SIGTERM end all parts. The exit
 # status is 0 if every part ended and found what it should.
@@ -25,19 +21,12 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 version=0.24.0
-command=${1:?build, items, one, tasks, two, four, time or engines}
+command=${1:?build, items, one, tasks, two, four or infer}
 case $command in
-build | items | one | tasks | two | four | time | engines) ;;
-*) echo "no command $command: build, items, one, tasks, two, four, time or engines" >&2 && exit 2 ;;
+build | items | one | tasks | two | four | infer) ;;
+*) echo "no command $command: build, items, one, tasks, two, four or infer" >&2 && exit 2 ;;
 esac
 folder=${2:-.vllm}
-if [ "$command" = time ] && [ $# -gt 2 ]; then
-    TIMES=
-    for name in "${@:3}"; do
-        line=$(grep "^$name " benchmarks/vllm/vllm_times.txt) || { echo "benchmarks/vllm/vllm_times.txt has no $name" >&2 && exit 2; }
-        TIMES+="${line#"$name "}"$'\n'
-    done
-fi
 WORK=${WORK:-/tmp/vllm-work}
 site=$WORK/site
 models=$WORK/models
@@ -191,7 +180,7 @@ unpack 9>&- || { echo "$folder could not be unpacked; nothing was run" >&2 && ex
 exec 9>&-
 echo "unpacked after $SECONDS s"
 
-if [ "$command" != time ] && [ "$command" != engines ]; then
+if [ "$command" != infer ]; then
     # Products of float32 by float32 arithmetic; and DeepSeek's attention expanded, because the bundled teacher's latent
     # vectors are smaller than those that vLLM's kernels for latent attention know.
     export TRITON_F32_DEFAULT=ieee VLLM_MLA_DISABLE=1
@@ -216,28 +205,15 @@ two)
     job float32 $serve --tp 2 $small/float32/{eager,eager/ep,graph,pressure} glm4_moe-farskip/float32/eager
     job bfloat16 $serve --tp 2 $small/bfloat16/{graph/ep,default} teacher/bfloat16/default
     job stages $serve --pp 2 $small/float32/eager
-    job trace python3 benchmarks/vllm/vllm_trace.py "$models" --tp 2
     ;;
 four)
     job float32 $serve --tp 4 $small/float32/{eager,eager/ep,graph,pressure}
     job bfloat16 $serve --tp 4 $small/bfloat16/{graph/ep,default} teacher/bfloat16/default
     job stages $serve --tp 2 --pp 2 $small/float32/eager
-    job trace python3 benchmarks/vllm/vllm_trace.py "$models" --tp 4
     ;;
-engines)
-    # shellcheck disable=SC2086
-    job engines python3 benchmarks/vllm/vllm_engines.py "$OUT/engines" ${ENGINES:-}
-    ;;
-time)
-    number=0
-    # One after the other: each measurement needs all GPUs.
-    while read -r line; do
-        [ -n "$line" ] || continue
-        number=$((number + 1))
-        # shellcheck disable=SC2086 # the line is split into options
-        job "time-$number" python3 benchmarks/vllm/vllm_first_tokens.py "$WORK/shapes" $line --seconds $(($(left) - 5))
-        wait
-    done <<< "${TIMES:---shape qwen3-30b-a3b --layers 48 --tp 2 --ep}"
+infer)
+    # shellcheck disable=SC2086 # the options are split into words
+    job infer python3 -m benchmarks.infer --out "$OUT/infer" ${INFER:-llama3-70b --engine vllm}
     ;;
 esac
 wait
