@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint import read_config, resolve
+from fcsd.checkpoint.location import short_names
 from fcsd.disk import json_sha256
 from fcsd.errors import ConfigError
 from fcsd.eval.code.sandbox import find_sandbox
@@ -262,17 +263,15 @@ def summary(result: Result) -> str:
 
 
 def names_of(paths: Sequence[str]) -> list[str]:
-    """Short, distinct names: the last part of each path, or the whole path where another model has the same last part.
+    """Short, distinct names of models; see ``short_names``.
 
     Raises:
-        ConfigError: the same model is named twice.
+        ConfigError: the same model is named twice, or a model has the name of a file beside the results.
     """
-    if len(set(paths)) < len(paths):
+    taken = Path(COMPARISON).stem
+    names = short_names(paths, (taken,))
+    if len(set(names)) < len(names):
         raise ConfigError("the same model is named twice")
-    last = [Path(path).name or path for path in paths]
-    taken = Path(COMPARISON).stem  # the name of a file beside those of the models
-    whole = [str(Path(path).resolve()) if name == taken else path for name, path in zip(last, paths, strict=True)]
-    return [
-        name if last.count(name) == 1 and name != taken else path.strip("/").replace("/", "--")
-        for name, path in zip(last, whole, strict=True)
-    ]
+    if taken in names:
+        raise ConfigError(f"a model cannot be called {taken!r}, which is a file beside the results", "rename it")
+    return names
