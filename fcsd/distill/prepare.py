@@ -123,17 +123,23 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     original = student_source(recipe)
     config = student_config(recipe, original)
     hashes = world.on_first(lambda: identify_teacher(recipe) if needs_teacher(recipe) else {})
+    say = _say if world.rank == 0 else lambda text: None
+    say("reading the text ...")
     # The data come first, because a fault in them is found in less time than it takes to load a model.
     tokenizer, vocab_size = load_tokenizer(original.path), config.get_text_config().vocab_size
     corpora, rows, held_out = read_data(recipe, original.path, tokenizer, vocab_size, world)
     trained = checkpoint / manifest.MODEL if checkpoint else None
     orders = orders_of(manifest.read_manifest(checkpoint)["progress"]) if checkpoint else None
+    say(f"loading {recipe.model} ...")
     student = load_student(
         recipe, dtype=DTYPES[recipe.train.dtype], device=world.device, config=config, trained=trained, orders=orders
     )
     traffic = Traffic() if recipe.parallel.ep_size > 1 else None
     dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
-    teacher = load_teacher(recipe, student, world, traffic, dispatcher) if needs_teacher(recipe) else None
+    teacher = None
+    if needs_teacher(recipe):
+        say(f"loading the teacher {teacher_name(recipe)} ...")
+        teacher = load_teacher(recipe, student, world, traffic, dispatcher)
     source = TeacherSource() if teacher is None else LiveTeacher(teacher, recipe.objective)
     identity = run_identity(recipe, corpora, world)
     if settings := recipe.objective.teacher_cache:
