@@ -36,9 +36,14 @@ def loaded(name: str = "tiny", seed: int = 0) -> Loaded:
 
 
 @pytest.mark.usefixtures("datasets_cache")
-def test_all_nine_tasks_equal_lm_eval_itself(mirror, tmp_path):
+def test_all_nine_tasks_equal_lm_eval_itself(mirror, tmp_path, caplog):
     subject = loaded()
+    caplog.set_level("INFO", "fcsd.eval.harness")
     rows = evaluate_models([subject], tasks=NINE, data_mirror=mirror, limit=3, out=tmp_path / "out", log_samples=True)
+    asked = {row["column"]: row["n"] for row in rows}
+    said = caplog.messages[0]  # before the first question, with all of MMLU's subjects
+    assert said.startswith(f"1 model, {sum(asked.values()):,} items each, with --limit 3 for each task: ")
+    assert f"MMLU {asked['MMLU']:,} in 57 tasks" in said and f"PIQA {asked['PIQA']}," in said
     assert [row["column"] for row in rows] == NINE
     lm_tasks = Path(simple_evaluate.__code__.co_filename).parent / "tasks"
     folders = {row.directory for row in select("paper", NINE)}
