@@ -119,9 +119,9 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
     sha256 = table.sha256 | {"tokenizer": digest([backend.backend_tokenizer.to_str(), tokenizer.special_tokens_map])}
     if template is not None:
         sha256["chat template"] = digest(template)
-    end = backend.eos_token_id if end is None else end
-    if source.plain and end != backend.eos_token_id:
-        sha256["end of a document"] = str(end)
+    ending: int = backend.eos_token_id if end is None else end
+    if source.plain and ending != backend.eos_token_id:
+        sha256["end of a document"] = str(ending)
     columns = [COLUMN] if table.lines else list(source.columns)
     chats = (source.message_keys, source.train_on, source.earlier_reasoning)
     read = [source.columns, chats, source.max_rows, table.lines, vocab_size, *(["ids"] if source.token_ids else [])]
@@ -129,7 +129,13 @@ def load_corpus(source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: 
     cache_folder().mkdir(parents=True, exist_ok=True)
     encoded = table.rows.map(
         partial(
-            _encode, source=source, lines=table.lines, tokenizer=tokenizer, template=template, end=end, limit=vocab_size
+            _encode,
+            source=source,
+            lines=table.lines,
+            tokenizer=tokenizer,
+            template=template,
+            end=ending,
+            limit=vocab_size,
         ),
         input_columns=columns,
         remove_columns=columns,

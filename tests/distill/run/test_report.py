@@ -74,3 +74,18 @@ def test_pauses_are_counted_without_going_through_the_steps(every: tuple[int, in
     for after in range(12):
         due = [n for n in range(after + 1, 13) if n == 12 or any(each and n % each == 0 for each in every)]
         assert _times(after, 12, *every) == len(due)
+
+
+def test_a_run_names_what_it_does_between_its_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    teacher, student = runs.write_models(tmp_path, "llama")
+    runs.train(runs.resolved(tmp_path, train__steps=1, train__sample_tokens=2, optim__warmup_steps=0))
+    said = capfd.readouterr().err
+    assert f"reading the text ...\nloading {student} ...\nloading the teacher {teacher} ...\n" in said
+    order = [
+        "measuring the held-out loss of step 1, ",
+        "writing samples of step 1 ...",
+        "step 1  tokens",
+        "saving step 1 ...",
+    ]
+    places = [said.index(text) for text in order]
+    assert places == sorted(places)
