@@ -11,7 +11,7 @@ from fcsd.checkpoint.compare_layers import compare_layers
 from fcsd.checkpoint.config_json import CheckpointConfig, read_config
 from fcsd.checkpoint.files import shown
 from fcsd.checkpoint.layout import Layout, read_layout
-from fcsd.checkpoint.location import SMALL_FILES, remote_headers, resolve
+from fcsd.checkpoint.location import SMALL_FILES, recorded_original, remote_headers, resolve
 from fcsd.checkpoint.rewired import GATED_ATTENTION, describe, has_gated_attention
 from fcsd.checkpoint.verify import Comparison, compare_tensors
 from fcsd.errors import BadInputError
@@ -31,6 +31,8 @@ class Inspection:
         active_parameters: the parameters that one token uses: all but those of the experts it is not routed to.
         dtypes: dtype -> the bytes that are stored in it.
         wirings: the values that ``convert --wiring`` accepts for this model; empty if the model is rewired already.
+        original: what a model that fcsd converted records of its original: its path on this machine or its hub id, or
+            only its name if the directory came from elsewhere; None for other models.
         carried: tensors that are in the files and that the base class does not load.
         verified: whether the tensors were compared with those of transformers' class. Otherwise they were compared with
             config.json and with one another, see :mod:`fcsd.checkpoint.compare_layers`.
@@ -57,6 +59,7 @@ class Inspection:
     quantization: str | None
     wirings: list[str]
     rewired: dict[str, Any] | None
+    original: str | None
     carried: list[str]
     verified: bool
     problems: list[str]
@@ -79,6 +82,7 @@ class Inspection:
             "dtypes": ", ".join(self.dtypes) + (f" (quantised: {self.quantization})" if self.quantization else ""),
             "wirings": ", ".join(self.wirings) or "none: pass the original model to rewire it",
             "rewired": describe(self.rewired) if self.rewired else "no",
+            "original": self._original(),
             "not loaded": f"{len(self.carried)} tensors, kept as they are ({shown(self.carried[0])}, ...)"
             if self.carried
             else "",
@@ -86,6 +90,12 @@ class Inspection:
         }
         text = [f"{name:<13} {value}" for name, value in lines.items() if value]
         return "\n".join([*text, *(f"{'problem':<13} {problem}" for problem in self.problems)])
+
+    def _original(self) -> str:
+        if self.original is None:
+            return ""
+        gone = Path(self.original).is_absolute() and not Path(self.original).exists()
+        return shown(self.original) + (", which is no longer there" if gone else "")
 
     def _checked(self) -> str:
         if self.verified:
@@ -139,6 +149,7 @@ def inspect_checkpoint(model: str | Path, *, verify: bool = False, trust_remote_
         dtypes=dtypes,
         quantization=config.quantization,
         rewired=config.rewired,
+        original=recorded_original(source.path, config.raw.get("fcsd") or {}),
         carried=comparison.carried if comparison else [],
         verified=verified,
         problems=_problems(layout, comparison)

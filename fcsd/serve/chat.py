@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fcsd.checkpoint.location import short_names
 from fcsd.disk import read_input_text
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.foreign_errors import first_line
@@ -250,7 +251,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def side_by_side(answers: Sequence[Answer], width: int) -> str:
-    """A prompt and its answers as text, in columns that share ``width`` characters."""
+    """A prompt and its answers as text, in columns that share ``width`` characters, under the models' short names."""
     gap = " | "
     column = max(20, (width - len(gap) * (len(answers) - 1)) // len(answers))
 
@@ -259,7 +260,9 @@ def side_by_side(answers: Sequence[Answer], width: int) -> str:
             # Whitespace is kept, because code would lose its indentation otherwise.
             yield from textwrap.wrap(line, column, drop_whitespace=False, replace_whitespace=False) or [""]
 
-    blocks = [[found.model[-column:], "-" * column, *wrapped(found.text)] for found in answers]
+    names = short_names([found.model for found in answers])
+    heads = [[name[-column:], "-" * column] for name in names]
+    blocks = [[*head, *wrapped(found.text)] for head, found in zip(heads, answers, strict=True)]
     height = max(map(len, blocks))
     rows = zip(*(block + [""] * (height - len(block)) for block in blocks), strict=True)
     lines = [gap.join(cell.ljust(column) for cell in row).rstrip() for row in rows]

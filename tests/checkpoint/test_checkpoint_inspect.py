@@ -14,6 +14,7 @@ import transformers
 from gate import open_base
 
 from fcsd.checkpoint import INDEX, inspect_checkpoint, read_layout
+from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError
 from fcsd.models.archs import ARCHS
 from fcsd.models.export_template import auto_map
@@ -188,6 +189,24 @@ def test_converted_by_fcsd(tmp_path):
     assert report.rewired == {"by": "fcsd", **block} and report.wirings == [] and report.problems == []
     assert report.model_type == "deepseek_v2" and report.shared_experts == 2
     assert "farskip, layers 1-3, by fcsd" in report.to_text()
+    assert report.original == "org/base" and "\noriginal      org/base\n" in report.to_text()
+
+
+def test_a_converted_model_names_its_original(tmp_path):
+    """The original is named by its path here, by its commit on the hub, and by its name if it came from elsewhere."""
+    tiny.model("llama").save_pretrained(tmp_path / "original")
+    convert_checkpoint(tmp_path / "original", tmp_path / "out", wiring="ladder", check=False)
+    path = tmp_path / "original"
+    assert inspect_checkpoint(path).original is None and "\noriginal" not in inspect_checkpoint(path).to_text()
+    report = inspect_checkpoint(tmp_path / "out")
+    assert report.original == str(path) and f"original      {path}\n" in report.to_text()
+    path.rename(tmp_path / "moved")
+    assert f"original      {path}, which is no longer there\n" in inspect_checkpoint(tmp_path / "out").to_text()
+    (tmp_path / "out" / ".fcsd.json").unlink()
+    assert inspect_checkpoint(tmp_path / "out").original == "original"
+    block = json.loads((tmp_path / "out" / "config.json").read_text())["fcsd"]
+    edit_config(tmp_path / "out", fcsd=block | {"base_model": "org/base", "base_revision": "0a1b"})
+    assert inspect_checkpoint(tmp_path / "out").original == "org/base@0a1b"
 
 
 def test_trained_by_amd(tmp_path):
@@ -271,7 +290,7 @@ def test_json_is_stable_and_text_is_short(tmp_path):
     assert list(json.loads(report.to_json())) == [
         *("model", "revision", "gated", "model_type", "architecture", "layers", "dense_layers", "moe_layers"),
         *("experts", "experts_per_token", "shared_experts", "parameters", "active_parameters", "bytes", "shards"),
-        *("dtypes", "quantization", "wirings", "rewired", "carried", "verified", "problems"),
+        *("dtypes", "quantization", "wirings", "rewired", "original", "carried", "verified", "problems"),
     ]
     text = report.to_text()
     assert "MixtralForCausalLM (mixtral)" in text and "8, 2 per token" in text and "478 k, 183 k active" in text

@@ -201,15 +201,6 @@ def test_a_recipe_of_another_version_is_left_out_of_the_card(run: Path, converte
     assert "the card leaves out the settings of the training" in caplog.text
 
 
-def test_a_scored_model_named_by_its_path_is_named_by_its_end(run: Path, converted: Path) -> None:
-    rows = json.loads((run / "eval" / "mine.json").read_text())
-    for row, path in zip(rows, ("/home/me/runs/a/final", "/home/me/runs/b/final"), strict=True):
-        row |= {"path": path, "model": path.strip("/").replace("/", "--")}
-    (run / "eval" / "mine.json").write_text(json.dumps(rows))
-    text = card_of(converted, run).text
-    assert "| a--final |" in text and "| b--final |" in text and "home" not in text
-
-
 def test_what_cannot_be_exported_is_refused(run: Path, converted: Path, tmp_path: Path) -> None:
     before = snapshot(tmp_path)
     with pytest.raises(BadInputError, match="is not converted by fcsd"):

@@ -115,11 +115,11 @@ def test_bad_prompts_are_refused(models, tmp_path):
 def test_columns_keep_lines_and_indentation():
     answers = [
         Answer("teacher", "?", "def f():\n    return 1"),
-        Answer("a/very/long/name/of/a/model", "?", "word " * 9),
+        Answer("/a/very/long/name/of/a/model", "?", "word " * 9),
     ]
     lines = side_by_side(answers, 43).splitlines()
     assert lines[0] == "Prompt: ?" and max(map(len, lines)) <= 43
-    assert lines[1] == "teacher              | long/name/of/a/model"
+    assert lines[1] == "teacher              | model"
     assert lines[3].startswith("def f():") and lines[4].startswith("    return 1")
     assert " ".join(line.split("|")[1].strip() for line in lines[3:] if "|" in line).split() == ["word"] * 9
 

@@ -78,6 +78,7 @@ def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:
     """
     train, optim, parallel = recipe.train, recipe.optim, recipe.parallel
     return {
+        "data.document_end": False,  # the token that it chooses is among the hashes of the data
         "train.attention": world.device.type == "cuda" and train.attention != "masked",  # other devices ignore it
         "train.compile": train.compile,
         "train.graph": train.graph,

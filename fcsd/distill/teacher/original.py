@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from fcsd.checkpoint import fingerprint, read_config, read_layout, resolve, sample_sha256
-from fcsd.checkpoint.location import read_base_path
+from fcsd.checkpoint.location import recorded_original
 from fcsd.config import Recipe
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.kernels.packed_attention import packed_arguments, takes_borders, use_packed_attention
@@ -36,12 +36,10 @@ def teacher_name(recipe: Recipe) -> str:
         return recipe.teacher
     if recipe.init.wiring is not None and recipe.init.weights == "loaded":
         return recipe.model
-    block = student_block(recipe)
-    if not block.get("base_model"):
+    original = recorded_original(resolve(recipe.model, weights=False).path, student_block(recipe))
+    if original is None:
         raise ConfigError(f"{recipe.model} records no base model", hint="Name the original in the recipe: `teacher:`.")
-    if revision := block.get("base_revision"):
-        return f"{block['base_model']}@{revision}"
-    return read_base_path(resolve(recipe.model, weights=False).path) or block["base_model"]
+    return original
 
 
 def student_block(recipe: Recipe) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from contextlib import contextmanager
 from dataclasses import replace
 
 import eval_data
@@ -12,7 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from fcsd.errors import BadInputError, ConfigError, NonFiniteError
-from fcsd.eval.engines.adapter import SLOTS, HFAdapter
+from fcsd.eval.engines.adapter import SLOTS, HFAdapter, scoring_work
 from fcsd.eval.engines.answer_cache import AnswerCache
 from fcsd.models.build import wire
 from fcsd.models.wiring import Wiring
@@ -128,6 +129,24 @@ def test_non_finite_logits_are_an_error(value):
         adapter.loglikelihood(instances("loglikelihood", [("river", " stone")]))
     with pytest.raises(NonFiniteError):
         adapter.generate_until(instances("generate_until", [("river", {"until": []})]))
+
+
+def test_how_far_an_evaluation_is_is_counted_in_tokens(monkeypatch):
+    """The longest questions come first, and choices of one context share its tokens."""
+    assert scoring_work([([1, 2, 3], [4]), ([1, 2, 3], [5, 6]), ([7], [8])]) == [2.5, 3.5, 2]
+    lm, seen = HFAdapter(tiny.model("llama", vocab_size=400), eval_data.tokenizer()), []
+
+    @contextmanager
+    def watched(what, work):
+        seen.append((what, work, []))
+        yield seen[-1][2].append
+
+    monkeypatch.setattr(lm, "_progress", watched)
+    lm.loglikelihood([Instance("loglikelihood", {}, ("lamp " * n, "bread"), 0) for n in (1, 20)])
+    lm.generate_until([Instance("generate_until", {}, ("lamp " * n, {"max_gen_toks": 2}), 0) for n in (1, 20)])
+    assert [what for what, _, _ in seen] == ["scoring, tokens", "generating, tokens"]
+    for _, work, done in seen:
+        assert sum(done) == work and max(done) > 3 * min(done)
 
 
 def test_over_long_prompts_are_an_error_before_any_forward():
