@@ -36,6 +36,7 @@ ROOMS = [
     "bundled",
     "markdown",
     "progress",
+    "terminal",
     "version",
 ]
 

@@ -11,6 +11,7 @@ from fcsd.disk import open_to_append, write_text
 from fcsd.errors import BadInputError
 from fcsd.launch.world import World
 from fcsd.serve.chat import PROMPTS, Speaker, answer
+from fcsd.terminal import printable
 
 SAMPLES = "samples.jsonl"
 
@@ -55,7 +56,7 @@ class Samples:
             lines.append(line | ({"teacher": self._known[prompt]} if self._known else {}))
         if self._world.rank == 0:
             with open_to_append(self._path) as file:
-                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+                file.writelines(printable(json.dumps(line, ensure_ascii=False)) + "\n" for line in lines)
 
     def _answer(self, speaker: Speaker, prompt: str) -> str:
         training = speaker.model.training

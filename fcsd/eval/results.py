@@ -12,6 +12,7 @@ from typing import Any
 from fcsd.disk import read_input, write_text
 from fcsd.errors import BadInputError
 from fcsd.eval.engines.answer_cache import is_number
+from fcsd.terminal import printable
 
 # One model's score on one task, as ``evaluate_models`` describes it.
 Result = dict[str, Any]
@@ -94,7 +95,7 @@ def shown(result: Result) -> tuple[str, str]:
 
 def write_samples(folder: Path, task: str, samples: Sequence[dict[str, Any]]) -> None:
     """Write the answers to a task, one JSON object per line. Values that JSON does not have are written as text."""
-    lines = (json.dumps(sample, ensure_ascii=False, default=str) + "\n" for sample in samples)
+    lines = (printable(json.dumps(sample, ensure_ascii=False, default=str)) + "\n" for sample in samples)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / f"{task}.jsonl", "".join(lines))
 

@@ -13,6 +13,7 @@ from fcsd.disk import read_input_text
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.foreign_errors import first_line
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
+from fcsd.terminal import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -195,11 +196,13 @@ def answer(
         in_step: whether the model is spread over several processes, all of which ask for the same answer.
 
     Raises:
-        BadInputError: the conversation is longer than the model takes.
+        BadInputError: the conversation is longer than the model takes, or its chat template refuses it or exceeds its
+            limits.
     """
     import torch
     from transformers import BatchEncoding, set_seed
 
+    from fcsd.checkpoint.chat_text import chat_text, limited_template
     from fcsd.checkpoint.tokenizer import text_ids
 
     model: Any = speaker.model
@@ -208,9 +211,9 @@ def answer(
         [ids] = text_ids([history[-1]["content"]], tokenizer)
         inputs = BatchEncoding({"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long()})
     else:
-        inputs = tokenizer.apply_chat_template(
-            list(history), add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
+        with limited_template(tokenizer) as template:
+            text = chat_text(template, history, speaker.name, add_generation_prompt=True)
+        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     length = inputs["input_ids"].shape[1]
     room = model.config.get_text_config().max_position_embeddings - length
     if length == 0 or room < 1:
@@ -250,20 +253,20 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def side_by_side(answers: Sequence[Answer], width: int) -> str:
-    """A prompt and its answers as text, in columns that share ``width`` characters."""
+    """A prompt and its answers as text for a terminal, in columns that share ``width`` characters."""
     gap = " | "
     column = max(20, (width - len(gap) * (len(answers) - 1)) // len(answers))
 
     def wrapped(text: str) -> Iterable[str]:
-        for line in text.splitlines() or [""]:
+        for line in printable(text).splitlines() or [""]:
             # Whitespace is kept, because code would lose its indentation otherwise.
             yield from textwrap.wrap(line, column, drop_whitespace=False, replace_whitespace=False) or [""]
 
-    blocks = [[found.model[-column:], "-" * column, *wrapped(found.text)] for found in answers]
+    blocks = [[printable(found.model)[-column:], "-" * column, *wrapped(found.text)] for found in answers]
     height = max(map(len, blocks))
     rows = zip(*(block + [""] * (height - len(block)) for block in blocks), strict=True)
     lines = [gap.join(cell.ljust(column) for cell in row).rstrip() for row in rows]
-    return "\n".join([f"Prompt: {answers[0].prompt}", *lines, ""])
+    return "\n".join([f"Prompt: {printable(answers[0].prompt)}", *lines, ""])
 
 
 def _typed() -> Iterator[str]:

@@ -67,27 +67,69 @@ def test_a_typed_conversation_keeps_its_turns(models, monkeypatch):
             return line
         raise EOFError
 
-    real = chatting.load_speaker
+    real, original = chatting.load_speaker, chatting.answer
 
     def with_template(model: str, **options):
         speaker = real(model, **options)
-        tokenizer: type = type(speaker.tokenizer)
         speaker.tokenizer.chat_template = TEMPLATE
-        original = tokenizer.apply_chat_template
-        monkeypatch.setattr(
-            tokenizer,
-            "apply_chat_template",
-            lambda self, turns, **o: (seen.append(turns), original(self, turns, **o))[1],
-        )
         return speaker
 
     monkeypatch.setattr(chatting, "load_speaker", with_template)
+    monkeypatch.setattr(
+        chatting, "answer", lambda s, turns, **o: (seen.append(list(turns)), original(s, turns, **o))[1]
+    )
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", ask)
     first, second = (answers[0] for answers in chat(str(models[0])))
     assert seen[0] == [{"role": "user", "content": "river"}]
     assert [turn["content"] for turn in seen[1]] == ["river", first.text, "stone"]
     assert second.prompt == "stone"
+
+
+def test_a_model_reads_what_its_template_makes_of_a_conversation(models, monkeypatch):
+    speaker = load_speaker(str(models[0]))
+    monkeypatch.setattr(speaker.tokenizer, "chat_template", "{{ bos_token }}" + TEMPLATE)
+    read: list[list[int]] = []
+    generate = speaker.model.generate
+
+    def record(**inputs):
+        read.append(inputs["input_ids"][0].tolist())
+        assert inputs["attention_mask"].all()
+        return generate(**inputs)
+
+    monkeypatch.setattr(speaker.model, "generate", record)
+    turns = [{"role": role, "content": "river"} for role in ("user", "assistant", "user")]
+    answer(speaker, turns)
+    wanted = speaker.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+    assert read == [wanted["input_ids"]]
+
+
+def test_a_chat_template_has_limits(models, monkeypatch):
+    monkeypatch.setattr("fcsd.checkpoint.limited_process.CPU_SECONDS", 0.3)
+    speaker = load_speaker(str(models[0]))
+    for template, reason in {
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "ran for more than 0.3 s",
+        "{{ 'x' * 3 * 10 ** 9 }}": "refuses the conversation: MemoryError",
+        "{{ 'x' * 11 * 10 ** 6 }}": "refuses the conversation: over 10,000,000 characters",
+        "{{ raise_exception('\x1b[2Jno') }}": r"refuses the conversation: \\u001b\[2Jno$",
+    }.items():
+        monkeypatch.setattr(speaker.tokenizer, "chat_template", template)
+        with pytest.raises(BadInputError, match=reason):
+            answer(speaker, [{"role": "user", "content": "river"}])
+
+
+def test_control_characters_of_models_are_never_printed_raw(models, monkeypatch):
+    hostile = "a\tb\n\x1b]0;owned\x07\x9b2J\r\x7f\r\nend"
+    given = [Answer("m\x1b[1m", hostile, hostile)]
+    text = side_by_side(given, 80)
+    assert "\n".join(text.splitlines()) + "\n" == text and text.replace("\n", "").replace("\t", "").isprintable()
+    assert "a\tb" in text and r"\u001b]0;owned\u0007\u009b2J\u000d\u007f" in text and "\nend" in text
+    monkeypatch.setattr(chatting, "chat", lambda *args, **options: iter([given]))
+    shown = CliRunner().invoke(app, ["chat", "any", "--json"]).stdout
+    assert shown.rstrip("\n").isprintable() and json.loads(shown)[0]["text"] == hostile
+    refusal = BadInputError(hostile, hostile)
+    monkeypatch.setattr(chatting, "chat", lambda *args, **options: (_ for _ in ()).throw(refusal))
+    assert "\x1b" not in (said := CliRunner().invoke(app, ["chat", "any"]).stderr) and "owned" in said
 
 
 def test_only_a_newline_ends_a_prompt(tmp_path):
