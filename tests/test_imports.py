@@ -31,6 +31,7 @@ ROOMS = [
     "kernels",
     "foreign_errors",
     "extras",
+    "input_lines",
     "disk",
     "errors",
     "bundled",

@@ -73,6 +73,7 @@ def load_tasks(benchmarks: Sequence[Benchmark], mirror: Path | None) -> Iterator
         elsewhere.mkdir()
         if mirror is not None:
             stack.enter_context(_swapped(datasets.config, "HF_DATASETS_CACHE", temporary / "datasets"))
+            stack.enter_context(_no_linked_files())
         stack.enter_context(_lean_lm_eval())
         with contextlib.chdir(elsewhere if mirror is None else mirror), no_execution():
             # All definitions are found before the data of any task are read, which may take long.
@@ -171,6 +172,25 @@ def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _no_linked_files() -> Iterator[None]:
+    """Inside the block, data with a column of images, sounds or other files cannot be read.
+
+    A row of such a column may hold an address instead, which ``datasets`` would fetch.
+    """
+    import datasets.features
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise BadInputError("the data mirror has a column of files, such as images, which may lead anywhere")
+
+    kinds = [kind for kind in vars(datasets.features).values() if isinstance(kind, type)]
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            if hasattr(kind, "_type") and hasattr(kind, "decode_example"):
+                stack.enter_context(_swapped(kind, "decode_example", refuse))
+        yield
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fcsd.disk import read_input_text
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.foreign_errors import first_line
+from fcsd.input_lines import LONGEST_TEXT
 from fcsd.models.load_options import check_device, check_dtype, default_dtype
 from fcsd.terminal import printable
 
@@ -243,6 +244,8 @@ def read_prompts(path: Path) -> list[str]:
         raise BadInputError(f"{path}: no such file", hint) from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"{path}: this file cannot be read: {first_line(error)}", hint) from error
+    if any(len(line) > LONGEST_TEXT for line in lines):
+        raise BadInputError(f"{path}: a line has over {LONGEST_TEXT:,} characters", hint)
     try:
         prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -142,7 +142,13 @@ def test_only_a_newline_ends_a_prompt(tmp_path):
 
 
 def test_bad_prompts_are_refused(models, tmp_path):
-    for name, content in (("a.txt", ""), ("b.jsonl", '{"text": "x"}'), ("c.jsonl", '{"prompt": 3}'), ("d.jsonl", "x")):
+    for name, content in (
+        ("a.txt", ""),
+        ("b.jsonl", '{"text": "x"}'),
+        ("c.jsonl", '{"prompt": 3}'),
+        ("d.jsonl", "x"),
+        ("f.txt", "x" * 10_000_001),
+    ):
         (tmp_path / name).write_text(content)
         with pytest.raises(BadInputError):
             read_prompts(tmp_path / name)
