@@ -8,8 +8,9 @@ import re
 import stat
 import uuid
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from fcsd.errors import ConfigError
 
@@ -53,7 +54,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     sync(path.parent)
 
 
-def open_input(path: Path) -> BinaryIO:
+def open_input(path: Path) -> BufferedReader:
     """Open a file that a user or another program wrote, to read it.
 
     Raises:

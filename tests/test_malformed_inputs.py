@@ -62,7 +62,12 @@ def keep_samples(path: Path, start: int) -> None:
 
 _CUT = {"nothing", "cut off", "UTF-16", "null bytes", "very huge"}  # a crash may cut off the last line
 _ALL = set(CONTENTS)
-_OBJECTS = {text for text in CONTENTS if text.startswith("an object of")} | {"an empty object", "huge", "not a number"}
+_OBJECTS = {text for text in CONTENTS if text.startswith("an object of")} | {
+    "an empty object",
+    "huge",
+    "not a number",
+    "UTF-16",
+}
 _YAML = _ALL - {
     "cut off",
     "a cut line",

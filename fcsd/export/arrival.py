@@ -53,7 +53,8 @@ def check_arrival(
     """
     from huggingface_hub.utils import filter_repo_objects
 
-    found = {entry.rfilename: entry for entry in api.model_info(repo, revision=revision, files_metadata=True).siblings}
+    listed = api.model_info(repo, revision=revision, files_metadata=True).siblings or []
+    found = {entry.rfilename: entry for entry in listed}
     missing = sorted(sent.keys() - found.keys())
     other = [name for name in sorted(sent.keys() & found.keys()) if not _is(found[name], sent[name])]
     kept = sorted(set(filter_repo_objects(found, allow_patterns=list(replaced))) - sent.keys())

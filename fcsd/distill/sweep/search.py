@@ -162,7 +162,7 @@ def outcome(run: Path, plan: Sweep) -> dict[str, Any]:
     """The end of a trial: its last ``step``, its ``tokens``, and ``value``, the metric's mean over the last steps."""
     records = [line for line in read_metrics(run) if line["step"] <= plan.steps]
     first = records[-1]["step"] - plan.window + 1 if records else 0
-    values = [line.get(plan.metric) for line in records if line["step"] >= first and plan.metric in line]
+    values: list[Any] = [line[plan.metric] for line in records if line["step"] >= first and plan.metric in line]
     if not values or None in values or "tokens" not in records[-1]:
         raise BadInputError(f"{run}: its metrics.jsonl lacks {plan.metric} of the last steps", "Delete this directory.")
     return {"step": records[-1]["step"], "tokens": records[-1]["tokens"], "value": sum(values) / len(values)}
