@@ -36,12 +36,13 @@ def chat_text(template: LimitedProcess, messages: Sequence[dict[str, str]], name
     Raises:
         BadInputError: the template exceeds its limits, refuses the conversation, or makes too long a text of it.
     """
+    whose = f"{name or 'the tokenizer'}: its chat template"
     try:
         text, reason = template((list(messages), options))
     except LimitExceededError as error:
-        raise BadInputError(f"{name}: its chat template {error}") from error
+        raise BadInputError(f"{whose} {error}") from error
     if reason:
-        raise BadInputError(f"{name}: its chat template refuses the conversation: {reason}")
+        raise BadInputError(f"{whose} refuses the conversation: {reason}")
     return text
 
 

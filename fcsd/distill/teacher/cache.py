@@ -58,6 +58,8 @@ def read_teacher_cache(
     folder = Path(settings.path)
     recorded = read_key(folder)
     teacher = {name: sha for name, sha in recorded.items() if name.startswith("teacher.")}
+    if not isinstance(teacher.get("teacher.fingerprint"), str):
+        raise BadInputError(f"{folder / KEY}: does not name the teacher", "Write another cache by fcsd cache-teacher.")
     if Path(teacher_name(recipe)).is_dir():
         teacher = identify_teacher(recipe)
     else:
