@@ -251,7 +251,7 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
     for leaf in task.lm_eval["tasks"].values():
         leaf.set_fewshot_seed(FEWSHOT_SEED)  # the same examples for every model
     for name, leaf in task.lm_eval["tasks"].items():
-        _check_labels(f"{benchmark.column}: {name}", leaf, limit)
+        _check_questions(f"{benchmark.column}: {name}", leaf, limit, programs=benchmark.harness == SANDBOX)
     try:
         answer: Any = run(
             lm,
@@ -322,20 +322,31 @@ def task_result(task: LoadedTask, lm: Adapter, limit: int | None, accept_unsafe_
     }
 
 
-def _check_labels(what: str, leaf: Any, limit: int | None) -> None:
-    """Refuse questions with choices whose right answer is not among them; lm-eval would count them as wrong.
+def _check_questions(what: str, leaf: Any, limit: int | None, *, programs: bool) -> None:
+    """Refuse data of another form, and questions with choices whose right answer is not among them.
+
+    lm-eval would count such an answer as wrong.
+
+    Args:
+        programs: whether the answers are programs, which are run against the tests of the question.
 
     Raises:
-        BadInputError: the label of a question is not the number or the text of one of its choices.
+        BadInputError: a question cannot be read, or its label is not the number or the text of one of its choices.
     """
-    if leaf.OUTPUT_TYPE != "multiple_choice" or callable(leaf.config.process_results):
-        return
+    choosing = leaf.OUTPUT_TYPE == "multiple_choice" and not callable(leaf.config.process_results)
     for number, doc in enumerate(itertools.islice(leaf.eval_docs, limit)):
         try:
-            choices = leaf.doc_to_choice(doc)
-            gold = leaf.doc_to_text(doc) if leaf.multiple_input else leaf.doc_to_target(doc)
+            text, target = leaf.doc_to_text(doc), leaf.doc_to_target(doc)
+            choices = leaf.doc_to_choice(doc) if choosing else ()
+            if not choosing and (target is None or target == []):
+                raise TypeError("it has no answer")
+            if programs and not (isinstance(doc.get("prompt", ""), str) and isinstance(doc["task_id"], str | int)):
+                raise TypeError("its prompt is not a text, or its task_id is no name")
         except Exception as error:  # a template can fail in any way on data of another form
             raise BadInputError(f"{what}: question {number} cannot be read: {first_line(error):.200}") from error
+        if not choosing:
+            continue
+        gold = text if leaf.multiple_input else target
         right = gold if isinstance(gold, list) else [gold]
         if not right or not all(
             label in choices if isinstance(label, str) else isinstance(label, int) and 0 <= label < len(choices)

@@ -199,6 +199,36 @@ def test_a_label_that_is_no_choice_is_refused(
         evaluate_models([str(model)], limit=1, **asked)
 
 
+DAMAGE = [
+    ("GSM-8K", "openai/gsm8k/main", {"answer": []}, "question 0 cannot be read: it has no answer"),
+    ("HEval+", "evalplus/humanevalplus/default", {"prompt": None}, "question 0 cannot be read"),
+    ("HEval+", "evalplus/humanevalplus/default", {"prompt": 7}, "question 0 cannot be read"),
+    ("MBPP+", "evalplus/mbppplus/default", {"task_id": []}, "question 0 cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("task", "folder", "change", "says"), DAMAGE)
+def test_a_question_of_another_form_is_refused_before_the_model_answers(
+    task: str, folder: str, change: dict, says: str, model: Path, mirror: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(mirror / folder.split("/")[0], tmp_path / folder.split("/")[0])
+    for path in (tmp_path / folder).iterdir():
+        rows = [json.loads(line) | change for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked: dict = {
+        "suite": "paper",
+        "tasks": [task],
+        "data_mirror": tmp_path,
+        "engine": Engine(device="cpu"),
+        "limit": 1,
+    }
+    with (
+        patch.object(HFAdapter, "generate_until", side_effect=AssertionError),
+        pytest.raises(BadInputError, match=says),
+    ):
+        evaluate_models([str(model)], **asked)
+
+
 CARDS = {
     "an address": "configs:\n- config_name: default\n  data_files: {address}/a.jsonl\n",
     "one of two": "configs:\n- config_name: default\n  data_files:\n  - path: [a.jsonl, '{address}/a.jsonl']\n",
